@@ -274,10 +274,10 @@ class Training:
     def label(self, tracer: Tracer) -> None:
         """Tells what is what."""
         for name, parameter in self.model.named_parameters():
-            tracer.label(parameter, "parameters", name)
-        tracer.label(self.gradients, "gradients", "gradients")
+            tracer.labels.label(parameter, "parameters", name)
+        tracer.labels.label(self.gradients, "gradients", "gradients")
         for state in self.states:
-            tracer.label(state, "optimizer", "states")
+            tracer.labels.label(state, "optimizer", "states")
         if self.model.last:
             tracer.vocabulary.add(self.model.output.weight.shape[0])
 

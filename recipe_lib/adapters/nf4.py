@@ -115,8 +115,12 @@ def _group(blocks: int) -> int:
     return math.gcd(blocks, SCALES_PER_FACTOR)
 
 
+@cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """For each byte the two numbers that it codes for, as one number twice as wide `[256]`."""
+    """For each byte the two numbers that it codes for, as one number twice as wide `[256]`.
+
+    Made once: the copy to the device is one that the host waits for, and each dequantizing needs the table.
+    """
     levels = torch.tensor(LEVELS, dtype=dtype)
     both = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
     return both.view(_PAIRS[dtype]).flatten().to(device)

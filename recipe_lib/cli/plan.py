@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from recipe_lib.plan.search.fastest_settings import Search
     from recipe_lib.plan.trace import Trace
 
-NO_ROOM = 3  # exit code
+NO_ROOM = 3  # exit codes
+MISTAKE = 2
 
 
 def run(words: list[str]) -> int:
@@ -44,6 +45,10 @@ def run(words: list[str]) -> int:
             found = search(recipe, cfg, arguments)
             print(str(found).rstrip(), file=output)
             return DONE if found else NO_ROOM
+        if arguments.check_streams:
+            said, is_clean = stream_check(recipe, cfg, arguments)
+            print(said, end="", file=output)
+            return DONE if is_clean else MISTAKE
         other = None if arguments.diff is None else other_plan(recipe, arguments)
         plan, trace = make(recipe, cfg, arguments)
     plan.seconds = process_seconds()
@@ -127,6 +132,23 @@ def other_plan(recipe: RecipeFile, arguments: argparse.Namespace) -> "Plan":
     )
     other = recipe_for(arguments.diff) if recipe.shipped else recipe
     return make(other, load_config(arguments.diff, (), other.schema()), wanted)[0]
+
+
+def stream_check(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple[str, bool]:
+    """What the recipe's streams, waits and collectives look like, and whether there is nothing to correct."""
+    from recipe_lib.plan.world.shape_only_model import plannable
+
+    shaped, _ = plannable(cfg)
+    settings, _ = settings_for(recipe, cfg, arguments)
+    from recipe_lib.plan.streams.check_recipe import check_streams
+    from recipe_lib.plan.streams.check_report import render_check
+
+    planned = recipe_class(recipe)
+    with explained(recipe, cfg):
+        if shaped.parallel.strategy == "auto":
+            shaped, _ = decided(planned, shaped, settings)
+        check = check_streams(planned, shaped, settings)
+    return render_check(check), check.is_clean
 
 
 def search(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> "Search":

@@ -66,6 +66,11 @@ def parser() -> Parser:
     add("--diff", metavar="OTHER", help="compare with the plan in a .json file, or of another config without overrides")
     add("--advice", action="store_true", help="also try levers one by one, and fewer ranks")
     add("--search", action="store_true", help="find the fastest settings that fit, in place of a plan")
+    add(
+        "--check-streams",
+        action="store_true",
+        help="find races between streams, waits of the host and collectives that do not meet, in place of a plan",
+    )
     add("--calibrate", metavar="FILE", help="first measure this machine's device, and write its rates")
     add("--calibration", metavar="FILE", help="use the rates that --calibrate wrote")
     for name, what in (("context", "CUDA's context"), ("nccl", "NCCL's buffers"), ("reserve", "other programs")):
@@ -99,12 +104,20 @@ def read(words: Sequence[str]) -> argparse.Namespace:
             raise ConfigError(f"--{name}-gib: found {size}, expected a number of GiB >= 0")
     if arguments.fit and (arguments.device or any(value_of(flags, name) for name in ("--nproc-per-node", "--nnodes"))):
         raise ConfigError("--fit: names processes and device; leave --device, --nproc_per_node and --nnodes out")
-    unused = [name for name in ("json", "html", "snapshot", "diff", "advice") if getattr(arguments, name)]
-    if arguments.search and unused:
-        raise ConfigError(f"--search: looks for settings and makes no plan; leave --{unused[0]} out")
+    _check_no_plan(arguments)
     for name in ("calibrate", "json", "html", "snapshot"):
         check_output(f"--{name}", getattr(arguments, name))
     return arguments
+
+
+def _check_no_plan(arguments: argparse.Namespace) -> None:
+    """ConfigError for what a plan is asked to do beside an option that makes none."""
+    unused = [name for name in ("json", "html", "snapshot", "diff", "advice", "full") if getattr(arguments, name)]
+    if arguments.search and arguments.check_streams:
+        unused.append("search")
+    for name, what in (("check_streams", "follows streams"), ("search", "looks for settings")):
+        if getattr(arguments, name) and unused:
+            raise ConfigError(f"--{name.replace('_', '-')}: {what} and makes no plan; leave --{unused[0]} out")
 
 
 def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:

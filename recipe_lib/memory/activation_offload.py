@@ -251,7 +251,8 @@ class Window:
         self._mark(out, leaving)
 
     def _fetch(self, call: Call) -> None:
-        """Copies what of a call is on the host alone back. The memory is the computing stream's, from here on."""
+        """Copies what of a call is on the host alone back. The memory is the computing stream's, from here on, which
+        has waited for the copy to the host when it let go."""
         away = [kept for kept in call.alive() if kept.on_device is None]
         if not away:
             return
@@ -263,7 +264,6 @@ class Window:
         with self._module.stream(back):
             for kept in away:
                 assert kept.on_device is not None and kept.on_host is not None
-                back.wait_event(kept.moved)
                 kept.on_device.copy_(kept.on_host, non_blocking=True)
                 kept.on_host = None  # torch's pinned memory is not given to others before the copy is done
         self._mark(back, away)

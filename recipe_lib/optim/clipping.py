@@ -132,6 +132,8 @@ def clip_grad_norm(
         for group in groups.values():
             if scaled := group.grads + group.copies:
                 torch._foreach_mul_(scaled, factor.to(group.device))
+    if norm.device != world.device:  # a copy from memory that is not pinned would wait for the device
+        norm = norm.pin_memory()
     return norm.to(world.device, non_blocking=True)
 
 

@@ -34,7 +34,6 @@ class OffloadedStates:
         self._inbound, self._outbound = self._module.Stream(), self._module.Stream()
         self._arrived: dict[Chunk, tuple[Any, dict[str, Tensor]]] = {}  # event, and states on the device
         self._leaving: deque[tuple[Any, list[Tensor]]] = deque()
-        self._sent: dict[Chunk, Any] = {}  # event, of states that are where they wait again
         self._next: dict[nn.Parameter, nn.Parameter] = {}  # whose step came after whose
         self._last: nn.Parameter | None = None
         optimizer.step = self.step  # type: ignore[method-assign]
@@ -78,7 +77,7 @@ class OffloadedStates:
         here = self._rows.step_with(parameter, number, gradient, here)
         rows = self.pieces(parameter)[number]
         places = {key: local_of(self._rows.whole(parameter, key, value))[rows] for key, value in here.items()}
-        self._send((parameter, number), here, places)
+        self._send(here, places)
         self._rows.finish(parameter, number)
 
     def _step_whole(self, parameter: nn.Parameter) -> None:
@@ -94,7 +93,7 @@ class OffloadedStates:
             if key not in hosts:
                 hosts[key] = _with_local(states[parameter][key], _pinned(value.shape, value))
             states[parameter][key] = hosts[key]
-        self._send((parameter, 0), here, {key: local_of(hosts[key]) for key in here})
+        self._send(here, {key: local_of(hosts[key]) for key in here})
 
     def _arrive(self, parameter: nn.Parameter, number: int) -> dict[str, Tensor]:
         """The states of a piece, on the device; those of the next one are on their way then."""
@@ -128,22 +127,20 @@ class OffloadedStates:
             return
         # Memory of the stream that steps, not of the one that copies: the allocator keeps them apart.
         here = {key: torch.empty_like(host, device=self._device) for key, host in hosts.items()}
-        self._inbound.wait_stream(self._module.current_stream())  # which may still use that memory
-        if chunk in self._sent:  # a step ago, unless parameters change their order
-            self._inbound.wait_event(self._sent[chunk])
+        # Which may still use that memory, and has waited at the end of the last step for all that was sent back in it.
+        self._inbound.wait_stream(self._module.current_stream())
         with self._module.stream(self._inbound):
             for key, host in hosts.items():
                 here[key].copy_(host, non_blocking=True)
             self._arrived[chunk] = self._inbound.record_event(), here
 
-    def _send(self, chunk: Chunk, here: dict[str, Tensor], places: dict[str, Tensor]) -> None:
+    def _send(self, here: dict[str, Tensor], places: dict[str, Tensor]) -> None:
         """Copies states back to their places, and lets go of those on the device when that is done."""
         self._outbound.wait_stream(self._module.current_stream())
         with self._module.stream(self._outbound):
             for key, place in places.items():
                 place.copy_(here[key], non_blocking=True)
-        self._sent[chunk] = self._outbound.record_event()
-        self._leaving.append((self._sent[chunk], list(here.values())))
+        self._leaving.append((self._outbound.record_event(), list(here.values())))
 
     def _free_all_but(self, count: int) -> None:
         """Frees what was sent back before the last `count` pieces; streams wait for it, the host does not."""

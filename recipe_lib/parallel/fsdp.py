@@ -73,7 +73,7 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
             _shard_module(members[0], parallel.reshard_after_forward, options)
     fully_shard(model, **options)
     model.register_forward_hook(_free_after_evaluation)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if world.pipeline is not None or not any(parameter.requires_grad for parameter in model.parameters()):
         model.register_forward_hook(_forget_order)
     for tie in retie:
         tie()
@@ -181,8 +181,13 @@ def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any)
 
 
 def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """FSDP notes every unit that runs, for backward to gather by; in a frozen model, such as a reference that another
-    one is compared with, no backward comes that takes the notes off, and they would grow with every forward."""
+    """FSDP notes every unit that runs, and in its backward gathers the one that ran before ahead of time.
+
+    In a frozen model, such as a reference that another one is compared with, no backward comes that takes the notes
+    off, and they would grow with every forward. In a pipeline the one that ran before may be another stage's, whose
+    backward is not next: it would be gathered for nothing, and its memory let go of (FSDP's `finalize_backward`) while
+    the gather may still write it.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()

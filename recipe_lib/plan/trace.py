@@ -28,6 +28,7 @@ PARTS = ("setup", "forward", "backward", "recompute", "optimizer", "other")
 # event of the device was recorded on, waited for by a stream (numbers of `Trace.syncs`). PHASE: a phase began. ACTION:
 # what a rank of a pipeline does next began, or all of it ended (numbers of `Trace.actions`).
 ALLOC, FREE, OP, RECORD, WAIT, PHASE, ACTION = range(7)
+WORK_WAIT = "c10d::Work.wait"  # name of an `Op` that does nothing but wait for a collective
 
 
 @dataclass(slots=True)
@@ -36,7 +37,8 @@ class Storage:
 
     bytes: asked for. device: on the accelerator, else on the host. stream: that it was made on; 0 computes.
     kind: of KINDS. module: dotted path of the module that was running, "" outside. label: the parameter's name where
-    one is known. op: the operator that made it. part: of PARTS. phase: index into `Trace.phases`.
+    one is known. op: the operator that made it. part: of PARTS. phase: index into `Trace.phases`. pinned: host memory
+    that a copy need not wait for.
     """
 
     bytes: int
@@ -48,6 +50,7 @@ class Storage:
     op: str = ""
     part: str = "other"
     phase: int = 0
+    pinned: bool = False
 
 
 @dataclass(slots=True)

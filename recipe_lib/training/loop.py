@@ -43,6 +43,14 @@ class Step:
     grad_norm: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def numbers(self) -> tuple[float, float, dict[str, float]]:
+        """(loss, norm of the gradient, the recipe's own) on the host, which waits for the device once."""
+        tensors = [self.loss, self.grad_norm, *self.metrics.values()]
+        device = self.loss.device
+        together = torch.stack([tensor.to(device, torch.float64).reshape(()) for tensor in tensors]).cpu()
+        loss, norm, *own = (float(number) for number in together)
+        return loss, norm, dict(zip(self.metrics, own, strict=True))
+
 
 class TrainingLoop:
     """The steps of a run, one after the other; every rank goes through the same calls.
@@ -141,7 +149,7 @@ class TrainingLoop:
 
     def _record(self, step: Step, batches: StepBatches) -> None:
         """Waits for the step, writes its line, and raises DivergedError if its numbers are not finite."""
-        loss, grad_norm = step.loss.item(), step.grad_norm.item()  # the one place that waits for the device
+        loss, grad_norm, own = step.numbers()  # the one place that waits for the device
         seconds = time.perf_counter() - self._began
         self.step += 1
         self._world.heartbeat.enter(f"recording step {self.step}")
@@ -159,7 +167,6 @@ class TrainingLoop:
             devices=self._world.size,
             peak=peak,
         )
-        own = {name: value.item() for name, value in step.metrics.items()}
         self._log.step(line | of_places | shares | own, tuple(own))
         if shares:
             get_logger().info(describe(self.step, shares))

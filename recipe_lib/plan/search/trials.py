@@ -110,10 +110,11 @@ def in_processes(
     pieces: Sequence[Piece],
     what: str = "trying settings",
     tell: Callable[[Result], str] = lambda result: "",
+    unit: str = "settings",
 ) -> list[Result]:
     """`work` of each piece, in order, by forks of this process, one for each core.
 
-    what, tell: for who waits; `tell` is asked for what to say after each result.
+    what, tell, unit: for who waits; `tell` is asked for what to say after each result, pieces are counted in `unit`.
 
     Here, one after the other, where a simulation has already run in this process: its autograd has threads that a fork
     lacks. Pieces stay in the process, results go through pipes.
@@ -125,7 +126,7 @@ def in_processes(
         made = in_order(lambda at: work(pieces[at]) if at < len(pieces) else None, places, workers)
     found: list[Result] = []
     try:
-        with phase(what, len(pieces), "settings", leaves_line=False) as going:
+        with phase(what, len(pieces), unit, leaves_line=False) as going:
             for result in made:
                 found.append(result)
                 if len(found) <= len(pieces):

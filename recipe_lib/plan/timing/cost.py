@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.trace import OP, Collective, Op, Trace
+from recipe_lib.plan.trace import OP, WORK_WAIT, Collective, Op, Trace
 
 # Shares of the datasheet's rates that kernels reach. With these, a roofline over the operators of torchtitan's
 # published run of Llama 3.1 8B on 8 H100 (its docs/performance.md, December 2024) comes out 8 % short of its step time.
@@ -160,7 +160,7 @@ def _copy_rate(way: str, hardware: Hardware, calibration: Calibration | None) ->
 
 def is_wait(op: Op) -> bool:
     """Whether the operator only makes its stream wait for a collective."""
-    return op.name.endswith("wait_tensor")
+    return op.name == WORK_WAIT or op.name.endswith("wait_tensor")
 
 
 def _measured_rate(op: Op, hardware: Hardware, calibration: Calibration) -> float:

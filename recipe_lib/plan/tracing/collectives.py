@@ -36,15 +36,15 @@ _FUNCTIONAL = {
 }
 
 
-def read_collective(name: str, args: Sequence[Any], groups: Mapping[str, str]) -> Collective | None:
+def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -> Collective | None:
     """The collective that an operator is, or None (a wait, a barrier). groups: a group's name -> mesh dimension."""
+    name = func._schema.name
     if name in _C10D:
         operation, whole = _C10D[name]
         group = next((value for value in args if isinstance(value, torch.ScriptObject)), None)
         process_group = dist.ProcessGroup.unbox(group) if group is not None else dist.group.WORLD
         tensors = tensors_in(args[whole])
-        flags = [value for value in args if isinstance(value, bool)]
-        found = _collective(operation, process_group, tensors, 1, groups, waits=not (flags and flags[-1]))
+        found = _collective(operation, process_group, tensors, 1, groups, waits=not _is_asynchronous(func, args))
         if operation in ("send", "recv"):
             found.ranks = _the_two(process_group, args)
         return found
@@ -54,6 +54,14 @@ def read_collective(name: str, args: Sequence[Any], groups: Mapping[str, str]) -
         factor = process_group.size() if grows else 1
         return _collective(operation, process_group, tensors_in(args[0]), factor, groups, waits=False)
     return None
+
+
+def _is_asynchronous(func: Any, args: Sequence[Any]) -> bool:
+    """Its argument says so, or the default of that, which torch leaves out; without one: it is not."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("async_op", "asyncOp"):
+            return bool(args[place] if place < len(args) else argument.default_value)
+    return False
 
 
 def _the_two(group: Any, args: Sequence[Any]) -> tuple[int, ...]:

@@ -30,18 +30,18 @@ def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
     for prefix, model in models.items():
         for name, parameter in model.named_parameters():
             names[id(parameter)] = prefix + name
-            tracer.label(parameter, "parameters", prefix + name)
+            tracer.labels.label(parameter, "parameters", prefix + name)
             if parameter.grad is not None:
-                tracer.label(parameter.grad, "gradients", prefix + name)
+                tracer.labels.label(parameter.grad, "gradients", prefix + name)
         for name, buffer in model.named_buffers():
-            tracer.label(buffer, "parameters", prefix + name)
+            tracer.labels.label(buffer, "parameters", prefix + name)
         _label_gathered(tracer, prefix, model)
     tracer.parameter_names = names
     for optimizer in tracer.optimizers.values():
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    tracer.label(value, "optimizer", names.get(id(parameter), ""))
+                    tracer.labels.label(value, "optimizer", names.get(id(parameter), ""))
 
 
 def _entries(module: nn.Module) -> list[Any]:
@@ -56,8 +56,8 @@ def _label_gathered(tracer: Tracer, prefix: str, model: nn.Module) -> None:
         for held in _entries(module):
             label = prefix + (getattr(held, "_param_fqn", None) or "")
             for gathered in getattr(held, "all_gather_outputs", ()):
-                tracer.label(gathered, "gathered", label)
-            tracer.label(held._sharded_param_data, "parameters", label)
+                tracer.labels.label(gathered, "gathered", label)
+            tracer.labels.label(held._sharded_param_data, "parameters", label)
 
 
 def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> None:
@@ -66,13 +66,13 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
     for divided in vars(recipe).values():
         if isinstance(divided, Parallel) and divided.accumulation is not None:
             for parameter, total in divided.accumulation.sums.items():
-                tracer.label(total, "gradients", tracer.parameter_names.get(id(parameter), ""))
+                tracer.labels.label(total, "gradients", tracer.parameter_names.get(id(parameter), ""))
     for prefix, model in models.items():
         for held in (entry for module in model.modules() for entry in _entries(module)):
             whole = getattr(held, "_unsharded_param", None)
             for gradient in (getattr(whole, "grad", None), getattr(held, "unsharded_accumulated_grad", None)):
                 if gradient is not None:
-                    tracer.label(gradient, "gradients", prefix + (getattr(held, "_param_fqn", None) or ""))
+                    tracer.labels.label(gradient, "gradients", prefix + (getattr(held, "_param_fqn", None) or ""))
 
 
 def module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:

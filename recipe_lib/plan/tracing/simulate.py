@@ -3,7 +3,7 @@
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from recipe_lib.parallel import World
 from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.result import LayerRow
+from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
 from recipe_lib.plan.tracing.kept_by import give_to_children
 from recipe_lib.plan.tracing.pipeline_actions import (
@@ -41,6 +42,7 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
     is_shipped,
     likeness,
 )
+from recipe_lib.plan.tracing.simulated_works import following_works
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
 from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.world.planned_batches import PlannedData, SequenceShape, batch_tensors
@@ -88,28 +90,30 @@ def simulate(
     like_cpu: bool = False,
     kernel_memory: KernelMemory | None = None,
     traced: int | None = None,
+    checker: StreamChecker | None = None,
 ) -> Simulated:
     """Traces set-up, two steps and the `phases` besides, as rank `rank` of `ranks`.
 
     steps: (STEADY,) for one step alone, before which the optimizer is given its states. traced: so many micro-batches
     of a step run, and stand for themselves alone; None: as many as can stand for all of them, which are all of them
-    where a recipe of the user's own, or one that treats them differently, leaves time for that.
+    where a recipe of the user's own, or one that treats them differently, leaves time for that. checker: follows all
+    of it; numbers that `train_step` reads are then 1, and are read after it as a training loop does.
     The recipe's own `setup_model`, `setup_optimizer` and `train_step` run; `setup_data` does not: `self.data` is a
     PlannedData. Raises UserErrors of the recipe, and ConfigError where a step reads a tensor's value.
     """
 
     def run(number: int | None) -> Simulated:
         with simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu) as world, tensors_without_bytes() as mode:
-            tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory)
-            tracer.stream = connect_streams(tracer.record, tracer.wait)
-            with (
-                _quiet_collector(),
-                tracer.running(),
-                following_actions(tracer),
-                tracer.remembering(quantized, "_dequantize"),
-                tracer.remembering(cross_entropy, "_sum_over_chunks"),
-                _scales_without_values(),
-            ):
+            tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory, checker)
+            tracer.stream = connect_streams(tracer.record, tracer.wait, checker.synchronized if checker else None)
+            with ExitStack() as stack:
+                for context in (_quiet_collector(), tracer.running(), following_actions(tracer)):
+                    stack.enter_context(context)
+                stack.enter_context(_scales_without_values())
+                stack.enter_context(following_works(tracer))
+                if checker is None:  # which wants to see every operator
+                    stack.enter_context(tracer.remembering(quantized, "_dequantize"))
+                    stack.enter_context(tracer.remembering(cross_entropy, "_sum_over_chunks"))
                 return _run(recipe_class, cfg, world, shape, tracer, phases, steps, number, alone=traced is not None)
 
     if traced is not None:
@@ -149,6 +153,7 @@ def _run(
 ) -> Simulated:
     """wanted: micro-batches of a step, None: the fewest that can stand for all. alone: they stand for themselves."""
     notes: list[str] = []
+    nf4._pairs.cache_clear()  # of another simulation, or with values: a run begins without it
     for dim in world.mesh.mesh_dim_names or ():
         tracer.groups[world.mesh.get_group(dim).group_name] = dim
     tracer.begin_phase("setup")
@@ -185,7 +190,8 @@ def _run(
             tracer.see(batch_tensors(batches))  # memory of numpy's, which no operator made
         tokens = batches.total_tokens
         try:
-            recipe.train_step(batches)
+            with tracer.reading_numbers() if tracer.checker else nullcontext():
+                _read_numbers(recipe.train_step(batches), tracer)
         except _NEEDS_VALUES as error:
             raise _reads_values(recipe_class, error) from error
         del batches
@@ -236,6 +242,15 @@ def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[st
         notes.append(f"{name}: not traced to its end ({error})")
     finally:
         tracer.values_are_zero = False
+
+
+def _read_numbers(step: Any, tracer: Tracer) -> None:
+    """What a training loop reads of a step, for a checker that counts how often that is."""
+    if tracer.checker is not None and hasattr(step, "numbers"):
+        step.numbers()
+    if tracer.checker is not None:
+        tracer.checker.counts = False
+        tracer.checker.save()
 
 
 def _reads_values(recipe_class: type, error: Exception) -> ConfigError:

@@ -39,7 +39,8 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        """Nothing runs, nothing is waited for."""
+        """Nothing runs; that the host would wait is said."""
+        MODULE.on_synchronize("Stream.synchronize", self.number, None)
 
     def query(self) -> bool:
         """True: all is done."""
@@ -66,11 +67,11 @@ class Event:
 
     def wait(self, stream: Stream | None = None) -> None:
         """Makes a stream wait for the mark."""
-        if self.number >= 0:
-            MODULE.on_wait((stream or MODULE.stream_now).number, self.number)
+        MODULE.on_wait((stream or MODULE.stream_now).number, self.number)
 
     def synchronize(self) -> None:
-        """Nothing runs, nothing is waited for."""
+        """Nothing runs; that the host would wait is said."""
+        MODULE.on_synchronize("Event.synchronize", None, self.number)
 
     def query(self) -> bool:
         """True: all is done."""
@@ -96,6 +97,7 @@ class SimulatedModule:
         self.stream_now: Any = None
         self.on_record: Callable[[int, int], None] = lambda stream, event: None
         self.on_wait: Callable[[int, int], None] = lambda stream, event: None
+        self.on_synchronize: Callable[[str, int | None, int | None], None] = lambda what, stream, event: None
 
     def new_stream(self) -> int:
         """The number of one more stream."""
@@ -161,7 +163,8 @@ class SimulatedModule:
         """There is one device."""
 
     def synchronize(self, device: Any = None) -> None:
-        """Nothing runs, nothing is waited for."""
+        """Nothing runs; that the host would wait is said."""
+        self.on_synchronize("synchronize", None, None)
 
     def empty_cache(self) -> None:
         """Nothing is cached."""

@@ -42,10 +42,17 @@ def simulated_world(parallel: ParallelConfig, rank: int, ranks: int, *, like_cpu
         yield world_of(mesh, rank, ranks, 0, device)
 
 
+class _SizesOnly(FakeTensorMode):
+    """avoid_device_init: `torch.tensor(..., device=...)` makes its tensor on the host and copies it, as it does for a
+    GPU that is not there; torch takes the simulated device, which has no kernels, for one that is."""
+
+    avoid_device_init = True
+
+
 @contextmanager
 def tensors_without_bytes() -> Iterator[FakeTensorMode]:
     """Inside the block every tensor is made without memory."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _SizesOnly(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         stack.enter_context(_weak_references_are_no_hindrance())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -131,7 +138,14 @@ def _weak_references_are_no_hindrance() -> Iterator[None]:
         torch.utils.weakref = original
 
 
-def connect_streams(record: Callable[[int, int], None], wait: Callable[[int, int], None]) -> Callable[[], int]:
-    """Tells of every mark that a stream sets or waits for; returns what gives the current stream's number."""
+def connect_streams(
+    record: Callable[[int, int], None],
+    wait: Callable[[int, int], None],
+    synchronize: Callable[[str, int | None, int | None], None] | None = None,
+) -> Callable[[], int]:
+    """Reports every mark that a stream sets or waits for, and each time that the host waits for a stream or a mark;
+    returns what gives the current stream's number."""
     MODULE.on_record, MODULE.on_wait = record, wait
+    if synchronize is not None:
+        MODULE.on_synchronize = synchronize
     return lambda: MODULE.stream_now.number

@@ -1,0 +1,136 @@
+"""What `tune plan --check-streams` finds: a recipe's streams, waits of the host, and collectives of all ranks."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipe_lib.config.mesh import micro_batches, stage_count
+from recipe_lib.errors import ConfigError
+from recipe_lib.plan.build_plan import PlanSettings
+from recipe_lib.plan.pipeline_plan import first_of_each_place
+from recipe_lib.plan.search.trials import in_processes
+from recipe_lib.plan.streams.code_line import text_of
+from recipe_lib.plan.streams.collective_order import CollectiveCall, order_faults
+from recipe_lib.plan.streams.stream_checker import StreamChecker
+from recipe_lib.plan.trace import OP, WAIT
+from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
+from recipe_lib.plan.world.shape_only_model import layer_count, layer_period, with_layers
+from recipe_lib.plan.world.simulated_device import NAME
+
+MOST_RANKS = 64  # whose collectives are compared
+_MICRO_BATCHES = 4  # of each stage, at most
+_FSDP = "torch/distributed/fsdp/"
+
+
+@dataclass
+class RankCheck:
+    """One rank's steps. faults: in words. waits: of the host in a step, `what at file:line` -> how often; first_waits:
+    the same of the first step. operators, streams, stream_waits: how many there were in a step."""
+
+    rank: int
+    faults: list[str]
+    waits: dict[str, int]
+    first_waits: dict[str, int]
+    operators: int
+    streams: int
+    stream_waits: int
+
+
+@dataclass
+class StreamCheck:
+    """ranks: those whose streams were followed. faults: of the collectives of all ranks, in words. calls: of
+    collectives compared, of `compared` ranks; layers: of the model that they were compared with."""
+
+    ranks: list[RankCheck]
+    faults: list[str] = field(default_factory=list)
+    calls: int = 0
+    compared: int = 0
+    layers: int = 0
+    micro_batches: int = 0
+    of_micro_batches: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        """No race, no collective that does not meet, and no wait of the recipe's in a step but for the logged one."""
+        too_many = any(unneeded(rank.waits) for rank in self.ranks)
+        return not self.faults and not too_many and not any(rank.faults for rank in self.ranks)
+
+
+def unneeded(waits: dict[str, int]) -> int:
+    """Waits beyond the one for the numbers that are logged, and FSDP's own for gradients that the host steps."""
+    return max(0, sum(count for words, count in waits.items() if _FSDP not in words) - 1)
+
+
+def check_streams(recipe_class: type, cfg: Any, settings: PlanSettings) -> StreamCheck:
+    """Follows two steps of each traced rank, and the collectives of all ranks in a step of a smaller model.
+
+    cfg: plannable. Raises UserErrors of the recipe, and ConfigError where a step needs values of tensors.
+    """
+    followed = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
+    count = micro_batches(cfg)[1]
+    traced = min(count, _MICRO_BATCHES * stage_count(cfg.parallel))
+
+    def follow(rank: int) -> RankCheck:
+        checker, found = _simulated(recipe_class, cfg, settings, rank, traced)
+        return _rank_check(rank, checker, found)
+
+    ranks = _each(follow, followed, "following streams")
+    result = StreamCheck(ranks, micro_batches=traced, of_micro_batches=count)
+    if settings.ranks > 1:
+        small, result.layers = _smaller(cfg)
+
+        def calls_of(rank: int) -> list[CollectiveCall]:
+            return _simulated(recipe_class, small, settings, rank, traced)[0].calls
+
+        compared = range(min(settings.ranks, MOST_RANKS))
+        calls = dict(zip(compared, _each(calls_of, compared, "comparing collectives"), strict=True))
+        result.faults = order_faults(calls)
+        result.calls, result.compared = sum(map(len, calls.values())), len(compared)
+    return result
+
+
+def _each(work: Any, ranks: Iterable[int], what: str) -> list[Any]:
+    return in_processes(work, list(ranks), what, unit="ranks")
+
+
+def _simulated(
+    recipe_class: type, cfg: Any, settings: PlanSettings, rank: int, traced: int
+) -> tuple[StreamChecker, Simulated]:
+    checker = StreamChecker(NAME)
+    found = simulate(
+        recipe_class, cfg, settings.sequence, rank=rank, ranks=settings.ranks, phases=(), traced=traced, checker=checker
+    )
+    return checker, found
+
+
+def _rank_check(rank: int, checker: StreamChecker, found: Simulated) -> RankCheck:
+    events = list(found.trace.phase_events(STEADY))
+    ops = [found.trace.ops[number] for kind, number in events if kind == OP]
+    return RankCheck(
+        rank=rank,
+        faults=checker.faults(),
+        waits=_counted(checker, STEADY),
+        first_waits=_counted(checker, FIRST),
+        operators=len(ops),
+        streams=len({op.stream for op in ops}),
+        stream_waits=sum(kind == WAIT for kind, _ in events),
+    )
+
+
+def _counted(checker: StreamChecker, phase: str) -> dict[str, int]:
+    found = Counter(f"{wait.what} at {text_of(wait.place)}" for wait in checker.waits if wait.phase == phase)
+    return dict(found.most_common())
+
+
+def _smaller(cfg: Any) -> tuple[Any, int]:
+    """The config with as few layers as have every kind of them on each stage, and how many those are; the whole model
+    where one of its settings names layers that there would not be."""
+    own = layer_count(cfg)
+    wanted = 2 * max(layer_period(cfg), stage_count(cfg.parallel), cfg.memory.activation_offload_prefetch_layers)
+    if wanted >= own or not isinstance(cfg.parallel.fsdp_wrap_policy, str):
+        return cfg, own
+    try:
+        return with_layers(cfg, wanted), wanted
+    except ConfigError:
+        return cfg, own

@@ -1,0 +1,51 @@
+"""The line of code that an operator comes from: of the user's, of ours, of a model's class, or of torch's FSDP."""
+
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+
+Line = tuple[str, int]  # file, line
+
+_PACKAGE = Path(__file__).parents[2]
+_TORCH = str(Path(torch.__file__).parent)
+_FSDP = str(Path(_TORCH, "distributed", "fsdp"))
+_STANDARD = sysconfig.get_paths()["stdlib"]
+_PACKAGES = sysconfig.get_paths()["purelib"]
+_PLAN = str(_PACKAGE / "plan")
+_shown: dict[str, bool] = {}
+
+
+def code_line() -> Line:
+    """Of the innermost frame that is worth showing; ("", 0): there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        shown = _shown.get(file)
+        if shown is None:
+            shown = _shown[file] = _is_shown(file)
+        if shown:
+            return file, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return "", 0
+
+
+def _is_shown(file: str) -> bool:
+    if file.startswith(_TORCH):
+        return file.startswith(_FSDP)
+    if file.startswith((_PLAN, "<")):
+        return False
+    return not file.startswith(_STANDARD) or file.startswith(_PACKAGES)
+
+
+def text_of(line: Line) -> str:
+    """`recipe_lib/memory/activation_offload.py:250`; of a package its path in it, of other files as short as can be."""
+    file, number = line
+    if not file:
+        return "unknown line"
+    for root in (Path(_PACKAGES), _PACKAGE.parent, Path.cwd()):
+        if Path(file).is_relative_to(root):
+            file = Path(file).relative_to(root).as_posix()
+            break
+    return f"{file}:{number}"

@@ -1,0 +1,77 @@
+"""What a step finds that reads values on a device of sizes, so that a check sees what comes after: numbers are 1, and
+results whose size follows from values as large as they can be."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_aten = torch.ops.aten
+
+
+def _nonzero(tensor: Tensor) -> Tensor:
+    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+
+
+def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
+    return tensor.new_empty(math.prod(torch.broadcast_shapes(tensor.shape, mask.shape)))
+
+
+def _unique(tensor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    flat = tensor.new_empty(tensor.numel())
+    return flat, torch.empty_like(tensor, dtype=torch.int64), flat.to(torch.int64)
+
+
+def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    """Masks become the numbers of all their elements."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            found += [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+        else:
+            found.append(index)
+    return _aten.index.Tensor(tensor, found)
+
+
+_LARGEST: dict[Any, Callable[..., Any]] = {
+    _aten.nonzero.default: _nonzero,
+    _aten.masked_select.default: _masked_select,
+    _aten._unique2.default: _unique,
+    _aten.index.Tensor: _index,
+    _aten.equal.default: lambda *_: False,
+}
+
+
+def largest_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The operator's result, every element counted; None: it is none of these."""
+    make = _LARGEST.get(func)
+    if make is None or type(args[0]) is not FakeTensor:
+        return None
+    if func is _aten.index.Tensor:
+        masks = [one for one in args[1] if one is not None and one.dtype in (torch.bool, torch.uint8)]
+        if not masks:
+            return None
+    return make(*args, **kwargs)
+
+
+@contextmanager
+def lists_of_ones() -> Iterator[None]:
+    """`tolist` copies to the host, once, and gives ones; torch's own reads each element by itself."""
+    original = FakeTensor.tolist
+
+    def tolist(tensor: Tensor) -> Any:
+        return _ones(tensor.cpu().shape, int if not tensor.dtype.is_floating_point else float)
+
+    FakeTensor.tolist = tolist  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensor.tolist = original  # type: ignore[method-assign]
+
+
+def _ones(shape: Sequence[int], kind: Callable[[int], Any]) -> Any:
+    return [_ones(shape[1:], kind) for _ in range(shape[0])] if shape else kind(1)

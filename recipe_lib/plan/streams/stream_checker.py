@@ -1,0 +1,380 @@
+"""A race detector for the streams of a simulated device: what two streams, or a stream and the host, do to the same
+memory without a wait between them.
+
+Happens-before by vector clocks, as torch's own sanitizer for CUDA has it (`torch.cuda._sanitizer`), and beyond it:
+memory that the caching allocator hands out again while another stream still uses it, buffers on the host, collectives
+with streams of their own, and where the host waits. Each operator of a simulated step is judged as it is issued.
+
+An allocation belongs to the stream that was current when it was made. When it is freed its memory can be in the next
+one of that stream at once, so whoever has that is checked against all that still uses it. Pinned memory of the host is
+given out again when the copies that torch issued on it are done. A collective that runs on the current stream is like
+any operator; an asynchronous one runs on its communicator's, holds its tensors until somebody waits for it, and is
+waited for through its work or `wait_tensor` (torch 2.8 and later).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from recipe_lib.plan.streams.code_line import Line, code_line, text_of
+from recipe_lib.plan.streams.collective_order import CollectiveCall
+from recipe_lib.plan.streams.host_waits import HostWait, copy_waits, reads_value
+from recipe_lib.plan.streams.operator_accesses import accesses
+from recipe_lib.plan.streams.vector_clocks import HOST, Clock, VectorClocks
+from recipe_lib.plan.trace import Collective, Op, Storage
+from recipe_lib.plan.tracing.operator_costs import tensors_in
+from recipe_lib.plan.tracing.plain_tensors import has_memory
+
+_LOOK_BACK = 200  # calls among which the last of each stream is looked for
+_COMMUNICATORS = 10_000  # numbers of their streams begin here
+
+
+@dataclass(frozen=True)
+class Access:
+    """A use of memory. work: number on its stream. does: `reads`, `writes`, or `has`: it had the memory before."""
+
+    stream: int
+    work: int
+    does: str
+    operator: str
+    module: str
+    part: str
+    place: Line
+
+    def text(self, streams: Mapping[int, str]) -> str:
+        """`aten::copy_ on stream 2 (backward, model.layers.0, memory/x.py:12)`."""
+        part = "" if self.part == "other" else self.part
+        where = ", ".join(filter(None, [part, self.module, text_of(self.place)]))
+        return f"{self.operator} {streams.get(self.stream, f'on stream {self.stream}')} ({where})"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two uses of the same memory with no wait between them. storage: what is in it."""
+
+    storage: str
+    first: Access
+    second: Access
+    reused: bool = False
+    names: Mapping[int, str] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        first, second = self.first.text(self.names), self.second.text(self.names)
+        if self.reused:
+            return f"memory that {first} still {self.first.does} is given out again: {second} {self.second.does} it"
+        return f"{self.storage}: {second} {self.second.does} what {first} {self.first.does}, with no wait between them"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What is the same for all races of the same two lines."""
+        one, other = self.first, self.second
+        if self.reused and one.does != "has":  # whoever is given the memory next
+            return one.operator, one.place, one.does
+        return one.operator, one.place, other.operator, other.place, self.reused
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Of a storage: the last write, the last read of each stream since, and what its bytes may be used by still, from
+    owners before it."""
+
+    storage: Storage
+    pool: int
+    written: Access | None = None
+    read: dict[int, Access] = field(default_factory=dict)
+    before: list[Access] = field(default_factory=list)
+    sent: int = 0  # asynchronous collectives that hold it
+    recorded: set[int] = field(default_factory=set)
+    freed: bool = False
+
+    def uses(self) -> list[Access]:
+        """The accesses that a later one has to come after."""
+        return [*filter(None, [self.written]), *self.read.values()]
+
+
+@dataclass
+class _Work:
+    """An asynchronous collective: what is done when it is, and the storages it holds; its operator, and its line."""
+
+    clock: Clock
+    held: list[int]
+    operator: str
+    place: Line
+
+
+class StreamChecker:
+    """What a Tracer tells it comes in the order of issue. races: found, one of each kind. waits: of the host, inside
+    `train_step`. unrecorded: lines that wait for an event that nothing has recorded, which CUDA lets pass.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.races: list[Race] = []
+        self.waits: list[HostWait] = []
+        self.unrecorded: list[Line] = []
+        self.phase = ""
+        self.counts = False  # waits
+        self.calls: list[CollectiveCall] = []
+        self._issued: list[tuple[int, int]] = []  # of each call, its stream and number
+        self._clocks = VectorClocks()
+        self._memory: dict[int, _Memory] = {}
+        self._freed: dict[int, list[Access]] = {}  # by pool, what may still use memory that is free in it
+        self._known: set[tuple[Any, ...]] = set()
+        self._events: set[int] = set()
+        self._names = {HOST: "on the host"}
+        self._communicators: dict[tuple[Any, ...], int] = {}
+        self._results: dict[int, _Work] = {}  # of functional collectives, by the storage that each made
+        self._works: dict[int, _Work] = {}  # by the id of what `wait` is called on
+        self._last_work: _Work | None = None
+
+    # Memory
+
+    def allocated(self, number: int, storage: Storage) -> None:
+        """A storage was made, or has another size."""
+        memory = self._memory[number] = _Memory(storage, storage.stream)
+        if not storage.device:
+            return
+        pool = storage.stream
+        last = self._clocks.last(pool)
+        memory.before.append(Access(pool, last, "has", "what was issued before", "", storage.part, code_line()))
+        if waiting := self._freed.get(pool):
+            still = [one for one in waiting if not self._clocks.is_before(one.stream, one.work, pool)]
+            self._freed[pool] = still
+            memory.before += still
+
+    def freed(self, number: int) -> None:
+        """A storage is gone."""
+        memory = self._memory.get(number)
+        if memory is None:
+            return
+        memory.freed = True
+        if not memory.sent:
+            self._give_back(number)
+
+    def _give_back(self, number: int) -> None:
+        memory = self._memory.pop(number)
+        if not memory.storage.device:
+            return
+        for use in [*memory.uses(), *memory.before]:
+            if use.stream in memory.recorded or use.stream == HOST or use.does == "has":
+                continue
+            if not self._clocks.is_before(use.stream, use.work, memory.pool):
+                self._freed.setdefault(memory.pool, []).append(use)
+
+    def faults(self) -> list[str]:
+        """All that was found but waits of the host, in words."""
+        never = [f"{name} at {text_of(line)} is never waited for" for name, line in self.unfinished()]
+        passed = [
+            f"{text_of(line)} waits for an event that nothing has recorded, which CUDA lets pass"
+            for line in dict.fromkeys(self.unrecorded)
+        ]
+        return [*map(str, self.races), *never, *passed]
+
+    def unfinished(self) -> list[tuple[str, Line]]:
+        """(operator, line) of the asynchronous collectives that nobody has waited for."""
+        works = [*self._works.values(), *self._results.values()]
+        return list(dict.fromkeys((work.operator, work.place) for work in works))
+
+    def recorded_stream(self, number: int, stream: int) -> None:
+        """`record_stream`: the allocator keeps the memory until a stream is done with it."""
+        if number in self._memory:
+            self._memory[number].recorded.add(stream)
+
+    # Streams and the host
+
+    def recorded(self, stream: int, event: int) -> None:
+        """An event was recorded on a stream."""
+        self._events.add(event)
+        self._clocks.record(stream, event)
+
+    def waited(self, stream: int, event: int) -> None:
+        """A stream waits for an event; one below 0 was never recorded."""
+        if event not in self._events:
+            self.unrecorded.append(code_line())
+        self._clocks.wait(stream, event)
+
+    def synchronized(self, what: str, stream: int | None, event: int | None) -> None:
+        """The host waits for an event, for a stream, or for all of them."""
+        if event is not None:
+            if event not in self._events:
+                self.unrecorded.append(code_line())
+            if self._clocks.host_knows(event):
+                return
+            self._clocks.wait(HOST, event)
+        elif stream is not None:
+            if self._clocks.host_knows_stream(stream):
+                return
+            self._clocks.wait_stream(HOST, stream)
+        else:
+            self._clocks.wait_all()
+        self._wait(what, "", "")
+
+    def _wait(self, what: str, module: str, part: str) -> None:
+        if self.counts:
+            self.waits.append(HostWait(what, code_line(), module, part, self.phase))
+
+    # Operators
+
+    def read_value(self, what: str, number: int, stream: int, place: tuple[str, str]) -> None:
+        """The host reads a tensor of the device, which it waits for."""
+        part, module = place
+        line = code_line()
+        self._use(number, Access(stream, self._clocks.issue(stream), "reads", what, module, part, line))
+        self._clocks.wait_stream(HOST, stream)
+        self._wait(what, module, part)
+
+    def operator(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, op: Op, numbers: Any
+    ) -> None:
+        """An operator was issued. numbers: gives the number of a tensor's storage, -1: none is known."""
+        if op.name.endswith("wait_tensor"):
+            self._finish(self._results.pop(numbers(tensors_in(args)[0]), None), op.stream)
+            return
+        read, written = (self._numbers(found, numbers) for found in accesses(func, args, kwargs, result))
+        on_device = any(one.device.type == self.device for one in tensors_in((args, tuple(kwargs.values()), result)))
+        stream = op.stream if on_device else HOST
+        is_sent = op.collective is not None and _is_asynchronous(op.collective)
+        if is_sent:
+            stream = self._communicator(op)
+        work, line = self._clocks.issue(stream), code_line()
+        if op.collective is not None and on_device:
+            self._note_call(op.collective, stream, work, line)
+        for does, found in (("reads", read), ("writes", written)):
+            access = Access(stream, work, does, op.name, op.module, op.part, line)
+            for number in found:
+                at_issue = on_device and not op.transfer and not self._memory[number].storage.device
+                self._use(number, access if not at_issue else self._of_host(access))
+        if is_sent:
+            self._sent(op, stream, {*read, *written}, [numbers(one) for one in tensors_in(result)])
+        waits = self._host_waits(func, args, kwargs, op, (*read, *written))
+        if waits:
+            self._clocks.wait_stream(HOST, stream)
+            self._wait(waits, op.module, op.part)
+
+    def _host_waits(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], op: Op, numbers: Sequence[int]
+    ) -> str:
+        if op.transfer:
+            host = [memory for number in numbers if not (memory := self._memory[number].storage).device]
+            pinned = bool(host) and all(storage.pinned for storage in host)
+            return copy_waits(op.name, args, kwargs, op.transfer, pinned)
+        return reads_value(op.name, func, args, kwargs, self.device)
+
+    def _of_host(self, access: Access) -> Access:
+        """The same by the host, which gives a kernel the number of a tensor of its own."""
+        return Access(HOST, access.work, access.does, access.operator, access.module, access.part, access.place)
+
+    def _numbers(self, tensors: Sequence[Tensor], numbers: Any) -> list[int]:
+        found = (numbers(tensor) for tensor in tensors if has_memory(tensor))
+        return [number for number in dict.fromkeys(found) if number in self._memory]
+
+    def _use(self, number: int, access: Access) -> None:
+        memory = self._memory.get(number)
+        if memory is None:
+            return
+        for earlier in memory.before:
+            self._compare(memory, earlier, access, reused=True)
+        memory.before.clear()
+        if memory.written is not None:
+            self._compare(memory, memory.written, access)
+        if access.does == "reads":
+            memory.read[access.stream] = access
+            return
+        for earlier in memory.read.values():
+            self._compare(memory, earlier, access)
+        memory.written = access
+        memory.read.clear()
+
+    def _compare(self, memory: _Memory, earlier: Access, access: Access, *, reused: bool = False) -> None:
+        if self._clocks.is_before(earlier.stream, earlier.work, access.stream):
+            return
+        storage = memory.storage
+        words = f"{storage.label or storage.kind} ({'device' if storage.device else 'host'})"
+        race = Race(words, earlier, access, reused, self._names)
+        if race.key not in self._known:
+            self._known.add(race.key)
+            self.races.append(race)
+
+    def save(self) -> None:
+        """What a step leaves is read as for a saved state: on the host by the host, on the device by the stream that
+        computes, whose copies the host waits for."""
+        line = code_line()
+        for number, memory in list(self._memory.items()):
+            storage = memory.storage
+            if storage.kind in ("parameters", "optimizer") and not memory.freed:
+                stream = 0 if storage.device else HOST
+                self._use(number, Access(stream, self._clocks.issue(stream), "reads", "saving a state", "", "", line))
+
+    # Asynchronous collectives
+
+    def _communicator(self, op: Op) -> int:
+        """The stream of a communicator; what is issued on it comes after the current stream."""
+        assert op.collective is not None
+        ranks, pair = op.collective.ranks, op.collective.operation in ("send", "recv")
+        key = (op.collective.dim, ranks, pair)  # two ranks exchange on a communicator of their own
+        if key not in self._communicators:
+            self._communicators[key] = number = _COMMUNICATORS + len(self._communicators)
+            self._names[number] = f"on the communicator of ranks {', '.join(map(str, ranks))}"
+        stream = self._communicators[key]
+        self._clocks.wait_stream(stream, op.stream)
+        return stream
+
+    def _note_call(self, collective: Collective, stream: int, work: int, line: Line) -> None:
+        pair = collective.operation in ("send", "recv")
+        call = CollectiveCall(
+            collective.operation,
+            ("" if pair else collective.dim, collective.ranks, pair),
+            collective.bytes,
+            collective.dtype,
+            text_of(line),
+            self._done_calls(stream),
+            self._done_calls(HOST),
+        )
+        self.calls.append(call)
+        self._issued.append((stream, work))
+
+    def _done_calls(self, stream: int) -> tuple[int, ...]:
+        """Of each stream the last call that is done before what `stream` does next."""
+        latest: dict[int, int] = {}
+        for number in range(len(self._issued) - 1, max(-1, len(self._issued) - _LOOK_BACK), -1):
+            other, work = self._issued[number]
+            if other not in latest and self._clocks.is_before(other, work, stream):
+                latest[other] = number
+        return tuple(latest.values())
+
+    def _sent(self, op: Op, stream: int, held: set[int], results: list[int]) -> None:
+        for number in held:
+            self._memory[number].sent += 1
+        self._last_work = _Work(self._clocks.snapshot(stream), list(held), op.name, code_line())
+        if op.name.startswith("_c10d_functional"):
+            self._results |= dict.fromkeys(results, self._last_work)
+            self._last_work = None
+
+    def started(self, work: Any) -> None:
+        """A call has returned the work of the last asynchronous collective."""
+        if self._last_work is not None:
+            self._works[id(work)], self._last_work = self._last_work, None
+
+    def waited_for_work(self, work: Any, stream: int) -> None:
+        """A stream waits for a collective."""
+        self._finish(self._works.pop(id(work), None), stream)
+
+    def _finish(self, work: _Work | None, stream: int) -> None:
+        if work is None:
+            return
+        self._clocks.join(stream, work.clock)
+        for number in work.held:
+            memory = self._memory.get(number)
+            if memory is not None:
+                memory.sent -= 1
+                if memory.freed and not memory.sent:
+                    self._give_back(number)
+        work.held.clear()
+
+
+def _is_asynchronous(collective: Collective) -> bool:
+    """Whether it runs on its communicator's stream: so do all exchanges of two ranks, even those that are waited for at
+    once."""
+    return not collective.waits or collective.operation in ("send", "recv")

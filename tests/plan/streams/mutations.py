@@ -1,0 +1,160 @@
+"""Runs that copy, or compute on streams of their own, and their waits, which can be taken out line by line."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipe_lib.plan.streams.code_line import Line
+from recipe_lib.plan.streams.stream_checker import StreamChecker
+from recipe_lib.plan.tracing.simulate import simulate
+from recipe_lib.plan.world.simulated_device import NAME, Event, Stream
+from tests.plan.apart import settings
+
+_SMALL = ("device=auto", "max_seq_len=128")
+_BETWEEN = ("simulated_works.py", "transport.py")  # calls between a wait and what asked for it
+# Calls among the device's own, and waits for collectives that are synchronous.
+_NO_WAITS = ("simulated_device.py", "distributed_c10d.py")
+Waits = dict[Line, int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. recipe: makes another class of the recipe's."""
+
+    config: str
+    ranks: int
+    overrides: tuple[str, ...]
+    recipe: Callable[[type], type] = lambda recipe: recipe
+
+
+def drops_a_graph(recipe: type) -> type:
+    """A forward whose backward never comes."""
+
+    class Own(recipe):  # type: ignore[misc, valid-type]
+        def train_step(self, batches: Any) -> Any:
+            self.summed_loss(next(iter(batches.micro_batches)))
+            return super().train_step(batches)
+
+    return Own
+
+
+def ends_backward_early(recipe: type) -> type:
+    """A backward that ends in the middle: what was fetched for the layers before is not used."""
+
+    class Own(recipe):  # type: ignore[misc, valid-type]
+        def train_step(self, batches: Any) -> Any:
+            loss = self.summed_loss(next(iter(batches.micro_batches)))
+            late = [value for name, value in self.model.named_parameters() if ".layers.2." in name]
+            torch.autograd.grad(loss, late)
+            del loss
+            return super().train_step(batches)
+
+    return Own
+
+
+def leaves_gradients_out(recipe: type) -> type:
+    """Every other parameter has no gradient in steps after the first."""
+
+    class Own(recipe):  # type: ignore[misc, valid-type]
+        _steps = 0
+
+        def setup_optimizer(self) -> None:
+            super().setup_optimizer()
+            step, parameters = self.optimizer.step, list(self.model.parameters())
+
+            def some(*args: Any) -> None:
+                self._steps += 1
+                for parameter in parameters[::2] if self._steps > 1 else ():
+                    parameter.grad = None
+                step(*args)
+
+            self.optimizer.step = some
+
+    return Own
+
+
+OFFLOAD = "memory.activation_offload=true"
+IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
+PIPELINE = ("parallel.pipeline=2", "gradient_accumulation_steps=4")
+CASES = {
+    "activation offload": Case("demo/full", 1, (OFFLOAD,)),
+    "activation offload, two layers ahead, checkpointed": Case(
+        "demo/full",
+        1,
+        (OFFLOAD, "memory.activation_offload_prefetch_layers=2", "memory.activation_checkpointing=full"),
+    ),
+    "activation offload, a graph without a backward": Case("demo/full", 1, (OFFLOAD,), drops_a_graph),
+    "activation offload, half a backward": Case("demo/full", 1, (OFFLOAD,), ends_backward_early),
+    "optimizer offload": Case("demo/full", 1, ("memory.optimizer_offload=true",)),
+    "optimizer offload, some without gradients": Case(
+        "demo/full", 1, ("memory.optimizer_offload=true",), leaves_gradients_out
+    ),
+    "optimizer offload, stepping in backward": Case("demo/full", 1, ("memory.optimizer_offload=true", *IN_BACKWARD)),
+    "FSDP": Case("demo/full", 4, ()),
+    "FSDP, embedding and output of their own": Case(
+        "demo/full", 4, ("parallel.fsdp_wrap_policy=memory_efficient", "gradient_accumulation_steps=2")
+    ),
+    "FSDP, reduced once a step": Case(
+        "demo/full", 4, ("parallel.reduce_gradients=step", "gradient_accumulation_steps=2")
+    ),
+    "FSDP, CPU offload": Case("demo/full", 4, ("memory.cpu_offload=true",)),
+    "FSDP, CPU offload, stepping in backward": Case("demo/full", 4, ("memory.cpu_offload=true", *IN_BACKWARD)),
+    "FSDP, stepping in backward": Case("demo/full", 4, IN_BACKWARD),
+    "HSDP": Case("demo/full", 4, ("parallel.data_replicate=2", "parallel.reduce_dtype=bf16")),
+    "DDP": Case("demo/full", 4, ("parallel.strategy=ddp",)),
+    "tensor parallel": Case("demo/full", 4, ("parallel.tensor=2",)),
+    **{
+        f"pipeline, {schedule}": Case("demo/full", 4, (*PIPELINE, f"parallel.pipeline_schedule={schedule}"))
+        for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+    },
+    "pipeline, tied embedding": Case("smollm2/135M_full", 2, (*PIPELINE, "data.source=examples/demo/train.jsonl")),
+    "LoRA on NF4": Case("demo/lora", 4, ("lora.quantize_base=nf4",)),
+}
+
+
+@contextmanager
+def without(line: Line | None, seen: Waits) -> Iterator[None]:
+    """Inside, waits of one line of code do nothing. seen: which lines wait, and how often."""
+    places: list[tuple[Any, str]] = [(Stream, "wait_event"), (Stream, "wait_stream"), (Stream, "synchronize")]
+    places += [(Event, "wait"), (Event, "synchronize"), (StreamChecker, "waited_for_work")]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in places]
+
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            while Path(frame.f_code.co_filename).name in _BETWEEN and frame.f_back is not None:
+                frame = frame.f_back
+            caller = frame.f_code.co_filename, frame.f_lineno
+            if Path(caller[0]).name not in _NO_WAITS:
+                seen[caller] = seen.get(caller, 0) + 1
+            return None if caller == line else original(*args, **kwargs)
+
+        return run
+
+    for owner, name, original in originals:
+        setattr(owner, name, watched(original))
+    try:
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def follow(case: Case) -> StreamChecker:
+    """Two steps of a run's first rank."""
+    recipe, cfg, wanted = settings(case.config, case.ranks, *case.overrides, *_SMALL)
+    checker = StreamChecker(NAME)
+    simulate(case.recipe(recipe), cfg, wanted.sequence, ranks=case.ranks, phases=(), checker=checker)
+    return checker
+
+
+def check(name: str, removed: Line | None = None) -> tuple[StreamChecker, Waits]:
+    """A case's check, without the waits of a line, and which lines wait in it."""
+    seen = Waits()
+    with without(removed, seen):
+        return follow(CASES[name]), seen

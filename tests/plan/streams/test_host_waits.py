@@ -1,0 +1,122 @@
+"""Waits of the host are counted with their lines: those of a recipe of the user's own, and the one of those shipped."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipe_lib.adapters import nf4
+from recipe_lib.plan.tracing.simulate import STEADY
+from tests.plan.apart import apart
+from tests.plan.streams.mutations import CASES, Case, follow
+
+# What a line of `reads` does, and what is said of it; "": nothing.
+WORDS = [
+    ("torch.tensor", "a copy to the device from memory that is not pinned"),
+    (".item()", ".item()"),
+    ("if torch.isnan", ".item()"),
+    ("nonzero()", "nonzero"),
+    ("[mask]", "indexing by a mask"),
+    ("masked_select", "masked_select"),
+    ("tolist", "a copy to the host into memory that is not pinned"),
+    ("torch.equal", "torch.equal"),
+    ("synchronize", "synchronize"),
+    ("pin_memory", ""),
+    ("non_blocking", ""),
+]
+
+
+def reads(recipe: type) -> type:
+    class Own(recipe):  # type: ignore[misc, valid-type]
+        def train_step(self, batches: Any) -> Any:
+            batch = batches.micro_batches[0]
+            loss = self.summed_loss(batch).detach()
+            torch.tensor([1.0, 2.0], device=self.device)
+            torch.tensor(3.0, device=self.device)
+            loss.item()
+            if torch.isnan(loss):
+                raise ValueError
+            mask = batch.labels > 0
+            mask.nonzero()
+            batch.labels[mask]
+            batch.labels.masked_select(mask)
+            assert batch.labels.tolist()
+            torch.equal(loss, loss)
+            torch.get_device_module(self.device).synchronize()
+            torch.ones(3).pin_memory().to(self.device, non_blocking=True)
+            loss.to("cpu", non_blocking=True)
+            return super().train_step(batches)
+
+    return Own
+
+
+def waits_of(case: Case) -> list[tuple[str, str, int]]:
+    """(what, file, line) of each wait of the steady step."""
+    return [(wait.what, *wait.place) for wait in follow(case).waits if wait.phase == STEADY]
+
+
+def test_each_line_that_waits_is_named() -> None:
+    found = apart(waits_of, Case("demo/full", 1, (), reads))
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    own = {line: what for what, file, line in found if file == __file__}
+    begin = next(number for number, text in enumerate(lines) if "def train_step" in text)
+    expected = {}
+    for number, text in enumerate(lines[begin : begin + 18], begin + 1):
+        words = [said for part, said in WORDS if part in text]
+        if words and words[-1]:
+            expected[number] = words[0]
+    assert own == expected and len(own) == 10
+    assert [file for _, file, _ in found if file != __file__] == [found[-1][1]]
+    assert found[-1][1].endswith("training/loop.py")
+
+
+def test_shipped_runs_wait_once_a_step() -> None:
+    for name, case in CASES.items():
+        if name not in ("optimizer offload, stepping in backward", "HSDP", "LoRA on NF4"):
+            continue
+        found = apart(waits_of, case)
+        assert [Path(file).name for _, file, _ in found] == ["loop.py"], name
+
+
+def test_the_host_waits_for_gradients_that_it_steps_and_no_more() -> None:
+    found = apart(waits_of, CASES["FSDP, CPU offload"])
+    assert Counter(Path(file).name for _, file, _ in found) == {"_fsdp_param_group.py": 2, "loop.py": 1}
+
+
+def uncached() -> list[tuple[str, str, int]]:
+    """With the table of NF4 made for each dequantizing."""
+    made = nf4._pairs
+    nf4._pairs = lambda *args: made.__wrapped__(*args)  # type: ignore[assignment]
+    nf4._pairs.cache_clear = lambda: None  # type: ignore[attr-defined]
+    return waits_of(CASES["LoRA on NF4"])
+
+
+def test_a_table_that_is_copied_for_each_matrix_would_wait_for_each() -> None:
+    found = apart(uncached)
+    layers, projections = 4, 7
+    copies = [place for what, *place in found if Path(place[0]).name == "nf4.py"]
+    # Forward and backward dequantize each, but backward needs no gradient of the first layer's first inputs.
+    assert layers * projections < len(copies) <= 2 * layers * projections
+    assert re.match("a copy to the device", found[0][0])
+
+
+def test_copies_that_nobody_waits_for_are_not_read() -> None:
+    """The host reads a number while it is on its way."""
+    assert apart(races_of_an_early_read) == 1
+
+
+def races_of_an_early_read() -> int:
+    def early(recipe: type) -> type:
+        class Own(recipe):  # type: ignore[misc, valid-type]
+            def train_step(self, batches: Any) -> Any:
+                loss = self.summed_loss(batches.micro_batches[0]).detach()
+                loss.to("cpu", non_blocking=True).item()
+                return super().train_step(batches)
+
+        return Own
+
+    races = follow(Case("demo/full", 1, (), early)).races
+    assert all("on the host" in str(race) for race in races)
+    return len(races)

@@ -1,0 +1,62 @@
+"""Waits between streams: each one that is taken out is noticed, and what is shipped has all of them."""
+
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.plan.streams.code_line import text_of
+from tests.plan.apart import apart
+from tests.plan.streams.mutations import CASES, check
+
+# By file and text of the line: torch's own that another wait of torch's makes needless, and of ours one for torch 2.11.
+NEEDLESS = {
+    ("_fsdp_state.py", "self._comm_ctx.all_gather_stream.wait_stream(current_stream)"),
+    ("_fsdp_state.py", "self._comm_ctx.all_gather_stream.wait_event(all_gather_state.event)"),
+    ("_fsdp_state.py", "self._device_handle.current_stream().wait_event(rs_state.event)"),
+    ("_fsdp_param_group.py", "self.comm_ctx.all_gather_stream.wait_event(event)"),
+    ("in_backward.py", "torch.get_device_module(device).current_stream().synchronize()"),
+}
+QUICK = (
+    "activation offload, half a backward",
+    "activation offload, a graph without a backward",
+    "optimizer offload, some without gradients",
+    "DDP",
+    "pipeline, tied embedding",
+)
+
+
+def missed(names: list[str], only_ours: bool) -> tuple[list[str], dict[str, bool]]:
+    """(faults of the cases as they are, by line that waits whether one of them notices when it is gone)."""
+    faults: list[str] = []
+    noticed: dict[tuple[str, int], bool] = {}
+    for name in names:
+        checker, waits = check(name)
+        faults += checker.faults()
+        for line in waits:
+            if noticed.get(line) or (only_ours and not text_of(line).startswith("recipe_lib/")):
+                continue
+            noticed[line] = bool(check(name, line)[0].faults())
+    return faults, {text_of(line): found for line, found in noticed.items()}
+
+
+def is_needless(place: str) -> bool:
+    file, _, number = place.rpartition(":")
+    path = next(path for root in (Path(), *map(Path, __import__("sys").path)) if (path := root / file).is_file())
+    return (path.name, path.read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()) in NEEDLESS
+
+
+def test_every_wait_of_ours_is_needed_and_noticed() -> None:
+    faults, noticed = apart(missed, list(QUICK), True)
+    assert not faults
+    assert len(noticed) >= 12
+    assert all(noticed.values()), noticed
+
+
+@pytest.mark.slow
+def test_so_is_every_wait_of_every_case() -> None:
+    faults, noticed = apart(missed, list(CASES), False)
+    assert not faults
+    assert len(noticed) > 20
+    # FSDP's wait for a unit that was gathered for nothing and is let go of at once: nothing uses its memory here.
+    left = [place for place, found in noticed.items() if not found and not is_needless(place)]
+    assert [place for place in left if "torch.accelerator" not in place and "fsdp" not in place] == []
