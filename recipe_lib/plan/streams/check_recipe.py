@@ -62,10 +62,11 @@ def unneeded(waits: dict[str, int]) -> int:
     return max(0, sum(count for words, count in waits.items() if _FSDP not in words) - 1)
 
 
-def check_streams(recipe_class: type, cfg: Any, settings: PlanSettings) -> StreamCheck:
-    """Follows two steps of each traced rank, and the collectives of all ranks in a step of a smaller model.
+def check_streams(recipe_class: type, cfg: Any, settings: PlanSettings, *, compares: bool = True) -> StreamCheck:
+    """Follows two steps of each traced rank, and the collectives of all ranks in those of a smaller model.
 
-    cfg: plannable. Raises UserErrors of the recipe, and ConfigError where a step needs values of tensors.
+    cfg: plannable. compares: whether collectives are compared. Raises UserErrors of the recipe, and ConfigError where a
+    step needs values of tensors.
     """
     followed = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
     count = micro_batches(cfg)[1]
@@ -77,7 +78,7 @@ def check_streams(recipe_class: type, cfg: Any, settings: PlanSettings) -> Strea
 
     ranks = _each(follow, followed, "following streams")
     result = StreamCheck(ranks, micro_batches=traced, of_micro_batches=count)
-    if settings.ranks > 1:
+    if settings.ranks > 1 and compares:
         small, result.layers = _smaller(cfg)
 
         def calls_of(rank: int) -> list[CollectiveCall]:

@@ -128,6 +128,8 @@ class StreamChecker:
         self._results: dict[int, _Work] = {}  # of functional collectives, by the storage that each made
         self._works: dict[int, _Work] = {}  # by the id of what `wait` is called on
         self._last_work: _Work | None = None
+        self._on_device = 0  # operators issued to it
+        self._last_wait: tuple[Line, int] = (("", 0), -1)
 
     # Memory
 
@@ -212,18 +214,13 @@ class StreamChecker:
         self._wait(what, "", "")
 
     def _wait(self, what: str, module: str, part: str) -> None:
-        if self.counts:
-            self.waits.append(HostWait(what, code_line(), module, part, self.phase))
+        """One that follows another of the same line, with nothing issued to the device in between, is a part of it."""
+        line, issued = code_line(), self._on_device
+        if self.counts and (line, issued) != self._last_wait:
+            self.waits.append(HostWait(what, line, module, part, self.phase))
+        self._last_wait = line, issued
 
     # Operators
-
-    def read_value(self, what: str, number: int, stream: int, place: tuple[str, str]) -> None:
-        """The host reads a tensor of the device, which it waits for."""
-        part, module = place
-        line = code_line()
-        self._use(number, Access(stream, self._clocks.issue(stream), "reads", what, module, part, line))
-        self._clocks.wait_stream(HOST, stream)
-        self._wait(what, module, part)
 
     def operator(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, op: Op, numbers: Any
@@ -235,6 +232,7 @@ class StreamChecker:
         read, written = (self._numbers(found, numbers) for found in accesses(func, args, kwargs, result))
         on_device = any(one.device.type == self.device for one in tensors_in((args, tuple(kwargs.values()), result)))
         stream = op.stream if on_device else HOST
+        self._on_device += on_device
         is_sent = op.collective is not None and _is_asynchronous(op.collective)
         if is_sent:
             stream = self._communicator(op)

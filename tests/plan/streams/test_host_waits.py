@@ -1,16 +1,21 @@
 """Waits of the host are counted with their lines: those of a recipe of the user's own, and the one of those shipped."""
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from benchmarks.host_waits import COUNTED, counts
 from recipe_lib.adapters import nf4
 from recipe_lib.plan.tracing.simulate import STEADY
+from tests.house.files import ROOT
 from tests.plan.apart import apart
 from tests.plan.streams.mutations import CASES, Case, follow
+from tests.recipes.levers import Setting
 
 # What a line of `reads` does, and what is said of it; "": nothing.
 WORDS = [
@@ -26,6 +31,8 @@ WORDS = [
     ("pin_memory", ""),
     ("non_blocking", ""),
 ]
+# Of the table of levers: the plain run and the one lever with another count.
+FEW = [None, *(one for one in COUNTED if str(one).startswith("memory.cpu_offload"))]
 
 
 def reads(recipe: type) -> type:
@@ -73,16 +80,15 @@ def test_each_line_that_waits_is_named() -> None:
 
 
 def test_shipped_runs_wait_once_a_step() -> None:
-    for name, case in CASES.items():
-        if name not in ("optimizer offload, stepping in backward", "HSDP", "LoRA on NF4"):
-            continue
+    for name in ("optimizer offload, stepping in backward", "pipeline, zbv"):
+        case = CASES[name]
         found = apart(waits_of, case)
         assert [Path(file).name for _, file, _ in found] == ["loop.py"], name
 
 
 def test_the_host_waits_for_gradients_that_it_steps_and_no_more() -> None:
     found = apart(waits_of, CASES["FSDP, CPU offload"])
-    assert Counter(Path(file).name for _, file, _ in found) == {"_fsdp_param_group.py": 2, "loop.py": 1}
+    assert Counter(Path(file).name for _, file, _ in found) == {"_fsdp_param_group.py": 1, "loop.py": 1}
 
 
 def uncached() -> list[tuple[str, str, int]]:
@@ -120,3 +126,10 @@ def races_of_an_early_read() -> int:
     races = follow(Case("demo/full", 1, (), early)).races
     assert all("on the host" in str(race) for race in races)
     return len(races)
+
+
+@pytest.mark.parametrize("setting", FEW, ids=str)
+def test_the_pages_counts_are_those_of_the_check(setting: Setting | None) -> None:
+    page = json.loads((ROOT / "docs" / "host_waits.json").read_text(encoding="utf-8"))
+    assert set(page) == {"", *map(str, COUNTED)}
+    assert page["" if setting is None else str(setting)] == apart(counts, setting)
