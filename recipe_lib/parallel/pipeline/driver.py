@@ -31,7 +31,7 @@ from recipe_lib.parallel.pipeline import schedules as kinds
 from recipe_lib.parallel.pipeline.deferred_reduce import DeferredReduction
 from recipe_lib.parallel.pipeline.schedule_memory import taken_in
 from recipe_lib.parallel.pipeline.schedule_time import simulate
-from recipe_lib.parallel.pipeline.schedules import Action, compute_orders, forward_orders, with_transfers
+from recipe_lib.parallel.pipeline.schedules import Action, compute_orders, forward_orders, pairs_of, with_transfers
 from recipe_lib.parallel.pipeline.transport import OnItsWay, Transport, sum_with
 from recipe_lib.parallel.pipeline.watchdog import watch_over
 
@@ -171,7 +171,7 @@ class Pipeline:
 
     def _use_transport(self) -> Transport:
         if self._transport is None:
-            self._transport = Transport(self._world)
+            self._transport = Transport(self._world, pairs_of(self._parallel, tied=self._model.spec.tied))
         return self._transport
 
     def _orders(self, micro_batches: int, *, training: bool) -> tuple[list[Action], dict[int, list[Action]]]:

@@ -9,7 +9,7 @@ two that may lie apart: `I` for the gradient of its input, `W` for those of its 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,9 +202,11 @@ def started(orders: Orders, stages: int) -> list[tuple[int, int, int, Action]]:
 def with_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
     """The orders with what is sent and received.
 
-    A tensor is sent when it is made, and received as late as can be: just before it is used. Two ranks exchange all
-    their tensors in one order, that in which they are made, since NCCL matches them by nothing else; so one that is
-    made earlier than another is also asked for before the other is sent or asked for.
+    A tensor is sent when it is made, and asked for one computation ahead: with NCCL a transfer begins when the
+    receiver's stream has come to it, so that one that is asked for just before it is used is never hidden. Two ranks
+    exchange all their tensors in one order, that in which they are made, since NCCL matches them by nothing else; so
+    one that is made earlier than another is also asked for before the other is sent or asked for, and nothing is asked
+    for ahead of what this rank has still to send the other first.
     """
     stages = stage_count(parallel)
     wanted: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(list)  # by pair of ranks: (send, receive)
@@ -219,6 +221,15 @@ def with_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
     for rank, order in orders.items():
         found[rank] = _transfers_of_rank(rank, order, parallel, wanted, stages)
     return found
+
+
+def pairs_of(parallel: ParallelConfig, *, tied: bool) -> list[tuple[int, int]]:
+    """The places in a pipeline whose ranks exchange tensors, the lower first. tied: the first and the last stage have
+    the same embedding, and exchange its gradients."""
+    edges = [(rank_of_stage(parallel, at), rank_of_stage(parallel, at + 1)) for at in range(stage_count(parallel) - 1)]
+    if tied:
+        edges.append((0, rank_of_stage(parallel, stage_count(parallel) - 1)))
+    return sorted({(min(edge), max(edge)) for edge in edges if edge[0] != edge[1]})
 
 
 def exchange_of(action: Action, stages: int) -> tuple[Action, Action] | None:
@@ -239,7 +250,8 @@ def _transfers_of_rank(
     wanted: dict[tuple[int, int], list[tuple[Action, Action]]],
     stages: int,
 ) -> list[Action]:
-    """Puts a rank's sends behind, and its receives before its actions, each pair of ranks in its one order."""
+    """Puts a rank's sends after its actions, and its receives before the actions before them, each pair of ranks in its
+    one order."""
     mine: dict[int, list[Action]] = {}  # by the other rank, what this one does in their order
     place: dict[Action, tuple[int, int]] = {}
     for pair, exchanges in wanted.items():
@@ -257,10 +269,13 @@ def _transfers_of_rank(
             found.append(mine[other][reached[other]])
             reached[other] += 1
 
-    for action in order:
+    for action, following in zip_longest(order, order[1:]):
         received = received_for(action, stages)
         if received in place:
             up_to(received)
+        ahead = received_for(following, stages) if following is not None else None
+        if ahead in place and reached[place[ahead][0]] == place[ahead][1]:
+            up_to(ahead)
         found.append(action)
         exchange = exchange_of(action, stages)
         if exchange is not None and exchange[0] in place:

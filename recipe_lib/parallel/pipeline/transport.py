@@ -1,5 +1,6 @@
 """Tensors on their way between the ranks of a pipeline: received into new memory, and held until they are taken."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from recipe_lib.errors import SetupError
 from recipe_lib.parallel.world import World
 
 
@@ -37,11 +39,23 @@ class Transport:
     with `device_id` and transfers are not batched; with one stream for all, interleaved schedules would hang.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, pairs: Sequence[tuple[int, int]]) -> None:
+        """pairs: places of all ranks of the pipeline that exchange tensors, the lower first.
+
+        Makes the communicator of each pair: else this would be in the middle of the first step, where a rank's host
+        waits for the other while kernels of other pairs run. In one order for all, so that no ranks wait in a circle.
+        Raises SetupError for a process group with one communicator for all.
+        """
         assert world.pipeline is not None
         self._group = world.mesh.get_group("pipeline")
         self._ranks = world.pipeline.ranks
         self._device = world.device
+        _check_streams_of_pairs(self._group)
+        for low, high in sorted(pairs):
+            if world.pipeline.rank == low:
+                self.send(torch.zeros(1, device=self._device), high, tag=0).wait()
+            elif world.pipeline.rank == high:
+                self.receive((1,), torch.float32, low, tag=0).wait()
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, place: int, tag: int, device: torch.device | None = None
@@ -54,6 +68,16 @@ class Transport:
         """Sends it to the rank at `place`."""
         tensor = tensor.contiguous()
         return OnItsWay(tensor, dist.isend(tensor, self._ranks[place], group=self._group, tag=tag))
+
+
+def _check_streams_of_pairs(group: Any) -> None:
+    for one in (group, dist.group.WORLD):
+        if getattr(one, "bound_device_id", None) is not None:
+            raise SetupError(
+                "parallel.pipeline: found a process group that was made with device_id, expected one without: NCCL "
+                "would exchange all tensors on one stream, and interleaved schedules would hang; remove device_id "
+                "from init_process_group"
+            )
 
 
 def sum_with(other: int, parameter: Tensor, transport: Transport) -> None:
