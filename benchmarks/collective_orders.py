@@ -94,7 +94,7 @@ def compare(mesh: Mesh) -> tuple[int, list[str], int]:
     with tempfile.TemporaryDirectory() as folder:
         preset = Path(folder) / "model.json"
         preset.write_text(json.dumps(model))
-        fixed = ("batch_size=1", "max_seq_len=48", "device=auto")
+        fixed = ("batch_size=1", f"max_seq_len={16 * mesh.tensor}", "device=auto")
         recipe, cfg, wanted = settings("demo/full", mesh.ranks, f"model.preset={preset}", *fixed, *overrides)
         calls, races = {}, 0
         for rank in range(mesh.ranks):
