@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from recipe_lib.ops.device import kernels_of
+from recipe_lib.config.card_limits import VARLEN_CAPABILITY
+from recipe_lib.ops.device import capability_of, kernels_of
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -122,8 +123,10 @@ def prepare_attention(
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
-    """Whether torch's kernel for flattened documents can run: CUDA, half precision, head widths it was built for."""
-    if kernels_of(device) != "cuda" or "window_size" not in _VARLEN_OPTIONS:
+    """Whether torch's kernel for flattened documents can run: CUDA from Ampere on, half precision, head widths it was
+    built for."""
+    capability = capability_of(device)
+    if capability is None or capability < VARLEN_CAPABILITY or "window_size" not in _VARLEN_OPTIONS:
         return False
     return dtype in (torch.float16, torch.bfloat16) and head_width % 8 == 0 and head_width <= 256
 

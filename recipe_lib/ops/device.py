@@ -10,6 +10,15 @@ def kernels_of(device: torch.device) -> str:
     return str(getattr(torch.get_device_module(device), "kernels", device.type))
 
 
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a GPU, or of the one that a simulated device stands for; None on a CPU."""
+    if kernels_of(device) != "cuda":
+        return None
+    module = torch.get_device_module(device)
+    found = module.get_device_capability(device)
+    return int(found[0]), int(found[1])
+
+
 def holds_values(device: torch.device) -> bool:
     """Whether tensors there are made of numbers: not on a simulated device, whose module's `holds_values` is False."""
     return bool(getattr(torch.get_device_module(device), "holds_values", True))

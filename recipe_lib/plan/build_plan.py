@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import recipe_lib
+from recipe_lib.config.card_limits import card_faults
 from recipe_lib.config.mesh import micro_batches
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.gradient_accumulation import once_a_step
@@ -27,6 +28,7 @@ from recipe_lib.plan.result import (
     Plan,
     TimePlan,
 )
+from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.timing.cost import (
     Calibration,
     collective_seconds,
@@ -134,14 +136,15 @@ def simulate_rank(
     rank: int,
     steps: tuple[str, ...] = (FIRST, STEADY),
     traced: int | None = None,
+    checker: StreamChecker | None = None,
 ) -> Simulated:
-    """One rank's trace, with the kernels and the scratch of the planned device. steps, traced: as `simulate` takes
-    them. ConfigError for matmuls that the device does not have."""
-    if getattr(cfg, "matmul_dtype", None) == "fp8" and not settings.hardware.multiplies_fp8:
-        raise ConfigError(
-            f"matmul_dtype: found fp8 for {settings.hardware.name}, {settings.hardware.architecture}, expected a GPU "
-            "of compute capability 8.9 or more (Ada, Hopper and later); choose int8, or remove matmul_dtype"
-        )
+    """One rank's trace, with the kernels and the scratch of the planned device. steps, traced, checker: as
+    `simulate` takes them. ConfigError for what the device cannot compute."""
+    hardware = settings.hardware
+    if hardware.capability is None and getattr(cfg, "matmul_dtype", None) == "fp8":
+        raise ConfigError("matmul_dtype: found fp8 for cpu, expected a GPU; choose int8, or remove matmul_dtype")
+    if hardware.capability is not None and (faults := card_faults(cfg, hardware.name, hardware.capability)):
+        raise ConfigError(*faults)
     like_cpu = settings.hardware.architecture == "cpu"
     return simulate(
         recipe_class,
@@ -152,8 +155,10 @@ def simulate_rank(
         phases=settings.phases,
         steps=steps,
         like_cpu=like_cpu,
+        capability=hardware.capability or (8, 0),
         kernel_memory=kernel_memory(settings.hardware.architecture),
         traced=traced,
+        checker=checker,
     )
 
 

@@ -95,9 +95,12 @@ class Hardware:
         return self.flops.get(dtype, self.flops["fp32"])
 
     @property
-    def multiplies_fp8(self) -> bool:
-        """Whether it has FP8 matmuls: compute capability 8.9 and later."""
-        return self.architecture != "cpu" and int(self.architecture.removeprefix("sm")) >= 89
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability; None: a CPU."""
+        if self.architecture == "cpu":
+            return None
+        major, minor = divmod(int(self.architecture.removeprefix("sm")), 10)
+        return major, minor
 
 
 def _card(
@@ -118,6 +121,8 @@ def _card(
 
 # "OOM" names the total in out-of-memory messages of torch found in public issues and logs, the smallest of them.
 _CARDS = (
+    # NVIDIA Turing whitepaper (T4: 65 in fp16, no bf16 or tf32 / 8.1, 320 GB/s). With error correction: OOM 14.56.
+    _card("t4", "sm75", 14.56, (65, 8.1, 8.1), 320, NO_P2P, ETHERNET_100, "teslat4"),
     # NVIDIA Ampere GA102 whitepaper 2.0 (3090: 71 / 35.6 / 35.6, 936 GB/s). OOM 23.56. nvidia-smi 24576 MiB.
     _card("rtx3090", "sm86", 23.56, (71, 35.6, 35.6), 936, NO_P2P, ETHERNET_10, "3090"),
     # Rates of the 3090 by cores and boost clock (10752 x 1.86 GHz); NVIDIA's page: 1008 GB/s. Memory as the 3090.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from recipe_lib.config.card_limits import card_faults
 from recipe_lib.config.mesh import same_batch_ranks
 from recipe_lib.errors import UserError
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
@@ -24,9 +25,7 @@ def smallest_cards(plan: Plan, cfg: Any) -> list[str]:
     """
     if plan.device.architecture == "cpu":
         return []
-    cards = list(HARDWARE.values())
-    if getattr(cfg, "matmul_dtype", None) == "fp8":
-        cards = [card for card in cards if card.multiplies_fp8]
+    cards = [card for card in HARDWARE.values() if card.capability and not card_faults(cfg, card.name, card.capability)]
     outside = plan.outside.total
     fitting = [card for card in cards if has_room(planned_reserved(plan), card.memory - outside, card)]
     least = min((card.memory for card in fitting), default=0)

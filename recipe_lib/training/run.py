@@ -12,6 +12,7 @@ from recipe_lib.parallel import World, start_world
 from recipe_lib.parallel.seeds import set_seeds
 from recipe_lib.report.phases import phase
 from recipe_lib.training.added_parameters import check_models, check_trained, check_values
+from recipe_lib.training.check_card import check_card
 from recipe_lib.training.same_on_all_ranks import check_same_config, settings_of
 from recipe_lib.training.slow_dtype import warn_of_slow_dtype
 from recipe_lib.training.training_data import prepare, prepared_or_raised
@@ -70,6 +71,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
             prepared = world.agree(prepared_or_raised, tokenized)
             check_same_config(settings_of(cfg), world)  # formats that each found in its data
             warn_of_slow_dtype(cfg, world)
+            world.agree(check_card, cfg, world)
             recipe: Recipe = world.agree(recipe_class, cfg, world)
         with part("reading data"):
             world.agree(recipe.setup_data, prepared)

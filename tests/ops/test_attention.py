@@ -178,14 +178,17 @@ def test_the_varlen_path_hands_on_what_the_kernel_wants(
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_where_the_varlen_kernel_can_run() -> None:
+def test_where_the_varlen_kernel_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert not module.has_varlen(cpu, torch.bfloat16, 128)
+    monkeypatch.setattr(module, "capability_of", lambda device: (7, 5))
+    assert not module.has_varlen(cuda, torch.bfloat16, 128)
+    monkeypatch.setattr(module, "capability_of", lambda device: (8, 0))
     if "window_size" in module._VARLEN_OPTIONS:
         assert module.has_varlen(cuda, torch.bfloat16, 128)
     assert not module.has_varlen(cuda, torch.float32, 128)
     assert not module.has_varlen(cuda, torch.bfloat16, 20)
     assert not module.has_varlen(cuda, torch.bfloat16, 512)
-    assert not module.has_varlen(cpu, torch.bfloat16, 128)
 
 
 def test_info_of_rows_with_documents() -> None:

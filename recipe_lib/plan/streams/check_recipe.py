@@ -2,19 +2,19 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recipe_lib.config.mesh import micro_batches, stage_count
 from recipe_lib.errors import ConfigError
-from recipe_lib.plan.build_plan import PlanSettings
+from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
 from recipe_lib.plan.pipeline_plan import first_of_each_place
 from recipe_lib.plan.search.trials import in_processes
 from recipe_lib.plan.streams.code_line import text_of
 from recipe_lib.plan.streams.collective_order import CollectiveCall, order_faults
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.trace import OP, WAIT
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
+from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated
 from recipe_lib.plan.world.shape_only_model import layer_count, layer_period, with_layers
 from recipe_lib.plan.world.simulated_device import NAME
 
@@ -99,10 +99,7 @@ def _simulated(
     recipe_class: type, cfg: Any, settings: PlanSettings, rank: int, traced: int
 ) -> tuple[StreamChecker, Simulated]:
     checker = StreamChecker(NAME)
-    found = simulate(
-        recipe_class, cfg, settings.sequence, rank=rank, ranks=settings.ranks, phases=(), traced=traced, checker=checker
-    )
-    return checker, found
+    return checker, simulate_rank(recipe_class, cfg, replace(settings, phases=()), rank, traced=traced, checker=checker)
 
 
 def _rank_check(rank: int, checker: StreamChecker, found: Simulated) -> RankCheck:

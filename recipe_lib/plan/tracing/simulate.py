@@ -88,22 +88,25 @@ def simulate(
     phases: Sequence[str] = ("load", "validation", "save"),
     steps: Sequence[str] = (FIRST, STEADY),
     like_cpu: bool = False,
+    capability: tuple[int, int] = (8, 0),
     kernel_memory: KernelMemory | None = None,
     traced: int | None = None,
     checker: StreamChecker | None = None,
 ) -> Simulated:
     """Traces set-up, two steps and the `phases` besides, as rank `rank` of `ranks`.
 
-    steps: (STEADY,) for one step alone, before which the optimizer is given its states. traced: so many micro-batches
-    of a step run, and stand for themselves alone; None: as many as can stand for all of them, which are all of them
-    where a recipe of the user's own, or one that treats them differently, leaves time for that. checker: follows all
-    of it; numbers that `train_step` reads are then 1, and are read after it as a training loop does.
+    capability: compute capability of the GPU whose kernels are chosen. steps: (STEADY,) for one step alone, before
+    which the optimizer is given its states. traced: so many micro-batches of a step run, and stand for themselves
+    alone; None: as many as can stand for all of them, which are all of them where a recipe of the user's own, or one
+    that treats them differently, leaves time for that. checker: follows all of it; numbers that `train_step` reads are
+    then 1, and are read after it as a training loop does.
     The recipe's own `setup_model`, `setup_optimizer` and `train_step` run; `setup_data` does not: `self.data` is a
     PlannedData. Raises UserErrors of the recipe, and ConfigError where a step reads a tensor's value.
     """
 
     def run(number: int | None) -> Simulated:
-        with simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu) as world, tensors_without_bytes() as mode:
+        simulated = simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu, capability=capability)
+        with simulated as world, tensors_without_bytes() as mode:
             tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory, checker)
             tracer.stream = connect_streams(tracer.record, tracer.wait, checker.synchronized if checker else None)
             with ExitStack() as stack:

@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipe_lib.config.card_limits import VARLEN_CAPABILITY
 from recipe_lib.plan.world.simulated_device import MODULE
 
 _KEY = "AutogradPrivateUse1"
 _library: Any = None
 
 
-def pin_kernels(like_cpu: bool) -> None:
-    """Chooses for the process. like_cpu: as a CPU does, for comparison with real runs there."""
+def pin_kernels(like_cpu: bool, capability: tuple[int, int] = (8, 0)) -> None:
+    """Chooses for the process. like_cpu: as a CPU does, for comparison with real runs there. capability: of a GPU."""
     global _library
+    MODULE.capability = capability
     MODULE.kernels = "cpu" if like_cpu else "cuda"
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
@@ -57,7 +59,7 @@ def _attention(
         )  # fmt: skip
     half = query.dtype in (torch.float16, torch.bfloat16)
     width = query.shape[-1]
-    if attn_mask is None and half and width <= 256:
+    if attn_mask is None and half and width <= 256 and MODULE.capability >= VARLEN_CAPABILITY:
         query, key, value = (_padded(tensor, 8) for tensor in (query, key, value))
         scale = scale if scale is not None else width**-0.5
         output = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[

@@ -93,6 +93,7 @@ class SimulatedModule:
         self._streams = self._events = 0
         self.holds_values = False
         self.kernels = "cuda"  # whose kernels it has, for code that goes by the device; or "cpu"
+        self.capability = (8, 0)
         self._default: Any = None
         self.stream_now: Any = None
         self.on_record: Callable[[int, int], None] = lambda stream, event: None
@@ -138,6 +139,10 @@ class SimulatedModule:
     def device(self, device: Any) -> Any:
         """There is one device."""
         return nullcontext()
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        """Of the card that it stands for."""
+        return self.capability
 
     def is_initialized(self) -> bool:
         """Always."""

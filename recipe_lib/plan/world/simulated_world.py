@@ -25,14 +25,17 @@ _MESH_METHODS = ("__init__", "__getitem__", "_concatenate", "get_group", "get_lo
 
 
 @contextmanager
-def simulated_world(parallel: ParallelConfig, rank: int, ranks: int, *, like_cpu: bool = False) -> Iterator[World]:
+def simulated_world(
+    parallel: ParallelConfig, rank: int, ranks: int, *, like_cpu: bool = False, capability: tuple[int, int] = (8, 0)
+) -> Iterator[World]:
     """Rank `rank` of `ranks` on the simulated device. One such world at a time, in a process without another group.
 
-    like_cpu: kernels are those of a CPU. Raises SetupError when mesh and ranks do not fit.
+    like_cpu: kernels are those of a CPU; else those of a GPU with this compute capability. Raises SetupError when mesh
+    and ranks do not fit.
     """
     shape = tuple(mesh_shape(parallel, ranks).values())
     device = register_device()
-    pin_kernels(like_cpu)
+    pin_kernels(like_cpu, capability)
     with ExitStack() as stack:
         stack.enter_context(_fake_group(rank, ranks))
         stack.enter_context(_meshes_are_told_apart(hash((rank, shape))))
