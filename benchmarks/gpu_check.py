@@ -1,7 +1,8 @@
 """One command for a machine with a CUDA GPU: what fine-tuning Llama 3 takes there, in memory and in time.
 
-    python benchmarks/gpu_check.py                    at most 9 minutes; a dry run without a GPU
+    python benchmarks/gpu_check.py                    `streams`, then at most 9 minutes; a dry run without a GPU
     python benchmarks/gpu_check.py --output FOLDER    where the report goes (default docs/measurements)
+    python benchmarks/gpu_check.py streams            races and waits, beside torch's sanitizer (gpu_streams.py)
     python benchmarks/gpu_check.py plan               the planner's figures against measured ones (gpu_plan.py)
     python benchmarks/gpu_check.py ladder             what each memory lever saves and costs (gpu_ladder.py)
     python benchmarks/gpu_check.py cards              what docs/fit.md says to type, on a card of 24 GB (gpu_cards.py)
@@ -68,7 +69,7 @@ from recipe_lib.parallel import Parallel, describe_units, resolve_wrapping, star
 from recipe_lib.units import GIB  # noqa: E402
 
 TOTAL_SECONDS = 9 * 60
-PARTS = {name: f"benchmarks.gpu_{name}" for name in ("plan", "ladder", "cards", "tensor", "doctor")}
+PARTS = {name: f"benchmarks.gpu_{name}" for name in ("streams", "plan", "ladder", "cards", "tensor", "doctor")}
 PARTS["peers"] = "benchmarks.peers.gpu_peers"  # modules with a main(words)
 # Dense bf16 matmul rates that datasheets give, by a part of the device's name.
 DATASHEET_RATES = {
@@ -87,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
         "--output", type=Path, default=REPOSITORY / "docs" / "measurements", help="folder of the report"
     )
     options = parser.parse_args(words)
+    # First, since a race would make every other figure worth nothing; in a process of its own that has no device yet.
+    streams = subprocess.run([sys.executable, __file__, "streams", "--output", str(options.output)], check=False)
     started = time.monotonic()
     for method in RECIPES:  # imported once, inherited by every case; this process never touches the device
         load_recipe(method)
@@ -115,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         report["seconds"] = round(time.monotonic() - started)
         paths = write_report(report, options.output)
     print("\n".join(map(str, paths)))
-    return 1 if any("failed" in entry["result"] for entry in report["cases"]) else 0
+    return 1 if streams.returncode or any("failed" in entry["result"] for entry in report["cases"]) else 0
 
 
 def run_apart(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:

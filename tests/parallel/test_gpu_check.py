@@ -37,7 +37,12 @@ def test_the_dry_run_measures_and_says_that_it_is_one(tmp_path: Path, capsys: py
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "gpu-check-dry-run-cpu.json",
         "gpu-check-dry-run-cpu.md",
+        "gpu-streams-dry-run-cpu.json",
+        "gpu-streams-dry-run-cpu.md",
     ]
+    rows = json.loads((tmp_path / "gpu-streams-dry-run-cpu.json").read_text())["rows"]
+    assert [row["ours"] for row in rows] == [{"faults": [], "waits": 1}] * 2
+    assert not any({"sanitizer", "host"} & set(row) for row in rows)
 
 
 def test_the_gpu_plan_covers_what_is_asked() -> None:

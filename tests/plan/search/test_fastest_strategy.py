@@ -114,7 +114,9 @@ def test_matmuls_in_8_bits_are_counted_as_such(found: dict[str, dict[str, Any]])
 
 def test_fp8_needs_a_device_that_has_it():
     recipe, cfg, wanted = settings("demo/full", 1, "matmul_dtype=fp8", "dtype=bf16", "device=auto", device="rtx3090")
-    with pytest.raises(ConfigError, match="^matmul_dtype: found fp8 for rtx3090 of compute capability 8.6, expected a GPU of"):
+    with pytest.raises(
+        ConfigError, match="^matmul_dtype: found fp8 for rtx3090 of compute capability 8.6, expected a GPU of"
+    ):
         simulate_rank(recipe, cfg, wanted, 0)
 
 

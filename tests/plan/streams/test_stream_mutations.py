@@ -1,9 +1,11 @@
 """Waits between streams: each one that is taken out is noticed, and what is shipped has all of them."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu_streams
 from recipe_lib.plan.streams.code_line import text_of
 from tests.plan.apart import apart
 from tests.plan.streams.mutations import CASES, check
@@ -41,7 +43,7 @@ def missed(names: list[str], only_ours: bool) -> tuple[list[str], dict[str, bool
 
 def is_needless(place: str) -> bool:
     file, _, number = place.rpartition(":")
-    path = next(path for root in (Path(), *map(Path, __import__("sys").path)) if (path := root / file).is_file())
+    path = next(path for root in (Path(), *map(Path, sys.path)) if (path := root / file).is_file())
     return (path.name, path.read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()) in NEEDLESS
 
 
@@ -60,3 +62,15 @@ def test_so_is_every_wait_of_every_case() -> None:
     # FSDP's wait for a unit that was gathered for nothing and is let go of at once: nothing uses its memory here.
     left = [place for place, found in noticed.items() if not found and not is_needless(place)]
     assert [place for place in left if "torch.accelerator" not in place and "fsdp" not in place] == []
+
+
+def steps_for_real(name: str) -> bool:
+    gpu_streams.run(CASES[name])
+    return True
+
+
+@pytest.mark.benchmark
+def test_the_gpu_part_goes_through_its_steps() -> None:
+    """On a CPU, where nothing is counted: what the check of a GPU runs, as rank 0 of a fake group."""
+    for name in ("optimizer offload, some without gradients", "pipeline, zbv", "LoRA on NF4"):
+        assert apart(steps_for_real, name)

@@ -1,0 +1,154 @@
+"""Streams and waits of every lever that copies: our check on the simulated device, and torch's own on a GPU.
+
+    python benchmarks/gpu_check.py streams                    a dry run without a GPU: the simulated device alone
+    python benchmarks/gpu_check.py streams --output FOLDER    where the report goes (default docs/measurements)
+
+Each run of `tests/plan/streams/mutations.py` is followed by the checker of `tune plan --check-streams`. On a GPU it
+then runs as rank 0 through torch's fake process group, three steps: with `torch.cuda._sanitizer`, which reports uses of
+the same memory on two streams without a wait, and with `torch.cuda.set_sync_debug_mode`, which warns where the host
+waits. Both sides of both checks are in the report. Collectives of a fake group move nothing and use no stream of their
+own.
+"""
+
+import argparse
+import functools
+import json
+import tempfile
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from recipe_lib.cli.plan_request import recipe_class
+from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.config import load_config
+from recipe_lib.parallel import start_world
+from recipe_lib.plan.tracing.simulate import STEADY
+from recipe_lib.plan.world.shape_only_model import plannable
+from tests.plan.streams.mutations import CASES, Case, follow
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DRY_CASES = ("activation offload", "optimizer offload")
+STEPS = 3
+
+
+def main(words: list[str]) -> int:
+    """Runs all cases and writes the report; exit code 1 if a check found something."""
+    from benchmarks.gpu_check import describe_device, run_apart
+
+    parser = argparse.ArgumentParser(prog="gpu_check.py streams", description=__doc__)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements")
+    options = parser.parse_args(words)
+    device = run_apart(describe_device, 60)
+    on_gpu = device.get("type") == "cuda"
+    rows: list[dict[str, Any]] = []
+    for name in CASES if on_gpu else DRY_CASES:
+        row: dict[str, Any] = {"case": name, "ours": run_apart(functools.partial(simulated, name), 90)}
+        if on_gpu:
+            row["sanitizer"] = run_apart(functools.partial(sanitized, name), 120)
+            row["host"] = run_apart(functools.partial(waits, name), 120)
+        rows.append(row)
+        print(line_of(row), flush=True)
+    write(rows, device, options.output, on_gpu)
+    return 1 if any(wrong(row) for row in rows) else 0
+
+
+def simulated(name: str) -> dict[str, Any]:
+    """What our checker finds, and the host's waits in a step."""
+    checker = follow(CASES[name])
+    return {"faults": checker.faults(), "waits": sum(wait.phase == STEADY for wait in checker.waits)}
+
+
+def sanitized(name: str) -> dict[str, Any]:
+    """What torch's sanitizer reports of the same steps on the GPU."""
+    from torch.cuda import _sanitizer
+
+    reported: list[str] = []
+    handle = _sanitizer.EventHandler._handle_kernel_launch
+
+    def kept(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        found = handle(self, *args, **kwargs)
+        reported.extend(str(error) for error in found)
+        return []  # else it would end the run at the first
+
+    _sanitizer.EventHandler._handle_kernel_launch = kept  # type: ignore[method-assign]
+    sanitizer = _sanitizer.CUDASanitizer()
+    sanitizer.enable()
+    run(CASES[name])
+    return {"faults": reported[:20], "count": len(reported)}
+
+
+def waits(name: str) -> dict[str, Any]:
+    """How often torch sees the host wait in the last step, the numbers that are logged among it."""
+    counts: list[int] = []
+    run(CASES[name], counts)
+    return {"waits": counts[-1]}
+
+
+def run(case: Case, counts: list[int] | None = None) -> None:
+    """Steps of a run's first rank on the GPU, with random weights. counts: of warnings that the host waits, by step."""
+    from benchmarks.gpu_cases import Case as Measured
+    from benchmarks.gpu_check import fill_weights, random_batches
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
+    recipe_file = recipe_for(case.config)
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        own = (*case.overrides, "device=auto", "max_seq_len=128", f"output_dir={folder}/out")
+        cfg, _ = plannable(load_config(case.config, own, recipe_file.schema()))
+        with start_world(cfg) as world:
+            recipe = case.recipe(recipe_class(recipe_file))(cfg, world)
+            recipe.setup_model()
+            fill_weights(recipe.model)
+            recipe.setup_optimizer()
+            batches = random_batches(Measured("speed", "", 128, batch_size=cfg.batch_size), recipe)
+            for _ in range(STEPS):
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    if counts is not None:
+                        torch.cuda.set_sync_debug_mode("warn")
+                    recipe.train_step(batches).numbers()
+                    if counts is not None:
+                        torch.cuda.set_sync_debug_mode("default")
+                if counts is not None:
+                    counts.append(sum("synchronizing" in str(one.message) for one in caught))
+
+
+def wrong(row: dict[str, Any]) -> bool:
+    """Whether a check failed to run or found something."""
+    parts = [row[name] for name in ("ours", "sanitizer") if name in row]
+    return any("failed" in part or part["faults"] for part in parts)
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A case in a line of a table."""
+    ours, sanitizer, host = row["ours"], row.get("sanitizer", {}), row.get("host", {})
+    cells = [
+        row["case"],
+        ours.get("failed") or len(ours["faults"]),
+        ours.get("waits", "-"),
+        sanitizer.get("failed") or sanitizer.get("count", "not measured"),
+        host.get("failed") or host.get("waits", "not measured"),
+    ]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def write(rows: list[dict[str, Any]], device: dict[str, Any], folder: Path, on_gpu: bool) -> None:
+    """A table, and all that was said as JSON."""
+    name = "-".join(device["name"].lower().split()) if on_gpu else "dry-run-cpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    base = folder / f"gpu-streams-{name}"
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    note = "" if on_gpu else "\nNothing was measured on a GPU: this checks the program, not a machine.\n"
+    head = f"# Streams and waits\n\n`python benchmarks/gpu_check.py streams`, {date}, {device['name']}\n{note}\n"
+    table = [
+        "| run | ours: faults | ours: waits a step | torch's sanitizer: faults | torch's warnings of waits a step |",
+        "|---|---:|---:|---:|---:|",
+        *map(line_of, rows),
+    ]
+    base.with_suffix(".md").write_text(head + "\n".join(table) + "\n", encoding="utf-8")
+    base.with_suffix(".json").write_text(json.dumps({"date": date, "device": device, "rows": rows}, indent=2) + "\n")
+    print(base.with_suffix(".md"))
