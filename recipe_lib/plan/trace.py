@@ -26,8 +26,9 @@ PARTS = ("setup", "forward", "backward", "recompute", "optimizer", "other")
 
 # Kinds of events: (kind, number). ALLOC, FREE: of a storage. OP: an operator was issued. RECORD, WAIT: an
 # event of the device was recorded on, waited for by a stream (numbers of `Trace.syncs`). PHASE: a phase began. ACTION:
-# what a rank of a pipeline does next began, or all of it ended (numbers of `Trace.actions`).
-ALLOC, FREE, OP, RECORD, WAIT, PHASE, ACTION = range(7)
+# what a rank of a pipeline does next began, or all of it ended (numbers of `Trace.actions`). USE: `record_stream`
+# named a stream for a storage (numbers of `Trace.uses`).
+ALLOC, FREE, OP, RECORD, WAIT, PHASE, ACTION, USE = range(8)
 WORK_WAIT = "c10d::Work.wait"  # name of an `Op` that does nothing but wait for a collective
 
 
@@ -128,6 +129,7 @@ class Trace:
     syncs: list[Sync] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
     actions: list[ActionMark] = field(default_factory=list)
+    uses: list[tuple[int, int]] = field(default_factory=list)  # (storage, stream that uses it too)
     events: list[tuple[int, int]] = field(default_factory=list)
 
     def phase_events(self, phase: str) -> Iterator[tuple[int, int]]:

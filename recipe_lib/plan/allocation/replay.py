@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from recipe_lib.plan.allocation.blocks import Block
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
-from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
+from recipe_lib.plan.trace import ALLOC, FREE, PHASE, USE, Trace
 
 
 @dataclass
@@ -63,10 +63,16 @@ class Replay:
 
 
 def replay(trace: Trace, settings: AllocatorSettings | None = None) -> Replay:
-    """What the allocator does on the device's storages of `trace`. A freed block can be reused at once: a trace knows
-    no `record_stream`. Empty storages take no memory. What is allocated before the first phase counts from there on."""
+    """What the allocator does on the device's storages of `trace`.
+
+    A freed block can be reused at once, but for those that `record_stream` named another stream for: when that is done
+    nobody can foretell, so they are held to the end of the phase, when a run's host waits for all that it has issued,
+    or until memory runs out. Empty storages take no memory. What is allocated before the first phase counts from there
+    on.
+    """
     result, allocator = Replay(), CachingAllocator(settings)
     blocks: dict[int, Block] = {}
+    streams = set[int]()
     phase = ""
     for index, (kind, number) in enumerate(trace.events):
         if kind == ALLOC:
@@ -85,7 +91,14 @@ def replay(trace: Trace, settings: AllocatorSettings | None = None) -> Replay:
             if block := blocks.pop(number, None):
                 result.events += 1
                 allocator.free(block)
+        elif kind == USE:
+            used, stream = trace.uses[number]
+            if used in blocks:
+                allocator.record_stream(blocks[used], stream)
+                streams.add(stream)
         elif kind == PHASE:
+            for stream in streams:
+                allocator.finish(stream)
             _close(result, allocator, phase)
             phase = trace.phases[number]
     _close(result, allocator, phase)

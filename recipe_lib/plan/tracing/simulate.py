@@ -108,7 +108,9 @@ def simulate(
         simulated = simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu, capability=capability)
         with simulated as world, tensors_without_bytes() as mode:
             tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory, checker)
-            tracer.stream = connect_streams(tracer.record, tracer.wait, checker.synchronized if checker else None)
+            tracer.stream = connect_streams(
+                tracer.record, tracer.wait, tracer.use_on, checker.synchronized if checker else None
+            )
             with ExitStack() as stack:
                 for context in (_quiet_collector(), tracer.running(), following_actions(tracer)):
                     stack.enter_context(context)

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recipe_lib.memory.host_limits import pinned_bytes
 from recipe_lib.plan.streams.read_values import largest_result, lists_of_ones
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, WAIT, WORK_WAIT, Op, Storage, Sync, Trace
+from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, WORK_WAIT, Op, Storage, Sync, Trace
 from recipe_lib.plan.tracing import known_operators as known
 from recipe_lib.plan.tracing.collectives import read_collective
 from recipe_lib.plan.tracing.memory_labels import HeldStorage, MemoryLabels
 from recipe_lib.plan.tracing.module_tracker import Places
 from recipe_lib.plan.tracing.operator_costs import Cost, cost_of, tensors_in
-from recipe_lib.plan.tracing.plain_tensors import PLAIN_TENSORS, has_memory
+from recipe_lib.plan.tracing.plain_tensors import PLAIN_TENSORS, has_memory, plain_parts
 from recipe_lib.plan.tracing.repeated_calls import Repeats
 from recipe_lib.plan.world.cached_fake_mode import CachedCall, CachedFakeMode
 from recipe_lib.plan.world.dtensor_patches import on_shards, propagation_unseen
@@ -333,6 +333,16 @@ class Tracer(TorchDispatchMode):
         part, module = self.place()
         self.trace.ops.append(Op(WORK_WAIT, self.stream(), part, module, self.phase))
         self.trace.events.append((OP, len(self.trace.ops) - 1))
+
+    def use_on(self, tensor: Tensor, stream: int) -> None:
+        """A tensor's memory is used on a stream besides its own (`record_stream`)."""
+        for part in plain_parts(tensor):
+            number = self.number_of(part)
+            if number >= 0 and not self._muted:
+                self.trace.uses.append((number, stream))
+                self.trace.events.append((USE, len(self.trace.uses) - 1))
+                if self.checker is not None:
+                    self.checker.recorded_stream(number, stream)
 
     def record(self, stream: int, event: int) -> None:
         """The device's stream passed a mark."""

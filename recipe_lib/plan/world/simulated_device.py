@@ -98,6 +98,7 @@ class SimulatedModule:
         self.stream_now: Any = None
         self.on_record: Callable[[int, int], None] = lambda stream, event: None
         self.on_wait: Callable[[int, int], None] = lambda stream, event: None
+        self.on_use: Callable[[Any, int], None] = lambda tensor, stream: None
         self.on_synchronize: Callable[[str, int | None, int | None], None] = lambda what, stream, event: None
 
     def new_stream(self) -> int:

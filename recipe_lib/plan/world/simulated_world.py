@@ -120,13 +120,16 @@ def _meshes_are_real() -> Iterator[None]:
 
 @contextmanager
 def _streams_are_ours() -> Iterator[None]:
-    """FSDP asks torch.accelerator for a stream in one place, and so a C++ guard that this device does not have."""
-    original = torch.accelerator.current_stream
+    """FSDP asks torch.accelerator for a stream in one place, and so a C++ guard that this device does not have; and
+    `record_stream` takes streams of C++."""
+    original, record = torch.accelerator.current_stream, torch.Tensor.record_stream
     torch.accelerator.current_stream = MODULE.current_stream
+    torch.Tensor.record_stream = lambda tensor, stream: MODULE.on_use(tensor, stream.number)  # type: ignore
     try:
         yield
     finally:
         torch.accelerator.current_stream = original
+        torch.Tensor.record_stream = record  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -144,11 +147,14 @@ def _weak_references_are_no_hindrance() -> Iterator[None]:
 def connect_streams(
     record: Callable[[int, int], None],
     wait: Callable[[int, int], None],
+    use: Callable[[Any, int], None] | None = None,
     synchronize: Callable[[str, int | None, int | None], None] | None = None,
 ) -> Callable[[], int]:
-    """Reports every mark that a stream sets or waits for, and each time that the host waits for a stream or a mark;
-    returns what gives the current stream's number."""
+    """Reports every mark that a stream sets or waits for, each use of a tensor on another stream that `record_stream`
+    names, and each time that the host waits for a stream or a mark; returns what gives the current stream's number."""
     MODULE.on_record, MODULE.on_wait = record, wait
+    if use is not None:
+        MODULE.on_use = use
     if synchronize is not None:
         MODULE.on_synchronize = synchronize
     return lambda: MODULE.stream_now.number
