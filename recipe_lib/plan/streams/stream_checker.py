@@ -120,7 +120,7 @@ class StreamChecker:
         self._issued: list[tuple[int, int]] = []  # of each call, its stream and number
         self._clocks = VectorClocks()
         self._memory: dict[int, _Memory] = {}
-        self._freed: dict[int, list[Access]] = {}  # by pool, what may still use memory that is free in it
+        self._freed: dict[int, dict[int, Access]] = {}  # by pool and stream, what may still use memory free in it
         self._known: set[tuple[Any, ...]] = set()
         self._events: set[int] = set()
         self._names = {HOST: "on the host"}
@@ -142,8 +142,8 @@ class StreamChecker:
         last = self._clocks.last(pool)
         memory.before.append(Access(pool, last, "has", "what was issued before", "", storage.part, code_line()))
         if waiting := self._freed.get(pool):
-            still = [one for one in waiting if not self._clocks.is_before(one.stream, one.work, pool)]
-            self._freed[pool] = still
+            still = [one for one in waiting.values() if not self._clocks.is_before(one.stream, one.work, pool)]
+            self._freed[pool] = {one.stream: one for one in still}
             memory.before += still
 
     def freed(self, number: int) -> None:
@@ -163,7 +163,9 @@ class StreamChecker:
             if use.stream in memory.recorded or use.stream == HOST or use.does == "has":
                 continue
             if not self._clocks.is_before(use.stream, use.work, memory.pool):
-                self._freed.setdefault(memory.pool, []).append(use)
+                waiting = self._freed.setdefault(memory.pool, {})
+                if use.stream not in waiting or waiting[use.stream].work < use.work:
+                    waiting[use.stream] = use  # a stream's last work ends after its others
 
     def faults(self) -> list[str]:
         """All that was found but waits of the host, in words."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.streams.code_line import Line
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.tracing.simulate import simulate
@@ -149,7 +150,10 @@ def follow(case: Case) -> StreamChecker:
     """Two steps of a run's first rank."""
     recipe, cfg, wanted = settings(case.config, case.ranks, *case.overrides, *_SMALL)
     checker = StreamChecker(NAME)
-    simulate(case.recipe(recipe), cfg, wanted.sequence, ranks=case.ranks, phases=(), checker=checker)
+    kernels = kernel_memory("sm89")  # whose scratch comes and goes unused
+    simulate(
+        case.recipe(recipe), cfg, wanted.sequence, ranks=case.ranks, phases=(), kernel_memory=kernels, checker=checker
+    )
     return checker
 
 
