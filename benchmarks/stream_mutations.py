@@ -35,6 +35,7 @@ REASONS = {
     "self._comm_ctx.all_gather_stream.wait_event(all_gather_state.event)": "the same",
     "self.comm_ctx.all_gather_stream.wait_event(event)": "the same",
     "self._device_handle.current_stream().wait_event(rs_state.event)": "the gradients' own event comes later",
+    "self.device_handle.current_stream().wait_event(self._post_reduce_event)": "the end of backward waits for it too",
     "torch.get_device_module(device).current_stream().synchronize()": "torch 2.13 waits in its copy, 2.11 does not",
 }
 
