@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from recipe_lib.cli.plan_request import read
 from recipe_lib.errors import ConfigError
 from tests.house.files import ROOT
@@ -28,6 +30,7 @@ def check(*words: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_a_shipped_recipe_is_in_order() -> None:
     code, said = check("--nproc_per_node", "2", "demo/full", "memory.activation_offload=true")
     assert code == 0, said

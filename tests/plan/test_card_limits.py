@@ -30,15 +30,19 @@ def operators(architecture: str, *overrides: str) -> list[str] | str:
         return str(error)
 
 
-def each(*overrides: str) -> dict[str, list[str] | str]:
-    return {architecture: operators(architecture, *overrides) for architecture in ARCHITECTURES}
+def each(limit: tuple[int, int], *overrides: str) -> dict[str, list[str] | str]:
+    """For the newest architecture below the limit, the oldest from it on, and the newest of all."""
+    numbers = [int(architecture.removeprefix("sm")) for architecture in ARCHITECTURES]
+    least = 10 * limit[0] + limit[1]
+    wanted = {max(one for one in numbers if one < least), min(one for one in numbers if one >= least), numbers[-1]}
+    return {f"sm{one}": operators(f"sm{one}", *overrides) for one in sorted(wanted)}
 
 
 @pytest.mark.parametrize("limit", CARD_LIMITS, ids=lambda limit: f"{limit.key}={limit.value}")
 def test_each_limit_is_refused_below_it_and_planned_from_it_on(limit: Any) -> None:
     override = f"{limit.key}={limit.value}"
     more = ("dtype=bf16",) if limit.value == "fp8" else ()
-    found = apart(each, override, *more)
+    found = apart(each, limit.capability, override, *more)
     least = f"{limit.capability[0]}.{limit.capability[1]}"
     assert f"| `{override}` | {least} |" in PAGE
     for architecture, result in found.items():

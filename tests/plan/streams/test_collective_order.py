@@ -93,7 +93,6 @@ def faults_of(overrides: tuple[str, ...], ranks: int, step: Callable[[Any], None
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
     [
-        (("parallel.data_replicate=2",), 4),
         (("parallel.strategy=ddp",), 3),
         (("parallel.pipeline=2", "parallel.pipeline_schedule=zbv", "gradient_accumulation_steps=4"), 4),
     ],

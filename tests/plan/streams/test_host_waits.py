@@ -128,6 +128,7 @@ def races_of_an_early_read() -> int:
     return len(races)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", FEW, ids=str)
 def test_the_pages_counts_are_those_of_the_check(setting: Setting | None) -> None:
     page = json.loads((ROOT / "docs" / "host_waits.json").read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ QUICK = (
     "activation offload, a graph without a backward",
     "optimizer offload, some without gradients",
     "DDP",
-    "pipeline, tied embedding",
+    "pipeline, gpipe",
 )
 
 
