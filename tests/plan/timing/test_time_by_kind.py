@@ -1,0 +1,49 @@
+"""Times by kind against sums by hand."""
+
+import pytest
+
+from recipe_lib.plan.hardware import HARDWARE
+from recipe_lib.plan.timing.cost import op_seconds
+from recipe_lib.plan.timing.time_by_kind import (
+    ATTENTION,
+    COMMUNICATION,
+    COPIES,
+    MEMORY_BOUND,
+    PRODUCTS,
+    kernel_overhead,
+    memory_bound_by_module,
+    time_by_kind,
+)
+from recipe_lib.plan.trace import OP, PHASE, Collective, Op, Trace
+
+CARD = HARDWARE["h100"]
+
+
+def traced(*ops: Op) -> Trace:
+    trace = Trace(phases=["step"], ops=list(ops))
+    trace.events = [(PHASE, 0), *((OP, number) for number in range(len(ops)))]
+    return trace
+
+
+def test_each_operator_counts_for_its_kind_as_often_as_it_stands_for() -> None:
+    ops = {
+        PRODUCTS: Op("aten::mm", flops=10**13, bytes=10**8, dtype="bf16", repeats=3),
+        ATTENTION: Op("aten::_scaled_dot_product_flash_attention", flops=10**12, bytes=10**7, dtype="bf16"),
+        MEMORY_BOUND: Op("aten::mul", bytes=10**9, module="model.layers.1.mlp"),
+        COPIES: Op("aten::copy_", bytes=10**9, transfer="to_host"),
+        COMMUNICATION: Op("c10d::x", collective=Collective("all_gather", "data_shard", (0, 1), 10**9)),
+    }
+    more = Op("aten::silu", bytes=2 * 10**9, module="model.layers.2.mlp", repeats=2)
+    nothing = Op("_c10d_functional::wait_tensor"), Op("aten::empty")
+    trace = traced(*ops.values(), more, *nothing, Op("aten::add_", bytes=10**8, part="optimizer"))
+    found = time_by_kind(trace, "step", CARD)
+    for kind in (PRODUCTS, ATTENTION, COPIES, COMMUNICATION):
+        assert found[kind] == pytest.approx(ops[kind].repeats * op_seconds(ops[kind], CARD))
+    # 1, 2 and 2 GB, and 0.1 GB of the optimizer's, at 0.8 of 3350 GB/s.
+    assert found[MEMORY_BOUND] == pytest.approx(5.1 / (0.8 * 3350))
+    rows = memory_bound_by_module(trace, "step", CARD)
+    assert [(row.module, row.kernels) for row in rows] == [("model.layers.*.mlp", 3), ("(optimizer)", 1)]
+    assert rows[0].seconds == pytest.approx(5 / (0.8 * 3350))
+    # 30 TFLOP and 1 TFLOP at 0.65 of 989.4 TFLOP/s.
+    useful = 31 / (0.65 * 989.4)
+    assert kernel_overhead(found) == pytest.approx(1 + 5.1 / (0.8 * 3350) / useful)
