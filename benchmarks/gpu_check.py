@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_check.py                    `streams`, then at most 9 minutes; a dry run without a GPU
     python benchmarks/gpu_check.py --output FOLDER    where the report goes (default docs/measurements)
-    python benchmarks/gpu_check.py streams            races and waits, beside torch's sanitizer (gpu_streams.py)
+    python benchmarks/gpu_check.py streams            races and waits, next to torch's sanitizer (gpu_streams.py)
     python benchmarks/gpu_check.py plan               the planner's figures against measured ones (gpu_plan.py)
     python benchmarks/gpu_check.py ladder             what each memory lever saves and costs (gpu_ladder.py)
     python benchmarks/gpu_check.py cards              what docs/fit.md says to type, on a card of 24 GB (gpu_cards.py)

@@ -111,7 +111,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_no_plan(arguments: argparse.Namespace) -> None:
-    """ConfigError for what a plan is asked to do beside an option that makes none."""
+    """ConfigError for what a plan is asked to do with an option that makes none."""
     unused = [name for name in ("json", "html", "snapshot", "diff", "advice", "full") if getattr(arguments, name)]
     if arguments.search and arguments.check_streams:
         unused.append("search")

@@ -252,7 +252,7 @@ class Window:
 
     def _fetch(self, call: Call) -> None:
         """Copies what of a call is on the host alone back. The memory is the computing stream's, from here on, which
-        has waited for the copy to the host when it let go."""
+        waited for the copy to the host before it freed the old one."""
         away = [kept for kept in call.alive() if kept.on_device is None]
         if not away:
             return

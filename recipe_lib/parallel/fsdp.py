@@ -185,7 +185,7 @@ def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
     In a frozen model, such as a reference that another one is compared with, no backward comes that takes the notes
     off, and they would grow with every forward. In a pipeline the one that ran before may be another stage's, whose
-    backward is not next: it would be gathered for nothing, and its memory let go of (FSDP's `finalize_backward`) while
+    backward is not next: it would be gathered for nothing, and its memory freed (FSDP's `finalize_backward`) while
     the gather may still write it.
     """
     for module in model.modules():

@@ -27,7 +27,7 @@ _READS = {
 
 @dataclass(frozen=True)
 class HostWait:
-    """The host stands still until the device comes to it. what: `.item()`, `a blocking copy to the host`, ... place:
+    """The host stalls until the device comes to it. what: `.item()`, `a blocking copy to the host`, ... place:
     the line of code. module, part: as an `Op` has them. phase: of the trace."""
 
     what: str

@@ -12,6 +12,7 @@ any operator; an asynchronous one runs on its communicator's, holds its tensors 
 waited for through its work or `wait_tensor` (torch 2.8 and later).
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,6 @@ from recipe_lib.plan.trace import Collective, Op, Storage
 from recipe_lib.plan.tracing.operator_costs import tensors_in
 from recipe_lib.plan.tracing.plain_tensors import has_memory
 
-_LOOK_BACK = 200  # calls among which the last of each stream is looked for
 _COMMUNICATORS = 10_000  # numbers of their streams begin here
 
 
@@ -105,7 +105,7 @@ class _Work:
 
 
 class StreamChecker:
-    """What a Tracer tells it comes in the order of issue. races: found, one of each kind. waits: of the host, inside
+    """A Tracer reports to it, in the order of issue. races: found, one of each kind. waits: of the host, inside
     `train_step`. unrecorded: lines that wait for an event that nothing has recorded, which CUDA lets pass.
     """
 
@@ -117,7 +117,7 @@ class StreamChecker:
         self.phase = ""
         self.counts = False  # waits
         self.calls: list[CollectiveCall] = []
-        self._issued: list[tuple[int, int]] = []  # of each call, its stream and number
+        self._issued: dict[int, list[tuple[int, int]]] = {}  # by stream, of each call its work and its place in `calls`
         self._clocks = VectorClocks()
         self._memory: dict[int, _Memory] = {}
         self._freed: dict[int, dict[int, Access]] = {}  # by pool and stream, what may still use memory free in it
@@ -332,17 +332,17 @@ class StreamChecker:
             self._done_calls(stream),
             self._done_calls(HOST),
         )
+        self._issued.setdefault(stream, []).append((work, len(self.calls)))
         self.calls.append(call)
-        self._issued.append((stream, work))
 
     def _done_calls(self, stream: int) -> tuple[int, ...]:
         """Of each stream the last call that is done before what `stream` does next."""
-        latest: dict[int, int] = {}
-        for number in range(len(self._issued) - 1, max(-1, len(self._issued) - _LOOK_BACK), -1):
-            other, work = self._issued[number]
-            if other not in latest and self._clocks.is_before(other, work, stream):
-                latest[other] = number
-        return tuple(latest.values())
+        found = []
+        for other, made in self._issued.items():
+            count = bisect_right(made, self._clocks.done(other, stream), key=lambda entry: entry[0])
+            if count:
+                found.append(made[count - 1][1])
+        return tuple(found)
 
     def _sent(self, op: Op, stream: int, held: set[int], results: list[int]) -> None:
         for number in held:

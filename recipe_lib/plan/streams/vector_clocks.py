@@ -32,9 +32,13 @@ class VectorClocks:
 
     def is_before(self, stream: int, work: int, other: int) -> bool:
         """Whether a work of `stream` is done before what `other` does next."""
-        if stream in (HOST, other):
-            return True
-        return max(self._host.get(stream, 0), self._known.get(other, {}).get(stream, 0)) >= work
+        return stream == HOST or self.done(stream, other) >= work
+
+    def done(self, stream: int, other: int) -> int:
+        """The number of the last work of `stream` that is done before what `other` does next; 0: none is."""
+        if stream == other:
+            return self.last(stream)
+        return max(self._host.get(stream, 0), self._known.get(other, {}).get(stream, 0))
 
     def record(self, stream: int, event: int) -> None:
         """An event is set after all that a stream has so far."""

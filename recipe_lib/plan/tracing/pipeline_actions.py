@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from recipe_lib.config.mesh import micro_batches, rank_of_stage, stage_count, stages_of_rank
+from recipe_lib.config.mesh import micro_batches, stage_count, stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.pipeline import driver
@@ -19,6 +19,7 @@ from recipe_lib.parallel.pipeline.schedules import (
     Orders,
     compute_orders,
     forward_orders,
+    pairs_of,
     with_transfers,
 )
 from recipe_lib.plan.trace import ACTION, ALLOC, FREE, OP, ActionMark, Trace
@@ -123,8 +124,7 @@ def taken_of(parallel: ParallelConfig, place: int, count: int, *, training: bool
 
 def peers_of(parallel: ParallelConfig, place: int) -> set[int]:
     """The places that one of a pipeline exchanges tensors with; none without a pipeline."""
-    edges = [(rank_of_stage(parallel, at), rank_of_stage(parallel, at + 1)) for at in range(stage_count(parallel) - 1)]
-    return {other for edge in edges if place in edge for other in edge} - {place}
+    return {other for pair in pairs_of(parallel, tied=False) if place in pair for other in pair} - {place}
 
 
 _Key = tuple[tuple[str, Any], ...]

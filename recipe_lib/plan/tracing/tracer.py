@@ -33,7 +33,7 @@ class Tracer(TorchDispatchMode):
     """Traces what runs inside `with tracer.running():`.
 
     device_type: of the accelerator; storages elsewhere are host memory. fast: answers known calls, in a simulation.
-    kernel_memory: scratch of kernels that no tensor shows. checker: is told of all that happens, if there is one.
+    kernel_memory: scratch of kernels that no tensor shows. checker: follows all that happens, if there is one.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ class Tracer(TorchDispatchMode):
         self.trace.events.append((OP, len(self.trace.ops) - 1))
 
     def use_on(self, tensor: Tensor, stream: int) -> None:
-        """A tensor's memory is used on a stream besides its own (`record_stream`)."""
+        """A tensor's memory is used on another stream than its own (`record_stream`)."""
         for part in plain_parts(tensor):
             number = self.number_of(part)
             if number >= 0 and not self._muted:
