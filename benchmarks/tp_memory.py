@@ -35,8 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig  # noqa: E402
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers  # noqa: E402
 from recipe_lib.models import DecoderSpec, build_meta, preset_config, spec_from_config  # noqa: E402
-from recipe_lib.models.decoder import ACTIVATIONS  # noqa: E402
 from recipe_lib.ops import gathered  # noqa: E402
+from recipe_lib.ops.gated import ACTIVATIONS  # noqa: E402
 from recipe_lib.parallel import World, shard_tensors, tensor  # noqa: E402
 from recipe_lib.plan.world.simulated_device import NAME  # noqa: E402
 from recipe_lib.plan.world.simulated_world import simulated_world, tensors_without_bytes  # noqa: E402
@@ -155,7 +155,7 @@ def way(how: str) -> Iterator[None]:
         return gathered.gather_linears(*args, **kwargs)
 
     def product_kept(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-        return F.linear(ACTIVATIONS[activation](gate) * up, weight)
+        return F.linear(ACTIVATIONS[activation][0](gate) * up, weight)
 
     names: dict[str, Any] = {"gather_linears": shard_kept} if how in (TWICE, FUSED) else {}
     names |= {"gated_linear": product_kept} if how in (CACHED, TWICE) else {}

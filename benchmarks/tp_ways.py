@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.tp_memory import stock_layer
 from recipe_lib import training
-from recipe_lib.models.decoder import ACTIVATIONS, Decoder, DecoderLayer
+from recipe_lib.models.decoder import Decoder, DecoderLayer
 from recipe_lib.ops import gathered
+from recipe_lib.ops.gated import ACTIVATIONS, gated
 from recipe_lib.parallel import World, parallelize, tensor
 
 # How the MLP makes its product of gate and up.
@@ -99,11 +100,11 @@ def _shard_kept(*args: Any, normed: Any = None, **kwargs: Any) -> list[Tensor]:
 
 
 def _product_fused(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    return F.linear(gathered.gated(gate, up, activation), weight)
+    return F.linear(gated(gate, up, activation), weight)
 
 
 def _product_written_out(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    return F.linear(ACTIVATIONS[activation](gate) * up, weight)
+    return F.linear(ACTIVATIONS[activation][0](gate) * up, weight)
 
 
 class _Buffer:

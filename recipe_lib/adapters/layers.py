@@ -127,18 +127,18 @@ class AdaptedMatrix(AdaptedModule):
         frozen = frozen or self.frozen_forward
         plain = frozen(hidden)
         dropped = _dropped(hidden, rate) if rate and self.training else hidden
-        narrow = cast_linear(dropped, first)
-        update = F.linear(narrow, second)
+        # Scaled while it is `[..., r]`: neither a product with `[..., out]` numbers, nor one in backward.
+        update = F.linear(cast_linear(dropped, first) * scaling, second)
         if lengths is None:
-            return add_scaled(plain, update, scaling).to(plain.dtype)
+            return (plain + update).to(plain.dtype)
         if dropped is hidden:
             product = plain if self.bias is None else plain - self.bias
-            turned = lengths * add_scaled(product, update, scaling)
+            turned = lengths * (product + update)
             return (turned if self.bias is None else turned + self.bias).to(plain.dtype)
         # With dropout the frozen part sees all of the input at its old lengths, their change what is left of it.
         product = frozen(dropped)
         product = product if self.bias is None else product - self.bias
-        return (plain + (lengths - 1) * product + lengths * update * scaling).to(plain.dtype)
+        return (plain + (lengths - 1) * product + lengths * update).to(plain.dtype)
 
 
 def _dropped(hidden: Tensor, rate: float) -> Tensor:

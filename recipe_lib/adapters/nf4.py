@@ -3,7 +3,8 @@
 Quantizing is torchao's, number for number; this is the only module that knows where torchao keeps it. Dequantizing is
 ours, because it runs in every step: for 112 MiB of bf16 (4096 x 14336) torchao's has 786 MiB alive, 8-byte indices of
 the whole matrix among them, this, which works in pieces, 146 MiB, and both give the same bits (docs/measurements/
-torchao.md, by `python -m benchmarks.torchao_comparison`).
+torchao.md, by `python -m benchmarks.torchao_comparison`). With fused kernels it is one kernel, which makes nothing but
+the result.
 """
 
 import importlib
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from recipe_lib.ops.fused_kernels import fused, fuses
 
 BLOCK = 64  # numbers that share a scale
 SCALES_PER_FACTOR = 256  # scales that share a factor, at most
@@ -80,6 +83,11 @@ def dequantize(
     codes: uint8 `[n, 32]`; scales: int8 `[n]`; factors: fp32, of the whole matrix. place: which of its blocks the n
     are, if not all: see `block_numbers`.
     """
+    if fuses(codes.device):
+        count = last - first
+        of, group = (place[:3], _group(place[3])) if place else ((0, count, count), _group(len(scales)))
+        levels = _levels(dtype, codes.device)
+        return _dequantize(codes[first:last], scales[first:last], factors, levels, [first, *of], group)
     if place:
         group = _group(place[3])
         numbers_of = block_numbers(first, last, place, codes.device)
@@ -100,13 +108,38 @@ def dequantize(
     return numbers
 
 
+def _blocks_shape(codes: Tensor, scales: Tensor, factors: Tensor, levels: Tensor, place: Any, group: int) -> Tensor:
+    return levels.new_empty(codes.shape[0], BLOCK)
+
+
+@fused(
+    "dequantize_nf4(Tensor codes, Tensor scales, Tensor factors, Tensor levels, SymInt[] place, SymInt group)"
+    " -> Tensor",
+    _blocks_shape,
+)
+def _dequantize(
+    codes: Tensor, scales: Tensor, factors: Tensor, levels: Tensor, place: Sequence[int], group: int
+) -> Tensor:
+    """The numbers of all given blocks `[n, 64]`, in the type of `levels` `[16]`, as one expression.
+
+    place: the first one's number here, then `block_numbers`' place. group: scales that share a factor.
+    """
+    first, begin, run, stride = place
+    numbers_of = block_numbers(first, first + codes.shape[0], (begin, run, stride), codes.device)
+    narrow = factors.to(levels.dtype)
+    wide = scales / narrow[numbers_of // group] + narrow[-1]
+    shifts = 4 - 4 * torch.arange(2, device=codes.device)  # the first of two numbers is in the high bits
+    index = (codes.unsqueeze(-1).int() >> shifts) & 15
+    return (levels[index] * wide[:, None, None]).flatten(1)
+
+
 def block_numbers(first: int, last: int, place: Sequence[int], device: torch.device) -> Tensor:
     """Which blocks of the whole matrix blocks `first` to `last` of a part of it are, `[last - first]`.
 
     place: (number of the first, how many follow each other, from the first of these to the next first, how many the
     whole matrix has): (0, 2, 8, 16) are the first two blocks of two rows of eight.
     """
-    begin, run, stride, _ = place
+    begin, run, stride = place[:3]
     at = torch.arange(first, last, device=device)
     return begin + at // run * stride + at % run
 
@@ -124,6 +157,12 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     levels = torch.tensor(LEVELS, dtype=dtype)
     both = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
     return both.view(_PAIRS[dtype]).flatten().to(device)
+
+
+@cache
+def _levels(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """LEVELS `[16]`, made once, as `_pairs`."""
+    return torch.tensor(LEVELS, dtype=dtype).to(device)
 
 
 @cache

@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters import nf4
+from recipe_lib.adapters.int8 import dequantize_rows
 from recipe_lib.ops.dtensor_shards import gathered, local_part
 
 KINDS = ("nf4", "int8")
 _BITS = torch.float8_e4m3fn  # any type of 8 bits that counts as floating point
-_PIECE_ELEMENTS = 2**23  # elements quantized, or of int8 dequantized, at a time
+_PIECE_ELEMENTS = 2**23  # elements quantized at a time
 
 
 def can_quantize(in_features: int, out_features: int, kind: str) -> bool:
@@ -279,20 +280,13 @@ def _dequantize(
 ) -> Tensor:
     """Rows `start` to `stop` of the weight, or part of it, `[stop - start, columns]`; by default all of them."""
     if scales is None:
-        return _dequantize_int8(codes[start:stop].view(torch.int8), factors[start:stop], dtype)
+        return dequantize_rows(codes[start:stop].view(torch.int8), factors[start:stop], dtype)
     first = start * columns
     last = len(codes) * nf4.BLOCK if stop is None else stop * columns
     begin, end = first // nf4.BLOCK, -(-last // nf4.BLOCK)
     bits = (codes.view(torch.uint8), scales.view(torch.int8))
     numbers = nf4.dequantize(*bits, factors, dtype, begin, end, place).flatten()
     return numbers[first - begin * nf4.BLOCK : last - begin * nf4.BLOCK].view(-1, columns)
-
-
-def _dequantize_int8(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
-    rows = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    for start, stop in _pieces(len(codes), codes.shape[1]):
-        rows[start:stop].copy_(codes[start:stop].float().mul_(factors[start:stop].unsqueeze(1)))
-    return rows
 
 
 class _Product(torch.autograd.Function):

@@ -188,6 +188,8 @@ _ELSEWHERE = {
     "overwrite_output_dir": "overwrite_dir",
     "resume": "resume_from_checkpoint resume_from auto_resume_from_checkpoints load checkpoint.load_step",
     "compile": "compile.enable torch_compile enable_compile compile_model use_compile",
+    "fused_kernels": "use_fused_kernels use_kernels use_triton triton_kernels use_unsloth liger_rope "
+    "liger_glu_activation lora_mlp_kernel",
     "matmul_dtype": "float8 fp8 enable_fp8_training fp8_recipe fp8_format float8_recipe enable_fp8 "
     "float8.recipe_name quantize.linear.float8.recipe_name",
     "lora": "peft peft_config lora_config",

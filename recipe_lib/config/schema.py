@@ -258,6 +258,14 @@ class FullFinetuneConfig(RecipeFacts):
         known_as="HF resume_from_checkpoint",
     )
     compile: bool = key(False, "torch.compile each layer.", known_as="torchtune compile; HF torch_compile")
+    fused_kernels: bool = key(
+        True,
+        "On a GPU, rotary embedding, gated activation, loss and dequantized weights are one kernel each, which "
+        "torch.compile makes with Triton; without Triton, said at the start, they run operator by operator. A plan "
+        "takes Triton to be there.",
+        needs="device != cpu",
+        known_as="Liger's and Unsloth's kernels",
+    )
     matmul_dtype: str | None = key(
         None,
         "Type that the layers' linears multiply in: `fp8` (Hopper, Ada and later) or `int8` (Ampere and later), "

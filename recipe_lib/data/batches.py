@@ -14,7 +14,7 @@ import torch
 from recipe_lib.data.dataset import Dataset
 from recipe_lib.data.packing import pack
 from recipe_lib.ops.attention import AttentionInfo, document_positions, make_attention_info
-from recipe_lib.ops.cross_entropy import IGNORED
+from recipe_lib.ops.fused_loss import IGNORED
 
 Slots = Sequence[np.ndarray] | np.ndarray
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.sources import SampleFile
-from recipe_lib.ops.cross_entropy import IGNORED
+from recipe_lib.ops.fused_loss import IGNORED
 
 # The arrays that a dataset is stored as, one file each, and the type of their numbers.
 ARRAYS = {"ids": "<i4", "trained": "u1", "offsets": "<i8", "file_of": "<i4", "sample_of": "<i8", "digests": "<u8"}

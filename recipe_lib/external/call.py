@@ -27,7 +27,8 @@ from recipe_lib.models.external_spec import ExternalSpec, StageParts
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.linear_head import LinearHead, LogitsAfter
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.cross_entropy import IGNORED, cross_entropy
+from recipe_lib.ops.cross_entropy import cross_entropy
+from recipe_lib.ops.fused_loss import IGNORED
 from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss, TokenLogProbs
 
 # What changes a tensor's type or who owns it, not its values' meaning.

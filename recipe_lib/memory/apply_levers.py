@@ -13,12 +13,15 @@ from recipe_lib.memory.layer_costs import PipelineStages
 from recipe_lib.memory.loss_kernel import check_loss_kernel
 from recipe_lib.memory.matmul_dtype import use_low_precision
 from recipe_lib.memory.mlp_tiles import chunk_mlps
+from recipe_lib.ops.fused_kernels import use_fused_kernels
 
 
 @dataclass(frozen=True)
 class MemoryLevers:
-    """What was decided. checkpointing: what layers keep, where a budget chose it. offload: what moves activations."""
+    """What was decided. kernels: about fused ones, for the log. checkpointing: what layers keep, where a budget chose
+    it. offload: what moves activations."""
 
+    kernels: str
     checkpointing: str | None
     offload: Window | None
 
@@ -33,12 +36,14 @@ def apply_memory_levers(
 ) -> MemoryLevers:
     """What the layers of a meta model multiply in, compute in tiles, keep for backward, compile and offload, in place.
 
-    `matmul_dtype`, `memory.mlp_tiles`, `memory.loss_kernel`, `memory.activation_checkpointing`, `compile`,
-    `memory.activation_offload`. Call it when adapters and sharded matrices are in their places, and before FSDP wraps
+    `fused_kernels`, `matmul_dtype`, `memory.mlp_tiles`, `memory.loss_kernel`,
+    `memory.activation_checkpointing`, `compile`, `memory.activation_offload`. Call it when adapters and sharded
+    matrices are in their places, and before FSDP wraps
     what it leaves. device: the one that computes. pipeline: what runs the model's stages. for_training: False for a
     model that never goes backward. Raises ConfigError for what device or model cannot do.
     """
     checkpointing = offload = None
+    kernels = use_fused_kernels(cfg.fused_kernels, device)
     use_low_precision(model, cfg.matmul_dtype, device)
     chunk_mlps(model, cfg.memory.mlp_tiles, is_stage=pipeline is not None)
     check_loss_kernel(model, cfg.memory.loss_kernel, device)
@@ -49,4 +54,4 @@ def apply_memory_levers(
         compile_layers(model)  # recomputation included
     if for_training:  # what compiled layers keep, too
         offload = offload_activations(model, cfg.memory, device, is_stage=pipeline is not None)
-    return MemoryLevers(checkpointing, offload)
+    return MemoryLevers(kernels, checkpointing, offload)

@@ -16,16 +16,13 @@ from recipe_lib.models.kv_cache import KVCache
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.spec import DecoderSpec, RopeSpec
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
+from recipe_lib.ops.fused_kernels import fuses
+from recipe_lib.ops.gated import ACTIVATIONS, gated
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, rotation
 
 Rotation = tuple[Tensor, Tensor]
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 class Norm(nn.Module):
@@ -106,11 +103,14 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(spec.width, spec.mlp_width, bias=spec.mlp_bias)
         self.up_proj = nn.Linear(spec.width, spec.mlp_width, bias=spec.mlp_bias)
         self.down_proj = nn.Linear(spec.mlp_width, spec.width, bias=spec.mlp_bias)
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = spec.activation
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden `[b, s, d]` to `[b, s, d]`."""
-        return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
+        if fuses(hidden.device):
+            return self.down_proj(gated(self.gate_proj(hidden), self.up_proj(hidden), self.activation))
+        # As it stands here gate is gone when up comes, where nothing is kept.
+        return self.down_proj(ACTIVATIONS[self.activation][0](self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
 class DecoderLayer(nn.Module):

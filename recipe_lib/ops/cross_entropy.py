@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from recipe_lib.config.registry import register
+from recipe_lib.ops.fused_kernels import fuses
+from recipe_lib.ops.fused_loss import IGNORED, fused_cross_entropy
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 from recipe_lib.ops.row_gradients import RowGradients
-
-IGNORED = -100
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Finish = Callable[[Tensor], Tensor]
@@ -143,7 +143,10 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             inputs[0] = hidden[part].detach().requires_grad_(0 in wanted)
             with torch.set_grad_enabled(bool(wanted)):
                 logits = project(*inputs)
-            value, logits_grad = chunk_loss(logits.detach().to(dtype), labels[part], softcap, loss, bool(wanted))
+            if loss is None and fuses(hidden.device):
+                value, logits_grad = fused_cross_entropy(logits.detach(), labels[part], softcap, bool(wanted))
+            else:
+                value, logits_grad = chunk_loss(logits.detach().to(dtype), labels[part], softcap, loss, bool(wanted))
             total += value
             if logits_grad is None:
                 continue
@@ -264,13 +267,19 @@ def _sum_over_chunks(
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=dtype, device=hidden.device)
     with_grad = any(grad is not None for grad in (hidden_grad, weight_grad, bias_grad, kept))
+    # Not where ranks agree on each row's sum in between.
+    one_kernel = loss is None and group is None and finish is None and fuses(hidden.device)
     for piece in range(pieces):
         part = slice(rows * piece // pieces, rows * (piece + 1) // pieces)
         tokens, targets = hidden[part], labels[part]
         if group is not None:
             tokens, targets = wait(start_gather(tokens, group)), labels.view(group.size, rows)[:, part].flatten()
-        logits = torch.nn.functional.linear(tokens, weight, bias).to(dtype)
-        value, logits_grad = chunk_loss(logits, targets, softcap, loss, with_grad, group, finish)
+        logits = torch.nn.functional.linear(tokens, weight, bias)
+        if one_kernel:
+            value, logits_grad = fused_cross_entropy(logits, targets, softcap, with_grad)
+        else:
+            logits = logits.to(dtype)
+            value, logits_grad = chunk_loss(logits, targets, softcap, loss, with_grad, group, finish)
         del logits
         total += value
         if logits_grad is None:

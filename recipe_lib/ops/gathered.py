@@ -9,7 +9,7 @@ Eager, each function is an autograd node, whose memory lives as long as autograd
 opaque operator with a backward of its own: the partitioner would keep every gathered tensor that it sees.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import deferred
+from recipe_lib.ops.fused_kernels import fuses
+from recipe_lib.ops.gated import ACTIVATIONS, gated_gradients, gated_product
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 
 _FUNCTIONAL = torch.ops._c10d_functional
@@ -109,13 +111,6 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> T
     if torch.compiler.is_compiling():
         return cast(Tensor, torch.ops.tune_recipes.gated_linear(gate, up, weight, activation))
     return cast(Tensor, _GatedLinear.apply(gate, up, weight, activation))
-
-
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """`activation(gate) * up`, which is all of `gated_linear` but a linear that cannot be asked for its weight."""
-    if torch.compiler.is_compiling():
-        return _ACTIVATIONS[activation][0](gate) * up
-    return cast(Tensor, _Gated.apply(gate, up, activation))
 
 
 class _Gather(torch.autograd.Function):
@@ -228,34 +223,6 @@ def linears_backward(
     return None if shard_grad is None else wait(shard_grad), weight_grads, bias_grads
 
 
-_Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
-# An activation, and its backward `(gradient, input)`, by the kernels that autograd takes.
-_ACTIVATIONS: dict[str, _Activation] = {
-    "silu": (F.silu, torch.ops.aten.silu_backward.default),
-    "gelu": (F.gelu, torch.ops.aten.gelu_backward.default),
-    "gelu_tanh": (
-        lambda gate: F.gelu(gate, approximate="tanh"),
-        lambda gradient, gate: torch.ops.aten.gelu_backward.default(gradient, gate, approximate="tanh"),
-    ),
-}
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return _ACTIVATIONS[activation][0](gate) * up
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        gate, up = ctx.saved_tensors
-        activate, activate_backward = _ACTIVATIONS[ctx.activation]
-        up_grad = gradients[0] * activate(gate)
-        return activate_backward(gradients[0] * up, gate), up_grad, None
-
-
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
@@ -282,7 +249,7 @@ class _GatedLinear(torch.autograd.Function):
 
 def gated_forward(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """As `gated_linear`, whose forward it is."""
-    return F.linear(_ACTIVATIONS[activation][0](gate) * up, weight)
+    return F.linear(gated_product(gate, up, activation), weight)
 
 
 def gated_backward(
@@ -295,7 +262,12 @@ def gated_backward(
     wants_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of gate, up and weight; the product is made again."""
-    activate, activate_backward = _ACTIVATIONS[activation]
+    if fuses(gradient.device):
+        weight_grad = gradient.t() @ gated_product(gate, up, activation) if wants_weight else None
+        if not wants_input:
+            return None, None, weight_grad
+        return (*gated_gradients(gradient @ weight, gate, up, activation), weight_grad)
+    activate, activate_backward = ACTIVATIONS[activation]
     activated = activate(gate)
     weight_grad = gradient.t() @ (activated * up) if wants_weight else None
     if not wants_input:

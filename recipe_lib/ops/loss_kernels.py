@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops.cross_entropy import IGNORED, Loss, chunk_loss, cross_entropy, linear_cross_entropy
+from recipe_lib.ops.cross_entropy import Loss, chunk_loss, cross_entropy, linear_cross_entropy
 from recipe_lib.ops.device import holds_values
+from recipe_lib.ops.fused_loss import IGNORED
 
 
 class SummedLoss(Protocol):

@@ -26,16 +26,14 @@ They are not used, because
 A scale of a row that is not finite makes its results not finite: a run that diverges is noticed as ever.
 """
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._triton import has_triton
 
 from recipe_lib.ops import deferred
+from recipe_lib.ops.fused_kernels import call_compiled, compiles
 
 KINDS = ("int8", "fp8")
 LARGEST = {"int8": 127.0, "fp8": 448.0}
@@ -44,7 +42,6 @@ _TINY = 1e-12  # a row of zeros is divided by it
 _MULTIPLE = 16  # of both dimensions of a matrix of codes: what the kernels of GPUs ask for,
 _FEWEST = 32  # and more than 16 rows
 _PIECE_ELEMENTS = 2**22  # turned to fp32 at a time: 16 MiB
-_COMPILATIONS = 64  # of one function, before torch runs it as it is
 _LONGEST_SUM = 2**17  # of products of two codes that int32 holds for sure: 127 * 127 * 2**17 < 2**31
 
 
@@ -120,8 +117,8 @@ def _shape_of_codes(matrix: Tensor) -> tuple[int, int]:
 
 @torch.library.custom_op("tune_recipes::quantize_rows", mutates_args=())
 def _quantize(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    if _is_compiled_here(matrix):
-        return _alike(_quantize_whole, matrix, kind)
+    if compiles(matrix):
+        return call_compiled(_quantize_whole, matrix, kind)
     scales, inverse = _scales_of(matrix, kind)
     zeros = torch.zeros(_shape_of_codes(matrix), dtype=torch.int8, device=matrix.device)
     codes = zeros.view(_TYPES[kind])  # zero in both types
@@ -151,8 +148,8 @@ def _scale_whole(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) 
 
 @torch.library.custom_op("tune_recipes::scale_sums", mutates_args=())
 def _scale(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    if _is_compiled_here(sums):
-        return _alike(_scale_whole, sums, left, right, dtype)
+    if compiles(sums):
+        return call_compiled(_scale_whole, sums, left, right, dtype)
     out = torch.empty(len(left), len(right), dtype=dtype, device=sums.device)
     for first, last in _pieces(*out.shape):
         part = sums[first:last, : len(right)] * right
@@ -164,28 +161,6 @@ def _scale(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Ten
 @_scale.register_fake
 def _(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return sums.new_empty((left.shape[0], right.shape[0]), dtype=dtype)
-
-
-def _is_compiled_here(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and has_triton()
-
-
-def _alike(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The compiled function, of tensors that differ in shapes and strides alone, from wherever it is called.
-
-    Parameters, and forward and backward, would each be compiled for themselves; at torch's limit of compilations the
-    function would run as it is, whole.
-    """
-    plain = [argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments]
-    with torch.no_grad():
-        return _compiled(function)(*plain)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With sizes left open: batches have many lengths. Sizes that happen to be equal stay distinct."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
-    return torch.compile(function, dynamic=True)
 
 
 def _whole_sums(left: Tensor, right: Tensor) -> Tensor:

@@ -6,9 +6,12 @@ materializing a model from the meta device, and the few vectors of length e/2 co
 
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from recipe_lib.ops.fused_kernels import fused, fuses
 
 
 def default_frequencies(width: int, base: float, positions: Tensor) -> Tensor:
@@ -106,8 +109,48 @@ def rotation(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> tup
 
 
 def apply_rotation(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """`heads [b, s, h, e]` with their first `width` channels turned, computed in fp32, returned in their own dtype."""
+    """`heads [b, s, h, e]` with their first `width` channels turned, computed in fp32, returned in their own dtype.
+
+    Cosines and sines get no gradient.
+    """
+    if fuses(heads.device):
+        return cast(Tensor, _Rotate.apply(heads, cosines, sines))
+    if torch.compiler.is_compiling():
+        return _rotate(heads, cosines, sines, False)
     half = cosines.shape[-1]
     first, second, rest = heads.split((half, half, heads.shape[-1] - 2 * half), dim=-1)
     turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1).to(heads.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation's gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        return _rotate(heads, cosines, sines, False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _rotate(gradients[0], *ctx.saved_tensors, True), None, None
+
+
+def _rotated_shape(heads: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
+    return torch.empty_like(heads, memory_format=torch.contiguous_format)
+
+
+@fused("rotate(Tensor heads, Tensor cosines, Tensor sines, bool back) -> Tensor", _rotated_shape)
+def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
+    """`apply_rotation`, or the other way round, as one expression of each channel and its partner.
+
+    Of channels that are put together from two tensors a compiler would make those in memory, in fp32.
+    """
+    half = cosines.shape[-1]
+    turned, rest = heads.split((2 * half, heads.shape[-1] - 2 * half), dim=-1)
+    pairs = turned.unflatten(-1, (2, half))
+    signs = (2 * torch.arange(2, device=heads.device, dtype=cosines.dtype) - 1).unsqueeze(-1) * (-1 if back else 1)
+    turned = pairs * cosines.unsqueeze(-2) + signs * pairs.flip(-2) * sines.unsqueeze(-2)
+    turned = turned.to(heads.dtype).flatten(-2)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

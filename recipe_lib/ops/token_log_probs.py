@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from recipe_lib.ops.cross_entropy import IGNORED, Finish, finished_logits, largest_of, own_columns
+from recipe_lib.ops.cross_entropy import Finish, finished_logits, largest_of, own_columns
+from recipe_lib.ops.fused_kernels import fuses
+from recipe_lib.ops.fused_loss import IGNORED, cap_of, label_log_prob_gradients, label_log_probs
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 
 
@@ -87,9 +89,15 @@ class _TokenLogProbs(torch.autograd.Function):
         rows, targets = hidden.flatten(0, -2), _by_rank(labels, group)
         picked = torch.empty(labels.shape, dtype=_wide(hidden.dtype), device=hidden.device)
         log_sums = torch.empty(targets.shape, dtype=picked.dtype, device=hidden.device)
-        ignored = targets == IGNORED
+        ignored, one_kernel = targets == IGNORED, _in_one_kernel(hidden, group, finish)
         for part in _pieces(rows.shape[0], chunks):
-            logits = _logits(rows[part], weight, bias, picked.dtype, group)
+            logits = _logits(rows[part], weight, bias, group)
+            if one_kernel:
+                found = label_log_probs(logits, targets[0, part], cap_of(logits, softcap))
+                picked.view(targets.shape)[0, part], log_sums[0, part] = found
+                del logits, found
+                continue
+            logits = logits.to(picked.dtype)
             if finish is not None:
                 logits = finish(logits).clone()  # it is overwritten, and might be a view of something else
             if softcap is not None:
@@ -119,33 +127,21 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden_grad = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         bias_grad = torch.zeros_like(bias) if ctx.needs_input_grad[6] else None
-        ignored = targets == IGNORED
-        slopes = gradients[0].reshape(targets.shape).masked_fill(ignored, 0)
+        slopes = gradients[0].reshape(targets.shape).masked_fill(targets == IGNORED, 0)
+        one_kernel = _in_one_kernel(hidden, group, ctx.finish)
         for part in _pieces(rows.shape[0], ctx.chunks):
             tokens = rows[part] if group is None else wait(start_gather(rows[part], group))
-            logits = _logits(tokens, weight, bias, log_sums.dtype, None)
-            leaf, squash = logits, None
-            if ctx.finish is not None:
-                leaf, finished = finished_logits(logits, ctx.finish, True)
-                logits = finished.detach().clone()
-            if ctx.softcap is not None:
-                squash = logits.div_(ctx.softcap).tanh_()
-                logits = squash * ctx.softcap
-            # d log p(label) / d logits is one-hot minus softmax.
-            grad = logits.sub_(log_sums[:, part].reshape(-1, 1)).exp_().neg_()
-            unwanted = ignored[:, part].flatten()
-            columns, elsewhere = own_columns(targets[:, part].flatten(), unwanted, grad.shape[1], group)
-            one = grad.new_ones(()).expand_as(columns)
-            grad.scatter_add_(1, columns, one if elsewhere is None else one.masked_fill(elsewhere.unsqueeze(1), 0))
-            grad.mul_(slopes[:, part].reshape(-1, 1))
-            if squash is not None:
-                grad.mul_(squash.square_().neg_().add_(1))  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
-            if ctx.finish is not None:
-                (grad,) = torch.autograd.grad(finished, leaf, grad)
-                del finished
-            del logits, squash, leaf
-            narrow = grad.to(hidden.dtype)
-            del grad
+            if one_kernel:
+                logits, of_rows = _logits(tokens, weight, bias, None), (targets[0, part], log_sums[0, part])
+                cap = cap_of(logits, ctx.softcap)
+                narrow = label_log_prob_gradients(logits, *of_rows, slopes[0, part], cap)
+                del logits
+            else:  # the function alone holds the logits
+                narrow = _gradients(
+                    _logits(tokens, weight, bias, None).to(log_sums.dtype),
+                    *(of[:, part].flatten() for of in (targets, log_sums, slopes)),
+                    ctx.softcap, group, ctx.finish,
+                ).to(hidden.dtype)  # fmt: skip
             if hidden_grad is not None and group is None:
                 torch.mm(narrow, weight, out=hidden_grad[part])
             elif hidden_grad is not None and group is not None:
@@ -159,15 +155,48 @@ class _TokenLogProbs(torch.autograd.Function):
         return hidden_grad, weight_grad, None, None, None, None, bias_grad, None
 
 
+def _in_one_kernel(hidden: Tensor, group: Group | None, finish: Finish | None) -> bool:
+    """Not where ranks agree on each row's sum in between."""
+    return group is None and finish is None and fuses(hidden.device)
+
+
+def _gradients(
+    logits: Tensor,
+    labels: Tensor,
+    log_sums: Tensor,
+    slopes: Tensor,
+    softcap: float | None,
+    group: Group | None,
+    finish: Finish | None,
+) -> Tensor:
+    """The gradients of logits `[m, v]`, which it overwrites; labels, log_sums and slopes: `[m]`."""
+    leaf, squash = logits, None
+    if finish is not None:
+        leaf, finished = finished_logits(logits, finish, True)
+        logits = finished.detach().clone()
+    if softcap is not None:
+        squash = logits.div_(softcap).tanh_()
+        logits = squash * softcap
+    # d log p(label) / d logits is one-hot minus softmax.
+    grad = logits.sub_(log_sums.unsqueeze(1)).exp_().neg_()
+    columns, elsewhere = own_columns(labels, labels == IGNORED, grad.shape[1], group)
+    one = grad.new_ones(()).expand_as(columns)
+    grad.scatter_add_(1, columns, one if elsewhere is None else one.masked_fill(elsewhere.unsqueeze(1), 0))
+    grad.mul_(slopes.unsqueeze(1))
+    if squash is not None:
+        grad.mul_(squash.square_().neg_().add_(1))  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
+    return grad if finish is None else torch.autograd.grad(finished, leaf, grad)[0]
+
+
 def _by_rank(labels: Tensor, group: Group | None) -> Tensor:
     """The labels of the tokens that each rank of the group has, a row each; without one, one row."""
     return labels.reshape(1 if group is None else group.size, -1)
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, group: Group | None) -> Tensor:
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> Tensor:
     """Rows `[m, d]`, gathered over the group, to logits `[m, v]` in storage of their own."""
     tokens = rows if group is None else wait(start_gather(rows, group))
-    return F.linear(tokens, weight, bias).to(dtype)
+    return F.linear(tokens, weight, bias)
 
 
 def _pieces(rows: int, chunks: int) -> Iterator[slice]:

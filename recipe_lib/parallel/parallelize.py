@@ -25,15 +25,17 @@ class Parallel:
 
     pipeline: runs this rank's stages; None without a pipeline. tensor_gradients: by parameter name, what its gradient
     is on a rank of a tensor-parallel group, `sharded` (that of its part) or `partial` (a part of the sum); empty
-    without one. units: that FSDP gathers. replicas: of a model that every data rank has whole. checkpointing: what
-    layers keep, where a budget chose it. offload: what moves kept activations to the host and back. accumulation: how
-    the gradients of a step's micro-batches are added up; None: as backward does it.
+    without one. units: that FSDP gathers. replicas: of a model that every data rank has whole. kernels: about fused
+    ones, for the log. checkpointing: what layers keep, where a budget chose it. offload: what moves kept activations to
+    the host and back. accumulation: how the gradients of a step's micro-batches are added up; None: as backward does
+    it.
     """
 
     pipeline: Pipeline | None = None
     tensor_gradients: dict[str, str] = field(default_factory=dict)
     units: list[Unit] = field(default_factory=list)
     replicas: Replicas | None = None
+    kernels: str = ""
     checkpointing: str | None = None
     offload: Window | None = None
     accumulation: GradientAccumulation | None = None
@@ -59,7 +61,9 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
     units = shard_model(model, cfg.parallel, cfg.memory, world)
     replicas = replicas_of(cfg.parallel, cfg.memory, world)
     accumulation = GradientAccumulation(model, cfg.parallel) if for_training else None
-    return Parallel(pipeline, tensor_gradients, units, replicas, levers.checkpointing, levers.offload, accumulation)
+    return Parallel(
+        pipeline, tensor_gradients, units, replicas, levers.kernels, levers.checkpointing, levers.offload, accumulation
+    )
 
 
 def describe_units(model: nn.Module, parallel: Parallel) -> str:

@@ -21,11 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import recipe_lib.ops.gathered_opaque  # noqa: F401 (what compiled layers call)
-from recipe_lib.adapters.layers import AdaptedMatrix, add_scaled, cast_linear
+from recipe_lib.adapters.layers import AdaptedMatrix, cast_linear
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.models.decoder import (
-    ACTIVATIONS,
     MLP,
     Attention,
     Decoder,
@@ -37,7 +36,8 @@ from recipe_lib.models.decoder import (
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import linear as linear_of
-from recipe_lib.ops.gathered import Group, NormedFrom, gated, gated_linear, gather, gather_linears, scatter
+from recipe_lib.ops.gated import gated
+from recipe_lib.ops.gathered import Group, NormedFrom, gated_linear, gather, gather_linears, scatter
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.rope import apply_rotation
@@ -220,7 +220,7 @@ def _mlp(module: MLP, sharing: _Sharing, activation: str, hidden: Tensor, norm: 
         return plain
     rate = down.settings.dropout if down.training else 0.0
     if rate or down.settings.dtype != gate.dtype:
-        narrow = cast_linear(F.dropout(ACTIVATIONS[activation](gate) * up, rate), local(down.lora_A.weight))
+        narrow = cast_linear(F.dropout(gated(gate, up, activation), rate), local(down.lora_A.weight))
     else:
         narrow = gated_linear(gate, up, local(down.lora_A.weight), activation)
     return _widened(down, plain, scatter(narrow, group))
@@ -293,8 +293,8 @@ def _widened(
     linear: AdaptedMatrix, plain: Tensor, narrow: Tensor, rows: Callable[[Tensor | None], Any] = local
 ) -> Tensor:
     """What the frozen part gave, and what the adapter's B makes of `narrow` next to it."""
-    update = F.linear(narrow, rows(linear.lora_B.weight))
-    return add_scaled(plain, update, linear.settings.scaling).to(plain.dtype)
+    update = F.linear(narrow * linear.settings.scaling, rows(linear.lora_B.weight))
+    return (plain + update).to(plain.dtype)
 
 
 def _embedding(module: Any, group: Group, tokens: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ def derived_numbers(
         *_model(cfg, model, parallel, levers),
         *describe_extra(model, world),
         *_other_parts(model),
+        *([parallel.kernels] if parallel.kernels else []),
         *([f"checkpointing: {parallel.checkpointing}"] if parallel.checkpointing else []),
     ]
 

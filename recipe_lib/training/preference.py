@@ -23,7 +23,7 @@ from recipe_lib.adapters import is_adapter
 from recipe_lib.config.recipes.dpo_distributed import DpoConfig
 from recipe_lib.data import Batch, Dataset
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.ops.cross_entropy import IGNORED
+from recipe_lib.ops.fused_loss import IGNORED
 from recipe_lib.optim.optimizers import local_bytes
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.micro_batches import result_of_each

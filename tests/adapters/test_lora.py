@@ -148,7 +148,7 @@ def pair_with_peft(
     [
         (torch.float32, torch.float32, 2e-6),
         (torch.bfloat16, torch.float32, 2**-7),
-        (torch.bfloat16, torch.bfloat16, 2**-6),
+        (torch.bfloat16, torch.bfloat16, 2**-5),  # where ours and theirs round to bf16, each after another product
     ],
     ids=["fp32", "fp32 over bf16", "bf16"],
 )

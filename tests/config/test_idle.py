@@ -63,6 +63,7 @@ CASES = [
     ("memory.activation_offload_prefetch_layers=2", [], "memory.activation_offload is false"),
     ("memory.activation_offload=true", ["device=cpu"], "device is cpu"),
     ("memory.cpu_offload=true", ["device=cpu"], "device is cpu"),
+    ("fused_kernels=false", ["device=cpu"], "device is cpu"),
     ("memory.optimizer_offload=true", ["device=cpu"], "device is cpu"),
     ("memory.optimizer_offload=true", ["memory.cpu_offload=true"], "memory.cpu_offload is true"),
     ("memory.host_memory_limit_gib=64", [],

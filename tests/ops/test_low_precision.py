@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops import low_precision
+from recipe_lib.ops import fused_kernels, low_precision
 from recipe_lib.ops.deferred import defer_weight_gradients, splittable
 from recipe_lib.ops.low_precision import KINDS, quantize_rows, scaled_linear, scaled_product
 from tests.torchao_oracle import convert, rounded_rows
@@ -219,8 +219,8 @@ def test_one_compilation_serves_all_callers_of_a_device_that_compiles(monkeypatc
         name: torch.compile(getattr(low_precision, name), dynamic=True, backend=counter)
         for name, counter in counters.items()
     }
-    monkeypatch.setattr(low_precision, "_is_compiled_here", lambda tensor: True)
-    monkeypatch.setattr(low_precision, "_compiled", lambda function: made[function.__name__])
+    monkeypatch.setattr(low_precision, "compiles", lambda tensor: True)
+    monkeypatch.setattr(fused_kernels, "compiled", lambda function: made[function.__name__])
     torch._dynamo.reset()
     hidden, weight, _, _ = operands(torch.bfloat16)
     for trained in (True, False):

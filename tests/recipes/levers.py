@@ -56,6 +56,7 @@ REDUCED_ONCE = "parallel.reduce_gradients=step"
 COMPILE = _same("compile", "compile=true")
 LEVERS = [
     COMPILE,
+    _same("fused kernels", "fused_kernels=false", ON_ANY_DEVICE),
     _same("wrapping", "parallel.fsdp_wrap_policy=layers"),
     _same("wrapping", "parallel.fsdp_wrap_policy=memory_efficient"),
     _same("wrapping", "parallel.fsdp_wrap_policy=[model.layers.*, model.layers.*.mlp, lm_head]"),

@@ -20,6 +20,9 @@ BANDWIDTH_EFFICIENCY = 0.8
 
 KERNEL_SECONDS = 3e-6  # no kernel is shorter: its start and end on the device, commonly given as 2 to 4 us
 HOST_SECONDS = 6e-6  # for the host to issue one operator from Python, eagerly: 5 to 10 us
+# For the host to call a compiled operator: checks of its arguments, and the launch (36 us of one core of an EPYC, by
+# `python -m benchmarks.step_overhead`).
+COMPILED_SECONDS = 36e-6
 COLLECTIVE_SECONDS = 8.4e-6  # before the first step of a ring: NCCL's src/graph/tuning.cc, ring, Simple
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")  # collectives that are measured
@@ -156,6 +159,13 @@ def _copy_rate(way: str, hardware: Hardware, calibration: Calibration | None) ->
     if calibration is not None:
         measured = calibration.copy_to_host if way == "to_host" else calibration.copy_to_device
     return measured or hardware.host_bandwidth
+
+
+def launch_seconds(op: Op, calibration: Calibration | None = None) -> float:
+    """For the host to issue one operator: from Python, eagerly, or one of ours that is compiled."""
+    if op.name.startswith("tune_recipes::"):
+        return COMPILED_SECONDS
+    return calibration.host_seconds if calibration else HOST_SECONDS
 
 
 def is_wait(op: Op) -> bool:

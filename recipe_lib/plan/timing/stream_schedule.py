@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.timing.cost import HOST_SECONDS, Calibration, is_wait, op_seconds
+from recipe_lib.plan.timing.cost import Calibration, is_wait, launch_seconds, op_seconds
 from recipe_lib.plan.trace import ACTION, OP, RECORD, WAIT, ActionMark, Collective, Op, Trace
 
 
@@ -44,7 +44,6 @@ def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibrat
     receives, holds up the stream that issued it. One that does not is waited for by the next `wait_tensor` of that
     stream, the oldest first, or through the next event recorded there; else only the end of the phase waits for it.
     """
-    host_seconds = calibration.host_seconds if calibration else HOST_SECONDS
     host = 0.0
     streams: dict[int, float] = defaultdict(float)  # by stream, link and event: when it is free, or has come
     links: dict[str, float] = defaultdict(float)
@@ -59,7 +58,7 @@ def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibrat
             if action.kind and is_transfer(op):
                 continue
             repeats = op.repeats // action.repeats
-            host += host_seconds * repeats
+            host += launch_seconds(op, calibration) * repeats
             start = max(host, streams[op.stream])
             if is_wait(op) and pending[op.stream]:
                 start = max(start, pending[op.stream].popleft())

@@ -61,9 +61,11 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
             size = 2 * sum(map(_bytes, outputs))
         elif name == "aten::copy_":  # writes what is in its arguments already
             size = sum(map(_bytes, inputs))
+        elif name == "fsdp::all_gather_copy_in":  # the shards into their place among all ranks'
+            size = 2 * sum(map(_bytes, args[0]))
         if name in _EMPTY:
             size = 0
-        count = flop_registry.get(func._overloadpacket)
+        count = flop_registry.get(_WITH_RESULT.get(func._overloadpacket, func._overloadpacket))
         if name.startswith("aten::_scaled_dot_product"):
             flops = _attention_flops(name, args)
         elif count is not None:
@@ -108,6 +110,9 @@ def _varlen_products(args: Sequence[Any]) -> int:
     documents = next((len(tensor) - 1 for tensor in tensors if tensor.dtype == torch.int32), 1)
     return 2 * heads * width * tokens * tokens // max(1, documents)
 
+
+# Products added to their first argument in place: torch counts those with a result.
+_WITH_RESULT = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
 
 # Matmuls whose rate is that of their operands' type, not of their result's.
 _EIGHT_BITS = {"aten::_int_mm": "int8", "aten::_scaled_mm": "fp8"}

@@ -1,0 +1,126 @@
+"""Chains of operators that move bytes as one kernel each: torch.compile makes it, on a GPU with Triton.
+
+A chain reads and writes its tensors once for each of its operators, and makes temporaries; one kernel reads the first
+ones and writes the last. Here a function of plain tensors gets a name as an operator, `tune_recipes::...`, which a plan
+counts as one kernel. Without Triton, on a CPU, or with `fused_kernels=false`, the function runs as it is. Inside a
+layer that is compiled as a whole the compiler sees the function itself.
+
+Rounding is that of the chain: what an operator of it would round to bf16 is rounded there too
+(`emulate_precision_casts`), so that a GPU's numbers are those of the chain.
+"""
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._triton import has_triton
+
+from recipe_lib.ops.device import holds_values, kernels_of
+
+_COMPILATIONS = 64  # of one function, before torch runs it as it is
+_library = torch.library.Library("tune_recipes", "FRAGMENT")
+_is_on = False  # until a run that trains says so: what generates a few tokens compiles nothing
+_Result = TypeVar("_Result")
+
+
+def use_fused_kernels(wanted: bool, device: torch.device) -> str:
+    """Whether chains are fused in this process from here on, and a line about it for the log; "" on a CPU.
+
+    wanted: `fused_kernels`. On a GPU one small kernel is compiled to see whether that works: Triton needs a C compiler
+    at run time, and the driver. On a simulated one it is taken to work.
+    """
+    global _is_on
+    _is_on = wanted
+    if kernels_of(device) != "cuda":
+        return ""
+    if not wanted:
+        return "fused kernels: none (fused_kernels=false)"
+    if not holds_values(device):
+        return "fused kernels: by torch.compile"
+    fault = _fault(device)
+    if not fault:
+        return "fused kernels: compiled by torch.compile with Triton"
+    _is_on = False
+    return f"fused kernels: none, operators run one by one, with more memory than planned: {fault}"
+
+
+def fuses(device: torch.device) -> bool:
+    """Whether a chain on the device is one kernel; not in code that is being compiled."""
+    return (
+        not torch.compiler.is_compiling()
+        and _is_on
+        and kernels_of(device) == "cuda"
+        and (not holds_values(device) or has_triton())
+    )
+
+
+def fused(schema: str, shapes: Callable[..., Any]) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
+    """Decorates a function of tensors and numbers: where `fuses` says so it is the operator of that schema.
+
+    schema: `name(Tensor first, ...) -> Tensor`, for torch.library; the first argument is a tensor, results are new.
+    shapes: of the same arguments, empty tensors like its results. Inside it has no gradients: call it from an
+    autograd.Function.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)
+
+    def decorate(function: Callable[..., _Result]) -> Callable[..., _Result]:
+        def run(*arguments: Any) -> Any:
+            return call_compiled(function, *arguments) if compiles(arguments[0]) else function(*arguments)
+
+        _library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tune_recipes::{name}", shapes, lib=_library)
+        operator = getattr(torch.ops.tune_recipes, name).default
+
+        @wraps(function)
+        def call(*arguments: Any) -> _Result:
+            first: Tensor = arguments[0]
+            if fuses(first.device):
+                return operator(*arguments)  # type: ignore[no-any-return]
+            return function(*arguments)
+
+        return call
+
+    return decorate
+
+
+def compiles(tensor: Tensor) -> bool:
+    """Whether code for this tensor's device can be compiled here."""
+    return tensor.device.type == "cuda" and has_triton()
+
+
+def call_compiled(function: Callable[..., _Result], *arguments: Any) -> _Result:
+    """The compiled function, of tensors that differ in shapes and strides alone, from wherever it is called.
+
+    Parameters, and forward and backward, would each be compiled for themselves; at torch's limit of compilations the
+    function would run as it is, whole.
+    """
+    plain = [argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments]
+    with torch.no_grad():
+        return compiled(function)(*plain)
+
+
+@cache
+def compiled(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """With sizes left open: batches have many lengths. Sizes that happen to be equal stay distinct."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
+    return torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
+
+
+@cache
+def _fault(device: torch.device) -> str:
+    """Why nothing can be compiled for the device, in one line; "" if it can."""
+    if not has_triton():
+        return "torch finds no Triton that supports this GPU"
+    try:
+        call_compiled(_sample, torch.ones(2, 8, device=device, dtype=torch.bfloat16))
+    except Exception as error:  # noqa: BLE001 (whatever the compiler, its cache, or the driver raises)
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else 'no text'}"
+    return ""
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    return tensor * torch.sigmoid(tensor)

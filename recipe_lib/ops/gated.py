@@ -1,0 +1,62 @@
+"""`activation(gate) * up`, the middle of a gated MLP (arXiv 2002.05202)."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recipe_lib.ops.fused_kernels import fused
+
+_Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+# An activation, and its backward `(gradient, input)`, by the kernels that autograd takes.
+ACTIVATIONS: dict[str, _Activation] = {
+    "silu": (F.silu, torch.ops.aten.silu_backward.default),
+    "gelu": (F.gelu, torch.ops.aten.gelu_backward.default),
+    "gelu_tanh": (
+        lambda gate: F.gelu(gate, approximate="tanh"),
+        lambda gradient, gate: torch.ops.aten.gelu_backward.default(gradient, gate, approximate="tanh"),
+    ),
+}
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """`activation(gate) * up` of two tensors of one shape, which keeps no more than these two for backward.
+
+    activation: `silu`, `gelu` or `gelu_tanh`.
+    """
+    if torch.compiler.is_compiling():
+        return gated_product(gate, up, activation)
+    return cast(Tensor, _Gated.apply(gate, up, activation))
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return gated_product(gate, up, activation)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return (*gated_gradients(gradients[0], *ctx.saved_tensors, ctx.activation), None)
+
+
+@fused("gated_product(Tensor gate, Tensor up, str activation) -> Tensor", lambda gate, *_: torch.empty_like(gate))
+def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """`gated`, without a gradient."""
+    return ACTIVATIONS[activation][0](gate) * up
+
+
+def _like_both(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate), torch.empty_like(up)
+
+
+@fused("gated_gradients(Tensor gradient, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)", _like_both)
+def gated_gradients(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Of gate and up, by the gradient of their product."""
+    activate, activate_backward = ACTIVATIONS[activation]
+    up_grad = gradient * activate(gate)
+    return activate_backward(gradient * up, gate), up_grad

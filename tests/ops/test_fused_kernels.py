@@ -1,0 +1,220 @@
+"""Fused kernels: each is the chain of operators that it stands for, in values, gradients, types and shapes."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recipe_lib.adapters import int8, nf4
+from recipe_lib.adapters.nf4 import dequantize, quantize_blocks, quantize_scales
+from recipe_lib.ops import fused_kernels, fused_loss, gated, rope
+from recipe_lib.ops.cross_entropy import linear_cross_entropy, projected_cross_entropy
+from recipe_lib.ops.token_log_probs import token_log_probs
+
+CPU = torch.device("cpu")
+OPERATORS = torch.ops.tune_recipes
+
+
+@pytest.fixture
+def as_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On the CPU everything goes through the operators, too, which compute their functions as they are."""
+    monkeypatch.setattr(fused_kernels, "_is_on", True)
+    monkeypatch.setattr(fused_kernels, "kernels_of", lambda device: "cuda")
+    monkeypatch.setattr(fused_kernels, "has_triton", lambda: True)
+    return
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def nf4_matrix(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    codes, largest = quantize_blocks(random(rows, columns, dtype=dtype).view(-1, nf4.BLOCK))
+    return (codes, *quantize_scales(largest))
+
+
+def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
+    """(name, function, operator, arguments in bf16), of odd shapes."""
+    half = torch.bfloat16
+    whole = random(2, 5, 3, 8, dtype=half)
+    heads, (cosines, sines) = random(2, 5, 3, 10, dtype=half), rope.rotation(torch.arange(10).view(2, 5), random(4))
+    gate, up, slope = (random(7, 12, dtype=half, seed=seed) for seed in range(3))
+    logits, labels = random(6, 33, dtype=half), torch.tensor([3, -100, 0, 32, 7, -100])
+    log_sums, slopes, cap = logits.float().logsumexp(1), random(6), torch.tensor(2.5)
+    codes, scales, factors = nf4_matrix(24, 128, half)
+    levels = nf4._levels(half, CPU)
+    of_rows = (codes, scales, factors, levels, [0, 0, 48, 48], 16)
+    return [
+        ("rotate", rope._rotate, OPERATORS.rotate, (whole, cosines, sines, False)),
+        ("rotate some", rope._rotate, OPERATORS.rotate, (heads, cosines, sines, False)),
+        ("rotate back", rope._rotate, OPERATORS.rotate, (heads.transpose(1, 2).contiguous().transpose(1, 2), cosines,
+                                                         sines, True)),
+        *((f"{name} product", gated.gated_product, OPERATORS.gated_product, (gate, up, name))
+          for name in gated.ACTIVATIONS),
+        *((f"{name} gradients", gated.gated_gradients, OPERATORS.gated_gradients, (slope, gate, up, name))
+          for name in gated.ACTIVATIONS),
+        ("log probs", fused_loss.label_log_probs, OPERATORS.label_log_probs, (logits, labels, None)),
+        ("log probs, capped", fused_loss.label_log_probs, OPERATORS.label_log_probs, (logits, labels, cap)),
+        ("gradients", fused_loss.label_log_prob_gradients, OPERATORS.label_log_prob_gradients,
+         (logits, labels, log_sums, slopes, None)),
+        ("gradients, capped", fused_loss.label_log_prob_gradients, OPERATORS.label_log_prob_gradients,
+         (logits, labels, log_sums, slopes, cap)),
+        ("nf4", nf4._dequantize, OPERATORS.dequantize_nf4, of_rows),
+        ("int8", int8._dequantize, OPERATORS.dequantize_int8,
+         (torch.arange(-120, 120, dtype=torch.int8).view(6, 40), random(6).abs(), half)),
+    ]  # fmt: skip
+
+
+CALLS = calls()
+
+
+def results(of: Any) -> list[Tensor]:
+    return [of] if isinstance(of, Tensor) else list(of)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=[call[0] for call in CALLS])
+def test_shapes_of_plans_are_those_of_results(call: tuple[Any, ...]) -> None:
+    _, function, operator, arguments = call
+    torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    for mine, wanted in zip(results(operator(*arguments)), results(function(*arguments)), strict=True):
+        assert torch.equal(mine, wanted) and mine.dtype == wanted.dtype
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS, ids=[call[0] for call in CALLS])
+def test_compiled_it_gives_the_same_and_makes_nothing_but_its_results(
+    call: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By inductor for a CPU: other code than a GPU's, with memory for what the same rules do not fuse."""
+    name, function, _, arguments = call
+    made, allocate = [], torch._C._dynamo.guards._empty_strided_cpu
+
+    def noted(*shape: Any) -> Tensor:
+        made.append(allocate(*shape))
+        return made[-1]
+
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", noted)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found = results(fused_kernels.call_compiled(function.__wrapped__, *arguments))
+    results_bytes, most = sum(each.nbytes for each in found), max(each.shape[0] for each in found)
+    few = 6 * 4 * most  # a few numbers for each row
+    if name == "log probs, capped":  # for a CPU what tanh gave is made in memory rather than again
+        few += arguments[0].numel() * 4
+    assert made and sum(each.nbytes for each in made) <= results_bytes + few
+    for mine, wanted in zip(found, results(function(*arguments)), strict=True):
+        assert mine.dtype == wanted.dtype and mine.shape == wanted.shape
+        tolerance = 2.0**-8 if mine.dtype == torch.bfloat16 else 1e-5
+        assert torch.allclose(mine.float(), wanted.float(), rtol=tolerance, atol=1e-6), name
+
+
+def gradients(function: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
+    own = [leaf.clone().requires_grad_() for leaf in leaves]
+    found = function(*own)
+    return [found.detach(), *torch.autograd.grad(found, own, random(*found.shape, seed=9).to(found.dtype))]
+
+
+def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
+    for mine, other in zip(found, wanted, strict=True):
+        assert mine.dtype == other.dtype and torch.allclose(mine, other, rtol=tolerance, atol=tolerance)
+
+
+def test_rotation_against_complex_numbers(as_operators: None) -> None:
+    """A pair of channels times e^(i angle), by autograd."""
+    angles = random(1, 6, 1, 4, dtype=torch.float64)
+
+    def turned(heads: Tensor) -> Tensor:
+        first, second, rest = heads.split((4, 4, 2), dim=-1)
+        product = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((product.real, product.imag, rest), dim=-1)
+
+    heads = random(1, 6, 3, 10, dtype=torch.float64)
+    ours = gradients(lambda of: rope.apply_rotation(of, angles.cos(), angles.sin()), heads)
+    assert_close(ours, gradients(turned, heads))
+
+
+@pytest.mark.parametrize("activation", list(gated.ACTIVATIONS))
+def test_gated_products_against_autograd(as_operators: None, activation: str) -> None:
+    plain = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh")}[activation]
+    leaves = [random(5, 8, dtype=torch.float64, seed=seed) for seed in (1, 2)]
+    ours = gradients(lambda gate, up: gated.gated(gate, up, activation), *leaves)
+    assert_close(ours, gradients(lambda gate, up: plain(gate) * up, *leaves))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_losses_against_pytorchs(as_operators: None, softcap: float | None) -> None:
+    hidden, weight = (random(*shape, dtype=torch.float64, seed=3) for shape in ((9, 6), (17, 6)))
+    labels = torch.tensor([1, -100, 16, 0, 5, 5, -100, 2, 11])
+
+    def logits(rows: Tensor, matrix: Tensor) -> Tensor:
+        found = rows @ matrix.t()
+        return found if softcap is None else softcap * torch.tanh(found / softcap)
+
+    def plain(rows: Tensor, matrix: Tensor) -> Tensor:
+        return F.cross_entropy(logits(rows, matrix), labels, reduction="sum")
+
+    def picked(rows: Tensor, matrix: Tensor) -> Tensor:
+        return -F.cross_entropy(logits(rows, matrix), labels, reduction="none")
+
+    wanted, options = gradients(plain, hidden, weight), {"chunks": 4, "softcap": softcap}
+    ours = gradients(lambda rows, matrix: linear_cross_entropy(rows, matrix, labels, **options), hidden, weight)
+    assert_close(ours, wanted)
+    ours = gradients(
+        lambda rows, matrix: projected_cross_entropy(F.linear, rows, [matrix], labels, **options), hidden, weight
+    )
+    assert_close(ours, wanted)
+    ours = gradients(lambda rows, matrix: token_log_probs(rows, matrix, labels, **options), hidden, weight)
+    assert_close(ours, gradients(picked, hidden, weight))
+    with torch.no_grad():
+        assert math.isclose(linear_cross_entropy(hidden, weight, labels, **options), wanted[0])
+
+
+@pytest.mark.parametrize("dtype", list(nf4.DTYPES), ids=str)
+@pytest.mark.parametrize("rows, columns", [(24, 128), (7, 192), (256, 128)])
+def test_nf4_gives_the_bits_of_torchao(as_operators: None, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """All of a matrix, some of its blocks, and a part of its columns."""
+    theirs = nf4._torchao().from_tensor(random(rows, columns, dtype=dtype), nf4.BLOCK, 1 if rows == 7 else 16)
+    codes, scales, factors = nf4_matrix(rows, columns, dtype)
+    blocks = len(codes)
+    whole = dequantize(codes, scales, factors, dtype, 0, blocks)
+    if rows != 7:
+        theirs = nf4._torchao().from_tensor(random(rows, columns, dtype=dtype), nf4.BLOCK, math.gcd(blocks, 256))
+        assert torch.equal(whole.view(rows, columns), theirs.get_original_weight())
+    assert torch.equal(dequantize(codes, scales, factors, dtype, 3, 11), whole[3:11])
+    across = columns // nf4.BLOCK
+    own = torch.arange(blocks).view(rows, across)[:, 1:].flatten()  # all of its columns but the first 64
+    part = dequantize(codes[own], scales[own], factors, dtype, 0, len(own), (1, across - 1, across, blocks))
+    assert torch.equal(part, whole[own])
+
+
+def test_int8_rows(as_operators: None) -> None:
+    codes, factors = torch.arange(-120, 120, dtype=torch.int8).view(6, 40), random(6).abs()
+    wanted = (codes.double() * factors.double().unsqueeze(1)).bfloat16()
+    assert torch.equal(int8.dequantize_rows(codes, factors, torch.bfloat16), wanted)
+
+
+def no_compiler(*arguments: Any) -> None:
+    raise RuntimeError("no C compiler\nand more")
+
+
+def test_nothing_is_fused_on_a_cpu_or_where_nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_kernels, "_is_on", False)
+    assert fused_kernels.use_fused_kernels(True, CPU) == "" and not fused_kernels.fuses(CPU)
+    monkeypatch.setattr(fused_kernels, "kernels_of", lambda device: "cuda")
+    monkeypatch.setattr(fused_kernels, "has_triton", lambda: True)
+    assert "compiled by torch.compile with Triton" in fused_kernels.use_fused_kernels(True, CPU)
+    assert fused_kernels.fuses(CPU)
+    assert fused_kernels.use_fused_kernels(False, CPU) == "fused kernels: none (fused_kernels=false)"
+    assert not fused_kernels.fuses(CPU)
+    for broken, fault in (("call_compiled", "RuntimeError: no C compiler"), ("has_triton", "supports this GPU")):
+        fused_kernels._fault.cache_clear()
+        with monkeypatch.context() as context:
+            context.setattr(fused_kernels, broken, no_compiler if broken == "call_compiled" else lambda: False)
+            said = fused_kernels.use_fused_kernels(True, CPU)
+        assert said.startswith("fused kernels: none, operators run one by one, with more memory than planned: ")
+        assert said.endswith(fault) and not fused_kernels.fuses(CPU)
+    fused_kernels._fault.cache_clear()
