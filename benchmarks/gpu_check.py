@@ -3,6 +3,7 @@
     python benchmarks/gpu_check.py                    `streams`, then at most 9 minutes; a dry run without a GPU
     python benchmarks/gpu_check.py --output FOLDER    where the report goes (default docs/measurements)
     python benchmarks/gpu_check.py streams            races and waits, next to torch's sanitizer (gpu_streams.py)
+    python benchmarks/gpu_check.py kernels            the fused kernels at the shapes of 8B (gpu_kernels.py)
     python benchmarks/gpu_check.py plan               the planner's figures against measured ones (gpu_plan.py)
     python benchmarks/gpu_check.py ladder             what each memory lever saves and costs (gpu_ladder.py)
     python benchmarks/gpu_check.py cards              what docs/fit.md says to type, on a card of 24 GB (gpu_cards.py)
@@ -69,7 +70,9 @@ from recipe_lib.parallel import Parallel, describe_units, resolve_wrapping, star
 from recipe_lib.units import GIB  # noqa: E402
 
 TOTAL_SECONDS = 9 * 60
-PARTS = {name: f"benchmarks.gpu_{name}" for name in ("streams", "plan", "ladder", "cards", "tensor", "doctor")}
+PARTS = {
+    name: f"benchmarks.gpu_{name}" for name in ("streams", "kernels", "plan", "ladder", "cards", "tensor", "doctor")
+}
 PARTS["peers"] = "benchmarks.peers.gpu_peers"  # modules with a main(words)
 # Dense bf16 matmul rates that datasheets give, by a part of the device's name.
 DATASHEET_RATES = {

@@ -45,6 +45,7 @@ def kernel_memory(architecture: str) -> KernelMemory:
     table: dict[str, Callable[[Sequence[Any], int], list[tuple[int, bool]]]] = dict.fromkeys(_MATMULS, matmul)
     table |= dict.fromkeys(_ATTENTION, _attention) | dict.fromkeys(_VARLEN, _varlen)
     table["aten::embedding_dense_backward"] = _embedding
+    table["tune_recipes::dequantize_nf4"] = _scales
 
     def scratch(name: str, args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
         found = table.get(name)
@@ -79,3 +80,8 @@ def _varlen(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
 def _embedding(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
     gradient, tokens = args[:2]
     return [(size, False) for size in embedding_backward_scratch(tokens=tokens.numel(), width=gradient.shape[-1])]
+
+
+def _scales(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
+    """NF4's scales, each block's in the type of its numbers, which a first kernel makes of 8 bits."""
+    return [(len(args[0]) * args[3].element_size(), False)]

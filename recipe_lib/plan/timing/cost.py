@@ -20,9 +20,7 @@ BANDWIDTH_EFFICIENCY = 0.8
 
 KERNEL_SECONDS = 3e-6  # no kernel is shorter: its start and end on the device, commonly given as 2 to 4 us
 HOST_SECONDS = 6e-6  # for the host to issue one operator from Python, eagerly: 5 to 10 us
-# For the host to call a compiled operator: checks of its arguments, and the launch (36 us of one core of an EPYC, by
-# `python -m benchmarks.step_overhead`).
-COMPILED_SECONDS = 36e-6
+COMPILED_SECONDS = 40e-6  # for the host to call one of ours that is compiled: docs/measurements/fused_kernels.md
 COLLECTIVE_SECONDS = 8.4e-6  # before the first step of a ring: NCCL's src/graph/tuning.cc, ring, Simple
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")  # collectives that are measured

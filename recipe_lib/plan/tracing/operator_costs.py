@@ -63,6 +63,8 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
             size = sum(map(_bytes, inputs))
         elif name == "fsdp::all_gather_copy_in":  # the shards into their place among all ranks'
             size = 2 * sum(map(_bytes, args[0]))
+        elif name == "tune_recipes::label_log_probs":  # once for each row's largest logit, once for the sum
+            size += _bytes(args[0])
         if name in _EMPTY:
             size = 0
         count = flop_registry.get(_WITH_RESULT.get(func._overloadpacket, func._overloadpacket))
