@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.timing.cost import is_wait
 from recipe_lib.plan.timing.stream_schedule import schedule
 from recipe_lib.plan.timing.time_by_kind import (
     KINDS,
     MEMORY_BOUND,
     kernel_overhead,
     memory_bound_by_module,
+    operators_launched,
     time_by_kind,
 )
-from recipe_lib.plan.trace import OP, Trace
+from recipe_lib.plan.trace import Trace
 from recipe_lib.plan.tracing.simulate import STEADY, simulate
 from tests.plan.apart import apart, settings
 
@@ -65,11 +65,7 @@ def rows_of(method: str) -> tuple[list[str], list[str]]:
     """Lines of the two tables."""
     trace = trace_of(method)
     kinds, modules = [], []
-    launched = sum(
-        trace.ops[number].repeats
-        for kind, number in trace.phase_events(STEADY)
-        if kind == OP and not is_wait(trace.ops[number])
-    )
+    launched = operators_launched(trace, STEADY)
     for card in CARDS:
         hardware = find_hardware(card)
         times, timing = time_by_kind(trace, STEADY, hardware), schedule(trace, STEADY, hardware)

@@ -39,6 +39,7 @@ from recipe_lib.plan.timing.cost import (
 )
 from recipe_lib.plan.timing.pipeline_time import Sums
 from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
+from recipe_lib.plan.timing.time_by_kind import ATTENTION, MEMORY_BOUND, PRODUCTS, operators_launched, time_by_kind
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.verdict import HOST_ALLOWS
@@ -115,7 +116,7 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         outside=outside,
         layers=layers_of_all([layer_rows(simulated[rank]) for rank in traced]) if pipeline else layer_rows(found),
         communication=_communication(found.trace, settings),
-        time=_time(simulated, timings[heaviest.rank], pipeline, settings, cfg.dtype) if timings else None,
+        time=_time(simulated, heaviest.rank, timings, pipeline, settings, cfg.dtype) if timings else None,
         pipeline=pipeline.plan if pipeline else None,
         assumptions=[*settings.assumptions, *_assumptions(cfg, settings, found)],
         not_modeled=_not_modeled(cfg, hardware, settings.ranks, found.trace),
@@ -235,19 +236,27 @@ def _communicators(trace: Trace) -> list[int]:
 
 
 def _time(
-    simulated: dict[int, Simulated], timing: StepTime, pipeline: Staged | None, settings: PlanSettings, dtype: str
+    simulated: dict[int, Simulated],
+    heaviest: int,
+    timings: dict[int, StepTime],
+    pipeline: Staged | None,
+    settings: PlanSettings,
+    dtype: str,
 ) -> TimePlan | None:
-    """timing: of the heaviest rank. None where the places of a pipeline are not all known."""
+    """Of the heaviest rank, or in a pipeline of the one that computes the longest. None where the places of a pipeline
+    are not all known."""
     steps = settings.steps or settings.sequence.steps
-    sums: StepTime | Sums | None = timing
-    seconds: float | None = timing.step
+    sums: StepTime | Sums | None = timings[heaviest]
+    seconds: float | None = timings[heaviest].step
+    trace: Trace | None = simulated[heaviest].trace
     if pipeline is not None:
-        sums, seconds = pipeline.sums, pipeline.step
-    if sums is None or seconds is None:
+        sums, seconds, trace = pipeline.sums, pipeline.step, pipeline.trace
+    if sums is None or seconds is None or trace is None:
         return None
     flops = [model_flops(found.trace, STEADY) for found in simulated.values()]  # each place has as many ranks
     mfu = model_flops_utilization(sum(flops) / len(flops), seconds, settings.hardware, dtype)
     tokens = next(iter(simulated.values())).tokens
+    kinds = time_by_kind(trace, STEADY, settings.hardware, settings.calibration)
     return TimePlan(
         compute=sums.compute,
         communication=sums.communication,
@@ -263,6 +272,11 @@ def _time(
         error=error_text(settings.hardware, settings.calibration),
         copies=sums.copies,
         copies_exposed=sums.copies_exposed,
+        products=kinds[PRODUCTS],
+        attention=kinds[ATTENTION],
+        memory_bound=kinds[MEMORY_BOUND],
+        idle=max(0.0, seconds - sums.compute - sums.exposed - sums.copies_exposed),
+        operators=operators_launched(trace, STEADY),
     )
 
 
@@ -293,6 +307,8 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
     """What the figures rest on."""
     like_cpu = settings.hardware.architecture == "cpu"
     kernels = "a CPU's" if like_cpu else "flash attention (documents of packed sequences: varlen flash), fused RMSNorm"
+    if not like_cpu and cfg.fused_kernels:
+        kernels += ", fused rotary embedding, gated activation, loss and dequantizing (by Triton)"
     if attention_backend(settings.hardware.architecture) == "cudnn":
         kernels += "; for unpacked sequences torch may take cuDNN's attention here, whose workspace differs"
     multiple = cfg.data.pad_to_multiple_of

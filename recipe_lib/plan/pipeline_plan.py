@@ -21,12 +21,13 @@ from recipe_lib.plan.tracing.simulate import STEADY, Simulated
 
 @dataclass(frozen=True)
 class Staged:
-    """A pipeline and its time. sums: of the step of the rank that computes the longest; step: seconds; None both where
-    not every place was simulated."""
+    """A pipeline and its time. sums: of the step of the rank that computes the longest, trace: of that rank; step:
+    seconds; None all where not every place was simulated."""
 
     plan: PipelinePlan
     sums: Sums | None = None
     step: float | None = None
+    trace: Trace | None = None
 
 
 def first_of_each_place(parallel: Any, ranks: int) -> tuple[int, ...]:
@@ -68,7 +69,8 @@ def staged(
     time = pipeline_time(cfg.parallel, count, traces, own, STEADY, hardware, calibration)
     _with_times(plan, time)
     busiest = max(firsts, key=lambda place: places[place].compute)
-    return Staged(plan, whole_step(traces[busiest], own[busiest], STEADY, hardware, calibration), time.step)
+    sums = whole_step(traces[busiest], own[busiest], STEADY, hardware, calibration)
+    return Staged(plan, sums, time.step, traces[busiest])
 
 
 def _with_times(plan: PipelinePlan, time: PipelineTime) -> None:

@@ -1,6 +1,6 @@
 """What is known about the time of a step and of a run, as lines of text. No torch in here."""
 
-from recipe_lib.plan.result import PipelinePlan, Plan
+from recipe_lib.plan.result import PipelinePlan, Plan, TimePlan
 from recipe_lib.plan.tables import duration
 from recipe_lib.units import format_count, format_seconds
 
@@ -15,11 +15,13 @@ def time_lines(plan: Plan) -> list[tuple[str, str]]:
     error = time.error if time.calibrated else _bare(time.error)
     stated = f"error: {error}" if error else "error not stated"
     rates = "calibrated" if time.calibrated else "ranking only, not calibrated"
+    issued = f", {time.operators:,} operators" if time.operators else ""
     lines = [
         ("step", f"{duration(time.step)}, {rates}; {stated}"),
-        ("kernels", duration(time.compute)),
+        ("kernels", duration(time.compute) + _kinds_text(time)),
         ("communication", f"{duration(time.communication)} total, {duration(time.exposed)} exposed"),
-        ("kernel launches (CPU)", duration(time.launch)),
+        ("kernel launches (CPU)", duration(time.launch) + issued),
+        ("idle", f"{duration(time.idle)} in which nothing runs"),
         ("bound by", bound_by(plan)),
         ("tokens", f"{format_count(time.tokens_per_step)} a step, {format_count(time.tokens_per_second)} a second, "
                    f"all ranks; {time.mfu:.1%} of the device's dense rate"),
@@ -49,6 +51,13 @@ def step_line(plan: Plan) -> list[tuple[str, str]]:
 def _bare(error: str) -> str:
     """What an error says besides that the times are not calibrated and for ranking."""
     return error.replace("not calibrated: ", "").removesuffix(", good for ranking only")
+
+
+def _kinds_text(time: TimePlan) -> str:
+    """By what they do; their sum is more than all where kernels run on two streams at once."""
+    parts = {"matrix products": time.products, "attention": time.attention, "memory-bound": time.memory_bound}
+    total = sum(parts.values())
+    return ": " + ", ".join(f"{name} {value / total:.0%}" for name, value in parts.items()) if total else ""
 
 
 def _pipeline_text(pipeline: PipelinePlan) -> str:

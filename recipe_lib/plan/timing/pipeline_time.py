@@ -12,7 +12,7 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedule_time import Timeline, simulate
 from recipe_lib.parallel.pipeline.schedules import Action
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.timing.cost import Calibration, collective_seconds
+from recipe_lib.plan.timing.cost import Calibration, collective_seconds, launch_seconds
 from recipe_lib.plan.timing.stream_schedule import StepTime, is_kernel, is_transfer
 from recipe_lib.plan.trace import ACTION, OP, Trace
 from recipe_lib.plan.tracing.pipeline_actions import orders_of, stand_ins
@@ -125,14 +125,14 @@ def whole_step(
     """A rank's own step with all micro-batches, of which a trace has some."""
     counted: dict[int, int] = {}
     repeats, transfers = 1, 0.0
-    issued, traced = 0, 0
+    launch = 0.0
     for kind, number in trace.phase_events(phase):
         if kind == ACTION:
             repeats = trace.actions[number].repeats
         elif kind == OP:
             op = trace.ops[number]
             counted[number] = repeats
-            issued, traced = issued + op.repeats, traced + op.repeats // repeats
+            launch += op.repeats * launch_seconds(op, calibration)
             if op.collective is not None and is_transfer(op):
                 transfers += op.repeats * collective_seconds(op.collective, hardware, calibration)
     kernels = [entry for entry in timing.timeline if is_kernel(trace.ops[entry[0]])]
@@ -143,7 +143,7 @@ def whole_step(
         compute=timing.compute * scale,
         communication=moved + transfers,
         exposed=timing.exposed * scale,
-        launch=timing.launch * issued / traced if traced else 0.0,
+        launch=launch,
         copies=timing.copies * scale,
         copies_exposed=timing.copies_exposed * scale,
     )

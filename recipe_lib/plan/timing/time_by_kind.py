@@ -67,6 +67,11 @@ def memory_bound_by_module(
     return sorted(rows, key=lambda row: -row.seconds)
 
 
+def operators_launched(trace: Trace, phase: str) -> int:
+    """How many operators the host issues, collectives and copies among them; ValueError if the phase was not traced."""
+    return sum(op.repeats for op in _ops(trace, phase) if not is_wait(op))
+
+
 def kernel_overhead(times: dict[str, float]) -> float:
     """The time of all kernels over that of products and attention: 1 where nothing else takes time."""
     useful = times[PRODUCTS] + times[ATTENTION]
