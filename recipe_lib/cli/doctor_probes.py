@@ -47,6 +47,7 @@ def machine(folders: Mapping[str, Path]) -> dict[str, Any]:
         "system": platform.platform(),
         "cores": cores(),
         "packages": {name: installed(name) for name in PACKAGES},
+        "compiler": os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc"),  # as Triton looks for one
         "driver": driver(),
         "listed_gpus": [{"name": name, "memory": size} for name, size in own_gpus()],
         "environment": {name: value for name, value in sorted(os.environ.items()) if REPORTED.fullmatch(name)},

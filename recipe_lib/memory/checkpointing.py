@@ -32,6 +32,7 @@ from recipe_lib.memory.layer_costs import PipelineStages, layer_costs
 from recipe_lib.memory.mlp_tiles import computes_pieces
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.device import kernels_of
+from recipe_lib.ops.fused_kernels import fuses
 
 MODES = ("none", "full", "selective", "budget")
 
@@ -93,7 +94,9 @@ def _choose(
     rows *= cfg.sequences_per_item
     multiple = padded_multiple(cfg)
     length = -(-cfg.max_seq_len // multiple) * multiple
-    costs = layer_costs(model, rows, length, token_ranks(cfg.parallel), kernels_of(device), pipeline)
+    costs = layer_costs(
+        model, rows, length, token_ranks(cfg.parallel), kernels_of(device), pipeline, fused=fuses(device)
+    )
     moments = [{0: 1}] if pipeline is None else pipeline.in_flight(count)
     return choose(costs, cfg.memory.activation_budget_gib, moments)
 

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from recipe_lib.memory.aten_names import ATTENTION, SUM, kind_of
 from recipe_lib.memory.budget import BANDWIDTH, FLOPS, LINK, LayerCost, Operator
 from recipe_lib.memory.mlp_tiles import computes_pieces
+from recipe_lib.ops.fused_kernels import fused_on_meta
 
 _RANDOM_STATE = 128  # bytes at most that a GPU's kernel of attention keeps of random numbers
 
@@ -43,19 +44,27 @@ class PipelineStages(Protocol):
 
 
 def layer_costs(
-    model: nn.Module, rows: int, length: int, tensor: int, kernels: str, pipeline: PipelineStages | None = None
+    model: nn.Module,
+    rows: int,
+    length: int,
+    tensor: int,
+    kernels: str,
+    pipeline: PipelineStages | None = None,
+    *,
+    fused: bool = False,
 ) -> list[LayerCost]:
     """The costs of a decoder's layers, in order, for a micro-batch of `rows` rows of `length` tokens.
 
     model: on the meta device, as its layers will run: with adapters, shared out, in pieces. tensor: ranks that share
     its tokens. kernels: `cuda` or `cpu`, whose norms and attention keep other things. pipeline: what runs its stages.
+    fused: whether chains are one kernel each (`recipe_lib.ops.fused_kernels`), which keep less.
     """
     trunk, width = cast(Any, model.model), cast(Any, model.spec).width
     shape = (rows * length // tensor,) if tensor > 1 else (rows, length)
     stages = {0: range(len(trunk.layers))} if pipeline is None else pipeline.layers
     watched: dict[Any, _Watched] = {}
     found = []
-    with _disable_current_modes(), _plain_parameters(model):
+    with _disable_current_modes(), _plain_parameters(model), fused_on_meta(fused):
         dtype = next(parameter.dtype for parameter in trunk.parameters() if parameter.is_floating_point())
         for stage, numbers in stages.items():
             first = () if stage or trunk.embed_tokens is None else trunk.embed_tokens.parameters()

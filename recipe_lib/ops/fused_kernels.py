@@ -9,7 +9,8 @@ Rounding is that of the chain: what an operator of it would round to bf16 is rou
 (`emulate_precision_casts`), so that a GPU's numbers are those of the chain.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from recipe_lib.ops.device import holds_values, kernels_of
 _COMPILATIONS = 64  # of one function, before torch runs it as it is
 _library = torch.library.Library("tune_recipes", "FRAGMENT")
 _is_on = False  # until a run that trains says so: what generates a few tokens compiles nothing
+_on_meta = False
 _Result = TypeVar("_Result")
 
 
@@ -54,6 +56,17 @@ def fuses(device: torch.device) -> bool:
         and kernels_of(device) == "cuda"
         and (not holds_values(device) or has_triton())
     )
+
+
+@contextmanager
+def fused_on_meta(wanted: bool) -> Iterator[None]:
+    """Inside, chains of meta tensors are one operator each, if wanted: for what a layer will keep on a GPU."""
+    global _on_meta
+    before, _on_meta = _on_meta, wanted
+    try:
+        yield
+    finally:
+        _on_meta = before
 
 
 def fused(schema: str, shapes: Callable[..., Any]) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:

@@ -52,7 +52,9 @@ def healthy() -> dict[str, Any]:
             "python": "3.12.3",
             "system": "Linux",
             "cores": 32,
-            "packages": dict.fromkeys(("safetensors", "peft"), "1.0") | {"torch": "2.13.0+cu130", "torchao": "0.18.0"},
+            "packages": dict.fromkeys(("safetensors", "peft", "triton"), "1.0")
+            | {"torch": "2.13.0+cu130", "torchao": "0.18.0"},
+            "compiler": "/usr/bin/gcc",
             "driver": "580.65",
             "listed_gpus": [{"name": "NVIDIA GeForce RTX 4090", "memory": 24 * GIB}] * 2,
             "environment": {"OMP_NUM_THREADS": "8"},

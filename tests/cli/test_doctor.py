@@ -51,6 +51,8 @@ PLANTED: list[tuple[str, Any, str, str]] = [
 HINTED: list[tuple[str, Any, str]] = [
     ("torchao_said", ["Please upgrade to torch >= 2.11.0"], "torchao-pair"),
     ("steps/torch/gpus/1/name", "NVIDIA Unheard Of", "gpus-unlike"),
+    ("machine/packages/triton", None, "not-fused"),
+    ("machine/compiler", None, "not-fused"),
     ("failed/fp8 matmuls", "RuntimeError: unsupported", "low-precision"),
     ("peers", ways(access=False)[:1], "no-peer-access"),
     ("machine/environment/NCCL_P2P_DISABLE", "1", "p2p-disabled"),

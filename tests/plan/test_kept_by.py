@@ -17,6 +17,7 @@ RANDOM = 24  # bytes of the random state that the attention kernel returns
 QUERIES, KEYS = WIDTH, WIDTH // HEADS * KV_HEADS
 CASES = {
     "one": (1, "parallel.tensor=1"),
+    "one by one": (1, "parallel.tensor=1", "fused_kernels=false"),
     "sharded": (2, "parallel.tensor=2"),
     "both": (4, "parallel.tensor=2", "parallel.tensor_regather_in_backward=false"),
     "biased": (2, "parallel.tensor=2", "qwen"),
@@ -79,17 +80,19 @@ def test_each_projection_keeps_its_output_or_input(layers: dict[str, dict[str, L
         assert kept(rows, layer, "") == everything
 
 
-def test_without_tensor_parallel(layers: dict[str, dict[str, LayerRow]]):
-    """Each norm also keeps what it gives q, k and v; gate its output and what the activation makes of it; the product
-    is what down reads."""
-    tokens, rows = ROWS * TOKENS, layers["one"]
+@pytest.mark.parametrize("name", ["one", "one by one"])
+def test_without_tensor_parallel(layers: dict[str, dict[str, LayerRow]], name: str):
+    """Each norm also keeps what it gives q, k and v; gate its output, and where no chain is fused what the activation
+    makes of it; the product is what down reads."""
+    tokens, rows = ROWS * TOKENS, layers[name]
+    gate = 2 * MLP if name == "one by one" else MLP
     expected = {"q_proj": QUERIES, "k_proj": KEYS, "v_proj": KEYS, "o_proj": QUERIES}
     for module, width in expected.items():
         assert kept(rows, 1, f"self_attn.{module}") == SIZE * width * tokens
-    for module, width in {"gate_proj": 2 * MLP, "up_proj": MLP, "down_proj": MLP}.items():
+    for module, width in {"gate_proj": gate, "up_proj": MLP, "down_proj": MLP}.items():
         assert kept(rows, 1, f"mlp.{module}") == SIZE * width * tokens
     assert kept(rows, 1, "input_layernorm") == (SIZE * WIDTH + 4) * tokens
-    assert kept(rows, 1, "mlp") == 4 * SIZE * MLP * tokens
+    assert kept(rows, 1, "mlp") == SIZE * (gate + 2 * MLP) * tokens
 
 
 def test_a_checkpointed_layer_keeps_its_input_alone(layers: dict[str, dict[str, LayerRow]]):

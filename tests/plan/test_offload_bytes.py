@@ -24,8 +24,8 @@ LAYERS, TOKENS, HEADS = 5, 192, 32
 RTX4090 = find_hardware("rtx4090")
 
 # What a layer keeps of each token, bytes. Widths: inputs and outputs of both norms, queries and attention, keys and
-# values, gate and up, activation and product; in fp32 the log-sum-exp of attention. All is a tensor of its own.
-TENSORS = [TOKENS * width * BF16 for width in [WIDTH] * 4 + [QUERIES] * 2 + [KEYS] * 2 + [MLP_WIDTH] * 4]
+# values, gate, up and product; in fp32 the log-sum-exp of attention. All is a tensor of its own.
+TENSORS = [TOKENS * width * BF16 for width in [WIDTH] * 4 + [QUERIES] * 2 + [KEYS] * 2 + [MLP_WIDTH] * 3]
 TENSORS.append(TOKENS * HEADS * 4)
 SMALL = 2 * TOKENS * 4 + 24  # scales of the norms, seed and offset of attention: less than a KiB each, they stay
 INPUT = TOKENS * WIDTH * BF16

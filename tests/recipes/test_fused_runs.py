@@ -72,7 +72,9 @@ def assert_same(found: Steps, wanted: Steps, tolerance: float = 1e-5) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("fused")
     preset = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text())
-    (found / "wide.json").write_text(json.dumps(preset | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}))
+    (found / "wide.json").write_text(
+        json.dumps(preset | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4})
+    )
     write_pairs(found)
     return found
 
