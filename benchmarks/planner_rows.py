@@ -46,12 +46,17 @@ class Run:
     recipe: str = RECIPE
 
     @property
+    def keys(self) -> tuple[str, ...]:
+        """All overrides; what others publish runs its chains operator by operator."""
+        return (*self.overrides, "fused_kernels=false")
+
+    @property
     def command(self) -> str:
         """As typed."""
         processes = f"--nproc_per_node {self.ranks} " if self.ranks > 1 else ""
         return (
             f"tune plan {processes}{self.recipe} --config {self.config} --device {self.device} "
-            f"--sequence {self.tokens} {' '.join(self.overrides)}"
+            f"--sequence {self.tokens} {' '.join(self.keys)}"
         )
 
 
@@ -97,7 +102,7 @@ class Planned:
 def traced(run: Run, stack: Stack) -> tuple[Plan, Trace]:
     """Rank 0 of a run."""
     recipe = RecipeFile.find(run.recipe)
-    cfg, _ = plannable(load_config(run.config, run.overrides, recipe.schema()))
+    cfg, _ = plannable(load_config(run.config, run.keys, recipe.schema()))
     sequence = planned_sequence(cfg, str(run.tokens))
     settings = PlanSettings(find_hardware(run.device), sequence, run.ranks, phases=(), timed=False)
     print(f"{run.command} ({stack})", file=sys.stderr, flush=True)

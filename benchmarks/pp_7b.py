@@ -61,6 +61,7 @@ def peak(kind: str, schedule: str, mode: str, rank: int, config: str = CONFIG) -
     overrides = (
         f"max_seq_len={TOKENS}", f"parallel.pipeline={RANKS}", f"parallel.pipeline_schedule={schedule}", "batch_size=1",
         f"gradient_accumulation_steps={COUNT}", f"memory.activation_checkpointing={mode}", "clip_grad_norm=null",
+        "fused_kernels=false",
     )  # fmt: skip
     cfg, _ = plannable(load_config(config, overrides, FullFinetuneConfig))
     settings = PlanSettings(find_hardware(CARD), planned_sequence(cfg, str(TOKENS)), RANKS, phases=())

@@ -37,6 +37,7 @@ OVERRIDES = (
     f"max_seq_len={TOKENS}", f"parallel.tensor={TENSOR}", f"parallel.pipeline={PIPELINE}", "batch_size=1",
     f"gradient_accumulation_steps={MICRO_BATCHES}", "memory.activation_checkpointing=none",
     "optimizer.master_weights=true", "optimizer.state_bits=32",
+    "fused_kernels=false",
 )  # fmt: skip
 _LAYER = "model.layers.1"  # any but the first, to which a buffer that stays would be counted
 _BUCKETS = 60  # of a picture, for each action

@@ -34,7 +34,7 @@ def use_fused_kernels(wanted: bool, device: torch.device) -> str:
     at run time, and the driver. On a simulated one it is taken to work.
     """
     global _is_on
-    _is_on = wanted
+    _is_on = wanted and kernels_of(device) == "cuda"
     if kernels_of(device) != "cuda":
         return ""
     if not wanted:

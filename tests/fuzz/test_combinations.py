@@ -16,7 +16,6 @@ SEEDS = (121, 134, 142, 145, 151)
 # Keys of the levers' table that are not drawn, each with why.
 NOT_DRAWN = {
     "compile": "takes seconds; test_levers",
-    "fused_kernels": "there are none on a CPU",
     "validation": "changes nothing that is trained; test_levers",
     "checkpoint": "saving and resuming; test_resume",
     "model.preset": "the models are drawn, tied and not",

@@ -56,7 +56,6 @@ REDUCED_ONCE = "parallel.reduce_gradients=step"
 COMPILE = _same("compile", "compile=true")
 LEVERS = [
     COMPILE,
-    _same("fused kernels", "fused_kernels=false", ON_ANY_DEVICE),
     _same("wrapping", "parallel.fsdp_wrap_policy=layers"),
     _same("wrapping", "parallel.fsdp_wrap_policy=memory_efficient"),
     _same("wrapping", "parallel.fsdp_wrap_policy=[model.layers.*, model.layers.*.mlp, lm_head]"),
@@ -127,6 +126,7 @@ LEVERS = [
 
 # Keys that act before the first batch or beside the training, each with why no pair with it can matter.
 NOT_LEVERS = {
+    "fused_kernels": "there are none on a CPU; test_fused_runs",
     "recipe": "a name",
     "model.path": "where weights come from; test_worlds",
     "model.implementation": "another model; test_external_runs runs those of transformers on one rank and on two",
