@@ -22,6 +22,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
+os.environ["HF_HUB_OFFLINE"] = "1"  # sequences are as long as they may be: no dataset is asked for its rows
 
 from recipe_lib.config.paths import configs_folder  # noqa: E402
 from recipe_lib.plan.allocation.untraced_memory import outside_torch  # noqa: E402

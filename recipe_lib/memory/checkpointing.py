@@ -95,7 +95,13 @@ def _choose(
     multiple = padded_multiple(cfg)
     length = -(-cfg.max_seq_len // multiple) * multiple
     costs = layer_costs(
-        model, rows, length, token_ranks(cfg.parallel), kernels_of(device), pipeline, fused=fuses(device)
+        model,
+        rows,
+        length,
+        token_ranks(cfg.parallel),
+        kernels_of(device),
+        pipeline,
+        fused=fuses(device) and not cfg.compile,
     )
     moments = [{0: 1}] if pipeline is None else pipeline.in_flight(count)
     return choose(costs, cfg.memory.activation_budget_gib, moments)

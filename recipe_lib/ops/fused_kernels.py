@@ -50,12 +50,9 @@ def use_fused_kernels(wanted: bool, device: torch.device) -> str:
 
 def fuses(device: torch.device) -> bool:
     """Whether a chain on the device is one kernel; not in code that is being compiled."""
-    return (
-        not torch.compiler.is_compiling()
-        and _is_on
-        and kernels_of(device) == "cuda"
-        and (not holds_values(device) or has_triton())
-    )
+    if torch.compiler.is_compiling() or device.type == "meta":
+        return _on_meta and device.type == "meta"
+    return _is_on and kernels_of(device) == "cuda" and (not holds_values(device) or has_triton())
 
 
 @contextmanager

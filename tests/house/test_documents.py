@@ -103,7 +103,7 @@ def test_readme_arithmetic():
     d, f, v, layers, s = spec.width, spec.mlp_width, spec.vocab_size, spec.num_layers, 4096
     layer = 2 * d * d + 2 * d * spec.num_kv_heads * spec.head_width + 3 * d * f + 2 * d
     count = layers * layer + 2 * v * d + d
-    sharded, kept, own = gib(8 * count / 4), gib(2 * layers * s * d), gib(2 * s * (4 * f + 8 * d))
+    sharded, kept, own = gib(8 * count / 4), gib(2 * layers * s * d), gib(2 * s * (3 * f + 8 * d))
     gathered, vocabulary, logits = gib(2 * 2 * layer), gib(2 * v * d), gib(4 * s * v)
     common = sharded + kept + own + gathered
     for figure in (f"{count:,}", f"{layer:,}", f"{v:,}", f"{d:,}", f"{f:,}"):

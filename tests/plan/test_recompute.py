@@ -23,7 +23,7 @@ from tests.recipes.runs import FULL, LORA, PLAIN, recipe_class, recipe_module
 LAYERS, TOKENS, WIDTH, MLP_WIDTH, VOCABULARY = 3, 2048, 4096, 14336, 128256
 BF16, FP32 = 2, 4
 HIDDEN = TOKENS * WIDTH * BF16
-BUDGETS = (0.08, 0.3, 0.7)
+BUDGETS = (0.08, 0.3, 0.65)
 MODEL = preset_config("llama3/8B") | {"num_hidden_layers": LAYERS}
 FULLY = "memory.activation_checkpointing=full"
 

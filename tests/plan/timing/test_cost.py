@@ -13,6 +13,7 @@ from recipe_lib.plan.timing.cost import (
     Calibration,
     collective_seconds,
     error_text,
+    launch_seconds,
     model_flops,
     model_flops_utilization,
     op_seconds,
@@ -33,6 +34,12 @@ MEASURED = Calibration(
     kernel_seconds=2e-6,
     link_bandwidth=100e9,
 )
+
+
+def test_a_compiled_operator_takes_the_host_longer() -> None:
+    plain, fused = Op("aten::mul"), Op("tune_recipes::rotate")
+    assert launch_seconds(plain) < launch_seconds(fused) == launch_seconds(fused, MEASURED)
+    assert launch_seconds(plain, MEASURED) == MEASURED.host_seconds
 
 
 def ring(operation: str, num_bytes: int, ranks: int, first: int = 0, stride: int = 1) -> Collective:

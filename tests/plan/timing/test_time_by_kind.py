@@ -12,6 +12,7 @@ from recipe_lib.plan.timing.time_by_kind import (
     PRODUCTS,
     kernel_overhead,
     memory_bound_by_module,
+    operators_launched,
     time_by_kind,
 )
 from recipe_lib.plan.trace import OP, PHASE, Collective, Op, Trace
@@ -44,6 +45,7 @@ def test_each_operator_counts_for_its_kind_as_often_as_it_stands_for() -> None:
     rows = memory_bound_by_module(trace, "step", CARD)
     assert [(row.module, row.kernels) for row in rows] == [("model.layers.*.mlp", 3), ("(optimizer)", 1)]
     assert rows[0].seconds == pytest.approx(5 / (0.8 * 3350))
+    assert operators_launched(trace, "step") == 3 + 1 + 1 + 1 + 1 + 2 + 1 + 1  # waits are none
     # 30 TFLOP and 1 TFLOP at 0.65 of 989.4 TFLOP/s.
     useful = 31 / (0.65 * 989.4)
     assert kernel_overhead(found) == pytest.approx(1 + 5.1 / (0.8 * 3350) / useful)
