@@ -1,6 +1,6 @@
 """One command for a machine with a CUDA GPU: what fine-tuning Llama 3 takes there, in memory and in time.
 
-    python benchmarks/gpu_check.py                    `streams`, then at most 9 minutes; a dry run without a GPU
+    python benchmarks/gpu_check.py                    `streams`, `kernels`, then 9 minutes at most; dry without a GPU
     python benchmarks/gpu_check.py --output FOLDER    where the report goes (default docs/measurements)
     python benchmarks/gpu_check.py streams            races and waits, next to torch's sanitizer (gpu_streams.py)
     python benchmarks/gpu_check.py kernels            the fused kernels at the shapes of 8B (gpu_kernels.py)
@@ -98,6 +98,10 @@ def main(argv: list[str] | None = None) -> int:
         load_recipe(method)
     device = run_apart(describe_device, 60)
     gpu = device.get("type") == "cuda"
+    parts = [streams]
+    if gpu:  # that cases run with
+        command = [sys.executable, __file__, "kernels", "--output", str(options.output)]
+        parts.append(subprocess.run(command, check=False))
     report: dict[str, Any] = {
         "kind": "GPU check" if gpu else "dry run, CPU",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -121,7 +125,11 @@ def main(argv: list[str] | None = None) -> int:
         report["seconds"] = round(time.monotonic() - started)
         paths = write_report(report, options.output)
     print("\n".join(map(str, paths)))
-    return 1 if streams.returncode or any("failed" in entry["result"] for entry in report["cases"]) else 0
+    return (
+        1
+        if any(part.returncode for part in parts) or any("failed" in entry["result"] for entry in report["cases"])
+        else 0
+    )
 
 
 def run_apart(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:

@@ -86,6 +86,7 @@ LEVERS = (
     Lever(("lora.quantize_base=int8",), _UNROUNDED, methods=("lora",), rounds=True),
     Lever(("matmul_dtype=int8",), _MATMULS, methods=("full", "lora"), rounds=True),
     Lever(("matmul_dtype=fp8",), _MATMULS, methods=("full", "lora"), rounds=True),
+    Lever(("fused_kernels=false",), ("fused_kernels=true",), exact=False),
     Lever(("compile=true",), ("compile=false",)),
 )
 

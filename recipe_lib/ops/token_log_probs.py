@@ -7,6 +7,7 @@ number for each row, and nothing of size `[n, v]`.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,11 +138,9 @@ class _TokenLogProbs(torch.autograd.Function):
                 narrow = label_log_prob_gradients(logits, *of_rows, slopes[0, part], cap)
                 del logits
             else:  # the function alone holds the logits
-                narrow = _gradients(
-                    _logits(tokens, weight, bias, None).to(log_sums.dtype),
-                    *(of[:, part].flatten() for of in (targets, log_sums, slopes)),
-                    ctx.softcap, group, ctx.finish,
-                ).to(hidden.dtype)  # fmt: skip
+                rows_of = targets[:, part].flatten(), log_sums[:, part].flatten(), slopes[:, part].flatten()
+                wide = partial(_gradients, softcap=ctx.softcap, group=group, finish=ctx.finish)
+                narrow = wide(_logits(tokens, weight, bias, None).to(log_sums.dtype), *rows_of).to(hidden.dtype)
             if hidden_grad is not None and group is None:
                 torch.mm(narrow, weight, out=hidden_grad[part])
             elif hidden_grad is not None and group is not None:
