@@ -1,0 +1,46 @@
+"""`gpu_check.py kernels` without a GPU, and the Triton code that inductor generates without one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from benchmarks import gpu_kernels
+from benchmarks.gpu_check import main
+from benchmarks.triton_code import bytes_in, kernels_in, triton_code
+from tests.ops.test_fused_kernels import CALLS
+
+pytestmark = pytest.mark.benchmark
+
+
+def test_a_dry_run_writes_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_kernels, "KERNELS", [one for one in gpu_kernels.KERNELS if "rotate" in one.name])
+    monkeypatch.setattr(gpu_kernels, "CALLS", 3)
+    monkeypatch.setattr(gpu_kernels.importlib.util, "find_spec", lambda name: None)
+    assert main(["kernels", "--output", str(tmp_path)]) == 0
+    text = (tmp_path / "fused_kernels.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith("| `rotate`")]
+    assert "| - | - |" in row and "Nothing here was measured on a GPU" in text
+
+
+def test_other_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_kernels, "KERNELS", gpu_kernels.KERNELS[:1])
+    monkeypatch.setattr(gpu_kernels, "CALLS", 3)
+    monkeypatch.setattr(gpu_kernels.importlib.util, "find_spec", lambda name: None)
+    compiled = gpu_kernels.fused_kernels.call_compiled
+    monkeypatch.setattr(gpu_kernels.fused_kernels, "call_compiled", lambda *args: 1.1 * compiled(*args))
+    assert main(["kernels", "--output", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize("call", CALLS, ids=[call[0] for call in CALLS])
+def test_a_gpu_has_one_kernel(call: tuple[Any, ...]) -> None:
+    """NF4 has a second one, for the scales of blocks."""
+    pytest.importorskip("triton", reason="triton is not installed, which generates code for GPUs")
+    name, function, _, arguments = call
+    code = triton_code(function.__wrapped__, *arguments)
+    found = function(*arguments)
+    own = sum(one.nbytes for one in ([found] if isinstance(found, Tensor) else found))
+    scales = 2 * len(arguments[0]) if name == "nf4" else 0
+    assert kernels_in(code) == (2 if name == "nf4" else 1)
+    assert bytes_in(code) == own + scales
