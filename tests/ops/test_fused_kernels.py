@@ -108,7 +108,9 @@ def test_compiled_it_gives_the_same_and_makes_nothing_but_its_results(
     assert made and sum(each.nbytes for each in made) <= results_bytes + few
     for mine, wanted in zip(found, results(function(*arguments)), strict=True):
         assert mine.dtype == wanted.dtype and mine.shape == wanted.shape
-        tolerance = 2.0**-8 if mine.dtype == torch.bfloat16 else 1e-5
+        # Before torch 2.13 code for a CPU does not round in between as the operators do.
+        tolerance = 2.0**-8 if torch.__version__ >= "2.13" else 2.0**-6
+        tolerance = tolerance if mine.dtype == torch.bfloat16 else 1e-5
         assert torch.allclose(mine.float(), wanted.float(), rtol=tolerance, atol=1e-6), name
 
 
