@@ -36,7 +36,8 @@ By `python benchmarks/gpu_check.py kernels`, torch {torch}, on {device}. {note}
 
 {table}
 
-Kernels and memory are those of the Triton code that inductor {triton} generates for an H100, without compiling it.
+Kernels and memory are those of the Triton code that inductor {triton} generates for an H100 and these sizes, without
+compiling it; a run leaves sizes open.
 Difference: of numbers compiled for this device from those of the same function operator by operator, over the largest
 of these. Host: median of {calls} calls with tensors of a few numbers, the work on them included.
 """

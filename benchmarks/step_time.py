@@ -47,8 +47,8 @@ ranks, the others on one, checkpointed as their configs are. Rates of data sheet
 Nothing here was measured on a GPU. The time of all kernels over that of matrix products and attention should be {aim}
 at most: {verdict}.
 
-`fused`: rotary embedding, gated activation, the loss, and in QLoRA the dequantized weights are a kernel each
-(`fused_kernels`, the default); `one by one`: `fused_kernels=false`. That both train alike is what
+`fused`: rotary embedding, gated activation, the loss, and in QLoRA the dequantized weights are a kernel or
+few each (`fused_kernels`, the default); `one by one`: `fused_kernels=false`. That both train alike is what
 `tests/recipes/test_fused_runs.py` shows; [fused_kernels.md](fused_kernels.md) has the kernels. Layers that are compiled
 as a whole (`compile=true`) are not planned: there is no row for them.
 

@@ -260,8 +260,8 @@ class FullFinetuneConfig(RecipeFacts):
     compile: bool = key(False, "torch.compile each layer.", known_as="torchtune compile; HF torch_compile")
     fused_kernels: bool = key(
         True,
-        "On a GPU, rotary embedding, gated activation, loss and dequantized weights are one kernel each, which "
-        "torch.compile makes with Triton; without Triton, said at the start, they run operator by operator. A plan "
+        "On a GPU, rotary embedding, gated activation, loss and dequantized weights are fused, each into a kernel or "
+        "few, by torch.compile with Triton; without Triton, said at the start, they run operator by operator. A plan "
         "takes Triton to be there.",
         needs="device != cpu",
         known_as="HF use_liger_kernel; Axolotl liger_rope, liger_glu_activation",

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from recipe_lib.config.registry import register
-from recipe_lib.ops.fused_kernels import fuses
-from recipe_lib.ops.fused_loss import IGNORED, fused_cross_entropy
+from recipe_lib.ops.fused_loss import IGNORED, fused_cross_entropy, fuses_loss
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 from recipe_lib.ops.row_gradients import RowGradients
 
@@ -143,7 +142,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             inputs[0] = hidden[part].detach().requires_grad_(0 in wanted)
             with torch.set_grad_enabled(bool(wanted)):
                 logits = project(*inputs)
-            if loss is None and fuses(hidden.device):
+            if loss is None and fuses_loss(hidden):
                 value, logits_grad = fused_cross_entropy(logits.detach(), labels[part], softcap, bool(wanted))
             else:
                 value, logits_grad = chunk_loss(logits.detach().to(dtype), labels[part], softcap, loss, bool(wanted))
@@ -268,7 +267,7 @@ def _sum_over_chunks(
     total = torch.zeros((), dtype=dtype, device=hidden.device)
     with_grad = any(grad is not None for grad in (hidden_grad, weight_grad, bias_grad, kept))
     # Not where ranks agree on each row's sum in between.
-    one_kernel = loss is None and group is None and finish is None and fuses(hidden.device)
+    one_kernel = loss is None and group is None and finish is None and fuses_loss(hidden)
     for piece in range(pieces):
         part = slice(rows * piece // pieces, rows * (piece + 1) // pieces)
         tokens, targets = hidden[part], labels[part]

@@ -1,12 +1,13 @@
-"""Chains of operators that move bytes as one kernel each: torch.compile makes it, on a GPU with Triton.
+"""Chains of operators that move bytes, fused by torch.compile on a GPU with Triton: into one kernel, where that can be.
 
 A chain reads and writes its tensors once for each of its operators, and makes temporaries; one kernel reads the first
 ones and writes the last. Here a function of plain tensors gets a name as an operator, `tune_recipes::...`, which a plan
-counts as one kernel. Without Triton, on a CPU, or with `fused_kernels=false`, the function runs as it is. Inside a
-layer that is compiled as a whole the compiler sees the function itself.
+counts as one kernel; docs/measurements/fused_kernels.md has how many there are of each. Without Triton, on a CPU, or
+with `fused_kernels=false`, the function runs as it is. Inside a layer that is compiled as a whole the compiler sees the
+function itself.
 
 Rounding is that of the chain: what an operator of it would round to bf16 is rounded there too
-(`emulate_precision_casts`), so that a GPU's numbers are those of the chain.
+(`emulate_precision_casts`). Divisions and exponentials in fp32 may differ in the last bit, as a GPU computes them.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ _Result = TypeVar("_Result")
 def use_fused_kernels(wanted: bool, device: torch.device) -> str:
     """Whether chains are fused in this process from here on, and a line about it for the log; "" on a CPU.
 
-    wanted: `fused_kernels`. On a GPU one small kernel is compiled to see whether that works: Triton needs a C compiler
+    wanted: `fused_kernels`. On a GPU a small function is compiled to see whether that works: Triton needs a C compiler
     at run time, and the driver. On a simulated one it is taken to work.
     """
     global _is_on
@@ -107,6 +108,8 @@ def call_compiled(function: Callable[..., _Result], *arguments: Any) -> _Result:
     Parameters, and forward and backward, would each be compiled for themselves; at torch's limit of compilations the
     function would run as it is, whole.
     """
+    if torch._dynamo.config.recompile_limit < _COMPILATIONS:  # a thread's own: autograd has others
+        torch._dynamo.config.recompile_limit = _COMPILATIONS
     plain = [argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments]
     with torch.no_grad():
         return compiled(function)(*plain)
@@ -115,7 +118,6 @@ def call_compiled(function: Callable[..., _Result], *arguments: Any) -> _Result:
 @cache
 def compiled(function: Callable[..., _Result]) -> Callable[..., _Result]:
     """With sizes left open: batches have many lengths. Sizes that happen to be equal stay distinct."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
     return torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
 
 
@@ -125,7 +127,9 @@ def _fault(device: torch.device) -> str:
     if not has_triton():
         return "torch finds no Triton that supports this GPU"
     try:
-        call_compiled(_sample, torch.ones(2, 8, device=device, dtype=torch.bfloat16))
+        found = call_compiled(_sample, torch.ones(2, 8, device=device, dtype=torch.bfloat16))
+        if not bool(found.isfinite().all()):
+            return "torch.compile is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE)"
     except Exception as error:  # noqa: BLE001 (whatever the compiler, its cache, or the driver raises)
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else 'no text'}"
@@ -133,4 +137,8 @@ def _fault(device: torch.device) -> str:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    return tensor * torch.sigmoid(tensor)
+    """Some of what chains do, if it is compiled; else what is not finite."""
+    if not torch.compiler.is_compiling():
+        return tensor.new_full((), float("nan"))
+    rows = torch.tanh(tensor.float()).logsumexp(dim=1)
+    return rows - tensor.gather(1, rows.long().clamp(0, 1).unsqueeze(1)).squeeze(1)

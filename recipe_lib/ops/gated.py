@@ -44,19 +44,23 @@ class _Gated(torch.autograd.Function):
         return (*gated_gradients(gradients[0], *ctx.saved_tensors, ctx.activation), None)
 
 
-@fused("gated_product(Tensor gate, Tensor up, str activation) -> Tensor", lambda gate, *_: torch.empty_like(gate))
+def _like(gate: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+@fused("gated_product(Tensor gate, Tensor up, str activation) -> Tensor", _like)
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """`gated`, without a gradient."""
-    return ACTIVATIONS[activation][0](gate) * up
+    """`gated`, without a gradient; contiguous."""
+    return (ACTIVATIONS[activation][0](gate) * up).contiguous()
 
 
 def _like_both(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(gate), torch.empty_like(up)
+    return _like(gate), _like(up)
 
 
 @fused("gated_gradients(Tensor gradient, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)", _like_both)
 def gated_gradients(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Of gate and up, by the gradient of their product."""
+    """Of gate and up, by the gradient of their product; contiguous."""
     activate, activate_backward = ACTIVATIONS[activation]
     up_grad = gradient * activate(gate)
-    return activate_backward(gradient * up, gate), up_grad
+    return activate_backward(gradient * up, gate).contiguous(), up_grad.contiguous()

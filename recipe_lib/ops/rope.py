@@ -152,5 +152,5 @@ def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor
     pairs = turned.unflatten(-1, (2, half))
     signs = (2 * torch.arange(2, device=heads.device, dtype=cosines.dtype) - 1).unsqueeze(-1) * (-1 if back else 1)
     turned = pairs * cosines.unsqueeze(-2) + signs * pairs.flip(-2) * sines.unsqueeze(-2)
-    turned = turned.to(heads.dtype).flatten(-2)
+    turned = turned.to(heads.dtype).flatten(-2).contiguous()
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from recipe_lib.ops.cross_entropy import Finish, finished_logits, largest_of, own_columns
-from recipe_lib.ops.fused_kernels import fuses
-from recipe_lib.ops.fused_loss import IGNORED, cap_of, label_log_prob_gradients, label_log_probs
+from recipe_lib.ops.fused_loss import IGNORED, cap_of, fuses_loss, label_log_prob_gradients, label_log_probs
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 
 
@@ -128,7 +127,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden_grad = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         bias_grad = torch.zeros_like(bias) if ctx.needs_input_grad[6] else None
-        slopes = gradients[0].reshape(targets.shape).masked_fill(targets == IGNORED, 0)
+        slopes = gradients[0].reshape(targets.shape)
         one_kernel = _in_one_kernel(hidden, group, ctx.finish)
         for part in _pieces(rows.shape[0], ctx.chunks):
             tokens = rows[part] if group is None else wait(start_gather(rows[part], group))
@@ -156,7 +155,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 def _in_one_kernel(hidden: Tensor, group: Group | None, finish: Finish | None) -> bool:
     """Not where ranks agree on each row's sum in between."""
-    return group is None and finish is None and fuses(hidden.device)
+    return group is None and finish is None and fuses_loss(hidden)
 
 
 def _gradients(
@@ -184,6 +183,7 @@ def _gradients(
     grad.mul_(slopes.unsqueeze(1))
     if squash is not None:
         grad.mul_(squash.square_().neg_().add_(1))  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
+    grad.masked_fill_((labels == IGNORED).unsqueeze(1), 0)  # what is not finite in such a row, too
     return grad if finish is None else torch.autograd.grad(finished, leaf, grad)[0]
 
 

@@ -1,6 +1,7 @@
 """Fused kernels: each is the chain of operators that it stands for, in values, gradients, types and shapes."""
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ def as_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fused_kernels, "_is_on", True)
     monkeypatch.setattr(fused_kernels, "kernels_of", lambda device: "cuda")
     monkeypatch.setattr(fused_kernels, "has_triton", lambda: True)
+    monkeypatch.setattr(fused_loss, "_WIDEST", 8)
     return
 
 
@@ -51,6 +53,10 @@ def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
     return [
         ("rotate", rope._rotate, OPERATORS.rotate, (whole, cosines, sines, False)),
         ("rotate some", rope._rotate, OPERATORS.rotate, (heads, cosines, sines, False)),
+        ("rotate turned heads", rope._rotate, OPERATORS.rotate, (whole.transpose(1, 2).contiguous().transpose(1, 2),
+                                                                 cosines, sines, False)),
+        ("turned gradients", gated.gated_gradients, OPERATORS.gated_gradients,
+         (slope[:, :1].expand(7, 12), gate.t().contiguous().t(), up, "silu")),
         ("rotate back", rope._rotate, OPERATORS.rotate, (heads.transpose(1, 2).contiguous().transpose(1, 2), cosines,
                                                          sines, True)),
         *((f"{name} product", gated.gated_product, OPERATORS.gated_product, (gate, up, name))
@@ -175,7 +181,50 @@ def test_losses_against_pytorchs(as_operators: None, softcap: float | None) -> N
         assert math.isclose(linear_cross_entropy(hidden, weight, labels, **options), wanted[0])
 
 
-@pytest.mark.parametrize("dtype", list(nf4.DTYPES), ids=str)
+@pytest.mark.parametrize("fuse", [False, True])
+def test_rows_that_do_not_count_may_be_infinite(
+    as_operators: None, monkeypatch: pytest.MonkeyPatch, fuse: bool
+) -> None:
+    """Of fp16: such a row's gradient is zero."""
+    monkeypatch.setattr(fused_kernels, "_is_on", fuse)
+    labels = torch.tensor([-100, 1, 2])
+    for function in (linear_cross_entropy, token_log_probs):
+        hidden, weight = torch.tensor([[6e4, 1.0], [0.5, 1.0], [0.25, 1.0]]).half(), torch.eye(4, 2).half() * 2
+        hidden.requires_grad_()
+        weight.requires_grad_()
+        loss = function(hidden, weight, labels, chunks=1).sum()
+        loss.backward()
+        assert hidden.grad is not None and weight.grad is not None
+        assert not (hidden @ weight.t()).isfinite().all() and loss.isfinite()
+        assert hidden.grad[0].eq(0).all() and hidden.grad[1:].ne(0).any() and weight.grad.isfinite().all()
+
+
+def test_threads_have_the_limit_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As autograd's have: torch keeps such numbers for each thread."""
+    found: list[int] = []
+
+    def read() -> None:
+        fused_kernels.call_compiled(len, torch.ones(2))
+        found.append(torch._dynamo.config.recompile_limit)
+
+    monkeypatch.setattr(fused_kernels, "compiled", lambda function: function)
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert found == [64]
+
+
+@pytest.mark.slow
+def test_the_probe_sees_whether_anything_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_kernels, "has_triton", lambda: True)
+    torch._dynamo.reset()
+    assert fused_kernels._fault.__wrapped__(CPU) == ""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(disable=True):
+        assert "torch.compile is switched off" in fused_kernels._fault.__wrapped__(CPU)
+
+
+@pytest.mark.parametrize("dtype", sorted(nf4.DTYPES, key=str), ids=str)
 @pytest.mark.parametrize("rows, columns", [(24, 128), (7, 192), (256, 128)])
 def test_nf4_gives_the_bits_of_torchao(as_operators: None, rows: int, columns: int, dtype: torch.dtype) -> None:
     """All of a matrix, some of its blocks, and a part of its columns."""
