@@ -264,7 +264,7 @@ class FullFinetuneConfig(RecipeFacts):
         "few, by torch.compile with Triton; without Triton, said at the start, they run operator by operator. A plan "
         "takes Triton to be there.",
         needs="device != cpu",
-        known_as="HF use_liger_kernel; Axolotl liger_rope, liger_glu_activation",
+        known_as="Axolotl liger_rope, liger_glu_activation",
     )
     matmul_dtype: str | None = key(
         None,

@@ -30,8 +30,8 @@ def test_replications_are_command_lines_of_tune_plan() -> None:
     assert sum(entry.goal for entry in rows) >= 8
     for run in {entry.run for entry in rows if isinstance(entry.run, Run)}:
         read = plan_request.read(run.command.split()[2:])
-        assert (read.config, tuple(read.overrides), read.sequence) == ([run.config], run.overrides, str(run.tokens))
-        assert load_config(run.config, run.overrides, FullFinetuneConfig).max_seq_len == run.tokens
+        assert (read.config, tuple(read.overrides), read.sequence) == ([run.config], run.keys, str(run.tokens))
+        assert load_config(run.config, run.keys, FullFinetuneConfig).max_seq_len == run.tokens
 
 
 def test_the_model_has_as_many_parameters_as_their_tool_prints() -> None:
