@@ -44,7 +44,7 @@ TEXT = """# Where a planned step's time goes
 By `python -m benchmarks.step_time --output docs/measurements/step_time.md`, torch {torch}: the steady step of rank 0,
 planned, layers not compiled, with `{overrides}` and `batch_size` for the micro-batch's tokens; full fine-tuning on 4
 ranks, the others on one, checkpointed as their configs are. Rates of data sheets, uncalibrated: tens of percent.
-Nothing here was measured on a GPU. The time of all kernels over that of matrix products and attention should be {aim}
+Nothing here was measured on a GPU. The time of all kernels over that of matmuls and attention should be {aim}
 at most: {verdict}.
 
 `fused`: rotary embedding, gated activation, the loss, and in QLoRA the dequantized weights are a kernel or
@@ -56,7 +56,7 @@ as a whole (`compile=true`) are not planned: there is no row for them.
 
 Seconds of each kind alone, and when all of it is scheduled: `exposed`, while a collective or a copy runs and no kernel
 does; `idle`, while nothing does: the host launches, or a stream waits. `kernels / useful` is the time of all kernels
-over that of matrix products and attention.
+over that of matmuls and attention.
 
 {kinds}
 

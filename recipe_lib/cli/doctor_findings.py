@@ -220,10 +220,12 @@ def _unlike(facts: dict[str, Any]) -> Iterator[Finding]:
         line = f"torchao {machine['packages']['torchao']} does not fit torch {machine['packages']['torch']} wholly"
         remedy = "its Python parts work; install the torchao of this torch for its compiled kernels"
         yield _finding("torchao-pair", f"{line}: {show(facts['torchao_said'][0], 160)}", remedy)
-    lacks = "triton is not installed" if machine["packages"]["triton"] is None else "Triton finds no C compiler"
-    if gpus and (machine["packages"]["triton"] is None or machine["compiler"] is None):
-        remedy = "pip install triton" if "installed" in lacks else "install gcc or clang, or name one in CC"
-        yield _finding("not-fused", f"{lacks}: kernels are not fused, and QLoRA is much slower", remedy)
+    slower = "kernels are not fused, and QLoRA is much slower"
+    if gpus and machine["packages"]["triton"] is None:
+        yield _finding("not-fused", f"triton is not installed: {slower}", "pip install triton")
+    elif gpus and machine["compiler"] is None:
+        remedy = "install gcc or clang, or name one in CC"
+        yield _finding("not-fused", f"Triton finds no C compiler: {slower}", remedy)
     if not gpus and facts["links"] is None:
         line = "there is no GPU, so nothing was exchanged"
         yield _finding("no-links", line, "--nproc_per_node 2 times collectives of gloo on the CPU")

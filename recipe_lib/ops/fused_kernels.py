@@ -51,8 +51,10 @@ def use_fused_kernels(wanted: bool, device: torch.device) -> str:
 
 def fuses(device: torch.device) -> bool:
     """Whether a chain on the device is one kernel; not in code that is being compiled."""
-    if torch.compiler.is_compiling() or device.type == "meta":
-        return _on_meta and device.type == "meta"
+    if torch.compiler.is_compiling():
+        return False
+    if device.type == "meta":
+        return _on_meta
     return _is_on and kernels_of(device) == "cuda" and (not holds_values(device) or has_triton())
 
 

@@ -39,7 +39,7 @@ from recipe_lib.plan.timing.cost import (
 )
 from recipe_lib.plan.timing.pipeline_time import Sums
 from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
-from recipe_lib.plan.timing.time_by_kind import ATTENTION, MEMORY_BOUND, PRODUCTS, operators_launched, time_by_kind
+from recipe_lib.plan.timing.time_by_kind import ATTENTION, MATMULS, MEMORY_BOUND, operators_launched, time_by_kind
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.verdict import HOST_ALLOWS
@@ -272,7 +272,7 @@ def _time(
         error=error_text(settings.hardware, settings.calibration),
         copies=sums.copies,
         copies_exposed=sums.copies_exposed,
-        products=kinds[PRODUCTS],
+        matmuls=kinds[MATMULS],
         attention=kinds[ATTENTION],
         memory_bound=kinds[MEMORY_BOUND],
         idle=max(0.0, seconds - sums.compute - sums.exposed - sums.copies_exposed),

@@ -55,7 +55,7 @@ def _bare(error: str) -> str:
 
 def _kinds_text(time: TimePlan) -> str:
     """By what they do; their sum is more than all where kernels run on two streams at once."""
-    parts = {"matrix products": time.products, "attention": time.attention, "memory-bound": time.memory_bound}
+    parts = {"matmuls": time.matmuls, "attention": time.attention, "memory-bound": time.memory_bound}
     total = sum(parts.values())
     return ": " + ", ".join(f"{name} {value / total:.0%}" for name, value in parts.items()) if total else ""
 

@@ -67,7 +67,7 @@ def hand_made(**changed: object) -> Plan:
             4000.0,
             False,
             "-50 % to +20 %",
-            products=1.0,
+            matmuls=1.0,
             attention=0.125,
             memory_bound=0.125,
             operators=1234,

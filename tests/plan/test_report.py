@@ -335,7 +335,7 @@ def test_time_says_what_it_is_worth():
     plan = hand_made()
     text = " ".join(" ".join(section(render(plan, width=80), "time of a step")).split())
     assert "4.00 s, ranking only, not calibrated; error: -50 % to +20 %" in text
-    assert "1.25 s: matrix products 80%, attention 10%, memory-bound 10%" in text and "1,234 operators" in text
+    assert "1.25 s: matmuls 80%, attention 10%, memory-bound 10%" in text and "1,234 operators" in text
     assert "bound by communication" in text and "1,000 steps, 1h06m" in text
     plan.time = dataclasses.replace(
         plan.time, calibrated=True, error="+-12 %", communication=1.5, launch=2.0, total=None

@@ -150,7 +150,8 @@ def _continue(short: _Short, long: _Short, layers: int) -> Estimate:
         for key, high in long.peaks.items()
     }
     highest = max(peaks, key=lambda key: peaks[key])
-    active = peaks[highest] + line(lambda run: run.unsplit)
+    # What is left unsplit may grow with the layers, and does not shrink: a line downwards would end below zero.
+    active = peaks[highest] + max(long.unsplit, line(lambda run: run.unsplit))
     idle = [max(pair) for pair in zip(short.idle, long.idle, strict=True)]
     host = [
         _line(short.host.get(phase, high), high, short.layers, long.layers, layers) for phase, high in long.host.items()

@@ -1,4 +1,4 @@
-"""What a planned step's kernels spend their time on: products, attention, and what moves bytes, by module.
+"""What a planned step's kernels spend their time on: matmuls, attention, and what moves bytes, by module.
 
 No torch in here. Seconds are those of each operator alone on the device, all micro-batches counted; what runs at the
 same time counts twice, so the sums of kinds are no times of a step. See `stream_schedule` for when it all runs.
@@ -12,9 +12,9 @@ from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.timing.cost import Calibration, is_wait, op_seconds
 from recipe_lib.plan.trace import OP, Op, Trace
 
-PRODUCTS, ATTENTION, MEMORY_BOUND = "products of matrices", "attention", "memory-bound kernels"
+MATMULS, ATTENTION, MEMORY_BOUND = "matmuls", "attention", "memory-bound kernels"
 COPIES, COMMUNICATION = "copies", "communication"
-KINDS = (PRODUCTS, ATTENTION, MEMORY_BOUND, COPIES, COMMUNICATION)
+KINDS = (MATMULS, ATTENTION, MEMORY_BOUND, COPIES, COMMUNICATION)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -37,7 +37,7 @@ def kind_of(op: Op) -> str:
         return ""
     if "attention" in op.name or "attn" in op.name:
         return ATTENTION
-    return PRODUCTS if op.flops else MEMORY_BOUND
+    return MATMULS if op.flops else MEMORY_BOUND
 
 
 def time_by_kind(
@@ -73,8 +73,8 @@ def operators_launched(trace: Trace, phase: str) -> int:
 
 
 def kernel_overhead(times: dict[str, float]) -> float:
-    """The time of all kernels over that of products and attention: 1 where nothing else takes time."""
-    useful = times[PRODUCTS] + times[ATTENTION]
+    """The time of all kernels over that of matmuls and attention: 1 where nothing else takes time."""
+    useful = times[MATMULS] + times[ATTENTION]
     return (useful + times[MEMORY_BOUND]) / useful if useful else float("inf")
 
 

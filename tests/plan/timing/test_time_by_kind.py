@@ -8,8 +8,8 @@ from recipe_lib.plan.timing.time_by_kind import (
     ATTENTION,
     COMMUNICATION,
     COPIES,
+    MATMULS,
     MEMORY_BOUND,
-    PRODUCTS,
     kernel_overhead,
     memory_bound_by_module,
     operators_launched,
@@ -28,7 +28,7 @@ def traced(*ops: Op) -> Trace:
 
 def test_each_operator_counts_for_its_kind_as_often_as_it_stands_for() -> None:
     ops = {
-        PRODUCTS: Op("aten::mm", flops=10**13, bytes=10**8, dtype="bf16", repeats=3),
+        MATMULS: Op("aten::mm", flops=10**13, bytes=10**8, dtype="bf16", repeats=3),
         ATTENTION: Op("aten::_scaled_dot_product_flash_attention", flops=10**12, bytes=10**7, dtype="bf16"),
         MEMORY_BOUND: Op("aten::mul", bytes=10**9, module="model.layers.1.mlp"),
         COPIES: Op("aten::copy_", bytes=10**9, transfer="to_host"),
@@ -38,7 +38,7 @@ def test_each_operator_counts_for_its_kind_as_often_as_it_stands_for() -> None:
     nothing = Op("_c10d_functional::wait_tensor"), Op("aten::empty")
     trace = traced(*ops.values(), more, *nothing, Op("aten::add_", bytes=10**8, part="optimizer"))
     found = time_by_kind(trace, "step", CARD)
-    for kind in (PRODUCTS, ATTENTION, COPIES, COMMUNICATION):
+    for kind in (MATMULS, ATTENTION, COPIES, COMMUNICATION):
         assert found[kind] == pytest.approx(ops[kind].repeats * op_seconds(ops[kind], CARD))
     # 1, 2 and 2 GB, and 0.1 GB of the optimizer's, at 0.8 of 3350 GB/s.
     assert found[MEMORY_BOUND] == pytest.approx(5.1 / (0.8 * 3350))
