@@ -3,6 +3,7 @@
 import torch
 import torch.distributed.fsdp
 
+from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.tracing.operator_costs import Cost, cost_of
 
 
@@ -39,3 +40,10 @@ def test_a_rows_sum_reads_the_logits_twice() -> None:
     logits, labels = meta(6, 1000), meta(6, dtype=torch.int64)
     found = cost(torch.ops.tune_recipes.label_log_probs.default, logits, labels, None)
     assert found.bytes == 2 * (2 * 6 * 1000) + 8 * 6 + 2 * (4 * 6)
+
+
+def test_scales_of_nf4_are_scratch_of_its_numbers() -> None:
+    """A kernel before the one of the numbers makes them, in the numbers' type, one for each block; on a GPU alone."""
+    arguments = meta(48, 32, dtype=torch.uint8), meta(48, dtype=torch.int8), meta(4), meta(16), [0, 0, 48, 48], 16
+    assert kernel_memory("sm90")("tune_recipes::dequantize_nf4", arguments, 0) == [(48 * 2, False)]
+    assert kernel_memory("cpu")("tune_recipes::dequantize_nf4", arguments, 0) == []
