@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters.layers import AdaptedLinear, AdapterSettings
+from tests.distributed.ranks import in_a_fork
 
 PAGE = Path(__file__).parents[2] / "docs" / "upstream" / "add_alpha.md"
 SCALING = 3.0
@@ -35,6 +36,7 @@ def by_formula(module: AdaptedLinear, hidden: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dora", [False, True])
+@in_a_fork
 def test_compiled_adapters_are_the_formula(dora: bool) -> None:
     """Of flat tokens, as ranks that share matrices have them: the sum is then one of two matrix products."""
     module = adapted(dora)

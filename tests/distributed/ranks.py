@@ -1,6 +1,7 @@
 """Runs a function on several gloo ranks, each a fork of the test process, which has torch imported already."""
 
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -64,6 +65,17 @@ def run_ranks(
         if failures:
             raise RankFailure("\n".join(failures))
         return [torch.load(folder / f"result{rank}", weights_only=True) for rank in range(world_size)]
+
+
+def in_a_fork(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that compiles runs in a process of its own: code that was compiled, and the compiler's threads, are then
+    in no process of which later tests make their ranks."""
+
+    @functools.wraps(test)
+    def forked(*args: Any, **kwargs: Any) -> None:
+        run_ranks(functools.partial(test, *args, **kwargs), 1, timeout=300, process_group=False)
+
+    return forked
 
 
 def _run_rank(
@@ -173,7 +185,9 @@ def _reason(process: BaseProcess, rank: int, folder: Path, timed_out: bool) -> s
     else:
         why = f"exit code {process.exitcode}"
     output = folder / f"output{rank}"
-    printed = output.read_text(errors="replace")[-4000:] if output.exists() else ""
+    printed = output.read_text(errors="replace") if output.exists() else ""
+    if len(printed) > 8000:  # what crashed comes first in a report of a crash, and its callers of no interest last
+        printed = f"{printed[:4000]}\n[...]\n{printed[-4000:]}"
     return f"{why}\n{printed}".rstrip()
 
 

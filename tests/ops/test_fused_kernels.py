@@ -15,6 +15,7 @@ from recipe_lib.adapters.nf4 import dequantize, quantize_blocks, quantize_scales
 from recipe_lib.ops import fused_kernels, fused_loss, gated, rope
 from recipe_lib.ops.cross_entropy import linear_cross_entropy, projected_cross_entropy
 from recipe_lib.ops.token_log_probs import token_log_probs
+from tests.distributed.ranks import in_a_fork
 
 CPU = torch.device("cpu")
 OPERATORS = torch.ops.tune_recipes
@@ -92,6 +93,7 @@ def test_shapes_of_plans_are_those_of_results(call: tuple[Any, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS, ids=[call[0] for call in CALLS])
+@in_a_fork
 def test_compiled_it_gives_the_same_and_makes_nothing_but_its_results(
     call: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +217,7 @@ def test_threads_have_the_limit_of_compilations(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
+@in_a_fork
 def test_the_probe_sees_whether_anything_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_kernels, "has_triton", lambda: True)
     torch._dynamo.reset()

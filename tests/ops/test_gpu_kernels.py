@@ -1,5 +1,6 @@
 """`gpu_check.py kernels` without a GPU, and the Triton code that inductor generates without one."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ from torch import Tensor
 from benchmarks import gpu_kernels
 from benchmarks.gpu_check import main
 from benchmarks.triton_code import bytes_in, kernels_in, triton_code
+from tests.distributed.ranks import in_a_fork
 from tests.ops.test_fused_kernels import CALLS
 
 pytestmark = pytest.mark.benchmark
 
 
+@in_a_fork
 def test_a_dry_run_writes_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu_kernels, "KERNELS", [one for one in gpu_kernels.KERNELS if "rotate" in one.name])
     monkeypatch.setattr(gpu_kernels, "CALLS", 3)
@@ -24,6 +27,7 @@ def test_a_dry_run_writes_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "| - | - |" in row and "Nothing here was measured on a GPU" in text
 
 
+@in_a_fork
 def test_other_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu_kernels, "KERNELS", gpu_kernels.KERNELS[:1])
     monkeypatch.setattr(gpu_kernels, "CALLS", 3)
@@ -33,10 +37,11 @@ def test_other_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert main(["kernels", "--output", str(tmp_path)]) == 1
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed, which generates code for GPUs")
 @pytest.mark.parametrize("call", CALLS, ids=[call[0] for call in CALLS])
+@in_a_fork
 def test_a_gpu_has_one_kernel(call: tuple[Any, ...]) -> None:
     """NF4 has a second one, for the scales of blocks."""
-    pytest.importorskip("triton", reason="triton is not installed, which generates code for GPUs")
     name, function, _, arguments = call
     code = triton_code(function.__wrapped__, *arguments)
     found = function(*arguments)

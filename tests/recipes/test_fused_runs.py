@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recipe_lib.ops import fused_kernels
-from tests.distributed.ranks import import_compiler, run_ranks
+from tests.distributed.ranks import import_compiler, in_a_fork, run_ranks
 from tests.recipes.runs import DPO, FULL, LORA, ROOT, arguments, done, latest, run_here, steps
 from tests.recipes.test_dpo import arguments as preference_arguments
 from tests.recipes.test_dpo import write_pairs
@@ -105,6 +105,7 @@ def test_ranks_that_fuse_train_as_one_that_does_not(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
+@in_a_fork
 def test_compiled_runs_are_those_without(folder: Path, kind: str) -> None:
     """By inductor, for the CPU."""
     import_compiler()
