@@ -161,7 +161,7 @@ class DpoFinetune:
             sums.add_(numbers)
             return loss / batches.items
 
-        training.backward_each(self.parallel, loss_of, batches)
+        sums = training.backward_each(self.parallel, loss_of, batches, sums)
         means = self.world.all_reduce_sum(sums) / batches.items
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(

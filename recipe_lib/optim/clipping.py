@@ -112,8 +112,8 @@ def clip_grad_norm(
     norm is taken. parallel: says which parameter is a copy of another rank's. earlier: what parameters without a
     gradient had before they were stepped, in backward.
 
-    The norm is fp32 (fp64 where a parameter is), `[]` on `world.device`. Nothing is read back to the host: the factor,
-    at most 1, is made and applied on the gradients' device. A norm that is not finite makes the gradients so too.
+    The norm is fp32 (fp64 where a parameter is), `[]` where gradients are. Nothing is read back: the factor, at
+    most 1, is made and applied on the gradients' device. A norm that is not finite makes the gradients so too.
     """
     parameters = list(parameters)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -125,16 +125,14 @@ def clip_grad_norm(
     for key, group in groups.items():
         total += group.squared_norm(dtype, squares.get(key)).to(total.device)
     if world.pipeline is not None:  # each stage has parameters of its own
-        total = world.all_reduce_sum(total.to(world.device)) / world.data_ranks  # by a group that there is anyway
+        total = world.all_reduce_sum(total) / world.data_ranks  # by a group that there is anyway
     norm = total.sqrt_().to(dtype)
     if max_norm is not None:
         factor = (max_norm / (norm + _TINY)).clamp_(max=1.0)
         for group in groups.values():
             if scaled := group.grads + group.copies:
                 torch._foreach_mul_(scaled, factor.to(group.device))
-    if norm.device != world.device:  # a copy from memory that is not pinned would wait for the device
-        norm = norm.pin_memory()
-    return norm.to(world.device, non_blocking=True)
+    return norm
 
 
 def _group(parameters: Iterable[nn.Parameter], copy: nn.Parameter | None = None) -> dict[_Key, _Group]:

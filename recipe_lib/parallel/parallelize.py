@@ -60,7 +60,8 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
     levers = apply_memory_levers(model, cfg, world.device, pipeline, for_training=for_training)
     units = shard_model(model, cfg.parallel, cfg.memory, world)
     replicas = replicas_of(cfg.parallel, cfg.memory, world)
-    accumulation = GradientAccumulation(model, cfg.parallel) if for_training else None
+    sends = cfg.memory.cpu_offload and not cfg.memory.optimizer_in_backward
+    accumulation = GradientAccumulation(model, cfg.parallel, world.device if sends else None) if for_training else None
     return Parallel(
         pipeline, tensor_gradients, units, replicas, levers.kernels, levers.checkpointing, levers.offload, accumulation
     )

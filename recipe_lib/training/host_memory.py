@@ -11,6 +11,7 @@ from recipe_lib.memory.host_limits import check_needs, free_host_memory, pinned_
 from recipe_lib.ops.device import holds_values
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes, optimizer_state_sizes
 from recipe_lib.parallel import World
+from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.parallelize import Parallel
 
 
@@ -55,13 +56,24 @@ def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, other: nn.Module 
     if cfg.memory.cpu_offload:
         frozen = list(other.parameters()) if other is not None else []
         pinned = sum(pinned_bytes(local_bytes([parameter])) for parameter in [*every, *frozen])
-        gradients = [pinned_bytes(local_bytes([parameter])) for parameter in trained]
-        at_once = max if cfg.memory.optimizer_in_backward else sum
-        found["cpu_offload"] = pinned + at_once(gradients or [0]) + states
+        found["cpu_offload"] = pinned + _gradient_bytes(trained, cfg) + states
     elif cfg.memory.optimizer_offload:
         sizes = optimizer_state_sizes(cfg.optimizer, model.named_parameters()) or []
         found["optimizer_offload"] = sum(map(pinned_bytes, sizes))
     return found
+
+
+def _gradient_bytes(trained: list[nn.Parameter], cfg: FullFinetuneConfig) -> int:
+    """Of offloaded gradients: the largest if each is stepped in backward, else all, and sums of micro-batches that are
+    reduced one by one."""
+    pinned = [pinned_bytes(local_bytes([parameter])) for parameter in trained]
+    if cfg.memory.optimizer_in_backward:
+        return max(pinned, default=0)
+    if reduces_once(cfg.parallel) or micro_batches(cfg)[1] == 1:
+        return sum(pinned)
+    if cfg.parallel.accumulate_grad_in_fp32:
+        return sum(pinned) + 2 * local_bytes(trained)  # of bf16
+    return 2 * sum(pinned)
 
 
 def calls_at_once(parallel: Parallel, cfg: FullFinetuneConfig, window: Window) -> int:

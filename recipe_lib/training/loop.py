@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """What an optimizer step leaves on the device: mean loss, norm of the gradient, and numbers of the recipe's own."""
+    """What an optimizer step leaves: mean loss, norm of the gradient, numbers of a recipe's own; on device or host."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
@@ -46,9 +46,9 @@ class Step:
     def numbers(self) -> tuple[float, float, dict[str, float]]:
         """(loss, norm of the gradient, the recipe's own) on the host, which waits for the device once."""
         tensors = [self.loss, self.grad_norm, *self.metrics.values()]
-        device = self.loss.device
-        together = torch.stack([tensor.to(device, torch.float64).reshape(()) for tensor in tensors]).cpu()
-        loss, norm, *own = (float(number) for number in together)
+        together = [tensor.to(torch.float64).reshape(()) for tensor in tensors if tensor.device.type != "cpu"]
+        read = iter(torch.stack(together).cpu() if together else ())
+        loss, norm, *own = (float(each if each.device.type == "cpu" else next(read)) for each in tensors)
         return loss, norm, dict(zip(self.metrics, own, strict=True))
 
 

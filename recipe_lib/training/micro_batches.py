@@ -13,7 +13,7 @@ from recipe_lib.parallel.parallelize import Parallel
 def sum_gradients(
     parallel: Parallel, summed_loss: Callable[[Batch], torch.Tensor], batches: StepBatches, device: torch.device
 ) -> torch.Tensor:
-    """Runs each micro-batch forward and backward; returns this rank's part of the mean loss, fp64, on the device.
+    """Runs each micro-batch forward and backward; returns this rank's part of the mean loss, fp64, as `backward_each`.
 
     summed_loss: the sum of the token losses of a micro-batch, by calling the model. Gradients are sums over ranks, so
     every loss is divided by the label tokens of the whole global step. In a pipeline only the last stage's rank has a
@@ -26,18 +26,24 @@ def sum_gradients(
         loss.add_(part.detach())
         return part
 
-    backward_each(parallel, part_of, batches)
-    return loss
+    return backward_each(parallel, part_of, batches, loss)
 
 
-def backward_each(parallel: Parallel, loss_of: Callable[[int, Batch], torch.Tensor], batches: StepBatches) -> None:
+def backward_each(
+    parallel: Parallel, loss_of: Callable[[int, Batch], torch.Tensor], batches: StepBatches, numbers: torch.Tensor
+) -> torch.Tensor:
     """Adds up the gradients of all micro-batches; through the pipeline, if there is one.
 
-    loss_of: the number of a micro-batch of this rank's, and itself, to the loss that goes backward.
+    loss_of: the number of a micro-batch of this rank's, and itself, to the loss that goes backward. numbers: on the
+    device, what `loss_of` adds up to be logged. They are returned: on the host if it has waited for gradients
+    (`memory.cpu_offload`), so that it need not wait a second time.
     """
     accumulation = parallel.accumulation
     if parallel.pipeline is not None:
         parallel.pipeline.train(batches.micro_batches, loss_of, accumulation)
+        if accumulation is not None:
+            numbers = accumulation.send(numbers)
+            accumulation.add()
     else:
         last = len(batches.micro_batches) - 1
         for number, batch in enumerate(batches.micro_batches):
@@ -45,9 +51,11 @@ def backward_each(parallel: Parallel, loss_of: Callable[[int, Batch], torch.Tens
                 accumulation.begin(is_last=number == last)
             loss_of(number, batch).backward()
             if accumulation is not None:
+                numbers = accumulation.send(numbers) if number == last else numbers
                 accumulation.add()
     if accumulation is not None:
         accumulation.finish()
+    return numbers
 
 
 def result_of_each(

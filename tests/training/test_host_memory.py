@@ -40,6 +40,14 @@ def test_parameters_gradients_and_states_on_the_host() -> None:
     pinned = sum(map(power_of_two, sizes))
     assert offloaded_bytes(model, config()) == {}
     assert offloaded_bytes(model, config("memory.cpu_offload=true")) == {"cpu_offload": 2 * pinned + 2 * sum(sizes)}
+    # Micro-batches that are reduced one by one are added up on the host, next to the gradients of the last one.
+    for override, more in (
+        ("gradient_accumulation_steps=3", pinned),
+        ("gradient_accumulation_steps=3 parallel.accumulate_grad_in_fp32=true dtype=bf16", 2 * sum(sizes)),
+        ("gradient_accumulation_steps=3 parallel.reduce_gradients=step", 0),
+    ):
+        found = offloaded_bytes(model, config("memory.cpu_offload=true", *override.split()))
+        assert found == {"cpu_offload": 2 * pinned + more + 2 * sum(sizes)}
     single = config("memory.cpu_offload=true", "memory.optimizer_in_backward=true", "clip_grad_norm=null")
     assert offloaded_bytes(model, single) == {"cpu_offload": pinned + power_of_two(largest) + 2 * sum(sizes)}
     assert offloaded_bytes(model, config("memory.optimizer_offload=true")) == {"optimizer_offload": 2 * pinned}

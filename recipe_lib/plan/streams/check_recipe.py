@@ -20,7 +20,7 @@ from recipe_lib.plan.world.simulated_device import NAME
 
 MOST_RANKS = 64  # whose collectives are compared
 _MICRO_BATCHES = 4  # of each stage, at most
-_FSDP = "torch/distributed/fsdp/"
+_FOR_GRADIENTS = ("torch/distributed/fsdp/", "parallel/gradient_accumulation.py")
 
 
 @dataclass
@@ -58,8 +58,10 @@ class StreamCheck:
 
 
 def unneeded(waits: dict[str, int]) -> int:
-    """Waits beyond the one for the numbers that are logged, and FSDP's own for gradients that the host steps."""
-    return max(0, sum(count for words, count in waits.items() if _FSDP not in words) - 1)
+    """Waits beyond the one for the numbers that are logged, and those for gradients that the host adds up and steps:
+    one a micro-batch, FSDP's own one or two more for each action of a pipeline."""
+    others = sum(count for words, count in waits.items() if not any(each in words for each in _FOR_GRADIENTS))
+    return max(0, others - 1)
 
 
 def check_streams(recipe_class: type, cfg: Any, settings: PlanSettings, *, compares: bool = True) -> StreamCheck:

@@ -96,12 +96,14 @@ class _Memory:
 
 @dataclass
 class _Work:
-    """An asynchronous collective: what is done when it is, and the storages it holds; its operator, and its line."""
+    """An asynchronous collective: what is done when it is, and the storages it holds; its operator, and its line.
+    on_host: of tensors there, for which the host waits."""
 
     clock: Clock
     held: list[int]
     operator: str
     place: Line
+    on_host: bool
 
 
 class StreamChecker:
@@ -237,7 +239,7 @@ class StreamChecker:
         self._on_device += on_device
         is_sent = op.collective is not None and _is_asynchronous(op.collective)
         if is_sent:
-            stream = self._communicator(op)
+            stream = self._communicator(op, stream)
         work, line = self._clocks.issue(stream), code_line()
         if op.collective is not None and on_device:
             self._note_call(op.collective, stream, work, line)
@@ -247,7 +249,7 @@ class StreamChecker:
                 at_issue = on_device and not op.transfer and not self._memory[number].storage.device
                 self._use(number, access if not at_issue else self._of_host(access))
         if is_sent:
-            self._sent(op, stream, {*read, *written}, [numbers(one) for one in tensors_in(result)])
+            self._sent(op, stream, {*read, *written}, [numbers(one) for one in tensors_in(result)], not on_device)
         waits = self._host_waits(func, args, kwargs, op, (*read, *written))
         if waits:
             self._clocks.wait_stream(HOST, stream)
@@ -309,16 +311,16 @@ class StreamChecker:
 
     # Asynchronous collectives
 
-    def _communicator(self, op: Op) -> int:
-        """The stream of a communicator; what is issued on it comes after the current stream."""
+    def _communicator(self, op: Op, after: int) -> int:
+        """The stream of a communicator; what is issued on it comes after another one."""
         assert op.collective is not None
         ranks, pair = op.collective.ranks, op.collective.operation in ("send", "recv")
-        key = (op.collective.dim, ranks, pair)  # two ranks exchange on a communicator of their own
+        key = (op.collective.dim, ranks, pair, after == HOST)  # two ranks exchange on a communicator of their own
         if key not in self._communicators:
             self._communicators[key] = number = _COMMUNICATORS + len(self._communicators)
             self._names[number] = f"on the communicator of ranks {', '.join(map(str, ranks))}"
         stream = self._communicators[key]
-        self._clocks.wait_stream(stream, op.stream)
+        self._clocks.wait_stream(stream, after)
         return stream
 
     def _note_call(self, collective: Collective, stream: int, work: int, line: Line) -> None:
@@ -344,10 +346,10 @@ class StreamChecker:
                 found.append(made[count - 1][1])
         return tuple(found)
 
-    def _sent(self, op: Op, stream: int, held: set[int], results: list[int]) -> None:
+    def _sent(self, op: Op, stream: int, held: set[int], results: list[int], on_host: bool) -> None:
         for number in held:
             self._memory[number].sent += 1
-        self._last_work = _Work(self._clocks.snapshot(stream), list(held), op.name, code_line())
+        self._last_work = _Work(self._clocks.snapshot(stream), list(held), op.name, code_line(), on_host)
         if op.name.startswith("_c10d_functional"):
             self._results |= dict.fromkeys(results, self._last_work)
             self._last_work = None
@@ -364,7 +366,7 @@ class StreamChecker:
     def _finish(self, work: _Work | None, stream: int) -> None:
         if work is None:
             return
-        self._clocks.join(stream, work.clock)
+        self._clocks.join(HOST if work.on_host else stream, work.clock)
         for number in work.held:
             memory = self._memory.get(number)
             if memory is not None:

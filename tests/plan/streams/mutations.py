@@ -104,6 +104,9 @@ CASES = {
         "demo/full", 4, ("parallel.reduce_gradients=step", "gradient_accumulation_steps=2")
     ),
     "FSDP, CPU offload": Case("demo/full", 4, ("memory.cpu_offload=true",)),
+    "FSDP, CPU offload, two micro-batches": Case(
+        "demo/full", 4, ("memory.cpu_offload=true", "gradient_accumulation_steps=2")
+    ),
     "FSDP, CPU offload, stepping in backward": Case("demo/full", 4, ("memory.cpu_offload=true", *IN_BACKWARD)),
     "FSDP, stepping in backward": Case("demo/full", 4, IN_BACKWARD),
     "HSDP": Case("demo/full", 4, ("parallel.data_replicate=2", "parallel.reduce_dtype=bf16")),
@@ -113,6 +116,7 @@ CASES = {
         f"pipeline, {schedule}": Case("demo/full", 4, (*PIPELINE, f"parallel.pipeline_schedule={schedule}"))
         for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
     },
+    "pipeline, CPU offload": Case("demo/full", 4, (*PIPELINE, "memory.cpu_offload=true")),
     "pipeline, tied embedding": Case("smollm2/135M_full", 2, (*PIPELINE, "data.source=examples/demo/train.jsonl")),
     "LoRA on NF4": Case("demo/lora", 4, ("lora.quantize_base=nf4",)),
 }

@@ -89,7 +89,9 @@ def test_shipped_runs_wait_once_a_step() -> None:
 
 def test_the_host_waits_for_gradients_that_it_steps_and_no_more() -> None:
     found = apart(waits_of, CASES["FSDP, CPU offload"])
-    assert Counter(Path(file).name for _, file, _ in found) == {"_fsdp_param_group.py": 1, "loop.py": 1}
+    assert Counter(Path(file).name for _, file, _ in found) == {"gradient_accumulation.py": 1}
+    found = apart(waits_of, CASES["FSDP, CPU offload, two micro-batches"])
+    assert Counter(Path(file).name for _, file, _ in found) == {"gradient_accumulation.py": 2}
 
 
 def uncached() -> list[tuple[str, str, int]]:
