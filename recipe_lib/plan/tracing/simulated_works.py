@@ -20,12 +20,12 @@ def following_works(tracer: Tracer) -> Iterator[None]:
     """Inside, a tracer and its checker learn which works a fake process group returns, and of each wait for one."""
     checker, asynchronous = tracer.checker, set[int]()
     group, work = dist.ProcessGroup, torch._C._distributed_c10d.FakeWork
-    originals = {name: getattr(group, name) for name in _STARTING if hasattr(group, name)}
+    originals = {name: vars(group)[name] for name in _STARTING if name in vars(group)}  # which bind, put back
     alive: list[Any] = []  # works are known by their id, which another may have when one is gone
 
     def starting(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            found, ops = original(*args, **kwargs), tracer.trace.ops
+            found, ops = original.__get__(args[0])(*args[1:], **kwargs), tracer.trace.ops
             alive.append(found)
             collective = ops[-1].collective if ops else None
             if collective is not None and not collective.waits:
