@@ -7,11 +7,10 @@ the sums of the micro-batches whole on a rank, and reduces them with the last on
 forward to the last one's backward: weights and gradients whole, states sharded, which is ZeRO-1 (arXiv 1910.02054) and
 Megatron's distributed optimizer.
 
-With `memory.cpu_offload` FSDP sends each gradient to the host, and where one is there already it waits for each
-parameter's copy to memory that is not pinned, in order to add the two. Here each micro-batch's gradients go to pinned
-memory while backward goes on, the host waits once for all of them, and adds.
+Gradients that are sent to the host are added up there (`offloaded_gradients`).
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.ops.device import kernels_of
+from recipe_lib.parallel.offloaded_gradients import OffloadedGradients
 
 
 def reduces_once(parallel: ParallelConfig) -> bool:
@@ -48,15 +47,18 @@ class GradientAccumulation:
 
     def __init__(self, model: nn.Module, parallel: ParallelConfig, device: torch.device | None = None) -> None:
         """model: sharded by FSDP, or whole on every rank that has it. device: that computes gradients which FSDP sends
-        to the host; None where they stay on it, and where something else waits for them."""
+        to the host; None where they stay on it, and where each is stepped in backward."""
         sharded = isinstance(model, FSDPModule)
         self.once = sharded and reduces_once(parallel)
         self.keeps_weights = self.once and not parallel.reshard_after_forward
         self._model: Any = model
-        self._device = device if sharded else None
         self._in_fp32 = parallel.accumulate_grad_in_fp32 and not self.once  # else FSDP sums them, in reduce_dtype
         self.sums: dict[nn.Parameter, Tensor] = {}
-        self._done = self._sends_numbers = False
+        self._done = False
+        self._offloaded: OffloadedGradients | None = None
+        if sharded and device is not None:
+            waits_at_end = parallel.pipeline == 1
+            self._offloaded = OffloadedGradients(model, device, self.sums, self._move, waits_at_end=waits_at_end)
 
     def begin(self, is_last: bool) -> None:
         """A micro-batch begins. Unless it is the last of the step, gradients stay whole from here on where they are
@@ -65,17 +67,25 @@ class GradientAccumulation:
             self._model.set_requires_gradient_sync(is_last)
         if self.keeps_weights:
             self._model.set_reshard_after_backward(is_last)
-        if self._device is not None:  # at the end of a last backward FSDP waits once or twice
-            self._model.set_is_last_backward(False)
+        if self._offloaded is not None:
+            self._offloaded.begin()
 
     @torch.no_grad()
     def add(self) -> None:
         """Gradients that backward has made are moved to the sums, if there are sums in fp32 or on the host."""
-        if self._device is not None:
-            self._wait(self._device)
-        if self.once or not (self._in_fp32 or self._device is not None):
-            return
-        for parameter in self._model.parameters():
+        if self._offloaded is not None:
+            self._offloaded.wait()
+        if not self.once and (self._in_fp32 or self._offloaded is not None):
+            self._move(self._model.parameters())
+
+    def send(self, numbers: Tensor) -> Tensor:
+        """Numbers of the device for the log, on their way to the host if gradients are: the next `add` waits for both.
+        As they are if not."""
+        return numbers if self._offloaded is None else self._offloaded.send(numbers)
+
+    @torch.no_grad()
+    def _move(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
             if parameter.grad is None:
                 continue
             gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -88,35 +98,11 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After the last backward: sums in fp32 become the parameters' gradients, rounded once to their type."""
+        """After the last backward: sums become the parameters' gradients, rounded once to their type."""
         self._done = True
-        if self._device is not None:
-            self._model.set_is_last_backward(True)
-            self._model._get_fsdp_state()._root_post_backward_final_callback()
         while self.sums:
             parameter, total = self.sums.popitem()
             parameter.grad = _like(parameter, total.to(parameter.dtype))
-
-    def send(self, numbers: Tensor) -> Tensor:
-        """Numbers of the device for the log, on their way to the host if gradients are: the next `add` waits for both.
-        As they are if not."""
-        self._sends_numbers = self._device is not None
-        return numbers.to("cpu", non_blocking=True) if self._sends_numbers else numbers
-
-    def _wait(self, device: torch.device) -> None:
-        """Waits once for all that is on its way to the host."""
-        if kernels_of(device) == "cpu":
-            return
-        stream, waits = torch.get_device_module(device).current_stream(), self._sends_numbers
-        for unit in self._model.modules():
-            group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
-            for entry in group.fsdp_params if group is not None else ():
-                if entry.grad_offload_event is not None:
-                    stream.wait_event(entry.grad_offload_event)
-                    waits = True
-        if waits:
-            stream.record_event().synchronize()
-        self._sends_numbers = False
 
     def check(self) -> None:
         """ConfigError if a recipe has gone backward by itself, so that nothing of this was done; once a step."""

@@ -3,6 +3,7 @@
 import os
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.config.mesh import micro_batches, token_ranks
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -12,6 +13,7 @@ from recipe_lib.ops.device import holds_values
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes, optimizer_state_sizes
 from recipe_lib.parallel import World
 from recipe_lib.parallel.gradient_accumulation import reduces_once
+from recipe_lib.parallel.offloaded_gradients import parameters_of
 from recipe_lib.parallel.parallelize import Parallel
 
 
@@ -56,16 +58,16 @@ def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, other: nn.Module 
     if cfg.memory.cpu_offload:
         frozen = list(other.parameters()) if other is not None else []
         pinned = sum(pinned_bytes(local_bytes([parameter])) for parameter in [*every, *frozen])
-        found["cpu_offload"] = pinned + _gradient_bytes(trained, cfg) + states
+        found["cpu_offload"] = pinned + _gradient_bytes(model, trained, cfg) + states
     elif cfg.memory.optimizer_offload:
         sizes = optimizer_state_sizes(cfg.optimizer, model.named_parameters()) or []
         found["optimizer_offload"] = sum(map(pinned_bytes, sizes))
     return found
 
 
-def _gradient_bytes(trained: list[nn.Parameter], cfg: FullFinetuneConfig) -> int:
-    """Of offloaded gradients: the largest if each is stepped in backward, else all, and sums of micro-batches that are
-    reduced one by one."""
+def _gradient_bytes(model: nn.Module, trained: list[nn.Parameter], cfg: FullFinetuneConfig) -> int:
+    """Of offloaded gradients: the largest if each is stepped in backward, else all; and where micro-batches are reduced
+    one by one, those of two units that arrive, or sums in fp32."""
     pinned = [pinned_bytes(local_bytes([parameter])) for parameter in trained]
     if cfg.memory.optimizer_in_backward:
         return max(pinned, default=0)
@@ -73,7 +75,9 @@ def _gradient_bytes(trained: list[nn.Parameter], cfg: FullFinetuneConfig) -> int
         return sum(pinned)
     if cfg.parallel.accumulate_grad_in_fp32:
         return sum(pinned) + 2 * local_bytes(trained)  # of bf16
-    return 2 * sum(pinned)
+    units = [parameters_of(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]
+    arriving = [sum(pinned_bytes(local_bytes([one])) for one in unit if one.requires_grad) for unit in units]
+    return sum(pinned) + sum(sorted(arriving)[-2:])
 
 
 def calls_at_once(parallel: Parallel, cfg: FullFinetuneConfig, window: Window) -> int:

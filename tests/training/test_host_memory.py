@@ -10,10 +10,11 @@ from recipe_lib.config import load_config
 from recipe_lib.errors import SetupError
 from recipe_lib.memory import activation_offload, apply_activation_checkpointing
 from recipe_lib.models import build_meta, init_weights
-from recipe_lib.parallel import Parallel
+from recipe_lib.parallel import Parallel, parallelize, start_world
 from recipe_lib.training import check_host_memory
 from recipe_lib.training.host_memory import calls_at_once, offloaded_bytes
 from recipe_lib.units import GIB
+from tests.distributed.ranks import run_ranks
 from tests.memory.late_copies import LateCopies
 from tests.parallel.small_models import LENGTH, ROWS, WIDTH, small_batch, small_spec
 from tests.recipes.runs import PLAIN
@@ -40,9 +41,8 @@ def test_parameters_gradients_and_states_on_the_host() -> None:
     pinned = sum(map(power_of_two, sizes))
     assert offloaded_bytes(model, config()) == {}
     assert offloaded_bytes(model, config("memory.cpu_offload=true")) == {"cpu_offload": 2 * pinned + 2 * sum(sizes)}
-    # Micro-batches that are reduced one by one are added up on the host, next to the gradients of the last one.
+    # Micro-batches that are reduced one by one are added up on the host.
     for override, more in (
-        ("gradient_accumulation_steps=3", pinned),
         ("gradient_accumulation_steps=3 parallel.accumulate_grad_in_fp32=true dtype=bf16", 2 * sum(sizes)),
         ("gradient_accumulation_steps=3 parallel.reduce_gradients=step", 0),
     ):
@@ -58,6 +58,26 @@ def test_parameters_gradients_and_states_on_the_host() -> None:
     few = ("dtype=bf16", "optimizer.state_bits=32", "optimizer.master_weights=true")
     several = config("memory.optimizer_offload=true", *few)
     assert offloaded_bytes(model, several) == {"optimizer_offload": 3 * sum(power_of_two(2 * size) for size in sizes)}
+
+
+def arriving() -> list[int]:
+    """Of each unit the gradients that are pinned, and what is said to be on the host."""
+    cfg = config("device=cpu", "dtype=bf16", "parallel.fsdp_wrap_policy=layers")
+    judged = config("memory.cpu_offload=true", "gradient_accumulation_steps=3")
+    with start_world(cfg) as world:
+        model = build_meta(small_spec(layers=LAYERS), torch.bfloat16)
+        parallelize(model, cfg, world)
+        layers = [[each for name, each in model.named_parameters() if f"layers.{at}." in name] for at in range(LAYERS)]
+        rest = [each for name, each in model.named_parameters() if "layers." not in name]
+        units = [sum(power_of_two(each.to_local().numel() * 2) for each in unit) for unit in (*layers, rest)]  # type: ignore[attr-defined]
+        states = sum(2 * 2 * each.to_local().numel() for each in model.parameters())  # type: ignore[attr-defined]
+        return [*units, offloaded_bytes(model, judged)["cpu_offload"] - states]
+
+
+def test_two_units_arrive_where_gradients_are_added_up() -> None:
+    """Next to parameters and sums."""
+    for *units, found in run_ranks(arriving, 2):
+        assert found == 2 * sum(units) + sum(sorted(units)[-2:])
 
 
 def test_a_run_is_refused_before_its_model_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from recipe_lib.plan.world.simulated_device import NAME
 
 MOST_RANKS = 64  # whose collectives are compared
 _MICRO_BATCHES = 4  # of each stage, at most
-_FOR_GRADIENTS = ("torch/distributed/fsdp/", "parallel/gradient_accumulation.py")
+_FOR_GRADIENTS = ("torch/distributed/fsdp/", "parallel/offloaded_gradients.py")
 
 
 @dataclass
@@ -59,7 +59,7 @@ class StreamCheck:
 
 def unneeded(waits: dict[str, int]) -> int:
     """Waits beyond the one for the numbers that are logged, and those for gradients that the host adds up and steps:
-    one a micro-batch, FSDP's own one or two more for each action of a pipeline."""
+    one a micro-batch, and one for each unit that has sums."""
     others = sum(count for words, count in waits.items() if not any(each in words for each in _FOR_GRADIENTS))
     return max(0, others - 1)
 
