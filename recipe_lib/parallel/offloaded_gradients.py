@@ -55,7 +55,6 @@ class OffloadedGradients:
 
     def wait(self) -> None:
         """Waits once for all that is on its way."""
-        self._previous = None
         if kernels_of(self._device) != "cpu":
             stream = torch.get_device_module(self._device).current_stream()
             arriving = [event for group in self._groups for event in _take_events(group)]
@@ -67,6 +66,7 @@ class OffloadedGradients:
         if self._waits_at_end:
             self._model.set_is_last_backward(True)
             self._model._get_fsdp_state()._root_post_backward_final_callback()
+        self._previous = None
 
     def _following(self, group: Any) -> Callable[..., None]:
         """A unit's reduction, after which the gradients of the unit before it are added up, if they have sums."""
