@@ -1,13 +1,15 @@
 """The helper itself: results in order, failures shown, nothing left hanging."""
 
 import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import RankFailure, run_ranks
+from tests.distributed.ranks import RankCrashWarning, RankFailure, run_ranks
 
 
 def test_results_come_back_in_rank_order() -> None:
@@ -51,3 +53,16 @@ def test_backward_runs_in_a_fork_of_a_process_that_ran_backward() -> None:
 
     expected = work()
     assert torch.equal(run_ranks(work, 1)[0], expected)
+
+
+def test_a_crash_is_reported_and_its_ranks_run_once_more(tmp_path: Path) -> None:
+    def crash(once: bool) -> int:
+        if os.environ["RANK"] == "1" and not (once and (tmp_path / "crashed").exists()):
+            (tmp_path / "crashed").touch()
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return int(os.environ["RANK"])
+
+    with pytest.warns(RankCrashWarning, match="exit code -11"):
+        assert run_ranks(crash, 2, True, process_group=False) == [0, 1]
+    with pytest.warns(RankCrashWarning), pytest.raises(RankFailure, match="exit code -11"):
+        run_ranks(crash, 2, False, process_group=False)
