@@ -34,7 +34,7 @@ more, on 1; the composition of the runs of many levers is in the table's file. O
 How often the host waits for the device in a step, counted on the simulated device by `python -m benchmarks.host_waits
 --output docs/host_waits.json` (`tune plan --check-streams` names the lines). One is for the numbers that are logged.
 With `memory.cpu_offload` it is for the gradients as well, which the host steps; of several micro-batches that FSDP
-reduces one by one it waits for each unit's. With `memory.optimizer_in_backward` besides, it waits for each gradient,
+reduces one by one it waits for each unit's. With `memory.optimizer_in_backward` too, it waits for each gradient,
 and with `optimizer.name=muon` for each matrix that the device makes orthogonal. `-`: refused, or without meaning
 there. `compile=true` is counted uncompiled.
 

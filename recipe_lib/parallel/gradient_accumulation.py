@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.parallel.fsdp_parts import group_of
 from recipe_lib.parallel.offloaded_gradients import OffloadedGradients
 
 
@@ -119,7 +120,7 @@ class GradientAccumulation:
 
 def is_kept(unit: FSDPModule) -> bool:
     """Whether a unit's weights stay gathered from one micro-batch to the next."""
-    group = unit._get_fsdp_state()._fsdp_param_group
+    group = group_of(unit)
     return group is not None and not group.reshard_after_backward
 
 

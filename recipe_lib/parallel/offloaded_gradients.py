@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.ops.device import kernels_of
+from recipe_lib.parallel.fsdp_parts import group_of
 
 
 class OffloadedGradients:
@@ -38,10 +39,10 @@ class OffloadedGradients:
         self._device, self._sums, self._add, self._waits_at_end = device, sums, add, waits_at_end
         self._previous: Any = None
         self._sends_numbers = False
-        self._groups = [_group(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]
+        groups = [group_of(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]
+        self._groups = [group for group in groups if group is not None]
         for group in self._groups:
-            if group is not None:
-                group.post_backward = self._following(group)
+            group.post_backward = self._following(group)
 
     def begin(self) -> None:
         """A micro-batch begins."""
@@ -88,20 +89,10 @@ class OffloadedGradients:
         return post_backward
 
 
-def parameters_of(unit: FSDPModule) -> list[nn.Parameter]:
-    """The sharded parameters that a unit gathers and reduces together."""
-    group = _group(unit)
-    return [] if group is None else [entry.sharded_param for entry in group.fsdp_params]
-
-
-def _group(unit: FSDPModule) -> Any:
-    return unit._get_fsdp_state()._fsdp_param_group
-
-
 def _take_events(group: Any) -> list[Any]:
     """The events of a unit's copies, which nothing else waits for then."""
     found = []
-    for entry in group.fsdp_params if group is not None else ():
+    for entry in group.fsdp_params:
         if entry.grad_offload_event is not None:
             found.append(entry.grad_offload_event)
             entry.grad_offload_event = None

@@ -12,8 +12,8 @@ from recipe_lib.memory.host_limits import check_needs, free_host_memory, pinned_
 from recipe_lib.ops.device import holds_values
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes, optimizer_state_sizes
 from recipe_lib.parallel import World
+from recipe_lib.parallel.fsdp_parts import entries_of
 from recipe_lib.parallel.gradient_accumulation import reduces_once
-from recipe_lib.parallel.offloaded_gradients import parameters_of
 from recipe_lib.parallel.parallelize import Parallel
 
 
@@ -75,7 +75,9 @@ def _gradient_bytes(model: nn.Module, trained: list[nn.Parameter], cfg: FullFine
         return sum(pinned)
     if cfg.parallel.accumulate_grad_in_fp32:
         return sum(pinned) + 2 * local_bytes(trained)  # of bf16
-    units = [parameters_of(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]
+    units = [
+        [entry.sharded_param for entry in entries_of(unit)] for unit in model.modules() if isinstance(unit, FSDPModule)
+    ]
     arriving = [sum(pinned_bytes(local_bytes([one])) for one in unit if one.requires_grad) for unit in units]
     return sum(pinned) + sum(sorted(arriving)[-2:])
 

@@ -53,7 +53,7 @@ def run_ranks(
 
     Raises RankFailure when a rank raises, exits or is still running after `timeout` seconds; no process is left over.
     Where memory was corrupted in a rank (a segmentation fault, an abort) all run once more, with a RankCrashWarning:
-    3 of about 27,000 tests ended so, none of them when run again or alone, and the cause is not known.
+    that happens rarely, to no test when it runs alone, and the cause is not known.
     """
     try:
         return _run_once(fn, world_size, args, timeout, process_group)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.ops.deferred import DeferredGradients
+from recipe_lib.parallel.fsdp_parts import entries_of, group_of
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 from recipe_lib.parallel.pipeline.schedules import MAKING_GRADIENTS, Action
 
@@ -31,7 +32,7 @@ class DeferredReduction:
         self._once = accumulation if accumulation is not None and accumulation.once else None
         self.is_last = False
         units = _units_in([model])
-        self._units = [unit for unit in units if any(_is_deferred(entry) for entry in _parameters(unit))]
+        self._units = [unit for unit in units if any(_is_deferred(entry) for entry in entries_of(unit))]
 
     @contextmanager
     def unreduced(self) -> Iterator[None]:
@@ -92,7 +93,7 @@ class DeferredReduction:
 
     def _places(self) -> dict[int, FSDPModule]:
         """The unit of each whole parameter, by its id."""
-        entries = [(unit, entry) for unit in self._units for entry in _parameters(unit)]
+        entries = [(unit, entry) for unit in self._units for entry in entries_of(unit)]
         return {id(entry._unsharded_param): unit for unit, entry in entries if hasattr(entry, "_unsharded_param")}
 
 
@@ -103,20 +104,11 @@ def _units_in(modules: Sequence[nn.Module]) -> list[FSDPModule]:
 def _reduce(unit: FSDPModule) -> None:
     """Reduces what gradients a unit has, or adds them to its sums where it is to wait; all of one type, as those kept
     since backward have been turned to theirs."""
-    for entry in _parameters(unit):
+    for entry in entries_of(unit):
         entry.accumulate_unsharded_grad_if_needed()
         if hasattr(entry, "_unsharded_param"):
             entry.to_accumulated_grad_if_needed()
-    _group(unit).post_backward()
-
-
-def _group(unit: FSDPModule) -> Any:
-    return unit._get_fsdp_state()._fsdp_param_group
-
-
-def _parameters(unit: FSDPModule) -> list[Any]:
-    group = _group(unit)
-    return [] if group is None else group.fsdp_params
+    group_of(unit).post_backward()
 
 
 def _is_deferred(entry: Any) -> bool:
