@@ -29,7 +29,9 @@ def _waits(rank: RankCheck) -> list[str]:
     """Each line of code that makes the host wait, the most frequent first."""
     count = sum(rank.waits.values())
     more = unneeded(rank.waits)
-    verdict = "" if not more else f", {more} more than the one for the numbers that are logged"
+    verdict = ", for gradients that it adds up and steps" if count > 1 else ""
+    if more:
+        verdict = f", {more} more than the one for the numbers that are logged"
     lines = [f"rank {rank.rank}: the host waits for the device {count} time{'s' if count != 1 else ''} a step{verdict}"]
     lines += [f"  {times:,} x {words}" for words, times in list(rank.waits.items())[:_MOST_WAITS]]
     if len(rank.waits) > _MOST_WAITS:
