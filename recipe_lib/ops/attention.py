@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from recipe_lib.config.card_limits import VARLEN_CAPABILITY
+from recipe_lib.ops.capped_attention import capped_attention, visible
 from recipe_lib.ops.device import capability_of, kernels_of
 
 try:
@@ -25,7 +25,6 @@ except ImportError:  # an older torch: masks do the same with more memory
     varlen_attn = None
 
 _VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
-_CAPPED_SCORES = 2**24  # fp32 scores that a soft-capped attention holds at a time: 64 MiB
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,9 @@ def prepare_attention(
         return replace(info, flattened=True)
     masks: dict[int | None, Tensor | None] = dict.fromkeys(windows)
     for window in (window for window, needed in needs_mask.items() if needed):
-        masks[window] = _additive(_visible(info, 0, queries, 0, keys, keys - queries, window, device), dtype)
+        positions = torch.arange(keys, device=device)
+        seen = visible(positions[keys - queries :], positions, info.documents, info.documents, window)
+        masks[window] = _additive(seen, dtype)
     return replace(info, masks=masks)
 
 
@@ -148,7 +149,7 @@ def attention(
     scale: multiplies the scores first.
     """
     if softcap is not None:
-        return _capped_attention(q, k, v, info or AttentionInfo(), window, softcap, scale)
+        return capped_attention(q, k, v, info.documents if info else None, window, softcap, scale)
     if info is None:
         shape = {"rows": q.shape[0], "queries": q.shape[2], "keys": k.shape[2], "head_width": q.shape[3]}
         info = prepare_attention(None, windows=(window,), capped=False, dtype=q.dtype, device=q.device, **shape)
@@ -186,80 +187,6 @@ def _flattened_attention(
         flat_q, flat_k, flat_v, ends, ends, longest, longest, scale=scale, window_size=(left, 0), **options
     )
     return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
-
-
-def _capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, window: int | None, softcap: float, scale: float
-) -> Tensor:
-    """Attention with soft-capped scores, some queries at a time, each piece computed again in backward.
-
-    No kernel of torch caps scores, so they are made in the open; the pieces keep them under about `_CAPPED_SCORES`
-    elements (never less than one query), and only over the keys that these queries can see.
-    """
-    batch, heads, queries, _ = q.shape
-    keys = k.shape[2]
-    offset = keys - queries
-    count = _capped_pieces(batch * heads * keys, queries)
-    pieces = []
-    for piece in range(count):
-        start, stop = queries * piece // count, queries * (piece + 1) // count
-        first = 0 if window is None else max(0, start + offset - window + 1)
-        last = stop + offset
-        visible = _visible(info, start, stop, first, last, offset, window, q.device)
-        parts = (q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last], visible, softcap, scale)
-        pieces.append(checkpoint(_capped_piece, *parts, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
-
-
-def _capped_pieces(scores: int, queries: int) -> int:
-    """Pieces that the queries are taken in; scores: of one of them, over all rows and heads.
-
-    A power of two, so that code that is compiled for rows of any length is made anew for few of these numbers.
-    """
-    count = 1
-    while count < queries and scores * queries > count * _CAPPED_SCORES:
-        count *= 2
-    return min(count, queries)
-
-
-def _capped_piece(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float, scale: float) -> Tensor:
-    """q `[b, h, m, e]` over k, v `[b, k, n, e]` where `visible [b or 1, 1, m, n]`; scores and softmax in fp32.
-
-    The query heads that share a key head are stacked as more rows of it, so that keys are not expanded.
-    """
-    batch, heads, rows, width = q.shape
-    kv_heads = k.shape[1]
-    stacked = q.reshape(batch, kv_heads, -1, width)
-    scores = (stacked @ k.transpose(2, 3) * scale).unflatten(2, (heads // kv_heads, rows))
-    scores = softcap * torch.tanh(scores.to(torch.promote_types(q.dtype, torch.float32)) / softcap)
-    scores = scores.masked_fill(~visible.unsqueeze(2), float("-inf"))
-    shares = scores.softmax(dim=-1).to(q.dtype).flatten(2, 3)
-    return (shares @ v).reshape(batch, heads, rows, width)
-
-
-def _visible(
-    info: AttentionInfo,
-    start: int,
-    stop: int,
-    first: int,
-    last: int,
-    offset: int,
-    window: int | None,
-    device: torch.device,
-) -> Tensor:
-    """Bool `[b or 1, 1, stop - start, last - first]`: which keys first..last the queries start..stop see.
-
-    offset: the position of query 0 among the keys (what a cache held before).
-    """
-    query = torch.arange(start + offset, stop + offset, device=device)[:, None]
-    key = torch.arange(first, last, device=device)
-    visible = key <= query
-    if window is not None:
-        visible = visible & (key > query - window)
-    if info.documents is None:
-        return visible[None, None]
-    same = info.documents[:, None, start:stop, None] == info.documents[:, None, None, first:last]
-    return visible & same
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

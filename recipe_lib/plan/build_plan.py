@@ -42,6 +42,7 @@ from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
 from recipe_lib.plan.timing.time_by_kind import ATTENTION, MATMULS, MEMORY_BOUND, operators_launched, time_by_kind
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
+from recipe_lib.plan.tracing.simulate_deep import simulate_deep
 from recipe_lib.plan.verdict import HOST_ALLOWS
 from recipe_lib.plan.world.sequence_lengths import Sequence
 from recipe_lib.report.phases import phase
@@ -146,21 +147,24 @@ def simulate_rank(
         raise ConfigError("matmul_dtype: found fp8 for cpu, expected a GPU; choose int8, or remove matmul_dtype")
     if hardware.capability is not None and (faults := card_faults(cfg, hardware.name, hardware.capability)):
         raise ConfigError(*faults)
-    like_cpu = settings.hardware.architecture == "cpu"
-    return simulate(
-        recipe_class,
-        cfg,
-        settings.sequence,
-        rank=rank,
-        ranks=settings.ranks,
-        phases=settings.phases,
-        steps=steps,
-        like_cpu=like_cpu,
-        capability=hardware.capability or (8, 0),
-        kernel_memory=kernel_memory(settings.hardware.architecture),
-        traced=traced,
-        checker=checker,
-    )
+
+    def run(model: Any) -> Simulated:
+        return simulate(
+            recipe_class,
+            model,
+            settings.sequence,
+            rank=rank,
+            ranks=settings.ranks,
+            phases=settings.phases,
+            steps=steps,
+            like_cpu=hardware.architecture == "cpu",
+            capability=hardware.capability or (8, 0),
+            kernel_memory=kernel_memory(hardware.architecture),  # each run's own: it knows what is there already
+            traced=traced,
+            checker=checker,
+        )
+
+    return run(cfg) if checker is not None else simulate_deep(recipe_class, cfg, run)
 
 
 def layer_rows(found: Simulated) -> list[LayerRow]:

@@ -5,7 +5,7 @@ notes hold the first run's allocations and operators; a loop in them is kept as 
 an allocator has the same free blocks as after all of them, and the operators say how often they were issued.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,22 @@ _LONGEST_LOOP = 48  # events in one turn
 
 # Notes: (ALLOC, (its number, storage)), (FREE, the allocation's number), (OP, operator).
 Note = tuple[int, Any]
+Returned = Tensor | tuple[Tensor, ...] | None
 
 
 @dataclass
 class _Notes:
-    """notes: in order. output: number of the allocation that is the result's. elements: of it."""
+    """notes: in order. results: of a function that returns a tensor or several; none of one that returns nothing."""
 
     notes: list[Note]
+    results: "list[_Result]"
+    several: bool = False
+
+
+@dataclass
+class _Result:
+    """output: number of the allocation that is the result's. elements: of it."""
+
     output: int
     elements: int
     shape: tuple[int, ...]
@@ -44,11 +53,13 @@ class Repeats:
     def __init__(self) -> None:
         self._known: dict[Any, _Notes | None] = {}
 
-    def run(self, function: Callable[..., Tensor], args: tuple[Any, ...], tracer: "Tracer") -> Tensor:
-        """`function(*args)`, for real the first time."""
+    def run(
+        self, function: Callable[..., Returned], args: tuple[Any, ...], tracer: "Tracer", decisive: Sequence[Any]
+    ) -> Returned:
+        """`function(*args)`, for real the first time. decisive: what its work follows from."""
         assert tracer.fast is not None
         try:
-            key = (function, key_of(args, []))
+            key = (function, key_of(decisive, []))
         except NotSure:
             return function(*args)
         notes = self._known.get(key)
@@ -61,8 +72,8 @@ class Repeats:
         return result
 
 
-def _take_notes(result: Tensor, tracer: "Tracer", begin: int) -> _Notes | None:
-    """Notes of what happened since event `begin`; None if memory is left that is not the result's."""
+def _take_notes(returned: Returned, tracer: "Tracer", begin: int) -> _Notes | None:
+    """Notes of what happened since event `begin`; None if memory is left that is not the results'."""
     trace = tracer.trace
     order: dict[int, int] = {}
     notes: list[Note] = []
@@ -76,21 +87,28 @@ def _take_notes(result: Tensor, tracer: "Tracer", begin: int) -> _Notes | None:
             notes.append((OP, trace.ops[number]))
         else:
             return None
-    number = tracer.number_of(result)
-    freed = sum(kind == FREE for kind, _ in notes)
-    if number not in order or len(order) - freed != 1:
+    several = isinstance(returned, tuple)
+    results = list(returned) if isinstance(returned, tuple) else [] if returned is None else [returned]
+    numbers = [tracer.number_of(result) for result in results]
+    left = len(order) - sum(kind == FREE for kind, _ in notes)
+    if left != len(set(numbers)) or len(numbers) != left or any(number not in order for number in numbers):
         return None
     short, renamed = shorten(notes)
-    elements = trace.storages[number].bytes // result.element_size()
     return _Notes(
-        notes=short,
-        output=renamed.get(order[number], order[number]),
-        elements=elements,
-        shape=tuple(result.shape),
-        stride=result.stride(),
-        offset=result.storage_offset(),
-        dtype=result.dtype,
-        device=result.fake_device,
+        short,
+        [
+            _Result(
+                output=renamed.get(order[number], order[number]),
+                elements=trace.storages[number].bytes // result.element_size(),
+                shape=tuple(result.shape),
+                stride=result.stride(),
+                offset=result.storage_offset(),
+                dtype=result.dtype,
+                device=result.fake_device,  # type: ignore[attr-defined]
+            )
+            for number, result in zip(numbers, results, strict=True)
+        ],
+        several,
     )
 
 
@@ -151,7 +169,7 @@ def _loop_at(tokens: list[tuple[Any, ...]], at: int) -> tuple[int, int]:
     return best
 
 
-def _repeat(notes: _Notes, tracer: "Tracer") -> Tensor:
+def _repeat(notes: _Notes, tracer: "Tracer") -> Returned:
     """Does it again, on paper."""
     assert tracer.fast is not None
     part, module = tracer.place()
@@ -167,9 +185,13 @@ def _repeat(notes: _Notes, tracer: "Tracer") -> Tensor:
             again: Op = replace(entry, part=part, module=module, phase=tracer.phase, stream=tracer.stream())
             trace.ops.append(again)
             trace.events.append((OP, len(trace.ops) - 1))
-    with torch._C._DisableTorchDispatch():
-        memory = torch.empty(notes.elements, dtype=notes.dtype, device="meta")
-        shaped = memory.as_strided(notes.shape, notes.stride, notes.offset)
-    result = wrap(shaped, tracer.fast.mode, notes.device)
-    tracer.hold(result.untyped_storage(), numbers[notes.output])
-    return result
+    results = []
+    for like in notes.results:
+        with torch._C._DisableTorchDispatch():
+            memory = torch.empty(like.elements, dtype=like.dtype, device="meta")
+            shaped = memory.as_strided(like.shape, like.stride, like.offset)
+        results.append(wrap(shaped, tracer.fast.mode, like.device))
+        tracer.hold(results[-1].untyped_storage(), numbers[like.output])
+    if notes.several:
+        return tuple(results)
+    return results[0] if results else None

@@ -17,7 +17,8 @@ from recipe_lib.config.mesh import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, lines_in
 from recipe_lib.models.extra_parameters import extra_tensors
-from recipe_lib.ops import cross_entropy
+from recipe_lib.ops import capped_attention, cross_entropy
+from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.parallel import World
 from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.parallelize import Parallel
@@ -52,6 +53,13 @@ from recipe_lib.plan.world.simulated_world import connect_streams, simulated_wor
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 FIRST, STEADY = "first step", "step"
 MAKING_STATES = "states"  # in place of the first step, all gradients at once, as no run has them
+# Functions that issue many operators, whose work follows from their arguments' shapes.
+_REMEMBERED = (
+    (quantized, "_dequantize"),
+    (cross_entropy, "_sum_over_chunks"),
+    (capped_attention, "_attended"),
+    (capped_attention, "_gradients"),
+)
 _MANY_OBJECTS = 2_000_000
 _left_objects = 0  # that the collector has not looked at, of this process's simulations
 _known_calls: dict[Any, Any] = {}  # of operators, in all simulations of this process
@@ -117,8 +125,9 @@ def simulate(
                 stack.enter_context(_scales_without_values())
                 stack.enter_context(following_works(tracer))
                 if checker is None:  # which wants to see every operator
-                    stack.enter_context(tracer.remembering(quantized, "_dequantize"))
-                    stack.enter_context(tracer.remembering(cross_entropy, "_sum_over_chunks"))
+                    for place, name in _REMEMBERED:
+                        stack.enter_context(tracer.remembering(place, name))
+                    stack.enter_context(tracer.remembering(quantized.QuantizedLinear, "_fill_nf4", _filled))
                 return _run(recipe_class, cfg, world, shape, tracer, phases, steps, number, alone=traced is not None)
 
     if traced is not None:
@@ -158,7 +167,8 @@ def _run(
 ) -> Simulated:
     """wanted: micro-batches of a step, None: the fewest that can stand for all. alone: they stand for themselves."""
     notes: list[str] = []
-    nf4._pairs.cache_clear()  # of another simulation, or with values: a run begins without it
+    for table in (nf4._pairs, nf4._levels):  # of another simulation, or with values: a run begins without them
+        table.cache_clear()
     for dim in world.mesh.mesh_dim_names or ():
         tracer.groups[world.mesh.get_group(dim).group_name] = dim
     tracer.begin_phase("setup")
@@ -333,6 +343,16 @@ def _begins(parts: list[str]) -> list[int]:
             found.append(index)
         behind = part == "backward" or (behind and part != "forward")
     return found
+
+
+def _filled(module: quantized.QuantizedLinear, *_: Any) -> tuple[Any, ...]:
+    """What quantizing a weight to NF4 follows from."""
+    parts = (module.weight_codes, module.weight_scales, module.weight_factors)
+    shapes = []
+    for part in parts:
+        here, first = (None, None) if part is None else local_part(part)
+        shapes.append(None if here is None else (here.shape, first))
+    return (*shapes, module.in_features, module.out_features, module.rows, module.columns, module.dtype)
 
 
 @contextmanager

@@ -70,6 +70,7 @@ class Tracer(TorchDispatchMode):
         following = self._places.following(self._label_gradients)
         with self._resizes(), propagation_unseen(self._mute), following, _no_rules_for_this_mode(), self:
             yield
+        self._held.clear()  # what is released afterwards is no part of the run
 
     def begin_phase(self, name: str) -> None:
         """Everything from here on belongs to the phase."""
@@ -103,14 +104,19 @@ class Tracer(TorchDispatchMode):
             self.checker.counts = self.values_are_zero = False
 
     @contextmanager
-    def remembering(self, module: Any, name: str) -> Iterator[None]:
-        """A function of a module whose work follows from shapes alone is run once for each of them."""
+    def remembering(
+        self, module: Any, name: str, decisive: Callable[..., Sequence[Any]] | None = None
+    ) -> Iterator[None]:
+        """A function of a module or class whose work follows from shapes alone is run once for each of them.
+
+        decisive: of its arguments, what its work follows from, if that is not the arguments as they are.
+        """
         original = getattr(module, name)
 
         def run(*args: Any) -> Any:
             if self._muted or self.fast is None:
                 return original(*args)
-            return self._repeats.run(original, args, self)
+            return self._repeats.run(original, args, self, decisive(*args) if decisive else args)
 
         setattr(module, name, run)
         try:

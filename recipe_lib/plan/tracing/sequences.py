@@ -1,0 +1,300 @@
+"""Two sequences of which the longer has one more turn of every loop, continued to any number of turns. No torch in here.
+
+What a program does for a model of n layers is loops of about n turns between things that it does once. Two runs, of one
+period of layers more or less, tell which parts are loops: those that the longer run has once more. An item has a key,
+which has to be the same from turn to turn, whole numbers that may grow with the turn or with the number of turns, and
+an earlier item that it refers to, such as a release to its allocation. Numbers and references are continued on a
+straight line, which every turn that was seen has to lie on; where one does not, there is no continuation.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+# Turns at either end of a loop that may be unlike the others, tried in this order.
+_ENDS = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2))
+# Turns between them in the shorter run: one, so that the longer has two, which make a line.
+_CHUNK = 256
+
+
+@dataclass
+class Items:
+    """keys, numbers, targets: of each item; a target is the index of an earlier item, or -1."""
+
+    keys: list[int] = field(default_factory=list)
+    numbers: list[tuple[int, ...]] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+
+    def add(self, key: int, numbers: tuple[int, ...] = (), target: int = -1) -> None:
+        """One more item."""
+        self.keys.append(key)
+        self.numbers.append(numbers)
+        self.targets.append(target)
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The continued sequence: of each item the index of one of the longer run's that it is like, its numbers and its
+    target in the continued sequence."""
+
+    like: list[int]
+    numbers: list[tuple[int, ...]]
+    targets: list[int]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A loop, or what lies between two of them: one turn. starts, turns: in the shorter, longer and continued run."""
+
+    length: int
+    starts: tuple[int, int, int]
+    turns: tuple[int, int, int]
+
+    @property
+    def is_loop(self) -> bool:
+        return self.turns[0] != self.turns[1]
+
+
+_Place = tuple[int, int, int]  # part, turn, place in the turn
+_SHORT, _LONG, _NEW = range(3)
+
+
+def continue_items(short: Items, long: Items, more: int) -> Continued | None:
+    """What a run does that has `more` turns of each loop beyond the longer one; None where that is not certain."""
+    loops = _loops(short.keys, long.keys)
+    if loops is None:
+        return None
+    parts = _parts(loops, len(short.keys), len(long.keys), more)
+    runs = (short, long)
+    starts = [[part.starts[which] for part in parts] for which in (_SHORT, _LONG)]
+    places = [_places(run.targets, parts, which, starts[which]) for which, run in enumerate(runs)]
+    result = Continued([], [], [])
+    for part in parts:
+        ends = _ENDS if part.is_loop else ((part.turns[_LONG], 0),)
+        done = any(_continue_part(part, parts, runs, places, more, ends_of, result) for ends_of in ends)
+        if not done:
+            return None
+    return result
+
+
+# Which parts are loops
+
+
+def _loops(short: list[int], long: list[int]) -> list[tuple[int, int, int]] | None:
+    """(start in the longer run, items of a turn, turns in the longer run) of every loop that it has one more turn of;
+    None where the shorter run is not the longer one with a turn of some loops left out."""
+    found: list[tuple[int, int, int]] = []
+    where: dict[int, list[int]] = defaultdict(list)
+    for index, key in enumerate(long):
+        where[key].append(index)
+    at = there = ended = 0
+    while True:
+        same = _common(short, at, long, there)
+        at, there = at + same, there + same
+        missing = (len(long) - there) - (len(short) - at)
+        if not missing:
+            return found if at == len(short) else None
+        length = _turn_left_out(short, at, long, there, missing, where)
+        if not length:
+            return None
+        start, turns = there, 1
+        while start - length >= ended and long[start - length : start] == long[there : there + length]:
+            start, turns = start - length, turns + 1
+        found.append((start, length, turns))
+        there += length
+        ended = there
+
+
+def _turn_left_out(
+    short: list[int], at: int, long: list[int], there: int, missing: int, where: dict[int, list[int]]
+) -> int:
+    """Items of the turn at `there` that the shorter run does not have, and that repeats the one before it; 0: none is.
+
+    Of several that could be, the one after which both runs agree for longest.
+    """
+    best, longest = 0, 0
+    known = where[long[there]]
+    for place in reversed(known[: bisect_right(known, there - 1)]):
+        length = there - place
+        if length > missing:
+            break
+        if long[place:there] != long[there : there + length]:
+            continue
+        if at == len(short):
+            same = int(there + length == len(long))
+        else:
+            same = _common(short, at, long, there + length)
+        if same > longest:
+            best, longest = length, same
+    return best
+
+
+def _common(first: list[int], at: int, second: list[int], there: int) -> int:
+    """How many items agree from two places on."""
+    limit = min(len(first) - at, len(second) - there)
+    done = 0
+    while done < limit:
+        if first[at + done : at + done + _CHUNK] != second[there + done : there + done + _CHUNK]:
+            while done < limit and first[at + done] == second[there + done]:
+                done += 1
+            return done
+        done += _CHUNK
+    return limit
+
+
+def _parts(loops: list[tuple[int, int, int]], short: int, long: int, more: int) -> list[_Part]:
+    """Loops and what lies between them. short, long: items of the runs."""
+    parts: list[_Part] = []
+    at = [0, 0, 0]
+
+    def add(length: int, turns: tuple[int, int, int]) -> None:
+        parts.append(_Part(length, (at[0], at[1], at[2]), turns))
+        for which in range(3):
+            at[which] += length * turns[which]
+
+    for start, length, turns in loops:
+        add(start - at[_LONG], (1, 1, 1))
+        add(length, (turns - 1, turns, turns + more))
+    add(long - at[_LONG], (1, 1, 1))
+    assert at[_SHORT] == short
+    return parts
+
+
+def _places(targets: list[int], parts: list[_Part], which: int, starts: list[int]) -> list[_Place | None]:
+    """Where in the parts each item's target is."""
+    found: list[_Place | None] = []
+    for target in targets:
+        if target < 0:
+            found.append(None)
+            continue
+        number = bisect_right(starts, target) - 1
+        part = parts[number]
+        turn, offset = divmod(target - part.starts[which], part.length)
+        found.append((number, turn, offset))
+    return found
+
+
+# What a part is in the continued run
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How an item goes on: like the longer run's item `like`; numbers grow by `per_turn` and `per_run`; its target is
+    at a place in the continued run, whose turn grows in the same way."""
+
+    like: int
+    numbers: tuple[int, ...]
+    per_turn: tuple[int, ...] | None
+    target: int
+    step: int
+
+
+def _continue_part(
+    part: _Part,
+    parts: list[_Part],
+    runs: tuple[Items, Items],
+    places: list[list[_Place | None]],
+    more: int,
+    ends: tuple[int, int],
+    result: Continued,
+) -> bool:
+    """Adds a part to the result; False, and nothing added, where it cannot be continued with such ends."""
+    before, after = ends
+    short_turns, long_turns, turns = part.turns
+    inner = long_turns - before - after
+    if part.is_loop and inner < 2:
+        return False
+    first = (part.starts[_SHORT], part.starts[_LONG])
+
+    def rules(turn: int, short_turn: int, seen: Iterator[tuple[int, int, int]] | None) -> list[_Rule] | None:
+        found = []
+        rest = list(seen or ())
+        for offset in range(part.length):
+            at = first[_LONG] + turn * part.length + offset
+            was = first[_SHORT] + short_turn * part.length + offset
+            others = [
+                (which, first[which] + other * part.length + offset, distance) for which, other, distance in rest
+            ]
+            rule = _rule(parts, runs, places, more, at, was, others)
+            if rule is None:
+                return None
+            found.append(rule)
+        return found
+
+    heads = [rules(turn, turn, None) for turn in range(before)]
+    tails = [rules(long_turns - left, short_turns - left, None) for left in range(after, 0, -1)]
+    middle: list[list[_Rule] | None] = []
+    if inner > 0:
+        seen = [(_LONG, turn, turn - before) for turn in range(before + 1, before + inner)]
+        seen += [(_SHORT, turn, turn - before) for turn in range(before + 1, before + inner - 1)]
+        middle = [rules(before, before, iter(seen))]
+    if any(rule is None for rule in (*heads, *tails, *middle)):
+        return False
+    for rule_list in heads:
+        _apply(rule_list or [], 0, result)
+    for turn in range(turns - before - after if middle else 0):
+        _apply(middle[0] or [], turn, result)
+    for rule_list in tails:
+        _apply(rule_list or [], 0, result)
+    return True
+
+
+def _rule(
+    parts: list[_Part],
+    runs: tuple[Items, Items],
+    places: list[list[_Place | None]],
+    more: int,
+    at: int,
+    was: int,
+    others: list[tuple[int, int, int]],
+) -> _Rule | None:
+    """Of the longer run's item `at`, the shorter one's `was`, and others in the same place of other turns: (run, item,
+    turns from these). None where they are not on a line."""
+    short, long = runs
+    now, then = long.numbers[at], short.numbers[was]
+    place, earlier = places[_LONG][at], places[_SHORT][was]
+    if (place is None) != (earlier is None):
+        return None
+    values, before = list(now), list(then)
+    if place is not None and earlier is not None:
+        if place[0] != earlier[0] or place[2] != earlier[2]:
+            return None
+        values.append(place[1])
+        before.append(earlier[1])
+    growth = [new - old for new, old in zip(values, before, strict=True)]
+    slopes = [0] * len(values)
+    for which, item, distance in others:
+        other = places[which][item]
+        if (other is None) != (place is None):
+            return None
+        seen = list(runs[which].numbers[item])
+        if other is not None and place is not None:
+            if other[0] != place[0] or other[2] != place[2]:
+                return None
+            seen.append(other[1])
+        base = values if which == _LONG else before
+        if which == _LONG and distance == 1:
+            slopes = [new - old for new, old in zip(seen, base, strict=True)]
+        if any(new != old + slope * distance for new, old, slope in zip(seen, base, slopes, strict=True)):
+            return None
+    values = [value + more * by for value, by in zip(values, growth, strict=True)]
+    target = step = -1
+    if place is not None:
+        aim = parts[place[0]]
+        turn, by = values.pop(), slopes.pop()
+        target = aim.starts[_NEW] + turn * aim.length + place[2]
+        step = by * aim.length
+    return _Rule(at, tuple(values), tuple(slopes) if any(slopes) else None, target, step)
+
+
+def _apply(rules: list[_Rule], turn: int, result: Continued) -> None:
+    """Adds a turn to the result. turn: from the one that the rules are of."""
+    like, numbers, targets = result.like.append, result.numbers.append, result.targets.append
+    for rule in rules:
+        like(rule.like)
+        if rule.per_turn is None or not turn:
+            numbers(rule.numbers)
+        else:
+            numbers(tuple([value + turn * by for value, by in zip(rule.numbers, rule.per_turn, strict=True)]))
+        targets(rule.target + turn * rule.step if rule.target >= 0 else -1)

@@ -1,0 +1,58 @@
+"""Which models are simulated with few of their layers, and which whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.errors import UserError
+from recipe_lib.plan.tracing.more_layers import more_of
+from recipe_lib.plan.tracing.simulate import Simulated
+from recipe_lib.plan.tracing.simulated_micro_batches import is_shipped
+from recipe_lib.plan.world.shape_only_model import layer_count, layer_period, with_layers
+
+# Of the shorter run: three turns of a layer's loop, of which the first and the last may be unlike the others, and two
+# layers at the ends of a step for which FSDP gathers ahead of time.
+_TURNS, _ENDS = 3, 2
+# Two shallow models have to be so much less than the whole one.
+_WORTHWHILE = 1.4
+
+
+def simulate_deep(
+    recipe_class: type, cfg: FullFinetuneConfig, simulated: Callable[[FullFinetuneConfig], Simulated]
+) -> Simulated:
+    """`simulated(cfg)`, by two simulations of few layers where they tell what all of them do.
+
+    Not for a recipe of the user's own, which may do something at any of its layers, nor for a pipeline, whose stages
+    have few of them.
+    """
+    depths = _depths(recipe_class, cfg)
+    if depths is not None:
+        layers, period = layer_count(cfg), layer_period(cfg)
+        try:
+            short, long = (simulated(with_layers(cfg, depth)) for depth in depths)
+        except UserError:
+            return simulated(cfg)  # which says it of the model that was asked for
+        found = more_of(short, long, (layers - depths[1]) // period)
+        if found is not None:
+            return found
+    return simulated(cfg)
+
+
+def _depths(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] | None:
+    """Layers of the two simulations; None: the whole model is simulated."""
+    adapters = cfg.trained_adapters
+    patterns = [*_patterns(cfg.parallel.fsdp_wrap_policy), *(_patterns(adapters.target_modules) if adapters else ())]
+    named = any(letter.isdigit() for pattern in patterns for letter in pattern)
+    budget = cfg.memory.activation_checkpointing == "budget"  # for all layers together, which then differ
+    if cfg.parallel.pipeline > 1 or budget or named or not is_shipped(recipe_class):
+        return None
+    layers, period = layer_count(cfg), layer_period(cfg)
+    ahead = 2 * cfg.memory.activation_offload_prefetch_layers + 1 if cfg.memory.activation_offload else 0
+    short = _TURNS * period + _ENDS + ahead
+    short += (layers - short) % period
+    return (short, short + period) if _WORTHWHILE * (2 * short + period) <= layers else None
+
+
+def _patterns(value: str | list[str]) -> list[str]:
+    """Names of modules that a config has; a word such as `layers` is none."""
+    return [] if isinstance(value, str) else value
