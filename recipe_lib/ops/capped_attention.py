@@ -40,7 +40,7 @@ def capped_attention(
 ) -> Tensor:
     """Causal attention of q `[b, h, s, e]` over k, v `[b, k, t, e]`; returns `[b, h, s, e]`.
 
-    Scores are `softcap * tanh(scores * scale / softcap)`. documents: int32 `[b, s]`, see `visible`.
+    Scores are `softcap * tanh(scores * scale / softcap)`. documents: int32 `[b, s]`, see `reaches`.
     """
     return cast(Tensor, _CappedAttention.apply(q, k, v, documents, window, softcap, scale))
 

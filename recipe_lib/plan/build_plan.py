@@ -312,7 +312,7 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
     like_cpu = settings.hardware.architecture == "cpu"
     kernels = "a CPU's" if like_cpu else "flash attention (documents of packed sequences: varlen flash), fused RMSNorm"
     if not like_cpu and cfg.fused_kernels:
-        kernels += ", fused rotary embedding, gated activation, loss and dequantizing (by Triton)"
+        kernels += ", fused rotary embedding, gated activation, soft-capped scores, loss and dequantizing (by Triton)"
     if attention_backend(settings.hardware.architecture) == "cudnn":
         kernels += "; for unpacked sequences torch may take cuDNN's attention here, whose workspace differs"
     multiple = cfg.data.pad_to_multiple_of
