@@ -123,6 +123,8 @@ def simulate(
                 for context in (_quiet_collector(), tracer.running(), following_actions(tracer)):
                     stack.enter_context(context)
                 stack.enter_context(_scales_without_values())
+                if cfg.compile:
+                    stack.enter_context(tracer.compiling())
                 stack.enter_context(following_works(tracer))
                 if checker is None:  # which wants to see every operator
                     for place, name in _REMEMBERED:

@@ -19,10 +19,11 @@ from recipe_lib.plan.tracing import known_operators as known
 from recipe_lib.plan.tracing.collectives import read_collective
 from recipe_lib.plan.tracing.memory_labels import HeldStorage, MemoryLabels
 from recipe_lib.plan.tracing.module_tracker import Places
-from recipe_lib.plan.tracing.operator_costs import Cost, cost_of, tensors_in
+from recipe_lib.plan.tracing.operator_costs import Cost, cost_of, dtype_name, tensors_in
 from recipe_lib.plan.tracing.plain_tensors import PLAIN_TENSORS, has_memory, plain_parts
 from recipe_lib.plan.tracing.repeated_calls import Repeats
 from recipe_lib.plan.world.cached_fake_mode import CachedCall, CachedFakeMode
+from recipe_lib.plan.world.compiled_code import CompiledCode, compiling_on_paper, is_compiling
 from recipe_lib.plan.world.dtensor_patches import on_shards, propagation_unseen
 
 # `fn(operator's name, its arguments, stream)` to [(bytes, whether they stay taken)] of an operator with arithmetic.
@@ -44,6 +45,7 @@ class Tracer(TorchDispatchMode):
         checker: StreamChecker | None = None,
     ) -> None:
         super().__init__()
+        self.supports_higher_order_operators = True
         self.checker = checker
         self.trace = Trace()
         self.device_type, self.fast, self.kernel_memory = device_type, fast, kernel_memory
@@ -59,6 +61,7 @@ class Tracer(TorchDispatchMode):
         self.labels = MemoryLabels(lambda: self.trace, self._held)
         self._places = Places()
         self._muted = 0
+        self._is_compiling: Callable[[], bool] | None = None
         self.phase = -1
         self.optimizers: dict[int, Any] = {}
 
@@ -143,9 +146,52 @@ class Tracer(TorchDispatchMode):
 
     # Operators
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile works as if this mode were not there."""
+        return True
+
+    @contextmanager
+    def compiling(self) -> Iterator[CompiledCode]:
+        """Inside, torch.compile makes code that runs here; what it does meanwhile is no part of the run."""
+        self._is_compiling = is_compiling
+        try:
+            with compiling_on_paper(self._fused_kernel, self._operator_into) as done:
+                yield done
+        finally:
+            self._is_compiling = None
+
+    def _around_operator(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What compiled code wraps around an operator that draws numbers, so that it can be computed again."""
+        if func.name() == "run_and_save_rng_state":
+            state = torch.get_device_module(self.device_type).get_rng_state()
+            with self:
+                return state, args[0](*args[1:], **kwargs)
+        if func.name() == "run_with_rng_state":
+            with self:
+                return args[1](*args[2:], **kwargs)
+        raise NotImplementedError(f"{func.name()} has no shapes here")
+
+    def _fused_kernel(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        part, module = self.place()
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *written))
+        dtype = dtype_name(written[0].dtype) if written else ""
+        op = Op(name, self.stream(), part, module, self.phase, 0, moved, dtype)
+        op.reads, op.makes = self._numbers(read), self._numbers(written)
+        self.trace.ops.append(op)
+        self.trace.events.append((OP, len(self.trace.ops) - 1))
+
+    def _operator_into(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """An operator that writes into a tensor that is there already."""
+        self._note(func, args, kwargs, result, cost_of(func, args, kwargs, result))
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if self._is_compiling is not None and self._is_compiling():
+            return func(*args, **(kwargs or {}))
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return self._around_operator(func, args, kwargs or {})
         if func is known.DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         for kind in types:
