@@ -6,9 +6,6 @@ table is made by `python -m benchmarks.compiled_plans`.
 """
 
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # so that no process pays for the import
-import torch.distributed as dist
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from recipe_lib.config import load_config
@@ -24,7 +21,7 @@ from recipe_lib.parallel import World, start_world
 from recipe_lib.plan.tracing.simulate import STEADY, simulate
 from recipe_lib.plan.world.planned_batches import PlannedData
 from tests.distributed.ranks import run_ranks
-from tests.plan.test_real_runs import BASE, COLLECTIVES, PACKED_DOCUMENTS, PAIRS, TIED, collectives_let_go
+from tests.plan.test_real_runs import BASE, PACKED_DOCUMENTS, PAIRS, TIED, collectives_let_go
 from tests.recipes.runs import DPO, FULL, LORA, PLAIN, recipe_class, recipe_module
 
 # Ranks, recipe, overrides.
@@ -38,7 +35,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "full, layers": (2, FULL, "parallel.fsdp_wrap_policy=layers", "parallel.reshard_after_forward=false"),
     "full, ddp": (2, FULL, "parallel.strategy=ddp"),
     "full, packed": (2, FULL, "data.packing=true"),
-    "full, tensor": (2, FULL, "parallel.tensor=2"),
     "full, 8 bits": (2, FULL, "dtype=bf16", "optimizer.state_bits=8"),
     "lora": (2, LORA),
     "lora, dropout, recomputed": (2, LORA, "lora.dropout=0.1", "memory.activation_checkpointing=full"),
@@ -72,42 +68,36 @@ def planned_peak(case: tuple[Any, ...], folder: Path) -> int:
 def measured_peak(case: tuple[Any, ...], folder: Path) -> int:
     """The same as torch's profiler counts it in a real run on this rank, in the last of its steps.
 
-    Without what gloo takes for itself in a collective: NCCL has its own buffers, and the plan another line for them.
+    Without what gloo's threads take for themselves: NCCL has its own buffers, and the plan another line for them.
+    Collectives inside layers (`parallel.tensor`) end in threads of gloo that the profiler does not follow.
     """
     recipe, cfg, shape = config(case, folder)
-    collectives: list[tuple[int, int]] = []
-    with start_world(cfg) as world, collectives_let_go(), noting_collectives(collectives):
-        begun, changes = allocations(lambda: train(recipe, cfg, world, shape))
-    alive = peak = 0
-    for moment, change in changes:
-        place = bisect_right(collectives, (moment, moment)) - 1
-        if place >= 0 and moment <= collectives[place][1]:
-            continue
-        alive += change
-        peak = max(peak, alive) if moment >= begun else 0
+    with start_world(cfg) as world, collectives_let_go():
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            begun = train(recipe, cfg, world, shape)
+    events = allocations(profiler.profiler.kineto_results.experimental_event_tree())
+    alive: dict[int, int] = {}
+    total = peak = 0
+    for event in events:
+        what = event.extra_fields
+        if what.alloc_size > 0 and event.start_tid == events[0].start_tid:
+            alive[what.ptr] = what.alloc_size
+            total += what.alloc_size
+        elif what.alloc_size < 0:
+            total -= alive.pop(what.ptr, 0)
+        peak = max(peak, total) if event.start_time_ns >= begun else 0
     return peak
 
 
-@contextmanager
-def noting_collectives(found: list[tuple[int, int]]) -> Iterator[None]:
-    """When each collective of torch.distributed began and ended."""
-    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
-
-    def noted(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> None:
-            begun = time.time_ns()
-            operation(*args, **kwargs)
-            found.append((begun, time.time_ns()))
-
-        return call
-
-    for name, operation in originals.items():
-        setattr(dist, name, noted(operation))
-    try:
-        yield
-    finally:
-        for name, operation in originals.items():
-            setattr(dist, name, operation)
+def allocations(roots: list[Any]) -> list[Any]:
+    """The profiler's events of the allocator, in order."""
+    found, left = [], list(roots)
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.tag == _EventType.Allocation:
+            found.append(event)
+    return sorted(found, key=lambda event: event.start_time_ns)
 
 
 def train(recipe_class: type, cfg: Any, world: World, shape: Any) -> int:
@@ -123,14 +113,6 @@ def train(recipe_class: type, cfg: Any, world: World, shape: Any) -> int:
         recipe.train_step(batches)
         del batches
     return begun
-
-
-def allocations(run: Callable[[], int]) -> tuple[int, list[tuple[int, int]]]:
-    """(what the run returned, each allocation and release: time, bytes)."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        begun = run()
-    events = profiler.profiler.kineto_results.events()
-    return begun, sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
 
 
 def compared(name: str, folder: Path) -> tuple[int, int]:
