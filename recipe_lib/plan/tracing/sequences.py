@@ -1,4 +1,4 @@
-"""Two sequences of which the longer has one more turn of every loop, continued to any number of turns. No torch in here.
+"""Two sequences, of which the longer has one more turn of every loop, continued to any number of turns. No torch here.
 
 What a program does for a model of n layers is loops of about n turns between things that it does once. Two runs, of one
 period of layers more or less, tell which parts are loops: those that the longer run has once more. An item has a key,
@@ -12,14 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-# Turns at either end of a loop that may be unlike the others, tried in this order.
+# Turns at either end of a loop that may be unlike the others, tried in this order. Between them the shorter run has to
+# have one and the longer two, which make a line.
 _ENDS = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2))
-# Turns between them in the shorter run: one, so that the longer has two, which make a line.
 _CHUNK = 256
 
 
 @dataclass
-class Items:
+class LoopItems:
     """keys, numbers, targets: of each item; a target is the index of an earlier item, or -1."""
 
     keys: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Continued:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LoopPart:
     """A loop, or what lies between two of them: one turn. starts, turns: in the shorter, longer and continued run."""
 
     length: int
@@ -60,7 +60,7 @@ _Place = tuple[int, int, int]  # part, turn, place in the turn
 _SHORT, _LONG, _NEW = range(3)
 
 
-def continue_items(short: Items, long: Items, more: int) -> Continued | None:
+def continue_items(short: LoopItems, long: LoopItems, more: int) -> Continued | None:
     """What a run does that has `more` turns of each loop beyond the longer one; None where that is not certain."""
     loops = _loops(short.keys, long.keys)
     if loops is None:
@@ -143,13 +143,13 @@ def _common(first: list[int], at: int, second: list[int], there: int) -> int:
     return limit
 
 
-def _parts(loops: list[tuple[int, int, int]], short: int, long: int, more: int) -> list[_Part]:
+def _parts(loops: list[tuple[int, int, int]], short: int, long: int, more: int) -> list[_LoopPart]:
     """Loops and what lies between them. short, long: items of the runs."""
-    parts: list[_Part] = []
+    parts: list[_LoopPart] = []
     at = [0, 0, 0]
 
     def add(length: int, turns: tuple[int, int, int]) -> None:
-        parts.append(_Part(length, (at[0], at[1], at[2]), turns))
+        parts.append(_LoopPart(length, (at[0], at[1], at[2]), turns))
         for which in range(3):
             at[which] += length * turns[which]
 
@@ -161,7 +161,7 @@ def _parts(loops: list[tuple[int, int, int]], short: int, long: int, more: int) 
     return parts
 
 
-def _places(targets: list[int], parts: list[_Part], which: int, starts: list[int]) -> list[_Place | None]:
+def _places(targets: list[int], parts: list[_LoopPart], which: int, starts: list[int]) -> list[_Place | None]:
     """Where in the parts each item's target is."""
     found: list[_Place | None] = []
     for target in targets:
@@ -191,9 +191,9 @@ class _Rule:
 
 
 def _continue_part(
-    part: _Part,
-    parts: list[_Part],
-    runs: tuple[Items, Items],
+    part: _LoopPart,
+    parts: list[_LoopPart],
+    runs: tuple[LoopItems, LoopItems],
     places: list[list[_Place | None]],
     more: int,
     ends: tuple[int, int],
@@ -213,9 +213,7 @@ def _continue_part(
         for offset in range(part.length):
             at = first[_LONG] + turn * part.length + offset
             was = first[_SHORT] + short_turn * part.length + offset
-            others = [
-                (which, first[which] + other * part.length + offset, distance) for which, other, distance in rest
-            ]
+            others = [(which, first[which] + other * part.length + offset, distance) for which, other, distance in rest]
             rule = _rule(parts, runs, places, more, at, was, others)
             if rule is None:
                 return None
@@ -241,8 +239,8 @@ def _continue_part(
 
 
 def _rule(
-    parts: list[_Part],
-    runs: tuple[Items, Items],
+    parts: list[_LoopPart],
+    runs: tuple[LoopItems, LoopItems],
     places: list[list[_Place | None]],
     more: int,
     at: int,

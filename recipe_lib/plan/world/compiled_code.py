@@ -12,6 +12,7 @@ but for reductions, which it can split otherwise. All of torch's private parts t
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import TracingContext, tracing
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -30,9 +32,16 @@ from recipe_lib.plan.world.cached_fake_mode import wrap
 from recipe_lib.plan.world.kernel_choice import attention_kernel
 from recipe_lib.plan.world.simulated_device import MODULE, NAME
 
-# `fn(name, tensors read, tensors written)` of a fused kernel, and `fn(operator, arguments, options, result)`.
-Kernel = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
-Matmul = Callable[[Any, Sequence[Any], dict[str, Any], Tensor], None]
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is asked for each buffer of compiled code, by shape, stride and type, and hears of each kernel, by name with
+    the tensors that it reads and writes, and of each matmul: operator, arguments, options, result."""
+
+    buffer: Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]
+    kernel: Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
+    matmul: Callable[[Any, Sequence[Any], dict[str, Any], Tensor], None]
+
 
 _MATMULS = {
     "mm": torch.ops.aten.mm.out,
@@ -42,16 +51,40 @@ _MATMULS = {
 }
 
 
+_OPAQUE = ("tune_recipes::quantized_linear", "tune_recipes::gather_linears", "tune_recipes::gated_linear")
 # What inductor wrote for a graph, by its operators and inputs: a plan simulates a model more than once.
 _written: dict[tuple[str, str, bool], str] = {}
 
 
+class NotCompiled(Exception):  # noqa: N818 - not an error: the run is planned without
+    """A graph that inductor has no code for here; the message says why."""
+
+
 @dataclass
 class CompiledCode:
-    """What was compiled in a simulation. faults: why a graph runs operator by operator instead."""
+    """What was compiled in a simulation. graphs: that dynamo found. faults: why there is no code for one."""
 
     graphs: int = 0
     faults: list[str] = field(default_factory=list)
+
+    def described(self) -> str:
+        """In a line of a report."""
+        where = "" if MODULE.kernels == "cpu" else ", with the attention kernel of the device"
+        return f"compiled code: {self.graphs} graphs, fused and with the buffers of inductor's code for a CPU{where}"
+
+
+def inside_of(operator: Any) -> Callable[..., Any] | None:
+    """What an operator of ours does that compiled code calls so that the compiler does not look into it; else None."""
+    if getattr(operator, "namespace", "") != "tune_recipes":
+        return None
+    return _inside(operator)
+
+
+@cache
+def _inside(operator: Any) -> Callable[..., Any] | None:
+    name = operator._schema.name
+    found = OPDEFS.get(name) if name.removesuffix("_backward") in _OPAQUE else None
+    return None if found is None else found._init_fn
 
 
 def is_compiling() -> bool:
@@ -60,10 +93,10 @@ def is_compiling() -> bool:
 
 
 @contextmanager
-def compiling_on_paper(kernel: Kernel, matmul: Matmul) -> Iterator[CompiledCode]:
+def compiling_on_paper(listener: Listener) -> Iterator[CompiledCode]:
     """Inside, what torch.compile compiles with inductor runs on the simulated device.
 
-    kernel, matmul: asked to note each kernel that the compiled code calls.
+    NotCompiled for what inductor has no code for.
     """
     from torch._inductor import compile_fx
     from torch._inductor.fx_passes import joint_graph
@@ -73,7 +106,7 @@ def compiling_on_paper(kernel: Kernel, matmul: Matmul) -> Iterator[CompiledCode]
 
     def compile_graph(graph: GraphModule, inputs: Sequence[Any], *_: Any, **__: Any) -> Callable[..., Any]:
         done.graphs += 1
-        with _disable_current_modes():
+        with _disable_current_modes(), noting_faults():
             fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
             with fake:
                 given = [_on_cpu(one) if isinstance(one, Tensor) else one for one in inputs]
@@ -82,17 +115,30 @@ def compiling_on_paper(kernel: Kernel, matmul: Matmul) -> Iterator[CompiledCode]
                 return original(graph, given, inner_compile=inner)
 
     def inner(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        with _disable_current_modes():
-            text = _code_of(graph, inputs, options)
-        return _runnable(text, kernel, matmul)
+        with _disable_current_modes(), noting_faults():
+            return _runnable(_code_of(graph, inputs, options), listener)
+
+    @contextmanager
+    def noting_faults() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            done.faults.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            raise
 
     torch._dynamo.reset()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(compile_fx, "compile_fx", compile_graph))
         # Patterns of attention are made once, on the device that is asked for first, with tensors of it.
         stack.enter_context(mock.patch.object(joint_graph, "lazy_init", lambda *_: lazy_init(torch.device("cpu"))))
-        yield done
-    torch._dynamo.reset()
+        try:
+            yield done
+        except Exception as error:
+            if done.faults:  # dynamo and autograd wrap what is raised in them
+                raise NotCompiled(done.faults[0]) from error
+            raise
+        finally:
+            torch._dynamo.reset()
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
@@ -161,18 +207,18 @@ class _NothingCompiled:
         """There is nothing to wait for."""
 
 
-def _runnable(text: str, kernel: Kernel, matmul: Matmul) -> Callable[[list[Any]], Any]:
+def _runnable(text: str, listener: Listener) -> Callable[[list[Any]], Any]:
     """The module's `call`, which takes its buffers from the simulated device."""
     scope: dict[str, Any] = {}
     with mock.patch("torch._inductor.async_compile.AsyncCompile", _NothingCompiled):
         exec(compile(text, "<inductor>", "exec"), scope)  # noqa: S102 - what inductor wrote, as it would run it
     for name, value in list(scope.items()):
         if isinstance(value, _Binding):
-            scope[name] = _kernel(name, value, kernel)
+            scope[name] = _kernel(name.removeprefix("cpp_"), value, listener)
     scope["extern_kernels"] = SimpleNamespace(
-        **{name: _matmul(operator, matmul) for name, operator in _MATMULS.items()}
+        **{name: _matmul(operator, listener) for name, operator in _MATMULS.items()}
     )
-    scope["empty_strided_cpu"] = _empty
+    scope["empty_strided_cpu"] = listener.buffer
     scope["reinterpret_tensor"] = _reinterpreted
     scope["assert_size_stride"] = scope["assert_alignment"] = lambda *_: None
     call = scope["call"]
@@ -184,26 +230,24 @@ def _runnable(text: str, kernel: Kernel, matmul: Matmul) -> Callable[[list[Any]]
     return run
 
 
-def _kernel(name: str, binding: _Binding, kernel: Kernel) -> Callable[..., None]:
+def _kernel(name: str, binding: _Binding, listener: Listener) -> Callable[..., None]:
     """Notes a call; what C++ takes as const it does not write."""
     constant = [kind.startswith("const") for kind in binding.types]
 
     def call(*args: Any) -> None:
         tensors = [(one, is_read) for one, is_read in zip(args, constant, strict=False) if isinstance(one, Tensor)]
-        kernel(name, [one for one, is_read in tensors if is_read], [one for one, is_read in tensors if not is_read])
+        listener.kernel(
+            name, [one for one, is_read in tensors if is_read], [one for one, is_read in tensors if not is_read]
+        )
 
     return call
 
 
-def _matmul(operator: Any, matmul: Matmul) -> Callable[..., None]:
+def _matmul(operator: Any, listener: Listener) -> Callable[..., None]:
     def call(*args: Any, out: Tensor, **options: Any) -> None:
-        matmul(operator, args, {**options, "out": out}, out)
+        listener.matmul(operator, args, {**options, "out": out}, out)
 
     return call
-
-
-def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device=torch.device(NAME, 0))
 
 
 def _reinterpreted(tensor: Any, shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:

@@ -48,9 +48,6 @@ def plannable(cfg: Any) -> tuple[Any, list[str]]:
             f"lora.adapter_path={adapters.adapter_path} is not here: new adapters of the config's shape are planned"
         )
         adapters.adapter_path = None
-    if cfg.compile:
-        assumed.append("compile=true is planned without compiling, which takes more memory and time")
-        cfg.compile = False
     return cfg, assumed
 
 
