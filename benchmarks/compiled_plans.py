@@ -20,7 +20,7 @@ Made by `python -m benchmarks.compiled_plans --output docs/measurements/compiled
 Peak of a step after the first on rank 0, in bytes, of a Llama of two layers of width 32, 2 sequences of 64 tokens a
 micro-batch, fp32 where nothing else is said. Planned: the module that inductor writes, run on the simulated device with
 kernels that do nothing. Measured: the run itself, every allocation and release of torch's CPU allocator as its
-profiler counts them, but for what gloo's threads take. Planned is a little more, since a device gets its batches by a
+profiler counts them, but for what gloo takes for itself. Planned is a little more, since a device gets its batches by a
 copy, or a little less, where a CPU's state of random numbers is kept, 5,056 bytes. No run with `parallel.tensor` is
 among them: its collectives' tensors are released by threads of gloo that the profiler does not follow.
 

@@ -6,6 +6,9 @@ table is made by `python -m benchmarks.compiled_plans`.
 """
 
 import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # so that no process pays for the import
+import torch.distributed as dist
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
@@ -21,7 +25,7 @@ from recipe_lib.parallel import World, start_world
 from recipe_lib.plan.tracing.simulate import STEADY, simulate
 from recipe_lib.plan.world.planned_batches import PlannedData
 from tests.distributed.ranks import run_ranks
-from tests.plan.test_real_runs import BASE, PACKED_DOCUMENTS, PAIRS, TIED, collectives_let_go
+from tests.plan.test_real_runs import BASE, COLLECTIVES, PACKED_DOCUMENTS, PAIRS, TIED, collectives_let_go
 from tests.recipes.runs import DPO, FULL, LORA, PLAIN, recipe_class, recipe_module
 
 # Ranks, recipe, overrides.
@@ -61,32 +65,57 @@ def planned_peak(case: tuple[Any, ...], folder: Path) -> int:
     """The most bytes of a later step on rank 0, as planned."""
     recipe, cfg, shape = config(case, folder)
     found = simulate(recipe, cfg, shape, ranks=case[0], phases=(), like_cpu=True)
-    assert not found.notes
+    assert [note.partition(":")[0] for note in found.notes] == ["compiled code"], "planned as it is compiled"
     return found.trace.active_peaks()[STEADY]
 
 
 def measured_peak(case: tuple[Any, ...], folder: Path) -> int:
     """The same as torch's profiler counts it in a real run on this rank, in the last of its steps.
 
-    Without what gloo's threads take for themselves: NCCL has its own buffers, and the plan another line for them.
+    Without what gloo takes for itself: NCCL has its own buffers, and the plan another line for them.
     Collectives inside layers (`parallel.tensor`) end in threads of gloo that the profiler does not follow.
     """
     recipe, cfg, shape = config(case, folder)
-    with start_world(cfg) as world, collectives_let_go():
+    collectives: list[tuple[int, int]] = []
+    with start_world(cfg) as world, collectives_let_go(), noting_collectives(collectives):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             begun = train(recipe, cfg, world, shape)
     events = allocations(profiler.profiler.kineto_results.experimental_event_tree())
     alive: dict[int, int] = {}
     total = peak = 0
     for event in events:
-        what = event.extra_fields
+        what, moment = event.extra_fields, event.start_time_ns
         if what.alloc_size > 0 and event.start_tid == events[0].start_tid:
-            alive[what.ptr] = what.alloc_size
-            total += what.alloc_size
+            place = bisect_right(collectives, (moment, moment)) - 1
+            if place < 0 or moment > collectives[place][1]:
+                alive[what.ptr] = what.alloc_size
+                total += what.alloc_size
         elif what.alloc_size < 0:
             total -= alive.pop(what.ptr, 0)
-        peak = max(peak, total) if event.start_time_ns >= begun else 0
+        peak = max(peak, total) if moment >= begun else 0
     return peak
+
+
+@contextmanager
+def noting_collectives(found: list[tuple[int, int]]) -> Iterator[None]:
+    """When each collective of torch.distributed began and ended."""
+    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+
+    def noted(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            begun = time.time_ns()
+            operation(*args, **kwargs)
+            found.append((begun, time.time_ns()))
+
+        return call
+
+    for name, operation in originals.items():
+        setattr(dist, name, noted(operation))
+    try:
+        yield
+    finally:
+        for name, operation in originals.items():
+            setattr(dist, name, operation)
 
 
 def allocations(roots: list[Any]) -> list[Any]:
