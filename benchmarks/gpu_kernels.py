@@ -1,4 +1,6 @@
-"""The fused kernels at the shapes of Llama 3 8B: what they make, whether they give what their chains give, and time.
+"""The fused kernels at shapes of Llama 3 8B and Gemma 2 2B: what they make, whether they give what their chains give.
+
+And how long they take.
 
     python benchmarks/gpu_check.py kernels                    without a GPU: compiled for the CPU
     python benchmarks/gpu_check.py kernels --output FOLDER    where fused_kernels.md goes (default docs/measurements)
@@ -22,15 +24,16 @@ from torch import Tensor
 
 from benchmarks.triton_code import bytes_in, kernels_in, triton_code
 from recipe_lib.adapters import int8, nf4
-from recipe_lib.ops import fused_kernels, fused_loss, gated, rope
+from recipe_lib.ops import capped_attention, fused_kernels, fused_loss, gated, rope
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TOKENS, WIDTH, HEADS, HEAD_WIDTH, INNER, VOCABULARY = 2048, 4096, 32, 128, 14336, 128256  # Llama 3 8B
+SCORES = (1, 8, 1024, 4096)  # Gemma 2 2B: of 8 heads, a quarter of the queries of 4096 tokens and all keys
 CHUNK = TOKENS // 16  # tokens whose logits exist at a time
 CALLS = 300
 HEAD = ("operator", "of", "Triton kernels", "MiB besides its results", "us of the host", "largest difference",
         "fused, us", "one by one, us", "ratio")  # fmt: skip
-TEXT = """# Fused kernels at the shapes of Llama 3 8B
+TEXT = """# Fused kernels at the shapes of Llama 3 8B and Gemma 2 2B
 
 By `python benchmarks/gpu_check.py kernels`, torch {torch}, on {device}. {note}
 
@@ -38,6 +41,9 @@ By `python benchmarks/gpu_check.py kernels`, torch {torch}, on {device}. {note}
 
 Kernels and memory are those of the Triton code that inductor {triton} generates for an H100 and these sizes, without
 compiling it; a run leaves sizes open.
+Scores are those of Gemma 2 2B, of as many queries as are taken at a time. Their kernels are looped reductions: a row is
+read twice for the shares and three times for the gradients, with sizes left open three and four times, and nothing
+between is written. A row of up to 1024 scores of a known number is read once.
 Difference: of numbers compiled for this device from those of the same function operator by operator, over the largest
 of these. Host: median of {calls} calls with tensors of a few numbers, the work on them included.
 """
@@ -95,6 +101,15 @@ def _int8(device: torch.device, small: bool) -> tuple[Any, ...]:
     return codes, torch.rand(rows, device=device), torch.bfloat16
 
 
+def _scores(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
+    def make(device: torch.device, small: bool) -> tuple[Any, ...]:
+        shape = (1, 2, 2, 16) if small else SCORES
+        reach = capped_attention.reaches(None, *shape[2:], shape[3], device)
+        return *(_random(device, *shape) for _ in range(count)), reach, 50.0, 256**-0.5
+
+    return make
+
+
 KERNELS = (
     Kernel("rotate", "queries of 2048 tokens", rope._rotate, _rotation),
     Kernel("gated_product", "2048 x 14336", gated.gated_product, _gate(2)),
@@ -103,6 +118,8 @@ KERNELS = (
     Kernel("label_log_prob_gradients", "logits 128 x 128256", fused_loss.label_log_prob_gradients, _logits(True)),
     Kernel("dequantize_nf4", "14336 x 4096", nf4._dequantize, _nf4),
     Kernel("dequantize_int8", "14336 x 4096", int8._dequantize, _int8),
+    Kernel("capped_shares", "scores 8 x 1024 x 4096", capped_attention.capped_shares, _scores(1)),
+    Kernel("capped_score_gradients", "scores 8 x 1024 x 4096", capped_attention.capped_score_gradients, _scores(2)),
 )
 
 

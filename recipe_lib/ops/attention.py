@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.config.card_limits import VARLEN_CAPABILITY
-from recipe_lib.ops.capped_attention import capped_attention, visible
+from recipe_lib.ops.capped_attention import capped_attention, reaches, visible
 from recipe_lib.ops.device import capability_of, kernels_of
 
 try:
@@ -117,9 +117,7 @@ def prepare_attention(
         return replace(info, flattened=True)
     masks: dict[int | None, Tensor | None] = dict.fromkeys(windows)
     for window in (window for window, needed in needs_mask.items() if needed):
-        positions = torch.arange(keys, device=device)
-        seen = visible(positions[keys - queries :], positions, info.documents, info.documents, window)
-        masks[window] = _additive(seen, dtype)
+        masks[window] = _additive(visible(reaches(info.documents, queries, keys, window, device), keys), dtype)
     return replace(info, masks=masks)
 
 

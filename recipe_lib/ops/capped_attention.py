@@ -16,19 +16,23 @@ from recipe_lib.ops.fused_kernels import fused, fuses
 CAPPED_SCORES = 2**24  # scores that exist at a time: 64 MiB in fp32, in which a chain that is not fused has them
 
 
-def visible(
-    queries: Tensor, keys: Tensor, query_documents: Tensor | None, key_documents: Tensor | None, window: int | None
-) -> Tensor:
-    """Bool `[b or 1, 1, m, n]`: which keys, by their positions `[n]`, the queries `[m]` see.
+def reaches(documents: Tensor | None, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Int32 `[b or 1, queries]`: how many keys each of the last `queries` of a row sees, back from its own.
 
-    documents: `[b, m]` and `[b, n]`, None: a row is one. window: a token sees so many, its own included.
+    documents: int32 `[b, keys]`, rising from one to the next, with as many queries; None: a row is one. window: a token
+    sees so many, its own included.
     """
-    seen = keys <= queries[:, None]
-    if window is not None:
-        seen = seen & (keys > queries[:, None] - window)
-    if query_documents is None or key_documents is None:
-        return seen[None, None]
-    return seen & (query_documents[:, None, :, None] == key_documents[:, None, None, :])
+    found = torch.arange(keys - queries + 1, keys + 1, dtype=torch.int32, device=device).unsqueeze(0)
+    if documents is not None:
+        found = found - torch.searchsorted(documents, documents, out_int32=True)  # where its document starts
+    return found if window is None else found.clamp(max=window)
+
+
+def visible(reach: Tensor, keys: int) -> Tensor:
+    """Bool `[b or 1, 1, m, keys]`: which keys m queries see, the last one of which is as far as the last key."""
+    own = torch.arange(keys - reach.shape[1], keys, dtype=torch.int32, device=reach.device)
+    places = torch.arange(keys, dtype=torch.int32, device=reach.device)
+    return (places <= own[:, None]) & (places > (own - reach)[:, None, :, None])
 
 
 def capped_attention(
@@ -67,10 +71,13 @@ def _attended(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, softcap: float, scale: float
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for part, seen, how in _pieces(q, k, documents, window, softcap, scale):
+    for part, seen, reach in _pieces(q, k, documents, window):
         keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
-        shares = capped_shares(torch.bmm(_stacked(q[:, :, part], k), keys.transpose(1, 2)), *how)
-        out[:, :, part] = torch.bmm(shares, values).view(out[:, :, part].shape)
+        scores = _products(_stacked(q[:, :, part], k), keys, reach, q.shape[1])
+        shares = capped_shares(scores, reach, softcap, scale)
+        del scores
+        out[:, :, part] = torch.bmm(_stacked(shares, k), values).view(out[:, :, part].shape)
+        del shares
     return out
 
 
@@ -88,38 +95,35 @@ def _gradients(
     wide = torch.promote_types(q.dtype, torch.float32)
     of_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     of_k, of_v = (torch.zeros(tensor.shape, dtype=wide, device=tensor.device) for tensor in (k, v))
-    for part, seen, how in _pieces(q, k, documents, window, softcap, scale):
+    for part, seen, reach in _pieces(q, k, documents, window):
         keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
         queries, slopes = (_stacked(tensor[:, :, part], k) for tensor in (q, gradient))
-        scores = torch.bmm(queries, keys.transpose(1, 2))
-        of_v[:, :, seen] += torch.bmm(capped_shares(scores, *how).transpose(1, 2), slopes).view_as(v[:, :, seen])
-        of_scores = capped_score_gradients(torch.bmm(slopes, values.transpose(1, 2)), scores, *how)
-        del scores
+        scores = _products(queries, keys, reach, q.shape[1])
+        shares = _stacked(capped_shares(scores, reach, softcap, scale), k)
+        of_v[:, :, seen] += torch.bmm(shares.transpose(1, 2), slopes).view_as(v[:, :, seen])
+        del shares
+        of_shares = _products(slopes, values, reach, q.shape[1])
+        of_scores = _stacked(capped_score_gradients(of_shares, scores, reach, softcap, scale), k)
+        del scores, of_shares
         of_q[:, :, part] = torch.bmm(of_scores, keys).view(of_q[:, :, part].shape)
         of_k[:, :, seen] += torch.bmm(of_scores.transpose(1, 2), queries).view_as(k[:, :, seen])
     return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
 
 
-_How = tuple[Tensor, Tensor, Tensor | None, Tensor | None, int | None, float, float]
-
-
 def _pieces(
-    q: Tensor, k: Tensor, documents: Tensor | None, window: int | None, softcap: float, scale: float
-) -> Iterator[tuple[slice, slice, _How]]:
-    """(queries of a piece, the keys that they can see, what else its scores depend on)."""
+    q: Tensor, k: Tensor, documents: Tensor | None, window: int | None
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(queries of a piece, the keys up to its last one that they can see, how many of these each of them sees)."""
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     offset = keys - queries  # the position of query 0 among the keys: what a cache held before
-    positions = torch.arange(keys, device=q.device)
+    reach = reaches(documents, queries, keys, window, q.device)
     # Fused, scores are not wider than q: as many bytes are twice as many of them.
     count = _count(batch * heads * keys // (2 if fuses(q.device) and q.dtype.itemsize == 2 else 1), queries)
     for piece in range(count):
         start, stop = queries * piece // count, queries * (piece + 1) // count
-        seen = slice(0 if window is None else max(0, start + offset - window + 1), stop + offset)
-        part = slice(start, stop)
-        places = positions[start + offset : stop + offset], positions[seen]
-        of_documents = (None, None) if documents is None else (documents[:, part], documents[:, seen])
-        yield part, seen, (*places, *of_documents, window, softcap, scale)
+        first = 0 if window is None else max(0, start + offset - window + 1)
+        yield slice(start, stop), slice(first, stop + offset), reach[:, start:stop]
 
 
 def _count(scores: int, queries: int) -> int:
@@ -134,67 +138,42 @@ def _count(scores: int, queries: int) -> int:
 
 
 def _stacked(part: Tensor, k: Tensor) -> Tensor:
-    """Queries `[b, h, m, e]` as `[b k, h/k m, e]`: the heads that share a key head are more rows of it, so that keys
-    are not expanded."""
+    """`[b, h, m, n]` as `[b k, h/k m, n]`: heads that share a key head are more rows of it; keys are not expanded."""
     return part.reshape(part.shape[0] * k.shape[1], -1, part.shape[3])
+
+
+def _products(stacked: Tensor, others: Tensor, reach: Tensor, heads: int) -> Tensor:
+    """`[b, h, m, n]`: of m stacked rows of each head, and n of `[b k, n, e]`."""
+    return torch.bmm(stacked, others.transpose(1, 2)).view(-1, heads, reach.shape[1], others.shape[1])
 
 
 def _like_scores(scores: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(scores)
 
 
-def _like_second(of_shares: Tensor, scores: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(scores)
+@fused("capped_shares(Tensor scores, Tensor reach, float softcap, float scale) -> Tensor", _like_scores)
+def capped_shares(scores: Tensor, reach: Tensor, softcap: float, scale: float) -> Tensor:
+    """Capped scores' softmax over the keys that are visible, of products of queries and keys `[b, h, m, n]`, in their
+    type. reach: int32 `[b or 1, m]`, see `reaches`."""
+    return _softmax(scores, reach, softcap, scale)[0].to(scores.dtype)
 
 
-_OF_PIECE = (
-    "Tensor queries, Tensor keys, Tensor? query_documents, Tensor? key_documents, int? window, float softcap, float "
-    "scale"
+@fused(
+    "capped_score_gradients(Tensor of_shares, Tensor scores, Tensor reach, float softcap, float scale) -> Tensor",
+    _like_scores,
+    repeats=True,
 )
-
-
-@fused(f"capped_shares(Tensor scores, {_OF_PIECE}) -> Tensor", _like_scores)
-def capped_shares(
-    scores: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    query_documents: Tensor | None,
-    key_documents: Tensor | None,
-    window: int | None,
-    softcap: float,
-    scale: float,
-) -> Tensor:
-    """Capped scores' softmax over the keys that are visible, of products of queries and keys `[b k, h/k m, n]`, in
-    their type."""
-    seen = visible(queries, keys, query_documents, key_documents, window)
-    return _softmax(scores, seen, softcap, scale)[0].to(scores.dtype)
-
-
-@fused(f"capped_score_gradients(Tensor of_shares, Tensor scores, {_OF_PIECE}) -> Tensor", _like_second)
-def capped_score_gradients(
-    of_shares: Tensor,
-    scores: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    query_documents: Tensor | None,
-    key_documents: Tensor | None,
-    window: int | None,
-    softcap: float,
-    scale: float,
-) -> Tensor:
+def capped_score_gradients(of_shares: Tensor, scores: Tensor, reach: Tensor, softcap: float, scale: float) -> Tensor:
     """The gradient of the products that `capped_shares` takes, by that of its result."""
-    seen = visible(queries, keys, query_documents, key_documents, window)
-    shares, tangents = _softmax(scores, seen, softcap, scale)
+    shares, tangents = _softmax(scores, reach, softcap, scale)
     wide = of_shares.to(shares.dtype)
     grad = shares * (wide - (wide * shares).sum(dim=-1, keepdim=True))
     # d cap*tanh(x/cap) / dx = 1 - tanh^2; shares are 0 where nothing is visible.
     return (grad * (1 - tangents.square())).to(scores.dtype) * scale
 
 
-def _softmax(scores: Tensor, seen: Tensor, softcap: float, scale: float) -> tuple[Tensor, Tensor]:
-    """(shares of the keys, tanh of the scores over the cap), both `[b k, h/k m, n]` in fp32 (fp64 for fp64)."""
+def _softmax(scores: Tensor, reach: Tensor, softcap: float, scale: float) -> tuple[Tensor, Tensor]:
+    """(shares of the keys, tanh of the scores over the cap), both `[b, h, m, n]` in fp32 (fp64 for fp64)."""
     tangents = torch.tanh((scores * scale).to(torch.promote_types(scores.dtype, torch.float32)) / softcap)
-    rows, columns = seen.shape[2:]
-    by_rows = (softcap * tangents).view(seen.shape[0], -1, rows, columns)
-    shares = by_rows.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-    return shares.view_as(scores), tangents
+    capped = (softcap * tangents).masked_fill(~visible(reach, scores.shape[3]), float("-inf"))
+    return capped.softmax(dim=-1), tangents

@@ -22,7 +22,9 @@ from torch.utils._triton import has_triton
 from recipe_lib.ops.device import holds_values, kernels_of
 
 _COMPILATIONS = 64  # of one function, before torch runs it as it is
+_REPEATED = 100  # operators that compute a number again where it is needed again; inductor's own limit is 30
 _library = torch.library.Library("tune_recipes", "FRAGMENT")
+_repeats: set[Callable[..., Any]] = set()
 _is_on = False  # until a run that trains says so: what generates a few tokens compiles nothing
 _on_meta = False
 _Result = TypeVar("_Result")
@@ -69,17 +71,23 @@ def fused_on_meta(wanted: bool) -> Iterator[None]:
         _on_meta = before
 
 
-def fused(schema: str, shapes: Callable[..., Any]) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
+def fused(
+    schema: str, shapes: Callable[..., Any], repeats: bool = False
+) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
     """Decorates a function of tensors and numbers: where `fuses` says so it is the operator of that schema.
 
     schema: `name(Tensor first, ...) -> Tensor`, for torch.library; the first argument is a tensor, results are new.
-    shapes: of the same arguments, empty tensors like its results. Inside it has no gradients: call it from an
+    shapes: of the same arguments, empty tensors like its results. repeats: numbers that it needs twice are computed
+    twice, by however many operators, not written and read. Inside it has no gradients: call it from an
     autograd.Function.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
 
     def decorate(function: Callable[..., _Result]) -> Callable[..., _Result]:
+        if repeats:
+            _repeats.add(function)
+
         def run(*arguments: Any) -> Any:
             return call_compiled(function, *arguments) if compiles(arguments[0]) else function(*arguments)
 
@@ -120,7 +128,13 @@ def call_compiled(function: Callable[..., _Result], *arguments: Any) -> _Result:
 @cache
 def compiled(function: Callable[..., _Result]) -> Callable[..., _Result]:
     """With sizes left open: batches have many lengths. Sizes that happen to be equal stay distinct."""
-    return torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
+    return torch.compile(function, dynamic=True, options=options_of(function))
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Inductor's options for a chain."""
+    options: dict[str, Any] = {"emulate_precision_casts": True}
+    return options | {"realize_opcount_threshold": _REPEATED} if function in _repeats else options
 
 
 @cache

@@ -9,16 +9,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.adapters import int8, nf4
 from recipe_lib.adapters.nf4 import dequantize, quantize_blocks, quantize_scales
-from recipe_lib.ops import fused_kernels, fused_loss, gated, rope
+from recipe_lib.ops import capped_attention, fused_kernels, fused_loss, gated, rope
+from recipe_lib.ops.attention import make_attention_info
 from recipe_lib.ops.cross_entropy import linear_cross_entropy, projected_cross_entropy
 from recipe_lib.ops.token_log_probs import token_log_probs
 from tests.distributed.ranks import in_a_fork
+from tests.ops.test_attention import definition
 
 CPU = torch.device("cpu")
 OPERATORS = torch.ops.tune_recipes
+DOCUMENTS = make_attention_info([[20, 10, 2], [29, 3, 1]], 33).documents
 
 
 @pytest.fixture
@@ -40,6 +44,23 @@ def nf4_matrix(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     return (codes, *quantize_scales(largest))
 
 
+def capped_calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
+    """Of the last 5 queries of rows of 33 keys: of one document or several, which all of them or some see."""
+    scores, slopes = (random(2, 6, 5, 33, dtype=torch.bfloat16, seed=seed) * 20 for seed in (4, 5))
+    found: list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]] = []
+    for words, documents in (("", None), (", documents", DOCUMENTS)):
+        for window in (None, 4):
+            reach = capped_attention.reaches(documents, 33 if words else 5, 33, window, CPU)[:, -5:]
+            name = words + (", window" if window else "")
+            given = (scores, reach, 7.0, 0.3)
+            found += [
+                ("shares" + name, capped_attention.capped_shares, OPERATORS.capped_shares, given),
+                ("score gradients" + name, capped_attention.capped_score_gradients, OPERATORS.capped_score_gradients,
+                 (slopes, *given)),
+            ]  # fmt: skip
+    return found
+
+
 def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
     """(name, function, operator, arguments in bf16), of odd shapes."""
     half = torch.bfloat16
@@ -52,6 +73,7 @@ def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
     levels = nf4._levels(half, CPU)
     of_rows = (codes, scales, factors, levels, [0, 0, 48, 48], 16)
     return [
+        *capped_calls(),
         ("rotate", rope._rotate, OPERATORS.rotate, (whole, cosines, sines, False)),
         ("rotate some", rope._rotate, OPERATORS.rotate, (heads, cosines, sines, False)),
         ("rotate turned heads", rope._rotate, OPERATORS.rotate, (whole.transpose(1, 2).contiguous().transpose(1, 2),
@@ -77,6 +99,8 @@ def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
 
 
 CALLS = calls()
+OF_ONE_CODE = ("shares, documents", "shares, window", "score gradients, documents", "score gradients, window")
+COMPILED = [call for call in CALLS if call[0] not in OF_ONE_CODE]  # which keys are seen is a matter of values
 
 
 def results(of: Any) -> list[Tensor]:
@@ -92,7 +116,7 @@ def test_shapes_of_plans_are_those_of_results(call: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", CALLS, ids=[call[0] for call in CALLS])
+@pytest.mark.parametrize("call", COMPILED, ids=[call[0] for call in COMPILED])
 @in_a_fork
 def test_compiled_it_gives_the_same_and_makes_nothing_but_its_results(
     call: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
@@ -111,8 +135,11 @@ def test_compiled_it_gives_the_same_and_makes_nothing_but_its_results(
         found = results(fused_kernels.call_compiled(function.__wrapped__, *arguments))
     results_bytes, most = sum(each.nbytes for each in found), max(each.shape[0] for each in found)
     few = 6 * 4 * most  # a few numbers for each row
-    if name == "log probs, capped":  # for a CPU what tanh gave is made in memory rather than again
+    # For a CPU what tanh or exp gave is made in memory rather than again.
+    if name == "log probs, capped":
         few += arguments[0].numel() * 4
+    if name.startswith(("shares", "score gradients")):
+        few = (1 if name.startswith("shares") else 2) * arguments[0].numel() * 4 + 6 * 4 * arguments[0][..., 0].numel()
     assert made and sum(each.nbytes for each in made) <= results_bytes + few
     for mine, wanted in zip(found, results(function(*arguments)), strict=True):
         assert mine.dtype == wanted.dtype and mine.shape == wanted.shape
@@ -126,6 +153,25 @@ def gradients(function: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
     own = [leaf.clone().requires_grad_() for leaf in leaves]
     found = function(*own)
     return [found.detach(), *torch.autograd.grad(found, own, random(*found.shape, seed=9).to(found.dtype))]
+
+
+class Operators(TorchDispatchMode):
+    """Notes the names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def attention_leaves(heads: int, kv_heads: int, tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys and values of two rows."""
+    return [
+        random(2, count, tokens, 8, dtype=dtype, seed=seed) for seed, count in enumerate((heads, kv_heads, kv_heads))
+    ]
 
 
 def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
@@ -153,6 +199,55 @@ def test_gated_products_against_autograd(as_operators: None, activation: str) ->
     leaves = [random(5, 8, dtype=torch.float64, seed=seed) for seed in (1, 2)]
     ours = gradients(lambda gate, up: gated.gated(gate, up, activation), *leaves)
     assert_close(ours, gradients(lambda gate, up: plain(gate) * up, *leaves))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_capped_attention_against_its_definition(
+    as_operators: None, monkeypatch: pytest.MonkeyPatch, with_documents: bool, window: int | None
+) -> None:
+    """Heads that share keys, in 16 pieces of odd lengths."""
+    monkeypatch.setattr(capped_attention, "CAPPED_SCORES", 2 * 6 * 33 * 3)
+    documents, leaves = DOCUMENTS if with_documents else None, attention_leaves(6, 2, 33, torch.float64)
+    with Operators() as seen:
+        ours = gradients(lambda *of: capped_attention.capped_attention(*of, documents, window, 0.8, 0.3), *leaves)
+    assert seen.names.count("capped_shares") == 2 * 16 and seen.names.count("capped_score_gradients") == 16
+    assert_close(ours, gradients(lambda *of: definition(*of, documents, window, 0.8), *leaves))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fuse", "pieces"),
+    [(torch.bfloat16, True, 4), (torch.bfloat16, False, 8), (torch.float32, True, 8), (torch.float64, True, 8)],
+)
+def test_fused_scores_of_half_precision_are_taken_in_half_as_many_pieces(
+    as_operators: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fuse: bool, pieces: int
+) -> None:
+    """They are not made in fp32. A piece takes two products forward, and five backward."""
+    monkeypatch.setattr(fused_kernels, "_is_on", fuse)
+    monkeypatch.setattr(capped_attention, "CAPPED_SCORES", 2 * 6 * 32 * 32 // 8)
+    with Operators() as seen:
+        gradients(
+            lambda *of: capped_attention.capped_attention(*of, None, None, 0.8, 0.3), *attention_leaves(6, 2, 32, dtype)
+        )
+    assert seen.names.count("bmm") == (2 + 5) * pieces
+    assert seen.names.count("capped_shares") == (2 * pieces if fuse else 0)
+
+
+def test_gradients_of_keys_and_values_are_summed_in_fp32(as_operators: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 512 pieces, of equal scores: query i shares out 1 / (i + 1). In bf16 a sum of 1 does not see 0.002 more."""
+    monkeypatch.setattr(capped_attention, "CAPPED_SCORES", 512)
+    queries = torch.ones(2, 1, 512, 1).bfloat16()
+    keys, values = torch.zeros_like(queries), torch.zeros_like(queries).index_fill(2, torch.tensor(0), 1.0)
+    leaves = [leaf.requires_grad_() for leaf in (queries, keys, values)]
+    capped_attention.capped_attention(*leaves, None, None, 50.0, 0.5).sum().backward()
+    shares = 1 / torch.arange(1, 513, dtype=torch.float64)
+    of_values = shares.flip(0).cumsum(0).flip(0)
+    of_keys = -0.5 * shares.square().flip(0).cumsum(0).flip(0)
+    of_keys[0] += 0.5 * shares.sum()
+    for leaf, wanted in ((values, of_values), (keys, of_keys)):
+        assert leaf.grad is not None and leaf.grad.dtype == torch.bfloat16
+        for row in leaf.grad.double().flatten(1):
+            torch.testing.assert_close(row, wanted, rtol=2**-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

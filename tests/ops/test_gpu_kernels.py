@@ -49,3 +49,12 @@ def test_a_gpu_has_one_kernel(call: tuple[Any, ...]) -> None:
     scales = 2 * len(arguments[0]) if name == "nf4" else 0
     assert kernels_in(code) == (2 if name == "nf4" else 1)
     assert bytes_in(code) == own + scales
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed, which generates code for GPUs")
+@pytest.mark.parametrize("name", ["capped_shares", "capped_score_gradients"])
+@in_a_fork
+def test_long_rows_of_scores_are_computed_again_and_not_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_kernels, "SCORES", (1, 4, 64, 4096))
+    (kernel,) = [one for one in gpu_kernels.KERNELS if one.name == name]
+    assert gpu_kernels.generated(kernel) == ("1", "0.00")
