@@ -21,7 +21,7 @@ def run_of(cfg: Any, shaped: Any, settings: "PlanSettings") -> ReceiptRun:
     spec, hardware = spec_of(shaped), settings.hardware
     shapes, buffers = parameter_shapes(spec), buffer_names(spec)
     embeddings = [shape for shape in shapes.values() if len(shape) == 2 and shape[0] == spec.vocab_size]
-    levers = levers_of(cfg)  # what is planned lacks `compile`
+    levers = levers_of(cfg)
     levers.pop(_STRATEGY, None)
     if settings.ranks > 1 and _STRATEGY in (chosen := levers_of(shaped)):  # one rank shards nothing
         levers[_STRATEGY] = chosen[_STRATEGY]

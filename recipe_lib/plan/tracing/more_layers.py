@@ -33,16 +33,16 @@ class _Event:
     target: int = -1
 
 
-def more_layers(short: Trace, long: Trace, more: int) -> Trace | None:
+def more_layers(short: Trace, long: Trace, more: int, period: int = 1) -> Trace | None:
     """The trace of a model that has `more` periods of layers beyond the longer one, which has one period more than the
     shorter; None where the two do not tell. Operators do not say what they read and make."""
     if short.phases != long.phases or long.actions:
         return None
-    continued = continue_items(*_items(_events(short), _events(long)), more)
+    continued = continue_items(*_items(_events(short), _events(long)), more, period)
     return _trace(continued, long) if continued is not None else None
 
 
-def more_rows(short: Sequence[LayerRow], long: Sequence[LayerRow], more: int) -> list[LayerRow] | None:
+def more_rows(short: Sequence[LayerRow], long: Sequence[LayerRow], more: int, period: int = 1) -> list[LayerRow] | None:
     """The table of modules in the same way."""
     both = []
     for rows in (short, long):
@@ -53,7 +53,7 @@ def more_rows(short: Sequence[LayerRow], long: Sequence[LayerRow], more: int) ->
                 for row, (pattern, numbers) in zip(rows, patterns, strict=True)
             ]
         )
-    continued = continue_items(*_items(*both), more)
+    continued = continue_items(*_items(*both), more, period)
     if continued is None:
         return None
     return [

@@ -32,7 +32,7 @@ def simulate_deep(
             short, long = (simulated(with_layers(cfg, depth)) for depth in depths)
         except UserError:
             return simulated(cfg)  # which says it of the model that was asked for
-        found = _deeper(short, long, (layers - depths[1]) // period)
+        found = _deeper(short, long, (layers - depths[1]) // period, period)
         if found is not None:
             return found
     return simulated(cfg)
@@ -53,7 +53,7 @@ def _depths(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] | No
     return (short, short + period) if _WORTHWHILE * (2 * short + period) <= layers else None
 
 
-def _deeper(short: Simulated, long: Simulated, more: int) -> Simulated | None:
+def _deeper(short: Simulated, long: Simulated, more: int, period: int) -> Simulated | None:
     """The run of a model with `more` periods of layers beyond the longer one's; None where the two do not tell."""
 
     def same(one: Simulated) -> tuple[object, ...]:
@@ -62,7 +62,10 @@ def _deeper(short: Simulated, long: Simulated, more: int) -> Simulated | None:
 
     if same(short) != same(long):
         return None
-    trace, modules = more_layers(short.trace, long.trace, more), more_rows(short.modules, long.modules, more)
+    trace, modules = (
+        more_layers(short.trace, long.trace, more, period),
+        more_rows(short.modules, long.modules, more, period),
+    )
     return None if trace is None or modules is None else replace(long, trace=trace, modules=modules)
 
 
