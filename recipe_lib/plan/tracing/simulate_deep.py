@@ -44,7 +44,9 @@ def _depths(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] | No
     patterns = [*_patterns(cfg.parallel.fsdp_wrap_policy), *(_patterns(adapters.target_modules) if adapters else ())]
     named = any(letter.isdigit() for pattern in patterns for letter in pattern)
     budget = cfg.memory.activation_checkpointing == "budget"  # for all layers together, which then differ
-    if cfg.parallel.pipeline > 1 or budget or named or not is_shipped(recipe_class):
+    # Buckets of DDP hold several layers' gradients, and Muon shares all matrices out among the ranks.
+    across = cfg.parallel.strategy == "ddp" or cfg.optimizer.name == "muon"
+    if cfg.parallel.pipeline > 1 or budget or named or across or not is_shipped(recipe_class):
         return None
     layers, period = layer_count(cfg), layer_period(cfg)
     ahead = 2 * cfg.memory.activation_offload_prefetch_layers + 1 if cfg.memory.activation_offload else 0

@@ -10,35 +10,26 @@ from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Tra
 from recipe_lib.plan.tracing import simulate_deep as module
 from recipe_lib.plan.tracing.simulate import Simulated
 from tests.plan.apart import apart, settings
-from tests.recipes.levers import LEVERS
 from tests.selection import slow_except
 
 RANKS = 4
-# Overrides of llama3/8B_*, whose matrices are large enough for every limit of sizes.
 FULL, LORA, QLORA, GEMMA = "llama3/8B_full", "llama3/8B_lora", "llama3/8B_qlora", "gemma2/2B_full"
 SHARDED = "parallel.strategy=fsdp"
-# Levers that depend on more than one layer at a time, or whose few layers do not show all: planned whole.
-WHOLE = ("muon", "ddp", "budget", "pipeline=2", "prefetch_layers=2")
-_NOT_OF_A_MODEL = ("validation.", "model.preset", "device=", "data.", "loss=", "parallel.data_shard")
-FIRST = [(FULL, ()), (QLORA, (SHARDED,)), (GEMMA, ())]
-
-
-def cases() -> list[tuple[str, tuple[str, ...]]]:
-    """(config, overrides), each lever that plans have with full fine-tuning and with a quantized base."""
-    found = list(FIRST)
-    for setting in LEVERS:
-        overrides = tuple(one for one in setting.overrides if not one.startswith(_NOT_OF_A_MODEL))
-        for config, more in ((FULL, ()), (LORA, (SHARDED,))):
-            if (
-                overrides
-                and (config, (*more, *overrides)) not in found
-                and not any(word in one for word in ("strategy", "in_backward", "mlp_tiles") for one in overrides)
-            ):
-                found.append((config, (*more, *overrides)))
-    return found
-
-
-CASES = {" ".join((config, *overrides)): (config, overrides) for config, overrides in cases()}
+# Shipped shapes, whose matrices are large enough for every limit of sizes.
+DEEPER = [
+    (FULL,),
+    (FULL, "parallel.tensor=2", "memory.activation_checkpointing=selective"),
+    (FULL, "memory.activation_offload=true", "parallel.reduce_gradients=step"),
+    (FULL, "memory.cpu_offload=true", "parallel.reshard_after_forward=false"),
+    (FULL, "memory.optimizer_offload=true", "optimizer.state_bits=8"),
+    (FULL, "compile=true"),
+    (LORA, SHARDED, "memory.activation_checkpointing=none"),
+    (QLORA, SHARDED),
+    (GEMMA,),
+]
+# What depends on more than one layer at a time, or what few layers do not show.
+WHOLE = [(FULL, "optimizer.name=muon"), (LORA, "parallel.strategy=ddp")]
+CASES = {" ".join(case): case for case in (*DEEPER, *WHOLE)}
 
 
 def events(trace: Trace) -> list[tuple[Any, ...]]:
@@ -84,12 +75,9 @@ def compared(config: str, overrides: tuple[str, ...]) -> tuple[str, str, list[An
 
 @pytest.mark.parametrize("name", slow_except(CASES, [FULL]))
 def test_every_event_is_that_of_the_whole_model(name: str) -> None:
-    config, overrides = CASES[name]
-    how, first, facts = apart(lambda: compared(config, overrides))
-    if any(word in name for word in WHOLE):
-        assert how == "whole"
-    else:
-        assert (how, first, facts) == ("deeper", "", [])
+    config, *overrides = CASES[name]
+    expected = "whole" if CASES[name] in WHOLE else "deeper"
+    assert apart(lambda: compared(config, tuple(overrides))) == (expected, "", [])
 
 
 @pytest.mark.parametrize(
