@@ -60,4 +60,4 @@ def around_operator(tracer: "Tracer", func: Any, args: Sequence[Any], kwargs: Ma
     if func.name() == "run_with_rng_state":
         with tracer:
             return args[1](*args[2:], **kwargs)
-    raise NotImplementedError(f"{func.name()} has no shapes here")
+    raise RuntimeError(f"{func.name()}: not known on a simulated device")
