@@ -38,8 +38,12 @@ def build(memory: MemoryConfig, changes: dict[str, Any], backend: Any = None) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("memory", "changes", "packed", "kinds"),
-    [(BUDGET, {}, True, 2), (MemoryConfig(), CAPPED, False, 1)],
-    ids=["budget, documents", "capped scores"],
+    [
+        (BUDGET, {}, True, 2),
+        (MemoryConfig(), CAPPED, False, 1),
+        (MemoryConfig(), CAPPED | {"windows": (9, None)}, True, 2),
+    ],
+    ids=["budget, documents", "capped scores", "capped scores, documents, a window"],
 )
 def test_rows_of_many_lengths(memory: MemoryConfig, changes: dict[str, Any], packed: bool, kinds: int) -> None:
     import_compiler()
