@@ -8,6 +8,7 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TUNE_PLAN", "off")  # no process beside each run that a test starts
+os.environ.setdefault("TUNE_RECEIPTS", "off")  # no plan of a test quotes the runs of this machine
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches a network
 
 from collections.abc import Iterator  # noqa: E402

@@ -7,8 +7,8 @@ from pathlib import Path
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 
-# Keys that our JSON files have: a plan, rates of a device, a tensor-parallel plan.
-_JSON = ({"schema", "verdict"}, {"matmul", "device"}, {"model", "tokens"})
+# Keys that our JSON files have: a plan, rates of a device, a tensor-parallel plan, a list of receipts.
+_JSON = ({"schema", "verdict"}, {"matmul", "device"}, {"model", "tokens"}, {"receipts", "unreadable"})
 _MOST_BYTES = 2**28  # a larger file is none of ours
 
 

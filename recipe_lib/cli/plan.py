@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from recipe_lib.cli.choose_strategy import decided
 from recipe_lib.cli.launch import environment
 from recipe_lib.cli.plan_files import calibrate, write
+from recipe_lib.cli.plan_receipts import list_receipts, quoted_receipt
 from recipe_lib.cli.plan_request import OFFLINE, explained, known_ranks, read, read_config, recipe_class, settings_for
 from recipe_lib.cli.plan_request import parser as parser
 from recipe_lib.cli.process_clock import process_seconds
@@ -35,6 +36,9 @@ COLLECT_AFTER = 100_000
 def run(words: list[str]) -> int:
     """Prints the plan, and writes it where asked to."""
     arguments = read(words)
+    if arguments.receipts:
+        print(list_receipts(arguments), end="")
+        return DONE
     output = sys.stdout
     gc.set_threshold(COLLECT_AFTER)
     quiet_libraries()
@@ -123,6 +127,7 @@ def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["
     plan.smallest_cards = smallest_cards(plan, shaped)
     plan.notes = list(dict.fromkeys([*assumed, *arguments.notes]))
     plan.next_lever = next_lever(plan, shaped)
+    plan.receipt = quoted_receipt(cfg, shaped, settings)
     return plan, trace
 
 

@@ -4,7 +4,6 @@ The process has 10 seconds of CPU, gives way to the ranks, sees no GPU, and ends
 itself, and leaves them in a file for the end of the run. Whatever goes wrong in it is one line, and nothing to the run.
 """
 
-import dataclasses
 import json
 import os
 import resource
@@ -16,12 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from recipe_lib.cli.launch import environment as launching
 from recipe_lib.cli.local_gpus import is_expandable
+from recipe_lib.cli.plan_receipts import keep_receipt
 from recipe_lib.cli.plan_request import (
     explained,
     hide_gpus,
@@ -99,15 +100,18 @@ def _can_be_planned(recipe: RecipeFile) -> bool:
 
 
 def _compare(figures: Path, began: float, code: int) -> None:
-    """Prints planned against measured peaks; nothing if the run failed or was over before its plan."""
+    """Prints planned against measured peaks, and keeps both as a receipt; nothing if the run failed or was over before
+    its plan."""
     if code not in (DONE, STOPPED_AND_SAVED) or not figures.exists():
         return
     planned = json.loads(figures.read_text(encoding="utf-8"))
     summary = Path(planned["output_dir"]) / "summary.json"
     if not summary.is_file() or summary.stat().st_mtime < began:
         return
-    for line in comparison(planned, json.loads(summary.read_text(encoding="utf-8"))):
+    measured = json.loads(summary.read_text(encoding="utf-8"))
+    for line in comparison(planned, measured):
         get_logger().info(line)
+    keep_receipt(planned, measured)
 
 
 def comparison(planned: dict[str, Any], summary: dict[str, Any]) -> list[str]:
@@ -135,6 +139,7 @@ def figures_of_plan(plan: "Plan") -> dict[str, Any]:
         "estimate": plan.estimate,
         "usable": plan.device.usable,
         "seconds": plan.time.step if plan.time else None,
+        "tokens_per_second": plan.time.tokens_per_second if plan.time else None,
     }
 
 
@@ -166,6 +171,7 @@ def figures_of_quick(found: "Estimate", usable: int) -> dict[str, Any]:
         "estimate": found.estimate,
         "usable": usable,
         "seconds": found.seconds,
+        "tokens_per_second": found.tokens / found.seconds if found.seconds else None,
     }
 
 
@@ -219,8 +225,9 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     """(figures, what they are for). A model of many layers is estimated from two of few."""
     recipe, cfg = read_config(arguments)
     settings, _ = settings_for(recipe, cfg, arguments)
-    settings = dataclasses.replace(settings, phases=())
+    settings = replace(settings, phases=())
     from recipe_lib.plan.build_plan import make_plan
+    from recipe_lib.plan.receipt_facts import run_of
     from recipe_lib.plan.search.estimate import quick
     from recipe_lib.plan.search.trials import usable_bytes
     from recipe_lib.plan.tracing.simulated_micro_batches import fewest_to_simulate
@@ -233,6 +240,7 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
             figures = figures_of_plan(make_plan(planned, shaped, settings)[0])
         else:
             figures = figures_of_quick(quick(planned, shaped, settings), usable_bytes(shaped, settings))
+    figures |= {"run": asdict(run_of(cfg, shaped, settings)), "expandable": is_expandable()}
     return figures | {"output_dir": os.path.abspath(cfg.output_dir)}, settings
 
 

@@ -71,6 +71,7 @@ def parser() -> Parser:
         action="store_true",
         help="find races between streams, waits of the host and collectives that do not meet, in place of a plan",
     )
+    add("--receipts", action="store_true", help="list the runs of this machine, planned and measured; makes no plan")
     add("--calibrate", metavar="FILE", help="first measure this machine's device, and write its rates")
     add("--calibration", metavar="FILE", help="use the rates that --calibrate wrote")
     for name, what in (("context", "CUDA's context"), ("nccl", "NCCL's buffers"), ("reserve", "other programs")):
@@ -84,6 +85,9 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     flags, own = take_flags(words)
     arguments = parser().parse(own)
     arguments.flags, arguments.wait, arguments.notes = flags, None, []
+    if arguments.receipts:
+        _check_receipts(arguments)
+        return arguments
     check_launch(flags, verb="plan")
     arguments.overrides = [word for word in arguments.words if "=" in word or word.startswith("~")]
     names = [word for word in arguments.words if word not in arguments.overrides]
@@ -118,6 +122,19 @@ def _check_no_plan(arguments: argparse.Namespace) -> None:
     for name, what in (("check_streams", "follows streams"), ("search", "looks for settings")):
         if getattr(arguments, name) and unused:
             raise ConfigError(f"--{name.replace('_', '-')}: {what} and makes no plan; leave --{unused[0]} out")
+
+
+def _check_receipts(arguments: argparse.Namespace) -> None:
+    """ConfigError for what --receipts, which lists all runs, makes nothing of."""
+    taken, options = ("help", "words", "receipts", "json", "quiet", "verbose"), parser()
+    others = [
+        action.option_strings[0] for action in options._actions
+        if action.dest not in taken and getattr(arguments, action.dest) != action.default
+    ]  # fmt: skip
+    unused = [*arguments.words, *arguments.flags, *others]
+    if unused:
+        raise ConfigError(f"--receipts: lists runs and makes no plan; leave {show(unused[0])} out")
+    check_output("--json", arguments.json)
 
 
 def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:

@@ -260,9 +260,9 @@ class FullFinetuneConfig(RecipeFacts):
     compile: bool = key(False, "torch.compile each layer.", known_as="torchtune compile; HF torch_compile")
     fused_kernels: bool = key(
         True,
-        "On a GPU, rotary embedding, gated activation, soft-capped scores, loss and dequantized weights are fused, each "
-        "into a kernel or few, by torch.compile with Triton; without Triton, said at the start, they run operator by "
-        "operator. A plan takes Triton to be there.",
+        "On a GPU, rotary embedding, gated activation, soft-capped scores, loss and dequantized weights are fused, "
+        "each into a kernel or few, by torch.compile with Triton; without Triton, said at the start, they run operator "
+        "by operator. A plan takes Triton to be there.",
         needs="device != cpu",
         known_as="Axolotl liger_rope, liger_glu_activation",
     )

@@ -44,6 +44,7 @@ from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.tracing.simulate_deep import simulate_deep
 from recipe_lib.plan.verdict import HOST_ALLOWS
+from recipe_lib.plan.world.compiled_code import NotCompiled
 from recipe_lib.plan.world.sequence_lengths import Sequence
 from recipe_lib.report.phases import phase
 from recipe_lib.units import GIB, format_bytes
@@ -164,7 +165,14 @@ def simulate_rank(
             checker=checker,
         )
 
-    return run(cfg) if checker is not None else simulate_deep(recipe_class, cfg, run)
+    if checker is not None:
+        return run(cfg)
+    try:
+        return simulate_deep(recipe_class, cfg, run)
+    except NotCompiled as fault:
+        found = simulate_deep(recipe_class, replace(cfg, compile=False), run)
+        why = f"compile=true is planned without compiling, which takes more memory and time: {fault}"
+        return replace(found, notes=[*found.notes, why])
 
 
 def layer_rows(found: Simulated) -> list[LayerRow]:
@@ -363,7 +371,7 @@ def _host_memory(cfg: Any, settings: PlanSettings, trace: Trace) -> list[str]:
 
 
 def _not_modeled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> list[str]:
-    lines = ["memory of kernels compiled by torch.compile, and CUDA graphs", "other processes on the device"]
+    lines = ["CUDA graphs", "other processes on the device"]
     if ranks > 1:
         lines.append("NCCL's buffers are a published figure of another machine, not a model")
     if any(op.name == "aten::record_stream" for op in trace.ops):

@@ -3,6 +3,7 @@
 from recipe_lib.plan.cluster_tables import alone_table, groups_table, stage_ranks_table, volume_table
 from recipe_lib.plan.drawings import draw_pipeline, draw_timeline
 from recipe_lib.plan.layer_tables import layer_table
+from recipe_lib.plan.nearest_receipt import quote_line
 from recipe_lib.plan.pipeline_tables import stage_table
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
 from recipe_lib.plan.tables import (
@@ -48,7 +49,7 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
     timeline = draw_timeline(plan, trace) if trace is not None else None
     schedule = draw_pipeline(plan.pipeline) if plan.pipeline is not None else None
     sections = [
-        Section("Run", facts=[*run_lines(plan), *([("next", after)] if (after := next_step(plan)) else [])]),
+        Section("Run", facts=_run_facts(plan)),
         phases,
         Section("Memory of one rank", figures=[timeline] if timeline else []),
         Section("Schedule of the pipeline", figures=[schedule] if schedule else []),
@@ -76,6 +77,12 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
         style={FITS: "good", DOES_NOT_FIT: "bad"}.get(plan.verdict, "risky"),
         footer=version_line(plan),
     )
+
+
+def _run_facts(plan: Plan) -> list[tuple[str, str]]:
+    receipt = quote_line(plan.receipt) if plan.receipt is not None else ""
+    ends = [("receipt", receipt), ("next", next_step(plan))]
+    return [*run_lines(plan), *((name, text) for name, text in ends if text)]
 
 
 def _tree(plan: Plan) -> Section:

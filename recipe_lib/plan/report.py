@@ -6,6 +6,7 @@ from rich.console import Console
 
 from recipe_lib.plan.cluster_tables import alone_table, groups_table, stage_ranks_table, volume_table
 from recipe_lib.plan.layer_tables import layer_table
+from recipe_lib.plan.nearest_receipt import quote_line
 from recipe_lib.plan.pipeline_tables import stage_table
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
 from recipe_lib.plan.tables import (
@@ -65,6 +66,8 @@ def render(
     console.print()
     more = "--full shows the other tables, times, and what was assumed"
     put(console, version_line(plan) if full else f"{planned_in(plan)}; {more}", terminal.SOFT)
+    if plan.receipt is not None:
+        put(console, f"receipt: {quote_line(plan.receipt)}")
     console.print()
     put(console, verdict_line(plan), style)
     put(console, f"next: {next_step(plan)}")

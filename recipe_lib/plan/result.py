@@ -1,15 +1,16 @@
 """A plan: what a run will take, as numbers that a report, a search or another program reads. No torch in here."""
 
 import json
-import types
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-from recipe_lib.config.suggest import quote, show
+from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.cluster import DimensionPlan
+from recipe_lib.plan.receipts import NearestReceipt
+from recipe_lib.plan.typed_json import read_typed
 
 # Raised when a key changes its meaning or goes away; a new key does not raise it. 2: `active` counts whole blocks.
 SCHEMA_VERSION = 3
@@ -281,7 +282,8 @@ class Plan:
     parallelism, with the same micro-batches; None where it was not planned (without `--full`) or is this very run.
     smallest_cards: known cards of the least memory on which as many ranks fit with room to spare, by this plan's peak;
     empty: on none. tried_ranks: numbers of ranks that were planned to find the fewest that fit. fewest_ranks: of this
-    device; None: not looked for (without `--advice`), or none of those.
+    device; None: not looked for (without `--advice`), or none of those. receipt: of the runs on this machine that were
+    planned and measured, the one that is most like this; None: there is none of this device and recipe.
     seconds: from the start of the process to the plan; in no file, so that a plan is the same bytes every time.
     """
 
@@ -314,6 +316,7 @@ class Plan:
     smallest_cards: list[str] = field(default_factory=list)
     tried_ranks: list[int] = field(default_factory=list)
     fewest_ranks: int | None = None
+    receipt: NearestReceipt | None = None
     seconds: float = field(default=0.0, compare=False)  # not in the JSON, which is the same every time
 
     @property
@@ -340,7 +343,7 @@ class Plan:
             raise ConfigError(
                 f"{place}: found schema {show(str(data['schema']))}, expected {SCHEMA_VERSION}; plan the run again"
             )
-        plan = _read(cls, data, place)
+        plan = read_typed(cls, data, place)
         if not plan.rank_plans or not all(rank.peaks for rank in plan.rank_plans):
             raise ConfigError(f"{place}: found a plan without peaks; expected at least one rank and phase")
         return plan
@@ -357,36 +360,3 @@ def read_plan(path: Path) -> Plan:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is no JSON ({error}); expected a file of `tune plan --json`") from error
     return Plan.from_json(data, str(path))
-
-
-def _read(wanted: Any, value: Any, place: str) -> Any:
-    """A JSON value as the type that a field is declared with."""
-    origin, arguments = get_origin(wanted), get_args(wanted)
-    if wanted is Any:
-        return value
-    if origin in (Union, types.UnionType):
-        return (
-            None if value is None else _read(next(part for part in arguments if part is not type(None)), value, place)
-        )
-    if is_dataclass(wanted) and isinstance(value, Mapping):
-        return _read_fields(wanted, value, place)
-    if origin is list and isinstance(value, list):
-        return [_read(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(value)]
-    if origin is dict and isinstance(value, Mapping):
-        return {str(name): _read(arguments[1], item, f"{place}.{name}") for name, item in value.items()}
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(wanted, type) and type(value) is wanted:
-        return value
-    name = getattr(origin or wanted, "__name__", str(wanted))
-    raise ConfigError(f"{place}: found {quote(str(value))}, expected {'an object' if is_dataclass(wanted) else name}")
-
-
-def _read_fields(wanted: Any, value: Mapping[str, Any], place: str) -> Any:
-    declared, found = get_type_hints(wanted), {}
-    for entry in fields(wanted):
-        if entry.name in value:
-            found[entry.name] = _read(declared[entry.name], value[entry.name], f"{place}: {entry.name}")
-        elif entry.default is MISSING and entry.default_factory is MISSING:
-            raise ConfigError(f"{place}: found no `{entry.name}`; expected all keys of schema {SCHEMA_VERSION}")
-    return wanted(**found)

@@ -12,12 +12,15 @@ import pytest
 from recipe_lib.cli.main import main as tune
 from recipe_lib.config.suggest import show
 from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.receipts import ReceiptRun, append_receipt, receipts_file
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
 from recipe_lib.plan.tables import outermost
 from recipe_lib.plan.trace import STORAGE_KINDS
+from recipe_lib.plan.typed_json import read_typed
 from recipe_lib.units import MIB
 from tests.cli.commands import ROOT, environment
 from tests.plan.apart import apart
+from tests.plan.made_receipts import made_receipt
 
 RECIPE = "full_finetune_distributed"
 CONFIG = ["--config", "demo/full", "data.max_samples=200", "~validation.source", "batch_size=2"]
@@ -44,20 +47,30 @@ def from_the_root(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
 
 
-def test_all_that_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_all_that_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """The report quotes a run that was measured, and so does the JSON."""
+    monkeypatch.delenv("TUNE_RECEIPTS")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    measured = made_receipt(recipe=RECIPE, config="demo/full", card_memory=find_hardware("rtx4090").memory)
+    append_receipt(receipts_file(), measured)
     files = {name: tmp_path / f"plan.{name}" for name in ("json", "html", "snapshot")}
     outputs = [word for name, path in files.items() for word in (f"--{name}", str(path))]
     assert main(["plan", "--nproc_per_node", "2", RECIPE, *CONFIG, "--device", "rtx4090", *outputs]) == 0
-    assert capsys.readouterr().out.startswith("FITS  2 x rtx4090")
+    said = capsys.readouterr().out
+    assert said.startswith("FITS  2 x rtx4090")
+    quote = "receipt: 2026-11-20, rtx4090, full_finetune_distributed demo/full: planned 15.21 GiB reserved, measured"
+    assert f" {quote} 15.43 GiB (-1.4%); " in " ".join(said.split())
+    assert "; of another model: llama3/8B, 8.03 B parameters in 32 layers, here " in " ".join(said.split())
     plan = Plan.from_json(json.loads(files["json"].read_text(encoding="utf-8")))
     assert (plan.verdict, plan.ranks, plan.recipe, plan.config) == (FITS, 2, RECIPE, "demo/full")
     assert plan.overrides == CONFIG[2:]
+    assert plan.receipt is not None and plan.receipt.receipt == measured
     assert 0 < plan.sequence["tokens"] < 128
     assert "200 sequences" in plan.sequence["source"]
     assert [rank.rank for rank in plan.rank_plans] == [0]
     assert files["html"].read_text(encoding="utf-8").lower().startswith("<!doctype html>")
     assert files["snapshot"].stat().st_size > 1000
-    assert sorted(tmp_path.iterdir()) == sorted(files.values())
+    assert sorted(tmp_path.iterdir()) == sorted([*files.values(), tmp_path / "state"])
 
 
 def test_exit_code_and_nothing_but_json(capsys: pytest.CaptureFixture):
@@ -164,6 +177,10 @@ def test_the_plan_of_a_run(tmp_path: Path):
     planned = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     assert planned["output_dir"] == str(ROOT / "outputs" / "x")
     assert 0 < planned["active"] <= planned["allocated"] <= planned["reserved"]
+    assert planned["tokens_per_second"] > 0 and planned["own_device"] is False
+    run = read_typed(ReceiptRun, planned["run"], "run")
+    assert (run.recipe, run.config, run.ranks, run.batch_size, run.layers) == (RECIPE, "demo/full", 2, 2, 4)
+    assert run.overrides == ["data.max_samples=200", "~validation.source", "batch_size=2", "data.cache=false"]
 
 
 def test_a_plan_that_takes_too_long_is_one_line(tmp_path: Path):

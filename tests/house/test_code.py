@@ -11,6 +11,8 @@ from tests.house.files import ROOT, place, python_files, tree
 
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 # Writes the one format that PyTorch's memory viewer reads; it may write pickles and read none.
+# What inductor wrote for a graph of ours, as inductor itself would run it.
+RUNS_WRITTEN_CODE = {"recipe_lib/plan/world/compiled_code.py"}
 WRITES_PICKLES = {"recipe_lib/plan/allocation/snapshot.py"}
 BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
@@ -20,7 +22,8 @@ def test_nothing_is_executed_or_unpickled():
     for path in python_files():
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                assert node.func.id not in BANNED_CALLS, f"{place(path, node)}: calls {node.func.id}"
+                allowed = {"exec", "compile"} if str(path.relative_to(ROOT)) in RUNS_WRITTEN_CODE else set()
+                assert node.func.id not in BANNED_CALLS - allowed, f"{place(path, node)}: calls {node.func.id}"
             if isinstance(node, ast.Import):
                 names = {alias.name for alias in node.names}
                 if str(path.relative_to(ROOT)) in WRITES_PICKLES:

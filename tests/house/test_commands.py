@@ -153,7 +153,9 @@ def check_tune(words: list[str]) -> None:
         export_verb.read(rest)
     elif verb == "plan":
         arguments = plan_request.read(rest)
-        if arguments.config[0].startswith("demo/"):
+        if arguments.receipts:
+            assert tune(words) == 0, line
+        elif arguments.config[0].startswith("demo/"):
             assert apart(tune, words) in (0, plan_verb.NO_ROOM), line  # the simulated device stays in a process
         else:
             assert tune(["validate", *arguments.config, *arguments.overrides]) == 0, line

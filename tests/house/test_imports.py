@@ -70,6 +70,7 @@ def test_imports_are_declared():
 LATE = {
     ("recipe_lib/__main__.py", "recipe_lib"): "Ctrl-C during the import is answered, too",
     ("recipe_lib/config/interpolation.py", "omegaconf"): "0.1 s of CPU in every verb; few configs name other keys",
+    ("recipe_lib/plan/world/compiled_code.py", "torch"): "inductor: 1 s, which plans of compiled layers alone need",
     ("recipe_lib/external/compiled_layers.py", "recipe_lib"): "torch's partitioner: 0.7 s, 590 modules; few compile",
     ("recipe_lib/external/transformers_config.py", "huggingface_hub"): "0.3 s of `tune tp-plan --help`",
     ("recipe_lib/training/records/trackers.py", "torch"): "torch.utils.tensorboard needs the extra tensorboard",

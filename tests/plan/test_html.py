@@ -10,9 +10,12 @@ import pytest
 
 from recipe_lib.plan.drawings import MOST_POINTS, draw_pipeline, draw_timeline, points
 from recipe_lib.plan.html import render_html
+from recipe_lib.plan.nearest_receipt import quote_line
+from recipe_lib.plan.receipts import NearestReceipt
 from recipe_lib.plan.result import DOES_NOT_FIT, Plan
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Storage, Trace
 from recipe_lib.units import GIB, MIB, format_bytes
+from tests.plan.made_receipts import made_receipt
 from tests.plan.plans import LAYER, hand_made, hand_made_pipeline, hand_made_trace
 
 EVIL = "<script>alert('a') & \"b\"</script>"
@@ -51,6 +54,12 @@ class Page(HTMLParser):
         self.text += data
         if self.tree and not self.tree[-1][2] and self.open[-1] == "span":
             self.tree[-1] = (*self.tree[-1][:2], data)
+
+
+def test_a_receipt_is_quoted_on_the_page():
+    found = NearestReceipt(made_receipt(config=EVIL), [])
+    assert f"receipt{quote_line(found)}" in re.sub(r"\n\s*", "", Page(render_html(hand_made(receipt=found))).text)
+    assert "receipt" not in Page(render_html(hand_made())).text
 
 
 def test_the_page_stands_alone_and_is_well_formed():

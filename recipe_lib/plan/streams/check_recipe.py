@@ -70,6 +70,7 @@ def check_streams(recipe_class: type, cfg: Any, settings: PlanSettings, *, compa
     cfg: plannable. compares: whether collectives are compared. Raises UserErrors of the recipe, and ConfigError where a
     step needs values of tensors.
     """
+    cfg = replace(cfg, compile=False)  # operators are followed one by one
     followed = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
     count = micro_batches(cfg)[1]
     traced = min(count, _MICRO_BATCHES * stage_count(cfg.parallel))

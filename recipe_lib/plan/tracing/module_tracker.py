@@ -70,10 +70,14 @@ class Places:
         return "backward", self._backward_module
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # compiled code calls no modules
+            return
         self._modules.append(self._names.get(id(module), type(module).__name__))
         self._mark()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if self._modules:
             self._modules.pop()
         self._mark()

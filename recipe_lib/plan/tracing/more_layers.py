@@ -9,14 +9,13 @@ simulated.
 
 import itertools
 import re
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 from recipe_lib.plan.result import LayerRow
 from recipe_lib.plan.trace import ACTION, ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Op, Storage, Sync, Trace
-from recipe_lib.plan.tracing.sequences import Continued, Items, continue_items
+from recipe_lib.plan.tracing.sequences import Continued, LoopItems, continue_items
 
 # A size that grows with the number of layers may reach a limit that few layers do not show, such as that of a bucket.
 _MOST_GROWN = 2**20
@@ -34,16 +33,16 @@ class _Event:
     target: int = -1
 
 
-def more_layers(short: Trace, long: Trace, more: int) -> Trace | None:
+def more_layers(short: Trace, long: Trace, more: int, period: int = 1) -> Trace | None:
     """The trace of a model that has `more` periods of layers beyond the longer one, which has one period more than the
     shorter; None where the two do not tell. Operators do not say what they read and make."""
     if short.phases != long.phases or long.actions:
         return None
-    continued = continue_items(*_items(_events(short), _events(long)), more)
+    continued = continue_items(*_items(_events(short), _events(long)), more, period)
     return _trace(continued, long) if continued is not None else None
 
 
-def more_rows(short: Sequence[LayerRow], long: Sequence[LayerRow], more: int) -> list[LayerRow] | None:
+def more_rows(short: Sequence[LayerRow], long: Sequence[LayerRow], more: int, period: int = 1) -> list[LayerRow] | None:
     """The table of modules in the same way."""
     both = []
     for rows in (short, long):
@@ -54,7 +53,7 @@ def more_rows(short: Sequence[LayerRow], long: Sequence[LayerRow], more: int) ->
                 for row, (pattern, numbers) in zip(rows, patterns, strict=True)
             ]
         )
-    continued = continue_items(*_items(*both), more)
+    continued = continue_items(*_items(*both), more, period)
     if continued is None:
         return None
     return [
@@ -63,11 +62,11 @@ def more_rows(short: Sequence[LayerRow], long: Sequence[LayerRow], more: int) ->
     ]
 
 
-def _items(short: Sequence[_Event], long: Sequence[_Event]) -> tuple[Items, Items]:
+def _items(short: Sequence[_Event], long: Sequence[_Event]) -> tuple[LoopItems, LoopItems]:
     """Both runs' events with keys that mean the same."""
     numbered: dict[Hashable, int] = {}
     both = {(event.what, event.sizes) for event in short} & {(event.what, event.sizes) for event in long}
-    runs = Items(), Items()
+    runs = LoopItems(), LoopItems()
     for events, items in zip((short, long), runs, strict=True):
         for event in events:
             exact = (event.what, event.sizes)
@@ -89,9 +88,9 @@ def _events(trace: Trace) -> list[_Event]:
             storage = trace.storages[number]
             module, of_module = _pattern(storage.module)
             label, of_label = _pattern(storage.label)
-            what = (storage.device, storage.stream, storage.kind, storage.op, storage.part, storage.pinned)
+            kept = (storage.device, storage.stream, storage.kind, storage.op, storage.part, storage.pinned)
             made[number] = index
-            event = _Event((ALLOC, module, label, storage.phase, *what), (storage.bytes,), of_module + of_label)
+            event = _Event((ALLOC, module, label, storage.phase, *kept), (storage.bytes,), of_module + of_label)
         elif kind == FREE:
             event = _Event((FREE,), target=made[number])
         elif kind == OP:
@@ -229,29 +228,3 @@ def _op(like: Op, numbers: tuple[int, ...]) -> Op:
         repeats,
         like.transfer,
     )
-
-
-# Simulated runs
-
-
-def more_of(short: Any, long: Any, more: int) -> Any | None:
-    """The simulated run of a deeper model in the same way; short, long: of two that were simulated."""
-    same: Callable[[Any], Any] = lambda one: (  # noqa: E731
-        one.coordinates,
-        one.mesh,
-        one.tokens,
-        one.repeats,
-        one.notes,
-        one.grows,
-        one.traced,
-        one.likeness.alike,
-        one.likeness.growth,
-        one.estimate,
-        one.untraced,
-    )
-    if same(short) != same(long):
-        return None
-    trace, modules = more_layers(short.trace, long.trace, more), more_rows(short.modules, long.modules, more)
-    if trace is None or modules is None:
-        return None
-    return replace(long, trace=trace, modules=modules)

@@ -7,7 +7,7 @@ an allocator has the same free blocks as after all of them, and the operators sa
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ _LONGEST_LOOP = 48  # events in one turn
 
 # Notes: (ALLOC, (its number, storage)), (FREE, the allocation's number), (OP, operator).
 Note = tuple[int, Any]
-Returned = Tensor | tuple[Tensor, ...] | None
+Returned: TypeAlias = Tensor | tuple[Tensor, ...] | None
 
 
 @dataclass
@@ -88,7 +88,7 @@ def _take_notes(returned: Returned, tracer: "Tracer", begin: int) -> _Notes | No
         else:
             return None
     several = isinstance(returned, tuple)
-    results = list(returned) if isinstance(returned, tuple) else [] if returned is None else [returned]
+    results: list[Any] = list(returned) if isinstance(returned, tuple) else [] if returned is None else [returned]
     numbers = [tracer.number_of(result) for result in results]
     left = len(order) - sum(kind == FREE for kind, _ in notes)
     if left != len(set(numbers)) or len(numbers) != left or any(number not in order for number in numbers):

@@ -1,10 +1,11 @@
-"""Two sequences of which the longer has one more turn of every loop, continued to any number of turns. No torch in here.
+"""Two sequences, of which the longer has one more turn of every loop, continued to any number of turns. No torch here.
 
 What a program does for a model of n layers is loops of about n turns between things that it does once. Two runs, of one
 period of layers more or less, tell which parts are loops: those that the longer run has once more. An item has a key,
 which has to be the same from turn to turn, whole numbers that may grow with the turn or with the number of turns, and
 an earlier item that it refers to, such as a release to its allocation. Numbers and references are continued on a
-straight line, which every turn that was seen has to lie on; where one does not, there is no continuation.
+straight line, which every turn that was seen has to lie on, and which in a loop goes up or down by a turn's worth, or
+not at all; where one does not, there is no continuation.
 """
 
 from bisect import bisect_right
@@ -12,14 +13,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-# Turns at either end of a loop that may be unlike the others, tried in this order.
+# Turns that a loop has in the longer run at the least. Those at either end may be unlike the others, as many as here,
+# tried in this order; between them the shorter run has to have one and the longer two.
+_FEWEST = 4
 _ENDS = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2))
-# Turns between them in the shorter run: one, so that the longer has two, which make a line.
 _CHUNK = 256
 
 
 @dataclass
-class Items:
+class LoopItems:
     """keys, numbers, targets: of each item; a target is the index of an earlier item, or -1."""
 
     keys: list[int] = field(default_factory=list)
@@ -44,7 +46,7 @@ class Continued:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LoopPart:
     """A loop, or what lies between two of them: one turn. starts, turns: in the shorter, longer and continued run."""
 
     length: int
@@ -60,8 +62,11 @@ _Place = tuple[int, int, int]  # part, turn, place in the turn
 _SHORT, _LONG, _NEW = range(3)
 
 
-def continue_items(short: Items, long: Items, more: int) -> Continued | None:
-    """What a run does that has `more` turns of each loop beyond the longer one; None where that is not certain."""
+def continue_items(short: LoopItems, long: LoopItems, more: int, step: int = 1) -> Continued | None:
+    """What a run does that has `more` turns of each loop beyond the longer one; None where that is not certain.
+
+    step: what numbers differ by from turn to turn of a loop, if they do.
+    """
     loops = _loops(short.keys, long.keys)
     if loops is None:
         return None
@@ -72,7 +77,7 @@ def continue_items(short: Items, long: Items, more: int) -> Continued | None:
     result = Continued([], [], [])
     for part in parts:
         ends = _ENDS if part.is_loop else ((part.turns[_LONG], 0),)
-        done = any(_continue_part(part, parts, runs, places, more, ends_of, result) for ends_of in ends)
+        done = any(_continue_part(part, parts, runs, places, (more, step), ends_of, result) for ends_of in ends)
         if not done:
             return None
     return result
@@ -143,13 +148,13 @@ def _common(first: list[int], at: int, second: list[int], there: int) -> int:
     return limit
 
 
-def _parts(loops: list[tuple[int, int, int]], short: int, long: int, more: int) -> list[_Part]:
+def _parts(loops: list[tuple[int, int, int]], short: int, long: int, more: int) -> list[_LoopPart]:
     """Loops and what lies between them. short, long: items of the runs."""
-    parts: list[_Part] = []
+    parts: list[_LoopPart] = []
     at = [0, 0, 0]
 
     def add(length: int, turns: tuple[int, int, int]) -> None:
-        parts.append(_Part(length, (at[0], at[1], at[2]), turns))
+        parts.append(_LoopPart(length, (at[0], at[1], at[2]), turns))
         for which in range(3):
             at[which] += length * turns[which]
 
@@ -161,7 +166,7 @@ def _parts(loops: list[tuple[int, int, int]], short: int, long: int, more: int) 
     return parts
 
 
-def _places(targets: list[int], parts: list[_Part], which: int, starts: list[int]) -> list[_Place | None]:
+def _places(targets: list[int], parts: list[_LoopPart], which: int, starts: list[int]) -> list[_Place | None]:
     """Where in the parts each item's target is."""
     found: list[_Place | None] = []
     for target in targets:
@@ -181,29 +186,31 @@ def _places(targets: list[int], parts: list[_Part], which: int, starts: list[int
 @dataclass(frozen=True)
 class _Rule:
     """How an item goes on: like the longer run's item `like`; numbers grow by `per_turn` and `per_run`; its target is
-    at a place in the continued run, whose turn grows in the same way."""
+    at a place in the continued run, whose turn grows by `turn_step` with each of its own, `step` items."""
 
     like: int
     numbers: tuple[int, ...]
     per_turn: tuple[int, ...] | None
     target: int
     step: int
+    turn_step: int = 0
 
 
 def _continue_part(
-    part: _Part,
-    parts: list[_Part],
-    runs: tuple[Items, Items],
+    part: _LoopPart,
+    parts: list[_LoopPart],
+    runs: tuple[LoopItems, LoopItems],
     places: list[list[_Place | None]],
-    more: int,
+    on: tuple[int, int],
     ends: tuple[int, int],
     result: Continued,
 ) -> bool:
-    """Adds a part to the result; False, and nothing added, where it cannot be continued with such ends."""
+    """Adds a part to the result; False, and nothing added, where it cannot be continued with such ends. on: turns
+    more, and the step of numbers."""
     before, after = ends
     short_turns, long_turns, turns = part.turns
     inner = long_turns - before - after
-    if part.is_loop and inner < 2:
+    if part.is_loop and (inner < 2 or long_turns < _FEWEST):
         return False
     first = (part.starts[_SHORT], part.starts[_LONG])
 
@@ -213,10 +220,10 @@ def _continue_part(
         for offset in range(part.length):
             at = first[_LONG] + turn * part.length + offset
             was = first[_SHORT] + short_turn * part.length + offset
-            others = [
-                (which, first[which] + other * part.length + offset, distance) for which, other, distance in rest
-            ]
-            rule = _rule(parts, runs, places, more, at, was, others)
+            others = [(which, first[which] + other * part.length + offset, distance) for which, other, distance in rest]
+            rule = _rule(parts, runs, places, on[0], at, was, others)
+            if rule is not None and part.is_loop and not _keeps_step(rule, places, at, on[1]):
+                rule = None
             if rule is None:
                 return None
             found.append(rule)
@@ -241,8 +248,8 @@ def _continue_part(
 
 
 def _rule(
-    parts: list[_Part],
-    runs: tuple[Items, Items],
+    parts: list[_LoopPart],
+    runs: tuple[LoopItems, LoopItems],
     places: list[list[_Place | None]],
     more: int,
     at: int,
@@ -280,12 +287,20 @@ def _rule(
             return None
     values = [value + more * by for value, by in zip(values, growth, strict=True)]
     target = step = -1
+    by = 0
     if place is not None:
         aim = parts[place[0]]
         turn, by = values.pop(), slopes.pop()
         target = aim.starts[_NEW] + turn * aim.length + place[2]
         step = by * aim.length
-    return _Rule(at, tuple(values), tuple(slopes) if any(slopes) else None, target, step)
+    return _Rule(at, tuple(values), tuple(slopes) if any(slopes) else None, target, step, by)
+
+
+def _keeps_step(rule: _Rule, places: list[list[_Place | None]], at: int, step: int) -> bool:
+    """Whether a rule of a loop goes up or down by a turn's worth, or not at all."""
+    place = places[_LONG][at]
+    by_turn = rule.turn_step if place is not None else 0
+    return by_turn in (-1, 0, 1) and all(by in (-step, 0, step) for by in rule.per_turn or ())
 
 
 def _apply(rules: list[_Rule], turn: int, result: Continued) -> None:

@@ -4,7 +4,7 @@ import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.result import LayerRow
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
+from recipe_lib.plan.tracing.compiled_kernels import compiling
 from recipe_lib.plan.tracing.kept_by import give_to_children
 from recipe_lib.plan.tracing.pipeline_actions import (
     ALIKE_FROM,
@@ -123,12 +124,14 @@ def simulate(
                 for context in (_quiet_collector(), tracer.running(), following_actions(tracer)):
                     stack.enter_context(context)
                 stack.enter_context(_scales_without_values())
+                code = stack.enter_context(compiling(tracer)) if cfg.compile else None
                 stack.enter_context(following_works(tracer))
                 if checker is None:  # which wants to see every operator
                     for place, name in _REMEMBERED:
                         stack.enter_context(tracer.remembering(place, name))
                     stack.enter_context(tracer.remembering(quantized.QuantizedLinear, "_fill_nf4", _filled))
-                return _run(recipe_class, cfg, world, shape, tracer, phases, steps, number, alone=traced is not None)
+                found = _run(recipe_class, cfg, world, shape, tracer, phases, steps, number, alone=traced is not None)
+                return found if code is None else replace(found, notes=[*found.notes, code.described()])
 
     if traced is not None:
         return run(traced)

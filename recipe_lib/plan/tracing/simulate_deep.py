@@ -1,11 +1,11 @@
 """Which models are simulated with few of their layers, and which whole."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import UserError
-from recipe_lib.plan.tracing.more_layers import more_of
+from recipe_lib.plan.tracing.more_layers import more_layers, more_rows
 from recipe_lib.plan.tracing.simulate import Simulated
 from recipe_lib.plan.tracing.simulated_micro_batches import is_shipped
 from recipe_lib.plan.world.shape_only_model import layer_count, layer_period, with_layers
@@ -32,7 +32,7 @@ def simulate_deep(
             short, long = (simulated(with_layers(cfg, depth)) for depth in depths)
         except UserError:
             return simulated(cfg)  # which says it of the model that was asked for
-        found = more_of(short, long, (layers - depths[1]) // period)
+        found = _deeper(short, long, (layers - depths[1]) // period, period)
         if found is not None:
             return found
     return simulated(cfg)
@@ -44,13 +44,31 @@ def _depths(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] | No
     patterns = [*_patterns(cfg.parallel.fsdp_wrap_policy), *(_patterns(adapters.target_modules) if adapters else ())]
     named = any(letter.isdigit() for pattern in patterns for letter in pattern)
     budget = cfg.memory.activation_checkpointing == "budget"  # for all layers together, which then differ
-    if cfg.parallel.pipeline > 1 or budget or named or not is_shipped(recipe_class):
+    # Buckets of DDP hold several layers' gradients, and Muon shares all matrices out among the ranks.
+    across = cfg.parallel.strategy == "ddp" or cfg.optimizer.name == "muon"
+    if cfg.parallel.pipeline > 1 or budget or named or across or not is_shipped(recipe_class):
         return None
     layers, period = layer_count(cfg), layer_period(cfg)
     ahead = 2 * cfg.memory.activation_offload_prefetch_layers + 1 if cfg.memory.activation_offload else 0
-    short = _TURNS * period + _ENDS + ahead
+    short = _TURNS * period + _ENDS + ahead + cfg.compile  # what a compiled layer made lives a layer longer
     short += (layers - short) % period
     return (short, short + period) if _WORTHWHILE * (2 * short + period) <= layers else None
+
+
+def _deeper(short: Simulated, long: Simulated, more: int, period: int) -> Simulated | None:
+    """The run of a model with `more` periods of layers beyond the longer one's; None where the two do not tell."""
+
+    def same(one: Simulated) -> tuple[object, ...]:
+        left = (one.repeats, one.grows, one.traced, one.untraced, one.likeness.alike, one.likeness.growth)
+        return (one.coordinates, one.mesh, one.tokens, one.notes, one.estimate, *left)
+
+    if same(short) != same(long):
+        return None
+    trace, modules = (
+        more_layers(short.trace, long.trace, more, period),
+        more_rows(short.modules, long.modules, more, period),
+    )
+    return None if trace is None or modules is None else replace(long, trace=trace, modules=modules)
 
 
 def _patterns(value: str | list[str]) -> list[str]:

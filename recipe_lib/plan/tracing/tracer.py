@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._library import simple_registry
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,13 +16,15 @@ from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, WORK_WAIT, Op, Storage, Sync, Trace
 from recipe_lib.plan.tracing import known_operators as known
 from recipe_lib.plan.tracing.collectives import read_collective
+from recipe_lib.plan.tracing.compiled_kernels import around_operator
 from recipe_lib.plan.tracing.memory_labels import HeldStorage, MemoryLabels
 from recipe_lib.plan.tracing.module_tracker import Places
 from recipe_lib.plan.tracing.operator_costs import Cost, cost_of, tensors_in
 from recipe_lib.plan.tracing.plain_tensors import PLAIN_TENSORS, has_memory, plain_parts
 from recipe_lib.plan.tracing.repeated_calls import Repeats
 from recipe_lib.plan.world.cached_fake_mode import CachedCall, CachedFakeMode
-from recipe_lib.plan.world.dtensor_patches import on_shards, propagation_unseen
+from recipe_lib.plan.world.compiled_code import inside_of
+from recipe_lib.plan.world.dtensor_patches import no_rules_under, on_shards, propagation_unseen
 
 # `fn(operator's name, its arguments, stream)` to [(bytes, whether they stay taken)] of an operator with arithmetic.
 KernelMemory = Callable[[str, Sequence[Any], int], list[tuple[int, bool]]]
@@ -44,6 +45,7 @@ class Tracer(TorchDispatchMode):
         checker: StreamChecker | None = None,
     ) -> None:
         super().__init__()
+        self.supports_higher_order_operators = True
         self.checker = checker
         self.trace = Trace()
         self.device_type, self.fast, self.kernel_memory = device_type, fast, kernel_memory
@@ -59,6 +61,7 @@ class Tracer(TorchDispatchMode):
         self.labels = MemoryLabels(lambda: self.trace, self._held)
         self._places = Places()
         self._muted = 0
+        self.is_compiling: Callable[[], bool] | None = None  # where code is compiled: whether it is being compiled
         self.phase = -1
         self.optimizers: dict[int, Any] = {}
 
@@ -68,7 +71,7 @@ class Tracer(TorchDispatchMode):
     def running(self) -> Iterator[None]:
         """Traces inside the block."""
         following = self._places.following(self._label_gradients)
-        with self._resizes(), propagation_unseen(self._mute), following, _no_rules_for_this_mode(), self:
+        with self._resizes(), propagation_unseen(self._mute), following, no_rules_under(Tracer), self:
             yield
         self._held.clear()  # what is released afterwards is no part of the run
 
@@ -129,7 +132,7 @@ class Tracer(TorchDispatchMode):
         held = self._held.get(tensor.untyped_storage()._cdata)
         return held.number if held else -1
 
-    def _numbers(self, value: Any) -> tuple[int, ...]:
+    def numbers(self, value: Any) -> tuple[int, ...]:
         """Of the memory of the tensors in a value, as far as it is known."""
         held = (self._held.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(value) if has_memory(tensor))
         return tuple(one.number for one in held if one is not None)
@@ -143,11 +146,23 @@ class Tracer(TorchDispatchMode):
 
     # Operators
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile works as if this mode were not there."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if self.is_compiling is not None and self.is_compiling():
+            return func(*args, **(kwargs or {}))
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return around_operator(self, func, args, kwargs or {})
         if func is known.DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
+        if self.is_compiling is not None and (inside := inside_of(func)) is not None:
+            with self:
+                return inside(*args, **(kwargs or {}))
         for kind in types:
             if kind not in PLAIN_TENSORS:
                 local = self.fast and on_shards(func, args, kwargs or {})
@@ -182,7 +197,7 @@ class Tracer(TorchDispatchMode):
             cost = cost_of(func, args, kwargs, result)
             if call is not None:
                 call.cost = cost
-        self._note(func, args, kwargs, result, cost)
+        self.note(func, args, kwargs, result, cost)
         return result
 
     def _number_read(self, func: Any, args: Sequence[Any]) -> float:
@@ -201,7 +216,8 @@ class Tracer(TorchDispatchMode):
     def _mute(self, change: int) -> None:
         self._muted += change
 
-    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, cost: Cost) -> None:
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, cost: Cost) -> None:
+        """Notes an operator with its results."""
         if cost.is_view and not cost.makes_memory:
             return
         part, module = self.place()
@@ -226,7 +242,7 @@ class Tracer(TorchDispatchMode):
         if self.checker is not None and not self._batch:
             self.checker.operator(func, args, kwargs, result, op, self.number_of)
         if part in ("forward", "recompute"):
-            op.reads, op.makes = (self._numbers(value) for value in ((args, tuple(kwargs.values())), result))
+            op.reads, op.makes = (self.numbers(value) for value in ((args, tuple(kwargs.values())), result))
         trace.ops.append(op)
         if cost.transfer == "to_device" and part == "backward":
             self.labels.of_returned(name, args)
@@ -238,11 +254,11 @@ class Tracer(TorchDispatchMode):
 
     # Memory
 
-    def see(self, tensors: Sequence[Tensor]) -> None:
-        """Notes the memory of tensors that came without an operator, if it is new."""
+    def see(self, tensors: Sequence[Tensor], name: str = "") -> None:
+        """Notes the memory of tensors that came without an operator, if it is new. name: of what made it."""
         part, module = self.place()
         for tensor in tensors:
-            self._see(tensor, part, module, "")
+            self._see(tensor, part, module, name)
 
     def _see(self, tensor: Tensor, part: str, module: str, name: str) -> None:
         """Notes a tensor's storage, if it is new."""
@@ -364,17 +380,6 @@ class Tracer(TorchDispatchMode):
             self.trace.events.append((WAIT, len(self.trace.syncs) - 1))
         if self.checker is not None:
             self.checker.waited(stream, event)
-
-
-@contextmanager
-def _no_rules_for_this_mode() -> Iterator[None]:
-    """torch looks at every operator whether somebody has a rule for it under this mode, at 2 us; nobody has."""
-    find = simple_registry.find_torch_dispatch_rule
-    simple_registry.find_torch_dispatch_rule = lambda op, kind: None if kind is Tracer else find(op, kind)
-    try:
-        yield
-    finally:
-        simple_registry.find_torch_dispatch_rule = find
 
 
 # torch wraps a mode's method so that its compiler leaves it alone, at 5 us a call; nothing compiles here.

@@ -1,9 +1,11 @@
-"""DTensor kept from what would make a trace wrong or slow: tensors of the global size, and long lists of shards."""
+"""torch kept from what would make a trace wrong or slow: DTensor's tensors of the global size and long lists of shards,
+and rules that it looks for at every operator."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch._library import simple_registry
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -62,3 +64,14 @@ def on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
         return value._local_tensor if isinstance(value, DTensor) else value
 
     return tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
+
+
+@contextmanager
+def no_rules_under(mode: type) -> Iterator[None]:
+    """torch looks at every operator whether somebody has a rule for it under this mode, at 2 us; nobody has."""
+    find = simple_registry.find_torch_dispatch_rule
+    simple_registry.find_torch_dispatch_rule = lambda op, kind: None if kind is mode else find(op, kind)
+    try:
+        yield
+    finally:
+        simple_registry.find_torch_dispatch_rule = find

@@ -24,7 +24,7 @@ def pin_kernels(like_cpu: bool, capability: tuple[int, int] = (8, 0)) -> None:
     MODULE.kernels = "cpu" if like_cpu else "cuda"
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
-        _library.impl("scaled_dot_product_attention", _attention, _KEY)
+        _library.impl("scaled_dot_product_attention", attention_kernel, _KEY)
         _library.impl("rms_norm", _rms_norm, _KEY)
         # A kernel of its own, never called, is what makes autograd take the fused norm as one node.
         _library.impl("_fused_rms_norm", _fused_rms_norm, "PrivateUse1")
@@ -36,7 +36,7 @@ def pin_kernels(like_cpu: bool, capability: tuple[int, int] = (8, 0)) -> None:
             _library.impl(name, _as_one(getattr(torch.ops.aten, name).default), _KEY)
 
 
-def _attention(
+def attention_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -47,6 +47,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """What `F.scaled_dot_product_attention` calls on the planned device."""
     aten = torch.ops.aten
     if MODULE.kernels == "cpu":
         if query.shape[-1] == value.shape[-1] and dropout_p == 0.0:

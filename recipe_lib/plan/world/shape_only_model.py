@@ -48,9 +48,6 @@ def plannable(cfg: Any) -> tuple[Any, list[str]]:
             f"lora.adapter_path={adapters.adapter_path} is not here: new adapters of the config's shape are planned"
         )
         adapters.adapter_path = None
-    if cfg.compile:
-        assumed.append("compile=true is planned without compiling, which takes more memory and time")
-        cfg.compile = False
     return cfg, assumed
 
 
@@ -136,7 +133,7 @@ def layer_period(cfg: Any) -> int:
 
     cfg: a plannable config.
     """
-    spec = _spec_of(cfg)
+    spec = spec_of(cfg)
     kinds: Sequence[Any] = spec.layer_kinds() if isinstance(spec, ExternalSpec) else spec.windows
     count = len(kinds)
     return next(p for p in range(1, count + 1) if all(kinds[at] == kinds[at % p] for at in range(count)))
@@ -144,7 +141,7 @@ def layer_period(cfg: Any) -> int:
 
 def layer_count(cfg: Any) -> int:
     """How many layers the model of a plannable config has."""
-    return _spec_of(cfg).num_layers
+    return spec_of(cfg).num_layers
 
 
 def _layers_key(cfg: Any, config: Mapping[str, Any]) -> str:
@@ -163,11 +160,12 @@ def _config_of(cfg: Any) -> Mapping[str, Any]:
     config = preset_config(cfg.model.preset)
     if cfg.model.implementation != "native":
         return config
-    _spec_of(cfg)
+    spec_of(cfg)
     return text_config(config)
 
 
-def _spec_of(cfg: Any) -> ModelSpec:
+def spec_of(cfg: Any) -> ModelSpec:
+    """The shape of a plannable config's model."""
     return read_spec(preset_config(cfg.model.preset), cfg.model.preset, cfg.model.implementation)
 
 

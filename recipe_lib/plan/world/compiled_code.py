@@ -1,0 +1,258 @@
+"""torch.compile on the simulated device: its own code for a graph, with kernels that do nothing.
+
+Dynamo, AOTAutograd's partitioner and inductor's scheduler run as in a real run, so that what is kept for backward, what
+is fused and which buffers there are is what they decide. Of inductor's result the module that it writes in Python is
+taken, before a compiler for C++ or Triton is asked: it takes its buffers, calls kernels, and frees or reuses them.
+Here the buffers are the simulated device's and a kernel is noted with the tensors that it is given.
+
+The code is that for a CPU, with the attention kernel of the planned device. For a GPU inductor fuses by the same rules
+but for reductions, which it can split otherwise. All of torch's private parts that this takes are in here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from recipe_lib.plan.world.cached_fake_mode import wrap
+from recipe_lib.plan.world.kernel_choice import attention_kernel
+from recipe_lib.plan.world.simulated_device import MODULE, NAME
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is asked for each buffer of compiled code, by shape, stride and type, and hears of each kernel, by name with
+    the tensors that it reads and writes, and of each matmul: operator, arguments, options, result."""
+
+    buffer: Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]
+    kernel: Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
+    matmul: Callable[[Any, Sequence[Any], dict[str, Any], Tensor], None]
+
+
+_MATMULS = {
+    "mm": torch.ops.aten.mm.out,
+    "addmm": torch.ops.aten.addmm.out,
+    "bmm": torch.ops.aten.bmm.out,
+    "baddbmm": torch.ops.aten.baddbmm.out,
+}
+
+
+_OPAQUE = ("tune_recipes::quantized_linear", "tune_recipes::gather_linears", "tune_recipes::gated_linear")
+# What inductor wrote for a graph, by its operators and inputs: a plan simulates a model more than once.
+_written: dict[tuple[str, str, bool], str] = {}
+
+
+class NotCompiled(Exception):  # noqa: N818 - not an error: the run is planned without
+    """A graph that inductor has no code for here; the message says why."""
+
+
+@dataclass
+class CompiledCode:
+    """What was compiled in a simulation. graphs: that dynamo found. faults: why there is no code for one."""
+
+    graphs: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def described(self) -> str:
+        """In a line of a report."""
+        where = "" if MODULE.kernels == "cpu" else ", with the attention kernel of the device"
+        return f"compiled code: {self.graphs} graphs, fused and with the buffers of inductor's code for a CPU{where}"
+
+
+def inside_of(operator: Any) -> Callable[..., Any] | None:
+    """What an operator of ours does that compiled code calls so that the compiler does not look into it; else None."""
+    if getattr(operator, "namespace", "") != "tune_recipes":
+        return None
+    return _inside(operator)
+
+
+@cache
+def _inside(operator: Any) -> Callable[..., Any] | None:
+    name = operator._schema.name
+    found = OPDEFS.get(name) if name.removesuffix("_backward") in _OPAQUE else None
+    return None if found is None else found._init_fn
+
+
+def is_compiling() -> bool:
+    """Whether what is dispatched is the compiler's own work, which no run has."""
+    return TracingContext.try_get() is not None
+
+
+@contextmanager
+def compiling_on_paper(listener: Listener) -> Iterator[CompiledCode]:
+    """Inside, what torch.compile compiles with inductor runs on the simulated device.
+
+    NotCompiled for what inductor has no code for.
+    """
+    from torch._inductor import compile_fx
+    from torch._inductor.fx_passes import joint_graph
+
+    done = CompiledCode()
+    original, lazy_init = compile_fx.compile_fx, joint_graph.lazy_init
+
+    def compile_graph(graph: GraphModule, inputs: Sequence[Any], *_: Any, **__: Any) -> Callable[..., Any]:
+        done.graphs += 1
+        with _disable_current_modes(), noting_faults():
+            fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+            with fake:
+                given = [_on_cpu(one) if isinstance(one, Tensor) else one for one in inputs]
+            _move_to_cpu(graph)
+            with tracing(TracingContext(fake)):
+                return original(graph, given, inner_compile=inner)
+
+    def inner(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        with _disable_current_modes(), noting_faults():
+            return _runnable(_code_of(graph, inputs, options), listener)
+
+    @contextmanager
+    def noting_faults() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            done.faults.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            raise
+
+    torch._dynamo.reset()
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(compile_fx, "compile_fx", compile_graph))
+        # Patterns of attention are made once, on the device that is asked for first, with tensors of it.
+        stack.enter_context(mock.patch.object(joint_graph, "lazy_init", lambda *_: lazy_init(torch.device("cpu"))))
+        try:
+            yield done
+        except Exception as error:
+            if done.faults:  # dynamo and autograd wrap what is raised in them
+                raise NotCompiled(done.faults[0]) from error
+            raise
+        finally:
+            torch._dynamo.reset()
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
+    )
+
+
+def _move_to_cpu(graph: GraphModule) -> None:
+    """In place: devices in its calls, and attention as the planned device has it."""
+    for part in graph.modules():
+        if not isinstance(part, GraphModule):
+            continue
+        for node in part.graph.nodes:
+            node.meta.pop("example_value", None)
+            if node.target is F.scaled_dot_product_attention and MODULE.kernels != "cpu":
+                node.target = attention_kernel
+            node.args, node.kwargs = tree_map(_cpu_for_ours, node.args), tree_map(_cpu_for_ours, node.kwargs)
+        part.recompile()
+
+
+def _cpu_for_ours(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == NAME else value
+
+
+def _code_of(graph: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> str:
+    """The module that inductor writes for a graph of aten's operators."""
+    from torch._inductor import compile_fx, config
+    from torch._inductor.graph import GraphLowering
+
+    given = [(one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else one for one in inputs]
+    key = (str(graph.graph), str(given), bool(options.get("is_backward")))
+    if key in _written:
+        return _written[key]
+    found: list[str] = []
+
+    def keep_code(lowering: Any) -> Any:
+        code = lowering.codegen()[0]
+        found.append(getattr(code, "value", code))
+        return SimpleNamespace(call=_not_called, runner=None)
+
+    with mock.patch.object(GraphLowering, "compile_to_module", keep_code), config.patch(force_disable_caches=True):
+        compile_fx.compile_fx_inner(graph, inputs, **options)
+    return _written.setdefault(key, found[-1])
+
+
+def _not_called(args: list[Any]) -> Any:
+    raise RuntimeError("code of another device")
+
+
+@dataclass
+class _Binding:
+    """A kernel as the code binds it. types: of its arguments in C++."""
+
+    types: Sequence[str]
+
+
+class _NothingCompiled:
+    """In place of what compiles the kernels of a module."""
+
+    def cpp_pybinding(self, types: Sequence[str], source: str) -> _Binding:
+        """Nothing is compiled."""
+        return _Binding(types)
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        """There is nothing to wait for."""
+
+
+def _runnable(text: str, listener: Listener) -> Callable[[list[Any]], Any]:
+    """The module's `call`, which takes its buffers from the simulated device."""
+    scope: dict[str, Any] = {}
+    with mock.patch("torch._inductor.async_compile.AsyncCompile", _NothingCompiled):
+        exec(compile(text, "<inductor>", "exec"), scope)  # noqa: S102 - what inductor wrote, as it would run it
+    for name, value in list(scope.items()):
+        if isinstance(value, _Binding):
+            scope[name] = _kernel(name.removeprefix("cpp_"), value, listener)
+    scope["extern_kernels"] = SimpleNamespace(
+        **{name: _matmul(operator, listener) for name, operator in _MATMULS.items()}
+    )
+    scope["empty_strided_cpu"] = listener.buffer
+    scope["reinterpret_tensor"] = _reinterpreted
+    scope["assert_size_stride"] = scope["assert_alignment"] = lambda *_: None
+    call = scope["call"]
+
+    def run(args: list[Any]) -> Any:
+        return call(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # it empties its list of arguments
+    return run
+
+
+def _kernel(name: str, binding: _Binding, listener: Listener) -> Callable[..., None]:
+    """Notes a call; what C++ takes as const it does not write."""
+    constant = [kind.startswith("const") for kind in binding.types]
+
+    def call(*args: Any) -> None:
+        tensors = [(one, is_read) for one, is_read in zip(args, constant, strict=False) if isinstance(one, Tensor)]
+        listener.kernel(
+            name, [one for one, is_read in tensors if is_read], [one for one, is_read in tensors if not is_read]
+        )
+
+    return call
+
+
+def _matmul(operator: Any, listener: Listener) -> Callable[..., None]:
+    def call(*args: Any, out: Tensor, **options: Any) -> None:
+        listener.matmul(operator, args, {**options, "out": out}, out)
+
+    return call
+
+
+def _reinterpreted(tensor: Any, shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
+    """The same memory by another shape; no view of the tensor, as compiled code has none."""
+    first = tensor.storage_offset() + offset
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty(0, dtype=tensor.dtype, device="meta").set_(tensor.untyped_storage(), first, shape, stride)
+    return wrap(meta, tensor.fake_mode, tensor.fake_device)

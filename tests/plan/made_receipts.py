@@ -1,0 +1,61 @@
+"""Receipts made by hand, and what a run leaves for one."""
+
+from typing import Any
+
+from recipe_lib.plan.receipts import Receipt, ReceiptFigures, ReceiptRun
+from recipe_lib.units import GIB
+
+
+def made_run(**changed: Any) -> ReceiptRun:
+    """Llama 3 8B with LoRA on one RTX 4090; `changed`: fields to replace."""
+    fields: dict[str, Any] = {
+        "recipe": "lora_finetune_distributed",
+        "config": "llama3/8B_lora",
+        "overrides": [],
+        "model": "llama3/8B",
+        "layers": 32,
+        "width": 4096,
+        "parameters": 8_030_261_248,
+        "card": "rtx4090",
+        "card_memory": 25 * 10**9,
+        "ranks": 1,
+        "mesh": {"pipeline": 1, "data_replicate": 1, "data_shard": 1, "tensor": 1},
+        "sequence": 512,
+        "batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "dtype": "bf16",
+        "levers": {"memory.activation_checkpointing": "full"},
+    }
+    return ReceiptRun(**(fields | changed))
+
+
+def made_receipt(
+    planned: float = 15.21,
+    measured: float = 15.43,
+    time: str = "2026-11-20T09:15:00+01:00",
+    rates: tuple[float | None, float | None] = (1700.0, 1900.0),
+    expandable: bool = False,
+    **changed: Any,
+) -> Receipt:
+    """planned, measured: GiB reserved. rates: tokens a second. changed: fields of the run."""
+    sizes = (int(planned * GIB), int(measured * GIB))
+    figures = [
+        ReceiptFigures(size - 2 * GIB, size - GIB, size, 2.5, rate) for size, rate in zip(sizes, rates, strict=True)
+    ]
+    versions = {"tune-recipes": "0.1.0", "torch": "2.13.0"}
+    return Receipt(time, versions, made_run(**changed), *figures, expandable)
+
+
+def left_by_a_run(**changed: Any) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+    """(figures of its plan, summary, lines of metrics.jsonl) of a run on a GPU of 4 steps. changed: of the figures."""
+    figures: dict[str, Any] = {
+        "active": 11 * GIB, "allocated": 12 * GIB, "reserved": 13 * GIB, "first": None, "seconds": 2.0,
+        "tokens_per_second": 2048.0, "own_device": True, "expandable": False, "run": vars(made_run()),
+    }  # fmt: skip
+    peaks = {f"peak_memory_{kind}_gib": 10.0 + at for at, kind in enumerate(("active", "allocated", "reserved"))}
+    summary = {**peaks, "memory_kind": "device", "versions": {"torch": "2.13.0", "platform": "Linux-host-of-alice"}}
+    steps = [
+        {"step": step, "loss": 1.0, "seconds": seconds, "tokens_per_second": 5000 / seconds}
+        for step, seconds in enumerate((60.0, 2.5, 2.6, 2.4), 1)
+    ]
+    return figures | changed, summary, [{"step": 0, "validation_loss": 2.0}, *steps]

@@ -1,0 +1,101 @@
+"""Deep models planned from two shallow ones, against the whole model simulated, event by event."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from recipe_lib.plan import build_plan
+from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Trace
+from recipe_lib.plan.tracing import simulate_deep as module
+from recipe_lib.plan.tracing.simulate import Simulated
+from tests.plan.apart import apart, settings
+from tests.selection import slow_except
+
+RANKS = 4
+FULL, LORA, QLORA, GEMMA = "llama3/8B_full", "llama3/8B_lora", "llama3/8B_qlora", "gemma2/2B_full"
+SHARDED = "parallel.strategy=fsdp"
+# Shipped shapes, whose matrices are large enough for every limit of sizes.
+DEEPER = [
+    (FULL,),
+    (FULL, "parallel.tensor=2", "memory.activation_checkpointing=selective"),
+    (FULL, "memory.activation_offload=true", "parallel.reduce_gradients=step"),
+    (FULL, "memory.cpu_offload=true", "parallel.reshard_after_forward=false"),
+    (FULL, "memory.optimizer_offload=true", "optimizer.state_bits=8"),
+    (FULL, "compile=true"),
+    (LORA, SHARDED, "memory.activation_checkpointing=none"),
+    (QLORA, SHARDED),
+    (GEMMA,),
+]
+# What depends on more than one layer at a time, or what few layers do not show.
+WHOLE = [(FULL, "optimizer.name=muon"), (LORA, "parallel.strategy=ddp")]
+CASES = {" ".join(case): case for case in (*DEEPER, *WHOLE)}
+
+
+def events(trace: Trace) -> list[tuple[Any, ...]]:
+    """All that a trace says, an event of the device by the order in which events were first recorded."""
+    found: list[tuple[Any, ...]] = []
+    marks: dict[int, int] = {}
+    for kind, number in trace.events:
+        if kind == ALLOC:
+            found.append((kind, number, trace.storages[number]))
+        elif kind == OP:
+            found.append((kind, number, replace(trace.ops[number], reads=(), makes=())))
+        elif kind in (RECORD, WAIT):
+            sync = trace.syncs[number]
+            if kind == RECORD:
+                marks.setdefault(sync.event, len(marks))
+            found.append((kind, marks.get(sync.event), sync.stream))
+        elif kind == USE:
+            found.append((kind, *trace.uses[number]))
+        else:
+            assert kind in (FREE, PHASE)
+            found.append((kind, number))
+    return found
+
+
+def compared(config: str, overrides: tuple[str, ...]) -> tuple[str, str, list[Any]]:
+    """(how it was planned, the first events that differ, facts that differ)."""
+    recipe, cfg, wanted = settings(config, RANKS, *overrides)
+    wanted = replace(wanted, phases=build_plan.PHASES)
+    deeper: list[Simulated | None] = []
+    original = module._deeper
+    module._deeper = lambda *args: deeper.append(original(*args)) or deeper[-1]  # type: ignore[func-returns-value]
+    found = build_plan.simulate_rank(recipe, cfg, wanted, 0)
+    module._deeper = original
+    if not deeper or deeper[-1] is None:
+        return "whole", "", []
+    build_plan.simulate_deep = lambda recipe, cfg, run: run(cfg)  # type: ignore[assignment]
+    whole = build_plan.simulate_rank(recipe, cfg, wanted, 0)
+    pairs = zip(events(found.trace), events(whole.trace), strict=True)
+    first = next((f"{mine} for {theirs}" for mine, theirs in pairs if mine != theirs), "")
+    facts = ("coordinates", "mesh", "tokens", "repeats", "notes", "grows", "traced", "modules", "estimate", "untraced")
+    return "deeper", first, [name for name in facts if getattr(found, name) != getattr(whole, name)]
+
+
+@pytest.mark.parametrize("name", slow_except(CASES, [FULL]))
+def test_every_event_is_that_of_the_whole_model(name: str) -> None:
+    config, *overrides = CASES[name]
+    expected = "whole" if CASES[name] in WHOLE else "deeper"
+    assert apart(lambda: compared(config, tuple(overrides))) == (expected, "", [])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel.fsdp_wrap_policy=[model.layers.1?]",),
+        ("memory.activation_checkpointing=budget", "memory.activation_budget_gib=4"),
+        ("parallel.pipeline=2", "gradient_accumulation_steps=8"),
+    ],
+)
+def test_settings_that_speak_of_single_layers_are_simulated_whole(overrides: tuple[str, ...]) -> None:
+    recipe, cfg, _ = settings(FULL, RANKS, *overrides)
+    assert module._depths(recipe, cfg) is None
+
+
+def test_own_recipes_are_simulated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe of the user's own may do something at its twentieth layer."""
+    recipe, cfg, _ = settings(FULL, RANKS)
+    assert module._depths(recipe, cfg) is not None
+    monkeypatch.setattr(module, "is_shipped", lambda recipe: False)
+    assert module._depths(recipe, cfg) is None

@@ -1,0 +1,58 @@
+"""torch.compile on the simulated device: what a plan of compiled layers has, and where there is no code for a graph."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch._dynamo  # so that no fork pays for the import
+
+import recipe_lib.adapters.quantized
+import recipe_lib.ops.gathered_opaque  # noqa: F401
+from recipe_lib.plan.build_plan import simulate_rank
+from recipe_lib.plan.trace import OP
+from recipe_lib.plan.tracing.simulate import STEADY
+from recipe_lib.plan.world import compiled_code
+from tests.plan.apart import apart, settings
+
+
+def facts(*, broken: bool) -> dict[str, Any]:
+    """A plan of compiled layers; broken: inductor raises."""
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise ValueError("no lowering\nfor this")
+
+    if broken:
+        compiled_code._code_of = fail
+    recipe, cfg, wanted = settings("demo/full", 1)
+    found = {}
+    for compiles in (False, True):
+        run = simulate_rank(recipe, replace(cfg, compile=compiles), wanted, 0)
+        names = [run.trace.ops[number].name for kind, number in run.trace.phase_events(STEADY) if kind == OP]
+        fused = sum(name.startswith("inductor::") for name in names)
+        found[compiles] = (run.trace.active_peaks(), len(names), fused, run.notes)
+    return {"eager": found[False], "compiled": found[True]}
+
+
+@pytest.mark.slow
+def test_kernels_are_fused_and_buffers_are_inductors() -> None:
+    found = apart(lambda: facts(broken=False))
+    eager, compiled = found["eager"], found["compiled"]
+    assert eager[2] == 0 and compiled[2] > 10
+    assert compiled[1] < eager[1], "fewer operators"
+    assert [note.partition(":")[0] for note in compiled[3]] == ["compiled code"]
+
+
+def test_what_has_no_code_is_planned_uncompiled_and_says_so() -> None:
+    found = apart(lambda: facts(broken=True))
+    assert found["compiled"][:3] == found["eager"][:3]
+    (note,) = found["compiled"][3]
+    assert note.startswith("compile=true is planned without compiling") and "no lowering" in note
+    assert "for this" not in note, "one line"
+
+
+@pytest.mark.parametrize("name", ["quantized_linear", "quantized_linear_backward", "gather_linears", "gated_linear"])
+def test_opaque_operators_of_compiled_code_are_looked_into(name: str) -> None:
+
+    operator = getattr(torch.ops.tune_recipes, name).default
+    assert compiled_code.inside_of(operator) is not None
+    assert compiled_code.inside_of(torch.ops.aten.mm.default) is None
