@@ -41,6 +41,9 @@ def test_no_source_does() -> None:
     # PyTorch's memory viewer reads nothing but a pickle; that file writes one, and calls `dumps` alone.
     written = found.pop("recipe_lib/plan/allocation/snapshot.py")
     assert [line.partition(": ")[2] for line in written] == ["pickle"]
+    # A plan of compiled layers runs what inductor wrote for them, as inductor itself would.
+    ran = found.pop("recipe_lib/plan/world/compiled_code.py")
+    assert [line.partition(": ")[2] for line in ran] == ["exec", "compile"]
     assert found == {}
 
 
