@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "TUNE_PLAN"  # `off`: no plan unless --plan asks for one
 CPU_SECONDS = 10
+COMPILED_CPU_SECONDS = 40  # of a run with compile=true, whose own compiling takes longer
 WAIT_SECONDS = 300  # for the run to have tokenized its data
 STEP_PHASES = ("first step", "step")  # the phases that a run measures
 MEMORY_KINDS = ("active", "allocated", "reserved")
@@ -215,7 +216,9 @@ def main(argv: list[str]) -> int:
         pass  # the run says it
     except (Exception, _TooSlow) as error:  # noqa: BLE001  (nothing of it is to disturb the run)
         if _TooSlow.came:  # torch makes it a RuntimeError where it comes in the midst of its own code
-            say(f"plan: takes more than {CPU_SECONDS} s of CPU; `tune plan` with the same arguments makes it")
+            say(
+                f"plan: takes more than {resource.getrlimit(resource.RLIMIT_CPU)[0]} s of CPU; `tune plan` with the same arguments makes it"
+            )
         else:
             say(f"plan: none ({type(error).__name__}); `tune plan` with the same arguments says why")
     return DONE
@@ -224,6 +227,8 @@ def main(argv: list[str]) -> int:
 def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     """(figures, what they are for). A model of many layers is estimated from two of few."""
     recipe, cfg = read_config(arguments)
+    if cfg.compile:
+        resource.setrlimit(resource.RLIMIT_CPU, (COMPILED_CPU_SECONDS, COMPILED_CPU_SECONDS + 2))
     settings, _ = settings_for(recipe, cfg, arguments)
     settings = replace(settings, phases=())
     from recipe_lib.plan.build_plan import make_plan
@@ -269,7 +274,7 @@ def _be_modest() -> None:
         raise _TooSlow
 
     signal.signal(signal.SIGXCPU, too_slow)
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 2))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, max(CPU_SECONDS, COMPILED_CPU_SECONDS) + 2))
     os.nice(10)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
 

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map
 from recipe_lib.plan.world.cached_fake_mode import wrap
 from recipe_lib.plan.world.kernel_choice import attention_kernel
 from recipe_lib.plan.world.simulated_device import MODULE, NAME
+from recipe_lib.units import counted
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class CompiledCode:
     def described(self) -> str:
         """In a line of a report."""
         where = "" if MODULE.kernels == "cpu" else ", with the attention kernel of the device"
-        return f"compiled code: {self.graphs} graphs, fused and with the buffers of inductor's code for a CPU{where}"
+        return f"compiled code: {counted(self.graphs, 'graph')}, fused and with the buffers of inductor's code for a CPU{where}"
 
 
 def inside_of(operator: Any) -> Callable[..., Any] | None:
