@@ -71,7 +71,8 @@ class CompiledCode:
     def described(self) -> str:
         """In a line of a report."""
         where = "" if MODULE.kernels == "cpu" else ", with the attention kernel of the device"
-        return f"compiled code: {counted(self.graphs, 'graph')}, fused and with the buffers of inductor's code for a CPU{where}"
+        graphs = counted(self.graphs, "graph")
+        return f"compiled code: {graphs}, fused and with the buffers of inductor's code for a CPU{where}"
 
 
 def inside_of(operator: Any) -> Callable[..., Any] | None:
