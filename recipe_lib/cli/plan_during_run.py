@@ -193,9 +193,11 @@ def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> st
 
 
 class _TooSlow(BaseException):  # nothing on the way is to catch it
-    """The CPU time is used up. came: whether it ever was."""
+    """The CPU time is used up. came: whether it ever was. allowed: seconds; the kernel raises its own number as it
+    goes on."""
 
     came = False
+    allowed = 0
 
 
 def main(argv: list[str]) -> int:
@@ -228,7 +230,7 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     """(figures, what they are for). A model of many layers is estimated from two of few."""
     recipe, cfg = read_config(arguments)
     if cfg.compile:
-        resource.setrlimit(resource.RLIMIT_CPU, (COMPILED_CPU_SECONDS, COMPILED_CPU_SECONDS + 2))
+        _allow(COMPILED_CPU_SECONDS)
     settings, _ = settings_for(recipe, cfg, arguments)
     settings = replace(settings, phases=())
     from recipe_lib.plan.build_plan import make_plan
@@ -274,9 +276,15 @@ def _be_modest() -> None:
         raise _TooSlow
 
     signal.signal(signal.SIGXCPU, too_slow)
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, max(CPU_SECONDS, COMPILED_CPU_SECONDS) + 2))
+    _allow(CPU_SECONDS)
     os.nice(10)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
+
+
+def _allow(seconds: int) -> None:
+    """CPU time; a few seconds more than any run gets end the process."""
+    _TooSlow.allowed = seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, COMPILED_CPU_SECONDS + 2))
 
 
 def _end_with_the_run() -> None:
