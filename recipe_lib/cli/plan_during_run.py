@@ -218,9 +218,7 @@ def main(argv: list[str]) -> int:
         pass  # the run says it
     except (Exception, _TooSlow) as error:  # noqa: BLE001  (nothing of it is to disturb the run)
         if _TooSlow.came:  # torch makes it a RuntimeError where it comes in the midst of its own code
-            say(
-                f"plan: takes more than {resource.getrlimit(resource.RLIMIT_CPU)[0]} s of CPU; `tune plan` with the same arguments makes it"
-            )
+            say(f"plan: takes more than {_TooSlow.allowed} s of CPU; `tune plan` with the same arguments makes it")
         else:
             say(f"plan: none ({type(error).__name__}); `tune plan` with the same arguments says why")
     return DONE
