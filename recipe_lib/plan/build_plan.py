@@ -79,7 +79,9 @@ class PlanSettings:
 
 def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Plan, Trace]:
     """The plan, and the trace of the heaviest rank. cfg: plannable. Raises UserErrors of recipe and config."""
-    hardware = settings.hardware
+    here = min(settings.ranks, settings.hardware.ranks_per_node)
+    hardware = replace(settings.hardware, ranks_here=here)
+    settings = replace(settings, hardware=hardware)
     traced = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
     simulated = {}
     for rank in traced:
@@ -284,10 +286,11 @@ def _time(
         error=error_text(settings.hardware, settings.calibration),
         copies=sums.copies,
         copies_exposed=sums.copies_exposed,
+        on_host=sums.on_host,
         matmuls=kinds[MATMULS],
         attention=kinds[ATTENTION],
         memory_bound=kinds[MEMORY_BOUND],
-        idle=max(0.0, seconds - sums.compute - sums.exposed - sums.copies_exposed),
+        idle=max(0.0, seconds - sums.compute - sums.exposed - sums.copies_exposed - sums.on_host),
         operators=operators_launched(trace, STEADY),
     )
 
@@ -376,13 +379,6 @@ def _not_modeled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> list
         lines.append("NCCL's buffers are a published figure of another machine, not a model")
     if any(op.name == "aten::record_stream" for op in trace.ops):
         lines.append("record_stream: memory that it keeps until another stream is done")
-    if cfg.memory.cpu_offload:
-        lines.append("cpu_offload: the time of the optimizer on the CPU; a step takes longer")
-    sends = cfg.memory.activation_offload or cfg.memory.optimizer_offload or cfg.memory.cpu_offload
-    if sends and ranks > 1:
-        lines.append(
-            "copies between host and device: that ranks of a machine may share its links and host memory's rate"
-        )
     if cfg.trained_adapters is not None and cfg.trained_adapters.merge_on_save:
         lines.append("lora.merge_on_save: the merged model is written layer by layer after training")
     return lines

@@ -49,6 +49,11 @@ HOST = Link("host", 2e9, 20e-6)  # gloo over loopback; a guess
 # the bus bandwidth commonly seen; 100 Gb/s and 10 Gb/s Ethernet shared by eight GPUs.
 NDR, HDR, ETHERNET_100, ETHERNET_10 = 45e9, 22e9, 1.5e9, 0.15e9
 
+# The host's memory, bytes/second. Of one rank's optimizer: DeepSpeed's CPU Adam takes 8.2 s for 11.6e9 parameters at 28
+# bytes each (microsoft/DeepSpeed pull request 735). Of the machine: eight channels of DDR4-3200, of whose 205 GB/s four
+# fifths are taken to come through; a desktop's two channels give a quarter of that.
+HOST_MEMORY_OF_ONE, HOST_MEMORY = 40e9, 160e9
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -57,7 +62,8 @@ class Hardware:
     name: as typed. aliases: other spellings, the one that CUDA reports among them. architecture: `sm80` ... `sm120`,
     or `cpu`. memory: total bytes. flops: dense rate by dtype, per second. bandwidth: of its memory, bytes/second.
     ranks_per_node: ranks that share `link`; inter_node_bandwidth: bytes/second that the network has for each of them.
-    rates_of: the device that the rates are taken from, where only a size of memory was given.
+    ranks_here: ranks of the run on one machine. rates_of: the device that the rates are taken from, where only a size
+    of memory was given.
     """
 
     name: str
@@ -70,14 +76,24 @@ class Hardware:
     aliases: tuple[str, ...] = ()
     ranks_per_node: int = 8
     rates_of: str = ""
+    ranks_here: int = 1
     inter_node_latency: float = 14e-6  # NCCL's src/graph/tuning.cc, ring, Simple, network
 
     @property
     def host_bandwidth(self) -> float:
-        """Bytes a second of a large copy between the device and pinned host memory, one way: what 16 lanes of PCIe 4
-        commonly give, twice that from Hopper and Blackwell on, which have PCIe 5. Not measured here; Ada has PCIe 4."""
+        """Bytes a second of a large copy between the device and pinned host memory, one way, while all ranks of the
+        machine copy: what 16 lanes of PCIe 4 commonly give (24.8 GB/s by nvbandwidth on an A100,
+        forums.developer.nvidia.com 352186), twice that from Hopper and Blackwell on, which have PCIe 5; shared by the
+        ranks of a switch, and together no more than the host's memory."""
         newer = self.architecture != "cpu" and int(self.architecture.removeprefix("sm")) >= 90
-        return 50e9 if newer else 25e9
+        lanes = 50e9 if newer else 25e9
+        on_switch = min(self.ranks_here, 2) if self.link == NVLINK3 else 1
+        return min(lanes / on_switch, HOST_MEMORY / self.ranks_here)
+
+    @property
+    def host_memory_bandwidth(self) -> float:
+        """Bytes a second that one rank's optimizer on the CPU moves while those of all ranks of the machine do."""
+        return min(HOST_MEMORY_OF_ONE, HOST_MEMORY / self.ranks_here)
 
     @property
     def generic(self) -> bool:

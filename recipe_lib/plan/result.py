@@ -151,7 +151,8 @@ class TimePlan:
     waiting for other ranks of a pipeline; launch: what the host needs to issue it. tokens_per_step, tokens_per_second:
     of all ranks. mfu: share of the devices' dense rate. steps: of the run, None where they are not known. total: of the
     run, None likewise. calibrated: the rates are measured ones. error: how far off the times may be, in words. copies:
-    between host and device, alone; copies_exposed: the part of it that no kernel hides. matmuls, attention,
+    between host and device, alone; copies_exposed: the part of it that no kernel hides. on_host: what the host computes
+    itself, its optimizer first of all. matmuls, attention,
     memory_bound: of kernels, each alone, by what they do. idle: while nothing runs: the host launches, or streams or
     other ranks are waited for. operators: that the host issues."""
 
@@ -169,6 +170,7 @@ class TimePlan:
     error: str
     copies: float = 0.0
     copies_exposed: float = 0.0
+    on_host: float = 0.0
     matmuls: float = 0.0
     attention: float = 0.0
     memory_bound: float = 0.0

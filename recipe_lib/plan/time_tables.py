@@ -29,6 +29,8 @@ def time_lines(plan: Plan) -> list[tuple[str, str]]:
     if time.copies > _FEW_SECONDS:
         text = f"{duration(time.copies)} total, {duration(time.copies_exposed)} exposed"
         lines.insert(3, ("copies to and from the host", text))
+    if time.on_host > _FEW_SECONDS:
+        lines.insert(3, ("optimizer on the CPU", duration(time.on_host)))
     if plan.pipeline is not None:
         lines.insert(1, ("pipeline", _pipeline_text(plan.pipeline)))
     if time.steps is not None:
@@ -74,11 +76,13 @@ def _pipeline_text(pipeline: PipelinePlan) -> str:
 
 
 def bound_by(plan: Plan) -> str:
-    """What a step cannot be shorter than: its kernels, its collectives, or the host that issues both."""
+    """What a step cannot be shorter than: its kernels, its collectives, its copies, or the host."""
     assert plan.time is not None
     parts = {
         "kernels": plan.time.compute,
         "communication": plan.time.communication,
         "the CPU (launch-bound)": plan.time.launch,
+        "copies to and from the host": plan.time.copies,
+        "the optimizer on the CPU": plan.time.on_host,
     }
     return max(parts, key=lambda name: parts[name])

@@ -29,6 +29,7 @@ PARTS = ("setup", "forward", "backward", "recompute", "optimizer", "other")
 # what a rank of a pipeline does next began, or all of it ended (numbers of `Trace.actions`). USE: `record_stream`
 # named a stream for a storage (numbers of `Trace.uses`).
 ALLOC, FREE, OP, RECORD, WAIT, PHASE, ACTION, USE = range(8)
+HOST = -1  # in place of a stream
 WORK_WAIT = "c10d::Work.wait"  # name of an `Op` that does nothing but wait for a collective
 
 
@@ -81,8 +82,9 @@ class Op:
     repeats: so many alike were issued one after another; this one stands for all of them, with flops and bytes of one.
     flops: of matmuls and attention, multiply and add are two. bytes: read and written. stream: issued on. dtype: of
     the result, for the rate that the device computes it with. transfer: `to_host` or `to_device` for a copy between
-    the two, whose bytes are counted on both sides. reads, makes: in forward and recomputation, the storages of its
-    arguments and results.
+    the two, whose bytes are counted on both sides. shape: of a matmul (matrices, m, k, n), of attention (rows times
+    heads, queries, keys, keys seen by a query, width). on_host: it is the host that computes it. reads, makes: in
+    forward and recomputation, the storages of its arguments and results.
     """
 
     name: str
@@ -96,13 +98,15 @@ class Op:
     collective: Collective | None = None
     repeats: int = 1
     transfer: str = ""
+    shape: tuple[int, ...] = ()
+    on_host: bool = False
     reads: tuple[int, ...] = ()
     makes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class Sync:
-    """stream: that recorded, or waits for, the event `event`."""
+    """stream: that recorded, or waits for, the event `event`; HOST: the host waits."""
 
     event: int
     stream: int

@@ -13,7 +13,7 @@ from recipe_lib.plan.search.trials import in_processes
 from recipe_lib.plan.streams.code_line import text_of
 from recipe_lib.plan.streams.collective_order import CollectiveCall, order_faults
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.trace import OP, WAIT
+from recipe_lib.plan.trace import HOST, OP, WAIT
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated
 from recipe_lib.plan.world.shape_only_model import layer_count, layer_period, with_layers
 from recipe_lib.plan.world.simulated_device import NAME
@@ -106,8 +106,9 @@ def _simulated(
 
 
 def _rank_check(rank: int, checker: StreamChecker, found: Simulated) -> RankCheck:
-    events = list(found.trace.phase_events(STEADY))
-    ops = [found.trace.ops[number] for kind, number in events if kind == OP]
+    trace = found.trace
+    events = list(trace.phase_events(STEADY))
+    ops = [trace.ops[number] for kind, number in events if kind == OP]
     return RankCheck(
         rank=rank,
         faults=checker.faults(),
@@ -115,7 +116,7 @@ def _rank_check(rank: int, checker: StreamChecker, found: Simulated) -> RankChec
         first_waits=_counted(checker, FIRST),
         operators=len(ops),
         streams=len({op.stream for op in ops}),
-        stream_waits=sum(kind == WAIT for kind, _ in events),
+        stream_waits=sum(kind == WAIT and trace.syncs[number].stream != HOST for kind, number in events),
     )
 
 

@@ -17,10 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from recipe_lib.plan.timing.calibration import LARGE_MATMUL, MATMULS, TINY_MATMULS, VERSION
+from recipe_lib.plan.timing.cost import ATTENTION, TINY_ATTENTION
 from recipe_lib.units import MIB
-
-_ATTENTION = {"rows": 2, "heads": 32, "tokens": 4096, "head_width": 128}
-_TINY_ATTENTION = {"rows": 1, "heads": 2, "tokens": 64, "head_width": 32}
 
 
 def calibrate(device: str | None = None, path: Path | None = None) -> dict[str, Any]:
@@ -116,8 +114,7 @@ def _attention(device: str) -> float:
 
     It counts every score, also those that causality leaves out: 4 a score and head element forward, 10 backward.
     """
-    size = _ATTENTION if torch.device(device).type != "cpu" else _TINY_ATTENTION
-    shape = (size["rows"], size["heads"], size["tokens"], size["head_width"])
+    shape = ATTENTION if torch.device(device).type != "cpu" else TINY_ATTENTION
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
     grad = torch.randn(shape, dtype=torch.bfloat16, device=device)
 
@@ -125,7 +122,7 @@ def _attention(device: str) -> float:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         torch.autograd.grad(out, (q, k, v), grad)
 
-    return (4 + 10) * math.prod(shape) * size["tokens"] / _seconds(work, device)
+    return (4 + 10) * math.prod(shape) * shape[2] / _seconds(work, device)
 
 
 def _bandwidth(device: str) -> float:

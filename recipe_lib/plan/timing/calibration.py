@@ -108,17 +108,20 @@ def _read_links(place: str, values: Any) -> Links | None:
     return Links(ranks, str(backend), points)
 
 
-def _read_matmuls(place: str, matmul: Any) -> dict[str, tuple[tuple[float, float], ...]]:
-    """By dtype (operations, operations a second), small ones first."""
+def _read_matmuls(place: str, matmul: Any) -> dict[str, tuple[tuple[tuple[int, int, int], float], ...]]:
+    """By dtype the shape (m, n, k) and operations a second, small ones first."""
     try:
         read = {
-            dtype: tuple(sorted((2.0 * math.prod(point["shape"]), point["rate"]) for point in points))
+            dtype: tuple(
+                sorted((((*point["shape"],), point["rate"]) for point in points), key=lambda one: math.prod(one[0]))
+            )
             for dtype, points in matmul.items()
         }
     except (AttributeError, KeyError, TypeError):
         read = {}
     if not read or not all(
-        points and all(_positive(size) and _positive(rate) for size, rate in points) for points in read.values()
+        points and all(len(shape) == 3 and all(map(_positive, (*shape, rate))) for shape, rate in points)
+        for points in read.values()
     ):
         raise ConfigError(f"{place}: matmul is no list of shapes and rates by dtype; measure again with --calibrate")
     return read

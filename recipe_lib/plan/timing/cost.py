@@ -1,7 +1,7 @@
 """How long operators and collectives take: a roofline for kernels, latency plus bandwidth for communication.
 
-No torch in here. Without a calibration file the rates are the datasheet's times an efficiency that holds within tens
-of percent only; see `error_text`.
+No torch in here. Without a calibration file the rates are the data sheet's times the share that kernels of such a
+shape reach (`kernel_rates`).
 """
 
 import bisect
@@ -11,18 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from recipe_lib.plan.hardware import Hardware
+from recipe_lib.plan.timing.kernel_rates import attention_seconds, bandwidth_rate, matmul_rate
 from recipe_lib.plan.trace import OP, WORK_WAIT, Collective, Op, Trace
-
-# Shares of the datasheet's rates that kernels reach. With these, a roofline over the operators of torchtitan's
-# published run of Llama 3.1 8B on 8 H100 (its docs/performance.md, December 2024) comes out 8 % short of its step time.
-COMPUTE_EFFICIENCY = 0.65
-BANDWIDTH_EFFICIENCY = 0.8
 
 KERNEL_SECONDS = 3e-6  # no kernel is shorter: its start and end on the device, commonly given as 2 to 4 us
 HOST_SECONDS = 6e-6  # for the host to issue one operator from Python, eagerly: 5 to 10 us
 COMPILED_SECONDS = 40e-6  # for the host to call one of ours that is compiled: docs/measurements/fused_kernels.md
 COLLECTIVE_SECONDS = 8.4e-6  # before the first step of a ring: NCCL's src/graph/tuning.cc, ring, Simple
 
+# (rows, heads, tokens, width of a head) of the attention that a calibration measures; on a CPU a tiny one.
+ATTENTION, TINY_ATTENTION = (2, 32, 4096, 128), (1, 2, 64, 32)
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")  # collectives that are measured
 
 
@@ -57,17 +55,17 @@ class Links:
 class Calibration:
     """Rates that were measured on a device; they replace the datasheet's.
 
-    device: as CUDA names it. matmul: by dtype, (operations of one matmul, operations a second) at several sizes, small
-    ones first. attention: operations a second. bandwidth: bytes/second of an elementwise operator. host_seconds: to
-    issue one. kernel_seconds: of the smallest kernel. link_bandwidth: bus bandwidth of a large all-gather, None where
-    one rank measured. links: collectives by size, where `tune doctor` measured them. copy_to_device, copy_to_host:
-    bytes/second of pinned copies, None where they were not measured.
+    device: as CUDA names it. matmul: by dtype, (m, n, k) and operations a second at several sizes, small ones first.
+    attention: operations a second of one forward and backward of ATTENTION, all scores counted. bandwidth: bytes/second
+    of an elementwise operator. host_seconds: to issue one. kernel_seconds: of the smallest kernel. link_bandwidth: bus
+    bandwidth of a large all-gather, None where one rank measured. links: collectives by size, where `tune doctor`
+    measured them. copy_to_device, copy_to_host: bytes/second of pinned copies, None where they were not measured.
     """
 
     device: str
     torch: str
     date: str
-    matmul: dict[str, tuple[tuple[float, float], ...]]
+    matmul: dict[str, tuple[tuple[tuple[int, int, int], float], ...]]
     attention: float
     bandwidth: float
     host_seconds: float
@@ -133,8 +131,9 @@ def _steps(operation: str, ranks: int) -> int:
 def op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = None) -> float:
     """One operator alone on the device: the longest of computing, moving bytes and the smallest kernel.
 
-    A collective takes what `collective_seconds` says, a copy between host and device what their link takes; waiting for
-    a collective, and an operator that moves nothing (an empty tensor), takes nothing.
+    A collective takes what `collective_seconds` says, a copy between host and device what their link takes, what the
+    host computes what its memory gives; waiting for a collective, and an operator that moves nothing (an empty tensor),
+    takes nothing.
     """
     if op.collective:
         return collective_seconds(op.collective, hardware, calibration)
@@ -142,13 +141,27 @@ def op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = Non
         return 0.0
     if op.transfer:  # its bytes are counted where they are read and where they are written
         return max(op.bytes / 2 / _copy_rate(op.transfer, hardware, calibration), KERNEL_SECONDS)
-    if calibration is None:
-        rate, bandwidth = COMPUTE_EFFICIENCY * hardware.rate(op.dtype), BANDWIDTH_EFFICIENCY * hardware.bandwidth
-        floor = KERNEL_SECONDS
-    else:
-        rate, bandwidth = _measured_rate(op, hardware, calibration), calibration.bandwidth
-        floor = calibration.kernel_seconds
-    return max(op.flops / rate, op.bytes / bandwidth, floor)
+    if op.on_host:
+        return op.bytes / hardware.host_memory_bandwidth
+    floor = calibration.kernel_seconds if calibration else KERNEL_SECONDS
+    bandwidth = calibration.bandwidth if calibration else bandwidth_rate(hardware, op.bytes)
+    return max(_computing(op, hardware, calibration), op.bytes / bandwidth, floor)
+
+
+def _computing(op: Op, hardware: Hardware, calibration: Calibration | None) -> float:
+    """Seconds of a matmul or attention, 0 for others; measured rates scale those of `kernel_rates`."""
+    if is_attention(op):
+        if len(op.shape) != 5:
+            return op.flops / hardware.rate(op.dtype)
+        return attention_seconds(hardware, op.name, op.dtype, op.shape) * _attention_scale(hardware, calibration)
+    if not op.flops:
+        return 0.0
+    return op.flops / (matmul_rate(hardware, op.dtype, op.shape) * _matmul_scale(op, hardware, calibration))
+
+
+def is_attention(op: Op) -> bool:
+    """Whether it is an attention kernel."""
+    return "attention" in op.name or "attn" in op.name
 
 
 def _copy_rate(way: str, hardware: Hardware, calibration: Calibration | None) -> float:
@@ -171,18 +184,31 @@ def is_wait(op: Op) -> bool:
     return op.name == WORK_WAIT or op.name.endswith("wait_tensor")
 
 
-def _measured_rate(op: Op, hardware: Hardware, calibration: Calibration) -> float:
-    """Operations a second of an operator of this size; a dtype that was not measured scales as the datasheet says."""
-    if "attention" in op.name or "attn" in op.name:
-        return calibration.attention
-    if op.dtype in calibration.matmul:
-        return _interpolate(calibration.matmul[op.dtype], op.flops)
-    dtype = "bf16" if "bf16" in calibration.matmul else next(iter(calibration.matmul))
-    return _interpolate(calibration.matmul[dtype], op.flops) * hardware.rate(op.dtype) / hardware.rate(dtype)
+def _matmul_scale(op: Op, hardware: Hardware, calibration: Calibration | None) -> float:
+    """Measured rates of matmuls of this size over those of `matmul_rate`; a dtype that was not measured is as bf16."""
+    if calibration is None:
+        return 1.0
+    names = (op.dtype, "bf16", *calibration.matmul)
+    dtype = next(name for name in names if name in calibration.matmul)
+    points = [
+        (2.0 * m * n * k, rate / matmul_rate(hardware, dtype, (1, m, k, n)))
+        for (m, n, k), rate in calibration.matmul[dtype]
+    ]
+    return _interpolate(points, op.flops)
+
+
+def _attention_scale(hardware: Hardware, calibration: Calibration | None) -> float:
+    """Measured seconds of attention over those of `attention_seconds`."""
+    if calibration is None:
+        return 1.0
+    rows, heads, tokens, width = TINY_ATTENTION if hardware.architecture == "cpu" else ATTENTION
+    shape = (rows * heads, tokens, tokens, (tokens + 1) // 2, width)
+    expected = sum(attention_seconds(hardware, name, "bf16", shape) for name in ("attention", "attention_backward"))
+    return 14.0 * rows * heads * tokens * tokens * width / calibration.attention / expected
 
 
 def _interpolate(points: Sequence[tuple[float, float]], size: float) -> float:
-    """The rate at `size` between measured points, straight over the logarithm of size; the ends' beyond them."""
+    """The value at `size` between measured points, straight over the logarithm of size; the ends' beyond them."""
     if size <= points[0][0]:
         return points[0][1]
     for (small, slow), (large, fast) in zip(points, points[1:], strict=False):

@@ -38,6 +38,7 @@ class Sums:
     launch: float
     copies: float = 0.0
     copies_exposed: float = 0.0
+    on_host: float = 0.0
 
 
 def pipeline_time(
@@ -146,4 +147,5 @@ def whole_step(
         launch=launch,
         copies=timing.copies * scale,
         copies_exposed=timing.copies_exposed * scale,
+        on_host=timing.on_host,
     )

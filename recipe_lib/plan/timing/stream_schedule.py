@@ -7,21 +7,21 @@ exchange is left out; `pipeline_time` puts the ranks together.
 """
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.timing.cost import Calibration, is_wait, launch_seconds, op_seconds
-from recipe_lib.plan.trace import ACTION, OP, RECORD, WAIT, ActionMark, Collective, Op, Trace
+from recipe_lib.plan.trace import ACTION, HOST, OP, RECORD, WAIT, ActionMark, Op, Trace
 
 
 @dataclass
 class StepTime:
     """A phase, seconds. compute: while kernels run, on one stream or several; communication: of all collectives, alone;
     exposed: while a collective runs and no kernel does; copies, copies_exposed: the same of copies between host and
-    device; launch: the host's; step: from the first operator issued to the last one done. collectives: by number in
-    `Trace.ops`, how long each takes alone. timeline: (number, start, end), as issued. actions: of a rank of a pipeline,
-    (number in `Trace.actions`, when the stream that computes was done with all before it); what is in one is here as
-    often as it was traced, and what ranks exchange in it is not here.
+    device; launch: the host's, to issue all; on_host: what it computes itself; step: from the first operator issued to
+    the last one done. collectives: by number in `Trace.ops`, how long each takes alone. timeline: (number, start, end),
+    as issued. actions: of a rank of a pipeline, (number in `Trace.actions`, when the stream that computes was done with
+    all before it); what is in one is here as often as it was traced, and what ranks exchange in it is not here.
     """
 
     compute: float
@@ -34,6 +34,7 @@ class StepTime:
     actions: list[tuple[int, float]] = field(default_factory=list)
     copies: float = 0.0
     copies_exposed: float = 0.0
+    on_host: float = 0.0
 
 
 def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None = None) -> StepTime:
@@ -44,7 +45,7 @@ def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibrat
     receives, holds up the stream that issued it. One that does not is waited for by the next `wait_tensor` of that
     stream, the oldest first, or through the next event recorded there; else only the end of the phase waits for it.
     """
-    host = 0.0
+    host = launch = on_host = 0.0
     streams: dict[int, float] = defaultdict(float)  # by stream, link and event: when it is free, or has come
     links: dict[str, float] = defaultdict(float)
     recorded: dict[int, float] = defaultdict(float)
@@ -58,17 +59,20 @@ def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibrat
             if action.kind and is_transfer(op):
                 continue
             repeats = op.repeats // action.repeats
-            host += launch_seconds(op, calibration) * repeats
+            issuing = launch_seconds(op, calibration) * repeats
+            host, launch = host + issuing, launch + issuing
+            if op.on_host:
+                seconds = repeats * op_seconds(op, hardware, calibration)
+                host, on_host = host + seconds, on_host + seconds
+                continue
             start = max(host, streams[op.stream])
             if is_wait(op) and pending[op.stream]:
                 start = max(start, pending[op.stream].popleft())
-            link = op.transfer or (_link(op.collective, hardware) if op.collective else "")
-            if link:
-                start = max(start, links[link])
+            occupied = _links(op, hardware)
+            start = max([start, *(links[link] for link in occupied)])
             end = start + repeats * op_seconds(op, hardware, calibration)
             timeline.append((number, start, end))
-            if link:
-                links[link] = end
+            links.update(dict.fromkeys(occupied, end))
             if op.collective and not op.collective.waits and op.collective.operation != "recv":
                 pending[op.stream].append(end)
             else:
@@ -79,11 +83,14 @@ def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibrat
             pending[sync.stream].clear()
         elif kind == WAIT:
             sync = trace.syncs[number]
-            streams[sync.stream] = max(streams[sync.stream], recorded[sync.event])
+            if sync.stream == HOST:
+                host = max(host, recorded[sync.event])
+            else:
+                streams[sync.stream] = max(streams[sync.stream], recorded[sync.event])
         elif kind == ACTION:
             action = trace.actions[number]
             actions.append((number, streams[0]))
-    return _sum_up(trace, timeline, host, actions)
+    return replace(_sum_up(trace, timeline, host, actions), launch=launch, on_host=on_host)
 
 
 def is_transfer(op: Op) -> bool:
@@ -96,10 +103,16 @@ def is_kernel(op: Op) -> bool:
     return op.collective is None and not op.transfer
 
 
-def _link(collective: Collective, hardware: Hardware) -> str:
-    """What a collective occupies: the links of one machine, or the network."""
-    machines = {rank // hardware.ranks_per_node for rank in collective.ranks}
-    return "network" if len(machines) > 1 else "machine"
+def _links(op: Op, hardware: Hardware) -> tuple[str, ...]:
+    """What an operator occupies: the links of one machine, the network, or one way of the bus to the host; where cards
+    reach each other by that bus, a collective of one machine takes both of its ways."""
+    if op.transfer:
+        return (op.transfer,)
+    if op.collective is None:
+        return ()
+    if len({rank // hardware.ranks_per_node for rank in op.collective.ranks}) > 1:
+        return ("network",)
+    return ("to_host", "to_device") if hardware.link.kind.startswith("pcie") else ("machine",)
 
 
 def _sum_up(

@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.timing.cost import Calibration, is_wait, op_seconds
+from recipe_lib.plan.timing.cost import Calibration, is_attention, is_wait, op_seconds
 from recipe_lib.plan.trace import OP, Op, Trace
 
 MATMULS, ATTENTION, MEMORY_BOUND = "matmuls", "attention", "memory-bound kernels"
@@ -33,9 +33,9 @@ def kind_of(op: Op) -> str:
         return COMMUNICATION
     if op.transfer:
         return COPIES
-    if is_wait(op) or not (op.flops or op.bytes):
+    if is_wait(op) or op.on_host or not (op.flops or op.bytes):
         return ""
-    if "attention" in op.name or "attn" in op.name:
+    if is_attention(op):
         return ATTENTION
     return MATMULS if op.flops else MEMORY_BOUND
 

@@ -97,7 +97,7 @@ def _events(trace: Trace) -> list[_Event]:
             op = trace.ops[number]
             module, of_module = _pattern(op.module)
             kinds, sizes = _of_collective(op)
-            what = (op.name, op.stream, op.part, op.phase, op.dtype, op.transfer, kinds)
+            what = (op.name, op.stream, op.part, op.phase, op.dtype, op.transfer, op.shape, op.on_host, kinds)
             event = _Event((OP, module, *what), (op.bytes, op.flops, op.repeats, *sizes), of_module)
         elif kind in (RECORD, WAIT):
             sync = trace.syncs[number]
@@ -227,4 +227,6 @@ def _op(like: Op, numbers: tuple[int, ...]) -> Op:
         collective,
         repeats,
         like.transfer,
+        like.shape,
+        like.on_host,
     )

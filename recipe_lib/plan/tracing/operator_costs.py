@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from recipe_lib.plan.tracing.kernel_shapes import attention_shape, matmul_shape
+
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "_dtensor::")
 _FSDP = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat")
 DTYPE_NAMES = {
@@ -29,7 +31,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Cost:
     """flops: multiply and add are two. bytes: read and written. makes_memory: its outputs may be new storages.
     relabel: an operator of FSDP, by which memory is known. communicates: a collective. transfer: `to_host` or
-    `to_device` for a copy between host and device."""
+    `to_device` for a copy between host and device. shape: of a matmul or of attention, as `Op` has it. on_host: all of
+    its tensors are the host's."""
 
     name: str
     flops: int
@@ -40,6 +43,8 @@ class Cost:
     relabel: bool
     communicates: bool
     transfer: str = ""
+    shape: tuple[int, ...] = ()
+    on_host: bool = False
 
 
 def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Cost:
@@ -54,9 +59,11 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
         makes_memory = True
     outputs = tensors_in(result)
     flops = size = 0
+    shape: tuple[int, ...] = ()
+    inputs = tensors_in((args, tuple(kwargs.values())))
     if not is_view:
-        inputs = tensors_in((args, tuple(kwargs.values())))
-        size = sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
+        size = sum(map(_bytes, inputs)) + (sum(map(_bytes, outputs)) if outputs else _written(schema, args))
+        shape = matmul_shape(name, args) or attention_shape(func, args, kwargs)
         if name == "aten::embedding":  # reads rows, not the table
             size = 2 * sum(map(_bytes, outputs))
         elif name == "aten::copy_":  # writes what is in its arguments already
@@ -81,7 +88,19 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     dtype = _EIGHT_BITS.get(name) or (DTYPE_NAMES.get(of[0].dtype, "") if of else "")
     communicates = name.startswith(_COLLECTIVES)
     transfer = _transfer(args, of) if name in _COPIES else ""
-    return Cost(name, flops, size, dtype, is_view, makes_memory, name in _FSDP, communicates, transfer)
+    on_host = bool(inputs or outputs) and all(tensor.device.type == "cpu" for tensor in (*inputs, *outputs))
+    return Cost(name, flops, size, dtype, is_view, makes_memory, name in _FSDP, communicates, transfer, shape, on_host)
+
+
+def _written(schema: Any, args: Sequence[Any]) -> int:
+    """Bytes that an operator without results writes into its arguments; a fused optimizer's gradients, which its
+    schema names for a scale that nobody gives it, are only read."""
+    written = [
+        value
+        for argument, value in zip(schema.arguments, args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads"
+    ]
+    return sum(map(_bytes, tensors_in(written)))
 
 
 def _transfer(args: Sequence[Any], results: Sequence[Tensor]) -> str:

@@ -26,6 +26,7 @@ from recipe_lib.plan.result import LayerRow
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
 from recipe_lib.plan.tracing.compiled_kernels import compiling
+from recipe_lib.plan.tracing.host_marks import following_host
 from recipe_lib.plan.tracing.kept_by import give_to_children
 from recipe_lib.plan.tracing.pipeline_actions import (
     ALIKE_FROM,
@@ -117,9 +118,7 @@ def simulate(
         simulated = simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu, capability=capability)
         with simulated as world, tensors_without_bytes() as mode:
             tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory, checker)
-            tracer.stream = connect_streams(
-                tracer.record, tracer.wait, tracer.use_on, checker.synchronized if checker else None
-            )
+            tracer.stream = connect_streams(tracer.record, tracer.wait, tracer.use_on, following_host(tracer))
             with ExitStack() as stack:
                 for context in (_quiet_collector(), tracer.running(), following_actions(tracer)):
                     stack.enter_context(context)

@@ -17,6 +17,7 @@ from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, WOR
 from recipe_lib.plan.tracing import known_operators as known
 from recipe_lib.plan.tracing.collectives import read_collective
 from recipe_lib.plan.tracing.compiled_kernels import around_operator
+from recipe_lib.plan.tracing.host_marks import copy_blocks, host_waits
 from recipe_lib.plan.tracing.memory_labels import HeldStorage, MemoryLabels
 from recipe_lib.plan.tracing.module_tracker import Places
 from recipe_lib.plan.tracing.operator_costs import Cost, cost_of, tensors_in
@@ -238,7 +239,8 @@ class Tracer(TorchDispatchMode):
         trace = self.trace
         collective = read_collective(func, args, self.groups) if cost.communicates else None
         op = Op(name, stream, part, module, self.phase, cost.flops, cost.bytes, cost.dtype, collective)
-        op.transfer = cost.transfer
+        op.transfer, op.shape = cost.transfer, cost.shape
+        op.on_host = cost.on_host and self.device_type != "cpu"
         if self.checker is not None and not self._batch:
             self.checker.operator(func, args, kwargs, result, op, self.number_of)
         if part in ("forward", "recompute"):
@@ -247,6 +249,8 @@ class Tracer(TorchDispatchMode):
         if cost.transfer == "to_device" and part == "backward":
             self.labels.of_returned(name, args)
         trace.events.append((OP, len(trace.ops) - 1))
+        if copy_blocks(cost, args, kwargs):
+            host_waits(trace, stream)
 
     def place(self) -> tuple[str, str]:
         """The part of the step and the module that run now."""

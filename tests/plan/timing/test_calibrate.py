@@ -44,7 +44,7 @@ def test_a_dry_run_on_the_cpu_can_be_read_and_used(tmp_path: Path, monkeypatch: 
     assert result["dry_run"] is True and result["device"] == "cpu" and result["link_bandwidth"] is None
     assert json.loads(path.read_text()) == result
     read = read_calibration(path, find_hardware("cpu"))
-    assert read.matmul["bf16"][0] == (2 * 32**3, 2 * 32**3 / 0.001)
+    assert read.matmul["bf16"][0] == ((32, 32, 32), 2 * 32**3 / 0.001)
     assert read.attention == 14 * 2 * 64 * 64 * 32 / 0.001
     assert op_seconds(Op("aten::mm", flops=2 * 32**3, dtype="bf16"), find_hardware("cpu"), read) == pytest.approx(0.001)
     assert read.host_seconds > 0 and read.torch.startswith("2.")
@@ -78,7 +78,7 @@ def test_a_time_is_that_of_one_call() -> None:
 
 def test_sizes_come_in_order(tmp_path: Path) -> None:
     read = read_calibration(written(tmp_path, good()), HARDWARE["rtx4090"])
-    assert read.matmul == {"bf16": ((2.0, 3e13), (60.0, 7e13))}
+    assert read.matmul == {"bf16": (((1, 1, 1), 3e13), ((2, 3, 5), 7e13))}
     assert read.bandwidth == 8e11 and read.link_bandwidth is None
 
 

@@ -6,9 +6,8 @@ import pytest
 
 from recipe_lib.plan.hardware import HARDWARE, find_hardware
 from recipe_lib.plan.timing.cost import (
-    BANDWIDTH_EFFICIENCY,
+    ATTENTION,
     COLLECTIVE_SECONDS,
-    COMPUTE_EFFICIENCY,
     KERNEL_SECONDS,
     Calibration,
     collective_seconds,
@@ -19,6 +18,7 @@ from recipe_lib.plan.timing.cost import (
     op_seconds,
     wire_bytes,
 )
+from recipe_lib.plan.timing.kernel_rates import matmul_rate
 from recipe_lib.plan.trace import OP, PHASE, Collective, Op, Trace
 
 RTX4090 = HARDWARE["rtx4090"]
@@ -27,7 +27,7 @@ MEASURED = Calibration(
     device="NVIDIA H100 80GB HBM3",
     torch="2.13.0",
     date="2026-11-21",
-    matmul={"bf16": ((1e9, 1e14), (1e11, 5e14))},
+    matmul={"bf16": (((1, 5 * 10**8, 1), 1e14), ((1, 5 * 10**10, 1), 5e14))},
     attention=3e14,
     bandwidth=2e12,
     host_seconds=5e-6,
@@ -108,13 +108,11 @@ def test_groups_across_machines_use_the_cards_of_their_ranks() -> None:
 
 def test_roofline() -> None:
     matmul = Op("aten::mm", flops=10**15, bytes=10**6, dtype="bf16")
-    assert op_seconds(matmul, H100) == pytest.approx(1e15 / (COMPUTE_EFFICIENCY * H100.flops["bf16"]))
-    assert op_seconds(replace(matmul, dtype="fp32"), H100) == pytest.approx(
-        1e15 / (COMPUTE_EFFICIENCY * H100.flops["fp32"])
-    )
+    assert op_seconds(matmul, H100) == pytest.approx(1e15 / matmul_rate(H100, "bf16", ()))
+    assert op_seconds(replace(matmul, dtype="fp32"), H100) > 10 * op_seconds(matmul, H100)
     assert op_seconds(replace(matmul, dtype=""), H100) == op_seconds(replace(matmul, dtype="fp32"), H100)
     add = Op("aten::add", bytes=10**12, dtype="bf16")
-    assert op_seconds(add, H100) == pytest.approx(1e12 / (BANDWIDTH_EFFICIENCY * H100.bandwidth))
+    assert op_seconds(add, H100) == pytest.approx(1e12 / (0.85 * H100.bandwidth))
     assert op_seconds(Op("aten::add", bytes=8), H100) == KERNEL_SECONDS
     assert op_seconds(Op("aten::empty"), H100) == 0
     assert op_seconds(Op("_c10d_functional::wait_tensor", bytes=10**12), H100) == 0
@@ -123,15 +121,35 @@ def test_roofline() -> None:
 
 
 def test_measured_rates_replace_the_datasheets() -> None:
-    def rate(flops: int, dtype: str = "bf16", name: str = "aten::mm") -> float:
-        return flops / op_seconds(Op(name, flops=flops, dtype=dtype), H100, MEASURED)
+    def rate(size: int, dtype: str = "bf16") -> float:
+        shape = (1, 4096, size // 4096, 4096)
+        op = Op("aten::mm", flops=2 * 4096 * 4096 * (size // 4096), dtype=dtype, shape=shape)
+        return op.flops / op_seconds(op, H100, measured)
 
-    assert rate(10**9) == pytest.approx(1e14)
-    assert rate(10**10) == pytest.approx(3e14)  # half-way on the logarithm of size
-    assert rate(10**11) == rate(10**14) == pytest.approx(5e14)
-    assert rate(10**14, name="aten::_scaled_dot_product_flash_attention_backward") == pytest.approx(3e14)
-    share = H100.flops["fp32"] / H100.flops["bf16"]
-    assert rate(10**14, "fp32") == pytest.approx(5e14 * share)
+    square = (4096, 4096, 4096)
+    twice = 2 * matmul_rate(H100, "bf16", (1, *square))
+    measured = replace(MEASURED, matmul={"bf16": ((square, twice),)})
+    assert rate(4096 * 4096) == pytest.approx(twice)  # the shape that was measured
+    assert rate(4096 * 8192) == pytest.approx(2 * matmul_rate(H100, "bf16", (1, 4096, 8192, 4096)))  # others by as much
+    assert rate(4096 * 4096, "fp32") == pytest.approx(2 * matmul_rate(H100, "fp32", (1, *square)))
+    growing = replace(MEASURED, matmul={"bf16": (((1, 1, 1000), 1.0), ((1, 1, 100_000), 3.0))})
+    ends = [one / matmul_rate(H100, "bf16", (1, 1, k, 1)) for one, k in ((1.0, 1000), (3.0, 100_000))]
+    half_way = Op("aten::mm", flops=20_000, dtype="bf16")  # on the logarithm of size
+    expected = 20_000 / (matmul_rate(H100, "bf16", ()) * sum(ends) / 2)
+    assert op_seconds(half_way, H100, growing) == pytest.approx(expected)
+
+
+def test_measured_attention_scales_the_datasheets() -> None:
+    rows, heads, tokens, width = ATTENTION
+    shape = (rows * heads, tokens, tokens, (tokens + 1) // 2, width)
+    name = "aten::_scaled_dot_product_flash_attention"
+    ops = [Op(name + way, flops=1, dtype="bf16", shape=shape) for way in ("", "_backward")]
+    together = sum(op_seconds(op, H100, MEASURED) for op in ops)
+    # as torch's flop counter counts: every score, twice forward and five times backward
+    assert 14 * rows * heads * tokens**2 * width / together == pytest.approx(MEASURED.attention)
+
+
+def test_measured_bandwidth_and_links() -> None:
     assert op_seconds(Op("aten::add", bytes=2 * 10**12), H100, MEASURED) == pytest.approx(1.0)
     assert op_seconds(Op("aten::add", bytes=1), H100, MEASURED) == 2e-6
     gather = ring("all_gather", 2 * 10**11, 2)

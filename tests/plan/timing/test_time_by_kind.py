@@ -40,12 +40,12 @@ def test_each_operator_counts_for_its_kind_as_often_as_it_stands_for() -> None:
     found = time_by_kind(trace, "step", CARD)
     for kind in (MATMULS, ATTENTION, COPIES, COMMUNICATION):
         assert found[kind] == pytest.approx(ops[kind].repeats * op_seconds(ops[kind], CARD))
-    # 1, 2 and 2 GB, and 0.1 GB of the optimizer's, at 0.8 of 3350 GB/s.
-    assert found[MEMORY_BOUND] == pytest.approx(5.1 / (0.8 * 3350))
+    # 1, 2 and 2 GB, and 0.1 GB of the optimizer's, at 0.85 of 3350 GB/s.
+    assert found[MEMORY_BOUND] == pytest.approx(5.1 / (0.85 * 3350))
     rows = memory_bound_by_module(trace, "step", CARD)
     assert [(row.module, row.kernels) for row in rows] == [("model.layers.*.mlp", 3), ("(optimizer)", 1)]
-    assert rows[0].seconds == pytest.approx(5 / (0.8 * 3350))
+    assert rows[0].seconds == pytest.approx(5 / (0.85 * 3350))
     assert operators_launched(trace, "step") == 3 + 1 + 1 + 1 + 1 + 2 + 1 + 1  # waits are none
-    # 30 TFLOP and 1 TFLOP at 0.65 of 989.4 TFLOP/s.
-    useful = 31 / (0.65 * 989.4)
-    assert kernel_overhead(found) == pytest.approx(1 + 5.1 / (0.8 * 3350) / useful)
+    # 30 TFLOP of matmuls, 1 TFLOP of attention whose shape is not known.
+    useful = (30 / 0.73 + 1) / 989.4
+    assert kernel_overhead(found) == pytest.approx(1 + 5.1 / (0.85 * 3350) / useful, rel=1e-6)
