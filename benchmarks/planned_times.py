@@ -1,0 +1,299 @@
+"""Training speeds that others published next to those that `tune plan` says, row by row, as one page.
+
+    python -m benchmarks.planned_times --output docs/measurements/planned_times.md
+    python -m benchmarks.planned_times --only F1,T4
+
+Rows and their sources are in `published_speeds.yaml`. Each is planned with the rates of data sheets, without a
+calibration, and none was measured here. No GPU, no weights, no data.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median, quantiles
+from typing import Any
+from unittest import mock
+
+import torch
+import yaml
+
+from benchmarks.planner_stacks import written_out_norm
+from recipe_lib.cli.plan import recipe_class
+from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.config import load_config
+from recipe_lib.models import decoder, preset_config
+from recipe_lib.plan.build_plan import PlanSettings, make_plan
+from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.trace import OP, Trace
+from recipe_lib.plan.tracing.simulate import STEADY
+from recipe_lib.plan.world.sequence_lengths import planned_sequence
+from recipe_lib.plan.world.shape_only_model import find_shape, plannable
+
+COMMAND = "python -m benchmarks.planned_times --output docs/measurements/planned_times.md"
+DATA = Path(__file__).with_name("published_speeds.yaml")
+CLOSE = 0.2  # the goal: planned is at most this far from published
+TOO_FAST = 0.85  # of the card's dense rate; matmuls alone reach less on most cards, and a step does more than them
+
+
+@dataclass(frozen=True)
+class PublishedSpeed:
+    """A row of the data, whose keys its first lines explain. published: tokens a second and GPU."""
+
+    id: str
+    where: str
+    model: str
+    method: str
+    card: str
+    gpus: int
+    says: str
+    published: int
+    config: str
+    device: str
+    sequence: int
+    overrides: tuple[str, ...]
+    shape: dict[str, Any] = field(default_factory=dict)
+    written_out_norms: bool = False
+    named: bool = False
+    off_sheet: str = ""
+    doubt: str = ""
+
+    @property
+    def command(self) -> str:
+        """As typed, but for a folder with the config.json of a shape that is not shipped."""
+        processes = f"--nproc_per_node {min(self.gpus, 8)} " if self.gpus > 1 else ""
+        nodes = f"--nnodes {self.gpus // 8} " if self.gpus > 8 else ""
+        other = " model.path=FOLDER" if self.shape else ""
+        return (
+            f"tune plan {nodes}{processes}--config {self.config} --device {self.device} "
+            f"--sequence {self.sequence} {' '.join(self.overrides)}{other}"
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of one publication. stack: what ran. differs: what the plan does otherwise."""
+
+    name: str
+    address: str
+    stack: str
+    differs: str
+    rows: tuple[PublishedSpeed, ...]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A row and its plan. planned: tokens a second and GPU. share: of the card's dense rate that matmuls and attention
+    of the planned step, recomputation counted, would take at the published speed. fits: by the plan. note: what could
+    not be planned as asked."""
+
+    row: PublishedSpeed
+    planned: float
+    share: float
+    verdict: str
+    note: str = ""
+
+    @property
+    def error(self) -> float:
+        """Planned over published, less one."""
+        return self.planned / self.row.published - 1
+
+    @property
+    def counted(self) -> bool:
+        """Whether the row is in the summary: its card is what the data sheet says, and its figure can be right."""
+        return not (self.row.off_sheet or self.doubtful)
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether the published figure cannot be right, by its source's own contradiction or by its share."""
+        return bool(self.row.doubt) or self.share > TOO_FAST
+
+
+def read_sources(path: Path = DATA) -> list[Source]:
+    """The data. What a source says of all of its rows is handed to each; overrides and shapes are put together."""
+    sources = []
+    for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
+        own = {key: " ".join(entry.pop(key).split()) for key in ("name", "address", "stack", "differs")}
+        rows = []
+        for row in entry.pop("rows"):
+            words = f"{entry.get('overrides', '')} {row.get('overrides', '')}".split()
+            shape = entry.get("shape", {}) | row.get("shape", {})
+            rows.append(PublishedSpeed(**entry | row | {"overrides": tuple(words), "shape": shape}))
+        sources.append(Source(**own, rows=tuple(rows)))
+    return sources
+
+
+def config_of(row: PublishedSpeed, folder: Path) -> Any:
+    """The row's config, ready to be planned. folder: for the config.json of another shape than the config's."""
+    schema = recipe_for(row.config).schema()
+    cfg, _ = plannable(load_config(row.config, row.overrides, schema))
+    if row.shape:
+        preset, _ = find_shape(load_config(row.config, (), schema).model.path)
+        place = folder / row.id
+        place.mkdir(exist_ok=True)
+        (place / "config.json").write_text(json.dumps(dict(preset_config(preset)) | row.shape), encoding="utf-8")
+        cfg, _ = plannable(load_config(row.config, (*row.overrides, f"model.path={place}"), schema))
+    return cfg
+
+
+def compare(row: PublishedSpeed, folder: Path) -> Compared:
+    """Plans a row. folder: as `config_of` takes it."""
+    cfg, hardware = config_of(row, folder), find_hardware(row.device)
+    settings = PlanSettings(hardware, planned_sequence(cfg, str(row.sequence)), row.gpus, phases=())
+    norms = mock.patch.object(decoder, "rms_norm", written_out_norm) if row.written_out_norms else nullcontext()
+    with norms:
+        plan, trace = make_plan(recipe_class(recipe_for(row.config)), cfg, settings)
+    assert plan.time is not None, row.id
+    tokens = plan.time.tokens_per_step / row.gpus
+    share = operations(trace) / tokens * row.published / hardware.rate(cfg.dtype)
+    note = next((line for line in plan.assumptions if line.startswith("compile=true is planned without")), "")
+    return Compared(row, plan.time.tokens_per_second / row.gpus, share, plan.verdict, note)
+
+
+def operations(trace: Trace) -> int:
+    """Of matmuls and attention in a steady step of this rank, those that checkpointing repeats among them."""
+    ops = (trace.ops[number] for kind, number in trace.phase_events(STEADY) if kind == OP)
+    return sum(op.flops * op.repeats for op in ops)
+
+
+def compare_all(rows: Iterable[PublishedSpeed]) -> dict[str, Compared]:
+    """By id. Each is printed as it is planned, with its seconds."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="planned-times-") as folder:
+        for row in rows:
+            started = time.monotonic()
+            found[row.id] = one = compare(row, Path(folder))
+            what = f"{row.id:4} {row.model} {row.method}, {row.gpus} x {row.card}, {row.says}"
+            figures = f"published {row.published:,}, planned {one.planned:,.0f}, {one.error:+.1%}"
+            details = f"implied {one.share:.0%}, {one.verdict}, {time.monotonic() - started:.0f} s"
+            print(f"{what}: {figures}; {details} {one.note}", file=sys.stderr, flush=True)
+    return found
+
+
+def statistics_of(rows: list[Compared]) -> str:
+    """Cells of a line: how many; mean error without its sign, the ninth decile of it; the middle ratio; within 20 %."""
+    errors = [abs(row.error) for row in rows]
+    tenth = quantiles(errors, n=10, method="inclusive")[-1] if len(errors) > 1 else errors[0]
+    ratio = median(row.error + 1 for row in rows)
+    within = sum(error <= CLOSE for error in errors)
+    return f"{len(rows)} | {mean(errors):.1%} | {tenth:.1%} | {ratio:.2f} | {within}"
+
+
+def summary(rows: list[Compared]) -> list[str]:
+    """The figures of the counted rows: all, by card, by method."""
+    lines = [
+        f"| rows | number | mean error | 90 % are within | median planned / published | within {CLOSE:.0%} |",
+        "|---|---:|---:|---:|---:|---:|",
+        f"| all | {statistics_of(rows)} |",
+    ]
+    groups: list[Callable[[Compared], str]] = [lambda one: one.row.card, lambda one: one.row.method]
+    for group in groups:
+        for name in dict.fromkeys(map(group, rows)):
+            lines.append(f"| {name} | {statistics_of([one for one in rows if group(one) == name])} |")
+    return lines
+
+
+def table(rows: list[Compared], why: Callable[[Compared], str] | None = None) -> list[str]:
+    """A line for each row. why: what a last column says."""
+    lines = [
+        f"| row | in the source | model | method | GPUs | settings | published | planned | error | implied share |"
+        f"{' why |' if why else ''}",
+        f"|---|---|---|---|---|---|---:|---:|---:|---:|{'---|' if why else ''}",
+    ]
+    for one in rows:
+        row = one.row
+        cells = [row.id, row.where, row.model, row.method, f"{row.gpus} x {row.card}", row.says]
+        cells += [f"{row.published:,}", f"{one.planned:,.0f}", f"{one.error:+.1%}", f"{one.share:.0%}"]
+        lines.append(f"| {' | '.join([*cells, why(one)] if why else cells)} |")
+    return lines
+
+
+def page(sources: list[Source], found: dict[str, Compared]) -> str:
+    """The page, of the rows that were planned."""
+    rows = list(found.values())
+    counted = [one for one in rows if one.counted]
+    lines = [TEXT.format(command=COMMAND, torch=torch.__version__.partition("+")[0], close=CLOSE), *summary(counted)]
+    named = [one for one in rows if one.row.named]
+    if named:
+        lines += ["", "## Five figures first", "", *table(named)]
+    for source in sources:
+        own = [found[row.id] for row in source.rows if row.id in found and found[row.id].counted]
+        if own:
+            lines += ["", f"## {source.name}", "", f"{source.address}: {source.stack}.", ""]
+            lines += [f"The plan: {source.differs}.", "", *table(own)]
+    off = [one for one in rows if one.row.off_sheet and not one.doubtful]
+    if off:
+        lines += ["", "## Cards that are not as their data sheet says", "", "Not in the summary."]
+        for source in sources:
+            own = [one for one in off if one.row in source.rows]
+            if own:
+                lines += ["", f"{source.name}, {source.address}: {source.stack}. The plan: {source.differs}.", ""]
+                lines += table(own, lambda one: one.row.off_sheet)
+    doubtful = [one for one in rows if one.doubtful]
+    if doubtful:
+        names = "; ".join(dict.fromkeys(source.name for source in sources for one in doubtful if one.row in source.rows))
+        lines += ["", f"## Implies more than {TOO_FAST:.0%} of the card's peak, or another card", ""]
+        lines += [f"Not in the summary. {names}.", ""]
+        lines += table(doubtful, lambda one: one.row.doubt or "more than a step's matmuls reach")
+    return "\n".join([*lines, "", *commands(rows)]) + "\n"
+
+
+def commands(rows: list[Compared]) -> list[str]:
+    """What was planned, as typed, and the shapes that no shipped config has."""
+    lines = ["## The plans", "", "The command line of each row, but for the norms that are written out:", ""]
+    lines += ["| row | norms written out | command | FOLDER/config.json, the config's own otherwise |", "|---|---|---|---|"]
+    for one in rows:
+        shape = f"`{json.dumps(one.row.shape)}`" if one.row.shape else ""
+        norms = "yes" if one.row.written_out_norms else ""
+        lines.append(f"| {one.row.id} | {norms} | `{one.row.command}` | {shape} |")
+    return lines
+
+
+TEXT = """# Planned and published training speeds
+
+By `{command}`, torch {torch}, on any machine.
+
+Nothing here was measured by us: each row is a training speed that somebody published, with the settings that the source
+gives, next to the speed that `tune plan` says for our recipe with the nearest settings, from data sheets and rates of
+kernels, without a calibration. No rate was fitted to these rows. Speeds are tokens a second and GPU; error is planned
+over published, less one. The implied share is what matmuls and attention of the planned step, with what checkpointing
+repeats, would take of the card's dense rate in bf16 at the published speed. A source's chains of small operators are
+planned as such (`fused_kernels=false`, norms written out) where it ran eagerly, compiled where it compiled.
+
+The goal: a published speed is planned within {close:.0%}. In the summary the mean and the 90 % are of errors without
+their sign.
+
+## Summary
+"""
+
+
+def main() -> int:
+    """Plans the rows, prints them, and writes the page if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="the page; without it nothing is written")
+    parser.add_argument("--only", help="ids of rows, with commas between them")
+    arguments = parser.parse_args()
+    sources = read_sources()
+    rows = [row for source in sources for row in source.rows]
+    if arguments.only:
+        wanted = arguments.only.split(",")
+        unknown = set(wanted) - {row.id for row in rows}
+        if unknown:
+            parser.error(f"--only: found no row {', '.join(sorted(unknown))}")
+        rows = [row for row in rows if row.id in wanted]
+    found = compare_all(rows)
+    counted = [one for one in found.values() if one.counted]
+    if counted:
+        print("\n".join(summary(counted)))
+    if arguments.output:
+        arguments.output.write_text(page(sources, found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
