@@ -236,7 +236,9 @@ def page(sources: list[Source], found: dict[str, Compared]) -> str:
                 lines += table(own, lambda one: one.row.off_sheet)
     doubtful = [one for one in rows if one.doubtful]
     if doubtful:
-        names = "; ".join(dict.fromkeys(source.name for source in sources for one in doubtful if one.row in source.rows))
+        names = "; ".join(
+            dict.fromkeys(source.name for source in sources for one in doubtful if one.row in source.rows)
+        )
         lines += ["", f"## Implies more than {TOO_FAST:.0%} of the card's peak, or another card", ""]
         lines += [f"Not in the summary. {names}.", ""]
         lines += table(doubtful, lambda one: one.row.doubt or "more than a step's matmuls reach")
@@ -246,7 +248,10 @@ def page(sources: list[Source], found: dict[str, Compared]) -> str:
 def commands(rows: list[Compared]) -> list[str]:
     """What was planned, as typed, and the shapes that no shipped config has."""
     lines = ["## The plans", "", "The command line of each row, but for the norms that are written out:", ""]
-    lines += ["| row | norms written out | command | FOLDER/config.json, the config's own otherwise |", "|---|---|---|---|"]
+    lines += [
+        "| row | norms written out | command | FOLDER/config.json, the config's own otherwise |",
+        "|---|---|---|---|",
+    ]
     for one in rows:
         shape = f"`{json.dumps(one.row.shape)}`" if one.row.shape else ""
         norms = "yes" if one.row.written_out_norms else ""

@@ -1,5 +1,6 @@
 """What an operator does, from its schema and its tensors: arithmetic, bytes moved, and whether it takes memory."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from recipe_lib.plan.tracing.kernel_shapes import attention_shape, matmul_shape
+from recipe_lib.plan.tracing.kernel_shapes import WHOLE, attention_shape, matmul_shape
 
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "_dtensor::")
 _FSDP = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat")
@@ -74,22 +75,26 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
             size += _bytes(args[0])
         if name in _EMPTY:
             size = 0
-        count = flop_registry.get(_WITH_RESULT.get(func._overloadpacket, func._overloadpacket))
-        if name.startswith("aten::_scaled_dot_product"):
-            flops = _attention_flops(name, args)
-        elif count is not None:
-            flops = int(count(*args, **kwargs, out_val=result))
-        elif name in _VARLEN:
-            flops = _VARLEN[name] * _varlen_products(args)
-        elif name == "aten::_int_mm":
-            (rows, inner), columns = args[0].shape, args[1].shape[1]
-            flops = 2 * rows * inner * columns
+        flops = _flops(func, args, kwargs, result, shape)
     of = outputs or tensors_in(args)
     dtype = _EIGHT_BITS.get(name) or (DTYPE_NAMES.get(of[0].dtype, "") if of else "")
     communicates = name.startswith(_COLLECTIVES)
     transfer = _transfer(args, of) if name in _COPIES else ""
     on_host = bool(inputs or outputs) and all(tensor.device.type == "cpu" for tensor in (*inputs, *outputs))
     return Cost(name, flops, size, dtype, is_view, makes_memory, name in _FSDP, communicates, transfer, shape, on_host)
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, shape: tuple[int, ...]) -> int:
+    """Operations of a matmul or attention, 0 of others. shape: of a matmul, where it is known."""
+    name = func._schema.name
+    count = flop_registry.get(_WITH_RESULT.get(func._overloadpacket, func._overloadpacket))
+    if name.startswith("aten::_scaled_dot_product"):
+        return _attention_flops(name, args)
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=result))
+    if name in _VARLEN:
+        return _VARLEN[name] * _varlen_products(args)
+    return 2 * math.prod(shape) if name in WHOLE or name == "aten::_int_mm" else 0
 
 
 def _written(schema: Any, args: Sequence[Any]) -> int:
