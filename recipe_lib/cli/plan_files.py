@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recipe_lib.cli.calibration_runs import small_steps
+
 if TYPE_CHECKING:
     from recipe_lib.plan.result import Plan
     from recipe_lib.plan.trace import Trace
@@ -17,9 +19,14 @@ def calibrate(path: Path) -> str:
     from recipe_lib.plan.timing.calibrate import calibrate as measure
 
     found = measure()
+    if found["dry_run"]:
+        from recipe_lib.plan.timing.measure_operators import measure_operators
+
+        with small_steps() as steps:
+            found |= measure_operators(steps)
     replace_text(path, json.dumps(found, indent=2) + "\n")
     if found["dry_run"]:
-        return f"{path}: a dry run on the CPU, which no GPU can be planned with; measure on a machine with the GPU"
+        return f"{path}: rates of this CPU, for `--device cpu` alone; measure on a machine with the GPU to plan for one"
     return f"{path}: rates of {found['device']}; `tune plan --calibration {path}` uses the file"
 
 

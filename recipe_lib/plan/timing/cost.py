@@ -8,10 +8,11 @@ import bisect
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.timing.kernel_rates import attention_seconds, bandwidth_rate, matmul_rate
+from recipe_lib.plan.timing.operator_times import OperatorTime
 from recipe_lib.plan.trace import OP, WORK_WAIT, Collective, Op, Trace
 
 KERNEL_SECONDS = 3e-6  # no kernel is shorter: its start and end on the device, commonly given as 2 to 4 us
@@ -60,6 +61,7 @@ class Calibration:
     of an elementwise operator. host_seconds: to issue one. kernel_seconds: of the smallest kernel. link_bandwidth: bus
     bandwidth of a large all-gather, None where one rank measured. links: collectives by size, where `tune doctor`
     measured them. copy_to_device, copy_to_host: bytes/second of pinned copies, None where they were not measured.
+    operators: of a CPU, by name and dtype; host_seconds is then what a step takes beyond them.
     """
 
     device: str
@@ -74,6 +76,7 @@ class Calibration:
     links: Links | None = None
     copy_to_device: float | None = None
     copy_to_host: float | None = None
+    operators: Mapping[str, OperatorTime] = field(default_factory=dict)
 
 
 def wire_bytes(operation: str, num_bytes: int, ranks: int) -> int:
@@ -143,6 +146,9 @@ def op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = Non
         return max(op.bytes / 2 / _copy_rate(op.transfer, hardware, calibration), KERNEL_SECONDS)
     if op.on_host:
         return op.bytes / hardware.host_memory_bandwidth
+    measured = calibration and calibration.operators.get(f"{op.name} {op.dtype}".strip())
+    if measured:
+        return measured.seconds(op.flops, op.bytes)
     floor = calibration.kernel_seconds if calibration else KERNEL_SECONDS
     bandwidth = calibration.bandwidth if calibration else bandwidth_rate(hardware, op.bytes)
     return max(_computing(op, hardware, calibration), op.bytes / bandwidth, floor)

@@ -53,6 +53,7 @@ def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibrat
     timeline: list[tuple[int, float, float]] = []
     actions: list[tuple[int, float]] = []
     action = ActionMark()
+    in_turn = hardware.architecture == "cpu"  # what issues the operators computes them
     for kind, number in trace.phase_events(phase):
         if kind == OP:
             op = trace.ops[number]
@@ -61,22 +62,27 @@ def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibrat
             repeats = op.repeats // action.repeats
             issuing = launch_seconds(op, calibration) * repeats
             host, launch = host + issuing, launch + issuing
-            if op.on_host:
-                seconds = repeats * op_seconds(op, hardware, calibration)
-                host, on_host = host + seconds, on_host + seconds
+            seconds = repeats * op_seconds(op, hardware, calibration)
+            if op.on_host or (in_turn and is_kernel(op) and not is_wait(op)):
+                if op.on_host:
+                    on_host += seconds
+                else:
+                    timeline.append((number, host, host + seconds))
+                host += seconds
                 continue
             start = max(host, streams[op.stream])
             if is_wait(op) and pending[op.stream]:
                 start = max(start, pending[op.stream].popleft())
             occupied = _links(op, hardware)
             start = max([start, *(links[link] for link in occupied)])
-            end = start + repeats * op_seconds(op, hardware, calibration)
+            end = start + seconds
             timeline.append((number, start, end))
             links.update(dict.fromkeys(occupied, end))
             if op.collective and not op.collective.waits and op.collective.operation != "recv":
                 pending[op.stream].append(end)
             else:
                 streams[op.stream] = end
+                host = max(host, end) if in_turn else host
         elif kind == RECORD:
             sync = trace.syncs[number]
             recorded[sync.event] = max([streams[sync.stream], *pending[sync.stream]])

@@ -1,16 +1,17 @@
 """Schedules of hand-made traces against overlaps worked out by hand."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from recipe_lib.plan.hardware import HARDWARE
+from recipe_lib.plan.hardware import HARDWARE, HOST_MEMORY, HOST_MEMORY_OF_ONE, Hardware, find_hardware
 from recipe_lib.plan.timing.cost import Calibration
 from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
-from recipe_lib.plan.trace import OP, PHASE, RECORD, WAIT, Collective, Op, Sync, Trace
+from recipe_lib.plan.trace import HOST, OP, PHASE, RECORD, WAIT, Collective, Op, Sync, Trace
 
 # One byte moved takes a second, as does one operation; the host and links add nothing.
-UNIT = Calibration("", "", "", {"fp32": ((1.0, 1.0),)}, 1.0, 1.0, 1e-12, 1e-12, 1.0)
+UNIT = Calibration("", "", "", {"fp32": (((1, 1, 1), 1.0),)}, 1.0, 1.0, 1e-12, 1e-12, 1.0)
 CARD = HARDWARE["h100"]
 
 
@@ -47,8 +48,8 @@ class Script:
         self.trace.events.append((kind, len(self.trace.syncs) - 1))
         return event
 
-    def run(self) -> StepTime:
-        return schedule(self.trace, "step", CARD, UNIT)
+    def run(self, card: Hardware = CARD) -> StepTime:
+        return schedule(self.trace, "step", card, UNIT)
 
 
 def near(seconds: float) -> object:
@@ -241,3 +242,47 @@ def test_bounds_hold_for_any_trace() -> None:
             if number not in time.collectives:
                 busy[script.trace.ops[number].stream] = busy.get(script.trace.ops[number].stream, 0.0) + end - start
         assert all(seconds <= time.step + 1e-9 for seconds in busy.values())
+
+
+def test_the_host_waits_for_a_mark_and_then_computes_its_optimizer() -> None:
+    card = replace(CARD, ranks_here=1)
+    script = Script()
+    script.compute(4)
+    script.wait(HOST, script.record(0))
+    script.trace.ops.append(Op("aten::_fused_adamw_", bytes=int(3 * card.host_memory_bandwidth), on_host=True))
+    script.trace.events.append((OP, 1))
+    script.compute(2)
+    time = script.run(card)
+    # gradients are there after 4 s, the host steps for 3, and only then issues what uses the result
+    assert (time.on_host, time.compute, time.step) == (near(3), near(6), near(9))
+    assert time.launch == near(0)
+
+
+def test_host_memory_is_shared_by_the_ranks_of_a_machine() -> None:
+    alone, eight = (replace(CARD, ranks_here=ranks) for ranks in (1, 8))
+    assert alone.host_memory_bandwidth == HOST_MEMORY_OF_ONE
+    assert eight.host_memory_bandwidth == HOST_MEMORY / 8
+    a100 = HARDWARE["a100-80gb"]  # two of these cards share a switch's way to the host
+    assert replace(a100, ranks_here=4).host_bandwidth == a100.host_bandwidth / 2
+
+
+def test_copies_and_collectives_share_the_bus_where_cards_have_no_links_of_their_own() -> None:
+    def step(name: str) -> StepTime:
+        card = HARDWARE[name]
+        script = Script()
+        script.gather(3, stream=1)
+        copied = Op("aten::copy_", 2, bytes=int(4 * card.host_bandwidth), transfer="to_host")  # two seconds
+        script.trace.ops.append(copied)
+        script.trace.events.append((OP, 1))
+        return script.run(card)
+
+    assert step("h100").step == near(3)
+    assert step("rtx4090").step == near(5)
+
+
+def test_a_cpu_issues_and_computes_in_turn() -> None:
+    script = Script()
+    script.compute(2)
+    script.compute(3, stream=1)
+    time = script.run(find_hardware("cpu"))
+    assert (time.compute, time.step) == (near(5), near(5))

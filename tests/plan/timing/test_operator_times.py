@@ -1,0 +1,52 @@
+"""Single operators of a CPU: lines through measured points, and the measuring itself on a step of known operators."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipe_lib.errors import ConfigError
+from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.timing.calibration import read_calibration
+from recipe_lib.plan.timing.cost import op_seconds
+from recipe_lib.plan.timing.measure_operators import measure_operators
+from recipe_lib.plan.timing.operator_times import OperatorTime, fit
+from recipe_lib.plan.trace import Op
+from tests.plan.timing.test_calibrate import good
+
+
+def test_a_line_is_found_again() -> None:
+    line = OperatorTime(2e-6, 3e-11, 5e-10)
+    points = [(flops, size, line.seconds(flops, size)) for flops, size in ((0, 10), (10**6, 10**4), (10**9, 10**5))]
+    found = fit(points)
+    assert [found.base, found.per_flop, found.per_byte] == pytest.approx([2e-6, 3e-11, 5e-10])
+    assert found.seconds(10**8, 10**6) == pytest.approx(line.seconds(10**8, 10**6))
+
+
+def test_no_number_of_a_line_is_below_zero() -> None:
+    falling = fit([(0, 10, 3e-6), (0, 1000, 2e-6)])
+    assert min(falling.base, falling.per_flop, falling.per_byte) >= 0 and falling.seconds(0, 10**6) > 0
+    with pytest.raises(ValueError, match="no points"):
+        fit([])
+
+
+def test_the_operators_of_a_step_are_measured() -> None:
+    left, right = torch.ones(8, 16), torch.ones(16, 4)
+    out = measure_operators([lambda: (left @ right).add_(1.0)])
+    assert set(out["operators"]) == {"aten::mm fp32", "aten::add_ fp32"}
+    assert all(0 < OperatorTime(**one).seconds(2 * 8 * 16 * 4, 4 * 8 * 16) < 0.1 for one in out["operators"].values())
+    assert 0 < out["host_seconds"] < 0.1
+
+
+def test_a_file_with_operators_is_read_and_used(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    numbers = {"base": 1.0, "per_flop": 2.0, "per_byte": 3.0}
+    path.write_text(json.dumps(good() | {"device": "cpu", "operators": {"aten::mm fp32": numbers}}))
+    cpu = find_hardware("cpu")
+    rates = read_calibration(path, cpu)
+    assert op_seconds(Op("aten::mm", flops=10, bytes=100, dtype="fp32"), cpu, rates) == 1 + 20 + 300
+    assert op_seconds(Op("aten::mm", flops=10, bytes=100, dtype="bf16"), cpu, rates) != 321
+    path.write_text(json.dumps(good() | {"device": "cpu", "operators": {"aten::mm fp32": {"base": -1.0}}}))
+    with pytest.raises(ConfigError, match="operators is no table of base, per_flop and per_byte"):
+        read_calibration(path, cpu)
