@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.hardware import HOST_MEMORY_OF_ONE, find_hardware
 from recipe_lib.plan.timing.cost import op_seconds
 from recipe_lib.plan.timing.stream_schedule import schedule
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Op, Trace
+from recipe_lib.plan.trace import ALLOC, FREE, HOST, OP, PHASE, WAIT, Op, Trace
 from recipe_lib.plan.tracing.simulate import STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.plan.test_closed_forms import BF16, KEYS, MLP_WIDTH, QUERIES, WIDTH
@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "none, 2": (OFFLOAD, "memory.activation_offload_prefetch_layers=2"),
     "full": ("memory.activation_checkpointing=full",),
     "full, 1": ("memory.activation_checkpointing=full", OFFLOAD),
+    "on the host": ("memory.cpu_offload=true",),
 }
 
 
@@ -73,6 +74,10 @@ def read(folder: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
         "repeats": simulated.repeats,
         "copied": copies(trace),
         "copying": [time.copies, time.copies_exposed],
+        "on host": time.on_host,
+        "waits": sum(
+            kind == WAIT and trace.syncs[number].stream == HOST for kind, number in trace.phase_events(STEADY)
+        ),
     }
 
 
@@ -135,6 +140,17 @@ def test_what_is_sent_comes_back_once_beside_the_computation(found: dict[str, di
     assert alone == pytest.approx(2 * sent / RTX4090.host_bandwidth, rel=0.05)
     assert 0 <= exposed < alone
     assert found["none"]["copying"][0] < 1e-4
+
+
+def test_the_host_steps_after_it_has_the_gradients(found: dict[str, dict[str, Any]]) -> None:
+    """A fused AdamW reads a parameter, its gradient and two states, and writes all but the gradient; clipping reads
+    gradients for their norm, and reads and writes them: ten times the bytes of a rank's bf16 parameters."""
+    layer = 2 * WIDTH * (QUERIES + KEYS) + 3 * WIDTH * MLP_WIDTH + 2 * WIDTH
+    parameters = 2 * 128_256 * WIDTH + LAYERS * layer + WIDTH
+    case = found["on the host"]
+    assert case["waits"] >= 1
+    assert case["on host"] == pytest.approx(10 * BF16 * parameters / 2 / HOST_MEMORY_OF_ONE, rel=1e-3)
+    assert all(other["on host"] < 1e-4 for name, other in found.items() if name != "on the host")
 
 
 def test_a_copy_takes_the_time_of_the_link_with_the_host() -> None:
