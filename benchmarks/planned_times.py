@@ -30,6 +30,7 @@ from recipe_lib.config import load_config
 from recipe_lib.models import decoder, preset_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.trace import OP, Trace
 from recipe_lib.plan.tracing.simulate import STEADY
 from recipe_lib.plan.world.sequence_lengths import planned_sequence
@@ -89,7 +90,7 @@ class Source:
 @dataclass(frozen=True)
 class Compared:
     """A row and its plan. planned: tokens a second and GPU. share: of the card's dense rate that matmuls and attention
-    of the planned step, recomputation counted, would take at the published speed. fits: by the plan. note: what could
+    of the planned step, recomputation counted, would take at the published speed. verdict: the plan's. note: what could
     not be planned as asked."""
 
     row: PublishedSpeed
@@ -105,7 +106,7 @@ class Compared:
 
     @property
     def counted(self) -> bool:
-        """Whether the row is in the summary: its card is what the data sheet says, and its figure can be right."""
+        """Whether the row is in the summary: card and links are as data sheets say, and its figure can be right."""
         return not (self.row.off_sheet or self.doubtful)
 
     @property
@@ -218,6 +219,9 @@ def page(sources: list[Source], found: dict[str, Compared]) -> str:
     rows = list(found.values())
     counted = [one for one in rows if one.counted]
     lines = [TEXT.format(command=COMMAND, torch=torch.__version__.partition("+")[0], close=CLOSE), *summary(counted)]
+    unfit = [one.row.id for one in rows if one.verdict == DOES_NOT_FIT]
+    if unfit:
+        lines += ["", f"By their plans, these do not fit on their cards: {', '.join(unfit)}."]
     named = [one for one in rows if one.row.named]
     if named:
         lines += ["", "## Five figures first", "", *table(named)]
@@ -228,7 +232,7 @@ def page(sources: list[Source], found: dict[str, Compared]) -> str:
             lines += [f"The plan: {source.differs}.", "", *table(own)]
     off = [one for one in rows if one.row.off_sheet and not one.doubtful]
     if off:
-        lines += ["", "## Cards that are not as their data sheet says", "", "Not in the summary."]
+        lines += ["", "## Cards and links that are not as data sheets say", "", "Not in the summary."]
         for source in sources:
             own = [one for one in off if one.row in source.rows]
             if own:
@@ -249,7 +253,7 @@ def commands(rows: list[Compared]) -> list[str]:
     """What was planned, as typed, and the shapes that no shipped config has."""
     lines = ["## The plans", "", "The command line of each row, but for the norms that are written out:", ""]
     lines += [
-        "| row | norms written out | command | FOLDER/config.json, the config's own otherwise |",
+        "| row | norms written out | command | keys of FOLDER/config.json |",
         "|---|---|---|---|",
     ]
     for one in rows:

@@ -7,17 +7,11 @@ import torch
 from torch import Tensor
 
 _BATCHED = frozenset({"aten::bmm", "aten::baddbmm", "aten::baddbmm_"})
-WHOLE = frozenset({"aten::linear", "aten::matmul"})
 _FLAT = frozenset({"aten::mm", "aten::addmm", "aten::addmm_", "aten::_int_mm", "aten::_scaled_mm"})
 
 
 def matmul_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
     """`(matrices, m, k, n)` of `[m, k] @ [k, n]`; () for an operator that is no matmul."""
-    if name in WHOLE:  # as an operator of ours calls them that a compiler leaves alone
-        inner = args[0].shape[-1]
-        columns = args[1].shape[0] if name == "aten::linear" else args[1].shape[-1]
-        rows = args[0].numel() // max(1, inner)
-        return (1, rows, inner, columns) if args[1].dim() == 2 else ()
     if name not in _FLAT and name not in _BATCHED:
         return ()
     dims = 3 if name in _BATCHED else 2

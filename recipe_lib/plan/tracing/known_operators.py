@@ -9,6 +9,7 @@ IS_PINNED = torch.ops.aten.is_pinned.default
 LIKE = torch.ops.aten.empty_like.default
 TO_COPY = torch.ops.aten._to_copy.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+MATMULS = frozenset({torch.ops.aten.linear.default, torch.ops.aten.matmul.default})  # made of aten::mm, with views
 PROFILER = frozenset(
     id(overload)
     for overload in (

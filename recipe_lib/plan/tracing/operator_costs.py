@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from recipe_lib.plan.tracing.kernel_shapes import WHOLE, attention_shape, matmul_shape
+from recipe_lib.plan.tracing.kernel_shapes import attention_shape, matmul_shape
 
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "_dtensor::")
 _FSDP = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat")
@@ -94,7 +94,7 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
         return int(count(*args, **kwargs, out_val=result))
     if name in _VARLEN:
         return _VARLEN[name] * _varlen_products(args)
-    return 2 * math.prod(shape) if name in WHOLE or name == "aten::_int_mm" else 0
+    return 2 * math.prod(shape) if name == "aten::_int_mm" else 0
 
 
 def _written(schema: Any, args: Sequence[Any]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from recipe_lib.plan.trace import OP, WORK_WAIT, Op
 from recipe_lib.plan.tracing.tracer import Tracer
 
 _STARTING = (
@@ -41,7 +42,9 @@ def following_works(tracer: Tracer) -> Iterator[None]:
     def waited(self: Any, *args: Any, **kwargs: Any) -> Any:
         if id(self) in asynchronous:
             asynchronous.discard(id(self))
-            tracer.wait_for_collective()
+            op = Op(WORK_WAIT, tracer.stream(), *tracer.place(), tracer.phase)  # for the oldest that the stream issued
+            tracer.trace.ops.append(op)
+            tracer.trace.events.append((OP, len(tracer.trace.ops) - 1))
         if checker is not None:
             checker.waited_for_work(self, tracer.stream())
         return wait(self, *args, **kwargs)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recipe_lib.memory.host_limits import pinned_bytes
 from recipe_lib.plan.streams.read_values import largest_result, lists_of_ones
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, WORK_WAIT, Op, Storage, Sync, Trace
+from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Op, Storage, Sync, Trace
 from recipe_lib.plan.tracing import known_operators as known
 from recipe_lib.plan.tracing.collectives import read_collective
 from recipe_lib.plan.tracing.compiled_kernels import around_operator
@@ -164,6 +164,9 @@ class Tracer(TorchDispatchMode):
         if self.is_compiling is not None and (inside := inside_of(func)) is not None:
             with self:
                 return inside(*args, **(kwargs or {}))
+        if func in known.MATMULS:  # inside of an operator no autograd takes them apart
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         for kind in types:
             if kind not in PLAIN_TENSORS:
                 local = self.fast and on_shards(func, args, kwargs or {})
@@ -353,12 +356,6 @@ class Tracer(TorchDispatchMode):
                 for value in optimizer.state.get(parameter, {}).values():  # perhaps here for this step alone
                     if isinstance(value, Tensor):
                         self.labels.label(value, "optimizer", name)
-
-    def wait_for_collective(self) -> None:
-        """The stream waits for the oldest asynchronous collective that it has issued."""
-        part, module = self.place()
-        self.trace.ops.append(Op(WORK_WAIT, self.stream(), part, module, self.phase))
-        self.trace.events.append((OP, len(self.trace.ops) - 1))
 
     def use_on(self, tensor: Tensor, stream: int) -> None:
         """A tensor's memory is used on another stream than its own (`record_stream`)."""

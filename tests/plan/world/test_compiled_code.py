@@ -56,3 +56,20 @@ def test_opaque_operators_of_compiled_code_are_looked_into(name: str) -> None:
     operator = getattr(torch.ops.tune_recipes, name).default
     assert compiled_code.inside_of(operator) is not None
     assert compiled_code.inside_of(torch.ops.aten.mm.default) is None
+
+
+def forward_operations() -> dict[bool, int]:
+    """Of matmuls and attention in a step of QLoRA, by whether its layers are compiled."""
+    recipe, cfg, wanted = settings("demo/lora", 1, "lora.quantize_base=nf4")
+    found = {}
+    for compiles in (False, True):
+        trace = simulate_rank(recipe, replace(cfg, compile=compiles), wanted, 0).trace
+        ops = [trace.ops[number] for kind, number in trace.phase_events(STEADY) if kind == OP]
+        found[compiles] = sum(op.flops * op.repeats for op in ops if op.part == "forward")
+    return found
+
+
+@pytest.mark.slow
+def test_matmuls_inside_of_opaque_operators_are_counted() -> None:
+    found = apart(forward_operations)
+    assert found[True] == found[False] > 0
