@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
+DEVICE_MAP, LINEARS_FIRST = "device_map", "linears first"
 NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers that share a scale; scales that share one of their own
 
 
@@ -21,13 +23,16 @@ NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers that share a scale; scales that sha
 class PeerRun:
     """A run of that stack.
 
-    nf4, double_quant: weights of the decoder's linears in 4 bits, their scales in 8. prepared: PEFT's `prepare_model_for_kbit_training` made the rest fp32. targets: of
-    LoRA. attention: `eager`; `sdpa`, torch's choice on that GPU; `efficient` or `math`, that kernel of torch's, keys
-    and values copied for each query head. loss_chunk: tokens of a piece of the loss, each checkpointed; 0:
-    transformers' own. keeps_logits: a variable holds the model's output to the step's end. clipped: by
-    `clip_grad_norm_`. streamed: weights of layers lie on the host, of two at a time on the device: `all`, or of NF4 the
-    `codes` alone. shared_ends: embedding and output projection take turns in one buffer. capability: of the GPU.
-    linears_first: they are loaded before all else. workspace: architecture whose workspace of matmuls torch takes, if not that of `capability`. expandable: segments. phase: `step`, a steady one, or `first step`, which makes AdamW's states.
+    nf4, double_quant: weights of the decoder's linears in 4 bits, their scales in 8. prepared: PEFT's
+    `prepare_model_for_kbit_training` made the rest fp32. targets: of LoRA. attention: `eager`; `sdpa`, torch's choice
+    on that GPU; `efficient` or `math`, that kernel of torch's, keys and values copied for each query head. loss_chunk:
+    tokens of a piece of the loss, each checkpointed; 0: transformers' own. keeps_logits: a variable holds the model's
+    output to the step's end. clipped: by `clip_grad_norm_`. streamed: weights of layers lie on the host, of two at a
+    time on the device: `all`, or of NF4 the `codes` alone. shared_ends: embedding and output projection take turns in
+    one buffer. capability: of the GPU. loader: `device_map`, transformers' order of names after one block for all of
+    them; `linears first`; else the model's order. workspace: architecture whose workspace of matmuls torch takes, if
+    not that of `capability`. expandable: segments. phase: `step`, a steady one, or `first step`, which makes AdamW's
+    states.
     """
 
     model: str
@@ -46,7 +51,7 @@ class PeerRun:
     streamed: str = ""
     shared_ends: bool = False
     capability: tuple[int, int] = (8, 0)
-    linears_first: bool = False
+    loader: str = ""
     workspace: str = ""
     expandable: bool = False
     phase: str = "step"
@@ -130,8 +135,6 @@ def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
 
     sizes: `model_type` and the rest as transformers' config has them.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     sizes = dict(sizes)
     if run.shared_ends:
         sizes["tie_word_embeddings"] = True
@@ -141,15 +144,8 @@ def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
             config, dtype=getattr(torch, run.dtype), attn_implementation="eager" if run.attention == "eager" else "sdpa"
         )
     model.requires_grad_(False)
-    placed: dict[int, Tensor] = {}
-    if not run.linears_first:
-        _place(model.get_input_embeddings(), device, placed)
-    staged: list[dict[str, nn.Module]] = []
-    for number, layer in enumerate(model.model.layers):
-        staged.append(_load_linears(layer, run, device, staged[number % 2] if run.streamed and number > 1 else {}))
-        if not run.linears_first:
-            _place(layer, device, placed)
-    _place(model, device, placed)
+    _load(model, run, device)
+    model.tie_weights()
     if run.prepared:
         for parameter in model.parameters():
             parameter.data = parameter.data.float()
@@ -160,38 +156,60 @@ def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
     return model.train()
 
 
-def _load_linears(layer: nn.Module, run: PeerRun, device: Any, staged: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """A layer's linears on the device, which are returned, too. staged: those whose memory it uses instead."""
-    found: dict[str, nn.Module] = {}
-    for name, linear in list(layer.named_modules()):
-        if isinstance(linear, nn.Linear):
-            path, _, child = name.rpartition(".")
-            if staged and run.streamed == "all":
-                found[name] = staged[name]
-            else:
-                _place(linear, device, {})
-                found[name] = Nf4Linear(linear, run.double_quant) if run.nf4 else linear
-                if staged:
-                    found[name].codes = staged[name].codes
-            setattr(layer.get_submodule(path), child, found[name])
-            del linear
-    return found
+def _load(model: Any, run: PeerRun, device: Any) -> None:
+    """Gives weights their memory, one after the other, and quantizes a linear's at once."""
+    linears = {
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and path.startswith("model.layers.")
+    }
+    names = [name for name, _ in model.named_parameters()]
+    if run.loader == LINEARS_FIRST:
+        names.sort(key=lambda name: name not in linears)
+    elif run.loader == DEVICE_MAP:
+        names.sort(key=_natural)
+        quantized = linears if run.nf4 else set()
+        sizes = [weight.nbytes // (4 if name in quantized else 1) for name, weight in model.named_parameters()]
+        torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    loaded: dict[tuple[int, str], Any] = {}
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        if name in linears:
+            number, place = int(path.split(".")[2]), path.split(".", 3)[3]
+            base = _load_linear(module, run, device, loaded.get((number - 2, place)) if run.streamed else None)
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, base)
+            loaded[number, place] = base
+        elif getattr(module, attribute).device.type == "meta":
+            setattr(module, attribute, nn.Parameter(torch.empty_like(getattr(module, attribute), device=device), False))
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """By which transformers sorts names: numbers between dots as numbers."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+
+
+def _load_linear(linear: nn.Linear, run: PeerRun, device: Any, before: Any) -> Any:
+    """A linear as the run has it. before: two layers before, if this one uses its memory or that of its codes."""
+    if before is not None and run.streamed == "all":
+        return before
+    linear.weight = nn.Parameter(torch.empty_like(linear.weight, device=device), False)
+    if not run.nf4:
+        return linear
+    base = Nf4Linear(linear, run.double_quant)
+    if before is not None:
+        base.codes = before.codes
+    return base
 
 
 def _add_adapters(layer: nn.Module, run: PeerRun, device: Any) -> None:
+    """Wraps a layer's targets."""
     for name, base in list(layer.named_modules()):
         path, _, child = name.rpartition(".")
         if child in run.targets:
             outputs, inputs = base.shape if isinstance(base, Nf4Linear) else base.weight.shape
             setattr(layer.get_submodule(path), child, LoraLinear(base, outputs, inputs, run.rank, device))
-
-
-def _place(module: nn.Module, device: Any, placed: dict[int, Tensor]) -> None:
-    """Gives memory to what has none yet; to tied weights once."""
-    for owner in module.modules():
-        for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
-            if tensor.device.type == "meta":
-                if id(tensor) not in placed:
-                    made = torch.empty_like(tensor, device=device)
-                    placed[id(tensor)] = nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
-                setattr(owner, name, placed[id(tensor)])

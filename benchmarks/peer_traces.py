@@ -27,7 +27,7 @@ _known_calls: dict[Any, Any] = {}  # of operators, in all traces of this process
 
 
 def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
-    """Set-up and two steps; AdamW's states are made in the first. sizes: of the model, as transformers' config has them."""
+    """Set-up and two steps, the first of which makes AdamW's states. sizes: as transformers' config has them."""
     architecture = run.workspace or f"sm{run.capability[0]}{run.capability[1]}"
     world = simulated_world(ParallelConfig(), 0, 1, capability=run.capability)
     with world as ranks, tensors_without_bytes() as mode, _quiet_collector(), _attention_of(run):
@@ -97,8 +97,17 @@ def _attention_of(run: PeerRun) -> Iterator[None]:
         yield
 
 
-def _attend(kernel: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
-            is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
+def _attend(
+    kernel: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     aten = torch.ops.aten
     if kernel == "math":
         return aten._scaled_dot_product_attention_math(
