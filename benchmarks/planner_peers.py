@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner_peers --output docs/measurements/planner_peers.md
 
-Twenty minutes of a CPU; no GPU, no weights. The rows, with what was measured, what the other planner said and every
+A quarter of an hour of a CPU; no GPU, no weights. The rows, with what was measured, what the other planner said and every
 setting, are in `peer_rows.json`; the stacks that they ran on are imitated in `peer_stacks.py` and `megatron_stack.py`.
 """
 
@@ -46,7 +46,10 @@ NOT_PLANNED = [
     ("Loggetta's rows of experts (OLMoE, Qwen3-30B-A3B, granite, Mixtral)", "kernels of its own for grouped NF4"),
     ("Loggetta's streamed ladders of Qwen3-32B", "no plan was published for single rungs; streamed rows are above"),
     ("Soup: DPO rows, rows of 24 layers of width 1024", "sizes or targets of the runs are not stated"),
-    ("SimuMax: dense and MoE on 8 B200", "a stack of Transformer Engine that is not imitated yet"),
+    (
+        "SimuMax: eight dense runs, and experts, on 8 B200",
+        "Transformer Engine's layers with tokens shared in tensor parallel, which `megatron_stack.py` does not have",
+    ),
     ("LLMem, xMem", "their tables are plots or are not public as text"),
 ]
 
@@ -115,6 +118,24 @@ def table(group: Group) -> list[str]:
     return lines
 
 
+def choices(group: Group) -> list[str]:
+    """What other choices of the imitation would give, in rows of the group: a line for each."""
+    if "choices" not in group:
+        return []
+    unit, digits = UNITS[group["unit"]], DIGITS[group["unit"]]
+    lines = [
+        "", "Other choices, allocated memory:", "",
+        f"| choice | row | measured, {group['unit']} | our plan | error |", "| --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for choice in group["choices"]:
+        row = next(row for row in group["rows"] if row["name"] == choice["row"])
+        measured = row["measured"]["allocated"]
+        found = figures_of(run_of(group, {"run": {**row["run"], **choice["run"]}}))["allocated"]
+        cells = f"{measured / unit:.{digits}f} | {found / unit:.{digits}f} | {found / measured - 1:+.2%}"
+        lines.append(f"| {choice['choice']} | {choice['row']} | {cells} |")
+    return lines
+
+
 def size_of(found: list[float]) -> str:
     """Mean of the errors' sizes, and the worst error, as two cells."""
     if not found:
@@ -174,6 +195,7 @@ def markdown(groups: list[Group]) -> str:
         lines += ["", f"## {group['title']}", "", f"Planned by {group['tool']}. Source: {group['source']}.", ""]
         lines += [f"Stack: {group['stack']}.", "", *table(group), ""]
         lines += [f"- {note}" for note in group["notes"]]
+        lines += choices(group)
     lines += ["", "## Not planned", "", "| what | why |", "| --- | --- |"]
     lines += [f"| {what} | {why} |" for what, why in NOT_PLANNED]
     return "\n".join(lines) + "\n"
