@@ -8,6 +8,7 @@ import torch
 from recipe_lib.plan.allocation.untraced_memory import (
     attention_backward_scratch,
     embedding_backward_scratch,
+    softmax_backward_scratch,
     varlen_backward_scratch,
     workspace_bytes,
 )
@@ -45,6 +46,7 @@ def kernel_memory(architecture: str) -> KernelMemory:
     table: dict[str, Callable[[Sequence[Any], int], list[tuple[int, bool]]]] = dict.fromkeys(_MATMULS, matmul)
     table |= dict.fromkeys(_ATTENTION, _attention) | dict.fromkeys(_VARLEN, _varlen)
     table["aten::embedding_dense_backward"] = _embedding
+    table["aten::_softmax_backward_data"] = _softmax
     table["tune_recipes::dequantize_nf4"] = _scales
 
     def scratch(name: str, args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
@@ -80,6 +82,12 @@ def _varlen(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
 def _embedding(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
     gradient, tokens = args[:2]
     return [(size, False) for size in embedding_backward_scratch(tokens=tokens.numel(), width=gradient.shape[-1])]
+
+
+def _softmax(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
+    gradient = args[0]
+    sizes = softmax_backward_scratch(numbers=gradient.numel(), element_bytes=gradient.element_size())
+    return [(size, False) for size in sizes]
 
 
 def _scales(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:

@@ -51,6 +51,9 @@ HIDDEN = {
         ),
         HiddenMemory("embedding backward", None, ALLOCATED, "aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu"),
         HiddenMemory(
+            "softmax backward", None, ALLOCATED, "aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out"
+        ),
+        HiddenMemory(
             "context",
             600 * MIB,
             OUTSIDE,
@@ -125,6 +128,11 @@ def embedding_backward_scratch(*, tokens: int, width: int, index_bytes: int = 8)
     if tokens <= _SORTED_FROM:
         return []
     return [tokens * index_bytes] * 6 + [4 * tokens * width]
+
+
+def softmax_backward_scratch(*, numbers: int, element_bytes: int) -> list[int]:
+    """Bytes of the product of gradient and output that the backward of a softmax makes first; none of a log-softmax."""
+    return [numbers * element_bytes]
 
 
 def outside_torch(

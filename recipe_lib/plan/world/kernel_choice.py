@@ -29,6 +29,7 @@ def pin_kernels(like_cpu: bool, capability: tuple[int, int] = (8, 0)) -> None:
         # A kernel of its own, never called, is what makes autograd take the fused norm as one node.
         _library.impl("_fused_rms_norm", _fused_rms_norm, "PrivateUse1")
         _library.impl("dropout", _dropout, _KEY)
+        _library.impl("softmax.int", _softmax, _KEY)
         # torch has a shape rule for the fused AdamW and none for the fused SGD; both write into what they are given.
         for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr"):
             _library.impl(name, lambda *args, **kwargs: None, "Meta")
@@ -94,6 +95,13 @@ def _dropout(hidden: Tensor, rate: float, train: bool) -> Tensor:
     if MODULE.kernels == "cpu" and train and rate > 0:
         return hidden * torch.empty_like(hidden).bernoulli_(1 - rate).div_(1 - rate)
     return _composite(torch.ops.aten.dropout.default, hidden, rate, train)
+
+
+def _softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """CUDA has a kernel that reads fp16 and writes fp32, without a copy of what it reads; for no other type."""
+    if MODULE.kernels == "cuda" and scores.dtype == torch.float16 and dtype == torch.float32:
+        return torch.ops.aten._softmax(scores, dim, True)
+    return _composite(torch.ops.aten.softmax.int, scores, dim, dtype)
 
 
 def _as_one(operator: Any) -> Callable[..., Tensor]:

@@ -8,6 +8,7 @@ from recipe_lib.plan.allocation.untraced_memory import (
     attention_backward_scratch,
     embedding_backward_scratch,
     outside_torch,
+    softmax_backward_scratch,
     varlen_backward_scratch,
     workspace_bytes,
 )
@@ -68,6 +69,12 @@ def test_embedding_backward_holds_an_fp32_row_for_each_token() -> None:
     assert embedding_backward_scratch(tokens=3072, width=4096) == []
     scratch = embedding_backward_scratch(tokens=8192, width=4096)
     assert scratch[-1] == 8192 * 4096 * 4 and set(scratch[:-1]) == {8192 * 8}
+
+
+def test_softmax_backward_makes_a_product_of_its_inputs_size() -> None:
+    # What eager attention of TinyLlama with 2 sequences of 1024 tokens was measured to take more than its tensors, on a
+    # T4: fitcheck-llm 0.3.1, data/measurements/t4-sweep-2026-09-15.json, rows 28 and 29.
+    assert softmax_backward_scratch(numbers=2 * 32 * 1024 * 1024, element_bytes=4) == [256 * MIB]
 
 
 def test_outside_torch() -> None:

@@ -87,6 +87,13 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], torch.dtype
     "gelu": (F.gelu, [(2, 8)], torch.bfloat16, both("gelu")),
     "dropout": (lambda x: F.dropout(x, 0.1), [(2, 8)], torch.bfloat16, both("native_dropout")),
     "softmax": (lambda x: x.softmax(-1), [(2, 8)], torch.float32, ["_softmax", "_softmax_backward_data"]),
+    "softmax of fp16 in fp32": (
+        lambda x: x.softmax(-1, torch.float32), [(2, 8)], torch.float16, ["_softmax", "_softmax_backward_data"]
+    ),
+    "softmax of bf16 in fp32": (
+        lambda x: x.softmax(-1, torch.float32), [(2, 8)], torch.bfloat16,
+        ["_to_copy", "_softmax", "_softmax_backward_data", "_to_copy"],
+    ),
     "rms norm": (lambda x, w: F.rms_norm(x, (8,), w), [(2, 8), (8,)], torch.bfloat16, both("_fused_rms_norm")),
     "layer norm": (
         lambda x, w, b: F.layer_norm(x, (8,), w, b), [(2, 8), (8,), (8,)], torch.bfloat16, both("native_layer_norm")

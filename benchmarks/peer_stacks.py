@@ -1,0 +1,215 @@
+"""A plain training loop around transformers, PEFT and bitsandbytes on one GPU, for the planner.
+
+The model is transformers' own class and its loss transformers' own; around it comes what the other planners' runs had:
+linears with weights in NF4, LoRA as PEFT adds it, gradient checkpointing as torch does it, torch's AdamW. NF4 and
+LoRA are written here from what bitsandbytes and PEFT allocate, since bitsandbytes has no part in a simulation. What is
+computed is of no interest here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+DEVICE_MAP, LINEARS_FIRST = "device_map", "linears first"
+NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers that share a scale; scales that share one of their own
+
+
+@dataclass(frozen=True)
+class PeerRun:
+    """A run of that stack.
+
+    nf4, double_quant: weights of the decoder's linears in 4 bits, their scales in 8. prepared: PEFT's
+    `prepare_model_for_kbit_training` made the rest fp32. targets: of LoRA. attention: `eager`; `sdpa`, torch's choice
+    on that GPU; `efficient` or `math`, that kernel of torch's, keys and values copied for each query head. loss_chunk:
+    tokens of a piece of the loss, each checkpointed; 0: transformers' own. keeps_logits: a variable holds the model's
+    output to the step's end. clipped: by `clip_grad_norm_`. streamed: weights of layers lie on the host, of two at a
+    time on the device: `all`, or of NF4 the `codes` alone. shared_ends: embedding and output projection take turns in
+    one buffer. capability: of the GPU. loader: `device_map`, transformers' order of names after one block for all of
+    them; `linears first`; else the model's order. workspace: architecture whose workspace of matmuls torch takes, if
+    not that of `capability`. expandable: segments. phase: `step`, a steady one, or `first step`, which makes AdamW's
+    states.
+    """
+
+    model: str
+    batch: int
+    tokens: int
+    rank: int
+    targets: tuple[str, ...]
+    dtype: str = "bfloat16"
+    nf4: bool = False
+    double_quant: bool = False
+    prepared: bool = False
+    attention: str = "sdpa"
+    loss_chunk: int = 0
+    keeps_logits: bool = False
+    clipped: bool = False
+    streamed: str = ""
+    shared_ends: bool = False
+    capability: tuple[int, int] = (8, 0)
+    loader: str = ""
+    workspace: str = ""
+    expandable: bool = False
+    phase: str = "step"
+
+
+class Nf4Linear(nn.Module):
+    """A frozen linear of bitsandbytes: two numbers a byte, and a scale for 64 of them, in fp32 or in 8 bits."""
+
+    def __init__(self, linear: nn.Linear, double_quant: bool) -> None:
+        """Of one with its weight on the device, where it is quantized."""
+        super().__init__()
+        weight, device = linear.weight, linear.weight.device
+        self.shape, self.dtype, self.bias = weight.shape, weight.dtype, linear.bias
+        blocks = -(-weight.numel() // NF4_BLOCK)
+        scales = torch.empty(blocks, device=device)
+        self.codes = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device=device)
+        self.levels = torch.empty(16, device=device)
+        self.scales = scales
+        if double_quant:
+            self.offset = scales.mean()
+            centered = scales - self.offset
+            self.scales = torch.empty_like(centered, dtype=torch.uint8)
+            self.nested = torch.empty(-(-blocks // NESTED_BLOCK), device=device)
+            self.nested_levels = torch.empty(256, device=device)
+
+    def dequantized(self) -> Tensor:
+        """The weight in its compute type; before it, its scales in fp32, if they were quantized too."""
+        scales = self.scales
+        if scales.dtype == torch.uint8:
+            scales = torch.empty_like(scales, dtype=torch.float32)
+            scales += self.offset
+        return torch.empty(self.shape, dtype=self.dtype, device=scales.device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Computed in the compute type, which its bias has from then on, returned in the input's."""
+        if self.bias is not None:
+            self.bias.data = self.bias.data.to(self.dtype)
+        return _Nf4Matmul.apply(hidden.to(self.dtype), self).to(hidden.dtype)
+
+
+class _Nf4Matmul(torch.autograd.Function):
+    """Keeps the codes alone: the weight is dequantized once more in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, linear: Nf4Linear) -> Tensor:
+        ctx.linear = linear
+        return F.linear(hidden, linear.dequantized(), linear.bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return torch.matmul(gradient, ctx.linear.dequantized()), None
+
+
+class LoraLinear(nn.Module):
+    """As PEFT wraps a linear: two fp32 matrices, to whose type the input is cast. Of a 4-bit linear the output is
+    cloned, and the adapter's cast to its type before they are added; of another one the sum is cast."""
+
+    def __init__(self, base: nn.Module, outputs: int, inputs: int, rank: int, device: Any) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(inputs, rank, bias=False, device=device)
+        self.up = nn.Linear(rank, outputs, bias=False, device=device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The linear's output and the adapter's."""
+        output = self.base(hidden)
+        dtype = output.dtype
+        if isinstance(self.base, Nf4Linear):
+            output = output.clone()
+            hidden = hidden.to(torch.float32)
+            added = self.up(self.down(hidden)) * 2.0
+            added = added.to(dtype)
+            return output + added
+        hidden = hidden.to(torch.float32)
+        output = output + self.up(self.down(hidden)) * 2.0
+        return output.to(dtype)
+
+
+def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
+    """transformers' model on the device: loaded weight by weight, quantized, prepared by PEFT, given its adapters.
+
+    sizes: `model_type` and the rest as transformers' config has them.
+    """
+    sizes = dict(sizes)
+    if run.shared_ends:
+        sizes["tie_word_embeddings"] = True
+    config = AutoConfig.for_model(sizes.pop("model_type"), use_cache=False, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, run.dtype), attn_implementation="eager" if run.attention == "eager" else "sdpa"
+        )
+    model.requires_grad_(False)
+    _load(model, run, device)
+    model.tie_weights()
+    if run.prepared:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
+    for layer in model.model.layers:
+        _add_adapters(layer, run, device)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    return model.train()
+
+
+def _load(model: Any, run: PeerRun, device: Any) -> None:
+    """Gives weights their memory, one after the other, and quantizes a linear's at once."""
+    linears = {
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and path.startswith("model.layers.")
+    }
+    names = [name for name, _ in model.named_parameters()]
+    if run.loader == LINEARS_FIRST:
+        names.sort(key=lambda name: name not in linears)
+    elif run.loader == DEVICE_MAP:
+        names.sort(key=_natural)
+        quantized = linears if run.nf4 else set()
+        sizes = [weight.nbytes // (4 if name in quantized else 1) for name, weight in model.named_parameters()]
+        torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    loaded: dict[tuple[int, str], Any] = {}
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        if name in linears:
+            number, place = int(path.split(".")[2]), path.split(".", 3)[3]
+            base = _load_linear(module, run, device, loaded.get((number - 2, place)) if run.streamed else None)
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, base)
+            loaded[number, place] = base
+        elif getattr(module, attribute).device.type == "meta":
+            setattr(module, attribute, nn.Parameter(torch.empty_like(getattr(module, attribute), device=device), False))
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """By which transformers sorts names: numbers between dots as numbers."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+
+
+def _load_linear(linear: nn.Linear, run: PeerRun, device: Any, before: Any) -> Any:
+    """A linear as the run has it. before: two layers before, if this one uses its memory or that of its codes."""
+    if before is not None and run.streamed == "all":
+        return before
+    linear.weight = nn.Parameter(torch.empty_like(linear.weight, device=device), False)
+    if not run.nf4:
+        return linear
+    base = Nf4Linear(linear, run.double_quant)
+    if before is not None:
+        base.codes = before.codes
+    return base
+
+
+def _add_adapters(layer: nn.Module, run: PeerRun, device: Any) -> None:
+    """Wraps a layer's targets."""
+    for name, base in list(layer.named_modules()):
+        path, _, child = name.rpartition(".")
+        if child in run.targets:
+            outputs, inputs = base.shape if isinstance(base, Nf4Linear) else base.weight.shape
+            setattr(layer.get_submodule(path), child, LoraLinear(base, outputs, inputs, run.rank, device))

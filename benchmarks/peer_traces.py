@@ -1,0 +1,122 @@
+"""Steps of the imitated stack of `peer_stacks`, traced on the simulated device and replayed through the allocator."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import masking_utils
+
+from benchmarks.peer_stacks import PeerRun, build_model
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.plan.allocation.scratch import kernel_memory
+from recipe_lib.plan.trace import Trace
+from recipe_lib.plan.tracing.simulate import _quiet_collector, classify
+from recipe_lib.plan.tracing.tracer import Tracer
+from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
+from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
+
+SETUP, FIRST, STEP = "setup", "first step", "step"
+_known_calls: dict[Any, Any] = {}  # of operators, in all traces of this process
+
+
+def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
+    """Set-up and two steps, the first of which makes AdamW's states. sizes: as transformers' config has them."""
+    architecture = run.workspace or f"sm{run.capability[0]}{run.capability[1]}"
+    world = simulated_world(ParallelConfig(), 0, 1, capability=run.capability)
+    with world as ranks, tensors_without_bytes() as mode, _quiet_collector(), _attention_of(run):
+        tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory(architecture))
+        tracer.stream = connect_streams(tracer.record, tracer.wait)
+        with tracer.running():
+            tracer.begin_phase(SETUP)
+            model = build_model(run, sizes, ranks.device)
+            tracer.name_modules(model)
+            for name, parameter in model.named_parameters():
+                tracer.labels.label(parameter, "parameters", name)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=True)
+            batch = torch.zeros(run.batch, run.tokens, dtype=torch.int64, device=ranks.device)
+            for name in (FIRST, STEP):
+                tracer.begin_phase(name)
+                train_step(run, model, optimizer, trained, batch)
+    classify(tracer.trace)
+    return tracer.trace
+
+
+def train_step(run: PeerRun, model: Any, optimizer: Any, trained: list[Tensor], batch: Tensor) -> None:
+    """Gradients away, forward, backward, AdamW."""
+    optimizer.zero_grad(set_to_none=True)
+    if run.loss_chunk:
+        hidden = model.model(input_ids=batch).last_hidden_state
+        loss = chunked_loss(model.lm_head, hidden, batch, run.loss_chunk)
+        del hidden
+    else:
+        output = model(input_ids=batch, labels=batch)
+        loss = output.loss
+        if not run.keeps_logits:
+            del output
+    loss.backward()
+    if run.clipped:
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+    optimizer.step()
+
+
+def chunked_loss(head: Any, hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    """Mean cross-entropy of `[b, s, d]`, some tokens at a time, whose logits are made once more in backward."""
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+    rows = hidden.flatten(0, 1)
+    kept = shifted != -100
+    rows, shifted = rows[:-1].clone(), shifted[:-1].clone()
+    total: Any = None
+    for begin in range(0, len(rows), chunk):
+        piece = partial(_summed_loss, head)
+        part = checkpoint(piece, rows[begin : begin + chunk], shifted[begin : begin + chunk], use_reentrant=False)
+        total = part if total is None else total + part
+    return total / kept.sum()
+
+
+def _summed_loss(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(head(hidden).float(), labels, ignore_index=-100, reduction="sum")
+
+
+@contextmanager
+def _attention_of(run: PeerRun) -> Iterator[None]:
+    """Attention by a kernel that the run was held to. And no mask is made where transformers makes none after a look at
+    positions, which have no values here."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None))
+        if run.attention in ("efficient", "math"):
+            attend = partial(_attend, run.attention)
+            stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attend))
+        yield
+
+
+def _attend(
+    kernel: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    aten = torch.ops.aten
+    if kernel == "math":
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    if key.shape[-3] != query.shape[-3]:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (tensor.repeat_interleave(groups, dim=-3) for tensor in (key, value))
+    needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, needed, dropout_p, is_causal, scale=scale
+    )[0]

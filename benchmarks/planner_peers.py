@@ -1,0 +1,218 @@
+"""Other memory planners' own rows, planned and measured, and what our planner says of the same runs.
+
+    python -m benchmarks.planner_peers --output docs/measurements/planner_peers.md
+
+A quarter of an hour of a CPU; no GPU, no weights. The rows, with what was measured, what the other planner said and every
+setting, are in `peer_rows.json`; the stacks that they ran on are imitated in `peer_stacks.py` and `megatron_stack.py`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.megatron_stack import Gpt
+from benchmarks.peer_stacks import PeerRun
+from benchmarks.peer_traces import STEP, trace_run
+from benchmarks.planner_megatron import PUBLISHED, rows_of
+from benchmarks.planner_rows import GB, planned
+from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
+from recipe_lib.plan.allocation.replay import replay
+from recipe_lib.plan.trace import Trace
+from recipe_lib.units import GIB, MIB
+
+ROWS = Path(__file__).with_name("peer_rows.json")
+UNITS = {"GB": GB, "GiB": GIB, "MiB": MIB}
+DIGITS = {"GB": 3, "GiB": 2, "MiB": 1}
+METRICS = {"allocated": "allocated", "reserved": "reserved", "process": "whole process"}
+Group = Mapping[str, Any]  # of peer_rows.json
+Row = Mapping[str, Any]
+INTRODUCTION = [
+    "Imitated is what their code allocates, and nothing was fitted to a measured figure: transformers' own model and "
+    "loss run on the simulated device; NF4 as bitsandbytes quantizes and dequantizes it, LoRA as PEFT adds it, the "
+    "training loop and the loading of weights are written out in `benchmarks/peer_stacks.py` and `peer_traces.py`. "
+    "transformers and torch are those of this page, not those of each run. What was seen to differ is set per group "
+    "and said there. All figures were known when the imitations were written, as they were to those who fitted "
+    "formulas to them; where rows were held out of that, it is said.",
+]
+NOT_PLANNED = [
+    ("Loggetta's rows of experts (OLMoE, Qwen3-30B-A3B, granite, Mixtral)", "kernels of its own for grouped NF4"),
+    ("Loggetta's streamed ladders of Qwen3-32B", "no plan was published for single rungs; streamed rows are above"),
+    ("Soup: DPO rows, rows of 24 layers of width 1024", "sizes or targets of the runs are not stated"),
+    (
+        "SimuMax: eight dense runs, and experts, on 8 B200",
+        "Transformer Engine's layers with tokens shared in tensor parallel, which `megatron_stack.py` does not have",
+    ),
+    ("LLMem, xMem", "their tables are plots or are not public as text"),
+]
+
+
+def read_rows() -> dict[str, Any]:
+    """`models`, sizes by name, and `groups` of rows."""
+    return dict(json.loads(ROWS.read_text(encoding="utf-8")))
+
+
+def run_of(group: Group, row: Row) -> PeerRun:
+    """A row's settings, over those of its group."""
+    settings: dict[str, Any] = {**group["settings"], **row["run"]}
+    for name in ("targets", "capability"):
+        settings[name] = tuple(settings[name])
+    return PeerRun(**settings)
+
+
+@lru_cache(maxsize=1)  # a trace is large
+def _traced(run: PeerRun) -> Trace:
+    print(run, file=sys.stderr, flush=True)
+    return trace_run(run, read_rows()["models"][run.model])
+
+
+@cache
+def figures_of(run: PeerRun) -> dict[str, float]:
+    """Planned bytes, allocated and reserved, of the phase that the row is about."""
+    trace = _traced(replace(run, expandable=False, phase=STEP))
+    found = replay(trace, AllocatorSettings(expandable=run.expandable)).phases[run.phase]
+    return {"allocated": found.allocated, "reserved": found.reserved}
+
+
+def ours(group: Group, row: Row) -> dict[str, float]:
+    """What we plan of a row, by metric. A whole process is what is reserved, and the group's context."""
+    found = dict(row["ours"]) if "ours" in row else dict(figures_of(run_of(group, row)))
+    if "context" in group:
+        found["process"] = found["reserved"] + group["context"]
+    return found
+
+
+def errors(group: Group, metric: str) -> tuple[list[float], list[float]]:
+    """(theirs, ours) of the rows that have the metric: planned over measured, less one. Theirs may be fewer."""
+    rows = [row for row in group["rows"] if metric in row["measured"]]
+    theirs = [row["theirs"][metric] / row["measured"][metric] - 1 for row in rows if metric in row["theirs"]]
+    return theirs, [ours(group, row)[metric] / row["measured"][metric] - 1 for row in rows]
+
+
+def metrics_of(group: Group) -> list[str]:
+    """Those that rows of a group have, in their order."""
+    return [metric for metric in METRICS if any(metric in row["measured"] for row in group["rows"])]
+
+
+def table(group: Group) -> list[str]:
+    """A line for each measured figure."""
+    unit, digits = UNITS[group["unit"]], DIGITS[group["unit"]]
+    lines = [
+        f"| row | metric | measured, {group['unit']} | their plan | their error | our plan | our error |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in group["rows"]:
+        for metric, measured in row["measured"].items():
+            sides = (row["theirs"].get(metric), ours(group, row)[metric])
+            cells = [f"{measured / unit:.{digits}f}"]
+            for side in sides:
+                cells += ["", ""] if side is None else [f"{side / unit:.{digits}f}", f"{side / measured - 1:+.2%}"]
+            lines.append(f"| {row['name']} | {METRICS[metric]} | {' | '.join(cells)} |")
+    return lines
+
+
+def choices(group: Group) -> list[str]:
+    """What other choices of the imitation would give, in rows of the group: a line for each."""
+    if "choices" not in group:
+        return []
+    unit, digits = UNITS[group["unit"]], DIGITS[group["unit"]]
+    lines = [
+        "", "Other choices, allocated memory:", "",
+        f"| choice | row | measured, {group['unit']} | our plan | error |", "| --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for choice in group["choices"]:
+        row = next(row for row in group["rows"] if row["name"] == choice["row"])
+        measured = row["measured"]["allocated"]
+        found = figures_of(run_of(group, {"run": {**row["run"], **choice["run"]}}))["allocated"]
+        cells = f"{measured / unit:.{digits}f} | {found / unit:.{digits}f} | {found / measured - 1:+.2%}"
+        lines.append(f"| {choice['choice']} | {choice['row']} | {cells} |")
+    return lines
+
+
+def size_of(found: list[float]) -> str:
+    """Mean of the errors' sizes, and the worst error, as two cells."""
+    if not found:
+        return " | "
+    return f"{sum(map(abs, found)) / len(found):.2%} | {max(found, key=abs):+.2%}"
+
+
+def summary(groups: list[Group]) -> list[str]:
+    """A line for each group and metric."""
+    lines = [
+        "| group | metric | rows | their mean | their worst | our mean | our worst |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for group in groups:
+        for metric in metrics_of(group):
+            theirs, found = errors(group, metric)
+            sides = f"{size_of(theirs)} | {size_of(found)}"
+            lines.append(f"| {group['title']} | {METRICS[metric]} | {len(found)} | {sides} |")
+    return lines
+
+
+def megatron() -> Group:
+    """The four rows that Megatron's own tool was published with."""
+    rows = []
+    for (_, _, measured, said), row in zip(PUBLISHED, rows_of(Gpt()), strict=True):
+        found = {"allocated": planned(row.run, row.stack).peak.allocated}
+        published = {"measured": {"allocated": measured * GIB}, "theirs": {"allocated": said * GIB}, "ours": found}
+        rows.append({"name": row.name, **published})
+    return {
+        "title": "Megatron-LM: Llama 2 7B on 8 H800",
+        "tool": "Megatron's analysis tool",
+        "unit": "GiB",
+        "source": "github.com/NVIDIA/Megatron-LM/pull/482",
+        "stack": "micro-batch / global batch / data / pipeline / tensor",
+        "rows": rows,
+        "notes": ["From [planner.md](planner.md), which has the imitated stack, what it assumes and other choices."],
+    }
+
+
+def markdown(groups: list[Group]) -> str:
+    """The page."""
+    rows = sum(len(group["rows"]) for group in groups)
+    lines = [
+        "# Rows of other planners",
+        "",
+        "`python -m benchmarks.planner_peers --output docs/measurements/planner_peers.md` writes this page. Other "
+        f"memory planners publish what they plan next to what they measured; here are {rows} of their rows, and what "
+        "our planner says of the same run. Nothing was measured by us. Error: planned over measured, less one; mean: "
+        f"of the errors' sizes. GB is 10^9, GiB 2^30, MiB 2^20 bytes. torch {torch.__version__.partition('+')[0]} and "
+        f"transformers {transformers.__version__} on a simulated device.",
+        "",
+        *INTRODUCTION,
+        "",
+        *summary(groups),
+    ]
+    for group in groups:
+        lines += ["", f"## {group['title']}", "", f"Planned by {group['tool']}. Source: {group['source']}.", ""]
+        lines += [f"Stack: {group['stack']}.", "", *table(group), ""]
+        lines += [f"- {note}" for note in group["notes"]]
+        lines += choices(group)
+    lines += ["", "## Not planned", "", "| what | why |", "| --- | --- |"]
+    lines += [f"| {what} | {why} |" for what, why in NOT_PLANNED]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the page, or writes it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="file to write; default: standard output")
+    options = parser.parse_args(argv)
+    text = markdown([*read_rows()["groups"], megatron()])
+    if options.output is None:
+        print(text, end="")
+    else:
+        options.output.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
