@@ -1,12 +1,19 @@
 """The search for settings that fit."""
 
 import dataclasses
+from collections.abc import Collection
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from recipe_lib.plan.result import DOES_NOT_FIT
-from recipe_lib.plan.search.fastest_settings import Search
+from recipe_lib.plan.search import candidates
+from recipe_lib.plan.search.candidates import Candidate
+from recipe_lib.plan.search.estimate_facts import Estimate
+from recipe_lib.plan.search.found_settings import Search
+from recipe_lib.plan.search.trial_order import Trials, largest, leanest, run_ways, way
+from recipe_lib.plan.search.trials import Changes
 from tests.plan.apart import apart, settings
 
 MIB = 2**20
@@ -63,11 +70,36 @@ def test_nothing_fits():
     assert "short of" in str(result)
 
 
+def trials_of(*overrides: str, fixed: Collection[str] = ()) -> tuple[Trials, list[Changes]]:
+    """What a search of two ranks has before its first trial, and the list that its trials come in; none is made."""
+    from recipe_lib.report.phases import Phase
+
+    made: list[Changes] = []
+
+    def submit(changes: Changes) -> Future[Any]:
+        made.append(changes)
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return future
+
+    _, cfg, wanted = settings("demo/full", 2, *CONFIG, *overrides)
+    return Trials(cfg, wanted, fixed, submit, 1, Phase("", None, "")), made
+
+
+def candidate(changes: Changes, active: int, room: int, seconds: float = 1.0, **more: Any) -> Candidate:
+    """Settings with their estimate, of a step of 1000 tokens."""
+    quick = Estimate(active, active, active, 0, seconds, 1000, 2**30, 1, 1, "step", "backward", "", **more)
+    return Candidate(changes, quick, active - room)
+
+
 def test_what_was_typed_stays():
     """Neither the micro-batch nor what is tried outside of the layers replaces a key that is fixed."""
-    from recipe_lib.plan.search import fastest_settings as module
+    fixed = {"batch_size", "parallel.fsdp_wrap_policy", "memory.loss_chunks"}
+    trials, made = trials_of(fixed=fixed)
+    run_ways(trials, [way(trials, {})])
+    assert len(made) == 3
+    assert not any(fixed & set(changes) for changes in [*made, leanest(trials, {})])
 
-    _, cfg, wanted = settings("demo/full", 2, *CONFIG)
     seen: list[tuple[int, int, str, int]] = []
 
     def refuse(recipe_class: type, cfg: Any, settings: Any) -> None:
@@ -75,33 +107,20 @@ def test_what_was_typed_stays():
             (cfg.batch_size, cfg.gradient_accumulation_steps, cfg.parallel.fsdp_wrap_policy, cfg.memory.loss_chunks)
         )
 
-    fixed = {"batch_size", "parallel.fsdp_wrap_policy", "memory.loss_chunks"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "try_quick", refuse)
-        module._micro_batches(object, cfg, wanted, {}, fixed)
-        module._first(object, cfg, wanted, {}, fixed)
+        patch.setattr(candidates, "try_quick", refuse)
+        candidates.try_settings(object, trials.cfg, trials.settings, {}, fixed)
     assert set(seen) == {(32, 2, "auto", 1)}
 
 
-def test_a_step_keeps_its_rows_and_the_smallest_is_tried_first():
+def test_the_smallest_micro_batch_is_tried_first():
     """Of sizes that fit up to 8 rows the search finds 8, and tries few others."""
-    from recipe_lib.plan.build_plan import PlanSettings
-    from recipe_lib.plan.hardware import find_hardware
-    from recipe_lib.plan.search.estimate import Estimate
-    from recipe_lib.plan.search.fastest_settings import _Candidate, _largest
-    from recipe_lib.plan.world.sequence_lengths import Sequence
-
-    wanted = PlanSettings(hardware=find_hardware("24GB"), sequence=Sequence(8, ""))
-    room = 20 * 2**30
-    tried: list[int] = []
-
-    def run(size: int) -> _Candidate:
-        tried.append(size)
-        active = 2**30 * (2 + 2 * size)
-        quick = Estimate(active, active, active, 0, 1.0, size, 2**30, 1, 1, "step", "backward", "")
-        return _Candidate({"batch_size": size}, quick, active - room)
-
-    fitting = [one.changes["batch_size"] for one in _largest(run, [1, 2, 4, 8, 16, 32], wanted) if one.short <= 0]
-    assert max(fitting) == 8
+    trials, _ = trials_of()
+    looking, one, tried = largest([1, 2, 4, 8, 16, 32], trials.settings), None, []
+    with pytest.raises(StopIteration) as end:
+        while True:
+            tried.append(looking.send(one))
+            one = candidate({"batch_size": tried[-1]}, 2**30 * (2 + 2 * tried[-1]), 20 * 2**30)
+    assert max(one.changes["batch_size"] for one in end.value.value if one.short <= 0) == 8
     assert tried[0] == 1
     assert len(tried) <= 3
