@@ -13,15 +13,18 @@ OUTSIDE_LAYERS = {"parallel.fsdp_wrap_policy": "memory_efficient", "memory.loss_
 OUTSIDE_SHARE = 0.1
 # Estimates of reserved memory are some percent off: what is beyond the device by less than this is planned in full.
 RESERVED_TOLERANCE = 0.06
+ACTIVE_TOLERANCE = 0.01  # of active memory, which they say within 0.5 %
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings and their estimate. short: bytes that they lack, by it; negative: to spare."""
+    """Settings and their estimate. short: bytes that they lack, by it; negative: to spare. may_fit: whether a whole
+    plan could find that they fit."""
 
     changes: Changes
     quick: Estimate
     short: int
+    may_fit: bool
 
     @property
     def speed(self) -> float:
@@ -60,7 +63,9 @@ def try_settings(
             break
         short = found.reserved_expandable - usable_bytes(other, settings)
         if best is None or short < best.short:
-            best = Candidate(changes | more, found, short)
+            usable = found.reserved_expandable - short
+            may_fit = short <= doubt(settings) and found.active * (1 - ACTIVE_TOLERANCE) <= usable
+            best = Candidate(changes | more, found, short, may_fit)
         # More than this, logits and gathered embeddings do not make up for.
         if short <= 0 or IN_LAYERS in found.module or short > OUTSIDE_SHARE * settings.hardware.memory:
             break

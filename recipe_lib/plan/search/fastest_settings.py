@@ -14,7 +14,7 @@ from typing import Any
 
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.result import DOES_NOT_FIT
-from recipe_lib.plan.search.candidates import Candidate, differing, doubt, key_of, try_settings
+from recipe_lib.plan.search.candidates import Candidate, differing, key_of, try_settings
 from recipe_lib.plan.search.found_settings import PlannedSettings, Search
 from recipe_lib.plan.search.search_space import batch_per_step, data_ranks, pipelines, sharings, variants
 from recipe_lib.plan.search.trial_order import (
@@ -131,7 +131,7 @@ def _doubted(trials: Trials) -> list[Candidate]:
     """The settings that lack least, where no plan of them was made."""
     tried = [one for one in trials.tried.values() if one is not None]
     nearest = sorted(tried, key=lambda one: one.short)[:1]
-    return [one for one in nearest if one.short > doubt(trials.settings)]
+    return [one for one in nearest if not one.may_fit]
 
 
 def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: Candidate) -> PlannedSettings:

@@ -54,7 +54,7 @@ class Trials:
     def fitting(self) -> list[Candidate]:
         """What may fit, fastest first, each once."""
         found = {key_of(one.changes): one for one in self.tried.values() if one is not None}
-        left = [one for key, one in found.items() if key not in self.refused and one.short <= doubt(self.settings)]
+        left = [one for key, one in found.items() if key not in self.refused and one.may_fit]
         return sorted(left, key=lambda one: (-one.speed, one.quick.active))
 
     def text(self, changes: Changes) -> str:
@@ -116,7 +116,7 @@ def way(trials: Trials, begun: Changes) -> Way:
                 found += end.value
                 break
             one = yield with_kind | ({} if is_fixed else micro_batch(cfg, begun, size))
-        fitting = [one.changes.get("batch_size", per_step) for one in found if one.short <= doubt(settings)]
+        fitting = [one.changes.get("batch_size", per_step) for one in found if one.may_fit]
         larger = [size for size in left if found and size > found[-1].changes.get("batch_size", per_step)]
         if larger and one is not None:
             sized = with_kind | micro_batch(cfg, begun, larger[0])
@@ -138,7 +138,7 @@ def largest(sizes: list[int], settings: PlanSettings) -> Generator[int, Candidat
             break
         found.append(one)
         points[sizes[guess]] = one.short
-        low, high = (low, guess) if one.short > doubt(settings) else (guess + 1, high)
+        low, high = (guess + 1, high) if one.may_fit else (low, guess)
         if len(points) == 1:  # what is held between steps does not grow with the batch, the rest does at most
             points.setdefault(0, one.short - (one.quick.active - one.quick.held))
         likely = [place for place in range(low, high) if _line(points, sizes[place]) <= doubt(settings)]
@@ -281,7 +281,7 @@ def _say(trials: Trials, changes: Changes, found: Candidate | None) -> None:
     if found is None:
         get_logger().info(f"refused: {trials.text(changes)}")
         return
-    fits = "fits" if found.short <= 0 else "may fit" if found.short <= doubt(trials.settings) else "too large"
+    fits = "too large" if not found.may_fit else "fits" if found.short <= 0 else "may fit"
     size, speed = format_bytes(found.quick.reserved_expandable), format_count(found.speed)
     get_logger().info(f"estimated: {trials.text(found.changes)}: {size}, {fits}, {speed} tokens/s")
     best = next(iter(trials.fitting()), None)

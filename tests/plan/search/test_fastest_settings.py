@@ -9,10 +9,10 @@ import pytest
 
 from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search import candidates
-from recipe_lib.plan.search.candidates import Candidate
+from recipe_lib.plan.search.candidates import Candidate, key_of
 from recipe_lib.plan.search.estimate_facts import Estimate
 from recipe_lib.plan.search.found_settings import Search
-from recipe_lib.plan.search.trial_order import Trials, largest, leanest, run_ways, way
+from recipe_lib.plan.search.trial_order import Trials, largest, leanest, run_ways, variant_key, way
 from recipe_lib.plan.search.trials import Changes
 from tests.plan.apart import apart, settings
 
@@ -89,7 +89,7 @@ def trials_of(*overrides: str, fixed: Collection[str] = ()) -> tuple[Trials, lis
 def candidate(changes: Changes, active: int, room: int, seconds: float = 1.0, **more: Any) -> Candidate:
     """Settings with their estimate, of a step of 1000 tokens."""
     quick = Estimate(active, active, active, 0, seconds, 1000, 2**30, 1, 1, "step", "backward", "", **more)
-    return Candidate(changes, quick, active - room)
+    return Candidate(changes, quick, active - room, active <= room)
 
 
 def test_what_was_typed_stays():
@@ -124,3 +124,51 @@ def test_the_smallest_micro_batch_is_tried_first():
     assert max(one.changes["batch_size"] for one in end.value.value if one.short <= 0) == 8
     assert tried[0] == 1
     assert len(tried) <= 3
+
+
+def test_what_cannot_fit_or_cannot_be_faster_is_not_tried(caplog: pytest.LogCaptureFixture):
+    """By what was tried: activations that less checkpointing keeps, and operations that more of it does."""
+    room = 23 * 2**30
+    trials, made = trials_of()
+    one, many = ({"batch_size": size, "gradient_accumulation_steps": 64 // size} for size in (1, 64))
+    for kind, kept, seconds in (("full", 2**27, 10.0), ("none", 2**33, 4.0)):
+        changes = {"memory.activation_checkpointing": kind} | one
+        trials.tried[key_of(changes)] = candidate(changes, 2**31, room, 12.0, kept=kept, least_seconds=seconds)
+    changes = {"memory.activation_checkpointing": "none"} | many
+    trials.leanest[variant_key(changes)] = candidate({}, 2**31, room)
+    run_ways(trials, [iter_of(changes)])
+    assert made == []
+    (said,) = trials.skipped.values()
+    assert "at least" in said  # 64 times what one sequence keeps
+    faster = {"batch_size": 64, "gradient_accumulation_steps": 1}
+    trials.tried["faster"] = candidate(faster, 2**31, room, 9.0)
+    run_ways(trials, [iter_of({"memory.activation_checkpointing": "full", "batch_size": 2})])
+    assert made == []
+    assert "100 tokens/s at most" in list(trials.skipped.values())[-1]
+    run_ways(trials, [iter_of({"memory.activation_checkpointing": "selective", "batch_size": 2})])
+    assert len(made) == 1
+
+
+def iter_of(changes: Changes) -> Any:
+    """A way of one trial."""
+    yield changes
+
+
+def test_the_trial_that_could_be_the_fastest_comes_first_and_outcomes_are_said(caplog: pytest.LogCaptureFixture):
+    trials, made = trials_of()
+    for kind, seconds in (("full", 10.0), ("none", 4.0)):
+        changes = {"memory.activation_checkpointing": kind}
+        trials.tried[kind] = candidate(changes, 2**40, 2**34, 12.0, least_seconds=seconds)
+
+    def submit(changes: Changes) -> Future[Any]:
+        made.append(changes)
+        future: Future[Any] = Future()
+        future.set_result(candidate(changes, 2**33, 2**34, 11.0 if len(made) == 1 else 11.5))
+        return future
+
+    trials.submit = submit
+    kinds = [{"memory.activation_checkpointing": kind, "batch_size": 2} for kind in ("full", "none")]
+    with caplog.at_level("INFO"):
+        run_ways(trials, [iter_of(changes) for changes in kinds])
+    assert made == kinds[::-1]
+    assert [one.changes for one in trials.fitting()] == kinds[::-1]
