@@ -41,14 +41,15 @@ def search(
     want: int = 3,
     fixed: Collection[str] = (),
     splits: bool = True,
+    processes: int | None = None,
 ) -> Search:
     """The fastest settings of a plannable config that fit `settings.hardware` on `settings.ranks` ranks.
 
     want: as many as are confirmed by a whole plan: the fastest, and of what was tried on the way the next. fixed:
     dotted keys that stay as the config has them. splits: whether a pipeline's backward may be cut in two, which
-    compiled layers cannot. Frozen weights are only rounded more, and parameters only kept in host memory, where nothing
-    fits without. It works in several processes if nothing has been simulated in this one yet. Raises UserErrors of
-    recipe and config.
+    compiled layers cannot. processes: to work with, None: one for each core; here alone if something has been simulated
+    in this one. Frozen weights and optimizer states are only rounded more, and parameters only kept in host memory,
+    where nothing fits without. Raises UserErrors of recipe and config.
     """
     began = time.monotonic()
     found: list[PlannedSettings] = []
@@ -59,7 +60,8 @@ def search(
             return _plan(recipe_class, cfg, settings, job)
         return try_settings(recipe_class, cfg, settings, job, fixed)
 
-    with side_by_side(work) as (submit, workers), phase("trying settings", unit="settings", leaves_line=False) as going:
+    trying = phase("trying settings", unit="settings", leaves_line=False)
+    with side_by_side(work, processes) as (submit, workers), trying as going:
         trials = Trials(cfg, settings, fixed, submit, workers, going)
         for group in variants(cfg, fixed):
             _try_group(trials, group, splits)
@@ -124,7 +126,7 @@ def _confirm(
                 fits.append(future.result())
         if trials.refused:
             _try_group(trials, group, splits)
-    return sorted(fits, key=lambda one: -(one.tokens_per_second or 0.0)), refused
+    return sorted(fits, key=lambda one: -one.tokens_per_second), refused
 
 
 def _doubted(trials: Trials) -> list[Candidate]:
@@ -151,6 +153,6 @@ def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: Candidate) 
         reserved_expandable=rank.reserved_expandable,
         host=plan.heaviest.host,
         margin=plan.device.usable - min(rank.reserved, rank.reserved_expandable),
-        seconds=None if other.memory.cpu_offload else one.quick.seconds,
-        tokens_per_second=None if other.memory.cpu_offload else one.speed,
+        seconds=one.quick.seconds,
+        tokens_per_second=one.speed,
     )

@@ -12,8 +12,7 @@ from recipe_lib.units import format_bytes, format_count
 class PlannedSettings:
     """Settings. changes: of the config. verdict, active, reserved, reserved_expandable, host, margin: of their own
     plan, the bytes of the heaviest rank; margin is negative where they do not fit. seconds: of a step;
-    tokens_per_second: of all ranks; both for ranking, and None with parameters in host memory, whose way there and back
-    is not planned."""
+    tokens_per_second: of all ranks; both for ranking."""
 
     changes: Changes
     verdict: str
@@ -22,15 +21,18 @@ class PlannedSettings:
     reserved_expandable: int
     host: int
     margin: int
-    seconds: float | None
-    tokens_per_second: float | None
+    seconds: float
+    tokens_per_second: float
 
 
 @dataclass(frozen=True)
 class Search:
     """found: what fits, confirmed, fastest first. closest: where nothing does, what lacks least. device, ranks: to fit.
-    global_batch_size: sequences of a step, all ranks. tried: settings that were estimated; planned: in full; took:
-    seconds. True if something was found; as text, the table of `render_search`."""
+    global_batch_size: sequences of a step, all ranks. tried: settings that were estimated; planned: in full; skipped:
+    settings, each for more of its kind, that no simulation was needed for; took: seconds.
+
+    True if something was found; as text, the table of `render_search`.
+    """
 
     found: list[PlannedSettings]
     closest: PlannedSettings | None
@@ -49,11 +51,6 @@ class Search:
         return render_search(self)
 
 
-def speed_text(found: PlannedSettings) -> str:
-    """Tokens per second as text."""
-    return "not planned" if found.tokens_per_second is None else format_count(found.tokens_per_second)
-
-
 def render_search(result: Search) -> str:
     """The settings as a table: what to type, planned peak, tokens per second, verdict."""
     where = f"{result.ranks} x {result.device}"
@@ -69,12 +66,19 @@ def render_search(result: Search) -> str:
     put(console, title)
     for number, one in enumerate(shown, 1):
         sizes = map(format_bytes, (one.active, one.reserved, one.reserved_expandable))
-        step = "not planned" if one.seconds is None else duration(one.seconds)
-        cells = [*sizes, step, speed_text(one), one.verdict]
+        cells = [*sizes, duration(one.seconds), format_count(one.tokens_per_second), one.verdict]
         console.print()
         put(console, f"{number}. {override_text(one.changes) or 'as the config has it'}", indent=2, wrap=False)
         put_table(console, Table("", header, [cells], ("verdict",), ("expandable", "step")))
     how = f"{result.tried} settings estimated, {result.planned} planned in full, {result.took:.0f} s"
     console.print()
     put(console, f"tokens/s are for ranking; {how}", indent=2)
+    if result.skipped:
+        put(
+            console,
+            f"{result.skipped} decided without a simulation, as said above: too large, or not the fastest",
+            indent=2,
+        )
+        if len(result.found) > 1:
+            put(console, "after the first: the fastest of those that were estimated", indent=2)
     return text_of(console).rstrip("\n")

@@ -16,7 +16,7 @@ from recipe_lib.logs import get_logger
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.candidates import Candidate, differing, doubt, key_of
 from recipe_lib.plan.search.lower_bounds import Like, least_bytes, least_step
-from recipe_lib.plan.search.search_space import SIZE_KEYS, batch_per_step_with, micro_batch, sizes
+from recipe_lib.plan.search.search_space import SIZE_KEYS, STATES_KEY, batch_per_step_with, micro_batch, sizes
 from recipe_lib.plan.search.trials import Changes, changed, checkpointing, override_text, usable_bytes, value_of
 from recipe_lib.report.phases import Phase
 from recipe_lib.units import format_bytes, format_count
@@ -264,7 +264,7 @@ def _parts(trials: Trials, changes: Changes) -> int:
 
 def variant_key(changes: Changes) -> str:
     """Of the part of the changes that is no way to share the model, and no micro-batch."""
-    names = ("memory.cpu_offload", OFFLOAD_KEY, QUANTIZE_KEY, "optimizer.state_bits")
+    names = ("memory.cpu_offload", OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY)
     return key_of({key: value for key, value in changes.items() if key in names})
 
 

@@ -145,13 +145,15 @@ def in_processes(
 
 
 @contextmanager
-def side_by_side(work: Callable[[Piece], Result]) -> Iterator[tuple[Callable[[Piece], Future[Result]], int]]:
+def side_by_side(
+    work: Callable[[Piece], Result], processes: int | None = None
+) -> Iterator[tuple[Callable[[Piece], Future[Result]], int]]:
     """(what begins `work` of a piece, how many of them go on at a time), by forks of this process, one for each core.
 
     Here, one after the other, where a simulation has already run in this process; see `in_processes`. SetupError if a
     fork is killed.
     """
-    workers = 1 if _has_simulated() else worker_count(None)
+    workers = 1 if _has_simulated() else worker_count(processes)
     if workers == 1:
         yield functools.partial(_done, work), 1
         return
