@@ -16,7 +16,14 @@ from recipe_lib.logs import get_logger
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.candidates import Candidate, differing, doubt, key_of
 from recipe_lib.plan.search.lower_bounds import Like, least_bytes, least_step
-from recipe_lib.plan.search.search_space import SIZE_KEYS, STATES_KEY, batch_per_step_with, micro_batch, sizes
+from recipe_lib.plan.search.search_space import (
+    PIPELINE_KEY,
+    SIZE_KEYS,
+    STATES_KEY,
+    batch_per_step_with,
+    micro_batch,
+    sizes,
+)
 from recipe_lib.plan.search.trials import Changes, changed, checkpointing, override_text, usable_bytes, value_of
 from recipe_lib.report.phases import Phase
 from recipe_lib.units import format_bytes, format_count
@@ -121,6 +128,10 @@ def way(trials: Trials, begun: Changes) -> Way:
         if larger and one is not None:
             sized = with_kind | micro_batch(cfg, begun, larger[0])
             _skip(trials, sized, "too large, by the line through smaller micro-batches; nor larger ones")
+        if begun.get(PIPELINE_KEY, cfg.parallel.pipeline) > 1 and not is_fixed:  # fewer of them wait less
+            known = {one.changes["batch_size"] for one in found}
+            for size in [size for size in left if size < max(fitting, default=0) and size not in known]:
+                yield with_kind | micro_batch(cfg, begun, size)
         left = [size for size in left if size > max(fitting, default=0)]
         if not left:
             return
