@@ -32,9 +32,6 @@ CHECKPOINTING_KEY = "memory.activation_checkpointing"
 CHECKPOINTING = ("full", "selective", "none")
 OFFLOAD_KEY = "memory.optimizer_offload"
 QUANTIZE_KEY = "lora.quantize_base"
-# The line through one micro-batch and what is held between steps says too much, by less than this share of the device.
-ROUGH = 0.25
-
 # Gives settings to try, takes what came of each: None for those that are left out.
 Way = Generator[Changes, Candidate | None, None]
 
@@ -106,58 +103,66 @@ def _single(changes: Changes) -> Way:
 def way(trials: Trials, begun: Changes) -> Way:
     """For each kind of checkpointing the largest micro-batch that fits. One that computes more again is of use for
     larger micro-batches only."""
-    cfg, settings, is_fixed = trials.cfg, trials.settings, bool(SIZE_KEYS & set(trials.fixed))
-    per_step = batch_per_step_with(cfg, begun)
-    left = [cfg.batch_size] if is_fixed else sizes(cfg, begun)
+    cfg = trials.cfg
+    left = [cfg.batch_size] if SIZE_KEYS & set(trials.fixed) else sizes(cfg, begun)
     kinds: Iterable[str] = reversed(CHECKPOINTING)
     if CHECKPOINTING_KEY in trials.fixed:
         kinds = (cfg.memory.activation_checkpointing,)
-    found: list[Candidate] = []
     for kind in kinds:
-        looking, one = largest(left, settings), None
-        with_kind = begun | checkpointing(cfg, kind)
-        while True:
-            try:
-                size = looking.send(one)
-            except StopIteration as end:
-                found += end.value
-                break
-            one = yield with_kind | ({} if is_fixed else micro_batch(cfg, begun, size))
-        fitting = [one.changes.get("batch_size", per_step) for one in found if one.may_fit]
-        larger = [size for size in left if found and size > found[-1].changes.get("batch_size", per_step)]
-        if larger and one is not None:
-            sized = with_kind | micro_batch(cfg, begun, larger[0])
-            _skip(trials, sized, "too large, by the line through smaller micro-batches; nor larger ones")
-        if begun.get(PIPELINE_KEY, cfg.parallel.pipeline) > 1 and not is_fixed:  # fewer of them wait less
-            known = {one.changes["batch_size"] for one in found}
-            for size in [size for size in left if size < max(fitting, default=0) and size not in known]:
-                yield with_kind | micro_batch(cfg, begun, size)
+        fitting = yield from _micro_batches(trials, begun | checkpointing(cfg, kind), left)
         left = [size for size in left if size > max(fitting, default=0)]
         if not left:
             return
 
 
-def largest(sizes: list[int], settings: PlanSettings) -> Generator[int, Candidate | None, list[Candidate]]:
+def _micro_batches(trials: Trials, begun: Changes, left: list[int]) -> Generator[Changes, Candidate | None, list[int]]:
+    """Tries sizes of micro-batches; returns those that fit.
+
+    Besides what `largest` asks for: in a pipeline smaller ones, as more micro-batches in a step wait less; else all
+    sequences at once, which have no gradients of others to be added to.
+    """
+
+    def sized(size: int) -> Changes:
+        return begun | ({} if SIZE_KEYS & set(trials.fixed) else micro_batch(trials.cfg, begun, size))
+
+    answers: dict[int, Candidate | None] = {}
+    looking = largest(left, trials.settings)
+    size = next(looking)
+    while size is not None:
+        answers[size] = yield sized(size)
+        size = looking.send(answers[size])
+    fitting = [size for size, one in answers.items() if one is not None and one.may_fit]
+    others = [size for size in left if size not in answers]
+    if begun.get(PIPELINE_KEY, trials.cfg.parallel.pipeline) > 1:
+        more = [size for size in others if size < max(fitting, default=0)]
+    else:
+        more = [size for size in others if size == batch_per_step_with(trials.cfg, begun)]
+    if (over := [size for size in set(others) - set(more) if size > max(fitting, default=0)]) and fitting:
+        _skip(trials, sized(min(over)), "too large by smaller micro-batches, and so are larger ones")
+    for size in more:
+        answers[size] = yield sized(size)
+    return [size for size, one in answers.items() if one is not None and one.may_fit]
+
+
+def largest(sizes: list[int], settings: PlanSettings) -> Generator[int | None, Candidate | None, None]:
     """Looks for the largest of `sizes` that fits: gives the smallest, then what a straight line says, and takes their
-    estimates, None to end. Returns all of them."""
+    estimates; None for one that is left out, as larger ones then are. Gives None at the end."""
     points: dict[int, int] = {}
-    found: list[Candidate] = []
     low, high, guess = 0, len(sizes), 0  # sizes below place `low` fit, those from `high` on do not
     while low < high:
         one = yield sizes[guess]
         if one is None:
             break
-        found.append(one)
         points[sizes[guess]] = one.short
         low, high = (guess + 1, high) if one.may_fit else (low, guess)
         if len(points) == 1:  # what is held between steps does not grow with the batch, the rest does at most
             points.setdefault(0, one.short - (one.quick.active - one.quick.held))
         likely = [place for place in range(low, high) if _line(points, sizes[place]) <= doubt(settings)]
-        sure = doubt(settings) if len(found) > 1 else ROUGH * settings.hardware.memory
-        if not likely and low < high and _line(points, sizes[low]) > sure:
+        # A peak is the highest of straight lines over the size: beyond two sizes it is not below the line through them.
+        if not likely and len(points) > 2:
             break
         guess = max(likely, default=low)
-    return found
+    yield None
 
 
 def _line(points: dict[int, int], size: int) -> float:
