@@ -1,5 +1,6 @@
 """Work on many pieces in several processes, its results in order."""
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -8,9 +9,10 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
@@ -48,20 +50,31 @@ def in_order(work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: 
     if workers <= 1:
         yield from map(work, pieces)
         return
-    context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(work,))
     done: deque[Future[Result]] = deque()
     try:
-        for piece in pieces:
-            done.append(_submit(pool, piece))
-            if len(done) >= AHEAD * workers:
+        with forks(work, workers) as submit:
+            for piece in pieces:
+                done.append(submit(piece))
+                if len(done) >= AHEAD * workers:
+                    yield done.popleft().result()
+            while done:
                 yield done.popleft().result()
-        while done:
-            yield done.popleft().result()
     except BrokenProcessPool:
         raise SetupError(
             f"data.num_proc: one of {workers} processes that tokenize was killed (out of memory?); lower data.num_proc"
         ) from None
+
+
+@contextmanager
+def forks(work: Callable[[Piece], Result], workers: int) -> Iterator[Callable[[Piece], Future[Result]]]:
+    """`workers` forks of this process; what is yielded has one of them do `work` of a piece.
+
+    A piece and its result go through pipes, `work` does not. Futures raise BrokenProcessPool if a fork was killed.
+    """
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(work,))
+    try:
+        yield functools.partial(_submit, pool)
     finally:
         pool.shutdown(cancel_futures=True)
 

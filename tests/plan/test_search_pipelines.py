@@ -1,32 +1,17 @@
 """The search among pipelines: what it tries, what it finds where ranks cannot reach each other, how it estimates."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.plan.apart import apart, settings
-from tests.plan.configs import load
+from tests.plan.configs import load, wide_model
 
-# Of Llama 3 8B the width and four layers: gathering them takes long over PCIe.
-WIDE = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096, "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "hidden_act": "silu", "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.02,
-}  # fmt: skip
 ROWS = 64  # of a step, as the config has them on four ranks
 FIXED = ("memory.cpu_offload", "lora.quantize_base", "parallel.reshard_after_forward",
          "memory.activation_checkpointing", "parallel.data_replicate", "parallel.pipeline_schedule")  # fmt: skip
-
-
-def typed(folder: Path, *more: str) -> tuple[str, ...]:
-    """Overrides of the wide model."""
-    (folder / "wide.json").write_text(json.dumps(WIDE))
-    model = (f"model.preset={folder / 'wide.json'}", "~model.path", "tokenizer.path=unread")
-    return (*model, "max_seq_len=512", "~validation.source", *more)
 
 
 def searched(folder: Path) -> dict[str, Any]:
@@ -37,17 +22,17 @@ def searched(folder: Path) -> dict[str, Any]:
     from recipe_lib.plan.search.fastest_settings import search
     from recipe_lib.plan.search.trials import override_text
 
-    recipe_class, cfg, plain = settings("llama3/8B_lora", 4, *typed(folder), device="rtx4090")
+    recipe_class, cfg, plain = settings("llama3/8B_lora", 4, *wide_model(folder), device="rtx4090")
     hardware = dataclasses.replace(plain.hardware, memory=int(1.6 * 2**30))
     wanted = dataclasses.replace(plain, hardware=hardware, outside=OutsideTorch(0, 0))
     result = search(recipe_class, cfg, wanted, want=1, fixed=FIXED)
     more = ("parallel.pipeline=2", "parallel.pipeline_schedule=zbv", "gradient_accumulation_steps=8")
-    recipe_class, cfg, plain = settings("llama3/8B_lora", 2, *typed(folder, *more), device="rtx4090")
+    recipe_class, cfg, plain = settings("llama3/8B_lora", 2, *wide_model(folder, *more), device="rtx4090")
     plan, estimate = make_plan(recipe_class, cfg, plain)[0], quick(recipe_class, cfg, plain)
     assert plan.time is not None
     once = ("parallel.reduce_gradients=step", "parallel.reshard_after_forward=false", "parallel.pipeline=2")
     recipe_class, cfg, plain = settings(
-        "llama3/8B_full", 4, *typed(folder, *once, "gradient_accumulation_steps=8"), device="rtx4090"
+        "llama3/8B_full", 4, *wide_model(folder, *once, "gradient_accumulation_steps=8"), device="rtx4090"
     )
     whole, zero_1 = make_plan(recipe_class, cfg, plain)[0], quick(recipe_class, cfg, plain)
     assert whole.time is not None
@@ -73,7 +58,7 @@ def test_a_pipeline_wins_where_gathering_is_slow(found: dict[str, Any], tmp_path
     (changes,), (text,) = found["changes"], found["typed"]
     assert changes["parallel.pipeline"] in (2, 4)
     assert found["global_batch_size"] == ROWS
-    cfg = load("llama3/8B_lora", *typed(tmp_path), *text.split())
+    cfg = load("llama3/8B_lora", *wide_model(tmp_path), *text.split())
     different = 4 // cfg.parallel.pipeline
     assert cfg.batch_size * cfg.gradient_accumulation_steps * different == ROWS
 

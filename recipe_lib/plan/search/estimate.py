@@ -15,7 +15,14 @@ from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
 from recipe_lib.plan.rank_plans import not_simulated
-from recipe_lib.plan.search.estimate_facts import Estimate, parameter_bytes, trained_bytes
+from recipe_lib.plan.search.estimate_facts import (
+    Estimate,
+    held_by_layers,
+    kept_by_layers,
+    least_seconds,
+    parameter_bytes,
+    trained_bytes,
+)
 from recipe_lib.plan.search.estimate_pipeline import quick_pipeline
 from recipe_lib.plan.timing.stream_schedule import schedule
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
@@ -44,6 +51,9 @@ class _Short:
     trained: int
     unsplit: int = 0
     estimate: str = ""
+    kept: int = 0
+    held_by_layers: int = 0
+    least_seconds: float = 0.0
 
 
 def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Estimate:
@@ -108,6 +118,9 @@ def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, layers: int)
         trained=trained_bytes(found),
         unsplit=active - highest,
         estimate=not_simulated(found, None)[1],
+        kept=kept_by_layers(trace),
+        held_by_layers=held_by_layers(trace),
+        least_seconds=least_seconds(trace, settings.hardware, settings.calibration),
     )
 
 
@@ -170,6 +183,9 @@ def _continue(short: _Short, long: _Short, layers: int) -> Estimate:
         part=highest[1],
         module=highest[2],
         estimate=long.estimate,
+        kept=line(lambda run: run.kept),
+        held_by_layers=line(lambda run: run.held_by_layers),
+        least_seconds=line(lambda run: run.least_seconds),
     )
 
 

@@ -20,6 +20,7 @@ SHARING: dict[str, Callable[[Any, int], Iterable[Any]]] = {
     "optimizer.implementation": lambda cfg, ranks: ("auto",),
 }
 STRATEGY_KEY = "parallel.strategy"
+STATES_KEY = "optimizer.state_bits"
 # The micro-batch, with as many of them as make up the batch of a step.
 SIZE_KEYS = {"batch_size", "gradient_accumulation_steps"}
 
@@ -58,8 +59,14 @@ def variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
             if quantize == "none" or (quantize, kind) == ("int8", "nf4")
         ]
         yield [stays | one for one in rounded]
+    outside: list[Changes] = []
     if stays and "memory.optimizer_offload" not in fixed:
-        yield [stays | {"memory.optimizer_offload": True} | one for one in (rounded or [{}])]
+        outside += [stays | {"memory.optimizer_offload": True} | one for one in (rounded or [{}])]
+    states = cfg.optimizer.name == "adamw" and cfg.optimizer.state_bits is None and not quantize
+    if states and STATES_KEY not in fixed:  # adapters have few states
+        outside.append(stays | {STATES_KEY: 8})
+    if outside:
+        yield outside
     if stays:
         yield [{"memory.cpu_offload": True} | one for one in (rounded or [{}])]
 

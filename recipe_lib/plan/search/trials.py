@@ -3,7 +3,10 @@
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -11,7 +14,7 @@ from recipe_lib.config.idle import why_idle
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.rules import broken_rules
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.data.workers import in_order, worker_count
+from recipe_lib.data.workers import forks, in_order, worker_count
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.parallel.world import communicators
 from recipe_lib.plan.allocation.untraced_memory import outside_torch
@@ -23,6 +26,8 @@ from recipe_lib.report.phases import phase
 
 # Dotted key -> value.
 Changes = dict[str, Any]
+
+_KILLED = "tune plan: one of the processes that try settings was killed (out of memory?); free some memory"
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
@@ -136,9 +141,33 @@ def in_processes(
     except SetupError as error:
         if "data.num_proc" not in str(error):
             raise
-        raise SetupError(
-            "tune plan: one of the processes that try settings was killed (out of memory?); free some memory"
-        ) from error
+        raise SetupError(_KILLED) from error
+
+
+@contextmanager
+def side_by_side(
+    work: Callable[[Piece], Result], processes: int | None = None
+) -> Iterator[tuple[Callable[[Piece], Future[Result]], int]]:
+    """(what begins `work` of a piece, how many of them go on at a time), by forks of this process, one for each core.
+
+    Here, one after the other, where a simulation has already run in this process; see `in_processes`. SetupError if a
+    fork is killed.
+    """
+    workers = 1 if _has_simulated() else worker_count(processes)
+    if workers == 1:
+        yield functools.partial(_done, work), 1
+        return
+    try:
+        with forks(work, workers) as submit:
+            yield submit, workers
+    except BrokenProcessPool as error:
+        raise SetupError(_KILLED) from error
+
+
+def _done(work: Callable[[Piece], Result], piece: Piece) -> Future[Result]:
+    future: Future[Result] = Future()
+    future.set_result(work(piece))
+    return future
 
 
 def _has_simulated() -> bool:

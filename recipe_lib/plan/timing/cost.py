@@ -165,6 +165,18 @@ def _computing(op: Op, hardware: Hardware, calibration: Calibration | None) -> f
     return op.flops / (matmul_rate(hardware, op.dtype, op.shape) * _matmul_scale(op, hardware, calibration))
 
 
+def least_op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = None) -> float:
+    """What a matmul or attention takes at least, however many rows of it are computed at once; 0 for others, and where
+    a CPU's operators were measured."""
+    if calibration and calibration.operators:
+        return 0.0
+    if is_attention(op):
+        return _computing(op, hardware, calibration)
+    points = [] if calibration is None else _matmul_scales(op.dtype, hardware, calibration)
+    highest = max((scale for _, scale in points), default=1.0)
+    return op.flops / (matmul_rate(hardware, op.dtype, ()) * highest)
+
+
 def is_attention(op: Op) -> bool:
     """Whether it is an attention kernel."""
     return "attention" in op.name or "attn" in op.name
@@ -192,15 +204,16 @@ def is_wait(op: Op) -> bool:
 
 def _matmul_scale(op: Op, hardware: Hardware, calibration: Calibration | None) -> float:
     """Measured rates of matmuls of this size over those of `matmul_rate`; a dtype that was not measured is as bf16."""
-    if calibration is None:
-        return 1.0
-    names = (op.dtype, "bf16", *calibration.matmul)
-    dtype = next(name for name in names if name in calibration.matmul)
-    points = [
-        (2.0 * m * n * k, rate / matmul_rate(hardware, dtype, (1, m, k, n)))
-        for (m, n, k), rate in calibration.matmul[dtype]
+    return 1.0 if calibration is None else _interpolate(_matmul_scales(op.dtype, hardware, calibration), op.flops)
+
+
+def _matmul_scales(dtype: str, hardware: Hardware, calibration: Calibration) -> list[tuple[float, float]]:
+    """(operations, measured rate over that of `matmul_rate`) of the shapes that were measured, small ones first."""
+    known = next(name for name in (dtype, "bf16", *calibration.matmul) if name in calibration.matmul)
+    return [
+        (2.0 * m * n * k, rate / matmul_rate(hardware, known, (1, m, k, n)))
+        for (m, n, k), rate in calibration.matmul[known]
     ]
-    return _interpolate(points, op.flops)
 
 
 def _attention_scale(hardware: Hardware, calibration: Calibration | None) -> float:

@@ -1,12 +1,19 @@
 """The search for settings that fit."""
 
 import dataclasses
+from collections.abc import Collection
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from recipe_lib.plan.result import DOES_NOT_FIT
-from recipe_lib.plan.search.fastest_settings import Search
+from recipe_lib.plan.search import candidates
+from recipe_lib.plan.search.candidates import Candidate, key_of
+from recipe_lib.plan.search.estimate_facts import Estimate
+from recipe_lib.plan.search.found_settings import Search
+from recipe_lib.plan.search.trial_order import Trials, largest, leanest, run_ways, variant_key, way
+from recipe_lib.plan.search.trials import Changes
 from tests.plan.apart import apart, settings
 
 MIB = 2**20
@@ -63,11 +70,36 @@ def test_nothing_fits():
     assert "short of" in str(result)
 
 
+def trials_of(*overrides: str, fixed: Collection[str] = ()) -> tuple[Trials, list[Changes]]:
+    """What a search of two ranks has before its first trial, and the list that its trials come in; none is made."""
+    from recipe_lib.report.phases import Phase
+
+    made: list[Changes] = []
+
+    def submit(changes: Changes) -> Future[Any]:
+        made.append(changes)
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return future
+
+    _, cfg, wanted = settings("demo/full", 2, *CONFIG, *overrides)
+    return Trials(cfg, wanted, fixed, submit, 1, Phase("", None, "")), made
+
+
+def candidate(changes: Changes, active: int, room: int, seconds: float = 1.0, **more: Any) -> Candidate:
+    """Settings with their estimate, of a step of 1000 tokens."""
+    quick = Estimate(active, active, active, 0, seconds, 1000, 2**30, 1, 1, "step", "backward", "", **more)
+    return Candidate(changes, quick, active - room, active <= room)
+
+
 def test_what_was_typed_stays():
     """Neither the micro-batch nor what is tried outside of the layers replaces a key that is fixed."""
-    from recipe_lib.plan.search import fastest_settings as module
+    fixed = {"batch_size", "parallel.fsdp_wrap_policy", "memory.loss_chunks"}
+    trials, made = trials_of(fixed=fixed)
+    run_ways(trials, [way(trials, {})])
+    assert len(made) == 3
+    assert not any(fixed & set(changes) for changes in [*made, leanest(trials, {})])
 
-    _, cfg, wanted = settings("demo/full", 2, *CONFIG)
     seen: list[tuple[int, int, str, int]] = []
 
     def refuse(recipe_class: type, cfg: Any, settings: Any) -> None:
@@ -75,33 +107,70 @@ def test_what_was_typed_stays():
             (cfg.batch_size, cfg.gradient_accumulation_steps, cfg.parallel.fsdp_wrap_policy, cfg.memory.loss_chunks)
         )
 
-    fixed = {"batch_size", "parallel.fsdp_wrap_policy", "memory.loss_chunks"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "try_quick", refuse)
-        module._micro_batches(object, cfg, wanted, {}, fixed)
-        module._first(object, cfg, wanted, {}, fixed)
+        patch.setattr(candidates, "try_quick", refuse)
+        candidates.try_settings(object, trials.cfg, trials.settings, {}, fixed)
     assert set(seen) == {(32, 2, "auto", 1)}
 
 
-def test_a_step_keeps_its_rows_and_the_smallest_is_tried_first():
+def test_the_smallest_micro_batch_is_tried_first():
     """Of sizes that fit up to 8 rows the search finds 8, and tries few others."""
-    from recipe_lib.plan.build_plan import PlanSettings
-    from recipe_lib.plan.hardware import find_hardware
-    from recipe_lib.plan.search.estimate import Estimate
-    from recipe_lib.plan.search.fastest_settings import _Candidate, _largest
-    from recipe_lib.plan.world.sequence_lengths import Sequence
-
-    wanted = PlanSettings(hardware=find_hardware("24GB"), sequence=Sequence(8, ""))
-    room = 20 * 2**30
-    tried: list[int] = []
-
-    def run(size: int) -> _Candidate:
+    trials, _ = trials_of()
+    looking = largest([1, 2, 4, 8, 16, 32], trials.settings)
+    size, tried, fitting = next(looking), [], []
+    while size is not None:
         tried.append(size)
-        active = 2**30 * (2 + 2 * size)
-        quick = Estimate(active, active, active, 0, 1.0, size, 2**30, 1, 1, "step", "backward", "")
-        return _Candidate({"batch_size": size}, quick, active - room)
-
-    fitting = [one.changes["batch_size"] for one in _largest(run, [1, 2, 4, 8, 16, 32], wanted) if one.short <= 0]
+        one = candidate({"batch_size": size}, 2**30 * (2 + 2 * size), 20 * 2**30)
+        fitting += [size] if one.may_fit else []
+        size = looking.send(one)
     assert max(fitting) == 8
     assert tried[0] == 1
     assert len(tried) <= 3
+
+
+def test_what_cannot_fit_or_cannot_be_faster_is_not_tried(caplog: pytest.LogCaptureFixture):
+    """By what was tried: activations that less checkpointing keeps, and operations that more of it does."""
+    room = 23 * 2**30
+    trials, made = trials_of()
+    one, many = ({"batch_size": size, "gradient_accumulation_steps": 64 // size} for size in (1, 64))
+    for kind, kept, seconds in (("full", 2**27, 10.0), ("none", 2**33, 4.0)):
+        changes = {"memory.activation_checkpointing": kind} | one
+        trials.tried[key_of(changes)] = candidate(changes, 2**31, room, 12.0, kept=kept, least_seconds=seconds)
+    changes = {"memory.activation_checkpointing": "none"} | many
+    trials.leanest[variant_key(changes)] = candidate({}, 2**31, room)
+    run_ways(trials, [iter_of(changes)])
+    assert made == []
+    (said,) = trials.skipped.values()
+    assert "at least" in said  # 64 times what one sequence keeps
+    faster = {"batch_size": 64, "gradient_accumulation_steps": 1}
+    trials.tried["faster"] = candidate(faster, 2**31, room, 9.0)
+    run_ways(trials, [iter_of({"memory.activation_checkpointing": "full", "batch_size": 2})])
+    assert made == []
+    assert "100 tokens/s at most" in list(trials.skipped.values())[-1]
+    run_ways(trials, [iter_of({"memory.activation_checkpointing": "selective", "batch_size": 2})])
+    assert len(made) == 1
+
+
+def iter_of(changes: Changes) -> Any:
+    """A way of one trial."""
+    yield changes
+
+
+def test_the_trial_that_could_be_the_fastest_comes_first_and_outcomes_are_said(caplog: pytest.LogCaptureFixture):
+    trials, made = trials_of()
+    for kind, seconds in (("full", 10.0), ("none", 4.0)):
+        changes = {"memory.activation_checkpointing": kind}
+        trials.tried[kind] = candidate(changes, 2**40, 2**34, 12.0, least_seconds=seconds)
+
+    def submit(changes: Changes) -> Future[Any]:
+        made.append(changes)
+        future: Future[Any] = Future()
+        future.set_result(candidate(changes, 2**33, 2**34, 11.0 if len(made) == 1 else 11.5))
+        return future
+
+    trials.submit = submit
+    kinds = [{"memory.activation_checkpointing": kind, "batch_size": 2} for kind in ("full", "none")]
+    with caplog.at_level("INFO"):
+        run_ways(trials, [iter_of(changes) for changes in kinds])
+    assert made == kinds[::-1]
+    assert [one.changes for one in trials.fitting()] == kinds[::-1]

@@ -1,0 +1,308 @@
+"""Which settings a search tries next, on all cores, and which it need not try at all.
+
+A way to share the model between ranks is gone through kind by kind of checkpointing, from the one that computes least
+again, with micro-batches from the smallest on. Of all ways the trial that could be the fastest is next. None is made
+for what cannot fit or cannot be faster than the best so far, by `lower_bounds`; each such decision is said.
+"""
+
+from collections.abc import Callable, Collection, Generator, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipe_lib.config.mesh import mesh_shape, micro_batches
+from recipe_lib.errors import UserError
+from recipe_lib.logs import get_logger
+from recipe_lib.plan.build_plan import PlanSettings
+from recipe_lib.plan.search.candidates import Candidate, differing, doubt, key_of
+from recipe_lib.plan.search.lower_bounds import Like, least_bytes, least_step
+from recipe_lib.plan.search.search_space import (
+    PIPELINE_KEY,
+    SIZE_KEYS,
+    STATES_KEY,
+    batch_per_step_with,
+    micro_batch,
+    sizes,
+)
+from recipe_lib.plan.search.trials import Changes, changed, checkpointing, override_text, usable_bytes, value_of
+from recipe_lib.report.phases import Phase
+from recipe_lib.units import format_bytes, format_count
+
+CHECKPOINTING_KEY = "memory.activation_checkpointing"
+CHECKPOINTING = ("full", "selective", "none")
+OFFLOAD_KEY = "memory.optimizer_offload"
+QUANTIZE_KEY = "lora.quantize_base"
+# Gives settings to try, takes what came of each: None for those that are left out.
+Way = Generator[Changes, Candidate | None, None]
+
+
+@dataclass
+class Trials:
+    """What a search has tried so far. fixed: dotted keys that stay as the config has them. submit, workers: as
+    `side_by_side` gives them. tried: by `key_of` the settings that a trial was made of, None for those that the recipe
+    or the simulation refuses. leanest: by variant. skipped: what no trial was made of, and why. refused: settings whose
+    whole plan does not fit."""
+
+    cfg: Any
+    settings: PlanSettings
+    fixed: Collection[str]
+    submit: Callable[[Changes], Future[Any]]
+    workers: int
+    going: Phase
+    tried: dict[str, Candidate | None] = field(default_factory=dict)
+    leanest: dict[str, Candidate | None] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    said: dict[str, float] = field(default_factory=dict)
+
+    def fitting(self) -> list[Candidate]:
+        """What may fit, fastest first, each once."""
+        found = {key_of(one.changes): one for one in self.tried.values() if one is not None}
+        left = [one for key, one in found.items() if key not in self.refused and one.may_fit]
+        return sorted(left, key=lambda one: (-one.speed, one.quick.active))
+
+    def text(self, changes: Changes) -> str:
+        """What to type for them."""
+        return override_text(differing(self.cfg, changes)) or "as it is"
+
+
+def worth_trying(trials: Trials, begun: Iterable[Changes]) -> list[Changes]:
+    """Ways to share the model whose leanest settings could fit; the others are said once."""
+    found = []
+    for changes in begun:
+        if why := _too_large(trials, leanest(trials, changes)):
+            _skip(trials, changes, f"{why}, however activations are kept")
+        else:
+            found.append(changes)
+    return found
+
+
+def leanest(trials: Trials, begun: Changes) -> Changes:
+    """One sequence at a time, everything computed again."""
+    kind = {} if CHECKPOINTING_KEY in trials.fixed else checkpointing(trials.cfg, CHECKPOINTING[0])
+    fewest = min(sizes(trials.cfg, begun), default=1)
+    return begun | kind | ({} if SIZE_KEYS & set(trials.fixed) else micro_batch(trials.cfg, begun, fewest))
+
+
+def other_kinds(trials: Trials, changes: Changes) -> list[Changes]:
+    """The same with less checkpointing, for what each kind keeps and computes."""
+    if CHECKPOINTING_KEY in trials.fixed:
+        return []
+    return [changes | checkpointing(trials.cfg, kind) for kind in reversed(CHECKPOINTING[1:])]
+
+
+def try_all(trials: Trials, wanted: Iterable[Changes]) -> None:
+    """Each of the settings, but for those that are decided already."""
+    run_ways(trials, [_single(changes) for changes in wanted])
+
+
+def _single(changes: Changes) -> Way:
+    yield changes
+
+
+def way(trials: Trials, begun: Changes) -> Way:
+    """For each kind of checkpointing the largest micro-batch that fits. One that computes more again is of use for
+    larger micro-batches only."""
+    cfg = trials.cfg
+    left = [cfg.batch_size] if SIZE_KEYS & set(trials.fixed) else sizes(cfg, begun)
+    kinds: Iterable[str] = reversed(CHECKPOINTING)
+    if CHECKPOINTING_KEY in trials.fixed:
+        kinds = (cfg.memory.activation_checkpointing,)
+    for kind in kinds:
+        fitting = yield from _micro_batches(trials, begun | checkpointing(cfg, kind), left)
+        left = [size for size in left if size > max(fitting, default=0)]
+        if not left:
+            return
+
+
+def _micro_batches(trials: Trials, begun: Changes, left: list[int]) -> Generator[Changes, Candidate | None, list[int]]:
+    """Tries sizes of micro-batches; returns those that fit.
+
+    Besides what `largest` asks for: in a pipeline smaller ones, as more micro-batches in a step wait less; else all
+    sequences at once, which have no gradients of others to be added to.
+    """
+
+    def sized(size: int) -> Changes:
+        return begun | ({} if SIZE_KEYS & set(trials.fixed) else micro_batch(trials.cfg, begun, size))
+
+    answers: dict[int, Candidate | None] = {}
+    looking = largest(left, trials.settings)
+    size = next(looking)
+    while size is not None:
+        answers[size] = yield sized(size)
+        size = looking.send(answers[size])
+    fitting = [size for size, one in answers.items() if one is not None and one.may_fit]
+    others = [size for size in left if size not in answers]
+    if begun.get(PIPELINE_KEY, trials.cfg.parallel.pipeline) > 1:
+        more = [size for size in others if size < max(fitting, default=0)]
+    else:
+        more = [size for size in others if size == batch_per_step_with(trials.cfg, begun)]
+    if (over := [size for size in set(others) - set(more) if size > max(fitting, default=0)]) and fitting:
+        _skip(trials, sized(min(over)), "too large by smaller micro-batches, and so are larger ones")
+    for size in more:
+        answers[size] = yield sized(size)
+    return [size for size, one in answers.items() if one is not None and one.may_fit]
+
+
+def largest(sizes: list[int], settings: PlanSettings) -> Generator[int | None, Candidate | None, None]:
+    """Looks for the largest of `sizes` that fits: gives the smallest, then what a straight line says, and takes their
+    estimates; None for one that is left out, as larger ones then are. Gives None at the end."""
+    points: dict[int, int] = {}
+    low, high, guess = 0, len(sizes), 0  # sizes below place `low` fit, those from `high` on do not
+    while low < high:
+        one = yield sizes[guess]
+        if one is None:
+            break
+        points[sizes[guess]] = one.short
+        low, high = (guess + 1, high) if one.may_fit else (low, guess)
+        if len(points) == 1:  # what is held between steps does not grow with the batch, the rest does at most
+            points.setdefault(0, one.short - (one.quick.active - one.quick.held))
+        likely = [place for place in range(low, high) if _line(points, sizes[place]) <= doubt(settings)]
+        # A peak is the highest of straight lines over the size: beyond two sizes it is not below the line through them.
+        if not likely and len(points) > 2:
+            break
+        guess = max(likely, default=low)
+    yield None
+
+
+def _line(points: dict[int, int], size: int) -> float:
+    """Bytes short at a size, by the line through the two known points next to it."""
+    first, second = sorted(sorted(points, key=lambda known: abs(known - size))[:2])
+    return points[first] + (points[second] - points[first]) * (size - first) / (second - first)
+
+
+def run_ways(trials: Trials, ways: list[Way]) -> None:
+    """Goes through all ways, the trial that could be the fastest first, with all workers."""
+    ready: list[tuple[Way, Changes]] = []
+    pending: dict[Future[Any], tuple[Way, Changes]] = {}
+    for one in ways:
+        _go_on(trials, ready, one, None)
+    while ready or pending:
+        while ready and len(pending) < trials.workers:
+            ready.sort(key=lambda pair: -_highest_speed(trials, pair[1]))
+            following, changes = ready.pop(0)
+            if why := _why_not(trials, changes):
+                _skip(trials, changes, why)
+                _go_on(trials, ready, following, None)
+            elif key_of(changes) in trials.tried:
+                _go_on(trials, ready, following, trials.tried[key_of(changes)])
+            else:
+                pending[trials.submit(changes)] = following, changes
+        for future in wait(pending, return_when=FIRST_COMPLETED).done:
+            following, changes = pending.pop(future)
+            found = trials.tried[key_of(changes)] = future.result()
+            _say(trials, changes, found)
+            _go_on(trials, ready, following, found)
+
+
+def _go_on(trials: Trials, ready: list[tuple[Way, Changes]], following: Way, answer: Candidate | None) -> None:
+    try:
+        ready.append((following, following.send(answer)))
+    except StopIteration:
+        return
+
+
+def _like(trials: Trials, cfg: Any) -> Like | None:
+    """Of what was tried, something with the same layers, kind of checkpointing and frozen weights; not of a pipeline,
+    whose ranks have some of the layers each."""
+    for one in trials.tried.values():
+        if one is None or not one.quick.least_seconds:
+            continue
+        other = changed(trials.cfg, one.changes)
+        same = (CHECKPOINTING_KEY, QUANTIZE_KEY)
+        if other is not None and all(value_of(other, key) == value_of(cfg, key) for key in same):
+            return Like(one.quick, micro_batches(other)[0])
+    return None
+
+
+def _highest_speed(trials: Trials, changes: Changes) -> float:
+    """Tokens per second that the settings have at most; infinite where nothing like them was tried."""
+    cfg = changed(trials.cfg, changes)
+    like = None if cfg is None else _like(trials, cfg)
+    return float("inf") if like is None else like.quick.tokens / least_step(cfg, like)
+
+
+def _why_not(trials: Trials, changes: Changes) -> str:
+    """Why no trial of the settings is needed; nothing where one is."""
+    if key_of(changes) in trials.tried:
+        return ""
+    cfg = changed(trials.cfg, changes)
+    if cfg is None:
+        return "these do not go together"
+    best = next(iter(trials.fitting()), None)
+    if best is not None and _highest_speed(trials, changes) <= best.speed:
+        return f"{format_count(_highest_speed(trials, changes))} tokens/s at most, no faster than the best so far"
+    return _too_large(trials, changes)
+
+
+def _too_large(trials: Trials, changes: Changes) -> str:
+    cfg = changed(trials.cfg, changes)
+    if cfg is None:
+        return "these do not go together"
+    usable, least = usable_bytes(cfg, trials.settings), _least_bytes(trials, changes, cfg)
+    if least <= usable + doubt(trials.settings):
+        return ""
+    return f"takes {format_bytes(least)} at least, of {format_bytes(usable)}"
+
+
+def _least_bytes(trials: Trials, changes: Changes, cfg: Any) -> int:
+    known = trials.leanest.get(variant_key(changes))
+    if known is None:
+        return 0
+    known_cfg = changed(trials.cfg, known.changes)
+    try:
+        least = least_bytes(cfg, trials.settings, known.quick, known_cfg, _like(trials, cfg))
+    except UserError:  # a pipeline that the model cannot be divided for: its trial says so
+        return 0
+    return max(least, _least_without_states(trials, changes, known))
+
+
+def _least_without_states(trials: Trials, changes: Changes, known: Candidate) -> int:
+    """With optimizer states in host memory: what the same takes with them, but for the states, which both leanest
+    settings tell; 0 where it is not known, or the peak was in the optimizer's step."""
+    if not changes.get(OFFLOAD_KEY):
+        return 0
+    without = {key: value for key, value in changes.items() if key != OFFLOAD_KEY}
+    before, other = trials.leanest.get(variant_key(without)), trials.tried.get(key_of(without))
+    if before is None or other is None or other.quick.part == "optimizer":
+        return 0
+    states = before.quick.held - known.quick.held
+    parts = [_parts(trials, one.changes) for one in (known, other)]
+    return int(other.quick.reserved_expandable - states * parts[0] / parts[1])
+
+
+def _parts(trials: Trials, changes: Changes) -> int:
+    cfg = changed(trials.cfg, changes)
+    assert cfg is not None
+    mesh = mesh_shape(cfg.parallel, trials.settings.ranks)
+    return mesh["pipeline"] * mesh["data_shard"]
+
+
+def variant_key(changes: Changes) -> str:
+    """Of the part of the changes that is no way to share the model, and no micro-batch."""
+    names = ("memory.cpu_offload", OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY)
+    return key_of({key: value for key, value in changes.items() if key in names})
+
+
+def _skip(trials: Trials, changes: Changes, why: str) -> None:
+    text = trials.text(changes)
+    if text not in trials.skipped:
+        trials.skipped[text] = why
+        get_logger().info(f"not simulated: {text}: {why}")
+
+
+def _say(trials: Trials, changes: Changes, found: Candidate | None) -> None:
+    """What came of a trial, and the best so far where it is better."""
+    trials.going.advance(1)
+    if found is None:
+        get_logger().info(f"refused: {trials.text(changes)}")
+        return
+    fits = "too large" if not found.may_fit else "fits" if found.short <= 0 else "may fit"
+    size, speed = format_bytes(found.quick.reserved_expandable), format_count(found.speed)
+    get_logger().info(f"estimated: {trials.text(found.changes)}: {size}, {fits}, {speed} tokens/s")
+    best = next(iter(trials.fitting()), None)
+    if best is not None and best.speed > trials.said.get("best", 0.0):
+        trials.said["best"] = best.speed
+        line = f"best so far: {format_count(best.speed)} tokens/s: {trials.text(best.changes)}"
+        trials.going.say(line)
+        get_logger().info(line)
