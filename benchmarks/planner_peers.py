@@ -3,7 +3,8 @@
     python -m benchmarks.planner_peers --output docs/measurements/planner_peers.md
 
 A quarter of an hour of a CPU; no GPU, no weights. The rows, with what was measured, what the other planner said and
-every setting, are in `peer_rows.json`; the stacks that they ran on are imitated in `peer_stacks.py` and `megatron_stack.py`.
+every setting, are in `peer_rows.json`; the stacks that they ran on are imitated in `peer_stacks.py` and
+`megatron_stack.py`.
 """
 
 import argparse

@@ -76,7 +76,8 @@ def render_search(result: Search) -> str:
     if result.skipped:
         put(
             console,
-            f"{result.skipped} decided without a simulation, each a line of standard error: too large, or not the fastest",
+            f"{result.skipped} decided without a simulation, each a line of standard error: too large, or not the "
+            "fastest",
             indent=2,
         )
         if len(result.found) > 1:
