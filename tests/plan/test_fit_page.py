@@ -5,10 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fit import CARDS, METHODS, MODELS, Line, page, prepared
-from recipe_lib.cli.plan import recipe_class
-from recipe_lib.cli.recipes import recipe_for
-from recipe_lib.plan.build_plan import make_plan
+from benchmarks.fit import CARDS, METHODS, MODELS, Line, page, planned
 from tests.house.files import ROOT
 from tests.plan.apart import apart
 
@@ -23,9 +20,9 @@ def test_the_page_is_made_of_all_lines():
 
 def bytes_of(line: Line) -> Any:
     """Active and reserved bytes of its settings as they are planned now."""
-    cfg, settings = prepared(line.model, line.method, line.cards, line.settings or [])
-    plan, _ = make_plan(recipe_class(recipe_for(f"{MODELS[line.model]}_{line.method}")), cfg, settings)
-    return plan.heaviest.peak.active, plan.heaviest.reserved
+    found = planned(line.model, line.method, line.cards, tuple(line.settings or ()))
+    assert found is not None
+    return found[1].heaviest.peak.active, found[1].heaviest.reserved
 
 
 @pytest.mark.slow
