@@ -34,8 +34,8 @@ STEPS = 15
 
 PAGE = """# Planned and measured step times on a CPU
 
-Made by `python -m benchmarks.cpu_times --output docs/measurements/cpu_times.md`: torch {torch}, {threads} threads,
-seed {seed}.
+Made by `python -m benchmarks.cpu_times --output docs/measurements/cpu_times.md`: torch {torch}, --threads
+{threads}, --seed {seed}.
 
 `tune plan --calibrate` measures the operators of seven small Llamas' steps one by one, in fp32 and bf16; then Llamas of
 drawn sizes, which it has not seen, are planned with the file and run. Measured is the median of {steps} steps in the
@@ -101,7 +101,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--calibration", type=Path, help="a file made before, in place of measuring now")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=2026)
+    parser.add_argument("--threads", type=int, default=1, help="of torch; one is disturbed least by what else runs")
     arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
     rows, ratios = [], []
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.calibration or Path(folder) / "calibration.json"

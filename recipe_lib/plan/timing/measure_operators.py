@@ -23,7 +23,7 @@ _STEPS = 20
 
 
 @dataclass
-class _Call:
+class _TimedCall:
     """An operator with its arguments. count: how often a step calls it with such."""
 
     func: Any
@@ -33,12 +33,12 @@ class _Call:
     count: int = 0
 
 
-class _Calls(TorchDispatchMode):
+class _OperatorCalls(TorchDispatchMode):
     """Collects the operators that do work, each with arguments of its kind once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[Any, _Call] = {}
+        self.found: dict[Any, _TimedCall] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -46,7 +46,7 @@ class _Calls(TorchDispatchMode):
         cost = cost_of(func, args, kwargs, result)
         if not cost.is_view and not cost.communicates and (cost.flops or cost.bytes):
             key = (func, _signature(args), _signature(tuple(kwargs.items())))
-            call = self.found.setdefault(key, _Call(func, args, kwargs, cost))
+            call = self.found.setdefault(key, _TimedCall(func, args, kwargs, cost))
             call.count += 1
         return result
 
@@ -61,7 +61,7 @@ def measure_operators(steps: Sequence[Callable[[], Any]]) -> dict[str, Any]:
     beyond: list[float] = []
     for step in steps:
         whole = _step_seconds(step)
-        with _Calls() as calls:
+        with _OperatorCalls() as calls:
             step()
         alone, count = 0.0, 0
         for call in calls.found.values():
@@ -95,7 +95,7 @@ def _step_seconds(step: Callable[[], Any]) -> float:
 
 
 @torch.no_grad()
-def _call_seconds(call: _Call) -> float | None:
+def _call_seconds(call: _TimedCall) -> float | None:
     """Of one call, the least of two rounds or more; None for one that cannot be made again."""
     size = sum(
         tensor.numel() * tensor.element_size() for tensor in tensors_in((call.args, tuple(call.kwargs.values())))
