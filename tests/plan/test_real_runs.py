@@ -108,6 +108,9 @@ CASES = GRID | {
     "4 bits": (2, FULL, TIED, "dtype=bf16", "optimizer.state_bits=4", "optimizer.master_weights=true"),
     "muon": (2, FULL, TIED, "optimizer.name=muon"),
     "packed": (2, FULL, TIED, "data.packing=true"),
+    "transformers": (2, FULL, TIED, "model.implementation=transformers", "memory.activation_checkpointing=full"),
+    "transformers, one rank": (1, LORA, TIED, "model.implementation=transformers"),
+    "transformers, packed": (1, FULL, TIED, "model.implementation=transformers", "data.packing=true"),
     "packed pairs, one rank": (1, DPO, TIED, PAIRS, "data.packing=true"),
 }
 
@@ -157,6 +160,9 @@ def run(case: tuple[Any, ...], folder: Path, simulated: bool) -> dict[str, Any]:
     shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=PACKED_DOCUMENTS)
     if simulated:
         found = simulate(recipe_class(module), cfg, shape, ranks=ranks, phases=(), like_cpu=True)
+        if cfg.model.implementation == "transformers":  # whose buffers come to be on the host, here the run's device
+            for storage in found.trace.storages:
+                storage.device |= storage.phase == 0
     else:
         with start_world(cfg) as world, collectives_let_go():
             found = trace_real_run(recipe_class(module), cfg, world, shape)

@@ -51,6 +51,7 @@ from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.world.planned_batches import PlannedData, SequenceShape, batch_tensors
 from recipe_lib.plan.world.simulated_device import NAME
 from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
+from recipe_lib.plan.world.transformers_masks import masks_of_a_run
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 FIRST, STEADY = "first step", "step"
@@ -120,7 +121,8 @@ def simulate(
             tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory, checker)
             tracer.stream = connect_streams(tracer.record, tracer.wait, tracer.use_on, following_host(tracer))
             with ExitStack() as stack:
-                for context in (_quiet_collector(), tracer.running(), following_actions(tracer)):
+                masks = masks_of_a_run(cfg, shape.documents)
+                for context in (_quiet_collector(), tracer.running(), following_actions(tracer), masks):
                     stack.enter_context(context)
                 stack.enter_context(_scales_without_values())
                 code = stack.enter_context(compiling(tracer)) if cfg.compile else None
