@@ -181,8 +181,8 @@ def _sharding(cfg: Any, ranks: int) -> list[Lever]:
     if parallel.data_shard == -1:
         found.append(Lever(changes, note, text=f"--nproc_per_node {2 * ranks}", ranks=2 * ranks))
     offload = not cfg.memory.cpu_offload
-    slow = "much slower: the optimizer runs on the CPU and parameters cross PCIe; that time is not planned"
-    found.append(Lever({"memory.cpu_offload": offload}, slow if offload else "", timed=False))
+    slow = "the optimizer runs on the CPU and parameters cross PCIe"
+    found.append(Lever({"memory.cpu_offload": offload}, slow if offload else ""))
     return found
 
 
