@@ -28,7 +28,7 @@ class Candidate:
 
     @property
     def speed(self) -> float:
-        """Tokens per second."""
+        """Tokens per second; 0 where it does not matter, as the settings do not fit."""
         return self.quick.tokens / self.quick.seconds if self.quick.seconds else 0.0
 
 
@@ -58,12 +58,14 @@ def try_settings(
     best = None
     for more in ({}, less):
         other = changed(cfg, changes | more)
-        found = None if other is None else try_quick(recipe_class, other, settings)
-        if other is None or found is None:
+        if other is None:
             break
-        short = found.reserved_expandable - usable_bytes(other, settings)
+        usable = usable_bytes(other, settings)
+        found = try_quick(recipe_class, other, settings, int(usable / (1 - ACTIVE_TOLERANCE)))
+        if found is None:
+            break
+        short = found.reserved_expandable - usable
         if best is None or short < best.short:
-            usable = found.reserved_expandable - short
             may_fit = short <= doubt(settings) and found.active * (1 - ACTIVE_TOLERANCE) <= usable
             best = Candidate(changes | more, found, short, may_fit)
         # More than this, logits and gathered embeddings do not make up for.

@@ -56,16 +56,17 @@ class _Short:
     least_seconds: float = 0.0
 
 
-def quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Estimate:
+def quick(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None) -> Estimate:
     """The estimate for a plannable config, of the first of `settings.traced_ranks` or rank 0, without load, validation
     and save.
 
     settings.timed False: of the active bytes of setup and a steady step; reserved is not more, and the time is 0.
+    limit: of a pipeline, as `quick_pipeline` takes it.
 
     Raises UserErrors of recipe and config.
     """
     if cfg.parallel.pipeline > 1:
-        return quick_pipeline(recipe_class, cfg, settings)
+        return quick_pipeline(recipe_class, cfg, settings, limit)
     layers = layer_count(cfg)
     ahead = cfg.memory.activation_offload_prefetch_layers if cfg.memory.activation_offload else 0
     short, long = short_depths(layers, layer_period(cfg), ahead)

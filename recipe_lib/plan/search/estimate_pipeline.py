@@ -6,7 +6,7 @@ of action has come before). The schedule's own order says how many of them are t
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,48 +70,33 @@ class _Place:
     module: str
 
 
-def quick_pipeline(recipe_class: type, cfg: Any, settings: PlanSettings) -> Estimate:
+def quick_pipeline(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None) -> Estimate:
     """The estimate for a plannable config with a pipeline, as `quick` gives it: of the heaviest of its places.
 
     Its active bytes are mostly those of the whole plan. settings.timed False: reserved is not more than active, and the
-    time is 0. Raises UserErrors of recipe and config.
+    time is 0. limit: after the first place with more active bytes no other is simulated, and the time is 0. Raises
+    UserErrors of recipe and config.
     """
     count = micro_batches(cfg)[1]
-    orders = orders_of(cfg.parallel, count)
-    ranks = first_of_each_place(cfg.parallel, settings.ranks)
     once = reduces_once(cfg.parallel)  # then the last micro-batch is unlike the others, and what each leaves adds up
-    traced = [
-        traced_micro_batches(cfg, place) if once else _traced(cfg.parallel, place, count) for place in range(len(ranks))
-    ]
-
-    def simulated(model: Any) -> list[_Place]:
-        return [
-            _simulate(recipe_class, model, settings, rank, number) for rank, number in zip(ranks, traced, strict=True)
-        ]
-
-    places = _places(cfg, settings, simulated, once=once)
-    peaks = [found.whole if once else _peak(cfg, place, found, count) for place, found in enumerate(places)]
+    models, split = _models(cfg, settings, once=once)
+    places: list[_Place] = []
+    peaks: list[int] = []
+    for at, rank in enumerate(first_of_each_place(cfg.parallel, settings.ranks)):
+        traced = traced_micro_batches(cfg, at) if once else _traced(cfg.parallel, at, count)
+        runs = [_simulate(recipe_class, model, settings, rank, traced) for model in models]
+        places.append(_continued(runs[0], runs[1], split) if len(runs) > 1 else runs[0])
+        peaks.append(places[-1].whole if once else _peak(cfg, at, places[-1], count))
+        if limit is not None and peaks[-1] > limit:
+            break
     heaviest = max(range(len(places)), key=lambda place: peaks[place] + places[place].idle[0])
     place, active = places[heaviest], peaks[heaviest]
-    seconds: dict[_Key, float] = {}
-    messages: dict[_Key, float] = {}
-    every: dict[Action, float] = {}
-    for one in places:
-        seconds, messages, every = seconds | one.seconds, messages | one.messages, every | one.every
-    step = max(one.gaps for one in places)
-    if settings.timed:
-        step += simulate(
-            orders,
-            cfg.parallel,
-            lambda action: every.get(action, seconds[action.stage, action.kind]),
-            lambda send: messages.get((send.stage, send.kind), 0.0),
-        ).total
     return Estimate(
         active=active,
         reserved=active + place.idle[0],
         reserved_expandable=active + place.idle[1],
         host=max(one.host for one in places),
-        seconds=step,
+        seconds=_step(cfg, places) if settings.timed and len(places) == cfg.parallel.pipeline else 0.0,
         tokens=place.tokens,
         held=place.held,
         parameters=sum(one.parameters for one in places),
@@ -124,26 +109,42 @@ def quick_pipeline(recipe_class: type, cfg: Any, settings: PlanSettings) -> Esti
     )
 
 
-def _places(cfg: Any, settings: PlanSettings, simulated: Callable[[Any], list[_Place]], *, once: bool) -> list[_Place]:
-    """`simulated(cfg)`, by two simulations with few layers on each stage where that is much less.
+def _step(cfg: Any, places: list[_Place]) -> float:
+    """Seconds of a step, all micro-batches."""
+    seconds: dict[_Key, float] = {}
+    messages: dict[_Key, float] = {}
+    every: dict[Action, float] = {}
+    for one in places:
+        seconds, messages, every = seconds | one.seconds, messages | one.messages, every | one.every
+    actions = simulate(
+        orders_of(cfg.parallel, micro_batches(cfg)[1]),
+        cfg.parallel,
+        lambda action: every.get(action, seconds[action.stage, action.kind]),
+        lambda send: messages.get((send.stage, send.kind), 0.0),
+    )
+    return max(one.gaps for one in places) + actions.total
+
+
+def _models(cfg: Any, settings: PlanSettings, *, once: bool) -> tuple[list[Any], list[int]]:
+    """(configs to simulate, the layers of each stage): two with few layers on each stage where that is much less than
+    the whole model, the shorter first.
 
     once: every micro-batch is simulated, and the peak is the simulation's own.
     """
     named = isinstance(cfg.parallel.fsdp_wrap_policy, list)
     budget = cfg.memory.activation_checkpointing == "budget"
     if once or named or budget or cfg.memory.activation_offload or layer_period(cfg) > 1:
-        return simulated(cfg)
+        return [cfg], []
     shards = mesh_shape(cfg.parallel, settings.ranks)["data_shard"]
     split = [len(one) for one in split_layers(spec_of(cfg), cfg, shards)]
     fewest = _LAYERS + (_AHEAD if shards > 1 else 0)
-    short, long = ([min(count, most) for count in split] for most in (fewest, fewest + 1))
-    if _WORTHWHILE * (sum(short) + sum(long)) > sum(split):
-        return simulated(cfg)
-    pair = []
-    for counts in (short, long):
-        shallow = with_layers(cfg, sum(counts))
-        pair.append(simulated(replace(shallow, parallel=replace(cfg.parallel, pipeline_layers_per_stage=counts))))
-    return [_continued(low, high, split) for low, high in zip(*pair, strict=True)]
+    pair = [[min(count, most) for count in split] for most in (fewest, fewest + 1)]
+    if _WORTHWHILE * sum(map(sum, pair)) > sum(split):
+        return [cfg], split
+    return [
+        replace(with_layers(cfg, sum(counts)), parallel=replace(cfg.parallel, pipeline_layers_per_stage=counts))
+        for counts in pair
+    ], split
 
 
 def _continued(short: _Place, long: _Place, split: list[int]) -> _Place:

@@ -76,8 +76,7 @@ def render_search(result: Search) -> str:
     if result.skipped:
         put(
             console,
-            f"{result.skipped} decided without a simulation, each a line of standard error: too large, or not the "
-            "fastest",
+            f"{result.skipped} decided without a simulation: too large, or not the fastest, as their lines say",
             indent=2,
         )
         if len(result.found) > 1:

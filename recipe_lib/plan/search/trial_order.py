@@ -1,8 +1,9 @@
 """Which settings a search tries next, on all cores, and which it need not try at all.
 
 A way to share the model between ranks is gone through kind by kind of checkpointing, from the one that computes least
-again, with micro-batches from the smallest on. Of all ways the trial that could be the fastest is next. None is made
-for what cannot fit or cannot be faster than the best so far, by `lower_bounds`; each such decision is said.
+again, with micro-batches from the smallest on. Of all ways the trial that could be the fastest is next, pipelines
+last. None is made for what cannot fit or cannot be faster than the best so far, by `lower_bounds`; each such decision
+is said.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterable
@@ -172,14 +173,15 @@ def _line(points: dict[int, int], size: int) -> float:
 
 
 def run_ways(trials: Trials, ways: list[Way]) -> None:
-    """Goes through all ways, the trial that could be the fastest first, with all workers."""
+    """Goes through all ways, with all workers: pipelines last, whose trials take longest and which a fast answer rules
+    out; among the others, and among them, the trial that could be the fastest first."""
     ready: list[tuple[Way, Changes]] = []
     pending: dict[Future[Any], tuple[Way, Changes]] = {}
     for one in ways:
         _go_on(trials, ready, one, None)
     while ready or pending:
         while ready and len(pending) < trials.workers:
-            ready.sort(key=lambda pair: -_highest_speed(trials, pair[1]))
+            ready.sort(key=lambda pair: (PIPELINE_KEY in pair[1], -_highest_speed(trials, pair[1])))
             following, changes = ready.pop(0)
             if why := _why_not(trials, changes):
                 _skip(trials, changes, why)
@@ -203,14 +205,13 @@ def _go_on(trials: Trials, ready: list[tuple[Way, Changes]], following: Way, ans
 
 
 def _like(trials: Trials, cfg: Any) -> Like | None:
-    """Of what was tried, something with the same layers, kind of checkpointing and frozen weights; not of a pipeline,
-    whose ranks have some of the layers each."""
+    """Of what was tried, something with the same kind of checkpointing; not of a pipeline, whose ranks have some of the
+    layers each. How frozen weights are rounded makes no difference to what is kept and computed."""
     for one in trials.tried.values():
         if one is None or not one.quick.least_seconds:
             continue
         other = changed(trials.cfg, one.changes)
-        same = (CHECKPOINTING_KEY, QUANTIZE_KEY)
-        if other is not None and all(value_of(other, key) == value_of(cfg, key) for key in same):
+        if other is not None and value_of(other, CHECKPOINTING_KEY) == value_of(cfg, CHECKPOINTING_KEY):
             return Like(one.quick, micro_batches(other)[0])
     return None
 
@@ -298,8 +299,8 @@ def _say(trials: Trials, changes: Changes, found: Candidate | None) -> None:
         get_logger().info(f"refused: {trials.text(changes)}")
         return
     fits = "too large" if not found.may_fit else "fits" if found.short <= 0 else "may fit"
-    size, speed = format_bytes(found.quick.reserved_expandable), format_count(found.speed)
-    get_logger().info(f"estimated: {trials.text(found.changes)}: {size}, {fits}, {speed} tokens/s")
+    size, speed = format_bytes(found.quick.reserved_expandable), f", {format_count(found.speed)} tokens/s"
+    get_logger().info(f"estimated: {trials.text(found.changes)}: {size}, {fits}{speed if found.speed else ''}")
     best = next(iter(trials.fitting()), None)
     if best is not None and best.speed > trials.said.get("best", 0.0):
         trials.said["best"] = best.speed

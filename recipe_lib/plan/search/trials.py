@@ -95,10 +95,10 @@ def communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
     return [*communicators(parallel, ranks), *[2] * pairs]
 
 
-def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings) -> Estimate | None:
+def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None) -> Estimate | None:
     """`quick`, or None for what the recipe or the simulation refuses: one change of many, that is then left out."""
     try:
-        return quick(recipe_class, cfg, settings)
+        return quick(recipe_class, cfg, settings, limit)
     except UserError:
         return None
     except (AssertionError, NotImplementedError, AttributeError, RuntimeError):  # an operator without a simulation

@@ -102,7 +102,7 @@ def test_what_was_typed_stays():
 
     seen: list[tuple[int, int, str, int]] = []
 
-    def refuse(recipe_class: type, cfg: Any, settings: Any) -> None:
+    def refuse(recipe_class: type, cfg: Any, settings: Any, limit: int) -> None:
         seen.append(
             (cfg.batch_size, cfg.gradient_accumulation_steps, cfg.parallel.fsdp_wrap_policy, cfg.memory.loss_chunks)
         )
