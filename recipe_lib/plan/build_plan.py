@@ -76,12 +76,15 @@ class PlanSettings:
     assumptions: tuple[str, ...] = ()
     timed: bool = True
 
+    def __post_init__(self) -> None:
+        """The device knows how many ranks share its machine."""
+        here = min(self.ranks, self.hardware.ranks_per_node)
+        object.__setattr__(self, "hardware", replace(self.hardware, ranks_here=here))
+
 
 def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Plan, Trace]:
     """The plan, and the trace of the heaviest rank. cfg: plannable. Raises UserErrors of recipe and config."""
-    here = min(settings.ranks, settings.hardware.ranks_per_node)
-    hardware = replace(settings.hardware, ranks_here=here)
-    settings = replace(settings, hardware=hardware)
+    hardware = settings.hardware
     traced = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
     simulated = {}
     for rank in traced:

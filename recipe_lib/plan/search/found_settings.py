@@ -52,7 +52,7 @@ class Search:
 
 
 def render_search(result: Search) -> str:
-    """The settings as a table: what to type, planned peak, tokens per second, verdict."""
+    """The settings as a table: the overrides, planned peak, tokens per second, verdict."""
     where = f"{result.ranks} x {result.device}"
     batch = f"{result.global_batch_size} sequences a step"
     shown = result.found or ([result.closest] if result.closest else [])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.timing.kernel_rates import attention_seconds, bandwidth_rate, matmul_rate
-from recipe_lib.plan.timing.operator_times import OperatorTime
+from recipe_lib.plan.timing.operator_times import OperatorTime, operator_key
 from recipe_lib.plan.trace import OP, WORK_WAIT, Collective, Op, Trace
 
 KERNEL_SECONDS = 3e-6  # no kernel is shorter: its start and end on the device, commonly given as 2 to 4 us
@@ -146,7 +146,7 @@ def op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = Non
         return max(op.bytes / 2 / _copy_rate(op.transfer, hardware, calibration), KERNEL_SECONDS)
     if op.on_host:
         return op.bytes / hardware.host_memory_bandwidth
-    measured = calibration and calibration.operators.get(f"{op.name} {op.dtype}".strip())
+    measured = calibration and calibration.operators.get(operator_key(op.name, op.dtype))
     if measured:
         return measured.seconds(op.flops, op.bytes)
     floor = calibration.kernel_seconds if calibration else KERNEL_SECONDS

@@ -73,10 +73,9 @@ _ATTENTION = {
     "cpu": AttentionRates(1.0, 1.0, 0),
 }
 _CUDNN = {"sm90": AttentionRates(0.56, 0.45, 400)}
-# Heads narrower than 128 do more beside their matmuls: RTX 4090 127, 142 and 151 at widths 32, 64 and 128.
+# Heads narrower than 128 do more besides matmuls: RTX 4090 127, 142 and 151 at widths 32, 64 and 128.
 _WIDTH = 12
 _EFFICIENT = 0.6  # torch's memory-efficient kernel next to flash; no published figure for these cards
-_MATH = 0.2  # scores in memory: A5000 14 to 18 where flash has 82 (gpu-mode/ring-attention issue 10)
 
 # Of the memory's rate, by kernels that only move bytes, 64 MB or more. sm80: 1,380 of 1,555 and 1,616 of 2,039; sm86:
 # A6000 656 of 768, 3090 Ti 860 of 1,008; sm89: RTX 4090 905 to 922 of 1,008; sm90: nobody's, as sm80; sm120: 1,376 to
@@ -128,8 +127,6 @@ def attention_seconds(hardware: Hardware, name: str, dtype: str, shape: tuple[in
     share *= keys / (keys + rates.start) * width / (width + _WIDTH) * (128 + _WIDTH) / 128
     if "efficient" in name and architecture != "sm75":
         share *= _EFFICIENT
-    elif "math" in name:
-        share *= _MATH
     return flops / (share * hardware.rate(dtype))
 
 

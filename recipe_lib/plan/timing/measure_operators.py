@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from recipe_lib.plan.timing.operator_times import fit
+from recipe_lib.plan.timing.operator_times import fit, operator_key
 from recipe_lib.plan.tracing.operator_costs import Cost, cost_of, tensors_in
 
 # Inputs of so many bytes in turn, so that a call finds none of its own in the caches, as in a step it seldom does.
@@ -76,11 +76,6 @@ def measure_operators(steps: Sequence[Callable[[], Any]]) -> dict[str, Any]:
         "operators": {name: asdict(fit(found)) for name, found in sorted(points.items())},
         "host_seconds": max(median(beyond), 1e-7),
     }
-
-
-def operator_key(name: str, dtype: str) -> str:
-    """By which a calibration knows an operator."""
-    return f"{name} {dtype}".strip()
 
 
 def _step_seconds(step: Callable[[], Any]) -> float:

@@ -38,3 +38,8 @@ def fit(points: Sequence[tuple[float, float, float]]) -> OperatorTime:
                 best, least = np.zeros(3), off
                 best[columns] = found
     return OperatorTime(*map(float, best))
+
+
+def operator_key(name: str, dtype: str) -> str:
+    """By which a calibration knows an operator."""
+    return f"{name} {dtype}".strip()

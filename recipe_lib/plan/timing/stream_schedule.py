@@ -64,11 +64,12 @@ def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibrat
             host, launch = host + issuing, launch + issuing
             seconds = repeats * op_seconds(op, hardware, calibration)
             if op.on_host or (in_turn and is_kernel(op) and not is_wait(op)):
+                host += seconds
                 if op.on_host:
                     on_host += seconds
                 else:
-                    timeline.append((number, host, host + seconds))
-                host += seconds
+                    timeline.append((number, host - seconds, host))
+                    streams[op.stream] = host
                 continue
             start = max(host, streams[op.stream])
             if is_wait(op) and pending[op.stream]:

@@ -8,7 +8,7 @@ import pytest
 from recipe_lib.plan.hardware import HARDWARE, HOST_MEMORY, HOST_MEMORY_OF_ONE, Hardware, find_hardware
 from recipe_lib.plan.timing.cost import Calibration
 from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
-from recipe_lib.plan.trace import HOST, OP, PHASE, RECORD, WAIT, Collective, Op, Sync, Trace
+from recipe_lib.plan.trace import ACTION, HOST, OP, PHASE, RECORD, WAIT, ActionMark, Collective, Op, Sync, Trace
 
 # One byte moved takes a second, as does one operation; the host and links add nothing.
 UNIT = Calibration("", "", "", {"fp32": (((1, 1, 1), 1.0),)}, 1.0, 1.0, 1e-12, 1e-12, 1.0)
@@ -284,5 +284,11 @@ def test_a_cpu_issues_and_computes_in_turn() -> None:
     script = Script()
     script.compute(2)
     script.compute(3, stream=1)
+    script.trace.actions += [ActionMark(0, "F", 0), ActionMark()]
+    script.trace.events.append((ACTION, 0))
+    script.compute(4)
+    script.trace.events.append((ACTION, 1))
     time = script.run(find_hardware("cpu"))
-    assert (time.compute, time.step) == (near(5), near(5))
+    assert (time.compute, time.step) == (near(9), near(9))
+    assert time.timeline[1][1:] == (near(2), near(5))
+    assert [seconds for _, seconds in time.actions][1] == near(9)  # a place in a pipeline ends its action then
