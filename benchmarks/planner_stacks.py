@@ -19,7 +19,7 @@ from recipe_lib.adapters import add_adapters
 from recipe_lib.cli import plan_request
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.data import Batch, StepBatches
-from recipe_lib.memory import apply_activation_checkpointing, checkpointing
+from recipe_lib.memory import apply_activation_checkpointing, checkpointing, compile_layers, offload_activations
 from recipe_lib.memory.aten_names import ATTENTION, MATMUL
 from recipe_lib.models import build_meta
 from recipe_lib.models.decoder import DecoderLayer, Norm
@@ -27,6 +27,7 @@ from recipe_lib.parallel import DTYPES, Parallel, materialize
 
 RECIPE = "full_finetune_distributed"
 FSDP1, FSDP2, OURS = "FSDP1", "FSDP2", "ours"
+PIECES = "bf16 in eight pieces until backward"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Stack:
     sharding: `ours`, `FSDP2` (as it comes: the root's units are gathered on FSDP's own stream, the embedding once more
     for backward) or `FSDP1`. logits: fp32 logits of all tokens and torch's cross-entropy, with our loss in one piece
     otherwise: `until backward`, given up before backward; `through backward`, a variable that holds them until the
-    next forward; `bf16 until backward`, whose fp32 copy belongs to the loss alone. shifted: labels are cut off by
+    next forward; `bf16 until backward`, whose fp32 copy belongs to the loss alone; `bf16 in eight pieces until
+    backward`, likewise, whose loss is compiled if the layers are. shifted: labels are cut off by
     slicing and copying the logits. norms: the RMS norm written out, in fp32. expanded_keys: keys and values are
     copied for each query head. saved_matmuls: selective checkpointing keeps the first of every two matmuls.
     mixed: parameters and states fp32, compute in bf16, gradients summed in fp32. last_layer_kept: it is not resharded
@@ -93,6 +95,9 @@ class _Imitated:
                 layer.forward = checkpointing._checkpointed(layer.forward, options)
         else:
             apply_activation_checkpointing(self.model, cfg.memory.activation_checkpointing)
+        if cfg.compile:
+            compile_layers(self.model)
+        offload_activations(self.model, cfg.memory, self.device)
         if stack.checkpointed_ends:
             for module in (self.model.model.embed_tokens, self.model.lm_head):
                 module.forward = checkpointing._checkpointed(module.forward, {})
@@ -115,15 +120,33 @@ class _Imitated:
         """Logits of all tokens at once, where the stack makes them."""
         if not self.stack.logits:
             return super().summed_loss(batch)  # type: ignore[misc]
+        if self.stack.logits == PIECES:
+            return self._loss_in_pieces(batch)
         logits = self.model(batch.tokens, batch.positions, batch.attention)
         labels = batch.labels
         if not self.stack.logits.startswith("bf16"):
             logits = logits.float()
         if self.stack.shifted:
             logits, labels = logits[:, :-1].contiguous(), labels[:, 1:].contiguous()
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+        loss = _cross_entropy(logits, labels)
         self.held = logits if self.stack.logits == "through backward" else None
         return loss
+
+    def _loss_in_pieces(self, batch: Batch) -> Tensor:
+        """The logits of an eighth of each row at a time, all kept until backward."""
+        hidden = self.model.model(batch.tokens, batch.positions, batch.attention, None)
+        logits = [self.model.lm_head(piece) for piece in hidden.tensor_split(8, dim=1)]
+        labels = batch.labels.tensor_split(8, dim=1)
+        summed = _compiled_cross_entropy if self.cfg.compile else _cross_entropy
+        return torch.stack([summed(*pair) for pair in zip(logits, labels, strict=True)]).sum()
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum over tokens, in fp32."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+
+
+_compiled_cross_entropy = torch.compile(_cross_entropy)
 
 
 def written_out_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,12 +12,10 @@ def time_lines(plan: Plan) -> list[tuple[str, str]]:
     time = plan.time
     if time is None:
         return []
-    error = time.error if time.calibrated else _bare(time.error)
-    stated = f"error: {error}" if error else "error not stated"
-    rates = "calibrated" if time.calibrated else "ranking only, not calibrated"
+    rates = "calibrated; error: " if time.calibrated else ""
     issued = f", {time.operators:,} operators" if time.operators else ""
     lines = [
-        ("step", f"{duration(time.step)}, {rates}; {stated}"),
+        ("step", f"{duration(time.step)}, {rates}{time.error or 'not stated'}"),
         ("kernels", duration(time.compute) + _kinds_text(time)),
         ("communication", f"{duration(time.communication)} total, {duration(time.exposed)} exposed"),
         ("kernel launches (CPU)", duration(time.launch) + issued),
@@ -44,15 +42,10 @@ def step_line(plan: Plan) -> list[tuple[str, str]]:
     time = plan.time
     if time is None:
         return []
-    rates = "" if time.calibrated else "; not calibrated, for ranking only"
+    rates = "" if time.calibrated else "; not calibrated"
     run = f"; {time.steps:,} steps{f' in {format_seconds(time.total)}' if time.total else ''}" if time.steps else ""
     rate = f"{format_count(time.tokens_per_second)} tokens a second"
     return [("step", f"{duration(time.step)}, {rate}, bound by {bound_by(plan)}{run}{rates}")]
-
-
-def _bare(error: str) -> str:
-    """What an error says besides that the times are not calibrated and for ranking."""
-    return error.replace("not calibrated: ", "").removesuffix(", good for ranking only")
 
 
 def _kinds_text(time: TimePlan) -> str:

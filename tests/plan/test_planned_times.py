@@ -8,7 +8,9 @@ import pytest
 from benchmarks.planned_times import Compared, PublishedSpeed, Source, compare, config_of, read_sources, statistics_of
 from recipe_lib.cli import plan_request
 from recipe_lib.plan.hardware import HARDWARE
+from recipe_lib.plan.timing.cost import COMPARED, error_text
 from recipe_lib.plan.world.shape_only_model import spec_of
+from tests.house.files import ROOT
 from tests.plan.apart import apart
 
 pytestmark = pytest.mark.benchmark
@@ -30,6 +32,16 @@ def test_there_are_rows_enough_of_different_names() -> None:
     assert len({row.id for row in ROWS}) == len(ROWS) >= 25
     assert sum(row.named for row in ROWS) == 5
     assert set(CARDS.values()) <= set(HARDWARE)
+
+
+def test_what_a_plan_says_of_its_times_is_what_the_page_says() -> None:
+    page = (ROOT / "docs/measurements/planned_times.md").read_text(encoding="utf-8")
+    summary = [[cell.strip() for cell in line.split("|")] for line in page.splitlines() if line.count("|") == 7]
+    within = {cells[1]: float(cells[4].rstrip("%")) for cells in summary if cells[4].endswith("%")}
+    assert {CARDS[card] for card in set(within) & set(CARDS)} == set(COMPARED)
+    said = error_text(HARDWARE["rtx4090"], None)
+    assert "nine in ten" in said and 0 < within["all"] <= float(said.split()[-2])
+    assert "no published speed" in error_text(HARDWARE["rtx3090"], None)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)

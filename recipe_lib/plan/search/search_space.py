@@ -75,7 +75,8 @@ def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
     """All combinations of SHARING, least memory first; then whole models on every rank, without FSDP."""
     copies = data_ranks(cfg, ranks)
     free = STRATEGY_KEY not in fixed
-    combinations: list[Changes] = [{STRATEGY_KEY: "fsdp"} if free and cfg.parallel.strategy != "fsdp" else {}]
+    shared = free and ranks > 1 and cfg.parallel.strategy != "fsdp"
+    combinations: list[Changes] = [{STRATEGY_KEY: "fsdp"} if shared else {}]
     for key, values in SHARING.items():
         if key not in fixed and value_of(cfg, key) is not None:
             combinations = [one | {key: value} for one in combinations for value in values(cfg, copies)]

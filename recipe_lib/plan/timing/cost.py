@@ -22,6 +22,8 @@ COLLECTIVE_SECONDS = 8.4e-6  # before the first step of a ring: NCCL's src/graph
 
 # (rows, heads, tokens, width of a head) of the attention that a calibration measures; on a CPU a tiny one.
 ATTENTION, TINY_ATTENTION = (2, 32, 4096, 128), (1, 2, 64, 32)
+# Devices of docs/measurements/planned_times.md: planned without a calibration, next to published speeds.
+COMPARED = ("a100-40gb", "a100-80gb", "h100", "rtx4090")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")  # collectives that are measured
 
 
@@ -252,9 +254,11 @@ def model_flops_utilization(flops: float, seconds: float, hardware: Hardware, dt
 
 
 def error_text(hardware: Hardware, calibration: Calibration | None) -> str:
-    """How far off the times may be, for `TimePlan.error`."""
+    """How far off the times may be, for `TimePlan.error`; of data sheets, by docs/measurements/planned_times.md."""
     if calibration:
         link = "" if calibration.link_bandwidth else "; the links were not measured"
         return f"rates measured on {calibration.device} ({calibration.date}): about 10 to 15 %{link}"
+    if hardware.name in COMPARED:
+        return "not calibrated: of published speeds of such cards, nine in ten were planned within 25 %"
     rates = f"rates of {hardware.rates_of}; " if hardware.generic else ""
-    return f"{rates}not calibrated: tens of percent, good for ranking only"
+    return f"{rates}not calibrated, no published speed to compare with: tens of percent, good for ranking only"

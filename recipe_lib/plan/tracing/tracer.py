@@ -23,6 +23,7 @@ from recipe_lib.plan.tracing.module_tracker import Places
 from recipe_lib.plan.tracing.operator_costs import Cost, cost_of, tensors_in
 from recipe_lib.plan.tracing.plain_tensors import PLAIN_TENSORS, has_memory, plain_parts
 from recipe_lib.plan.tracing.repeated_calls import Repeats
+from recipe_lib.plan.tracing.summed_gradients import ADD_IN_PLACE, is_summed_in_place
 from recipe_lib.plan.world.cached_fake_mode import CachedCall, CachedFakeMode
 from recipe_lib.plan.world.compiled_code import inside_of
 from recipe_lib.plan.world.dtensor_patches import no_rules_under, on_shards, propagation_unseen
@@ -176,6 +177,8 @@ class Tracer(TorchDispatchMode):
         if self.values_are_zero and self.fast is not None and func is known.NUMBER and _has_no_value(args[0]):
             return self._number_read(func, args)
         kwargs = kwargs or {}
+        if is_summed_in_place(func, args, kwargs):
+            func = ADD_IN_PLACE
         if self._muted:
             return func(*args, **kwargs)
         call: CachedCall | None = None
