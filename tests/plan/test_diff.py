@@ -62,7 +62,7 @@ def test_figures_and_differences():
         format_bytes(4 * (3 * sent + 18)), format_bytes(2 * (2 * sent + 18)), signed_bytes(-8 * sent - 36)]  # fmt: skip
     assert found["time of a step/step"] == ["4.00 s", "4.50 s", "+500.0 ms"]
     assert found["time of a step/run"] == ["1h06m", "-", "-"]
-    assert found["time of a step/rates"] == ["ranking only", "calibrated", "changed"]
+    assert found["time of a step/rates"] == ["not calibrated", "calibrated", "changed"]
 
 
 def test_kinds_add_up_to_the_peak():

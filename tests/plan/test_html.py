@@ -114,7 +114,7 @@ def test_numbers_of_the_plan_are_shown():
             assert format_bytes(size) in text
     for shown in (
         "FITS",
-        "ranking only",
+        "-50 % to +20 %",
         "all_gather",
         "model.layers.0-31",
         "memory.checkpointing=full",
