@@ -6,9 +6,9 @@
     python benchmarks/planned_peaks.py --check               what each header says, planned anew beside the kept bytes
 
 The plans are kept in benchmarks/planned_peaks.json: bytes of the heaviest rank, sequences as long as max_seq_len
-allows. A config is meant for the fewest GPUs of 24 GB that its plan fits with a margin (see `fits`), 8 at most; else of
-48 GB, else of 80 GB; else for several machines with 8 of 80 GB, or of 141 GB. A test holds the headers to the file, and
-plans some anew.
+allows. A header says the fastest settings, too, as fastest_settings.py has found them. A config is meant for the fewest
+GPUs of 24 GB that its plan fits with a margin (see `fits`), 8 at most; else of 48 GB, else of 80 GB; else for several
+machines with 8 of 80 GB, or of 141 GB. A test holds the headers to the file, and plans some anew.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
@@ -27,10 +28,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # sequences are as long as they may be: no d
 from recipe_lib.config.paths import configs_folder  # noqa: E402
 from recipe_lib.plan.allocation.untraced_memory import outside_torch  # noqa: E402
 from recipe_lib.plan.hardware import find_hardware  # noqa: E402
-from recipe_lib.units import GIB, format_bytes  # noqa: E402
+from recipe_lib.units import GIB, format_bytes, format_count  # noqa: E402
 
 DEVICE = "rtx4090"
 PLANS = Path(__file__).with_suffix(".json")
+FASTEST = Path(__file__).with_name("fastest_settings.json")  # by the program of that name
 SIZES = (16, 24, 48, 80, 141)  # GB, as cards are sold
 FIRST = (24, 48, 80)  # in which order a config is meant for them, on one machine
 SEVERAL = (80, 141)  # on several machines
@@ -118,8 +120,10 @@ def total_bytes(text: str) -> float:
     return GIB * sum(float(size) for size in re.findall(r"([0-9.]+) GiB", text.partition("# Planned")[0]))
 
 
-def header(text: str, plans: Plans) -> str:
+def header(text: str, plans: Plans, fastest: dict[str, Any] | None = None) -> str:
     """The config's text with its header made of the plans, and its command of the ranks that it is meant for.
+
+    fastest: the settings that were found for these ranks, and speeds; None: no search was made.
 
     A header that does not say what the config is meant for, the demo's, has its peak alone made anew.
     """
@@ -138,7 +142,7 @@ def header(text: str, plans: Plans) -> str:
     sentences += [_VISION] if "vision part" in joined else []
     sentences += ["The same command on each node; HOST is the first one."] if nodes > 1 else []
     lines = [f"# {line}" for line in textwrap.wrap(" ".join(sentences), 117, break_on_hyphens=False)]
-    lines += [_peak(plans[str(ranks)], ranks), "#", ""]
+    lines += [_peak(plans[str(ranks)], ranks), *(_fastest(fastest, size, ranks) if fastest else []), "#", ""]
     text = text[: old.start()] + "\n".join(lines) + text[old.end() :]
     return _RUN.sub(lambda _: f"#   tune run {_flags(ranks, nodes)}", text, count=1)
 
@@ -147,6 +151,16 @@ def _peak(plan: dict[str, int], ranks: int) -> str:
     peak = f"{format_bytes(plan['active'])} active, {format_bytes(plan['reserved'])} reserved"
     many = f"{ranks} ranks" if ranks > 1 else "1 rank"
     return f"# Planned peak of a rank: {peak} ({many}, sequences of {plan['tokens']} tokens)."
+
+
+def _fastest(found: dict[str, Any], size: int, ranks: int) -> list[str]:
+    """The settings, wrapped between them alone; an error where they were searched for other cards."""
+    assert found["cards"] == f"{ranks}x{size}GB", f"{FASTEST.name}: found for {found['cards']}, not {ranks}x{size}GB"
+    shipped, best = (f"{format_count(found[key])} tokens/s" for key in ("shipped", "tokens_per_second"))
+    text = f"Planned speed: {shipped}, and with the fastest settings that fit {best}: `{found['settings']}`."
+    if not found["settings"]:
+        text = f"Planned speed: {best}; no settings that fit are faster."
+    return [f"# {line}" for line in textwrap.wrap(text, 117, break_on_hyphens=False, break_long_words=False)]
 
 
 def _flags(ranks: int, nodes: int) -> str:
@@ -171,7 +185,7 @@ def _total(joined: str, ranks: int) -> str:
 def write_header(name: str, plans: Plans) -> None:
     """Writes one config's file anew."""
     path = configs_folder() / f"{name}.yaml"
-    path.write_text(header(path.read_text(encoding="utf-8"), plans), encoding="utf-8")
+    path.write_text(header(path.read_text(encoding="utf-8"), plans, read_fastest().get(name)), encoding="utf-8")
 
 
 def check(name: str, plans: Plans) -> bool:
@@ -194,6 +208,11 @@ def text_of(name: str) -> str:
 def read_plans() -> dict[str, Plans]:
     """The plans that are kept, by config."""
     return json.loads(PLANS.read_text(encoding="utf-8")) if PLANS.exists() else {}
+
+
+def read_fastest() -> dict[str, dict[str, Any]]:
+    """The fastest settings that are kept, by config."""
+    return json.loads(FASTEST.read_text(encoding="utf-8")) if FASTEST.exists() else {}
 
 
 def main() -> None:
