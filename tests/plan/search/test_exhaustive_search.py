@@ -13,9 +13,7 @@ from tests.plan.configs import wide_model
 
 FIXED = ("memory.cpu_offload", "memory.optimizer_offload", "optimizer.state_bits", "lora.quantize_base")
 CASES = {
-    "sizes of micro-batches": ("llama3/8B_full", 2, 6.0, "24GB", 8),  # ranks, GiB of a card, rows of a rank
-    "pipelines": ("llama3/8B_lora", 4, 1.6, "rtx4090", 4),
-    "whole models": ("llama3/8B_lora", 2, 4.0, "24GB", 4),
+    "pipelines": ("llama3/8B_lora", 4, 1.6, "rtx4090", 4),  # ranks, GiB of a card, rows of a rank
     "peers": ("llama3/8B_full", 2, 8.0, "h100", 4),
 }
 
