@@ -126,7 +126,7 @@ def cases(gpu: bool) -> list[PlanCase]:
             PlanCase("lora", TINY, 2, 64, "none", schedule="gpipe"),
             *(PlanCase("full", TINY, 2, 64, levers=levers) for levers in (*STEPPING, *STATES, *REDUCED_ONCE)),
         ]
-    return [*_telling(), *_levers(), *_pipelines(), *_full(), *_adapters()]
+    return [*_telling(), *_levers(), *_compiled(), *_pipelines(), *_full(), *_adapters()]
 
 
 def recorded() -> list[PlanCase]:
@@ -173,6 +173,18 @@ def _levers() -> list[PlanCase]:
         PlanCase("full", small, 1, 2048, levers=("matmul_dtype=int8",)),
         PlanCase("full", small, 1, 2048, levers=("matmul_dtype=fp8",)),
         PlanCase("lora", small, 2, 2048, levers=("parallel.strategy=ddp",)),
+    ]
+
+
+def _compiled() -> list[PlanCase]:
+    """Layers compiled, of which the plan runs the module that inductor writes; the code is for a CPU there."""
+    big, middle, small = "llama3/8B", "llama3_2/3B", "llama3_2/1B"
+    compiled = ("compile=true",)
+    return [
+        *(PlanCase("full", small, 1, 2048, kind, levers=compiled) for kind in ("none", "selective", "full")),
+        PlanCase("full", middle, 4, 2048, "none", levers=compiled),
+        PlanCase("lora", big, 1, 2048, "none", levers=compiled),
+        PlanCase("qlora", big, 1, 2048, levers=compiled),
     ]
 
 
