@@ -23,14 +23,19 @@ _DTYPES = ("fp32", "bf16")
 
 
 @contextmanager
-def small_steps() -> Iterator[list[Callable[[], Any]]]:
-    """Training steps of small Llamas in fp32 and bf16, each ready to be called again and again, in this process."""
+def small_steps() -> Iterator[list[tuple[Callable[[], Any], Callable[[], Any]]]]:
+    """Training steps of small Llamas in fp32 and bf16, each ready to be called again and again, in this process; with
+    each the same with activation checkpointing."""
     from recipe_lib.parallel import start_world
 
     with tempfile.TemporaryDirectory(prefix="tune-calibrate-") as folder:
-        configs = [small_config(Path(folder), size, f"dtype={dtype}") for dtype in _DTYPES for size in _SIZES]
-        with start_world(configs[0]) as world:
-            yield [training_step(cfg, world) for cfg in configs]
+        configs = [
+            [small_config(Path(folder), size, f"dtype={dtype}", f"memory.activation_checkpointing={kind}")
+             for kind in ("none", "full")]
+            for dtype in _DTYPES for size in _SIZES
+        ]  # fmt: skip
+        with start_world(configs[0][0]) as world:
+            yield [(training_step(plain, world), training_step(again, world)) for plain, again in configs]
 
 
 def small_config(folder: Path, size: tuple[int, ...], *more: str, recipe: str = _FULL, config: str = _CONFIG) -> Any:

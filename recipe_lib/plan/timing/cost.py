@@ -63,7 +63,8 @@ class Calibration:
     of an elementwise operator. host_seconds: to issue one. kernel_seconds: of the smallest kernel. link_bandwidth: bus
     bandwidth of a large all-gather, None where one rank measured. links: collectives by size, where `tune doctor`
     measured them. copy_to_device, copy_to_host: bytes/second of pinned copies, None where they were not measured.
-    operators: of a CPU, by name and dtype; host_seconds is then what a step takes beyond them.
+    operators: of a CPU, by name and dtype; host_seconds is then what a step takes beyond them, and recompute_seconds
+    the same for each operator that is computed again in backward.
     """
 
     device: str
@@ -79,6 +80,7 @@ class Calibration:
     copy_to_device: float | None = None
     copy_to_host: float | None = None
     operators: Mapping[str, OperatorTime] = field(default_factory=dict)
+    recompute_seconds: float | None = None
 
 
 def wire_bytes(operation: str, num_bytes: int, ranks: int) -> int:
@@ -196,7 +198,10 @@ def launch_seconds(op: Op, calibration: Calibration | None = None) -> float:
     """For the host to issue one operator: from Python, eagerly, or one of ours that is compiled."""
     if op.name.startswith("tune_recipes::"):
         return COMPILED_SECONDS
-    return calibration.host_seconds if calibration else HOST_SECONDS
+    if calibration is None:
+        return HOST_SECONDS
+    again = calibration.recompute_seconds if op.part == "recompute" else None
+    return again or calibration.host_seconds
 
 
 def is_wait(op: Op) -> bool:

@@ -51,31 +51,45 @@ class _OperatorCalls(TorchDispatchMode):
         return result
 
 
-def measure_operators(steps: Sequence[Callable[[], Any]]) -> dict[str, Any]:
+def measure_operators(steps: Sequence[tuple[Callable[[], Any], Callable[[], Any]]]) -> dict[str, Any]:
     """`operators`: by name and dtype the numbers of an OperatorTime; `host_seconds`: what a step takes beyond its
-    operators for each of them, the median of all steps; on a CPU, which computes and issues in turn.
+    operators for each of them; `recompute_seconds`: the same for each that is computed again in backward. Medians of
+    all steps, on a CPU, which computes and issues in turn.
 
-    steps: of small runs, of different sizes; each is called some twenty times.
+    steps: of small runs, of different sizes, each with the same step whose layers are computed again (activation
+    checkpointing); each is called some twenty times.
     """
     points: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     beyond: list[float] = []
-    for step in steps:
-        whole = _step_seconds(step)
-        with _OperatorCalls() as calls:
-            step()
-        alone, count = 0.0, 0
-        for call in calls.found.values():
-            seconds = _call_seconds(call)
-            if seconds is None:
-                continue
-            points[operator_key(call.cost.name, call.cost.dtype)].append((call.cost.flops, call.cost.bytes, seconds))
-            alone += call.count * seconds
-            count += call.count
-        beyond.append((whole - alone) / max(1, count))
+    again: list[float] = []
+    for step, recomputed in steps:
+        calls = _calls_of(step)
+        taken = {key: seconds for key, call in calls.items() if (seconds := _call_seconds(call)) is not None}
+        for key, seconds in taken.items():
+            cost = calls[key].cost
+            points[operator_key(cost.name, cost.dtype)].append((cost.flops, cost.bytes, seconds))
+        more, count = _beyond(step, calls, taken)
+        beyond.append(more / max(1, count))
+        longer, larger = _beyond(recomputed, _calls_of(recomputed), taken)
+        if larger > count:
+            again.append((longer - more) / (larger - count))
     return {
         "operators": {name: asdict(fit(found)) for name, found in sorted(points.items())},
         "host_seconds": max(median(beyond), 1e-7),
+        "recompute_seconds": max(median(again), 1e-7) if again else None,
     }
+
+
+def _calls_of(step: Callable[[], Any]) -> dict[Any, _TimedCall]:
+    with _OperatorCalls() as calls:
+        step()
+    return calls.found
+
+
+def _beyond(step: Callable[[], Any], calls: Mapping[Any, _TimedCall], taken: Mapping[Any, float]) -> tuple[float, int]:
+    """(seconds, operators): what a step takes beyond its operators of known seconds, and how many these are."""
+    known = [(calls[key].count, taken[key]) for key in calls if key in taken]
+    return _step_seconds(step) - sum(count * seconds for count, seconds in known), sum(count for count, _ in known)
 
 
 def _step_seconds(step: Callable[[], Any]) -> float:

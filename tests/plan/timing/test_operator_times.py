@@ -1,6 +1,8 @@
 """Single operators of a CPU: lines through measured points, and the measuring itself on a step of known operators."""
 
+import dataclasses
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.timing.calibration import read_calibration
-from recipe_lib.plan.timing.cost import op_seconds
+from recipe_lib.plan.timing.cost import launch_seconds, op_seconds
 from recipe_lib.plan.timing.measure_operators import measure_operators
 from recipe_lib.plan.timing.operator_times import OperatorTime, fit
 from recipe_lib.plan.trace import Op
@@ -33,10 +35,21 @@ def test_no_number_of_a_line_is_below_zero() -> None:
 
 def test_the_operators_of_a_step_are_measured() -> None:
     left, right = torch.ones(8, 16), torch.ones(16, 4)
-    out = measure_operators([lambda: (left @ right).add_(1.0)])
+
+    def step() -> None:
+        (left @ right).add_(1.0)
+
+    def longer() -> None:
+        step()
+        time.sleep(0.01)  # what is computed again costs the host more than its operators
+        step()
+
+    out = measure_operators([(step, longer)])
     assert set(out["operators"]) == {"aten::mm fp32", "aten::add_ fp32"}
     assert all(0 < OperatorTime(**one).seconds(2 * 8 * 16 * 4, 4 * 8 * 16) < 0.1 for one in out["operators"].values())
     assert 0 < out["host_seconds"] < 0.1
+    assert out["recompute_seconds"] > 1e-3  # of the two more operators, half of the sleep each
+    assert measure_operators([(step, step)])["recompute_seconds"] is None
 
 
 def test_a_file_with_operators_is_read_and_used(tmp_path: Path) -> None:
@@ -47,6 +60,10 @@ def test_a_file_with_operators_is_read_and_used(tmp_path: Path) -> None:
     rates = read_calibration(path, cpu)
     assert op_seconds(Op("aten::mm", flops=10, bytes=100, dtype="fp32"), cpu, rates) == 1 + 20 + 300
     assert op_seconds(Op("aten::mm", flops=10, bytes=100, dtype="bf16"), cpu, rates) != 321
+    for part, seconds in (("forward", rates.host_seconds), ("recompute", rates.host_seconds)):
+        assert launch_seconds(Op("aten::mm", part=part), rates) == seconds
+    more = dataclasses.replace(rates, recompute_seconds=2 * rates.host_seconds)
+    assert launch_seconds(Op("aten::mm", part="recompute"), more) == 2 * launch_seconds(Op("aten::mm"), more)
     path.write_text(json.dumps(good() | {"device": "cpu", "operators": {"aten::mm fp32": {"base": -1.0}}}))
     with pytest.raises(ConfigError, match="operators is no table of base, per_flop and per_byte"):
         read_calibration(path, cpu)
