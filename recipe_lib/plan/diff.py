@@ -135,6 +135,8 @@ def _time(first: Plan, second: Plan) -> list[Row]:
     rows.append(_count_row("tokens a step", *_both((a, b), "tokens_per_step")))
     rows.append(_count_row("tokens a second", *_both((a, b), "tokens_per_second")))
     rows.append(_seconds_row("run", *_both((a, b), "total")))
-    rates = ["not planned" if time is None else "calibrated" if time.calibrated else "not calibrated" for time in (a, b)]
+    rates = [
+        "not planned" if time is None else "calibrated" if time.calibrated else "not calibrated" for time in (a, b)
+    ]
     rows.append(["rates", *rates, "none" if rates[0] == rates[1] else "changed"])
     return rows
