@@ -51,6 +51,7 @@ class Gpt:
     they are padded to a multiple of 128 on each tensor rank. biases: of linears. positions: learned ones. tied: the
     output projection is the embedding. dropout: of embedding, attention and residual. fused_weight_gradients: a
     linear's weight gradient is added to the fp32 buffer by its matmul; else there is a bf16 one in between.
+    architecture: of the GPU.
     """
 
     layers: int = 32
@@ -64,6 +65,11 @@ class Gpt:
     tied: bool = True
     dropout: float = 0.1
     fused_weight_gradients: bool = True
+    architecture: str = "sm90"
+
+    def stage(self, layout: Layout, place: int, group: Any, device: Any) -> "Stage":
+        """The layers of one place in the pipeline. group: of tensor ranks."""
+        return Stage(self, layout, place, group, device)
 
 
 def _linear(hidden: Tensor, weight: Tensor, reduced: bool, fused: bool, group: Any) -> Tensor:
@@ -213,7 +219,7 @@ class Stage(nn.Module):
 
     def __init__(self, gpt: Gpt, layout: Layout, place: int, group: Any, device: Any):
         super().__init__()
-        self.gpt, self.group, self.device = gpt, group, device
+        self.gpt, self.group, self.device, self.rows = gpt, group, device, layout.micro_batch
         self.first, self.last = place == 0, place == layout.pipeline - 1
         multiple = 128 * layout.tensor
         rows = -(-gpt.vocabulary // multiple) * multiple // layout.tensor
@@ -230,7 +236,7 @@ class Stage(nn.Module):
         self, received: Tensor | None, tokens: Tensor, positions: Tensor, weights: Tensor, mask: Tensor
     ) -> Tensor:
         """`[sequence, batch, hidden]` of a stage that is not the last, the loss of one that is. received: what the
-        stage before made; the others as `Training._batch` gives them."""
+        stage before made; the others as `batch` gives them."""
         hidden = self._embed(tokens[:, :-1].contiguous(), positions) if self.first else received
         for layer in self.layers:
             hidden = layer(hidden)
@@ -248,14 +254,27 @@ class Stage(nn.Module):
             words = words + F.embedding(positions, self.positions.weight)
         return F.dropout(words.transpose(0, 1).contiguous(), self.gpt.dropout)
 
+    def batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens `[b, s + 1]`, positions `[b, s]`, weights of losses `[b, s]`, a mask `[1, 1, s, s]` nobody reads."""
+        rows, length = self.rows, self.gpt.sequence
+        tokens = torch.zeros(rows, length + 1, dtype=torch.int64, device=self.device)
+        positions = torch.arange(length, device=self.device).expand(rows, length).clone()
+        weights = torch.ones(rows, length, device=self.device)
+        mask = torch.ones(1, 1, length, length, device=self.device).tril() < 0.5
+        return tokens, positions, weights, mask
+
+    def message(self) -> Tensor:
+        """What stages send to each other, `[sequence, batch, hidden]`."""
+        return torch.empty(self.gpt.sequence, self.rows, self.gpt.hidden, dtype=torch.bfloat16, device=self.device)
+
 
 class Training:
-    """A rank's model, gradient buffer and optimizer. place: in the pipeline."""
+    """A rank's model, gradient buffer and optimizer. place: in the pipeline. sizes: make the model's stage."""
 
-    def __init__(self, gpt: Gpt, layout: Layout, place: int, world: Any):
-        self.gpt, self.layout, self.place, self.device = gpt, layout, place, world.device
+    def __init__(self, sizes: Any, layout: Layout, place: int, world: Any):
+        self.layout, self.place, self.device = layout, place, world.device
         self.groups = {dim: world.mesh.get_group(dim) for dim in ("tensor", "pipeline", "data_shard")}
-        self.model = Stage(gpt, layout, place, self.groups["tensor"], self.device)
+        self.model = sizes.stage(layout, place, self.groups["tensor"], self.device)
         parameters = list(self.model.parameters())
         count = sum(parameter.numel() for parameter in parameters)
         count += -count % layout.data
@@ -286,11 +305,13 @@ class Training:
         self.gradients.zero_()
         waiting: list[tuple[Tensor | None, Tensor]] = []
         warm_up = self.layout.pipeline - 1 - self.place
+        sent = None  # back, by the micro-batch before: a variable of their loop, which holds it until the next one
         for number in range(MICRO_BATCHES + warm_up):
             if number < MICRO_BATCHES:
                 waiting.append(self._forward())
             if number >= warm_up:
-                self._backward(*waiting.pop(0))
+                sent = self._backward(*waiting.pop(0))
+        del sent
         shard = self.gradients.chunk(self.layout.data)[0]
         if self.layout.data > 1:
             dist.reduce_scatter_tensor(shard, self.gradients, group=self.groups["data_shard"])
@@ -301,35 +322,25 @@ class Training:
         """(what came from the stage before, what this one made); what was sent is given up, its graph is kept."""
         received = None
         if not self.model.first:
-            received = self._message().requires_grad_()
+            received = self.model.message().requires_grad_()
             dist.recv(received.detach(), group=self.groups["pipeline"], group_src=self.place - 1)
-        output = self.model(received, *self._batch())
+        output = self.model(received, *self.model.batch())
         if not self.model.last:
             dist.send(output.detach(), group=self.groups["pipeline"], group_dst=self.place + 1)
             output.untyped_storage().resize_(0)
         return received, output
 
-    def _batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens `[b, s + 1]`, positions `[b, s]`, weights of losses `[b, s]`, a mask `[1, 1, s, s]` nobody reads."""
-        rows, length = self.layout.micro_batch, self.gpt.sequence
-        tokens = torch.zeros(rows, length + 1, dtype=torch.int64, device=self.device)
-        positions = torch.arange(length, device=self.device).expand(rows, length).clone()
-        weights = torch.ones(rows, length, device=self.device)
-        mask = torch.ones(1, 1, length, length, device=self.device).tril() < 0.5
-        return tokens, positions, weights, mask
-
-    def _backward(self, received: Tensor | None, output: Tensor) -> None:
+    def _backward(self, received: Tensor | None, output: Tensor) -> Tensor | None:
+        """The gradient of what came from the stage before."""
         gradient = None
         if not self.model.last:
-            gradient = self._message()
+            gradient = self.model.message()
             dist.recv(gradient, group=self.groups["pipeline"], group_src=self.place + 1)
         torch.autograd.backward(output, gradient)
-        if received is not None:
-            dist.send(received.grad, group=self.groups["pipeline"], group_dst=self.place - 1)
-
-    def _message(self) -> Tensor:
-        shape = (self.gpt.sequence, self.layout.micro_batch, self.gpt.hidden)
-        return torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+        if received is None:
+            return None
+        dist.send(received.grad, group=self.groups["pipeline"], group_dst=self.place - 1)
+        return received.grad
 
 
 def _into_main_grad(parameter: Any) -> None:
@@ -337,20 +348,23 @@ def _into_main_grad(parameter: Any) -> None:
     parameter.grad = None
 
 
-def trace_stages(gpt: Gpt, layout: Layout) -> list[Trace]:
-    """Set-up and two steps of the first rank of each place in the pipeline, on Hopper's kernels."""
-    return [_trace(gpt, layout, place) for place in range(layout.pipeline)]
+def trace_stages(sizes: Any, layout: Layout) -> list[Trace]:
+    """Set-up and two steps of the first rank of each place in the pipeline.
+
+    sizes: such as `Gpt`, whose `stage` makes the model and whose `architecture` says how large torch's workspaces are.
+    """
+    return [_trace(sizes, layout, place) for place in range(layout.pipeline)]
 
 
-def _trace(gpt: Gpt, layout: Layout, place: int) -> Trace:
+def _trace(sizes: Any, layout: Layout, place: int) -> Trace:
     parallel = ParallelConfig(pipeline=layout.pipeline, tensor=layout.tensor)
     rank = place * layout.ranks // layout.pipeline
     with simulated_world(parallel, rank, layout.ranks) as world, tensors_without_bytes() as mode:
-        tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory("sm90"))
+        tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory(sizes.architecture))
         tracer.stream = connect_streams(tracer.record, tracer.wait)
         with tracer.running():
             tracer.begin_phase(SETUP)
-            training = Training(gpt, layout, place, world)
+            training = Training(sizes, layout, place, world)
             tracer.name_modules(training.model)
             training.label(tracer)
             for name in (f"first {STEP}", STEP):

@@ -3,8 +3,8 @@
     python -m benchmarks.planner_peers --output docs/measurements/planner_peers.md
 
 A quarter of an hour of a CPU; no GPU, no weights. The rows, with what was measured, what the other planner said and
-every setting, are in `peer_rows.json`; the stacks that they ran on are imitated in `peer_stacks.py` and
-`megatron_stack.py`.
+every setting, are in `peer_rows.json`, `planner_megatron.py` and `planner_simumax.py`; the stacks that they ran on are
+imitated in `peer_stacks.py`, `megatron_stack.py` and `transformer_engine_stack.py`.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks import planner_simumax
 from benchmarks.megatron_stack import Gpt
 from benchmarks.peer_stacks import PeerRun
 from benchmarks.peer_traces import STEP, trace_run
@@ -48,8 +49,8 @@ NOT_PLANNED = [
     ("Loggetta's streamed ladders of Qwen3-32B", "no plan was published for single rungs; streamed rows are above"),
     ("Soup: DPO rows, rows of 24 layers of width 1024", "sizes or targets of the runs are not stated"),
     (
-        "SimuMax: eight dense runs, and experts, on 8 B200",
-        "Transformer Engine's layers with tokens shared in tensor parallel, which `megatron_stack.py` does not have",
+        "SimuMax: experts and long contexts on 8 B200",
+        "experts, and sequences divided over ranks, which are not imitated",
     ),
     ("LLMem, xMem", "their tables are plots or are not public as text"),
 ]
@@ -196,7 +197,7 @@ def markdown(groups: list[Group]) -> str:
         lines += ["", f"## {group['title']}", "", f"Planned by {group['tool']}. Source: {group['source']}.", ""]
         lines += [f"Stack: {group['stack']}.", "", *table(group), ""]
         lines += [f"- {note}" for note in group["notes"]]
-        lines += choices(group)
+        lines += [*choices(group), *group.get("more", [])]
     lines += ["", "## Not planned", "", "| what | why |", "| --- | --- |"]
     lines += [f"| {what} | {why} |" for what, why in NOT_PLANNED]
     return "\n".join(lines) + "\n"
@@ -207,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="file to write; default: standard output")
     options = parser.parse_args(argv)
-    text = markdown([*read_rows()["groups"], megatron()])
+    text = markdown([*read_rows()["groups"], megatron(), planner_simumax.group()])
     if options.output is None:
         print(text, end="")
     else:

@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from benchmarks.megatron_stack import STEP, Gpt, Layout, trace_stages
 from benchmarks.planner_stacks import FSDP1, RECIPE, Stack, recipe_class
 from benchmarks.planner_streams import MarkedTrace, held_with_marks, marking
+from benchmarks.transformer_engine_stack import Llama
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.config import load_config
 from recipe_lib.plan.allocation.replay import replay
@@ -111,10 +112,10 @@ def traced(run: Run, stack: Stack) -> tuple[Plan, Trace]:
 
 
 @cache
-def planned(run: Run | Layout, stack: Stack | Gpt) -> Planned:
+def planned(run: Run | Layout, stack: Stack | Gpt | Llama) -> Planned:
     """The steady step's peaks, of rank 0 or the heaviest place in a pipeline. FSDP1's active bytes are with marks."""
     if isinstance(run, Layout):
-        assert isinstance(stack, Gpt)
+        assert isinstance(stack, Gpt | Llama)
         print(f"{run} ({stack})", file=sys.stderr, flush=True)
         return max((_of_stage(trace) for trace in trace_stages(stack, run)), key=lambda found: found.peak.allocated)
     assert isinstance(stack, Stack)
