@@ -146,30 +146,27 @@ def row_of(rung: Rung) -> dict[str, Any]:
 def planned_line(case: ConfigCase, hardware: Hardware) -> dict[str, Any]:
     """The peaks of a step by phase, as `planned_peaks` gives them, and besides `requested`, `active` and `reserved`,
     the most of them; `host`; `tokens_per_second`, None where no time is planned; `verdict`. Or {"refused": the line}
-    where the config or the device does not have it, {"unplanned": why} where there is no plan of it."""
+    where the config or the device does not have it."""
     try:
         recipe_class, cfg = case.load()
-        if cfg.compile:
-            return {"unplanned": "compiled code"}
         plan, _ = make_plan(recipe_class, cfg, PlanSettings(hardware, case.rows, case.ranks, phases=()))
     except UserError as error:
         return {"refused": str(error)}
     rank = plan.heaviest
     steps = [peak for peak in rank.peaks if peak.phase in (FIRST, STEADY)]
-    timed = plan.time is not None and not cfg.memory.cpu_offload
     return gpu_plan.peaks_of(rank) | {
         "requested": max(peak.requested for peak in steps),
         "active": max(peak.active for peak in steps),
         "reserved": max(peak.reserved for peak in steps),
         "host": rank.host,
-        "tokens_per_second": plan.time.tokens_per_second if timed and plan.time else None,
+        "tokens_per_second": plan.time.tokens_per_second if plan.time else None,
         "verdict": plan.verdict,
     }
 
 
 def measured_line(case: ConfigCase, planned: dict[str, Any], gpu: bool, seconds: float) -> dict[str, Any]:
-    """{"measured": ...}, {"failed": why}, or nothing for what is refused, or cannot be compared without a GPU."""
-    if "refused" in planned or ("unplanned" in planned and not gpu):
+    """{"measured": ...}, {"failed": why}, or nothing for what is refused, or compiled where there is no GPU."""
+    if "refused" in planned or (not gpu and case.read().compile):
         return {}
     if not gpu:
         result = run_apart(functools.partial(told, gpu_plan.trace_on_cpu, case), seconds)

@@ -17,7 +17,7 @@ COLUMNS = """Peaks are those of training steps; set-up and loading are not in he
 `speed` of tokens/s, both against the first line of the table; the first lines of the second and third table are \
 compared with that of the first. A lever marked * rounds: it changes results."""
 HOW_PLANNED = """Nothing here was measured: each line is a whole plan (`tune plan`) of one rank on one card, {device}, \
-of {memory}. tokens/s come from data sheets and are for ranking only. Host: pinned and other memory of the host, in \
+of {memory}. tokens/s come from data sheets, uncalibrated. Host: pinned and other memory of the host, in \
 tensors. Verdict: whether it fits this card; figures of what does not fit are those it would take on a larger one."""
 HOW_MEASURED = """One process on the whole GPU, random weights and tokens, each line in a process of its own. Measured \
 active and reserved: the most in blocks that torch's allocator handed out or a stream still uses, and that it took \
@@ -91,7 +91,7 @@ def line_text(row: dict[str, Any]) -> str:
     return ": ".join([words[0], ", ".join(words[1:])])
 
 
-_REASONS = ("failed", "skipped", "refused", "unplanned")
+_REASONS = ("failed", "skipped", "refused")
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, str, tuple[str, ...]]:

@@ -43,14 +43,15 @@ TEXT = """# Where a planned step's time goes
 
 By `python -m benchmarks.step_time --output docs/measurements/step_time.md`, torch {torch}: the steady step of rank 0,
 planned, layers not compiled, with `{overrides}` and `batch_size` for the micro-batch's tokens; full fine-tuning on 4
-ranks, the others on one, checkpointed as their configs are. Rates of data sheets, uncalibrated: tens of percent.
+ranks, the others on one, checkpointed as their configs are. Rates of data sheets, uncalibrated: how far such plans are
+off published speeds is in [planned_times.md](planned_times.md).
 Nothing here was measured on a GPU. The time of all kernels over that of matmuls and attention should be {aim}
 at most: {verdict}.
 
 `fused`: rotary embedding, gated activation, the loss, and in QLoRA the dequantized weights are a kernel or
 few each (`fused_kernels`, the default); `one by one`: `fused_kernels=false`. That both train alike is what
 `tests/recipes/test_fused_runs.py` shows; [fused_kernels.md](fused_kernels.md) has the kernels. Layers that are compiled
-as a whole (`compile=true`) are not planned: there is no row for them.
+as a whole (`compile=true`) have no row here.
 
 ## By kind
 
