@@ -2,9 +2,9 @@
 
     python -m benchmarks.fit --output docs/fit.md [--only 8B]
 
-For a model, a way to train it and a number of cards, settings are planned in the order of LADDERS, each rung slower or
-further from the config than the one before; the first that fits is the line. The longest sequences are searched with
-every lever on that makes long sequences cheap. Needs no GPU, no weights and no data. With --only the other lines are
+For a model, a way to train it and a number of cards, the search of `tune plan --search` looks for the fastest settings
+that fit. The longest sequences are searched with every lever on that makes long sequences cheap.
+Needs no GPU, no weights and no data. With --only the other lines are
 kept, so that `--only none` writes the page from the kept lines.
 """
 
@@ -16,22 +16,16 @@ import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from recipe_lib.cli.choose_strategy import decided
+from benchmarks.fastest_settings import prepared, searched
 from recipe_lib.cli.plan import recipe_class
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
-from recipe_lib.plan.build_plan import PlanSettings, make_plan
-from recipe_lib.plan.hardware import parse_fit
-from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search.estimate import quick
 from recipe_lib.plan.search.estimate_facts import Estimate
-from recipe_lib.plan.search.trials import usable_bytes
-from recipe_lib.plan.world.sequence_lengths import planned_sequence
-from recipe_lib.plan.world.shape_only_model import plannable
+from recipe_lib.plan.search.trials import override_text, usable_bytes
 from recipe_lib.units import format_bytes, format_count
 
 COMMAND = "python -m benchmarks.fit --output docs/fit.md"
@@ -45,29 +39,21 @@ MODELS = {
 }
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 CARDS = (1, 2, 4, 8)
-ON_HOST, PIECES = "memory.optimizer_offload=true", "memory.activation_checkpointing=full"
-IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "gradient_accumulation_steps=1")
-# `rows`: one sequence at a time, as many times as the config has sequences in a step.
-LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "full": (
-        (),
-        ("rows", PIECES),
-        ("rows", PIECES, ON_HOST),
-        ("batch_size=1", PIECES, *IN_BACKWARD, ON_HOST),
-        ("rows", PIECES, "memory.cpu_offload=true"),
-    ),
-    "lora": ((), ("rows", PIECES), ("rows", PIECES, "memory.cpu_offload=true")),
-    "qlora": ((), ("rows", PIECES), ("rows", PIECES, "memory.cpu_offload=true")),
-}
+PIECES = "memory.activation_checkpointing=full"
+# Another way to train, for cards on which nothing fits but parameters in host memory: no clipping, a sequence a step.
+IN_BACKWARD = (
+    "memory.optimizer_in_backward=true", "clip_grad_norm=null", "batch_size=1", "gradient_accumulation_steps=1"
+)  # fmt: skip
+OFFLOADED = "memory.cpu_offload"
 # Tokens of a sequence: powers of two, and quarters between them.
 LENGTHS = [quarters * 2**power for power in range(9, 15) for quarters in (4, 5, 6, 7)] + [2**17]
-CLOSE = 0.02  # of the card: what the estimate may be off by, looked at in full
 
 
 @dataclass
 class Line:
-    """A line of the page. host: bytes of one rank. tokens_per_second: None where it is not planned. longest: tokens of
-    a sequence, with its settings and bytes of host memory; 0 where not even the shortest fits."""
+    """A line of the page. host: bytes of one rank. longest: tokens of a sequence, with its settings and bytes of host
+    memory; 0 where not even the shortest fits. tried: settings that were estimated; skipped: settings, each for more of
+    its kind, that were ruled out without a simulation."""
 
     model: str
     method: str
@@ -76,10 +62,12 @@ class Line:
     active: int = 0
     reserved: int = 0
     host: int = 0
-    tokens_per_second: float | None = None
+    tokens_per_second: float = 0.0
     verdict: str = ""
     longest: int = 0
     longest_host: int = 0
+    tried: int = 0
+    skipped: int = 0
 
 
 def main() -> None:
@@ -105,53 +93,34 @@ def main() -> None:
 
 
 def plan_line(cell: tuple[str, str, int]) -> Line:
-    """The first rung that fits, and the longest sequence."""
+    """The fastest settings that fit, and the longest sequence."""
     model, method, cards = cell
     line = Line(model, method, cards, None)
-    for rung in LADDERS[method]:
-        found = planned(model, method, cards, rung)
-        if found is None:
-            continue
-        settings, plan, seconds, tokens = found
-        rank = plan.heaviest
-        line.settings, line.verdict = settings, plan.verdict
-        line.active, line.reserved, line.host = rank.peak.active, rank.reserved, rank.host
-        if not any("cpu_offload" in word for word in settings):
-            line.tokens_per_second = tokens / seconds
-        line.longest, line.longest_host = longest(model, method, cards, settings)
-        break
+    config, on = f"{MODELS[model]}_{method}", f"{cards}x24GB"
+    found = [searched(config, on)]
+    if method == "full" and not any(result and OFFLOADED not in result.found[0].changes for result in found):
+        found.append(searched(config, on, IN_BACKWARD))
+    line.tried, line.skipped = (sum(getattr(result, name) for result in found) for name in ("tried", "skipped"))
+    fitting = [(result.found[0], begun) for result, begun in zip(found, ((), IN_BACKWARD), strict=False) if result]
+    if not fitting:
+        return line
+    best, begun = max(fitting, key=lambda pair: pair[0].tokens_per_second)
+    line.settings, line.verdict = [*begun, *override_text(best.changes).split()], best.verdict
+    line.active, line.reserved, line.host = best.active, best.reserved, best.host
+    line.tokens_per_second = best.tokens_per_second
+    line.longest, line.longest_host = longest(config, cards, line.settings)
     return line
 
 
-def planned(model: str, method: str, cards: int, rung: tuple[str, ...]) -> tuple[list[str], Any, float, int] | None:
-    """(settings, plan, seconds and tokens of a step) of a rung that fits; None for one that does not."""
-    own = read(model, method, ())
-    rows = f"gradient_accumulation_steps={own.batch_size * own.gradient_accumulation_steps}"
-    words = [word for part in rung for word in (["batch_size=1", rows] if part == "rows" else [part])]
-    cfg, settings = prepared(model, method, cards, words)
-    kind = recipe_class(recipe_for(f"{MODELS[model]}_{method}"))
-    if cards > 1 and cfg.parallel.strategy == "auto":
-        cfg, _ = decided(kind, cfg, settings)
-    estimate = quick(kind, cfg, settings)
-    if estimate.active > usable_bytes(cfg, settings) * (1 + CLOSE):
-        return None
-    plan, _ = make_plan(kind, cfg, replace(settings, timed=False))
-    if plan.verdict == DOES_NOT_FIT:
-        return None
-    return words, plan, estimate.seconds, estimate.tokens
-
-
-def longest(model: str, method: str, cards: int, words: list[str]) -> tuple[int, int]:
+def longest(config: str, cards: int, words: list[str]) -> tuple[int, int]:
     """Tokens of the longest sequence that fits one at a time, and bytes of host memory, by estimates; see `quick`.
 
-    A config with `parallel.strategy: auto` is estimated with FSDP, which is chosen where only that has the room.
+    The model is shared by FSDP, whichever way the line shares it: that has room for the longest.
     """
-    auto = read(model, method, words).parallel.strategy == "auto"
-    strategy = ["parallel.strategy=fsdp"] if auto and cards > 1 else []
-    kind = recipe_class(recipe_for(f"{MODELS[model]}_{method}"))
+    kind = recipe_class(recipe_for(config))
 
     def estimate(tokens: int, *, timed: bool) -> tuple[Estimate, int]:
-        cfg, settings = prepared(model, method, cards, [*with_long_rows(words, tokens), *strategy])
+        cfg, settings = prepared(config, f"{cards}x24GB", with_long_rows(words, tokens, cards))
         return quick(kind, cfg, replace(settings, timed=timed)), usable_bytes(cfg, settings)
 
     def is_too_long(tokens: int) -> bool:
@@ -165,10 +134,10 @@ def longest(model: str, method: str, cards: int, words: list[str]) -> tuple[int,
     return 0, 0
 
 
-def with_long_rows(words: list[str], tokens: int) -> list[str]:
-    """A line's settings for one sequence of so many tokens at a time."""
-    kept = [word for word in words if not word.startswith(("batch_size", "gradient_accumulation"))]
-    return [*kept, *long_rows(tokens)]
+def with_long_rows(words: list[str], tokens: int, cards: int) -> list[str]:
+    """A line's settings for one sequence of so many tokens at a time, the model shared by FSDP among the cards."""
+    kept = [word for word in words if not word.startswith(("batch_size", "gradient_accumulation", "parallel."))]
+    return [*kept, *long_rows(tokens), *(["parallel.strategy=fsdp"] if cards > 1 else [])]
 
 
 def long_rows(tokens: int) -> list[str]:
@@ -176,20 +145,6 @@ def long_rows(tokens: int) -> list[str]:
     words = ["batch_size=1", "gradient_accumulation_steps=1", f"max_seq_len={tokens}", PIECES]
     words += ["memory.activation_offload=true", f"memory.loss_chunks={max(1, tokens // 1024)}"]
     return [*words, f"memory.mlp_tiles={max(1, tokens // 8192)}"]
-
-
-def read(model: str, method: str, words: tuple[str, ...] | list[str]) -> Any:
-    """The config with these overrides."""
-    config = f"{MODELS[model]}_{method}"
-    return load_config(config, words, recipe_for(config).schema())
-
-
-def prepared(model: str, method: str, cards: int, words: list[str]) -> tuple[Any, PlanSettings]:
-    """What a plan takes."""
-    cfg, _ = plannable(read(model, method, words))
-    ranks, hardware = parse_fit(f"{cards}x24GB")
-    sequence = planned_sequence(cfg, "max", ranks=ranks)
-    return cfg, PlanSettings(hardware=hardware, ranks=ranks, sequence=sequence, phases=("load", "save"))
 
 
 def page(lines: list[Line]) -> str:
@@ -201,7 +156,7 @@ def page(lines: list[Line]) -> str:
         for method, title in METHODS.items():
             found = [line for line in lines if (line.model, line.method) == (model, method)]
             if found:
-                cfg = read(model, method, ())
+                cfg = load_config(f"{config}_{method}", (), recipe_for(f"{config}_{method}").schema())
                 rows = f"{cfg.batch_size * cfg.gradient_accumulation_steps} sequences of {cfg.max_seq_len} tokens"
                 recipe = recipe_for(f"{config}_{method}").name
                 command = f"tune run --nproc_per_node CARDS {recipe} --config {config}_{method} SETTINGS"
@@ -212,18 +167,19 @@ def page(lines: list[Line]) -> str:
 def table(lines: list[Line]) -> str:
     """The lines of one model and method."""
     rows = [
-        "| cards | settings | active | reserved | host | tokens/s | verdict | longest sequence | its host |",
-        "|---:|---|---:|---:|---:|---:|---|---:|---:|",
+        "| cards | settings | tokens/s | active | reserved | host | verdict | longest sequence | its host | tried |",
+        "|---:|---|---:|---:|---:|---:|---|---:|---:|---:|",
     ]
     for line in lines:
+        tried = f"{line.tried} + {line.skipped}"
         if line.settings is None:
-            rows.append(f"| {line.cards} | does not fit | | | | | | | |")
+            rows.append(f"| {line.cards} | does not fit | | | | | | | | {tried} |")
             continue
         words = f"`{' '.join(line.settings)}`" if line.settings else "as shipped"  # one span: some go together only
-        speed = "not planned" if line.tokens_per_second is None else format_count(line.tokens_per_second)
         sizes = " | ".join(map(format_bytes, (line.active, line.reserved, line.host)))
         far = f"{line.longest:,} | {format_bytes(line.longest_host)}" if line.longest else f"under {LENGTHS[0]:,} | "
-        rows.append(f"| {line.cards} | {words} | {sizes} | {speed} | {line.verdict} | {far} |")
+        speed = format_count(line.tokens_per_second)
+        rows.append(f"| {line.cards} | {words} | {speed} | {sizes} | {line.verdict} | {far} | {tried} |")
     return "\n".join(rows)
 
 
@@ -231,23 +187,29 @@ TEXT = """# Recommended settings for 1-8 x 24 GB
 
 Generated by `{command}` with torch {torch}.
 
-Nothing here was measured: each line is a whole plan (`tune plan`) of the first settings that fit, in this order: the
-config as shipped; one sequence at a time with full checkpointing; optimizer states in host memory; for full fine-tuning
-also stepped in backward, without clipping and with one sequence per step; everything in host memory, stepped on the
-CPU, whose time is not planned. Active and reserved are bytes of the heaviest rank, host those of one rank, which holds
-them pinned. Sequences are as long as the config's `max_seq_len`. tokens/s, of all cards, come from data sheets and are
-for ranking only. 24GB is a card of which CUDA reports 23.5 GiB; context, NCCL and reserved headroom are subtracted.
-`fits` leaves 3 % of the card; `risky` leaves less, or needs `PYTORCH_ALLOC_CONF=expandable_segments:True`.
+Nothing here was measured: each line is the fastest that `tune plan --search` finds, confirmed by a whole plan. Searched
+are, with the sequences of a step as the config has them: DDP and FSDP, with copies of the model, with weights or
+gradients kept whole through a step (ZeRO-1), and pipelines with the schedules `1f1b` and `zbv`; checkpointing `none`,
+`selective` and `full`; every size of micro-batch. Only where none of them fits, optimizer states of full fine-tuning
+have 8 bits or are in host memory; and where that does not fit, parameters are in host memory. There full fine-tuning is
+also stepped in backward, without clipping and with one sequence a step, and the faster of both is the line. The last
+column has how many settings were estimated, and how many were ruled out without a simulation: what parameters,
+gradients, states and kept activations alone take is too much, or their operations alone take longer than the fastest.
 
-The longest sequence is the longest that fits, one at a time, with the same settings and, for 65,536 tokens,
-{long};
-lengths are powers of two and quarters between them, none over 131,072. These are estimates, extrapolated from a few of
-the model's layers, and not whole plans; what is reserved has to fit, without a margin and without expandable segments,
-so that a `risky` line can have less than its shipped length. Its host memory is one rank's.
+Active and reserved are bytes of the heaviest rank, host those of one rank, which holds them pinned. Sequences are as
+long as the config's `max_seq_len`. tokens/s, of all cards, come from data sheets and [rates of
+kernels](measurements/planned_times.md), those of an RTX 3090. 24GB is a card of which CUDA reports 23.5 GiB; context,
+NCCL and reserved headroom are subtracted. `fits` leaves 3 % of the card; `risky` leaves less, or needs
+`PYTORCH_ALLOC_CONF=expandable_segments:True`.
+
+The longest sequence is the longest that fits, one at a time, with the same settings, but for FSDP among all cards, and,
+for 65,536 tokens, {long}; lengths are powers of two and quarters between them, none over 131,072. These are estimates,
+extrapolated from a few of the model's layers, and not whole plans; what is reserved has to fit, without a margin and
+without expandable segments, so that a `risky` line can have less than its shipped length. Its host memory is one
+rank's.
 
 Each table's command is above it. `tune plan` instead of `tune run` shows what such a run takes, byte by byte;
-`tune plan --config CONFIG --search --fit 4x24GB` looks for the fastest settings rather than the first ones. A config
-with `parallel.strategy: auto` is planned with what `tune run` chooses on these cards, DDP or FSDP.
+`tune plan --config CONFIG --search --fit 4x24GB` says all settings that were tried.
 [Which memory lever to pull](memory_levers.md) explains the settings."""
 
 

@@ -75,7 +75,7 @@ class Job:
         config = "demo/full" if self.method == "full" else "demo/lora"
         if self.model in MODELS:
             config = f"{MODELS[self.model]}_{self.method}"
-        words = with_long_rows(list(self.settings), self.tokens) if self.tokens else self.settings
+        words = with_long_rows(list(self.settings), self.tokens, self.cards) if self.tokens else self.settings
         return ConfigCase(config, tuple(words), self.cards)
 
 

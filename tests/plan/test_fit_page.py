@@ -1,11 +1,15 @@
-"""docs/fit.md is what its lines make, has every line, and the line that matters most still holds."""
+"""docs/fit.md is what its lines make, has every line with its speed, and the line that matters most still holds."""
 
 import json
 from typing import Any
 
 import pytest
 
-from benchmarks.fit import CARDS, METHODS, MODELS, Line, page, planned
+from benchmarks.fastest_settings import prepared
+from benchmarks.fit import CARDS, METHODS, MODELS, Line, page
+from recipe_lib.cli.plan import recipe_class
+from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.plan.build_plan import make_plan
 from tests.house.files import ROOT
 from tests.plan.apart import apart
 
@@ -18,16 +22,30 @@ def test_the_page_is_made_of_all_lines():
     assert (ROOT / "docs" / "fit.md").read_text(encoding="utf-8") == page(LINES)
 
 
+def test_every_line_that_fits_has_its_speed_and_more_cards_are_faster():
+    speeds = {
+        (line.model, line.method, line.cards): line.tokens_per_second for line in LINES if line.settings is not None
+    }
+    assert all(speed > 0 for speed in speeds.values())
+    for (model, method, cards), speed in speeds.items():
+        assert speed > speeds.get((model, method, cards // 2), 0.0), (model, method, cards)
+
+
 def bytes_of(line: Line) -> Any:
-    """Active and reserved bytes of its settings as they are planned now."""
-    found = planned(line.model, line.method, line.cards, tuple(line.settings or ()))
-    assert found is not None
-    return found[1].heaviest.peak.active, found[1].heaviest.reserved
+    """Active and reserved bytes of its settings, and its speed, as they are planned now."""
+    config = f"{MODELS[line.model]}_{line.method}"
+    cfg, settings = prepared(config, f"{line.cards}x24GB", line.settings or [])
+    plan, _ = make_plan(recipe_class(recipe_for(config)), cfg, settings)
+    assert plan.time is not None
+    return plan.heaviest.peak.active, plan.heaviest.reserved, plan.time.tokens_per_second
 
 
 @pytest.mark.slow
-def test_eight_billion_parameters_on_one_card():
-    (line,) = [line for line in LINES if (line.model, line.method, line.cards) == ("8B", "full", 1)]
-    active, reserved = apart(bytes_of, line)
-    assert line.reserved < 17 * 2**30
+@pytest.mark.parametrize("cards", [1, 4])
+def test_eight_billion_parameters(cards: int):
+    """Full fine-tuning on one card, and without optimizer states on the host on four."""
+    (line,) = [line for line in LINES if (line.model, line.method, line.cards) == ("8B", "full", cards)]
+    active, reserved, speed = apart(bytes_of, line)
     assert (active, reserved) == (pytest.approx(line.active, rel=5e-3), pytest.approx(line.reserved, rel=5e-3))
+    assert speed == pytest.approx(line.tokens_per_second, rel=0.02)
+    assert cards == 1 or not any("offload" in word for word in line.settings or [])
