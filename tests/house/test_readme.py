@@ -265,7 +265,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "of the same model on one card": one_card,
     "Gradients are not clipped": one_card,
     "None of these levers has run on a GPU": nothing_ran_on_a_gpu,
-    "for 1, 2, 4 and 8 cards of 24 GB": fit_page,
+    "fit 1, 2, 4 and 8 cards of 24 GB": fit_page,
     "tensors have sizes and no bytes": "tests/plan/test_closed_forms.py::"
     "test_a_rank_holds_its_part_of_parameters_gradients_and_states",
     "exit code 0 or 3": exit_code_of_a_plan,
