@@ -37,7 +37,7 @@ PAGE = """# Planned and measured step times on a CPU
 Made by `python -m benchmarks.cpu_times --output docs/measurements/cpu_times.md`: torch {torch}, --threads
 {threads}, --seed {seed}.
 
-`tune plan --calibrate` measures the operators of seven small Llamas' steps one by one, in fp32 and bf16; then Llamas of
+`tune plan --calibrate` measures the operators of eight small Llamas' steps one by one, in fp32 and bf16; then Llamas of
 drawn sizes, which it has not seen, are planned with the file and run. Measured is the median of {steps} steps in the
 process of this benchmark, after three; planned / measured is given next to it.
 

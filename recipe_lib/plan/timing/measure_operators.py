@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from recipe_lib.plan.timing.operator_times import fit, operator_key
 from recipe_lib.plan.tracing.operator_costs import Cost, cost_of, tensors_in
+from recipe_lib.plan.tracing.summed_gradients import ADD_IN_PLACE, is_summed_in_place
 
 # Inputs of so many bytes in turn, so that a call finds none of its own in the caches, as in a step it seldom does.
 _IN_TURN = 64 * 2**20
@@ -42,6 +43,8 @@ class _OperatorCalls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_summed_in_place(func, args, kwargs):
+            func = ADD_IN_PLACE
         result = func(*args, **kwargs)
         cost = cost_of(func, args, kwargs, result)
         if not cost.is_view and not cost.communicates and (cost.flops or cost.bytes):
