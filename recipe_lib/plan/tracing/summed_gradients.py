@@ -5,6 +5,7 @@ nothing else holds that memory (torch/csrc/autograd/input_buffer.cpp), but under
 always makes a new tensor. Of a tied embedding that is one more gradient of the whole matrix than a run has.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,20 +15,19 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
-# Owners of a tensor and of its memory that a mode sees of a gradient which is the engine's alone: the engine, the
-# operator's arguments and Python's wrappers of them. Torch 2.11 and 2.13; with others such a sum is traced as it comes.
-_OWNERS, _OWNERS_OF_MEMORY = 4, 2
+# Owners of a gradient that is the engine's alone, as a mode sees it: of the tensor in C++ (the engine, the operator's
+# arguments, Python's object), of its memory, and of the object in Python. Torch 2.11 and 2.13, Python 3.11; with other
+# counts a sum is traced as it comes, which plans too much.
+_ALONE = (4, 2, 4)
 
 
 def is_summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator that a mode sees would, without the mode, have been `add_`."""
+    """Whether an operator that a mode sees would, without the mode, have been `add_`. To be called with the mode's own
+    arguments and nothing else that refers to what is in them."""
     if func is not ADD or kwargs or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
         return False
     held, arrived = args
-    return (
-        isinstance(arrived, Tensor)
-        and held.shape == arrived.shape
-        and held._use_count() == arrived._use_count() == _OWNERS
-        and torch._C._storage_Use_Count(held.untyped_storage()._cdata) == _OWNERS_OF_MEMORY
-        and is_non_overlapping_and_dense_or_false(held)
-    )
+    if not isinstance(arrived, Tensor) or held.shape != arrived.shape:
+        return False
+    memory = torch._C._storage_Use_Count(held.untyped_storage()._cdata)
+    return (held._use_count(), memory, sys.getrefcount(held)) == _ALONE and is_non_overlapping_and_dense_or_false(held)
