@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.fastest_settings import fastest_of
 from benchmarks.planned_peaks import (
     DDP,
     DEVICE,
@@ -26,7 +27,7 @@ from benchmarks.planned_peaks import (
 )
 from recipe_lib.config.paths import configs_folder
 from recipe_lib.units import GIB, MIB
-from tests.plan.apart import settings
+from tests.plan.apart import apart, settings
 from tests.selection import selected, slow_except
 
 PLANS, FASTEST = read_plans(), read_fastest()
@@ -109,6 +110,16 @@ def test_no_fewer_cards_would_do(name):
     for size, ranks in said.items():
         half = PLANS[name].get(str(ranks // 2))
         assert ranks == 1 or (total / (ranks // 2) > size * 10**9 if half is None else not fits(half, ranks // 2, size))
+
+
+@pytest.mark.slow
+def test_the_speeds_in_a_header_are_those_found_now():
+    name = "smollm2/135M_full"
+    size, ranks = meant_for(PLANS[name])
+    found, kept = apart(fastest_of, name, size, ranks), FASTEST[name]
+    assert (found.cards, found.settings) == (kept["cards"], kept["settings"])
+    speeds = {key: pytest.approx(kept[key], rel=0.01) for key in ("tokens_per_second", "shipped")}
+    assert {"tokens_per_second": found.tokens_per_second, "shipped": found.shipped} == speeds
 
 
 def test_cards_of_24_gb_come_first():

@@ -5,17 +5,16 @@ A mode of Python, as our tracer is one, changes what autograd does: it sums grad
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch.distributed as dist
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from recipe_lib.parallel import World, start_world
 from recipe_lib.plan.world.planned_batches import PlannedData
-from tests.plan.test_real_runs import COLLECTIVES, collectives_let_go
+from tests.plan.test_real_runs import collectives_let_go, collectives_within
 
 STEPS = 3
 
@@ -46,10 +45,8 @@ def profiled_peak(recipe: type, cfg: Any, shape: Any) -> int:
     return peak
 
 
-@contextmanager
-def noting_collectives(found: list[tuple[int, int]]) -> Iterator[None]:
+def noting_collectives(found: list[tuple[int, int]]) -> AbstractContextManager[None]:
     """When each collective of torch.distributed began and ended."""
-    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
 
     def noted(operation: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> None:
@@ -59,13 +56,7 @@ def noting_collectives(found: list[tuple[int, int]]) -> Iterator[None]:
 
         return call
 
-    for name, operation in originals.items():
-        setattr(dist, name, noted(operation))
-    try:
-        yield
-    finally:
-        for name, operation in originals.items():
-            setattr(dist, name, operation)
+    return collectives_within(noted)
 
 
 def allocations(roots: list[Any]) -> list[Any]:

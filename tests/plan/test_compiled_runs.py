@@ -6,19 +6,17 @@ table is made by `python -m benchmarks.compiled_plans`.
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # so that no process pays for the import
 
-from recipe_lib.config import load_config
 from recipe_lib.plan.tracing.simulate import STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.plan.profiled_runs import profiled_peak
-from tests.plan.test_real_runs import BASE, PACKED_DOCUMENTS, PAIRS, TIED
-from tests.recipes.runs import DPO, FULL, LORA, PLAIN, recipe_class, recipe_module
+from tests.plan.test_real_runs import PAIRS, TIED, config_of
+from tests.recipes.runs import DPO, FULL, LORA
 
 # Ranks, recipe, overrides.
 CASES: dict[str, tuple[Any, ...]] = {
@@ -44,12 +42,9 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 def config(case: tuple[Any, ...], folder: Path) -> tuple[type, Any, Any]:
-    """The recipe's class, the case's config and the shape of its batches."""
-    _, name, *overrides = case
-    module = recipe_module(name)
-    overrides += [f"model.preset={TIED}", f"output_dir={folder / 'none'}", f"recipe={name}", "compile=true"]
-    cfg = load_config(PLAIN, [*BASE, *overrides], module.Config)
-    return recipe_class(module), cfg, SimpleNamespace(tokens=cfg.max_seq_len, documents=PACKED_DOCUMENTS)
+    """As `config_of`, compiled, of the tied model."""
+    ranks, name, *overrides = case
+    return config_of((ranks, name, TIED, *overrides, "compile=true"), folder)
 
 
 def planned_peak(case: tuple[Any, ...], folder: Path) -> int:

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,21 +151,26 @@ def runs(
     return simulated, real
 
 
-def run(case: tuple[Any, ...], folder: Path, simulated: bool) -> dict[str, Any]:
-    """Peaks by phase, and the allocations and releases in order."""
-    ranks, name, model, *overrides = case
+def config_of(case: tuple[Any, ...], folder: Path) -> tuple[type, Any, Any]:
+    """The recipe's class, the case's config and the shape of its batches."""
+    _, name, model, *overrides = case
     overrides += [f"model.preset={model or folder / 'untied.json'}", f"output_dir={folder / 'none'}", f"recipe={name}"]
     module = recipe_module(name)
     cfg = load_config(PLAIN, [*BASE, *overrides], module.Config)
-    shape = SimpleNamespace(tokens=cfg.max_seq_len, documents=PACKED_DOCUMENTS)
+    return recipe_class(module), cfg, SimpleNamespace(tokens=cfg.max_seq_len, documents=PACKED_DOCUMENTS)
+
+
+def run(case: tuple[Any, ...], folder: Path, simulated: bool) -> dict[str, Any]:
+    """Peaks by phase, and the allocations and releases in order."""
+    recipe, cfg, shape = config_of(case, folder)
     if simulated:
-        found = simulate(recipe_class(module), cfg, shape, ranks=ranks, phases=(), like_cpu=True)
+        found = simulate(recipe, cfg, shape, ranks=case[0], phases=(), like_cpu=True)
         if cfg.model.implementation == "transformers":  # whose buffers come to be on the host, here the run's device
             for storage in found.trace.storages:
                 storage.device |= storage.phase == 0
     else:
         with start_world(cfg) as world, collectives_let_go():
-            found = trace_real_run(recipe_class(module), cfg, world, shape)
+            found = trace_real_run(recipe, cfg, world, shape)
     return {"peaks": found.trace.active_peaks(), "events": events(found.trace), "repeats": found.repeats}
 
 
@@ -174,13 +179,11 @@ def events(trace: Trace) -> list[Event]:
     return [(kind, trace.storages[number].bytes) for kind, number in trace.events if kind in (ALLOC, FREE)]
 
 
-@contextmanager
-def collectives_let_go() -> Iterator[None]:
+def collectives_let_go() -> AbstractContextManager[None]:
     """gloo's threads hold a collective's tensors for a moment after its end; here a collective ends when they do not.
 
     Else the moment of a release would be chance, and a peak now and then a buffer higher.
     """
-    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
 
     def waits(operation: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> None:
@@ -194,8 +197,15 @@ def collectives_let_go() -> Iterator[None]:
 
         return call
 
+    return collectives_within(waits)
+
+
+@contextmanager
+def collectives_within(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Each collective of torch.distributed is what `wrap` makes of it."""
+    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
     for name, operation in originals.items():
-        setattr(dist, name, waits(operation))
+        setattr(dist, name, wrap(operation))
     try:
         yield
     finally:

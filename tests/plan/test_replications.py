@@ -89,21 +89,6 @@ def found_in_stages(small: Any, double: Any) -> dict[str, Any]:
     return found
 
 
-def test_megatrons_stack_holds_what_formulas_say() -> None:
-    double = replace(SMALL, layers=2 * SMALL.layers)
-    found = gpu_check.run_apart(lambda: found_in_stages(SMALL, double), 120)
-    assert len(found) == 6, found
-    for layout in LAYOUTS:
-        for place in range(layout.pipeline):
-            count = parameters_of(SMALL, layout, place)
-            even = count + count % layout.data
-            waiting = layout.pipeline - place  # micro-batches between forward and backward
-            kept = SMALL.layers // layout.pipeline * waiting * kept_of(SMALL, layout)
-            *stored, more = found[f"{layout}{place}"]
-            assert stored == [2 * count, 4 * even, 12 * even // layout.data]
-            assert more == pytest.approx(kept, abs=64 * SMALL.layers * waiting)  # states of random numbers
-
-
 def llama_parameters_of(llama: Llama, layout: Layout, place: int) -> int:
     """Of a rank, written out."""
     h, f, t = llama.hidden, llama.feed_forward, layout.tensor
@@ -122,17 +107,25 @@ def llama_kept_of(llama: Llama, layout: Layout) -> int:
     return (norms + attention + 3 * 2 * n * f) // layout.tensor  # gate and up, product
 
 
-def test_transformer_engines_stack_holds_what_formulas_say() -> None:
-    double = replace(SMALL_LLAMA, layers=2 * SMALL_LLAMA.layers)
-    found = gpu_check.run_apart(lambda: found_in_stages(SMALL_LLAMA, double), 120)
+@pytest.mark.parametrize(
+    ("small", "parameters", "kept", "random_states"),
+    [(SMALL, parameters_of, kept_of, 64), (SMALL_LLAMA, llama_parameters_of, llama_kept_of, 0)],
+    ids=["megatron", "transformer-engine"],
+)
+def test_stacks_hold_what_formulas_say(small: Any, parameters: Any, kept: Any, random_states: int) -> None:
+    """random_states: bytes that dropout keeps of a layer at most."""
+    double = replace(small, layers=2 * small.layers)
+    found = gpu_check.run_apart(lambda: found_in_stages(small, double), 120)
     assert len(found) == 6, found
     for layout in LAYOUTS:
         for place in range(layout.pipeline):
-            count = llama_parameters_of(SMALL_LLAMA, layout, place)
+            count = parameters(small, layout, place)
             even = count + count % layout.data
             waiting = layout.pipeline - place  # micro-batches between forward and backward
-            kept = SMALL_LLAMA.layers // layout.pipeline * waiting * llama_kept_of(SMALL_LLAMA, layout)
-            assert found[f"{layout}{place}"] == [2 * count, 4 * even, 12 * even // layout.data, kept]
+            *stored, more = found[f"{layout}{place}"]
+            assert stored == [2 * count, 4 * even, 12 * even // layout.data]
+            layers = small.layers // layout.pipeline * waiting
+            assert more == pytest.approx(layers * kept(small, layout), abs=random_states * small.layers * waiting)
 
 
 def test_transformer_engine_keeps_a_workspace_and_a_dummy_gradient_for_each_shape() -> None:

@@ -76,12 +76,8 @@ def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
     for name in ("device", "torch", "date"):
         if not isinstance(values[name], str):
             raise ConfigError(f"{place}: {name} is no text; {remedy}")
-    unknown = (
-        "link_bandwidth",
-        "copy_to_device",
-        "copy_to_host",
-        "recompute_seconds",
-    )  # where nothing was there to measure
+    # None where nothing was there to measure
+    unknown = ("link_bandwidth", "copy_to_device", "copy_to_host", "recompute_seconds")
     for name in ("attention", "bandwidth", "host_seconds", "kernel_seconds", *unknown):
         if not (_positive(values[name]) or (name in unknown and values[name] is None)):
             raise ConfigError(f"{place}: {name} is {quote(str(values[name]))}; expected a positive number, {remedy}")

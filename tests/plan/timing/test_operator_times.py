@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.timing import measure_operators as measured
 from recipe_lib.plan.timing.calibration import read_calibration
 from recipe_lib.plan.timing.cost import launch_seconds, op_seconds
-from recipe_lib.plan.timing.measure_operators import measure_operators
 from recipe_lib.plan.timing.operator_times import OperatorTime, fit
 from recipe_lib.plan.trace import Op
 from tests.plan.timing.test_calibrate import good
@@ -33,7 +32,7 @@ def test_no_number_of_a_line_is_below_zero() -> None:
         fit([])
 
 
-def test_the_operators_of_a_step_are_measured() -> None:
+def test_the_operators_of_a_step_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = torch.ones(8, 16), torch.ones(16, 4)
 
     def step() -> None:
@@ -41,15 +40,16 @@ def test_the_operators_of_a_step_are_measured() -> None:
 
     def longer() -> None:
         step()
-        time.sleep(0.01)  # what is computed again costs the host more than its operators
         step()
 
-    out = measure_operators([(step, longer)])
+    monkeypatch.setattr(measured, "_step_seconds", {step: 10.0, longer: 40.0}.__getitem__)
+    out = measured.measure_operators([(step, longer)])
     assert set(out["operators"]) == {"aten::mm fp32", "aten::add_ fp32"}
-    assert all(0 < OperatorTime(**one).seconds(2 * 8 * 16 * 4, 4 * 8 * 16) < 0.1 for one in out["operators"].values())
-    assert 0 < out["host_seconds"] < 0.1
-    assert out["recompute_seconds"] > 1e-3  # of the two more operators, half of the sleep each
-    assert measure_operators([(step, step)])["recompute_seconds"] is None
+    alone = [OperatorTime(**one).seconds(2 * 8 * 16 * 4, 4 * 8 * 16) for one in out["operators"].values()]
+    assert all(0 < seconds < 1 for seconds in alone)
+    assert out["host_seconds"] == pytest.approx(10 / 2, abs=1)  # of two operators, which themselves take no second
+    assert out["recompute_seconds"] == pytest.approx((40 - 10) / 2, abs=1)  # of the two that the longer step has more
+    assert measured.measure_operators([(step, step)])["recompute_seconds"] is None
 
 
 def test_a_file_with_operators_is_read_and_used(tmp_path: Path) -> None:
