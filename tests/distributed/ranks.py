@@ -27,6 +27,7 @@ from recipe_lib.parallel import world
 
 _CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 _GRACE_SECONDS = 3.0  # how long the other ranks may go on after one has failed
+_STACKS = signal.SIGUSR2  # on which a rank writes the stacks of its threads
 
 
 class RankFailure(AssertionError):  # noqa: N818  (what a failing test shows)
@@ -51,7 +52,8 @@ def run_ranks(
     MASTER_PORT are set as torchrun sets them, torch uses one thread, and with `process_group` (the default) a gloo
     group is there, which `start_world` takes over. What a rank prints appears only when something fails.
 
-    Raises RankFailure when a rank raises, exits or is still running after `timeout` seconds; no process is left over.
+    Raises RankFailure when a rank raises, exits or is still running after `timeout` seconds, with the stacks of its
+    threads; no process is left over.
     Where memory was corrupted in a rank (a segmentation fault, an abort) all run once more, with a RankCrashWarning:
     that happens rarely, to no test when it runs alone, and the cause is not known.
     """
@@ -118,6 +120,7 @@ def _run_rank(
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     faulthandler.enable(file=sys.stderr)
+    faulthandler.register(_STACKS, file=sys.stderr)
     code = 1
     try:
         os.environ.update(
@@ -192,11 +195,16 @@ def _wait(processes: Sequence[BaseProcess], timeout: float) -> bool:
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         time.sleep(0.01)
     left = [process for process in processes if process.is_alive()]
+    timed_out = bool(left) and not failed
+    if timed_out:
+        for process in left:
+            os.kill(process.pid or 0, _STACKS)
+        time.sleep(0.5)
     for process in left:
         process.kill()
     for process in processes:
         process.join()
-    return bool(left) and not failed
+    return timed_out
 
 
 def _reason(process: BaseProcess, rank: int, folder: Path, timed_out: bool) -> str:

@@ -36,13 +36,14 @@ def test_a_failing_rank_shows_its_traceback_and_ends_the_others() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_ended_at_the_timeout() -> None:
-    def work() -> None:
+def test_a_rank_that_hangs_is_ended_at_the_timeout_and_shows_its_stack() -> None:
+    def sleep_long() -> None:
         if dist.get_rank() == 0:
             time.sleep(60)
 
-    with pytest.raises(RankFailure, match="rank 0: still running when time ran out"):
-        run_ranks(work, 2, timeout=2)
+    with pytest.raises(RankFailure, match="rank 0: still running when time ran out") as caught:
+        run_ranks(sleep_long, 2, timeout=2)
+    assert "in sleep_long" in str(caught.value)
 
 
 def test_backward_runs_in_a_fork_of_a_process_that_ran_backward() -> None:

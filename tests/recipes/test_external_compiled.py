@@ -24,9 +24,13 @@ CONFIG = {FULL: "demo/full", LORA: "demo/lora", DPO: str(Path(__file__).parent /
 Case = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 CASES: dict[str, Case] = {
     "full": (FULL, "qwen3", (), ("memory.activation_checkpointing=selective",)),
-    "packed": (LORA, "qwen3", ("data.packing=true", "data.max_samples=200"), ("memory.activation_offload=true",)),
-    # Of matrices that read all tokens whole, of which ranks draw the same numbers as one process.
-    "dropout": (LORA, "qwen3", ("lora.dropout=0.2", "lora.target_modules=[q_proj, v_proj]"), ()),
+    # Dropout is of matrices that read all tokens whole, of which ranks draw the same numbers as one process.
+    "packed": (
+        LORA,
+        "qwen3",
+        ("data.packing=true", "data.max_samples=200", "lora.dropout=0.2", "lora.target_modules=[q_proj, v_proj]"),
+        ("memory.activation_offload=true",),
+    ),
     "dora nf4": (LORA, "gpt_neox", ("lora.dora=true", "lora.quantize_base=nf4", "lora.dropout=0"), ()),
     "preference": (DPO, "qwen3", ("validation.every_n_steps=2",), ("memory.activation_checkpointing=full",)),
 }
@@ -38,6 +42,7 @@ INDUCTOR: dict[str, Case] = {
     "int8": (LORA, "qwen3", ("lora.quantize_base=int8",), ("memory.activation_checkpointing=selective",)),
 }
 SINGLE = ("dora nf4", "int8")  # what is quantized is computed with in float32
+PADDED = {"full": 2, "stages": 2}  # to a multiple of: of these, sequences are of many lengths, which are compiled apart
 
 
 def train(folder: Path, case: str, settings: Case, *more: str) -> None:
@@ -52,7 +57,8 @@ def train(folder: Path, case: str, settings: Case, *more: str) -> None:
     words += [f"model.preset={folder / kind}.json", "tokenizer.path=examples/demo/tokenizer",
               "model.implementation=transformers", f"dtype={'fp32' if case in SINGLE else 'fp64'}", "device=cpu",
               "max_steps=3", f"batch_size={4 // data_ranks}", "log.every_n_steps=1000", "data.packing=false",
-              "gradient_accumulation_steps=2", "data.pad_to_multiple_of=2", "optimizer.lr=1e-2", "optimizer.eps=1e-4",
+              "gradient_accumulation_steps=2", f"data.pad_to_multiple_of={PADDED.get(case, 64)}",
+              "optimizer.lr=1e-2", "optimizer.eps=1e-4",
               *(("lora.rank=4",) if recipe != FULL else ()), *(data if recipe == DPO else ())]  # fmt: skip
     done(run_here(latest(*words, *both, *(of_ranks if more else ()), *more), recipe=recipe))
     torch._dynamo.reset()

@@ -13,6 +13,7 @@ import torch
 
 from recipe_lib.errors import DataError
 from recipe_lib.parallel.hang_detection import beats, heartbeat
+from tests.distributed import ranks as ranks_of_tests
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.recipes.runs import FULL, arguments, recipe_class, recipe_module, run_here
 from tests.selection import slow_except
@@ -39,6 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         "REPORT_SECONDS": 0.3,
     }.items():
         monkeypatch.setattr(heartbeat, name, seconds)
+    monkeypatch.setattr(ranks_of_tests, "_GRACE_SECONDS", 15.0)  # each ends by itself, on a busy machine a little later
 
 
 def run(folder: Path, trouble: Trouble, where: str, on: int, *overrides: str) -> int:
@@ -109,6 +111,7 @@ def refuse() -> None:
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_a_stopped_rank_is_named(tmp_path: Path, division: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beats, "SILENT_TIMEOUTS", 2.0)
+    monkeypatch.setattr(ranks_of_tests, "_GRACE_SECONDS", 1.0)  # the one that is stopped does not
     began = time.monotonic()
     found = ended(tmp_path, stop, *DIVISIONS[division])
     assert found[0].startswith("exit code 7") and "Traceback" not in found[0]
