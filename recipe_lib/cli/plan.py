@@ -71,7 +71,7 @@ def run(words: list[str]) -> int:
 def quiet_libraries() -> None:
     """Loggers of torch's that speak of its own code, where a model of another library is simulated."""
     for name in ("torch.utils._pytree", "torch._subclasses.fake_tensor"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+        logging.getLogger(name).disabled = True  # their levels are set anew when the compiler is imported
 
 
 def exit_code(plan: "Plan") -> int:

@@ -18,12 +18,23 @@ from recipe_lib.plan.tables import outermost
 from recipe_lib.plan.trace import STORAGE_KINDS
 from recipe_lib.plan.typed_json import read_typed
 from recipe_lib.units import MIB
+from tests.cli import commands
 from tests.cli.commands import ROOT, environment
 from tests.plan.apart import apart
 from tests.plan.made_receipts import made_receipt
 
 RECIPE = "full_finetune_distributed"
 CONFIG = ["--config", "demo/full", "data.max_samples=200", "~validation.source", "batch_size=2"]
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "num_local_experts": 4,
+}
 
 
 def main(words: list[str]) -> int:
@@ -120,6 +131,18 @@ def test_a_value_read_in_a_step_is_told_with_its_line(tmp_path: Path, capsys: py
     said = capsys.readouterr().err
     assert said.startswith(f"error: {copy}:{number}: FullFinetune.train_step: reads the value of a tensor")
     assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_an_operator_without_a_simulation_is_one_line(tmp_path: Path):
+    """While layers are compiled, too, which has torch set up its loggers anew; of its own process, for the same."""
+    pytest.importorskip("transformers")
+    (tmp_path / "mixtral.json").write_text(json.dumps(MIXTRAL), encoding="utf-8")
+    words = [f"model.preset={tmp_path}/mixtral.json", "model.implementation=transformers", "dtype=fp32"]
+    done = commands.tune("plan", RECIPE, *CONFIG, *words, "compile=true", "--device", "24GB")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: model.implementation=transformers: its class raised RuntimeError on the simu")
+    assert done.stderr.count("\n") == 1 and "try another dtype (found dtype=fp32)" in done.stderr
 
 
 def test_a_relative_path_and_what_a_recipe_prints(
