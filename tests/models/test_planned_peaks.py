@@ -92,6 +92,10 @@ def test_there_are_plans():
     assert set(PLANS) == set(names())
 
 
+def test_every_config_says_the_fastest_settings_that_fit():
+    assert set(FASTEST) == {name for name in names() if not name.startswith("demo/")}
+
+
 @pytest.mark.parametrize("name", sorted(PLANS))
 def test_a_header_is_what_the_plans_make_of_it(name):
     """Card and ranks that it is meant for, others that it fits, its peak and its command."""
