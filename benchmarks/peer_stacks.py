@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.streamed_layers import StreamedCodes
+
 DEVICE_MAP, LINEARS_FIRST = "device_map", "linears first"
 NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers that share a scale; scales that share one of their own
 
@@ -27,8 +29,8 @@ class PeerRun:
     `prepare_model_for_kbit_training` made the rest fp32. targets: of LoRA. attention: `eager`; `sdpa`, torch's choice
     on that GPU; `efficient` or `math`, that kernel of torch's, keys and values copied for each query head. loss_chunk:
     tokens of a piece of the loss, each checkpointed; 0: transformers' own. keeps_logits: a variable holds the model's
-    output to the step's end. clipped: by `clip_grad_norm_`. streamed: weights of layers lie on the host, of two at a
-    time on the device: `all`, or of NF4 the `codes` alone. shared_ends: embedding and output projection take turns in
+    output to the step's end. clipped: by `clip_grad_norm_`. streamed: weights of layers lie on the host: `all`, of two
+    layers at a time on the device; or of NF4 the `codes` alone, copied ahead on a stream of their own. shared_ends: embedding and output projection take turns in
     one buffer. capability: of the GPU. loader: `device_map`, transformers' order of names after one block for all of
     them; `linears first`; else the model's order. workspace: architecture whose workspace of matmuls torch takes, if
     not that of `capability`. expandable: segments. phase: `step`, a steady one, or `first step`, which makes AdamW's
@@ -151,6 +153,8 @@ def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
             parameter.data = parameter.data.float()
     for layer in model.model.layers:
         _add_adapters(layer, run, device)
+    if run.streamed == "codes":
+        _stream_codes(model.model.layers)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
     return model.train()
@@ -177,7 +181,7 @@ def _load(model: Any, run: PeerRun, device: Any) -> None:
         module = model.get_submodule(path)
         if name in linears:
             number, place = int(path.split(".")[2]), path.split(".", 3)[3]
-            base = _load_linear(module, run, device, loaded.get((number - 2, place)) if run.streamed else None)
+            base = _load_linear(module, run, device, loaded.get((number - 2, place)))
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, base)
             loaded[number, place] = base
@@ -188,21 +192,27 @@ def _load(model: Any, run: PeerRun, device: Any) -> None:
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
+def _stream_codes(layers: nn.ModuleList) -> None:
+    """Each linear's codes are on the host from here on."""
+    modules = [[each for each in layer.modules() if isinstance(each, Nf4Linear)] for layer in layers]
+    StreamedCodes(layers, modules, [[-(-each.shape.numel() // 2) for each in several] for several in modules])
+
+
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """By which transformers sorts names: numbers between dots as numbers."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
 def _load_linear(linear: nn.Linear, run: PeerRun, device: Any, before: Any) -> Any:
-    """A linear as the run has it. before: two layers before, if this one uses its memory or that of its codes."""
+    """A linear as the run has it. before: two layers before, whose memory this one uses if weights are streamed."""
     if before is not None and run.streamed == "all":
         return before
     linear.weight = nn.Parameter(torch.empty_like(linear.weight, device=device), False)
     if not run.nf4:
         return linear
     base = Nf4Linear(linear, run.double_quant)
-    if before is not None:
-        base.codes = before.codes
+    if run.streamed == "codes":
+        base.codes = base.codes.new_empty(0)
     return base
 
 

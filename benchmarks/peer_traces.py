@@ -32,7 +32,7 @@ def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
     world = simulated_world(ParallelConfig(), 0, 1, capability=run.capability)
     with world as ranks, tensors_without_bytes() as mode, _quiet_collector(), _attention_of(run):
         tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory(architecture))
-        tracer.stream = connect_streams(tracer.record, tracer.wait)
+        tracer.stream = connect_streams(tracer.record, tracer.wait, tracer.use_on)
         with tracer.running():
             tracer.begin_phase(SETUP)
             model = build_model(run, sizes, ranks.device)

@@ -13,6 +13,7 @@ from recipe_lib.config.card_limits import card_faults
 from recipe_lib.config.mesh import micro_batches
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.gradient_accumulation import once_a_step
+from recipe_lib.plan.allocation.blocks import LAUNCH_QUEUE
 from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
 from recipe_lib.plan.cluster_traffic import dimension_plans
@@ -380,8 +381,11 @@ def _not_modeled(cfg: Any, hardware: Hardware, ranks: int, trace: Trace) -> list
     lines = ["CUDA graphs", "other processes on the device"]
     if ranks > 1:
         lines.append("NCCL's buffers are a published figure of another machine, not a model")
-    if any(op.name == "aten::record_stream" for op in trace.ops):
-        lines.append("record_stream: memory that it keeps until another stream is done")
+    if trace.uses:
+        lines.append(
+            "record_stream: how soon another stream is done with memory that is freed; planned is the longest that a "
+            f"host can be ahead of it, {LAUNCH_QUEUE:,} kernels"
+        )
     if cfg.trained_adapters is not None and cfg.trained_adapters.merge_on_save:
         lines.append("lora.merge_on_save: the merged model is written layer by layer after training")
     return lines

@@ -11,6 +11,9 @@ LARGE_SEGMENT = 20 * MIB  # pages of the large pool, and the segment of a reques
 LARGE_REQUEST = 10 * MIB  # requests from here on take a segment of their own size
 SEGMENT_ROUNDING = 2 * MIB  # which is a multiple of it
 UNSPLIT_EXCESS = 20 * MIB  # how much larger than an oversize request a reused block may not be
+# Kernels of a stream that a host can have issued and that are not done: about 1000 for each stream, as measured in
+# forums.developer.nvidia.com/t/68937; the next launch waits. No document of NVIDIA's has the number.
+LAUNCH_QUEUE = 1024
 
 
 def block_bytes(size: int) -> int:

@@ -5,12 +5,13 @@ Not modeled: CUDA graphs' private pools, several threads, and address space that
 """
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from recipe_lib.plan.allocation.blocks import (
     LARGE_SEGMENT,
+    LAUNCH_QUEUE,
     ROUNDING,
     SMALL_SIZE,
     UNSPLIT_EXCESS,
@@ -67,8 +68,7 @@ class OutOfMemory(Exception):  # noqa: N818 - what it is called everywhere
 class CachingAllocator:
     """One device's allocator. Its numbers are those of `torch.cuda.memory_stats`, each with its peak since the last
     `reset_peaks`: `requested`; `allocated`, the blocks handed out; `active`, those and the freed ones that another
-    stream may still use; `reserved`, all segments.
-    """
+    stream may still use; `reserved`, all segments."""
 
     def __init__(
         self, settings: AllocatorSettings | None = None, place: Callable[[int, int], int | None] | None = None
@@ -85,7 +85,8 @@ class CachingAllocator:
         self._searches = 0  # of the large pool: a free block's age is how many there were since
         self._pools: dict[tuple[bool, int], Pool] = {}
         self._active: set[Block] = set()
-        self._pending: dict[int, deque[Block]] = {}
+        self._pending: dict[int, deque[tuple[int, Block]]] = {}  # by stream, with what had been issued there when freed
+        self._issued: Counter[int] = Counter()  # by stream, kernels
         self._place = place
         self._next_address = _FIRST_ADDRESS
 
@@ -119,7 +120,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Takes the block back; it can be reused at once by its own stream, if `record_stream` did not name another."""
+        """Takes the block back; its own stream can reuse it at once, if `record_stream` did not name another."""
         if not block.allocated:
             raise ValueError(f"the block at {block.address:#x} is not allocated")
         block.allocated = False
@@ -130,20 +131,31 @@ class CachingAllocator:
             self._complete_free(block)
             return
         for stream in block.streams:
-            self._pending.setdefault(stream, deque()).append(block)
+            self._pending.setdefault(stream, deque()).append((self._issued[stream], block))
         block.pending, block.streams = len(block.streams), None
 
     def record_stream(self, block: Block, stream: int) -> None:
-        """The block is used on `stream` too: once freed, it is not reused before `finish(stream)`."""
+        """The block is used on `stream` too: once freed, it is not reused before that is done (`issue`, `finish`)."""
         if stream != block.pool.stream:
             block.streams = (block.streams or set()) | {stream}
 
+    def issue(self, stream: int, kernels: int = 1) -> None:
+        """So many more kernels are issued on `stream`: what was issued `LAUNCH_QUEUE` before is done."""
+        self._issued[stream] += kernels
+        held, done = self._pending.get(stream), self._issued[stream] - LAUNCH_QUEUE
+        while held and held[0][0] <= done:
+            self._release(held.popleft()[1])
+
     def finish(self, stream: int) -> None:
         """All work that was issued on `stream` so far is done."""
-        for block in self._pending.pop(stream, ()):
-            block.pending -= 1
-            if not block.pending:
-                self._complete_free(block)
+        for _, block in self._pending.pop(stream, ()):
+            self._release(block)
+
+    def _release(self, block: Block) -> None:
+        """One of the streams that a freed block waits for is done with it."""
+        block.pending -= 1
+        if not block.pending:
+            self._complete_free(block)
 
     def empty_cache(self) -> None:
         """Waits for all streams and gives every segment, or page of one, that holds nothing back to the device."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from recipe_lib.plan.allocation.blocks import Block
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
-from recipe_lib.plan.trace import ALLOC, FREE, PHASE, USE, Trace
+from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, USE, Trace
 
 
 @dataclass
@@ -66,9 +66,10 @@ def replay(trace: Trace, settings: AllocatorSettings | None = None) -> Replay:
     """What the allocator does on the device's storages of `trace`.
 
     A freed block can be reused at once, but for those that `record_stream` named another stream for: when that is done
-    nobody can foretell, so they are held to the end of the phase, when a run's host waits for all that it has issued,
-    or until memory runs out. Empty storages take no memory. What is allocated before the first phase counts from there
-    on.
+    nobody can foretell, so they are held for as long as the host can be ahead of that stream (`LAUNCH_QUEUE`), at most
+    to the end of the phase, when a run's host waits for all that it has issued, or until memory runs out. An operator
+    counts as one kernel, which is the fewest it can be. Empty storages take no memory. What is allocated before the
+    first phase counts from there on.
     """
     result, allocator = Replay(), CachingAllocator(settings)
     blocks: dict[int, Block] = {}
@@ -96,6 +97,10 @@ def replay(trace: Trace, settings: AllocatorSettings | None = None) -> Replay:
             if used in blocks:
                 allocator.record_stream(blocks[used], stream)
                 streams.add(stream)
+        elif kind == OP:
+            op = trace.ops[number]
+            if op.stream in streams and not op.on_host:
+                allocator.issue(op.stream, op.repeats)
         elif kind == PHASE:
             for stream in streams:
                 allocator.finish(stream)

@@ -3,7 +3,7 @@ c10/core/AllocatorConfig.h (512 B, 1 MiB, 2 MiB, 10 MiB, 20 MiB) and the rules i
 
 import pytest
 
-from recipe_lib.plan.allocation.blocks import round_size
+from recipe_lib.plan.allocation.blocks import LAUNCH_QUEUE, round_size
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
 from recipe_lib.units import GIB, MIB
 
@@ -143,6 +143,24 @@ def test_a_block_used_by_another_stream_waits_for_it():
     allocator.record_stream(own, 0)
     allocator.free(own)
     assert allocator.active == 40 * MIB
+
+
+def test_a_host_is_ahead_of_a_stream_by_no_more_than_its_queue():
+    """Of two streams that a block waits for, both must have come so far."""
+    allocator = CachingAllocator()
+    block = allocator.malloc(20 * MIB)
+    for stream in (1, 2):
+        allocator.record_stream(block, stream)
+    allocator.issue(1, 7)  # before the block is freed: counts for nothing
+    allocator.free(block)
+    allocator.issue(1, LAUNCH_QUEUE - 1)
+    allocator.issue(2, 3 * LAUNCH_QUEUE)
+    assert allocator.active == 20 * MIB
+    allocator.issue(1)
+    allocator.check()
+    assert allocator.active == 0
+    allocator.finish(1)
+    assert allocator.malloc(20 * MIB).address == block.address
 
 
 def test_an_allocation_without_room_gives_unused_segments_back_and_tries_again():
