@@ -27,14 +27,14 @@ class PeerRun:
 
     nf4, double_quant: weights of the decoder's linears in 4 bits, their scales in 8. prepared: PEFT's
     `prepare_model_for_kbit_training` made the rest fp32. targets: of LoRA. attention: `eager`; `sdpa`, torch's choice
-    on that GPU; `efficient` or `math`, that kernel of torch's, keys and values copied for each query head. loss_chunk:
-    tokens of a piece of the loss, each checkpointed; 0: transformers' own. keeps_logits: a variable holds the model's
-    output to the step's end. clipped: by `clip_grad_norm_`. streamed: weights of layers lie on the host: `all`, of two
-    layers at a time on the device; or of NF4 the `codes` alone, copied ahead on a stream of their own. shared_ends: embedding and output projection take turns in
-    one buffer. capability: of the GPU. loader: `device_map`, transformers' order of names after one block for all of
-    them; `linears first`; else the model's order. workspace: architecture whose workspace of matmuls torch takes, if
-    not that of `capability`. expandable: segments. phase: `step`, a steady one, or `first step`, which makes AdamW's
-    states.
+    on that GPU; `efficient` or `math`, that kernel of torch's, keys and values copied for each query head.
+    loss_chunk: tokens of a piece of the loss, each checkpointed; 0: transformers' own. keeps_logits: a variable holds
+    the model's output to the step's end. clipped: by `clip_grad_norm_`. streamed: weights of layers lie on the host:
+    `all`, of two layers at a time on the device; or of NF4 the `codes` alone, copied ahead on a stream of their own.
+    shared_ends: embedding and output projection take turns in one buffer. capability: of the GPU. loader:
+    `device_map`, transformers' order of names after one block for all of them; `linears first`; else the model's
+    order. workspace: architecture whose workspace of matmuls torch takes, if not that of `capability`. expandable:
+    segments. phase: `step`, a steady one, or `first step`, which makes AdamW's states.
     """
 
     model: str

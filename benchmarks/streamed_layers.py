@@ -1,8 +1,8 @@
 """NF4 codes that lie on the host and are copied to the device one layer ahead, as Loggetta's streamed runs have it.
 
-From experts4bit-qlora 0.58.1 (engines/dense_offload.py), on which Loggetta 0.7 builds: the layer in use and the next one
-are on the device, in backward the one before; the copy is on a stream of its own, and `record_stream` says of each
-tensor that layers compute with it, so that its memory is held until the device has come that far.
+From experts4bit-qlora 0.58.1 (engines/dense_offload.py), on which Loggetta 0.7 builds: the layer in use is on the
+device, and the one after it, in backward the one before; the copy is on a stream of its own, and `record_stream` says
+of each tensor that layers compute with it, so that its memory is held until the device has come that far.
 """
 
 from collections.abc import Sequence
