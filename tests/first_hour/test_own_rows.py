@@ -1,4 +1,4 @@
-"""The README's own-JSONL block, typed as written by a new user: 50 conversations, a tiny model in the place of the one
+"""The README's own-JSONL block, typed as written by a new user: 24 conversations, a tiny model in the place of the one
 that it names, on a hub of this machine, and at the end a conversation."""
 
 import json
@@ -45,7 +45,7 @@ def home(hub: Hub, tmp_path: Path, realdata: Path) -> tuple[Path, dict[str, str]
     place.mkdir()
     programs.mkdir()
     samples = json.loads((realdata / "datasets" / "alpaca" / "identity.json").read_text(encoding="utf-8"))
-    samples = sorted(samples, key=lambda row: len(row["output"]))[:50]  # the config's bf16 is slow on most CPUs
+    samples = sorted(samples, key=lambda row: len(row["output"]))[:24]  # the config's bf16 is slow on most CPUs
     with (place / "chats.jsonl").open("w", encoding="utf-8") as file:
         for row in samples:
             question = "\n".join(filter(None, [row["instruction"], row.get("input")]))
@@ -80,7 +80,7 @@ def test_the_block_ends_in_a_conversation(home: tuple[Path, dict[str, str]]):
     downloaded = typed(lines[0], home)
     assert "next: tune plan qwen3/0.6B_" in downloaded.stderr
     checked = typed(lines[1], home)
-    assert "50" in checked.stdout + checked.stderr
+    assert "24" in checked.stdout + checked.stderr
     shown = typed(lines[2], home).stdout
     assert "Assistant:" in shown  # the model has no chat template
     planned = typed(lines[3], home).stdout
