@@ -13,7 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import planner_peers
 from benchmarks.peer_stacks import LoraLinear, Nf4Linear, PeerRun, build_model
+from benchmarks.peer_traces import STEP, trace_run
 from benchmarks.planner_peers import DIGITS, METRICS, UNITS
+from recipe_lib.plan.allocation.replay import PhaseReplay, replay
+from tests.plan.apart import apart
 
 pytestmark = pytest.mark.benchmark
 
@@ -122,3 +125,16 @@ def test_a_prepared_4_bit_model_has_the_bytes_of_its_formula() -> None:
     frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
     assert sum(parameter.nbytes for parameter in frozen.values()) == (96 * 64 + 5 * 64) * 4
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def replayed(streamed: str) -> PhaseReplay:
+    """A later step of ten layers, whose codes take blocks without a rest."""
+    run = PeerRun("small", 1, 64, 4, ("q_proj",), nf4=True, double_quant=True, streamed=streamed)
+    return replay(trace_run(run, {**SIZES, "num_hidden_layers": 10})).phases[STEP]
+
+
+def test_of_streamed_codes_two_layers_are_on_the_device_and_freed_ones_are_held() -> None:
+    resident, streamed = apart(replayed, ""), apart(replayed, "codes")
+    codes = (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) // 2  # of a layer, bytes
+    assert resident.allocated - streamed.allocated == 8 * codes
+    assert resident.active == resident.allocated and streamed.active > streamed.allocated + 2 * codes
