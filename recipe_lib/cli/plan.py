@@ -5,7 +5,8 @@ import dataclasses
 import gc
 import logging
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,8 @@ def run(words: list[str]) -> int:
         return DONE
     output = sys.stdout
     gc.set_threshold(COLLECT_AFTER)
-    quiet_libraries()
-    with environment(**OFFLINE), redirect_stdout(sys.stderr):  # what a recipe prints is no part of the plan
+    # What a recipe prints is no part of the plan.
+    with environment(**OFFLINE), quiet_libraries(), redirect_stdout(sys.stderr):
         if arguments.calibrate:
             said = calibrate(Path(arguments.calibrate))
             print(said, file=sys.stderr if arguments.json == "-" else output)
@@ -68,10 +69,17 @@ def run(words: list[str]) -> int:
     return exit_code(plan)
 
 
-def quiet_libraries() -> None:
-    """Loggers of torch's that speak of its own code, where a model of another library is simulated."""
-    for name in ("torch.utils._pytree", "torch._subclasses.fake_tensor"):
-        logging.getLogger(name).disabled = True  # their levels are set anew when the compiler is imported
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Without loggers of torch's that speak of its own code, where a model of another library is simulated."""
+    loggers = [logging.getLogger(name) for name in ("torch.utils._pytree", "torch._subclasses.fake_tensor")]
+    for logger in loggers:
+        logger.disabled = True  # not its level, which is set anew when the compiler is imported
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.disabled = False
 
 
 def exit_code(plan: "Plan") -> int:

@@ -116,37 +116,40 @@ def test_shapes_of_plans_are_those_of_results(call: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", COMPILED, ids=[call[0] for call in COMPILED])
 @in_a_fork
-def test_compiled_it_gives_the_same_and_makes_nothing_but_its_results(
-    call: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By inductor for a CPU: other code than a GPU's, with memory for what the same rules do not fuse."""
-    name, function, _, arguments = call
+def test_compiled_they_give_the_same_and_make_nothing_but_their_results() -> None:
+    """By inductor for a CPU: other code than a GPU's, with memory for what the same rules do not fuse. In one process,
+    of which the first compilation takes as long as ten others."""
     made, allocate = [], torch._C._dynamo.guards._empty_strided_cpu
 
     def noted(*shape: Any) -> Tensor:
         made.append(allocate(*shape))
         return made[-1]
 
-    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", noted)
-    torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
-        found = results(fused_kernels.call_compiled(function.__wrapped__, *arguments))
-    results_bytes, most = sum(each.nbytes for each in found), max(each.shape[0] for each in found)
-    few = 6 * 4 * most  # a few numbers for each row
+    torch._C._dynamo.guards._empty_strided_cpu = noted  # type: ignore[assignment]
+    for name, function, _, arguments in COMPILED:
+        made.clear()
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            found = results(fused_kernels.call_compiled(function.__wrapped__, *arguments))
+        assert made and sum(each.nbytes for each in made) <= allowed_bytes(name, found, arguments), name
+        for mine, wanted in zip(found, results(function(*arguments)), strict=True):
+            assert mine.dtype == wanted.dtype and mine.shape == wanted.shape, name
+            # Before torch 2.13 code for a CPU does not round in between as the operators do.
+            tolerance = 2.0**-8 if torch.__version__ >= "2.13" else 2.0**-6
+            tolerance = tolerance if mine.dtype == torch.bfloat16 else 1e-5
+            assert torch.allclose(mine.float(), wanted.float(), rtol=tolerance, atol=1e-6), name
+
+
+def allowed_bytes(name: str, found: list[Tensor], arguments: tuple[Any, ...]) -> int:
+    """Of the results, and of a few numbers for each row."""
+    few = 6 * 4 * max(each.shape[0] for each in found)
     # For a CPU what tanh or exp gave is made in memory rather than again.
     if name == "log probs, capped":
         few += arguments[0].numel() * 4
     if name.startswith(("shares", "score gradients")):
         few = (1 if name.startswith("shares") else 2) * arguments[0].numel() * 4 + 6 * 4 * arguments[0][..., 0].numel()
-    assert made and sum(each.nbytes for each in made) <= results_bytes + few
-    for mine, wanted in zip(found, results(function(*arguments)), strict=True):
-        assert mine.dtype == wanted.dtype and mine.shape == wanted.shape
-        # Before torch 2.13 code for a CPU does not round in between as the operators do.
-        tolerance = 2.0**-8 if torch.__version__ >= "2.13" else 2.0**-6
-        tolerance = tolerance if mine.dtype == torch.bfloat16 else 1e-5
-        assert torch.allclose(mine.float(), wanted.float(), rtol=tolerance, atol=1e-6), name
+    return sum(each.nbytes for each in found) + few
 
 
 def gradients(function: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
