@@ -13,7 +13,7 @@ from tests.plan.configs import wide_model
 
 FIXED = ("memory.cpu_offload", "memory.optimizer_offload", "optimizer.state_bits", "lora.quantize_base")
 CASES = {
-    "pipelines": ("llama3/8B_lora", 4, 1.6, "rtx4090", 4),  # ranks, GiB of a card, rows of a rank
+    "pipelines": ("llama3/8B_lora", 4, 1.6, "rtx4090", 2),  # ranks, GiB of a card, rows of a rank
     "peers": ("llama3/8B_full", 2, 8.0, "h100", 4),
 }
 
