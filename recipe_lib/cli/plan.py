@@ -49,6 +49,7 @@ def run(words: list[str]) -> int:
             print(said, file=sys.stderr if arguments.json == "-" else output)
             if arguments.config is None:
                 return DONE
+            arguments.calibration = arguments.calibration or arguments.calibrate
         recipe, cfg = read_config(arguments)
         arguments.notes += check_start(cfg, ranks=known_ranks(arguments), plans=True)
         if arguments.search:

@@ -72,7 +72,7 @@ def parser() -> Parser:
         help="find races between streams, waits of the host and collectives that do not meet, in place of a plan",
     )
     add("--receipts", action="store_true", help="list the runs of this machine, planned and measured; makes no plan")
-    add("--calibrate", metavar="FILE", help="first measure this machine's device, and write its rates")
+    add("--calibrate", metavar="FILE", help="first measure this machine's device, write its rates, and use them")
     add("--calibration", metavar="FILE", help="use the rates that --calibrate wrote")
     for name, what in (("context", "CUDA's context"), ("nccl", "NCCL's buffers"), ("reserve", "other programs")):
         add(f"--{name}-gib", type=float, metavar="X", help=f"device memory for {what}, GiB; default: a table's")

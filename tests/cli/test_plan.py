@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe_lib.cli import plan as plan_verb
 from recipe_lib.cli.main import main as tune
 from recipe_lib.config.suggest import show
 from recipe_lib.plan.hardware import find_hardware
@@ -22,6 +23,7 @@ from tests.cli import commands
 from tests.cli.commands import ROOT, environment
 from tests.plan.apart import apart
 from tests.plan.made_receipts import made_receipt
+from tests.plan.timing.test_calibrate import good
 
 RECIPE = "full_finetune_distributed"
 CONFIG = ["--config", "demo/full", "data.max_samples=200", "~validation.source", "batch_size=2"]
@@ -131,6 +133,20 @@ def test_a_value_read_in_a_step_is_told_with_its_line(tmp_path: Path, capsys: py
     said = capsys.readouterr().err
     assert said.startswith(f"error: {copy}:{number}: FullFinetune.train_step: reads the value of a tensor")
     assert said.count("\n") == 1
+
+
+def test_a_plan_uses_what_is_measured_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """And is none of another device."""
+    file = tmp_path / "rates.json"
+    monkeypatch.setattr(plan_verb, "calibrate", lambda path: path.write_text(json.dumps(good())) and "measured")
+    words = ["plan", RECIPE, *CONFIG, "--sequence", "16", "--calibrate", str(file), "--device"]
+    assert main([*words, "rtx4090"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("measured\n") and "\n  step " in said and "not calibrated" not in said
+    assert main([*words, "h100"]) == 2
+    assert "was measured on 'NVIDIA GeForce RTX 4090', the plan is for h100" in capsys.readouterr().err
 
 
 @pytest.mark.slow
