@@ -7,13 +7,14 @@ Each run of `tests/plan/streams/mutations.py` is followed by the checker of `tun
 then runs as rank 0 through torch's fake process group, three steps: with `torch.cuda._sanitizer`, which reports uses of
 the same memory on two streams without a wait, and with `torch.cuda.set_sync_debug_mode`, which warns where the host
 waits. Both sides of both checks are in the report. Collectives of a fake group move nothing and use no stream of their
-own.
+own. And it counts the kernels that a host can be ahead of a stream, which the planner takes for `LAUNCH_QUEUE`.
 """
 
 import argparse
 import functools
 import json
 import tempfile
+import time
 import warnings
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ from recipe_lib.cli.plan_request import recipe_class
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.parallel import start_world
+from recipe_lib.plan.allocation.blocks import LAUNCH_QUEUE
 from recipe_lib.plan.tracing.simulate import STEADY
 from recipe_lib.plan.world.shape_only_model import plannable
 from tests.plan.streams.mutations import CASES, Case, follow
@@ -34,6 +36,8 @@ from tests.plan.streams.mutations import CASES, Case, follow
 REPOSITORY = Path(__file__).resolve().parents[1]
 DRY_CASES = ("activation offload", "optimizer offload")
 STEPS = 3
+BUSY_CYCLES = 4 * 10**9  # of the device, two seconds or three
+WAITED = 0.1  # seconds by which a launch has waited for the device
 
 
 def main(words: list[str]) -> int:
@@ -53,7 +57,8 @@ def main(words: list[str]) -> int:
             row["host"] = run_apart(functools.partial(waits, name), 120)
         rows.append(row)
         print(line_of(row), flush=True)
-    write(rows, device, options.output, on_gpu)
+    queue = run_apart(queued_launches, 60) if on_gpu else {}
+    write(rows, device, options.output, queue)
     return 1 if any(wrong(row) for row in rows) else 0
 
 
@@ -117,6 +122,20 @@ def run(case: Case, counts: list[int] | None = None) -> None:
                     counts.append(sum("synchronizing" in str(one.message) for one in caught))
 
 
+def queued_launches() -> dict[str, Any]:
+    """How many kernels a host issues on a busy stream before a launch waits; None: it never does."""
+    tensor = torch.zeros(1, device="cuda")
+    tensor.add_(1)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(BUSY_CYCLES)
+    for number in range(8 * LAUNCH_QUEUE):
+        begin = time.perf_counter()
+        tensor.add_(1)
+        if time.perf_counter() - begin > WAITED:
+            return {"launches": number}
+    return {"launches": None}
+
+
 def wrong(row: dict[str, Any]) -> bool:
     """Whether a check failed to run or found something."""
     parts = [row[name] for name in ("ours", "sanitizer") if name in row]
@@ -136,19 +155,23 @@ def line_of(row: dict[str, Any]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def write(rows: list[dict[str, Any]], device: dict[str, Any], folder: Path, on_gpu: bool) -> None:
-    """A table, and all that was said as JSON."""
-    name = "-".join(device["name"].lower().split()) if on_gpu else "dry-run-cpu"
+def write(rows: list[dict[str, Any]], device: dict[str, Any], folder: Path, queue: dict[str, Any]) -> None:
+    """A table, and all that was said as JSON. queue: of `queued_launches`; empty without a GPU."""
+    name = "-".join(device["name"].lower().split()) if queue else "dry-run-cpu"
     folder.mkdir(parents=True, exist_ok=True)
     base = folder / f"gpu-streams-{name}"
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    note = "" if on_gpu else "\nNothing was measured on a GPU: this checks the program, not a machine.\n"
+    note = "" if queue else "\nNothing was measured on a GPU: this checks the program, not a machine.\n"
+    launches = queue.get("failed") or queue.get("launches", "not measured")
     head = f"# Streams and waits\n\n`python benchmarks/gpu_check.py streams`, {date}, {device['name']}\n{note}\n"
     table = [
         "| run | ours: faults | ours: waits a step | torch's sanitizer: faults | torch's warnings of waits a step |",
         "|---|---:|---:|---:|---:|",
         *map(line_of, rows),
+        "",
+        f"Kernels that a host issues on a busy stream before it waits: {launches}; the planner takes {LAUNCH_QUEUE}.",
     ]
+    found = {"date": date, "device": device, "rows": rows, "queue": queue}
     base.with_suffix(".md").write_text(head + "\n".join(table) + "\n", encoding="utf-8")
-    base.with_suffix(".json").write_text(json.dumps({"date": date, "device": device, "rows": rows}, indent=2) + "\n")
+    base.with_suffix(".json").write_text(json.dumps(found, indent=2) + "\n")
     print(base.with_suffix(".md"))
