@@ -154,7 +154,8 @@ def build_model(run: PeerRun, sizes: Mapping[str, Any], device: Any) -> Any:
     for layer in model.model.layers:
         _add_adapters(layer, run, device)
     if run.streamed == "codes":
-        _stream_codes(model.model.layers)
+        layers = list(model.model.layers)
+        StreamedCodes(layers, [[one for one in each.modules() if isinstance(one, Nf4Linear)] for each in layers])
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
     return model.train()
@@ -190,12 +191,6 @@ def _load(model: Any, run: PeerRun, device: Any) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=device))
-
-
-def _stream_codes(layers: nn.ModuleList) -> None:
-    """Each linear's codes are on the host from here on."""
-    modules = [[each for each in layer.modules() if isinstance(each, Nf4Linear)] for layer in layers]
-    StreamedCodes(layers, modules, [[-(-each.shape.numel() // 2) for each in several] for several in modules])
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 
 class StreamedCodes:
-    """The codes of layers: of each its modules with an attribute `codes`."""
+    """The codes of layers, which are on the host from here on."""
 
-    def __init__(self, layers: Sequence[nn.Module], modules: Sequence[Sequence[Any]], shapes: Sequence[Any]) -> None:
-        """modules: of each layer, in their order; shapes: of their codes, for each layer."""
-        self._modules, self._shapes = modules, shapes
+    def __init__(self, layers: Sequence[nn.Module], modules: Sequence[Sequence[Any]]) -> None:
+        """modules: of each layer, those with `codes` for a weight of `shape`."""
+        self._modules = modules
         self._device = torch.get_device_module(modules[0][0].codes.device.type)
         self._nothing = modules[0][0].codes.new_empty(0)
         self._copying = self._device.Stream()
         self._in_use: set[int] = set()
-        self._ahead: dict[int, tuple[list[Tensor], Any]] = {}  # by layer: its codes, and the mark behind their copies
+        self._ahead: dict[int, tuple[list[Tensor], Any]] = {}  # by layer: its codes, and the event after their copies
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, number=number: self._use(number))
             layer.register_full_backward_pre_hook(lambda *_, number=number: self._use(number))
@@ -57,7 +57,7 @@ class StreamedCodes:
         return number + 1 if number < last else last - 1
 
     def _copy(self, number: int) -> list[Tensor]:
-        return [self._nothing.new_empty(shape) for shape in self._shapes[number]]
+        return [self._nothing.new_empty(-(-module.shape.numel() // 2)) for module in self._modules[number]]
 
     def _bind(self, number: int, codes: list[Tensor]) -> None:
         for module, tensor in zip(self._modules[number], codes, strict=True):
