@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from recipe_lib.checkpoint.converted import converted_rows
+from recipe_lib.checkpoint.converted import Reader, converted_rows
 from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.checkpoint.weights_in import read_headers
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.file_views import OpenView
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, weight_map
 
@@ -27,6 +28,12 @@ def base_fingerprint(spec: ModelSpec, folder: Path) -> str:
         if entry.made is not None:
             rows = converted_rows(entry.made, entry.our_name, found)
             digest.update(_mark(entry.our_name, rows[len(rows) // 2 :][:1]))
+            continue
+        if entry.view is not None:
+            middle = entry.view.shape[0] // 2
+            with Reader(found) as read:
+                view = OpenView(entry.view, read.slice, torch.bfloat16)
+                digest.update(_mark(entry.our_name, view[(slice(middle, middle + 1), slice(0, 1))]))
             continue
         with safe_open(str(found[entry.file_name].file), framework="pt") as file:
             source = file.get_slice(entry.file_name)

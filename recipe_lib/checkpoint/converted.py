@@ -25,11 +25,18 @@ class Reader:
 
     def __call__(self, name: str) -> Tensor:
         """The tensor, in host memory."""
+        tensor: Tensor = self._file(name).get_tensor(name)
+        return tensor
+
+    def slice(self, name: str) -> Any:
+        """The tensor's slices, none of which is read yet."""
+        return self._file(name).get_slice(name)
+
+    def _file(self, name: str) -> Any:
         path = str(self._found[name].file)
         if path not in self._files:
             self._files[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-        tensor: Tensor = self._files[path].get_tensor(name)
-        return tensor
+        return self._files[path]
 
     def __enter__(self) -> "Reader":
         return self

@@ -1,6 +1,6 @@
 """A checkpoint folder's weights: what is wrong with them, from their headers; then each rank's own slices of them."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,14 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint.converted import load_converted, made_for
+from recipe_lib.checkpoint.converted import Reader, load_converted, made_for
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, read_header
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE, find_weights
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
 from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.extra_parameters import extra_tensors, reset_extra
+from recipe_lib.models.file_views import OpenView
 from recipe_lib.models.language_model import LanguageModel, modules_elsewhere
 from recipe_lib.models.meta_init import persistent_buffers, stored_weights
 from recipe_lib.models.spec import ModelSpec
@@ -53,7 +54,10 @@ def _match(
     """The entries to read and the tensors they lie in."""
     found = read_headers(folder)
     entries = weight_map(spec, [name for name in found if not found[name].extra])
-    expected = file_shapes([entry for entry in entries if entry.made is None], shapes)
+    expected = file_shapes([entry for entry in entries if entry.made is None and entry.view is None], shapes)
+    forms = {name: form for entry in entries if entry.view for name, form in entry.view.tensors().items()}
+    expected |= {name: form.shape for name, form in forms.items()}
+    readable = {name: form.dtypes for name, form in forms.items()}
     taken = {name for entry in entries if entry.made for name in entry.made.names()}
     buffers = buffer_names(spec)  # of any type: tables of integers too
     counts = {entry.file_name for entry in entries if entry.our_name in buffers}
@@ -70,8 +74,14 @@ def _match(
                 if not (found[name].extra or ignorable(spec, name))
             },
         ),
-        _type_fault(folder, {name: found[name] for name in ((expected.keys() - counts) | taken) & found.keys()}),
-        _shape_fault(folder, expected, {name: found[name] for name in found if found[name].entry.dtype in _READABLE}),
+        _type_fault(
+            folder, {name: found[name] for name in ((expected.keys() - counts) | taken) & found.keys()}, readable
+        ),
+        _shape_fault(
+            folder,
+            expected,
+            {name: found[name] for name in found if found[name].entry.dtype in readable.get(name, _READABLE)},
+        ),
         _conversion_fault(folder, entries, shapes, found),
     ]
     if any(faults):
@@ -100,14 +110,20 @@ def _fault(folder: Path, one: str, many: str, remedy: str, names: Collection[str
     return f"{folder}: {found}; {remedy}"
 
 
-def _type_fault(folder: Path, tensors: dict[str, FileTensor]) -> str | None:
-    unreadable = {name: tensor.entry.dtype for name, tensor in tensors.items() if tensor.entry.dtype not in _READABLE}
+def _type_fault(folder: Path, tensors: dict[str, FileTensor], readable: Mapping[str, Collection[str]]) -> str | None:
+    """readable: the types of tensors that others than weights' are expected of."""
+    unreadable = {
+        name: tensor.entry.dtype
+        for name, tensor in tensors.items()
+        if tensor.entry.dtype not in readable.get(name, _READABLE)
+    }
     if not unreadable:
         return None
     first = min(unreadable)
     more = f" and {len(unreadable) - 1} more are" if len(unreadable) > 1 else " is"
+    expected = " or ".join(readable[first]) if first in readable else "F32, BF16, F16 or F64"
     return (
-        f"{folder}: {first}{more} of type {unreadable[first]}, expected F32, BF16, F16 or F64; "
+        f"{folder}: {first}{more} of type {unreadable[first]}, expected {expected}; "
         "quantized weights cannot be trained: take the checkpoint they were made from"
     )
 
@@ -202,7 +218,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     entries += [WeightEntry(name, name) for name in extras]
     by_file: dict[Path, list[WeightEntry]] = {}
     for entry in entries:
-        if entry.made is not None:
+        if entry.made is not None or entry.view is not None:
             continue  # see below
         by_file.setdefault(found[entry.file_name].file, []).append(entry)
     with phase(_loading(stored), sum(map(len, by_file.values())), "tensors") as going:
@@ -211,6 +227,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
                 for entry in in_file:
                     _load_entry(model, file.get_slice(entry.file_name), entry, parameters, stored)
                     going.advance(1)
+    _load_views(model, entries, found, parameters, stored)
     load_converted(model, parameters, entries, found)
     _say_left_out(found, spec)
     read = {entry.our_name for entry in entries} & parameters.keys()
@@ -236,6 +253,32 @@ def _load_entry(
         return
     for local, offsets in own_parts(model, entry.our_name, parameters[entry.our_name]):
         read_part(source, local, (offsets[0] + entry.start, *offsets[1:]) if offsets else ())
+
+
+def _load_views(
+    model: nn.Module,
+    entries: Sequence[WeightEntry],
+    found: Mapping[str, FileTensor],
+    parameters: Mapping[str, torch.Tensor],
+    stored: Mapping[str, Any],
+) -> None:
+    """This rank's parts of parameters that are made of several tensors, or of codes."""
+    viewed = [entry for entry in entries if entry.view is not None]
+    if not viewed:
+        return
+    with phase(_loading(stored), len(viewed), "tensors") as going:
+        for entry in viewed:
+            assert entry.view is not None
+            holder = stored.get(entry.our_name)
+            dtype = parameters[entry.our_name].dtype if holder is None else holder.dtype
+            with Reader(found) as read:
+                source = OpenView(entry.view, read.slice, dtype)
+                if holder is not None:
+                    holder.fill_weight(source.rows)
+                else:
+                    for local, offsets in own_parts(model, entry.our_name, parameters[entry.our_name]):
+                        read_part(source, local, offsets)
+            going.advance(1)
 
 
 def _lacking(folder: Path, names: Collection[str]) -> CheckpointError:

@@ -21,11 +21,11 @@ from recipe_lib.checkpoint.weights_in import EXTRA, file_shapes
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import in_file_order
-from recipe_lib.models.external_spec import Conversion, ExternalSpec, WrittenLayout
+from recipe_lib.models.external_spec import Conversion, ExternalSpec
 from recipe_lib.models.families import FAMILIES, text_config
 from recipe_lib.models.meta_init import persistent_buffers
 from recipe_lib.models.spec import ModelSpec
-from recipe_lib.models.weight_names import weight_map
+from recipe_lib.models.weight_names import weight_map, written_layout
 from recipe_lib.ops.dtensor_shards import gathered
 from recipe_lib.units import MIB
 
@@ -148,7 +148,7 @@ def plan_shards(
 
     extras: the parameters that the model's family does not have; they come last.
     """
-    other = _other_layout(spec)
+    other = written_layout(spec)
     if other is None:
         entries = weight_map(spec)
         shapes = file_shapes(entries, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
@@ -173,11 +173,6 @@ def plan_shards(
     return {f"model-{at:05d}-of-{len(shards):05d}.safetensors": shard for at, shard in enumerate(shards, start=1)}
 
 
-def _other_layout(spec: ModelSpec) -> WrittenLayout | None:
-    """The files' names and shapes of a model whose class has others; None: as `weight_map` has them."""
-    return spec.written_layout() if isinstance(spec, ExternalSpec) else None
-
-
 class _TensorPieces:
     """The data of a file's tensors, a gathered parameter at a time; of those made by one conversion, all it takes."""
 
@@ -185,7 +180,7 @@ class _TensorPieces:
         self, spec: ModelSpec, read: Callable[[str], Iterator[torch.Tensor]], world: RankGroup, extras: Collection[str]
     ) -> None:
         """read: the whole of a parameter in one or several pieces, on rank 0; collective. extras: see `plan_shards`."""
-        self._read, self._world, self._other = read, world, _other_layout(spec)
+        self._read, self._world, self._other = read, world, written_layout(spec)
         self._current: Conversion | None = None
         self._made: dict[str, torch.Tensor] = {}
         self._parts: dict[str, list[str]] = {}  # name in the file -> the parameters it is made of, in row order

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from recipe_lib.models.external_spec import StageParts
 from recipe_lib.models.kv_cache import KVCache
 from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.mixture import Mixture
 from recipe_lib.models.spec import DecoderSpec, RopeSpec
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
 from recipe_lib.ops.fused_kernels import fuses
@@ -37,6 +38,26 @@ class Norm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden `[..., width]`, normed, in its own dtype."""
         return self.norm(hidden, self.weight, self.eps)
+
+
+class WidthNorm(Norm):
+    """A norm over the channels of all heads together (OLMoE)."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden `[..., h, e]`."""
+        return super().forward(hidden.flatten(-2)).view_as(hidden)
+
+
+class Clamp(nn.Module):
+    """Numbers into +- bound."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.bound = bound
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Of any shape."""
+        return hidden.clamp(-self.bound, self.bound)
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -73,13 +94,14 @@ class Attention(nn.Module):
         self.attend = partial(
             attention, window=spec.windows[layer], softcap=spec.attention_softcap, scale=spec.attention_scale
         )
+        self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.sinks else None
         query_width, key_width = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
         self.q_proj = nn.Linear(spec.width, query_width, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(spec.width, key_width, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(spec.width, key_width, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(query_width, spec.width, bias=spec.output_bias)
-        self.q_norm = Norm(spec, spec.head_width) if spec.head_norms else nn.Identity()
-        self.k_norm = Norm(spec, spec.head_width) if spec.head_norms else nn.Identity()
+        self.q_norm, self.k_norm = (_head_norm(spec, heads) for heads in (spec.num_heads, spec.num_kv_heads))
+        self.clamp = nn.Identity() if spec.qkv_clip is None else Clamp(spec.qkv_clip)
 
     def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None) -> Tensor:
         """turn: of the positions. info: prepared for the batch. cache: extended by these tokens, if given."""
@@ -87,12 +109,19 @@ class Attention(nn.Module):
             project(hidden).unflatten(-1, (-1, self.head_width))  # [b, s, h or k, e]
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q = apply_rotation(self.q_norm(q), *turn).transpose(1, 2)
-        k = apply_rotation(self.k_norm(k), *turn).transpose(1, 2)
-        v = v.transpose(1, 2)
+        q = apply_rotation(self.clamp(self.q_norm(q)), *turn).transpose(1, 2)
+        k = apply_rotation(self.clamp(self.k_norm(k)), *turn).transpose(1, 2)
+        v = self.clamp(v).transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-        return self.o_proj(self.attend(q, k, v, info).transpose(1, 2).flatten(2))
+        return self.o_proj(self.attend(q, k, v, info, sinks=self.sinks).transpose(1, 2).flatten(2))
+
+
+def _head_norm(spec: DecoderSpec, heads: int) -> nn.Module:
+    """What queries, or keys, of so many heads go through before they are rotated."""
+    if spec.width_norms:
+        return WidthNorm(spec, heads * spec.head_width)
+    return Norm(spec, spec.head_width) if spec.head_norms else nn.Identity()
 
 
 class MLP(nn.Module):
@@ -119,7 +148,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(spec, layer)
-        self.mlp = MLP(spec)
+        experts = spec.mixture is not None and spec.mixture.layers[layer]
+        self.mlp = Mixture(spec) if experts else MLP(spec)
         self.input_layernorm = Norm(spec, spec.width)
         self.post_attention_layernorm = Norm(spec, spec.width)
 
@@ -164,6 +194,7 @@ class Trunk(nn.Module):
             windows=tuple(dict.fromkeys(spec.windows)),
             head_width=spec.head_width,
             capped=spec.attention_softcap is not None,
+            sinks=spec.sinks,
         )
 
     def forward(

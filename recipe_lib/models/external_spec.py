@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from recipe_lib.models.file_views import FileView
+
 
 @dataclass(frozen=True)
 class WeightEntry:
     """One parameter and its place in a file.
 
     our_name: the parameter. file_name: the tensor in the file. start, length: its rows (dimension 0) of that tensor,
-    when the file fuses several parameters into one; length None: the tensor is the parameter. made: how the parameter
-    is made of several tensors, of which file_name is the first, or of one in another form.
+    when the file fuses several parameters into one; length None: the tensor is the parameter. made: how an external
+    model's parameter is made of several tensors, of which file_name is the first, or of one in another form; view: how
+    one of ours is.
     """
 
     our_name: str
@@ -31,6 +34,7 @@ class WeightEntry:
     start: int = 0
     length: int | None = None
     made: "Conversion | None" = None
+    view: "FileView | None" = None
 
 
 class Conversion(Protocol):

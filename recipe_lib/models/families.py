@@ -4,75 +4,20 @@ A family is a row of `FAMILIES`; what its real files leave out is filled in from
 code.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
 from recipe_lib.config.registry import owner
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.rope_config import is_positive, read_rope
+from recipe_lib.models.family_fields import COMMON, Family, Fields, activation, layer_windows
+from recipe_lib.models.mixture_families import MIXTURES
+from recipe_lib.models.rope_config import read_rope
 from recipe_lib.models.sizes import check_sizes
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
-_COMMON: dict[str, Any] = {
-    "num_key_value_heads": None,  # as many as heads
-    "head_dim": None,  # hidden_size / num_attention_heads
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "sliding_window": None,
-    "layer_types": None,
-}
-_GEMMA = _COMMON | {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
-
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-
-class Fields:
-    """The keys of one config.json, checked as they are read; each fault is one CheckpointError line."""
-
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config, self.where = config, where
-
-    def fault(self, key: str, expected: str) -> CheckpointError:
-        """The error for a key that is missing or not what it should be."""
-        found = repr(self.config[key])[:80] if key in self.config else "no such key"
-        return CheckpointError(f"{self.where}: config.json: {key}: found {found}, expected {expected}")
-
-    def integer(self, key: str) -> int:
-        """A positive integer."""
-        value = self.config.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fault(key, "a positive integer")
-        return value
-
-    def number(self, key: str) -> float:
-        """A finite number above 0."""
-        value: Any = self.config.get(key)
-        if not is_positive(value):
-            raise self.fault(key, "a number above 0")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        """true or false."""
-        value = self.config.get(key)
-        if not isinstance(value, bool):
-            raise self.fault(key, "true or false")
-        return value
-
-    def optional_integer(self, key: str) -> int | None:
-        """A positive integer, or null."""
-        return None if self.config.get(key) is None else self.integer(key)
-
-    def optional_number(self, key: str) -> float | None:
-        """A finite number above 0, or null."""
-        return None if self.config.get(key) is None else self.number(key)
+_GEMMA = COMMON | {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
 
 
 def read_spec(config: Mapping[str, Any], where: str, implementation: str) -> ModelSpec:
@@ -103,16 +48,45 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
     """The spec of a Hugging Face `config.json`.
 
     where: the file or preset, named in errors. Raises CheckpointError for an architecture that is not supported,
-    quantized weights, and keys that are missing or make no sense.
+    quantized weights in a form that is not read, and keys that are missing or make no sense.
     """
-    refuse_quantized(config, where)
+    block = _fp8_block(config, where)
+    if block is None and not _is_mxfp4(config):
+        refuse_quantized(config, where)
     check_sizes(config, where)
     config = text_config(config)
-    refuse_quantized(config, where)
+    if block is None and not _is_mxfp4(config):
+        refuse_quantized(config, where)
     family = _family(config, where)
     fields = Fields(FAMILIES[family].defaults | dict(config), where)
     common = _common_shape(fields, family)
-    return DecoderSpec(**common | FAMILIES[family].shape(fields, common))
+    return DecoderSpec(**common | FAMILIES[family].shape(fields, common), fp8_block=block)
+
+
+def _is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Whether weights are MXFP4 blocks as gpt-oss has them."""
+    found = config.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, Mapping) else None
+    return method == "mxfp4" and config.get("model_type") == "gpt_oss"
+
+
+def _fp8_block(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """Rows and columns of a scale of FP8 weights; None: they are not in FP8 with scales of blocks."""
+    found = config.get("quantization_config")
+    if not isinstance(found, Mapping) or found.get("quant_method") != "fp8" or "weight_block_size" not in found:
+        return None
+    block = found["weight_block_size"]
+    if not isinstance(block, list) or len(block) != 2 or not all(type(each) is int and each > 0 for each in block):
+        raise CheckpointError(
+            f"{where}: config.json: quantization_config.weight_block_size: found {str(block)[:80]}, expected two "
+            "positive integers (FP8 with scales of whole rows or tensors is not supported)"
+        )
+    if found.get("activation_scheme", "dynamic") != "dynamic":
+        raise CheckpointError(
+            f"{where}: config.json: quantization_config.activation_scheme: found "
+            f"{str(found['activation_scheme'])[:80]}, expected dynamic (scales of activations are not read)"
+        )
+    return block[0], block[1]
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +169,7 @@ def _common_shape(fields: Fields, family: str) -> dict[str, Any]:
         "attention_softcap": None,
         "logit_softcap": None,
         "embedding_scale": None,
-        "activation": _activation(fields, "hidden_act"),
+        "activation": activation(fields, "hidden_act"),
         "norm_offset": False,
         "post_norms": False,
         "head_norms": False,
@@ -206,32 +180,6 @@ def _common_shape(fields: Fields, family: str) -> dict[str, Any]:
         "fused_file": False,
         "init_std": fields.number("initializer_range"),
     }
-
-
-def _activation(fields: Fields, key: str) -> str:
-    """Our name of the MLP's activation."""
-    name = fields.config.get(key)
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise fields.fault(key, "one of " + ", ".join(_ACTIVATIONS))
-    return _ACTIVATIONS[name]
-
-
-def _windows(fields: Fields, layers: int, sliding_by_default: list[bool]) -> tuple[int | None, ...]:
-    """One window per layer, from `layer_types` where the file has it, else from the family's own rule."""
-    window, types = fields.optional_integer("sliding_window"), fields.config["layer_types"]
-    if types is None:
-        sliding = sliding_by_default
-    elif (
-        isinstance(types, list)
-        and len(types) == layers
-        and all(kind in ("sliding_attention", "full_attention") for kind in types)
-    ):
-        sliding = [kind == "sliding_attention" for kind in types]
-    else:
-        raise fields.fault("layer_types", f"{layers} times sliding_attention or full_attention")
-    if window is None and any(sliding):
-        raise fields.fault("sliding_window", "a positive integer, because some layers are sliding_attention")
-    return tuple(window if slides else None for slides in sliding)
 
 
 def _llama(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +201,7 @@ def _qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     if isinstance(first, bool) or not isinstance(first, int):
         raise fields.fault("max_window_layers", "an integer")
     has_window = fields.config["sliding_window"] is not None
-    return _windows(fields, layers, [has_window and index >= first for index in range(layers)])
+    return layer_windows(fields, layers, [has_window and index >= first for index in range(layers)])
 
 
 def _qwen2(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
@@ -284,9 +232,9 @@ def _gemma2(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
     """Gemma 2: soft caps, norms after attention and MLP, every second layer with a window."""
     layers, pattern = common["num_layers"], fields.integer("sliding_window_pattern")
     return _gemma(fields, common) | {
-        "activation": _activation(fields, "hidden_activation"),
+        "activation": activation(fields, "hidden_activation"),
         "post_norms": True,
-        "windows": _windows(fields, layers, [(index + 1) % pattern != 0 for index in range(layers)]),
+        "windows": layer_windows(fields, layers, [(index + 1) % pattern != 0 for index in range(layers)]),
         "attention_scale": fields.number("query_pre_attn_scalar") ** -0.5,
         "attention_softcap": fields.optional_number("attn_logit_softcapping"),
         "logit_softcap": fields.optional_number("final_logit_softcapping"),
@@ -303,31 +251,16 @@ def _phi3(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
     return {"fused_file": True, "windows": (fields.optional_integer("sliding_window"),) * common["num_layers"]}
 
 
-@dataclass(frozen=True)
-class Family:
-    """One family of decoders.
-
-    shape: its fields of the spec where they differ from those that `_common_shape` reads. architectures: the classes
-    in `architectures` that are its causal decoder; the first is what an exported model names. defaults: what its files
-    leave out. model_types: further ones, besides the family's name.
-    """
-
-    shape: Callable[[Fields, dict[str, Any]], dict[str, Any]]
-    architectures: tuple[str, ...]
-    defaults: dict[str, Any]
-    model_types: tuple[str, ...] = ()
-
-
 _QWEN_WINDOWS = {"max_position_embeddings": 32768, "use_sliding_window": False, "max_window_layers": 28}
 FAMILIES: dict[str, Family] = {
-    "llama": Family(_llama, ("LlamaForCausalLM",), _COMMON | {"max_position_embeddings": 2048}),
+    "llama": Family(_llama, ("LlamaForCausalLM",), COMMON | {"max_position_embeddings": 2048}),
     "mistral": Family(
         _mistral,
         ("MistralForCausalLM",),
-        _COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
-    "qwen2": Family(_qwen2, ("Qwen2ForCausalLM",), _COMMON | _QWEN_WINDOWS),
-    "qwen3": Family(_qwen3, ("Qwen3ForCausalLM",), _COMMON | _QWEN_WINDOWS | {"head_dim": 128}),
+    "qwen2": Family(_qwen2, ("Qwen2ForCausalLM",), COMMON | _QWEN_WINDOWS),
+    "qwen3": Family(_qwen3, ("Qwen3ForCausalLM",), COMMON | _QWEN_WINDOWS | {"head_dim": 128}),
     "gemma": Family(_gemma, ("GemmaForCausalLM",), _GEMMA | {"hidden_act": "gelu"}),
     "gemma2": Family(
         _gemma2,
@@ -365,6 +298,6 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         _phi3,
         ("Phi3ForCausalLM",),
-        _COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
     ),
-}
+} | MIXTURES

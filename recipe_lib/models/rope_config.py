@@ -9,7 +9,7 @@ from recipe_lib.errors import CheckpointError
 from recipe_lib.models.spec import RopeSpec
 
 if TYPE_CHECKING:
-    from recipe_lib.models.families import Fields
+    from recipe_lib.models.family_fields import Fields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 

@@ -33,6 +33,23 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class MixtureSpec:
+    """A mixture of experts in place of a layer's MLP."""
+
+    num_experts: int
+    top_k: int  # experts that compute a token
+    mlp_width: int  # of one expert
+    layers: tuple[bool, ...]  # per layer: whether it has experts; others have an MLP
+    normalized: bool  # the scores of a token's experts add up to 1
+    router_bias: bool
+    expert_bias: bool
+    activation: str  # as of a decoder, or `clamped_swiglu` (gpt-oss)
+    interleaved: bool  # gate and up take turns among an expert's inner channels (gpt-oss)
+    alpha: float  # of clamped_swiglu: what the gate is multiplied by in its sigmoid
+    limit: float  # of clamped_swiglu: the most that gate and up are
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """Every number that the decoder of any family needs; widths are in channels."""
 
@@ -63,6 +80,11 @@ class DecoderSpec:
     tied: bool  # the output projection is the embedding
     fused_file: bool  # the file holds qkv_proj and gate_up_proj (Phi 3)
     init_std: float  # standard deviation of random weights
+    mixture: MixtureSpec | None = None
+    width_norms: bool = False  # queries and keys have a norm over all heads together (OLMoE)
+    qkv_clip: float | None = None  # queries, keys and values are clamped into +- this (OLMoE)
+    sinks: bool = False  # each head has a score that takes part in the softmax and attends to nothing (gpt-oss)
+    fp8_block: tuple[int, int] | None = None  # rows and columns of a scale, where the file's linears are in FP8
 
 
 ModelSpec = DecoderSpec | ExternalSpec

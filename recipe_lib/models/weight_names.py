@@ -5,8 +5,11 @@ from collections.abc import Collection
 
 import torch
 
-from recipe_lib.models.external_spec import ExternalSpec, WeightEntry
+from recipe_lib.models.external_spec import ExternalSpec, WeightEntry, WrittenLayout
+from recipe_lib.models.file_views import FileView, PlainTensor
 from recipe_lib.models.meta_init import build_meta
+from recipe_lib.models.mixture_files import fp8_view, mixture_place
+from recipe_lib.models.mixture_files import written_layout as mixture_layout
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 # Multimodal Gemma 3 files put the decoder under one of these, instead of `model.`; the second kind has no other head.
@@ -29,12 +32,34 @@ def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[Weight
         if spec.family == "gemma3" and any(name.startswith(other) for name in file_names):
             prefix, head = other, other_head
     entries = []
-    for name in parameter_shapes(spec):
+    for name, shape in parameter_shapes(spec).items():
         place = _fused_place(name, spec) if spec.fused_file else None
         file_name, start, length = place or (name, 0, None)
         body, own_prefix = (prefix, "model.") if file_name.startswith("model.") else (head, "lm_head.")
-        entries.append(WeightEntry(name, body + file_name.removeprefix(own_prefix), start, length))
+        file_name = body + file_name.removeprefix(own_prefix)
+        view = _view(spec, file_name, shape, file_names) if length is None else None
+        if isinstance(view, PlainTensor):
+            file_name, view = view.name, None
+        first = file_name if view is None else next(iter(view.tensors()))
+        entries.append(WeightEntry(name, first, start, length, view=view))
     return entries
+
+
+def _view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Collection[str]) -> FileView | None:
+    """How a parameter is read, whose name in files of the same names as ours would be this; None: as it is."""
+    place = mixture_place(spec, name, shape, file_names) if spec.mixture is not None else None
+    if place is None or isinstance(place, str):
+        return fp8_view(spec, place or name, shape, file_names)
+    return place
+
+
+def written_layout(spec: ModelSpec) -> WrittenLayout | None:
+    """The files that are written, where their tensors are not the parameters under other names; None: `weight_map`."""
+    if isinstance(spec, ExternalSpec):
+        return spec.written_layout()
+    if spec.mixture is None:
+        return None
+    return mixture_layout(spec, parameter_shapes(spec), {entry.our_name: entry.file_name for entry in weight_map(spec)})
 
 
 def ignorable(spec: ModelSpec, file_name: str) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from recipe_lib.config.card_limits import VARLEN_CAPABILITY
 from recipe_lib.ops.capped_attention import capped_attention, reaches, visible
 from recipe_lib.ops.device import capability_of, kernels_of
+from recipe_lib.ops.sink_attention import sink_attention
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -95,11 +96,13 @@ def prepare_attention(
     capped: bool,
     dtype: torch.dtype,
     device: torch.device,
+    sinks: bool = False,
 ) -> AttentionInfo:
     """Settles, once per batch, how each window of the model is attended: causal kernel, varlen kernel or mask.
 
     rows, queries, keys: b, s, t of the tensors to come. windows: those of the model's layers, None among them if some
-    layer has none. capped: scores are soft-capped, which makes its masks piece by piece instead.
+    layer has none. capped: scores are soft-capped, which makes its masks piece by piece instead. sinks: heads have
+    one; without the varlen kernel, and but for a CPU, masks are made piece by piece too.
     """
     info = info or AttentionInfo()
     if info.documents is not None and keys != queries:
@@ -110,7 +113,10 @@ def prepare_attention(
         window: info.documents is not None or (window is not None and keys > window) or (queries > 1 and keys > queries)
         for window in set(windows)
     }
-    if any(needs_mask.values()) and keys == queries and has_varlen(device, dtype, head_width):
+    flattens = keys == queries and has_varlen(device, dtype, head_width)
+    if sinks and not flattens and kernels_of(device) != "cpu":
+        return info
+    if (sinks or any(needs_mask.values())) and flattens:
         if info.boundaries is None:
             boundaries = torch.arange(0, rows * queries + 1, queries, dtype=torch.int32, device=device)
             info = replace(info, boundaries=boundaries, longest=queries)
@@ -139,18 +145,24 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q `[b, h, s, e]` over k, v `[b, k, t, e]`; returns `[b, h, s, e]`.
 
     info: from `prepare_attention`, the same for every layer; None: rows of one document each, prepared here.
     window: a token sees so many tokens, its own included. softcap: scores become softcap * tanh(scores / softcap).
-    scale: multiplies the scores first.
+    scale: multiplies the scores first. sinks: `[h]`, see `recipe_lib.ops.sink_attention`.
     """
     if softcap is not None:
         return capped_attention(q, k, v, info.documents if info else None, window, softcap, scale)
     if info is None:
         shape = {"rows": q.shape[0], "queries": q.shape[2], "keys": k.shape[2], "head_width": q.shape[3]}
-        info = prepare_attention(None, windows=(window,), capped=False, dtype=q.dtype, device=q.device, **shape)
+        options: dict[str, Any] = {"capped": False, "sinks": sinks is not None, "dtype": q.dtype, "device": q.device}
+        info = prepare_attention(None, windows=(window,), **options, **shape)
+    if sinks is not None:
+        mask = info.masks.get(window) if info.masks else None
+        ends = info.boundaries if info.flattened else None
+        return sink_attention(q, k, v, sinks, (ends, info.longest, mask, info.documents), window, scale)
     if info.flattened:
         return _flattened_attention(q, k, v, info, window, scale)
     return scaled_dot_product(q, k, v, info.masks[window], scale)

@@ -71,12 +71,12 @@ def _attended(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, softcap: float, scale: float
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for part, seen, reach in _pieces(q, k, documents, window):
+    for part, seen, reach in pieces_of_queries(q, k, documents, window):
         keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
-        scores = _products(_stacked(q[:, :, part], k), keys, reach, q.shape[1])
+        scores = products(stacked(q[:, :, part], k), keys, reach, q.shape[1])
         shares = capped_shares(scores, reach, softcap, scale)
         del scores
-        out[:, :, part] = torch.bmm(_stacked(shares, k), values).view(out[:, :, part].shape)
+        out[:, :, part] = torch.bmm(stacked(shares, k), values).view(out[:, :, part].shape)
         del shares
     return out
 
@@ -95,22 +95,22 @@ def _gradients(
     wide = torch.promote_types(q.dtype, torch.float32)
     of_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     of_k, of_v = (torch.zeros(tensor.shape, dtype=wide, device=tensor.device) for tensor in (k, v))
-    for part, seen, reach in _pieces(q, k, documents, window):
+    for part, seen, reach in pieces_of_queries(q, k, documents, window):
         keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
-        queries, slopes = (_stacked(tensor[:, :, part], k) for tensor in (q, gradient))
-        scores = _products(queries, keys, reach, q.shape[1])
-        shares = _stacked(capped_shares(scores, reach, softcap, scale), k)
+        queries, slopes = (stacked(tensor[:, :, part], k) for tensor in (q, gradient))
+        scores = products(queries, keys, reach, q.shape[1])
+        shares = stacked(capped_shares(scores, reach, softcap, scale), k)
         of_v[:, :, seen] += torch.bmm(shares.transpose(1, 2), slopes).view_as(v[:, :, seen])
         del shares
-        of_shares = _products(slopes, values, reach, q.shape[1])
-        of_scores = _stacked(capped_score_gradients(of_shares, scores, reach, softcap, scale), k)
+        of_shares = products(slopes, values, reach, q.shape[1])
+        of_scores = stacked(capped_score_gradients(of_shares, scores, reach, softcap, scale), k)
         del scores, of_shares
         of_q[:, :, part] = torch.bmm(of_scores, keys).view(of_q[:, :, part].shape)
         of_k[:, :, seen] += torch.bmm(of_scores.transpose(1, 2), queries).view_as(k[:, :, seen])
     return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
 
 
-def _pieces(
+def pieces_of_queries(
     q: Tensor, k: Tensor, documents: Tensor | None, window: int | None
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """(queries of a piece, the keys up to its last one that they can see, how many of these each of them sees)."""
@@ -137,12 +137,12 @@ def _count(scores: int, queries: int) -> int:
     return min(count, queries)
 
 
-def _stacked(part: Tensor, k: Tensor) -> Tensor:
+def stacked(part: Tensor, k: Tensor) -> Tensor:
     """`[b, h, m, n]` as `[b k, h/k m, n]`: heads that share a key head are more rows of it; keys are not expanded."""
     return part.reshape(part.shape[0] * k.shape[1], -1, part.shape[3])
 
 
-def _products(stacked: Tensor, others: Tensor, reach: Tensor, heads: int) -> Tensor:
+def products(stacked: Tensor, others: Tensor, reach: Tensor, heads: int) -> Tensor:
     """`[b, h, m, n]`: of m stacked rows of each head, and n of `[b k, n, e]`."""
     return torch.bmm(stacked, others.transpose(1, 2)).view(-1, heads, reach.shape[1], others.shape[1])
 

@@ -8,7 +8,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from recipe_lib.models import Decoder, build_meta, read_config, spec_from_config
-from recipe_lib.models.weight_names import ignorable, weight_map
+from recipe_lib.models.file_views import OpenView
+from recipe_lib.models.weight_names import ignorable, weight_map, written_layout
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -83,6 +84,56 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi4": ("Phi3Config", {"sliding_window": None, "rope_theta": 250000.0}),
     "phi4-mini": ("Phi3Config", {"hidden_size": 64, "partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
     "phi3.5-long": ("Phi3Config", {"rope_scaling": _LONG_ROPE, "original_max_position_embeddings": 24}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral-all": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 9}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-unnormalized": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 20,
+            "sliding_window": 8,
+            "use_sliding_window": True,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+        },
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 4, "clip_qkv": 0.8, "intermediate_size": 20}),
+    "olmoe-normalized": (
+        "OlmoeConfig",
+        {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "num_key_value_heads": 4},
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "rope_theta": 150000.0,
+            },
+        },
+    ),
     "phi3.5-short": ("Phi3Config", {"rope_scaling": _LONG_ROPE, "original_max_position_embeddings": 64}),
 }
 
@@ -111,13 +162,17 @@ def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     entries = weight_map(spec, files)
     with torch.no_grad():
         for entry in entries:
-            tensor = files[entry.file_name]
+            parameter = model.get_parameter(entry.our_name)
+            if entry.view is not None:
+                tensor = OpenView(entry.view, files.__getitem__, dtype)[:]
+            else:
+                tensor = files[entry.file_name]
             if entry.length is not None:
                 tensor = tensor[entry.start : entry.start + entry.length]
-            parameter = model.get_parameter(entry.our_name)
             assert parameter.shape == tensor.shape, entry
             parameter.copy_(tensor)
-    unused = set(files) - {entry.file_name for entry in entries}
+    taken = {name for entry in entries if entry.view is not None for name in entry.view.tensors()}
+    unused = set(files) - taken - {entry.file_name for entry in entries}
     assert all(ignorable(spec, name) for name in unused), unused
     return model
 
@@ -127,8 +182,15 @@ def save_ours(model: Decoder, source: Path, folder: Path) -> None:
     config_text = (Path(source) / "config.json").read_text()
     spec = spec_from_config(read_config(source), str(source))
     parts: dict[str, list[torch.Tensor]] = {}
-    for entry in weight_map(spec):
-        parts.setdefault(entry.file_name, []).append(model.get_parameter(entry.our_name).detach())
+    layout = written_layout(spec)
+    if layout is None:
+        for entry in weight_map(spec):
+            parts.setdefault(entry.file_name, []).append(model.get_parameter(entry.our_name).detach())
+    else:
+        parts = {name: [model.get_parameter(own).detach()] for name, own in layout.renamed.items()}
+        for conversion in {id(made): made for made in layout.made.values()}.values():
+            made = conversion.convert(lambda name: model.get_parameter(name).detach())
+            parts |= {name: [tensor] for name, tensor in made.items()}
     folder.mkdir()
     save_file(
         {name: torch.cat(tensors).contiguous() for name, tensors in parts.items()},

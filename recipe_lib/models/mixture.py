@@ -1,0 +1,135 @@
+"""A mixture of experts in place of a layer's MLP (arXiv 2101.03961, 2401.04088): each token is computed by k of E.
+
+Of all families alike: gate and up projection of an expert are one matrix, all experts' one tensor, whatever the files
+have (`recipe_lib.models.weight_names`). What the router says and sums is in fp32.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipe_lib.models.spec import DecoderSpec, MixtureSpec
+from recipe_lib.ops.expert_gated import Gate, scored_product
+from recipe_lib.ops.grouped import Groups, group_tokens, grouped_linear, rows_of_choices, sum_choices
+
+
+class Router(nn.Linear):
+    """Tokens `[n, d]` to logits `[n, E]` in fp32, which a weight in bf16 would round to few steps."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """See the class; fp64 stays fp64."""
+        return wide_linear(tokens, self.weight, self.bias)
+
+
+def wide_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` in fp32 of operands that may be in fewer bits, of which no wider copy is kept."""
+    if weight.dtype.itemsize >= 4:
+        return F.linear(tokens, weight, bias)
+    logits = cast(Tensor, _WideLinear.apply(tokens, weight))
+    return logits if bias is None else logits + bias
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return F.linear(tokens.float(), weight.float())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (gradient,), (tokens, weight) = gradients, ctx.saved_tensors
+        tokens_grad = (gradient @ weight.float()).to(tokens.dtype) if ctx.needs_input_grad[0] else None
+        weight_grad = (gradient.t() @ tokens.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return tokens_grad, weight_grad
+
+
+class ExpertLinear(nn.Module):
+    """E linears as one: each row through that of its expert. weight `[E, o, i]`, bias `[E, o]`."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, experts: int, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__()
+        self.num_experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(experts, out_features)) if bias else None
+
+    def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
+        """Rows `[m, i]` to `[m, o]`, without the bias; see `grouped_linear`."""
+        return grouped_linear(rows, self.weight, groups, of_tokens=of_tokens)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        return f"experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+class Experts(nn.Module):
+    """All experts of a layer."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        mixture = _mixture_of(spec)
+        experts, inner, bias = mixture.num_experts, mixture.mlp_width, mixture.expert_bias
+        self.gate_up_proj = ExpertLinear(experts, spec.width, 2 * inner, bias)
+        self.down_proj = ExpertLinear(experts, inner, spec.width, bias)
+        self.gate = Gate(mixture.activation, mixture.interleaved, mixture.alpha, mixture.limit)
+
+    def forward(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Tokens `[n, d]` by the experts `chosen` `[n, k]`, each times its score `[n, k]`, summed: `[n, d]`."""
+        groups = group_tokens(chosen, self.gate_up_proj.num_experts)
+        inner = self.gate_up_proj(tokens, groups, of_tokens=True)
+        if self.gate_up_proj.bias is not None:
+            inner = inner + bias_of_rows(self.gate_up_proj.bias, groups)
+        product = scored_product(inner, rows_of_choices(scores, groups), self.gate)
+        del inner
+        summed = sum_choices(self.down_proj(product, groups), groups)
+        return summed if self.down_proj.bias is None else summed + scored_bias(self.down_proj.bias, scores, chosen)
+
+
+def bias_of_rows(bias: Tensor, groups: Groups) -> Tensor:
+    """The bias of each row's expert: `[m, o]` of `[E, o]`. A matmul, whose backward sums in a fixed order."""
+    numbers = torch.arange(bias.shape[0], device=bias.device)
+    return (groups.experts.unsqueeze(1) == numbers).to(bias.dtype) @ bias
+
+
+def scored_bias(bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    """What the biases `[E, d]` of the chosen experts add to each token, each times its score: `[n, d]`."""
+    shares = scores.new_zeros(scores.shape[0], bias.shape[0]).scatter(1, chosen, scores)
+    return shares.to(bias.dtype) @ bias
+
+
+class Mixture(nn.Module):
+    """A router and its experts, called as an MLP is: `[b, s, d]` to `[b, s, d]`."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        mixture = _mixture_of(spec)
+        self.router = Router(spec.width, mixture.num_experts, bias=mixture.router_bias)
+        self.experts = Experts(spec)
+        self.top_k, self.normalized = mixture.top_k, mixture.normalized
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden `[b, s, d]` to `[b, s, d]`."""
+        tokens = hidden.flatten(0, -2)
+        scores, chosen = self.choose(self.router(tokens))
+        return cast(Tensor, self.experts(tokens, scores, chosen)).view_as(hidden)
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(scores of the chosen experts, their numbers), `[n, k]` each, of logits `[n, E]`.
+
+        normalized: the scores of a token are the softmax over its chosen experts, so that they add up to 1; else over
+        all of them.
+        """
+        if self.normalized:
+            best, chosen = logits.topk(self.top_k, dim=-1)
+            return best.softmax(dim=-1), chosen
+        scores, chosen = logits.softmax(dim=-1).topk(self.top_k, dim=-1)
+        return scores, chosen
+
+
+def _mixture_of(spec: DecoderSpec) -> MixtureSpec:
+    assert spec.mixture is not None
+    return spec.mixture

@@ -1,0 +1,182 @@
+"""Tokens through the experts that were chosen for them: sorted by expert, one matmul over many weights, summed again.
+
+n tokens with k choices each are m = n k rows, sorted by expert. No token is dropped, so sizes are the same whatever is
+chosen. A row's input is its token's: it is gathered where it is needed, in backward again, and never kept.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recipe_lib.ops import deferred
+
+_ALIGNED = 16  # bytes that rows of a grouped matmul's operands begin at multiples of
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which row is whose. experts, tokens: int64 `[m]`, of each row in expert order. places: int64 `[m]`, the row of
+    each token's first choice, its second, ... ends: int32 `[E]`, the row after each expert's last. choices: k."""
+
+    experts: Tensor
+    tokens: Tensor
+    places: Tensor
+    ends: Tensor
+    choices: int
+
+
+def group_tokens(chosen: Tensor, num_experts: int) -> Groups:
+    """The rows of tokens whose experts are `chosen` `[n, k]`, in the order of experts and then of tokens."""
+    experts, order = chosen.flatten().sort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    numbers = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    choices = chosen.shape[1]
+    return Groups(experts, order // choices, places, ends, choices)
+
+
+def rows_of_choices(values: Tensor, groups: Groups) -> Tensor:
+    """Numbers `[n, k]` of each token's choices in the order of rows `[m]`."""
+    return cast(Tensor, _Permute.apply(values.flatten(), groups.places))
+
+
+class _Permute(torch.autograd.Function):
+    """Row i of the result is the one whose place is i."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return torch.empty_like(values).scatter_(0, places, values)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return gradients[0].index_select(0, places), None
+
+
+def _sum_of_rows(rows: Tensor, places: Tensor, choices: int) -> Tensor:
+    """`[m, d]` to `[n, d]`: the rows of a token's choices together."""
+    return rows.index_select(0, places).unflatten(0, (-1, choices)).sum(dim=1)
+
+
+def sum_choices(rows: Tensor, groups: Groups) -> Tensor:
+    """Rows `[m, d]` summed over the choices of each token: `[n, d]`. Keeps nothing of them."""
+    return cast(Tensor, _SumChoices.apply(rows, groups.tokens, groups.places, groups.choices))
+
+
+class _SumChoices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, tokens: Tensor, places: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(tokens)
+        return _sum_of_rows(rows, places, choices)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (tokens,) = ctx.saved_tensors
+        return gradients[0].index_select(0, tokens), None, None, None
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
+    """Each expert's rows through its own matrix: `[m, i]` and weights `[E, o, i]` to `[m, o]`.
+
+    of_tokens: `rows` are the tokens `[n, i]`, from which the rows are gathered. A frozen weight keeps no rows; a
+    trained one keeps `rows` as they are given.
+    """
+    choices = groups.choices if of_tokens else 0
+    return cast(Tensor, _GroupedLinear.apply(rows, weight, groups.tokens, groups.places, groups.ends, choices))
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """choices: of a token whose rows are gathered; 0: rows are given as they are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, tokens: Tensor, places: Tensor, ends: Tensor, choices: int
+    ) -> Tensor:
+        trained = ctx.needs_input_grad[1]
+        ctx.save_for_backward(rows if trained else None, weight, tokens, places, ends)
+        ctx.choices = choices
+        # What checkpointing gives back of a saved tensor has no way to the parameter.
+        ctx.later = weight if trained and deferred.is_splittable() else None
+        return grouped_matmul(_taken(rows, tokens, choices), weight.transpose(1, 2), ends)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, tokens, places, ends = ctx.saved_tensors
+        gradient, choices = gradients[0].contiguous(), ctx.choices
+        rows_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            rows_grad = grouped_matmul(gradient, weight, ends)
+            rows_grad = _sum_of_rows(rows_grad, places, choices) if choices else rows_grad
+        if ctx.later is not None and deferred.defers():
+            rows = rows.detach()  # its graph would keep the stage's input until then
+            deferred.note([ctx.later], lambda: [grouped_weight_gradient(gradient, _taken(rows, tokens, choices), ends)])
+        elif ctx.needs_input_grad[1]:
+            weight_grad = grouped_weight_gradient(gradient, _taken(rows, tokens, choices), ends)
+        return rows_grad, weight_grad, None, None, None, None
+
+
+def _taken(rows: Tensor, tokens: Tensor, choices: int) -> Tensor:
+    return rows.index_select(0, tokens) if choices else rows
+
+
+def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows `[m, i]` of each expert times its matrix of `[E, i, o]`: `[m, o]`. No gradient."""
+    if rows.dtype == torch.float64:
+        return _matmul_loop(rows, weight, ends)
+    wide, multiple = weight.shape[2], _ALIGNED // rows.element_size()
+    if rows.shape[1] % multiple or wide % multiple:
+        inner, outer = -rows.shape[1] % multiple, -wide % multiple
+        rows, weight = F.pad(rows, (0, inner)), F.pad(weight, (0, outer, 0, inner))
+        return F.grouped_mm(rows, weight, offs=ends)[:, :wide].contiguous()
+    return F.grouped_mm(rows, weight, offs=ends)
+
+
+def grouped_weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """`[E, o, i]`: of each expert's rows `[., o]` and `[., i]` the product over them; 0 for one without rows."""
+    if rows.dtype == torch.float64:
+        return _gradient_loop(gradient, rows, ends)
+    (outer, inner), multiple = (gradient.shape[1], rows.shape[1]), _ALIGNED // rows.element_size()
+    if outer % multiple or inner % multiple:
+        gradient, rows = F.pad(gradient, (0, -outer % multiple)), F.pad(rows, (0, -inner % multiple))
+        return F.grouped_mm(gradient.t(), rows, offs=ends)[:, :outer, :inner].contiguous()
+    return F.grouped_mm(gradient.t(), rows, offs=ends)
+
+
+# In fp64, which torch's grouped matmul does not have: an operator each, as a simulated device has no values to loop by.
+
+
+def _loop(name: str, shape: Callable[[Tensor, Tensor, Tensor], tuple[int, ...]]) -> Any:
+    def decorate(function: Any) -> Any:
+        operator = torch.library.custom_op(f"tune_recipes::{name}", function, mutates_args=())
+        operator.register_fake(lambda left, right, ends: left.new_empty(shape(left, right, ends)))
+        return operator
+
+    return decorate
+
+
+@_loop("grouped_matmul_loop", lambda rows, weight, ends: (rows.shape[0], weight.shape[2]))
+def _matmul_loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    found = rows.new_empty(rows.shape[0], weight.shape[2])
+    first = 0
+    for expert, last in enumerate(ends.tolist()):
+        torch.mm(rows[first:last], weight[expert], out=found[first:last])
+        first = last
+    return found
+
+
+@_loop("grouped_gradient_loop", lambda gradient, rows, ends: (ends.shape[0], gradient.shape[1], rows.shape[1]))
+def _gradient_loop(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    found = rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
+    first = 0
+    for expert, last in enumerate(ends.tolist()):
+        torch.mm(gradient[first:last].t(), rows[first:last], out=found[expert])
+        first = last
+    return found
