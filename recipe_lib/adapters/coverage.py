@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from recipe_lib.adapters.expert_layers import QuantizedExperts
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.mixture import ExpertLinear
 
 _NAMED = 3  # kinds of matrices that a line names
 _SMALL = 0.005  # share of the layers' weights below which what is left out is not worth a word
@@ -21,8 +23,8 @@ class Coverage:
     """The frozen matrices of a model's layers. layers: how many there are. adapted: kind of module -> in how many.
 
     outside: adapted modules outside of the layers. numbers: of all matrices of the layers; quantized: those kept in
-    fewer bits, of linears many modules. bare, wide: kind -> numbers without an adapter, and in their own type; kinds
-    are names without the numbers of layers. shapes: kind -> dimensions.
+    fewer bits, of linears many modules, and of the experts of so many layers. bare, wide: kind -> numbers without an
+    adapter, and in their own type; kinds are names without the numbers of layers. shapes: kind -> dimensions.
     """
 
     layers: int
@@ -30,6 +32,7 @@ class Coverage:
     outside: tuple[str, ...]
     numbers: int
     linears: int
+    experts: int
     quantized: int
     bare: Mapping[str, int]
     wide: Mapping[str, int]
@@ -45,6 +48,7 @@ def cover(model: nn.Module) -> Coverage:
     wide: dict[str, int] = {}
     shapes: dict[str, int] = {}
     numbers = linears = quantized = 0
+    experts: set[str] = set()
     for layer in names:
         for name, module in model.get_submodule(layer).named_modules():
             has_adapter = isinstance(module, AdaptedModule)
@@ -52,7 +56,11 @@ def cover(model: nn.Module) -> Coverage:
                 adapted.setdefault(kind_of(name), set()).add(layer)
             if isinstance(module, QuantizedLinear):
                 count = module.in_features * module.out_features
-                numbers, linears, quantized = numbers + count, linears + 1, quantized + count
+                numbers, quantized = numbers + count, quantized + count
+                if isinstance(module, QuantizedExperts):
+                    experts.add(layer)
+                else:
+                    linears += 1
                 if not has_adapter:
                     _add(bare, kind_of(name), count)
                 continue
@@ -73,7 +81,7 @@ def cover(model: nn.Module) -> Coverage:
         if isinstance(module, AdaptedModule) and not name.startswith(inside)
     )
     found = {kind: len(layers) for kind, layers in adapted.items()}
-    return Coverage(len(names), found, outside, numbers, linears, quantized, bare, wide, shapes)
+    return Coverage(len(names), found, outside, numbers, linears, len(experts), quantized, bare, wide, shapes)
 
 
 def refuse_unquantized(model: nn.Module, kind: str) -> None:
@@ -89,7 +97,7 @@ def refuse_unquantized(model: nn.Module, kind: str) -> None:
             if fused
             else "only torch's own linears are quantized"
         )
-        if kind == "nf4" and not fused and _undivided(model):
+        if kind == "nf4" and _undivided(model):
             why = "their matrices are not divisible into blocks of 64"
         raise ConfigError(
             f"lora.quantize_base={kind}: {_share(found.wide, found.numbers)} would stay in {_type(model)}: {why}; set "
@@ -98,9 +106,10 @@ def refuse_unquantized(model: nn.Module, kind: str) -> None:
 
 
 def _undivided(model: nn.Module) -> bool:
-    """Whether a plain linear was left because of its size."""
+    """Whether a plain linear, or an expert, was left because of its size."""
     inside = (module for name in layer_names(model) for module in model.get_submodule(name).modules())
-    return any(isinstance(module, nn.Linear) and module.weight.numel() % 64 for module in inside)
+    kinds = (nn.Linear, ExpertLinear)
+    return any(isinstance(module, kinds) and module.in_features * module.out_features % 64 for module in inside)
 
 
 def describe_targets(found: Coverage, words: Mapping[str, str]) -> str:
@@ -121,7 +130,8 @@ def describe_bare(found: Coverage) -> str:
 
 def describe_quantized(found: Coverage, kind: str, model: nn.Module) -> str:
     """How many linears are kept in fewer bits, and what of the layers is not."""
-    said = f"{found.linears} linears of the layers in {kind}"
+    experts = f" and the experts of {found.experts}" if found.experts else ""
+    said = f"{found.linears} linears of the layers{experts} in {kind}"
     if not _matters(found.wide, found.numbers):
         return said
     return f"{said}, but not {_share(found.wide, found.numbers)}, which stay in {_type(model)}"

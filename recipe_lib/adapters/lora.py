@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters.coverage import cover, describe_bare, describe_quantized, describe_targets, refuse_unquantized
+from recipe_lib.adapters.expert_layers import AdaptedRouter, adapted_experts
 from recipe_lib.adapters.layers import (
     AdaptedEmbedding,
     AdaptedHead,
@@ -25,6 +26,7 @@ from recipe_lib.adapters.layers import (
     adapted_linear,
 )
 from recipe_lib.config.schema import LoraConfig
+from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.decoder import Decoder
@@ -32,6 +34,7 @@ from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.language_model import is_external
 from recipe_lib.models.meta_init import fill_random
+from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.units import format_bytes
 
@@ -48,6 +51,7 @@ LINEARS = {
 }
 
 WORDS = {f"{owner}.{child}": word for word, (owner, child) in LINEARS.items()}
+WORDS |= {"mlp.router": "router", "experts.gate_up_proj": "experts", "experts.down_proj": "experts"}
 WORDS |= {"model.embed_tokens": "embedding", "lm_head": "head"}
 
 
@@ -73,19 +77,39 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
     for target, (owner, child) in LINEARS.items():
         places = [model.get_submodule(name) for name in names]
         owners = [layer.get_submodule(owner) for layer in places if _has_linear(layer, f"{owner}.{child}")]
-        if target in cfg.targets and names and not owners:
+        if target in cfg.target_modules and names and not owners:
+            experts = any(isinstance(module, Mixture) for layer in places for module in layer.modules())
+            other = "; experts are named by experts" if experts and owner == "mlp" else ""
             raise ConfigError(
                 f"lora.target_modules: {target}: no layer of the model has a linear {owner}.{child}; remove it from "
-                "the list"
+                f"the list{other}"
             )
         for module in owners:
             own = settings if target in cfg.targets else None
             setattr(module, child, adapted_linear(getattr(module, child), own, cfg.quantize_base))
+    _adapt_mixtures([model.get_submodule(name) for name in names], cfg, settings)
     refuse_unquantized(model, cfg.quantize_base)
     if "embedding" in cfg.targets:
         model.model.embed_tokens = AdaptedEmbedding(model.model.embed_tokens, settings)
     if "head" in cfg.targets:
         model.lm_head = AdaptedHead(model.lm_head, settings)
+
+
+def _adapt_mixtures(layers: list[nn.Module], cfg: LoraConfig, settings: AdapterSettings) -> None:
+    """Routers and experts of the layers. Raises ConfigError where one is a target and no layer has it."""
+    mixtures = [module for layer in layers for module in layer.modules() if isinstance(module, Mixture)]
+    wanted = [target for target in MIXTURE_TARGETS if target in cfg.target_modules]
+    if wanted and layers and not mixtures:
+        raise ConfigError(
+            f"lora.target_modules: {wanted[0]}: no layer of the model has experts; remove it from the list"
+        )
+    of_experts = settings if "experts" in wanted else None
+    for mixture in mixtures:
+        if "router" in wanted:
+            mixture.router = AdaptedRouter(mixture.router, settings)
+        for name in ("gate_up_proj", "down_proj"):
+            base = getattr(mixture.experts, name)
+            setattr(mixture.experts, name, adapted_experts(base, of_experts, cfg.quantize_base))
 
 
 def _has_linear(layer: nn.Module, name: str) -> bool:
@@ -116,7 +140,7 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     for name, parameter in adapter_parameters(model).items():
         for local, offset in own_parts(model, name, parameter):
             if name.endswith("lora_A.weight"):
-                bound = 1 / math.sqrt(parameter.shape[1])
+                bound = 1 / math.sqrt(parameter.shape[-1])
                 fill_random(local, offset, parameter.shape, f"{seed}/{name}", _uniform(bound))
             elif name.endswith("lora_embedding_B"):
                 fill_random(local, offset, parameter.shape, f"{seed}/{name}", _normal)
@@ -196,7 +220,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     """One line for the log: what is trained and what is frozen, counted on the modules; the model may be sharded.
 
-    Of an external model, whose linears no words name, also what has no adapter.
+    Where all linears are adapted, also what of the layers has no adapter, as experts.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -207,7 +231,7 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
         f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} on top of "
         f"{_size(frozen)} frozen"
     )
-    bare = describe_bare(found) if external and "all-linear" in cfg.target_modules else ""
+    bare = describe_bare(found) if "all-linear" in cfg.target_modules else ""
     parts = [bare, describe_quantized(found, cfg.quantize_base, model) if cfg.quantize_base != "none" else ""]
     return "; ".join([line, *(part for part in parts if part)])
 

@@ -7,15 +7,19 @@ models whose file fuses several linears into one (Phi 3): there one adapter of t
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from recipe_lib.adapters.lora import LINEARS
 from recipe_lib.config.schema import LoraConfig
+from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
 from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.models.mixture_files import router_name
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.models.weight_names import parameter_shapes, weight_map
 
 PREFIX = "base_model.model."
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-TARGETS = (*LINEARS, "embedding", "head")
+TARGETS = (*LINEARS, *MIXTURE_TARGETS, "embedding", "head")
 LINEAR = "all-linear"  # the target of every linear of an external model
 FIRST, SECOND, LENGTHS, FROZEN = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "base_layer.weight"
 EMBEDDING_FIRST, EMBEDDING_SECOND = "lora_embedding_A", "lora_embedding_B"
@@ -27,6 +31,9 @@ _MULTIMODAL = {
     "language_model.lm_head": "lm_head",
 }
 _LEAVES = {f"{owner}.{child}": target for target, (owner, child) in LINEARS.items()}
+_LEAVES |= {"mlp.router": "router", "experts.gate_up_proj": "experts", "experts.down_proj": "experts"}
+# PEFT wraps a module once for each of its parameters that have an adapter, the first of them innermost.
+_EXPERTS = {"gate_up_proj": "base_layer", "down_proj": ""}
 
 
 @dataclass(frozen=True)
@@ -41,12 +48,18 @@ class MergedRows:
 
 @dataclass(frozen=True)
 class FileModule:
-    """A module as files name it: its matrix is `[rows, columns]`, of one part or of several fused ones."""
+    """A module as files name it: its matrix is `[rows, columns]`, of one part or of several fused ones.
+
+    experts: how many such matrices one below the other it has, each with an adapter; 0: it is no experts'. parameter:
+    the end of the name by which PEFT finds it, where it is a parameter's and not a linear's.
+    """
 
     name: str
     rows: int
     columns: int
     parts: tuple[MergedRows, ...]
+    experts: int = 0
+    parameter: str = ""
 
     @property
     def is_embedding(self) -> bool:
@@ -58,8 +71,20 @@ class FileModule:
         if self.is_embedding:
             shapes = {EMBEDDING_FIRST: (rank, self.rows), EMBEDDING_SECOND: (self.columns, rank)}
             return shapes | ({LENGTHS: (self.columns,)} if dora else {})
-        shapes = {FIRST: (rank, self.columns), SECOND: (self.rows, rank)}
+        ranks = rank * max(1, self.experts)
+        shapes = {FIRST: (ranks, self.columns), SECOND: (self.rows, ranks)}
         return shapes | ({LENGTHS: (self.rows,)} if dora else {})
+
+
+def expert_factors(first: Tensor, second: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """A `[E, r, i]` and B `[E, o, r]` of PEFT's `[E r, i]` and `[o, r E]`, in the second of which experts are inner."""
+    a = first.unflatten(0, (experts, -1))
+    return a, second.unflatten(1, (-1, experts)).permute(2, 0, 1)
+
+
+def stacked_factors(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The other way round."""
+    return first.flatten(0, 1), second.permute(1, 2, 0).flatten(1)
 
 
 def target_of(module: str) -> str | None:
@@ -85,12 +110,28 @@ def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
         module = name.removesuffix(".weight")
         target = target_of(module)
         if target and module != name:
-            file_name, start = places.get(name, (name, 0))
+            file_name, start = (name, 0) if target in MIXTURE_TARGETS else places.get(name, (name, 0))
             parts.setdefault(file_name.removesuffix(".weight"), []).append(MergedRows(module, target, start, shape[0]))
-    return {
-        name: FileModule(name, sum(part.rows for part in held), shapes[f"{held[0].module}.weight"][1], tuple(held))
-        for name, held in parts.items()
-    }
+    found: dict[str, FileModule] = {}
+    for name, held in parts.items():
+        shape = shapes[f"{held[0].module}.weight"]
+        if held[0].target in MIXTURE_TARGETS:
+            of_mixture = _of_mixture(spec, held[0], shape)
+            found[of_mixture.name] = of_mixture
+        else:
+            found[name] = FileModule(name, sum(part.rows for part in held), shape[1], tuple(held))
+    return found
+
+
+def _of_mixture(spec: DecoderSpec, part: MergedRows, shape: tuple[int, ...]) -> FileModule:
+    """A router, or the experts' matrices of a layer, by the names of transformers' modules."""
+    if part.target == "router":
+        name = part.module.removesuffix("router") + router_name(spec)
+        return FileModule(name, shape[0], shape[1], (part,), parameter=f"mlp.{router_name(spec)}.weight")
+    owner, leaf = part.module.rsplit(".", 1)
+    name = ".".join(filter(None, (owner, _EXPERTS[leaf])))
+    experts, rows, columns = shape
+    return FileModule(name, rows, columns, (part,), experts, f"mlp.experts.{leaf}")
 
 
 def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:

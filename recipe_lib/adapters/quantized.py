@@ -144,13 +144,13 @@ class QuantizedLinear(nn.Module):
     def part_weight(self) -> Tensor:
         """The dequantized rows and columns that this process computes with."""
         first, last = self.columns
-        return _dequantize(*self._part(), last - first, self.dtype, self._place())
+        return dequantize(*self._part(), last - first, self.dtype, self._place())
 
     @torch.no_grad()
     def weight_rows(self, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
         """Rows `start` to `stop` (exclusive) of `full_weight`, without the others `[stop - start, in]`."""
         storage = (self.weight_codes, self.weight_scales, self.weight_factors)
-        rows = _dequantize(*storage, self.in_features, self.dtype, (), start, stop)
+        rows = dequantize(*storage, self.in_features, self.dtype, (), start, stop)
         return rows if dtype is None else rows.to(dtype)
 
     @torch.no_grad()
@@ -268,7 +268,7 @@ def _keep_part(parameter: Tensor, whole: Tensor) -> None:
     local.copy_(whole.view(parameter.shape)[part])
 
 
-def _dequantize(
+def dequantize(
     codes: Tensor,
     scales: Tensor | None,
     factors: Tensor,
@@ -306,13 +306,13 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(codes, scales, factors)
         ctx.columns, ctx.dtype, ctx.place = columns, dtype, place
-        return F.linear(hidden, _dequantize(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias)
+        return F.linear(hidden, dequantize(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         codes, scales, factors = ctx.saved_tensors
-        weight = _dequantize(codes, scales, factors, ctx.columns, ctx.dtype, ctx.place)
+        weight = dequantize(codes, scales, factors, ctx.columns, ctx.dtype, ctx.place)
         return (gradient @ weight.to(gradient.dtype), *(None,) * 7)
 
 
@@ -331,7 +331,7 @@ def _compiled(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
-    return F.linear(hidden, _dequantize(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias)
+    return F.linear(hidden, dequantize(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias)
 
 
 @_compiled.register_fake
@@ -359,7 +359,7 @@ def _compiled_backward(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
-    return gradient @ _dequantize(codes, scales, factors, columns, dtype, place).to(gradient.dtype)
+    return gradient @ dequantize(codes, scales, factors, columns, dtype, place).to(gradient.dtype)
 
 
 @_compiled_backward.register_fake

@@ -40,6 +40,7 @@ _IRRELEVANT = {
     "revision",
     "runtime_config",
     "target_modules",
+    "target_parameters",
     "task_type",
 }
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "init_lora_weights"}

@@ -15,6 +15,7 @@ from recipe_lib.adapters.peft_names import (
     SECOND,
     FileModule,
     MergedRows,
+    expert_factors,
     targets_of,
 )
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_fits, read_adapter, stacked_rank, used_parts
@@ -85,6 +86,9 @@ def _fill(
             f"{adapter.folder}: has rank {count}, found lora.rank={settings.rank}; set lora.rank={count}"
         )
     ratio = adapter.config.scaling_of(module.name) / settings.scaling
+    if module.experts:
+        _fill_experts(adapter, module, part.module, count, ratio, target, model)
+        return
     start = part.start
 
     def held(suffix: str) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
@@ -109,3 +113,26 @@ def _fill(
         if target.lora_magnitude_vector is not None:
             for local, (row,) in held(LENGTHS):
                 local.copy_(file.get_slice(entries[LENGTHS][0])[start + row : start + row + len(local)])
+
+
+def _fill_experts(
+    adapter: AdapterFile,
+    module: FileModule,
+    name: str,
+    rank: int,
+    ratio: float,
+    target: AdaptedModule,
+    model: nn.Module,
+) -> None:
+    """The factors of a layer's experts, which a file has one below, or next to, the other: see `expert_factors`."""
+    factors = expert_factors(adapter.read(module.name, FIRST), adapter.read(module.name, SECOND), module.experts)
+    if abs(ratio - 1) >= 1e-6:
+        factors = (factors[0], factors[1].double() * ratio)
+    for suffix, whole, dim in zip((FIRST, SECOND), factors, (1, 2), strict=True):
+        for local, offset in own_parts(model, f"{name}.{suffix}", target.get_parameter(suffix)):
+            local.zero_()
+            begin, size = offset[dim], local.shape[dim]
+            taken = min(max(rank - begin, 0), size)
+            part = [slice(at, at + each) for at, each in zip(offset, local.shape, strict=True)]
+            part[dim] = slice(begin, begin + taken)
+            local.narrow(dim, 0, taken).copy_(whole[tuple(part)])

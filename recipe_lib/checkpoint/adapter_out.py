@@ -23,6 +23,7 @@ from recipe_lib.adapters.peft_names import (
     adapted_modules,
     file_name,
     is_target,
+    stacked_factors,
     tensor_name,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
@@ -94,6 +95,7 @@ def export_adapter(
     saved = [file_name(name, multimodal) for name in saved]
     fields = write_fields(cfg, base, ranks, _target_modules(modules, spec, multimodal), saved)
     adapted = [module for module in model.modules() if isinstance(module, AdaptedModule)]
+    fields["target_parameters"] = sorted({module.parameter for module in modules if module.parameter}) or None
     fields["fan_in_fan_out"] = bool(adapted) and all(module.transposed for module in adapted)  # a stage may have none
     copied = tokenizer_files(tokenizer_folder)
     metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder))
@@ -162,7 +164,7 @@ def _target_modules(modules: list[FileModule], spec: ModelSpec, multimodal: bool
 
     The whole names, where a module without an adapter has such a last part too: PEFT would put one there.
     """
-    ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules})
+    ends = sorted({module.name.rsplit(".", 1)[-1] for module in modules if not module.parameter})
     if isinstance(spec, ExternalSpec):
         names = {module.name for module in modules}
         if any(name.rpartition(".")[2] in ends for name in spec.layout().modules if name not in names):
@@ -221,6 +223,10 @@ def _own_pieces(model: nn.Module, module: FileModule, cfg: LoraConfig) -> Iterat
     held = [(part, model.get_submodule(part.module)) for part in module.parts]
     names = _names_of(module)
     adapted = [owner for _, owner in held if isinstance(owner, AdaptedModule)]
+    if module.experts:
+        (owner,) = adapted
+        yield from stacked_factors(*(whole(owner.get_parameter(name).detach()) for name in names))
+        return
     for owner in adapted:
         yield whole(owner.get_parameter(names[0]).detach())
     for part, owner in held:  # B of a fused module: a block for each of its parts, zeros elsewhere

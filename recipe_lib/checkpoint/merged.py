@@ -21,6 +21,7 @@ from recipe_lib.adapters.peft_names import (
 )
 from recipe_lib.adapters.quantized import can_quantize, dequantized
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter
+from recipe_lib.checkpoint.merged_experts import MergedExperts
 from recipe_lib.checkpoint.merged_external import merge_external, update_of
 from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
 from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, write_tensor_file
@@ -36,7 +37,7 @@ from recipe_lib.checkpoint.weights_out import (
 from recipe_lib.models import DecoderSpec, read_config, read_trained_spec
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.spec import ModelSpec
-from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map
+from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map, written_layout
 from recipe_lib.units import GIB
 
 _Reader = Callable[[int, int], torch.Tensor]
@@ -140,12 +141,21 @@ def _pieces(
     parts: dict[str, list[str]] = {}
     for entry in sorted(weight_map(spec), key=lambda entry: entry.start):
         parts.setdefault(entry.file_name, []).append(entry.our_name)
-    shapes = parameter_shapes(spec)
+    shapes, layout = parameter_shapes(spec), written_layout(spec)
+    experts = {} if layout is None else layout.made
+    parts |= {} if layout is None else {name: [own] for name, own in layout.renamed.items()}
+    merged = MergedExperts(spec, adapter, base.found, base.storage, base.dtype)
+    names_in_file = {part.module: module.name for module in adapter.modules(spec) for part in module.parts}
     for tensor in tensors:
         if tensor.name in adapter.extras:
             yield adapter.read_extra(tensor.name)
             continue
+        if tensor.name in experts:
+            yield from merged.pieces(experts[tensor.name], tensor.name)
+            continue
         module = tensor.name.removesuffix(".weight")
+        if spec.mixture is not None:  # a router's adapter has the name of transformers' module
+            module = names_in_file.get(parts[tensor.name][0].removesuffix(".weight"), module)
         update = update_of(adapter, module) if module != tensor.name and module in adapter.tensors else None
         if len(tensor.shape) != 2:
             yield from (_reader(base, name)(0, shapes[name][0]) for name in parts[tensor.name])
@@ -168,7 +178,7 @@ def _reader(base: _Base, name: str) -> _Reader:
             return file.get_slice(entry.file_name)[offset + start : offset + stop].to(base.dtype)
 
     target = target_of(name.removesuffix(".weight"))
-    if base.storage == "none" or target in (None, "embedding", "head") or not name.endswith(".weight"):
+    if base.storage == "none" or target in (None, "router", "embedding", "head") or not name.endswith(".weight"):
         return read
     shape = base.found[entry.file_name].entry.shape
     rows = entry.length or shape[0]

@@ -130,6 +130,7 @@ def check_names(folder: Path, spec: ModelSpec, base: Path) -> int:
     }
     if spec.tied:
         in_base.add(HEAD)
+    in_base |= {name for name, module in file_modules(spec).items() if module.parameter}
     adapted = set(adapter.tensors)
     last = {name.rsplit(".", 1)[-1] for name in adapted}
     matched = {name for name in in_base & file_modules(spec).keys() if name.rsplit(".", 1)[-1] in last}

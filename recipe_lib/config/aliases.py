@@ -297,6 +297,8 @@ CHOICE_ALIASES = {
     "dpo": "preference", "pairs": "preference", "chat_preference": "preference", "completion": "text",
     "assistant_only": "assistant", "answer": "assistant", "responses": "assistant", "completion_only": "assistant",
     "last_turn": "last", "4bit": "nf4", "int4": "nf4", "fp4": "nf4", "8bit": "int8",
+    "gate_up_proj": "experts", "mlp.experts": "experts", "mlp.experts.gate_up_proj": "experts",
+    "mlp.experts.down_proj": "experts", "moe": "experts", "mlp.gate": "router", "mlp.router": "router",
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "output_proj": "o", "gate_proj": "gate",
     "up_proj": "up", "down_proj": "down", "w1": "gate", "w2": "down", "w3": "up",
     "embed_tokens": "embedding", "lm_head": "head", "output": "head",

@@ -14,6 +14,7 @@ from recipe_lib.config.idle import formats, trained_dtype
 from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, micro_batches, schedule_fault
 from recipe_lib.config.registry import BUILT_IN
 from recipe_lib.config.schema import LINEARS
+from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
 from recipe_lib.config.schema_data import resolved_sources
 from recipe_lib.config.suggest import did_you_mean, quote
 
@@ -50,7 +51,7 @@ def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
 _LORA, _DPO, _EXTERNAL = "lora_finetune_distributed", "dpo_distributed", "model.implementation=transformers"
 _FORMATS = ("data.source", "data.sources", "data.format", "validation.source", "validation.format")
 _NO_PAIRS = {*BUILT_IN["data.format"][1]} - {"preference"}
-_TARGETS = (*LINEARS, "embedding", "head", "all-linear")
+_TARGETS = (*LINEARS, "embedding", "head", *MIXTURE_TARGETS, "all-linear")
 _BATCH = ("batch_size", "gradient_accumulation_steps")
 _SCHEDULE = ("parallel.pipeline", "parallel.pipeline_schedule", "parallel.pipeline_stages_per_rank")
 _SPLITTING = ", ".join(name for name, facts in SCHEDULES.items() if facts.splits)
@@ -80,6 +81,10 @@ def _unknown_target(cfg: Any) -> str:
     found = _unknown_targets(cfg)[0]
     hint = did_you_mean(found, _TARGETS) if found not in CHOICE_ALIASES else f"; did you mean {CHOICE_ALIASES[found]}?"
     return f"found {quote(found)}, expected a list [...] of {', '.join(_TARGETS)}{hint}"
+
+
+def _of_mixture(cfg: Any) -> bool:
+    return not _external(cfg) and any(name in MIXTURE_TARGETS for name in cfg.lora.target_modules)
 
 
 def _sequences(cfg: Any) -> int:
@@ -224,6 +229,14 @@ RULES: tuple[Rule, ...] = (
          "a layer that runs by an inferred plan is compiled whole, and FSDP would gather parts of it while it runs",
          "set compile=false, or parallel.fsdp_wrap_policy=layers",
          (_EXTERNAL, "parallel.tensor=2", "compile=true", "parallel.fsdp_wrap_policy=[mlp]")),
+    Rule(("lora.target_modules", "lora.dora"), lambda cfg: _of_mixture(cfg) and cfg.lora.dora,
+         "adapters of routers and experts have no lengths of their own, in PEFT neither",
+         "set lora.dora=false (LoRA), or remove router and experts from the list",
+         ("lora.target_modules=[q, experts]", "lora.dora=true"), recipe=_LORA),
+    Rule(("lora.target_modules", "lora.dropout"), lambda cfg: _of_mixture(cfg) and cfg.lora.dropout > 0,
+         "adapters of routers and experts have no dropout, in PEFT neither",
+         "set lora.dropout=0, or remove router and experts from the list",
+         ("lora.target_modules=[q, router]", "lora.dropout=0.1"), recipe=_LORA),
     Rule(("lora.dora", "lora.dropout", "parallel.tensor"),
          lambda cfg: _external(cfg) and cfg.parallel.tensor > 1 and cfg.lora.dora and cfg.lora.dropout > 0,
          "DoRA with dropout multiplies by the frozen matrix twice, and an inferred plan is one of a single product",

@@ -7,6 +7,8 @@ from recipe_lib.config.keys import key
 # The linears of a native model's layers, and what PEFT's files call the parts that may have an adapter.
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 PEFT_NAMES = {name: f"{name}_proj" for name in LINEARS} | {"embedding": "embed_tokens", "head": "lm_head"}
+# Of a mixture of experts, whose parameters PEFT finds by target_parameters.
+MIXTURE_TARGETS = ("router", "experts")
 _SHORT_NAMES = {long: short for short, long in PEFT_NAMES.items()}
 
 
@@ -41,8 +43,9 @@ class LoraConfig:
         ["all-linear"],
         "What gets an adapter: q, k, v, o, gate, up, down, embedding, head (or q_proj, ..., embed_tokens, lm_head, "
         "which "
-        "mean the same), `all-linear`: every linear of the layers; of a model that is not native, ends of its linears' "
-        "names, as `c_attn`.",
+        "mean the same), of a mixture of experts router and experts (each expert's factors are its own), `all-linear`: "
+        "every linear of the layers, which routers and experts are not; of a model that is not native, ends of its "
+        "linears' names, as `c_attn`.",
         needs="dpo.trainable = adapters",
         known_as="PEFT target_modules",
     )

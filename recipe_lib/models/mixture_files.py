@@ -40,16 +40,21 @@ def mixture_place(
     shape: of the parameter. file_names: of the files that are read; empty: as files are written.
     """
     if ".mlp.router." in name:
-        return _router_name(spec, name, file_names)
+        return _router_place(spec, name, file_names)
     for part in (GATE_UP, DOWN):
         if f".{part}." in name:
             return _experts(spec, name, part, shape, file_names)
     return None
 
 
-def _router_name(spec: DecoderSpec, name: str, file_names: Collection[str]) -> str:
+def router_name(spec: DecoderSpec) -> str:
+    """What transformers calls the router of a layer's block."""
+    return _ROUTERS.get(spec.family, "gate")
+
+
+def _router_place(spec: DecoderSpec, name: str, file_names: Collection[str]) -> str:
     block = _APART[spec.family][0] if spec.family in _APART else "mlp"
-    router = _ROUTERS.get(spec.family, "gate")
+    router = router_name(spec)
     written = name.replace(".mlp.router.", f".{block}.{router}.")
     fused = name.replace(".mlp.router.", f".mlp.{router}.")
     return fused if fused in file_names else written

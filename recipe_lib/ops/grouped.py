@@ -59,7 +59,7 @@ class _Permute(torch.autograd.Function):
         return gradients[0].index_select(0, places), None
 
 
-def _sum_of_rows(rows: Tensor, places: Tensor, choices: int) -> Tensor:
+def sum_of_rows(rows: Tensor, places: Tensor, choices: int) -> Tensor:
     """`[m, d]` to `[n, d]`: the rows of a token's choices together."""
     return rows.index_select(0, places).unflatten(0, (-1, choices)).sum(dim=1)
 
@@ -73,7 +73,7 @@ class _SumChoices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, tokens: Tensor, places: Tensor, choices: int) -> Tensor:
         ctx.save_for_backward(tokens)
-        return _sum_of_rows(rows, places, choices)
+        return sum_of_rows(rows, places, choices)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -86,7 +86,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, groups: Groups, *, of_tokens: b
     """Each expert's rows through its own matrix: `[m, i]` and weights `[E, o, i]` to `[m, o]`.
 
     of_tokens: `rows` are the tokens `[n, i]`, from which the rows are gathered. A frozen weight keeps no rows; a
-    trained one keeps `rows` as they are given.
+    trained one keeps `rows` as they are given. Computed in the weights' type.
     """
     choices = groups.choices if of_tokens else 0
     return cast(Tensor, _GroupedLinear.apply(rows, weight, groups.tokens, groups.places, groups.ends, choices))
@@ -101,10 +101,10 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         trained = ctx.needs_input_grad[1]
         ctx.save_for_backward(rows if trained else None, weight, tokens, places, ends)
-        ctx.choices = choices
+        ctx.choices, ctx.dtype = choices, rows.dtype
         # What checkpointing gives back of a saved tensor has no way to the parameter.
         ctx.later = weight if trained and deferred.is_splittable() else None
-        return grouped_matmul(_taken(rows, tokens, choices), weight.transpose(1, 2), ends)
+        return grouped_matmul(taken_rows(rows, tokens, choices).to(weight.dtype), weight.transpose(1, 2), ends)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -114,16 +114,23 @@ class _GroupedLinear(torch.autograd.Function):
         rows_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             rows_grad = grouped_matmul(gradient, weight, ends)
-            rows_grad = _sum_of_rows(rows_grad, places, choices) if choices else rows_grad
+            rows_grad = (sum_of_rows(rows_grad, places, choices) if choices else rows_grad).to(ctx.dtype)
+        if not ctx.needs_input_grad[1]:
+            return rows_grad, None, None, None, None, None
+        rows = rows.detach()  # where it is deferred, its graph would keep the stage's input until then
+
+        def of_weight() -> Tensor:
+            return grouped_weight_gradient(gradient, taken_rows(rows, tokens, choices).to(gradient.dtype), ends)
+
         if ctx.later is not None and deferred.defers():
-            rows = rows.detach()  # its graph would keep the stage's input until then
-            deferred.note([ctx.later], lambda: [grouped_weight_gradient(gradient, _taken(rows, tokens, choices), ends)])
-        elif ctx.needs_input_grad[1]:
-            weight_grad = grouped_weight_gradient(gradient, _taken(rows, tokens, choices), ends)
+            deferred.note([ctx.later], lambda: [of_weight()])
+        else:
+            weight_grad = of_weight()
         return rows_grad, weight_grad, None, None, None, None
 
 
-def _taken(rows: Tensor, tokens: Tensor, choices: int) -> Tensor:
+def taken_rows(rows: Tensor, tokens: Tensor, choices: int) -> Tensor:
+    """The rows of tokens that choose so many experts; 0: rows are given as they are. No gradient."""
     return rows.index_select(0, tokens) if choices else rows
 
 

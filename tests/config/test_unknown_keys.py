@@ -99,7 +99,7 @@ def test_aliases_lead_to_keys_that_exist():
     schema = read_schema(DpoFinetuneConfig)  # it has the sections of all recipes
     assert set(KEY_ALIASES.values()) <= {*schema.keys, *schema.sections}
     assert not set(KEY_ALIASES) & set(schema.keys)
-    choices = {*LINEARS, "embedding", "head"} | {
+    choices = {*LINEARS, "embedding", "head", "router", "experts"} | {
         choice for key in schema.keys.values() for choice in key.limits.get("choices", ())
     }
     assert {meant.split(" with ")[0] for meant in CHOICE_ALIASES.values()} <= {*choices, *names("data.format"), "adamw"}

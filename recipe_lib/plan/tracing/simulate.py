@@ -58,7 +58,7 @@ FIRST, STEADY = "first step", "step"
 MAKING_STATES = "states"  # in place of the first step, all gradients at once, as no run has them
 # Functions that issue many operators, whose work follows from their arguments' shapes.
 _REMEMBERED = (
-    (quantized, "_dequantize"),
+    (quantized, "dequantize"),
     (cross_entropy, "_sum_over_chunks"),
     (capped_attention, "_attended"),
     (capped_attention, "_gradients"),

@@ -1,0 +1,168 @@
+"""Adapters of experts and routers, and experts in 4 and 8 bits: against PEFT and transformers, and against a loop."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipe_lib.adapters import adapters_off, add_adapters, describe_adapters
+from recipe_lib.adapters.expert_layers import QuantizedExperts
+from recipe_lib.adapters.quantized import dequantized
+from recipe_lib.checkpoint.adapter_files import check_adapter
+from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.checkpoint.adapter_out import export_adapter
+from recipe_lib.checkpoint.huggingface import export_model
+from recipe_lib.checkpoint.merged import merge_adapter
+from recipe_lib.checkpoint.rank_agreement import SingleRank
+from recipe_lib.config.schema import LoraConfig
+from recipe_lib.errors import ConfigError
+from recipe_lib.models import build_meta, read_config
+from recipe_lib.models.mixture import ExpertLinear
+from recipe_lib.ops.grouped import group_tokens
+from tests.adapters.hugging_face import difference, ours, plain, save_with_peft, spec_of, theirs, with_peft
+from tests.models.reference import reference_model
+
+FAMILIES = ["mixtral", "qwen3-moe", "olmoe", "gpt-oss"]
+PARAMETERS = {"gpt-oss": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.router.weight"]}
+TARGETS = ["q", "v", "router", "experts"]
+
+
+def config(**changes: Any) -> LoraConfig:
+    return LoraConfig(**({"rank": 4, "alpha": 8.0, "target_modules": TARGETS} | changes))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in found.items():
+        reference_model(family).save_pretrained(folder)
+    return found
+
+
+def write(model: Any, folder: Path, cfg: LoraConfig, out: Path) -> Path:
+    export_adapter(model, model.spec, cfg, out, base=str(folder), base_folder=folder, world=SingleRank())
+    return out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ours_loads_in_peft_and_in_ours(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder, cfg = folders[family], config()
+    model = ours(folder, cfg)
+    out = write(model, folder, cfg, tmp_path / "adapter")
+    assert difference(model, with_peft(folder, out)) < 1e-5
+    check_adapter(out, model.spec, cfg, folder)
+    again = ours(folder, cfg, moved=0)
+    assert difference(model, again) > 1e-3
+    load_adapter(again, model.spec, out)
+    assert difference(model, again) == 0
+    with adapters_off(model):
+        assert difference(model, theirs(folder)) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pefts_loads_in_ours(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = folders[family]
+    others = PARAMETERS.get(family, ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"])
+    settings = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], "target_parameters": others}
+    model = save_with_peft(folder, tmp_path / "adapter", **settings)
+    mine = ours(folder, config(rank=5, alpha=10.0), moved=0)
+    load_adapter(mine, mine.spec, tmp_path / "adapter")
+    assert difference(mine, model) < 1e-5
+
+
+@pytest.mark.parametrize("storage", ["none", "nf4", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_models_load_in_transformers(
+    family: str, storage: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = folders[family]
+    cfg = config(quantize_base=storage)
+    model = ours(folder, cfg)
+    out = write(model, folder, cfg, tmp_path / "adapter")
+    merge_adapter(folder, out, tmp_path / "model", quantize=storage, dtype=torch.float32, ranks=SingleRank())
+    assert difference(model, theirs(tmp_path / "model")) < 1e-5
+    assert difference(model, theirs(folder)) > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_in_both_directions(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Read by slices, written as the hub has them, and read again from the layout that transformers holds."""
+    folder = folders[family]
+    model = plain(folder)
+    assert difference(model, theirs(folder)) < 1e-5
+    config_of = read_config(folder)
+    options: dict[str, Any] = {"tokenizer_folder": None, "max_shard_bytes": 40_000, "world": SingleRank()}
+    export_model(model, model.spec, config_of, tmp_path / "out", **options)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    again = plain(tmp_path / "out")
+    assert difference(again, model) == 0
+    assert difference(again, theirs(tmp_path / "out")) < 1e-5
+    reference_model(family).save_pretrained(tmp_path / "fused", save_original_format=False)
+    assert difference(plain(tmp_path / "fused"), model) == 0
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_quantized_experts_compute_with_what_their_codes_stand_for(kind: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(5, 24, 32, generator=generator)
+    with torch.device("meta"):
+        base = ExpertLinear(5, 32, 24, bias=False)
+    experts = QuantizedExperts(base, kind).to_empty(device="cpu")
+    experts.fill_weight(lambda start, stop, columns: weight.flatten(0, 1)[start:stop, columns])
+    stands_for = dequantized(weight.flatten(0, 1), kind).view_as(weight)
+    assert 1e-4 < (stands_for - weight).abs().max() < 0.6
+    tokens = torch.randn(11, 32, generator=generator, requires_grad=True)
+    chosen = torch.tensor([[0, 3], [3, 4], [0, 1], *[[4, 3]] * 8])
+    groups = group_tokens(chosen, 5)
+    found = experts(tokens, groups, of_tokens=True)
+    slopes = torch.randn(found.shape, generator=generator)
+    (grad,) = torch.autograd.grad((found * slopes).sum(), tokens)
+    expected = torch.zeros_like(found)
+    expected_grad = torch.zeros_like(tokens)
+    for token in range(11):
+        for choice in range(2):
+            row = int(groups.places[2 * token + choice])
+            matrix = stands_for[chosen[token, choice]]
+            expected[row] = matrix @ tokens[token]
+            expected_grad[token] += slopes[row] @ matrix
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(grad, expected_grad, atol=1e-5, rtol=0)
+
+
+def test_the_line_says_what_was_adapted_and_quantized(folders: dict[str, Path]) -> None:
+    folder = folders["qwen3-moe"]
+    line = describe_adapters(ours(folder, config(quantize_base="nf4")), config(quantize_base="nf4"))
+    assert "on q, v, router (in 2 of 3 layers), experts (in 2 of 3 layers): " in line
+    assert "; 15 linears of the layers and the experts of 2 in nf4, but not mlp.router (" in line
+    line = describe_adapters(ours(folder, config(target_modules=["all-linear"])), config(target_modules=["all-linear"]))
+    assert "none on experts.gate_up_proj, experts.down_proj, mlp.router (" in line
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (["experts"], "lora.target_modules: experts: no layer of the model has experts"),
+        (["q", "router"], "lora.target_modules: router: no layer of the model has experts"),
+    ],
+)
+def test_a_model_without_experts(targets: list[str], words: str, realdata: Path) -> None:
+    model = build_meta(spec_of(realdata / "stories260K-hf"), torch.float32)
+    with pytest.raises(ConfigError, match=words):
+        add_adapters(model, config(target_modules=targets), torch.float32)
+
+
+def test_a_linear_that_only_other_models_have(folders: dict[str, Path]) -> None:
+    model = build_meta(spec_of(folders["mixtral"]), torch.float32)
+    with pytest.raises(ConfigError, match="gate: no layer .* has a linear mlp.gate_proj.*experts are named by experts"):
+        add_adapters(model, config(target_modules=["q", "gate"]), torch.float32)
+    add_adapters(model, config(target_modules=["all-linear"]), torch.float32)
+
+
+def test_peft_finds_parameters_by_the_names_of_the_config(folders: dict[str, Path], tmp_path: Path) -> None:
+    cfg = config(target_modules=["experts"])
+    out = write(ours(folders["mixtral"], cfg), folders["mixtral"], cfg, tmp_path / "adapter")
+    fields = json.loads((out / "adapter_config.json").read_text())
+    assert fields["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert difference(ours(folders["mixtral"], cfg), with_peft(folders["mixtral"], out)) < 1e-5
