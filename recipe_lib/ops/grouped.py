@@ -136,7 +136,7 @@ def taken_rows(rows: Tensor, tokens: Tensor, choices: int) -> Tensor:
 
 def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows `[m, i]` of each expert times its matrix of `[E, i, o]`: `[m, o]`. No gradient."""
-    if rows.dtype == torch.float64:
+    if rows.dtype != torch.bfloat16:
         return _matmul_loop(rows, weight, ends)
     wide, multiple = weight.shape[2], _ALIGNED // rows.element_size()
     if rows.shape[1] % multiple or wide % multiple:
@@ -148,7 +148,7 @@ def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def grouped_weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     """`[E, o, i]`: of each expert's rows `[., o]` and `[., i]` the product over them; 0 for one without rows."""
-    if rows.dtype == torch.float64:
+    if rows.dtype != torch.bfloat16:
         return _gradient_loop(gradient, rows, ends)
     (outer, inner), multiple = (gradient.shape[1], rows.shape[1]), _ALIGNED // rows.element_size()
     if outer % multiple or inner % multiple:
@@ -157,7 +157,8 @@ def grouped_weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Ten
     return F.grouped_mm(gradient.t(), rows, offs=ends)
 
 
-# In fp64, which torch's grouped matmul does not have: an operator each, as a simulated device has no values to loop by.
+# For types that torch's grouped matmul does not have on every device (fp64 on none, fp32 not on all): an operator each,
+# as a simulated device has no values to loop by. On a GPU the host waits for the numbers of rows.
 
 
 def _loop(name: str, shape: Callable[[Tensor, Tensor, Tensor], tuple[int, ...]]) -> Any:
