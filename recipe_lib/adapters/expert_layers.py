@@ -5,7 +5,7 @@ block of it reaches from one expert into the next. An adapter has factors of its
 B `[E, o, r]`: two more grouped matmuls.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,8 +26,11 @@ def can_quantize_experts(experts: ExpertLinear, kind: str) -> bool:
 class QuantizedExperts(QuantizedLinear):
     """Experts whose frozen weights are kept in 4 or 8 bits, and made whole in passing; backward makes them again.
 
-    `out_features` counts the rows of all experts.
+    `out_features` counts the rows of all experts. cut: which part of how many of each run of rows, see
+    `take_rows_of_runs`; None: all.
     """
+
+    cut: tuple[int, int] | None = None
 
     def __init__(self, base: ExpertLinear, kind: str) -> None:
         """base: what it replaces, still on the meta device; its bias is taken over. kind: see `QuantizedLinear`."""
@@ -35,6 +38,37 @@ class QuantizedExperts(QuantizedLinear):
         QuantizedLinear.__init__(self, nn.Linear(base.in_features, rows, False, "meta", dtype), kind)
         self.num_experts, self.expert_rows = base.num_experts, base.out_features
         self.bias = base.bias
+
+    def take_rows_of_runs(self, runs: int, rank: int, size: int) -> None:
+        """From now on computes with part number `rank` of `size` of each of so many runs of rows alone.
+
+        For a tensor-parallel group, on the meta device, of NF4: blocks of a run follow one another, and codes and
+        scales are then `[runs, blocks, 32]` and `[runs, blocks]`, to be cut by their second dimension.
+        """
+        assert self.weight_scales is not None
+        self.cut = (rank, size)
+        device, blocks = self.weight_codes.device, self.out_features * self.in_features // nf4.BLOCK
+        self.weight_codes = quantized.frozen((runs, blocks // runs, nf4.BLOCK // 2), self.weight_codes.dtype, device)
+        self.weight_scales = quantized.frozen((runs, blocks // runs), self.weight_scales.dtype, device)
+
+    def _place(self) -> list[int]:
+        if self.cut is None:
+            return super()._place()
+        rank, size = self.cut
+        _, stride, _ = self.weight_codes.shape
+        blocks = self.out_features * self.in_features // nf4.BLOCK
+        return [rank * (stride // size), stride // size, stride, blocks]
+
+    def _read_blocks(self, read_rows: Callable[[int, int, slice], Tensor], start: int, stop: int) -> Tensor:
+        if self.cut is None:
+            return super()._read_blocks(read_rows, start, stop)
+        rank, size = self.cut
+        height = self.out_features // self.weight_codes.shape[0]  # rows of a run
+        first, last = rank * height // size, (rank + 1) * height // size
+        whole = slice(0, self.in_features)
+        return torch.cat(
+            [read_rows(run * height + first, run * height + last, whole).flatten() for run in range(start, stop)]
+        )
 
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:  # type: ignore[override]
         """As `ExpertLinear.forward`."""
@@ -203,10 +237,16 @@ class AdaptedExpertModule(AdaptedModule):
 
     def with_adapter(self, plain: Tensor, rows: Tensor, groups: Groups, of_tokens: bool) -> Tensor:
         """What the frozen part gave `[m, o]`, with what the adapter adds to it."""
+        return self.with_factors(plain, rows, groups, of_tokens, self.lora_A.weight, self.lora_B.weight)
+
+    def with_factors(
+        self, plain: Tensor, rows: Tensor, groups: Groups, of_tokens: bool, first: Tensor, second: Tensor
+    ) -> Tensor:
+        """The same with these as A and B, which may be parts of them."""
         if self.is_off:
             return plain
-        narrow = grouped_linear(rows, self.lora_A.weight, groups, of_tokens=of_tokens) * self.settings.scaling
-        return (plain + grouped_linear(narrow, self.lora_B.weight, groups)).to(plain.dtype)
+        narrow = grouped_linear(rows, first, groups, of_tokens=of_tokens) * self.settings.scaling
+        return (plain + grouped_linear(narrow, second, groups)).to(plain.dtype)
 
 
 class AdaptedExperts(AdaptedExpertModule, ExpertLinear):

@@ -67,9 +67,9 @@ class QuantizedLinear(nn.Module):
         blocks = base.in_features * base.out_features // nf4.BLOCK
         codes = (blocks, nf4.BLOCK // 2) if kind == "nf4" else (base.out_features, base.in_features)
         factors = nf4.factors_of(blocks) if kind == "nf4" else base.out_features
-        self.weight_codes = _frozen(codes, _BITS, device)
-        self.weight_scales = _frozen((blocks,), _BITS, device) if kind == "nf4" else None
-        self.weight_factors = _frozen((factors,), torch.float32, device)
+        self.weight_codes = frozen(codes, _BITS, device)
+        self.weight_scales = frozen((blocks,), _BITS, device) if kind == "nf4" else None
+        self.weight_factors = frozen((factors,), torch.float32, device)
 
     def take_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> None:
         """From now on computes with rows and columns from the first to the second number (exclusive) of each alone.
@@ -80,8 +80,8 @@ class QuantizedLinear(nn.Module):
         self.rows, self.columns = rows, columns
         if self.weight_scales is not None and columns != (0, self.in_features):
             blocks, device = (self.out_features, self.in_features // nf4.BLOCK), self.weight_codes.device
-            self.weight_codes = _frozen((*blocks, nf4.BLOCK // 2), _BITS, device)
-            self.weight_scales = _frozen(blocks, _BITS, device)
+            self.weight_codes = frozen((*blocks, nf4.BLOCK // 2), _BITS, device)
+            self.weight_scales = frozen(blocks, _BITS, device)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden `[..., in]` to `[..., out]`, in hidden's type."""
@@ -235,7 +235,8 @@ def dequantized(weight: Tensor, kind: str) -> Tensor:
     return module.full_weight()
 
 
-def _frozen(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def frozen(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A parameter that wants no gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 

@@ -224,8 +224,11 @@ def _own_pieces(model: nn.Module, module: FileModule, cfg: LoraConfig) -> Iterat
     names = _names_of(module)
     adapted = [owner for _, owner in held if isinstance(owner, AdaptedModule)]
     if module.experts:
-        (owner,) = adapted
-        yield from stacked_factors(*(whole(owner.get_parameter(name).detach()) for name in names))
+        ((part, owner),) = held
+        factors = [
+            in_file_order(model, f"{part.module}.{name}", whole(owner.get_parameter(name).detach())) for name in names
+        ]
+        yield from stacked_factors(*factors)
         return
     for owner in adapted:
         yield whole(owner.get_parameter(names[0]).detach())

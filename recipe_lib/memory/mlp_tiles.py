@@ -18,6 +18,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import MLP
+from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops import deferred
 
 _in_pieces = 0  # of the process: backward of a GPU runs in threads of autograd's own
@@ -33,7 +34,7 @@ def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None
     """
     if chunks == 1:
         return
-    mlps = [module for module in model.modules() if isinstance(module, MLP)]
+    mlps = [module for module in model.modules() if isinstance(module, (MLP, Mixture))]
     if not mlps and not is_stage:  # a stage of a pipeline may have no layers
         raise ConfigError(
             f"memory.mlp_tiles: found {chunks} for a model without MLPs of ours, expected 1; remove memory.mlp_tiles"
@@ -51,7 +52,7 @@ def computes_pieces() -> bool:
 def _chunked(forward: Any, chunks: int) -> Any:
     """`forward(mlp, hidden [..., d], *others)` in pieces; modules among the others belong to it, as the norm before."""
 
-    def run(mlp: MLP, hidden: Tensor, *others: Any) -> Tensor:
+    def run(mlp: nn.Module, hidden: Tensor, *others: Any) -> Tensor:
         flat = hidden.flatten(0, -2)
         pieces = min(chunks, flat.shape[0])
         modules = [module for each in (mlp, *others) if isinstance(each, nn.Module) for module in each.modules()]

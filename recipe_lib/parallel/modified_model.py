@@ -3,11 +3,12 @@
 from torch import nn
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.decoder import MLP, Attention, Decoder, DecoderLayer, Norm, SandwichLayer
+from recipe_lib.models.decoder import MLP, Attention, Decoder, DecoderLayer, Norm, SandwichLayer, WidthNorm
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.mixture import Mixture
 
-_KNOWN = tuple(kind.forward for kind in (Attention, MLP, DecoderLayer, SandwichLayer, Norm))
+_KNOWN = tuple(kind.forward for kind in (Attention, MLP, Mixture, DecoderLayer, SandwichLayer, Norm, WidthNorm))
 
 
 def refuse_for_tensor(model: Decoder) -> None:
@@ -27,11 +28,11 @@ def _changed(model: Decoder) -> list[str]:
     inside: set[int] = set()
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, (Attention, MLP)):
+        if isinstance(module, (Attention, MLP, Mixture)):
             inside |= {id(child) for child in module.modules()}
         if id(module) in inside and (module._forward_hooks or module._forward_pre_hooks):
             found.append(f"a hook of {name}")
-        if isinstance(module, (Attention, MLP, DecoderLayer, Norm)):
+        if isinstance(module, (Attention, MLP, Mixture, DecoderLayer, Norm)):
             own = "forward" in vars(module) or type(module).forward not in _KNOWN
             found += [f"another forward of {name}"] if own else []
     return found

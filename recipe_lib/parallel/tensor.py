@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import recipe_lib.ops.gathered_opaque  # noqa: F401 (what compiled layers call)
+from recipe_lib.adapters.expert_layers import QuantizedExperts
 from recipe_lib.adapters.layers import AdaptedMatrix, cast_linear
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
@@ -32,8 +33,10 @@ from recipe_lib.models.decoder import (
     Norm,
     OutputHead,
     SandwichLayer,
+    WidthNorm,
 )
 from recipe_lib.models.external_spec import ExternalSpec
+from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import linear as linear_of
 from recipe_lib.ops.gated import gated
@@ -42,6 +45,13 @@ from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.rope import apply_rotation
 from recipe_lib.parallel.modified_model import refuse_for_tensor
+from recipe_lib.parallel.tensor_mixture import (
+    expert_placement,
+    expert_runs,
+    share_quantized,
+    shared_mixture,
+    shared_width_norm,
+)
 from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
 from recipe_lib.parallel.world import World
 
@@ -78,13 +88,22 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
     keep = memory.activation_checkpointing != "none" if recompute == "auto" else recompute == "false"
     sharing = _Sharing(group, keep, group.rank * spec.num_kv_heads // group.size if copied else None)
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedExperts) and spec.mixture is not None:
+            share_quantized(module, name, group, spec.mixture)
+        elif isinstance(module, QuantizedLinear):
             head = sharing.kv_head if name.endswith(("k_proj", "v_proj")) else None
             _take_part(module, group, name.endswith(ROW), head, spec.head_width)
     gradients = _place_parameters(model, world.mesh["tensor"], ("k_proj", "v_proj") if copied else ())
+    if spec.mixture is not None:
+        model.note_runs(expert_runs(model, spec.mixture, group.size))
     attend, project = _given(_attention, sharing), _given(_mlp, sharing, spec.activation)
+    mixture, width_norm = _given(shared_mixture, group), _given(shared_width_norm, group)
     for module in model.modules():
-        if isinstance(module, Norm):
+        if isinstance(module, WidthNorm):
+            _replace_forward(module, width_norm)
+        elif isinstance(module, Mixture):
+            _replace_forward(module, mixture)
+        elif isinstance(module, Norm):
             _replace_forward(module, _norm)
         elif isinstance(module, SandwichLayer):
             _replace_forward(module, _sandwich_layer)
@@ -149,7 +168,12 @@ def _place_parameters(model: nn.Module, mesh: DeviceMesh, copied: tuple[str, ...
 
 def _placement(name: str, copied: tuple[str, ...], kind: str | None) -> Placement:
     """How a parameter lies on the group, by the matrix that it belongs to. kind: of a quantized linear."""
+    of_mixture = expert_placement(name)
+    if of_mixture is not None:
+        return of_mixture
     pieces = name.split(".")
+    if pieces[-1] == "sinks":
+        return Shard(0)
     matrix = next((piece for piece in pieces if piece in (*COLUMN, *ROW, "embed_tokens", "lm_head")), None)
     if matrix is None or matrix in copied:
         return Replicate()
@@ -202,9 +226,10 @@ def _attention(
     projected = _columns([module.q_proj, module.k_proj, module.v_proj], hidden, norm, sharing, module.head_width)
     width = module.head_width  # the heads from it, since for -1 a compiled layer of dynamic lengths has no number
     q, k, v = (part.view(rows, length, part.shape[1] // width, width) for part in projected)
-    q = apply_rotation(module.q_norm(q), *turn).transpose(1, 2)
-    k = apply_rotation(module.k_norm(k), *turn).transpose(1, 2)
-    attended = module.attend(q, k, v.transpose(1, 2), info).transpose(1, 2).reshape(rows * length, -1)
+    q = apply_rotation(module.clamp(module.q_norm(q)), *turn).transpose(1, 2)
+    k = apply_rotation(module.clamp(module.k_norm(k)), *turn).transpose(1, 2)
+    v = module.clamp(v).transpose(1, 2)
+    attended = module.attend(q, k, v, info, sinks=local(module.sinks)).transpose(1, 2).reshape(rows * length, -1)
     return _row(module.o_proj, attended, sharing.group)
 
 

@@ -16,18 +16,14 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
     quantize: `lora.quantize_base`, whose blocks are not cut.
     """
     size = parallel.tensor
-    counts = {
-        "attention heads": spec.num_heads,
-        "MLP channels": spec.mlp_width,
-        "tokens of the vocabulary": spec.vocab_size,
-    }
-    copies = parallel.tensor_replicate_kv_heads
+    counts = {"attention heads": spec.num_heads, "tokens of the vocabulary": spec.vocab_size} | _widths(spec)
+    copies = parallel.tensor_replicate_kv_heads and not spec.width_norms
     if not _copied(spec, copies, size):
         counts["key and value heads"] = spec.num_kv_heads
     legal = [
         other
         for other in range(1, spec.num_heads + 1)
-        if all(count % other == 0 for count in (spec.num_heads, spec.mlp_width, spec.vocab_size))
+        if all(count % other == 0 for count in (spec.num_heads, spec.vocab_size, *_widths(spec).values()))
         and (spec.num_kv_heads % other == 0 or _copied(spec, copies, other))
         and not _uncuttable(spec, quantize, other, copies)
     ]
@@ -37,17 +33,37 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
         for what, count in counts.items()
         if count % size
     ]
-    if not copies and spec.num_kv_heads % size and _copied(spec, True, size) and spec.num_heads % size == 0:
+    if (
+        not copies
+        and not spec.width_norms
+        and spec.num_kv_heads % size
+        and _copied(spec, True, size)
+        and spec.num_heads % size == 0
+    ):
         faults[-1] += "; parallel.tensor_replicate_kv_heads=true gives every rank their weights"
     uncuttable = [] if faults else _uncuttable(spec, quantize, size, copies)
     if uncuttable:
         faults.append(
-            f"parallel.tensor={size}: lora.quantize_base={quantize} keeps blocks of 64 numbers whole, which the "
-            "parts of "
-            f"{' and '.join(uncuttable)} are no multiple of; {sizes}; or set lora.quantize_base=int8"
+            f"parallel.tensor={size}: lora.quantize_base={quantize} {_uncut_words(spec, quantize, uncuttable, sizes)}"
         )
     if faults:
         raise ConfigError(*faults)
+
+
+def _uncut_words(spec: DecoderSpec, quantize: str, matrices: list[str], sizes: str) -> str:
+    """Why some matrices are not cut, which sizes fit, and the remedy."""
+    names = " and ".join(matrices)
+    if quantize == "int8":
+        return f"does not cut {names}; {sizes}; or set lora.quantize_base=nf4"
+    remedy = "" if spec.mixture is not None else "; or set lora.quantize_base=int8"
+    return f"keeps blocks of 64 numbers whole, which the parts of {names} are no multiple of; {sizes}{remedy}"
+
+
+def _widths(spec: DecoderSpec) -> dict[str, int]:
+    """What is cut of the layers besides attention: the channels of MLPs, of experts, or of both."""
+    mixture = spec.mixture
+    widths = {} if mixture is not None and all(mixture.layers) else {"MLP channels": spec.mlp_width}
+    return widths if mixture is None else widths | {"channels of an expert": mixture.mlp_width}
 
 
 def _copied(spec: DecoderSpec, copies: bool, size: int) -> bool:
@@ -63,7 +79,7 @@ def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> li
     kv_heads = spec.num_kv_heads * spec.head_width
     inputs = {"o_proj": heads, "down_proj": spec.mlp_width}
     outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-    found = []
+    found = _uncuttable_experts(spec, quantize, size)
     for matrix in (*COLUMN, *ROW):
         out_features = spec.width if matrix in ROW else outputs.get(matrix, spec.mlp_width)
         in_features = inputs.get(matrix, spec.width)
@@ -73,3 +89,14 @@ def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> li
         ):
             found.append(matrix)
     return found
+
+
+def _uncuttable_experts(spec: DecoderSpec, quantize: str, size: int) -> list[str]:
+    """The matrices of experts, gate and up being one, that `size` ranks cannot cut. In int8 gate and up are not."""
+    mixture = spec.mixture
+    if mixture is None or not can_quantize(spec.width, mixture.mlp_width, quantize):
+        return []
+    down = can_cut(mixture.mlp_width, spec.width, quantize, size, by_columns=True)
+    height = mixture.mlp_width * (2 if mixture.interleaved else 1)
+    gate_up = quantize == "nf4" and can_cut(spec.width, height, quantize, size, by_columns=False)
+    return [name for name, cut in (("experts.gate_up_proj", gate_up), ("experts.down_proj", down)) if not cut]

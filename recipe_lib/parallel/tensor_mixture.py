@@ -1,0 +1,127 @@
+"""A mixture of experts shared by the ranks of a tensor-parallel group: each has some channels of every expert.
+
+The router works on a rank's n tokens; tokens, scores and choices are then gathered, each rank's channels compute all N
+tokens' rows, and what they add up to is summed over the ranks, n tokens for each. Gate and up projection are one
+matrix, which is cut within each of the two (of gpt-oss, where they take turns, as it stands).
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from recipe_lib.adapters.expert_layers import AdaptedExpertModule, AdaptedRouter, QuantizedExperts
+from recipe_lib.adapters.layers import cast_linear
+from recipe_lib.models.decoder import WidthNorm
+from recipe_lib.models.mixture import ExpertLinear, Experts, Mixture, bias_of_rows, scored_bias, wide_linear
+from recipe_lib.models.spec import MixtureSpec
+from recipe_lib.ops.dtensor_shards import Runs
+from recipe_lib.ops.expert_gated import scored_product
+from recipe_lib.ops.gathered import Group, gather, scatter, start_gather, wait
+from recipe_lib.ops.grouped import Groups, group_tokens, grouped_linear, rows_of_choices, sum_choices
+
+GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
+
+
+def expert_placement(name: str) -> Placement | None:
+    """How a parameter of a mixture lies on the group; None: it is no mixture's.
+
+    Of dimensions `[E, o, i]` gate and up are cut by o, down by i.
+    """
+    pieces = name.split(".")
+    if ".mlp.router." in name:
+        return Replicate()
+    inside = "lora_A" in pieces or "lora_B" in pieces
+    if f".{GATE_UP}." in name:
+        whole = "lora_A" in pieces or pieces[-1] == "weight_factors"
+        return Replicate() if whole else Shard(1)
+    if f".{DOWN}." in name:
+        if "lora_A" in pieces or (pieces[-1] == "weight" and not inside):
+            return Shard(2)
+        return Shard(1) if pieces[-1] in ("weight_codes", "weight_scales") else Replicate()
+    return None
+
+
+def expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict[str, Runs]:
+    """The parameters that hold gate above up, of which each rank has a part of either: dimension and runs."""
+    if mixture.interleaved:
+        return {}
+    width = mixture.mlp_width
+    part = width // size
+    runs = tuple(
+        (half * width + rank * part, half * width + (rank + 1) * part) for rank in range(size) for half in range(2)
+    )
+    cut = ("weight", "bias", "lora_B.weight")
+    return {
+        name: (1, runs)
+        for name, _ in model.named_parameters()
+        if f".{GATE_UP}." in name and name.partition(f"{GATE_UP}.")[2] in cut
+    }
+
+
+def share_quantized(module: QuantizedExperts, name: str, group: Group, mixture: MixtureSpec) -> None:
+    """Tells quantized experts which part of their weights this rank computes with."""
+    if name.endswith(DOWN):
+        count = module.in_features // group.size
+        module.take_part((0, module.out_features), (group.rank * count, (group.rank + 1) * count))
+    else:
+        module.take_rows_of_runs(module.num_experts * (1 if mixture.interleaved else 2), group.rank, group.size)
+
+
+def _local(parameter: Tensor | None) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def shared_mixture(module: Mixture, group: Group, hidden: Tensor, norm: nn.Module) -> Tensor:
+    """The stream's tokens `[n, d]` of this rank to what the experts add to them, `[n, d]`."""
+    shard = norm(hidden)
+    scores, chosen = module.choose(_logits(module.router, shard))
+    tokens, all_scores = gather(shard, group), gather(scores, group)
+    all_chosen = wait(start_gather(chosen, group))
+    summed = scatter(_part_of_experts(module.experts, tokens, all_scores, all_chosen), group)
+    bias = module.experts.down_proj.bias
+    return summed if bias is None else summed + scored_bias(_local(bias), scores, chosen)
+
+
+def _logits(router: Any, tokens: Tensor) -> Tensor:
+    logits = wide_linear(tokens, _local(router.weight), _local(router.bias))
+    if not isinstance(router, AdaptedRouter) or router.is_off:
+        return logits
+    narrow = cast_linear(tokens, _local(router.lora_A.weight)) * router.settings.scaling
+    return (logits + nn.functional.linear(narrow, _local(router.lora_B.weight))).to(logits.dtype)
+
+
+def _part_of_experts(experts: Experts, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    """What this rank's channels of the experts make of all tokens `[N, d]`, without the biases of down."""
+    groups = group_tokens(chosen, cast(Any, experts.gate_up_proj).num_experts)
+    inner = _rows(experts.gate_up_proj, tokens, groups, of_tokens=True)
+    if experts.gate_up_proj.bias is not None:
+        inner = inner + bias_of_rows(_local(experts.gate_up_proj.bias), groups)
+    product = scored_product(inner, rows_of_choices(scores, groups), experts.gate)
+    del inner
+    return sum_choices(_rows(experts.down_proj, product, groups, of_tokens=False), groups)
+
+
+def _rows(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tensor:
+    """Rows through a rank's part of the experts' matrices, with their adapters."""
+    if isinstance(module, QuantizedExperts):
+        plain = module.grouped_product(rows, groups, of_tokens)
+    else:
+        plain = grouped_linear(rows, _local(cast(ExpertLinear, module).weight), groups, of_tokens=of_tokens)
+    if not isinstance(module, AdaptedExpertModule):
+        return plain
+    factors = _local(module.lora_A.weight), _local(module.lora_B.weight)
+    return module.with_factors(plain, rows, groups, of_tokens, *factors)
+
+
+def shared_width_norm(norm: WidthNorm, group: Group, heads: Tensor) -> Tensor:
+    """A norm over the channels of all heads `[..., h / t, e]`, of which each rank has some; the mean is over all."""
+    flat, weight = heads.flatten(-2), _local(norm.weight)
+    wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    rows = wide.square().sum(dim=-1, keepdim=True).flatten(0, -2)
+    total = gather(scatter(rows, group), group).view(*flat.shape[:-1], 1)  # an all-reduce, in backward too
+    width = flat.shape[-1]
+    part = weight[group.rank * width : (group.rank + 1) * width]
+    normed = (wide * torch.rsqrt(total / weight.shape[0] + norm.eps)).to(flat.dtype)
+    return (normed * part).view_as(heads)

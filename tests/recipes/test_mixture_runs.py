@@ -1,0 +1,251 @@
+"""Whole runs of mixtures of experts: the losses of one process for every way to divide a model and to save memory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+
+from tests.distributed.ranks import run_ranks
+from tests.recipes.mixtures import MIXTURES, write_mixture
+from tests.recipes.runs import (
+    DPO,
+    FULL,
+    LORA,
+    ROOT,
+    arguments,
+    done,
+    furthest,
+    latest,
+    offload_on_a_cpu,
+    run_here,
+    steps,
+)
+from tests.recipes.test_dpo import write_pairs
+from tests.selection import selected, slow_except
+
+GLOBAL_BATCH, STEPS = 8, 3
+_NF4 = ("dtype=fp32", "lora.quantize_base=nf4", "lora.rank=4", "optimizer.lr=1e-2")
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "full": (FULL, ("dtype=fp64",)),
+    "packed": (FULL, ("dtype=fp64", "data.packing=true", "data.max_samples=96")),
+    "lora": (LORA, ("dtype=fp64", "lora.rank=4", "lora.target_modules=[q, v, router, experts]", "optimizer.lr=1e-2")),
+    "qlora": (LORA, _NF4),
+    "qlora of experts": (
+        LORA,
+        (
+            "dtype=fp32",
+            "lora.quantize_base=nf4",
+            "lora.rank=4",
+            "lora.target_modules=[q, experts]",
+            "optimizer.lr=1e-2",
+        ),
+    ),
+    "int8": (LORA, ("dtype=fp32", "lora.quantize_base=int8", "lora.rank=4", "lora.target_modules=[o, experts]")),
+    "dpo": (DPO, ("dtype=fp64", "lora.rank=4", "lora.target_modules=[q, experts]", "optimizer.lr=1e-2")),
+}
+TENSOR, PIPELINE = ("parallel.tensor=2",), ("parallel.pipeline=2", "gradient_accumulation_steps=4")
+ZERO_BUBBLE = (*PIPELINE, "parallel.pipeline_schedule=zbv")
+RECOMPUTE = ("memory.activation_checkpointing=full",)
+KEPT_HALF = ("memory.activation_checkpointing=selective",)
+TILES, OFFLOAD = ("memory.mlp_tiles=3",), ("memory.cpu_offload=true",)
+WINDOW = ("memory.activation_offload=true",)
+STEPPING = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that is compared with one of one process. family: of the model. levers: overrides."""
+
+    family: str
+    kind: str
+    ranks: int
+    levers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.kind} {self.ranks} {' '.join(lever.rpartition('.')[2] for lever in self.levers)}"
+
+    @property
+    def basis(self) -> "Case":
+        """The plain run of one process; without clipping, if this one has none."""
+        plain = tuple(lever for lever in self.levers if lever.startswith("clip_grad_norm"))
+        return Case(self.family, self.kind, 1, plain)
+
+
+CASES = [
+    Case("qwen3_moe", "full", 1, RECOMPUTE),
+    Case("qwen3_moe", "full", 1, KEPT_HALF),
+    Case("qwen3_moe", "full", 1, TILES),
+    Case("gpt_oss", "full", 1, (*TILES, *KEPT_HALF)),
+    Case("gpt_oss", "lora", 1, WINDOW),
+    Case("qwen3_moe", "full", 1, (*OFFLOAD, *RECOMPUTE)),
+    Case("mixtral", "full", 1, STEPPING),
+    Case("qwen3_moe", "full", 2),
+    Case("qwen3_moe", "full", 2, (*RECOMPUTE, "parallel.fsdp_wrap_policy=memory_efficient")),
+    Case("qwen3_moe", "full", 2, TENSOR),
+    Case("qwen3_moe", "full", 2, PIPELINE),
+    Case("qwen3_moe", "full", 2, ZERO_BUBBLE),
+    Case("qwen3_moe", "lora", 2, (*ZERO_BUBBLE, *RECOMPUTE)),
+    Case("gpt_oss", "packed", 2),
+    Case("gpt_oss", "full", 2, (*TENSOR, *KEPT_HALF)),
+    Case("gpt_oss", "full", 2, PIPELINE),
+    Case("gpt_oss", "lora", 2, TENSOR),
+    Case("gpt_oss", "qlora of experts", 2, TENSOR),
+    Case("olmoe", "full", 2, TENSOR),
+    Case("olmoe", "packed", 2, (*TENSOR, *RECOMPUTE)),
+    Case("mixtral", "lora", 2, (*TENSOR, *TILES)),
+    Case("mixtral", "lora", 2, OFFLOAD),
+    Case("mixtral", "dpo", 2),
+    Case("qwen3_moe", "dpo", 2, TENSOR),
+    Case("mixtral", "dpo", 2, PIPELINE),
+    Case("qwen3_moe", "qlora", 2),
+    Case("qwen3_moe", "qlora of experts", 2, TENSOR),
+    Case("mixtral", "qlora of experts", 2, (*PIPELINE, *RECOMPUTE)),
+    Case("mixtral", "int8", 2),
+    Case("qwen3_moe", "full", 4, (*TENSOR, *RECOMPUTE)),
+    Case("gpt_oss", "full", 4, (*TENSOR, *PIPELINE)),
+    Case("qwen3_moe", "qlora of experts", 4, TENSOR),
+    Case("olmoe", "lora", 4),
+    Case("mixtral", "full", 4, (*PIPELINE, *KEPT_HALF)),
+]
+QUICK = [case for case in CASES if case.ranks == 2 and case.levers in ((), TENSOR, ZERO_BUBBLE)][:9]
+
+
+def train(case: Case, folder: Path, name: str, *more: str) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of each step of a run."""
+    recipe, settings = KINDS[case.kind]
+    tensor, pipeline = (2 if f"parallel.{each}=2" in case.levers else 1 for each in ("tensor", "pipeline"))
+    accumulated = 4 if "gradient_accumulation_steps=4" in case.levers else 1
+    argv = arguments(folder / name)
+    if recipe != FULL:
+        argv[1] = str(ROOT / "tests" / "recipes" / {LORA: "adapters.yaml", DPO: "pairs.yaml"}[recipe])
+        source = folder / "pairs.jsonl" if recipe == DPO else ROOT / "examples/demo/train.jsonl"
+        argv = [word for word in argv if not word.startswith("~")]
+        argv += [f"data.source={source}", f"tokenizer.path={ROOT / 'examples/demo/tokenizer'}", "device=cpu"]
+    argv += [
+        f"model.preset={folder / case.family}.json",
+        f"batch_size={GLOBAL_BATCH // (case.ranks // tensor // pipeline) // accumulated}",
+        f"max_steps={STEPS}",
+        "lr_scheduler.type=constant",
+        "checkpoint.save_model=false",
+        "log.every_n_steps=1000",
+        *settings,
+        *case.levers,
+        *more,
+    ]
+    done(run_here(latest(*argv), recipe=recipe))
+    return steps(folder / name)
+
+
+def train_each(folder: Path, cases: list[Case]) -> list[list[tuple[int, float, float]]]:
+    offload_on_a_cpu()
+    found = []
+    for number, case in enumerate(cases):
+        found.append(train(case, folder, f"{case.ranks} {number}"))
+        dist.barrier()
+    return found
+
+
+def train_in_two(folder: Path, case: Case) -> tuple[Any, Any]:
+    """What a run records, and what one does that goes on from its first state."""
+    kept = ("checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3")
+    whole = train(case, folder, "whole", *kept)
+    dist.barrier()
+    resumed = train(case, folder, "resumed", f"resume={folder / 'whole' / 'state' / 'step_1'}")
+    dist.barrier()
+    return whole, resumed
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Any]:
+    """What every selected case, and what it is compared with, recorded."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    for family in MIXTURES:
+        write_mixture(family, folder)
+    write_pairs(folder)
+    cases = selected(request, "case")
+    cases = list(dict.fromkeys([*(case.basis for case in cases), *cases]))
+    found: dict[Case, Any] = {}
+    for ranks in (1, 2, 4):
+        mine = [case for case in cases if case.ranks == ranks]
+        if mine:
+            found |= dict(zip(mine, run_ranks(train_each, ranks, folder, mine, timeout=400)[0], strict=True))
+    return found
+
+
+@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=str)
+def test_losses_are_those_of_one_process(results: dict[Case, Any], case: Case) -> None:
+    expected, found = results[case.basis], results[case]
+    tolerance = 1e-9 if "fp64" in str(KINDS[case.kind][1]) else 1e-5
+    for column in (1, 2):
+        mine, wanted = ([line[column] for line in lines] for lines in (found, expected))
+        assert furthest(mine, wanted) <= tolerance
+    assert expected[0][1] != expected[-1][1]
+
+
+RESUMED = [
+    Case("qwen3_moe", "full", 2),
+    Case("gpt_oss", "full", 2, TENSOR),
+    Case("mixtral", "lora", 2, PIPELINE),
+    Case("qwen3_moe", "qlora of experts", 1),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RESUMED, ids=str)
+def test_a_resumed_run_goes_on_bit_for_bit(case: Case, tmp_path: Path) -> None:
+    write_mixture(case.family, tmp_path)
+    whole, resumed = run_ranks(train_in_two, case.ranks, tmp_path, case, timeout=200)[0]
+    assert [step for step, *_ in resumed] == [2, 3]
+    assert resumed == whole[1:]
+
+
+def in_another_world(folder: Path, case: Case) -> list[tuple[int, float, float]]:
+    return train(case, folder, f"on {case.ranks}", f"resume={folder / 'whole' / 'state' / 'step_1'}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("levers", [TENSOR, PIPELINE], ids=" ".join)
+def test_other_ranks_go_on_from_a_state(levers: tuple[str, ...], tmp_path: Path) -> None:
+    """What ranks that share experts saved, one process goes on from, and two data ranks."""
+    case = Case("qwen3_moe", "full", 2, levers)
+    write_mixture(case.family, tmp_path)
+    whole, _ = run_ranks(train_in_two, 2, tmp_path, case, timeout=200)[0]
+    for ranks in (1, 2):
+        found = run_ranks(in_another_world, ranks, tmp_path, Case(case.family, case.kind, ranks), timeout=200)[0]
+        for column in (1, 2):
+            mine, wanted = ([line[column] for line in lines] for lines in (found, whole[1:]))
+            assert furthest(mine, wanted) <= 1e-9
+
+
+def exported(folder: Path, family: str) -> None:
+    """A model and an adapter that two ranks in a group wrote, and the same weights and adapter of one process."""
+    for kind in ("full", "lora"):
+        for name, levers in (("shared", TENSOR), ("alone", ())):
+            ranks = dist.get_world_size()
+            case = Case(family, kind, ranks, levers)
+            if (name == "shared") == (ranks == 2):
+                train(case, folder, f"{kind} {name}", "checkpoint.save_model=true")
+                dist.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MIXTURES)
+def test_what_ranks_that_share_experts_write(family: str, tmp_path: Path) -> None:
+    """Rows of gate and up lie in the file's order, whatever the order on the ranks; transformers opens the model."""
+    write_mixture(family, tmp_path)
+    for ranks in (1, 2):
+        run_ranks(exported, ranks, tmp_path, family, timeout=200)
+    for file in ("full {}/model/model.safetensors", "lora {}/adapter/adapter_model.safetensors"):
+        alone, shared = (load_file(tmp_path / file.format(name)) for name in ("alone", "shared"))
+        assert alone.keys() == shared.keys()
+        for name, tensor in alone.items():
+            torch.testing.assert_close(shared[name], tensor, atol=1e-8, rtol=0, msg=name)
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "full shared/model", output_loading_info=True
+    )
+    assert not any(info.values()), info
