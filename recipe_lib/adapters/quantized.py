@@ -105,13 +105,13 @@ class QuantizedLinear(nn.Module):
     def rows_held(self) -> int:
         """How many rows, or parts of them, are here: more than it computes with where the caller did not cut there."""
         first, last = self.columns
-        numbers = _here(self.weight_codes).numel() * (1 if self.weight_scales is None else 2)
+        numbers = here(self.weight_codes).numel() * (1 if self.weight_scales is None else 2)
         return numbers // (last - first)
 
     def _part(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """Codes, scales and factors of what this process computes with, of which it may hold more."""
-        codes, factors = _here(self.weight_codes), _here(self.weight_factors)
-        scales = None if self.weight_scales is None else _here(self.weight_scales)
+        codes, factors = here(self.weight_codes), here(self.weight_factors)
+        scales = None if self.weight_scales is None else here(self.weight_scales)
         first, last = self.rows
         spare = self.rows_held() > last - first
         if scales is None:
@@ -166,9 +166,14 @@ class QuantizedLinear(nn.Module):
         else:
             self._fill_int8(read_rows)
 
+    def working_device(self) -> torch.device:
+        """Where to quantize: on the accelerator, also when the parameters are kept in host memory."""
+        codes = self.weight_codes
+        return torch.device(codes.device_mesh.device_type) if isinstance(codes, DTensor) else codes.device
+
     def _fill_nf4(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
         codes, (begin, *_) = local_part(self.weight_codes)
-        device = _working_device(self.weight_codes)
+        device = self.working_device()
         largest = torch.zeros(codes.shape[:-1], dtype=self.dtype, device=device)
         for start, stop in _pieces(len(codes), 2 * codes.shape[1:].numel()):
             blocks = self._read_blocks(read_rows, begin + start, begin + stop).to(device, self.dtype)
@@ -193,7 +198,7 @@ class QuantizedLinear(nn.Module):
     def _fill_int8(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
         codes, (begin, _) = local_part(self.weight_codes)
         factors, _ = local_part(self.weight_factors)
-        device = _working_device(self.weight_codes)
+        device = self.working_device()
         pieces = _pieces(len(codes), codes.shape[1])
         largest = torch.zeros(len(codes), device=device)
 
@@ -246,12 +251,8 @@ def _pieces(count: int, width: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def _working_device(parameter: Tensor) -> torch.device:
-    """Where to quantize: on the accelerator, also when the parameters are kept in host memory."""
-    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
-
-
-def _here(parameter: Tensor) -> Tensor:
+def here(parameter: Tensor) -> Tensor:
+    """What of a parameter is on this rank."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

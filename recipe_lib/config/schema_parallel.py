@@ -197,6 +197,13 @@ class MemoryConfig:
         needs="device != cpu",
         known_as="torchtune fsdp_cpu_offload; torch CPUOffloadPolicy",
     )
+    expert_offload: bool = key(
+        False,
+        "Keep quantized experts in pinned host memory; a layer's are copied to the device while the one before it "
+        "computes.",
+        needs=("device != cpu", "memory.cpu_offload = false"),
+        known_as="none has it: expert offloading of inference engines",
+    )
     optimizer_in_backward: bool = key(
         False,
         "Step each parameter when its gradient is there, and free that; needs clip_grad_norm=null.",
@@ -213,7 +220,7 @@ class MemoryConfig:
         "GiB of host memory that all ranks of a machine may take for what is offloaded; null: what is free.",
         above=0,
         most=2**20,
-        needs="memory.cpu_offload or memory.optimizer_offload or memory.activation_offload",
+        needs="memory.cpu_offload or memory.optimizer_offload or memory.activation_offload or memory.expert_offload",
         known_as="none has it: others take what there is",
     )
     loss_kernel: str = key(

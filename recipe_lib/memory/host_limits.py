@@ -11,6 +11,7 @@ _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # By a key of the section `memory`, what else than more memory helps.
 _REMEDIES = {
     "cpu_offload": "remove memory.cpu_offload",
+    "expert_offload": "remove memory.expert_offload",
     "optimizer_offload": "choose optimizer.state_bits=8",
     "activation_offload": "choose a smaller batch_size or memory.activation_checkpointing=full",
 }

@@ -18,6 +18,7 @@ from recipe_lib.adapters import is_adapter
 from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedHead
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.memory.expert_offload import host_parameters
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.language_model import LanguageModel, modules_elsewhere
@@ -36,21 +37,25 @@ _EMBEDDINGS = (nn.Embedding, ScaledEmbedding, AdaptedEmbedding)  # modules whose
 _HEADS = (OutputHead, AdaptedHead, LinearHead)  # with labels they make their gradients in forward
 
 
-def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig, world: World) -> list[Unit]:
+def shard_model(
+    model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig, world: World, *, whole_layers: bool = False
+) -> list[Unit]:
     """Shards the parameters over `data_shard`, copies them over `data_replicate`; returns the units it made.
 
     Parameters become DTensors under the same names; they keep their dtype, frozen ones too. Gradients arrive as SUMS
     over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided by the token count of the global batch. With
     one data rank and no `memory.cpu_offload`, and with `parallel.strategy: ddp`, the model is left as it is and has no
-    units. Raises ConfigError for a wrapping that does not fit the model, and for a whole model on the ranks of a
-    pipeline.
+    units. Experts on the host stay whole on each rank. whole_layers: no policy takes a layer's experts as a unit of
+    their own, since the layer is compiled, or runs its MLP in tiles. Raises ConfigError for a wrapping that does not
+    fit the model, and for a whole model on the ranks of a pipeline.
     """
     if world.pipeline is not None and not modules_elsewhere(model):
         raise ConfigError(
             f"parallel.pipeline: found {world.pipeline.size} for a recipe that leaves its model whole, expected one "
             "that divides it; call parallelize(model, cfg, world), or set parallel.pipeline=1"
         )
-    units = resolve_wrapping(model, parallel.fsdp_wrap_policy)
+    kept = set(host_parameters(model))
+    units = resolve_wrapping(model, parallel.fsdp_wrap_policy, whole_layers=whole_layers or bool(kept))
     if is_replicated(parallel) or (world.data_ranks == 1 and not memory.cpu_offload):
         return []
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if memory.cpu_offload else OffloadPolicy()
@@ -59,7 +64,7 @@ def shard_model(model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig
         "mesh": world.mesh["data_replicate", "data_shard"] if replicated else world.mesh["data_shard"],
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(parallel)),
         "offload_policy": offload,
-    }
+    } | ({"ignored_params": kept} if kept else {})
     modules = dict(model.named_modules())
     embeddings = [module for module in modules.values() if type(module) in _EMBEDDINGS]
     retie: list[Callable[[], None]] = []
@@ -99,7 +104,11 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
     known = isinstance(model, LanguageModel)
     if known:
         model.note_computed_buffers(_computed_buffers(model))
-    model.to_empty(device="cpu" if memory.cpu_offload else device)
+    place: str | torch.device = "cpu" if memory.cpu_offload else device
+    hosted = {id(parameter) for parameter in host_parameters(model)}
+    model._apply(
+        lambda tensor: _pinned(tensor, device) if id(tensor) in hosted else torch.empty_like(tensor, device=place)
+    )
     for (owner, name), *others in ties:
         for other, other_name in others:
             setattr(other, other_name, getattr(owner, name))
@@ -112,6 +121,11 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
         for name, buffer in model.named_buffers():
             if name in model.computed_buffers:
                 buffer.copy_(model.computed_buffers[name])
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Memory for a parameter on the host, from which copies do not wait."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=device.type != "cpu")
 
 
 def _refuse_values(model: nn.Module) -> None:

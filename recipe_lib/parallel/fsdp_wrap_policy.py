@@ -18,6 +18,7 @@ from recipe_lib.config.suggest import did_you_mean, nearest, quote
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.language_model import modules_elsewhere
+from recipe_lib.models.mixture import Experts
 
 POLICIES = ("auto", "layers", "memory_efficient")
 
@@ -34,13 +35,14 @@ class Unit:
     bytes: int
 
 
-def resolve_wrapping(model: nn.Module, wrapping: str | Iterable[str]) -> list[Unit]:
+def resolve_wrapping(model: nn.Module, wrapping: str | Iterable[str], *, whole_layers: bool = False) -> list[Unit]:
     """The FSDP units of a model, in module order; what they leave out is in the root.
 
-    wrapping: `layers`: each element of the model's module lists. `memory_efficient`: also each module outside them
-    that owns a matrix, in a decoder the embedding and the output projection; tied ones are one unit. `auto`:
-    `memory_efficient` if one of those is larger than the largest layer, else `layers`. A list: patterns over module
-    names, matched part by part (`model.layers.*` is every layer, not what is inside); one unit may hold another.
+    wrapping: `layers`: each element of the model's module lists. `memory_efficient`: also each module outside them that
+    owns a matrix, in a decoder the embedding and the output projection (tied ones are one unit), and the experts of a
+    layer, within the layer's. `auto`: `memory_efficient` if one of those is larger than the largest layer, or experts
+    than the rest of theirs, else `layers`. whole_layers: experts are in their layer's unit. A list: patterns over
+    module names, matched part by part (`model.layers.*` is every layer, not what is inside); one unit may hold another.
 
     Raises ConfigError for an unknown policy, a pattern that matches nothing, or nothing that can be a unit.
     """
@@ -51,7 +53,7 @@ def resolve_wrapping(model: nn.Module, wrapping: str | Iterable[str]) -> list[Un
                 "module-name "
                 f"patterns such as [model.layers.*]{did_you_mean(wrapping, POLICIES)}"
             )
-        return _units_of_policy(model, wrapping)
+        return _units_of_policy(model, wrapping, whole_layers)
     return _make_units(model, _match_all(model, list(wrapping)))
 
 
@@ -72,7 +74,7 @@ def whole_elements(parameter: Tensor) -> int:
     return -(-parameter.numel() // (parameter.device_mesh.size(dim) if parameter.placements[dim].is_shard() else 1))
 
 
-def _units_of_policy(model: nn.Module, policy: str) -> list[Unit]:
+def _units_of_policy(model: nn.Module, policy: str, whole_layers: bool) -> list[Unit]:
     layers = layer_names(model)
     if not layers:
         raise ConfigError(
@@ -81,12 +83,26 @@ def _units_of_policy(model: nn.Module, policy: str) -> list[Unit]:
             f"such as [{_templates(model)[0]}]"
         )
     matrices = [] if policy == "layers" else _matrices_outside(model, layers)
-    units = _make_units(model, layers + matrices)
+    experts = [] if policy == "layers" or whole_layers else _experts(model, layers)
+    units = _make_units(model, layers + matrices + experts)
     if policy == "auto":
-        largest_layer = max(unit.bytes for unit in units if set(unit.names) & set(layers))
-        if all(unit.bytes <= largest_layer for unit in units):
+        whole = _make_units(model, layers + matrices)
+        largest_layer = max(unit.bytes for unit in whole if set(unit.names) & set(layers))
+        if not experts and all(unit.bytes <= largest_layer for unit in whole):
             return _make_units(model, layers)
     return units
+
+
+def _experts(model: nn.Module, layers: list[str]) -> list[str]:
+    """The experts of layers that are most of their layer. As a unit they are gathered while attention runs, and only
+    what attention needs while they run: not two layers' experts at a time."""
+    found = []
+    for name, module in model.named_modules():
+        layer = next((each for each in layers if name.startswith(f"{each}.")), None)
+        if isinstance(module, Experts) and layer is not None:
+            if 2 * parameter_bytes(module) > parameter_bytes(model.get_submodule(layer)):
+                found.append(name)
+    return found
 
 
 def _matrices_outside(model: nn.Module, layers: list[str]) -> list[str]:

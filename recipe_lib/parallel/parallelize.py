@@ -7,6 +7,7 @@ from torch import nn
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory.activation_offload import Window
 from recipe_lib.memory.apply_levers import apply_memory_levers
+from recipe_lib.memory.expert_offload import ExpertFetcher
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.parallel.ddp import Replicas, replicas_of
 from recipe_lib.parallel.fsdp import shard_model
@@ -28,7 +29,7 @@ class Parallel:
     without one. units: that FSDP gathers. replicas: of a model that every data rank has whole. kernels: about fused
     ones, for the log. checkpointing: what layers keep, where a budget chose it. offload: what moves kept activations to
     the host and back. accumulation: how the gradients of a step's micro-batches are added up; None: as backward does
-    it.
+    it. experts: what copies experts from the host.
     """
 
     pipeline: Pipeline | None = None
@@ -39,6 +40,7 @@ class Parallel:
     checkpointing: str | None = None
     offload: Window | None = None
     accumulation: GradientAccumulation | None = None
+    experts: ExpertFetcher | None = None
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -58,12 +60,20 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
     pipeline = split_pipeline(model, cfg, world)
     tensor_gradients = shard_tensors(model, cfg.parallel, cfg.memory, world)
     levers = apply_memory_levers(model, cfg, world.device, pipeline, for_training=for_training)
-    units = shard_model(model, cfg.parallel, cfg.memory, world)
+    units = shard_model(model, cfg.parallel, cfg.memory, world, whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1)
     replicas = replicas_of(cfg.parallel, cfg.memory, world)
     sends = cfg.memory.cpu_offload and not cfg.memory.optimizer_in_backward
     accumulation = GradientAccumulation(model, cfg.parallel, world.device if sends else None) if for_training else None
     return Parallel(
-        pipeline, tensor_gradients, units, replicas, levers.kernels, levers.checkpointing, levers.offload, accumulation
+        pipeline,
+        tensor_gradients,
+        units,
+        replicas,
+        levers.kernels,
+        levers.checkpointing,
+        levers.offload,
+        accumulation,
+        levers.experts,
     )
 
 

@@ -48,6 +48,7 @@ from recipe_lib.parallel.modified_model import refuse_for_tensor
 from recipe_lib.parallel.tensor_mixture import (
     expert_placement,
     expert_runs,
+    part_of_experts,
     share_quantized,
     shared_mixture,
     shared_width_norm,
@@ -103,6 +104,7 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
             _replace_forward(module, width_norm)
         elif isinstance(module, Mixture):
             _replace_forward(module, mixture)
+            _replace_forward(module.experts, part_of_experts)
         elif isinstance(module, Norm):
             _replace_forward(module, _norm)
         elif isinstance(module, SandwichLayer):

@@ -79,9 +79,9 @@ def shared_mixture(module: Mixture, group: Group, hidden: Tensor, norm: nn.Modul
     scores, chosen = module.choose(_logits(module.router, shard))
     tokens, all_scores = gather(shard, group), gather(scores, group)
     all_chosen = wait(start_gather(chosen, group))
-    summed = scatter(_part_of_experts(module.experts, tokens, all_scores, all_chosen), group)
-    bias = module.experts.down_proj.bias
-    return summed if bias is None else summed + scored_bias(_local(bias), scores, chosen)
+    partial, bias = module.experts(tokens, all_scores, all_chosen, scores, chosen)
+    summed = scatter(partial, group)
+    return summed if bias is None else summed + bias
 
 
 def _logits(router: Any, tokens: Tensor) -> Tensor:
@@ -92,15 +92,20 @@ def _logits(router: Any, tokens: Tensor) -> Tensor:
     return (logits + nn.functional.linear(narrow, _local(router.lora_B.weight))).to(logits.dtype)
 
 
-def _part_of_experts(experts: Experts, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    """What this rank's channels of the experts make of all tokens `[N, d]`, without the biases of down."""
+def part_of_experts(
+    experts: Experts, tokens: Tensor, scores: Tensor, chosen: Tensor, own_scores: Tensor, own_chosen: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """What this rank's channels of the experts make of all tokens `[N, d]`, and what the biases of down add to its own
+    tokens `[n, d]`. scores, chosen: of all tokens, and of its own. A call of the module, which FSDP gathers for it."""
     groups = group_tokens(chosen, cast(Any, experts.gate_up_proj).num_experts)
     inner = _rows(experts.gate_up_proj, tokens, groups, of_tokens=True)
     if experts.gate_up_proj.bias is not None:
         inner = inner + bias_of_rows(_local(experts.gate_up_proj.bias), groups)
     product = scored_product(inner, rows_of_choices(scores, groups), experts.gate)
     del inner
-    return sum_choices(_rows(experts.down_proj, product, groups, of_tokens=False), groups)
+    summed = sum_choices(_rows(experts.down_proj, product, groups, of_tokens=False), groups)
+    bias = experts.down_proj.bias
+    return summed, None if bias is None else scored_bias(_local(bias), own_scores, own_chosen)
 
 
 def _rows(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tensor:

@@ -54,6 +54,7 @@ RECOMPUTE = ("memory.activation_checkpointing=full",)
 KEPT_HALF = ("memory.activation_checkpointing=selective",)
 TILES, OFFLOAD = ("memory.mlp_tiles=3",), ("memory.cpu_offload=true",)
 WINDOW = ("memory.activation_offload=true",)
+HOSTED = ("memory.expert_offload=true",)
 STEPPING = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
 
 
@@ -106,6 +107,12 @@ CASES = [
     Case("qwen3_moe", "qlora of experts", 2, TENSOR),
     Case("mixtral", "qlora of experts", 2, (*PIPELINE, *RECOMPUTE)),
     Case("mixtral", "int8", 2),
+    Case("qwen3_moe", "qlora of experts", 1, HOSTED),
+    Case("gpt_oss", "qlora", 1, (*HOSTED, *RECOMPUTE)),
+    Case("mixtral", "int8", 1, (*HOSTED, *TILES)),
+    Case("qwen3_moe", "qlora of experts", 2, HOSTED),
+    Case("gpt_oss", "qlora of experts", 2, (*HOSTED, *TENSOR)),
+    Case("mixtral", "qlora", 2, (*HOSTED, *PIPELINE, *RECOMPUTE)),
     Case("qwen3_moe", "full", 4, (*TENSOR, *RECOMPUTE)),
     Case("gpt_oss", "full", 4, (*TENSOR, *PIPELINE)),
     Case("qwen3_moe", "qlora of experts", 4, TENSOR),
