@@ -132,11 +132,12 @@ def train(case: Case, folder: Path, name: str, *more: str) -> list[tuple[int, fl
         argv[1] = str(ROOT / "tests" / "recipes" / {LORA: "adapters.yaml", DPO: "pairs.yaml"}[recipe])
         source = folder / "pairs.jsonl" if recipe == DPO else ROOT / "examples/demo/train.jsonl"
         argv = [word for word in argv if not word.startswith("~")]
-        argv += [f"data.source={source}", f"tokenizer.path={ROOT / 'examples/demo/tokenizer'}", "device=cpu"]
+        argv += [f"data.source={source}", f"tokenizer.path={ROOT / 'examples/demo/tokenizer'}"]
     argv += [
         f"model.preset={folder / case.family}.json",
         f"batch_size={GLOBAL_BATCH // (case.ranks // tensor // pipeline) // accumulated}",
         f"max_steps={STEPS}",
+        "device=auto",  # a CPU: one that is named has no host to offload to
         "lr_scheduler.type=constant",
         "checkpoint.save_model=false",
         "log.every_n_steps=1000",
