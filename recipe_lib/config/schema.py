@@ -237,6 +237,13 @@ class FullFinetuneConfig(RecipeFacts):
         2048, "Longest sequence, tokens.", minimum=1, most=2**24, known_as="torchtune max_seq_len; TRL max_length"
     )
     loss: str = key("cross_entropy", "The loss.", kind="loss", needs=idle.sums_over_tokens, known_as="torchtune loss")
+    router_aux_loss_coef: float = key(
+        0.0,
+        "Weight of the loss that evens the loads of a mixture's experts; of each layer and micro-batch, the mean.",
+        minimum=0,
+        most=1000,
+        known_as="HF router_aux_loss_coef; Megatron moe_aux_loss_coeff",
+    )
     clip_grad_norm: float | None = key(
         1.0,
         "Largest global gradient norm; null: no clipping.",

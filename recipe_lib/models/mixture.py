@@ -4,6 +4,7 @@ Of all families alike: gate and up projection of an expert are one matrix, all e
 have (`recipe_lib.models.weight_names`). What the router says and sums is in fp32.
 """
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -77,9 +78,8 @@ class Experts(nn.Module):
         self.down_proj = ExpertLinear(experts, inner, spec.width, bias)
         self.gate = Gate(mixture.activation, mixture.interleaved, mixture.alpha, mixture.limit)
 
-    def forward(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, scores: Tensor, chosen: Tensor, groups: Groups) -> Tensor:
         """Tokens `[n, d]` by the experts `chosen` `[n, k]`, each times its score `[n, k]`, summed: `[n, d]`."""
-        groups = group_tokens(chosen, self.gate_up_proj.num_experts)
         inner = self.gate_up_proj(tokens, groups, of_tokens=True)
         if self.gate_up_proj.bias is not None:
             inner = inner + bias_of_rows(self.gate_up_proj.bias, groups)
@@ -101,8 +101,74 @@ def scored_bias(bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
     return shares.to(bias.dtype) @ bias
 
 
+@dataclass
+class BalanceLoss:
+    """The auxiliary loss that evens the experts' loads (arXiv 2101.03961, equation 4).
+
+    Of a layer and a micro-batch it is E sum_e f_e P_e, with f_e the choices of expert e per token, and P_e the mean of
+    its probabilities; padding counts as tokens. Its gradient enters where the scores leave the router, so that layers
+    may be computed again, or on other ranks than the loss. weight: of one layer's, in what goes backward now.
+    """
+
+    coefficient: float
+    layers: int  # of the whole model that have experts
+    weight: float = 0.0
+
+    def begin(self, parts: int) -> None:
+        """The loss of the step that begins is the mean over layers, and over so many micro-batches of all ranks."""
+        self.weight = self.coefficient / (self.layers * parts)
+
+
+class _WithLoss(torch.autograd.Function):
+    """Scores as they are; in backward the loss gets its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, loss: Tensor, balance: BalanceLoss) -> Tensor:
+        ctx.balance = balance
+        return scores.view_as(scores)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradients[0], gradients[0].new_full((), ctx.balance.weight), None
+
+
+class Load:
+    """What the training forwards of a step have chosen, on the device; added up in place, so that a forward that is
+    computed again for backward issues the same operators, and counts twice.
+
+    rows: int `[E]`, tokens that each expert computed. loss: sum of the balance losses of `calls` forwards. expected:
+    choices that there were.
+    """
+
+    def __init__(self, num_experts: int, device: torch.device) -> None:
+        self.rows = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.expected = self.calls = 0
+
+    @torch.no_grad()
+    def add(self, ends: Tensor, loss: Tensor | None, choices: int) -> None:
+        """A forward's groups of rows."""
+        self.rows.add_(ends.diff(prepend=ends.new_zeros(1)))
+        if loss is not None:
+            self.loss.add_(loss)
+        self.expected, self.calls = self.expected + choices, self.calls + 1
+
+    def clear(self) -> None:
+        """A step begins."""
+        self.rows.zero_()
+        self.loss.zero_()
+        self.expected = self.calls = 0
+
+
 class Mixture(nn.Module):
-    """A router and its experts, called as an MLP is: `[b, s, d]` to `[b, s, d]`."""
+    """A router and its experts, called as an MLP is: `[b, s, d]` to `[b, s, d]`.
+
+    load: what the training forwards have chosen, where that is counted. balance: the auxiliary loss, if there is one.
+    """
+
+    load: Load | None = None
+    balance: BalanceLoss | None = None
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -114,8 +180,28 @@ class Mixture(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden `[b, s, d]` to `[b, s, d]`."""
         tokens = hidden.flatten(0, -2)
-        scores, chosen = self.choose(self.router(tokens))
-        return cast(Tensor, self.experts(tokens, scores, chosen)).view_as(hidden)
+        logits = self.router(tokens)
+        scores, chosen = self.choose(logits)
+        groups = group_tokens(chosen, logits.shape[1])
+        scores = self.note(logits, scores, groups)
+        return cast(Tensor, self.experts(tokens, scores, chosen, groups)).view_as(hidden)
+
+    def note(self, logits: Tensor, scores: Tensor, groups: Groups) -> Tensor:
+        """Adds to the load, where gradients are wanted; returns the scores, with the balance loss's gradient to come.
+
+        logits, scores: of tokens of this rank. groups: of these tokens, and of those of ranks that it shares them with.
+        """
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return scores
+        loss, choices = None, groups.tokens.shape[0]
+        if self.balance is not None:
+            tokens = choices // groups.choices
+            shares = groups.ends.diff(prepend=groups.ends.new_zeros(1)) / tokens
+            loss = logits.shape[1] * (shares * logits.softmax(dim=-1).sum(dim=0)).sum() / tokens
+            scores = cast(Tensor, _WithLoss.apply(scores, loss, self.balance))
+        if self.load is not None:
+            self.load.add(groups.ends, loss, choices)
+        return scores
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """(scores of the chosen experts, their numbers), `[n, k]` each, of logits `[n, E]`.

@@ -5,10 +5,13 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.errors import ConfigError
 from recipe_lib.memory.activation_offload import Window
 from recipe_lib.memory.apply_levers import apply_memory_levers
 from recipe_lib.memory.expert_offload import ExpertFetcher
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.models.mixture import BalanceLoss, Load, Mixture
+from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.parallel.ddp import Replicas, replicas_of
 from recipe_lib.parallel.fsdp import shard_model
 from recipe_lib.parallel.fsdp_wrap_policy import Unit, parameter_bytes, whole_elements
@@ -29,7 +32,8 @@ class Parallel:
     without one. units: that FSDP gathers. replicas: of a model that every data rank has whole. kernels: about fused
     ones, for the log. checkpointing: what layers keep, where a budget chose it. offload: what moves kept activations to
     the host and back. accumulation: how the gradients of a step's micro-batches are added up; None: as backward does
-    it. experts: what copies experts from the host.
+    it. experts: what copies experts from the host. balance: the auxiliary loss of a
+    mixture's routers. data_ranks: that have batches of their own.
     """
 
     pipeline: Pipeline | None = None
@@ -41,6 +45,8 @@ class Parallel:
     offload: Window | None = None
     accumulation: GradientAccumulation | None = None
     experts: ExpertFetcher | None = None
+    balance: BalanceLoss | None = None
+    data_ranks: int = 1
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -61,6 +67,8 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
     tensor_gradients = shard_tensors(model, cfg.parallel, cfg.memory, world)
     levers = apply_memory_levers(model, cfg, world.device, pipeline, for_training=for_training)
     units = shard_model(model, cfg.parallel, cfg.memory, world, whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1)
+    if for_training:
+        _count_load(model, cfg, world)
     replicas = replicas_of(cfg.parallel, cfg.memory, world)
     sends = cfg.memory.cpu_offload and not cfg.memory.optimizer_in_backward
     accumulation = GradientAccumulation(model, cfg.parallel, world.device if sends else None) if for_training else None
@@ -74,7 +82,33 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
         levers.offload,
         accumulation,
         levers.experts,
+        _balance(model, cfg) if for_training else None,
+        world.data_ranks,
     )
+
+
+def _count_load(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> None:
+    """Lets each layer with experts count what it chooses; compiled ones do not."""
+    for module in model.modules():
+        if isinstance(module, Mixture) and not cfg.compile:
+            module.load = Load(module.router.out_features, world.device)
+
+
+def _balance(model: nn.Module, cfg: FullFinetuneConfig) -> BalanceLoss | None:
+    """Gives each layer's router the auxiliary loss that the config asks for. ConfigError for a model without any."""
+    if not cfg.router_aux_loss_coef:
+        return None
+    spec = getattr(model, "spec", None)
+    if not isinstance(spec, DecoderSpec) or spec.mixture is None:
+        raise ConfigError(
+            f"router_aux_loss_coef: found {cfg.router_aux_loss_coef:g} for a model without experts of ours, expected "
+            "0; remove router_aux_loss_coef"
+        )
+    balance = BalanceLoss(cfg.router_aux_loss_coef, sum(spec.mixture.layers))
+    for module in model.modules():
+        if isinstance(module, Mixture):
+            module.balance = balance
+    return balance
 
 
 def describe_units(model: nn.Module, parallel: Parallel) -> str:

@@ -76,10 +76,12 @@ def _local(parameter: Tensor | None) -> Any:
 def shared_mixture(module: Mixture, group: Group, hidden: Tensor, norm: nn.Module) -> Tensor:
     """The stream's tokens `[n, d]` of this rank to what the experts add to them, `[n, d]`."""
     shard = norm(hidden)
-    scores, chosen = module.choose(_logits(module.router, shard))
+    logits = _logits(module.router, shard)
+    scores, chosen = module.choose(logits)
+    groups = group_tokens(wait(start_gather(chosen, group)), logits.shape[1])
+    scores = module.note(logits, scores, groups)
     tokens, all_scores = gather(shard, group), gather(scores, group)
-    all_chosen = wait(start_gather(chosen, group))
-    partial, bias = module.experts(tokens, all_scores, all_chosen, scores, chosen)
+    partial, bias = module.experts(tokens, all_scores, groups, scores, chosen)
     summed = scatter(partial, group)
     return summed if bias is None else summed + bias
 
@@ -93,11 +95,10 @@ def _logits(router: Any, tokens: Tensor) -> Tensor:
 
 
 def part_of_experts(
-    experts: Experts, tokens: Tensor, scores: Tensor, chosen: Tensor, own_scores: Tensor, own_chosen: Tensor
+    experts: Experts, tokens: Tensor, scores: Tensor, groups: Groups, own_scores: Tensor, own_chosen: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """What this rank's channels of the experts make of all tokens `[N, d]`, and what the biases of down add to its own
-    tokens `[n, d]`. scores, chosen: of all tokens, and of its own. A call of the module, which FSDP gathers for it."""
-    groups = group_tokens(chosen, cast(Any, experts.gate_up_proj).num_experts)
+    tokens `[n, d]`. scores: of all tokens, and of its own. A call of the module, which FSDP gathers for it."""
     inner = _rows(experts.gate_up_proj, tokens, groups, of_tokens=True)
     if experts.gate_up_proj.bias is not None:
         inner = inner + bias_of_rows(_local(experts.gate_up_proj.bias), groups)

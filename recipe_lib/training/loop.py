@@ -22,6 +22,7 @@ from recipe_lib.optim.state_layout import local_of
 from recipe_lib.parallel.hang_detection import beats
 from recipe_lib.report.phases import phase
 from recipe_lib.training.records.communication import CommunicationProbe, describe
+from recipe_lib.training.records.expert_load import expert_load
 from recipe_lib.training.records.metrics import step_metrics
 from recipe_lib.training.records.run_facts import data_facts
 from recipe_lib.training.records.run_log import RunLog
@@ -149,6 +150,7 @@ class TrainingLoop:
 
     def _record(self, step: Step, batches: StepBatches) -> None:
         """Waits for the step, writes its line, and raises DivergedError if its numbers are not finite."""
+        step.metrics |= expert_load(self._model, self._world)
         loss, grad_norm, own = step.numbers()  # the one place that waits for the device
         seconds = time.perf_counter() - self._began
         self.step += 1

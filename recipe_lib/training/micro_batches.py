@@ -39,6 +39,8 @@ def backward_each(
     (`memory.cpu_offload`), so that it need not wait a second time.
     """
     accumulation = parallel.accumulation
+    if parallel.balance is not None:
+        parallel.balance.begin(len(batches.micro_batches) * parallel.data_ranks)
     if parallel.pipeline is not None:
         parallel.pipeline.train(batches.micro_batches, loss_of, accumulation)
         if accumulation is not None:
