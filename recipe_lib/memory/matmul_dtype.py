@@ -21,6 +21,7 @@ from recipe_lib.adapters.layers import AdaptedLinear
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.low_precision import KINDS, scaled_linear
 
 FP8_CAPABILITY = (8, 9)
@@ -31,8 +32,8 @@ def use_low_precision(model: nn.Module, matmul_dtype: str | None, device: torch.
 
     Names and types of parameters stay, so that checkpoints are those of any other run. Called after the adapters and
     before layers are checkpointed and compiled. device: that the model is for. Raises ConfigError for FP8 where
-    `device` (None: this machine's GPU) does not multiply it, for weights that are quantized, and where there is no
-    linear to change.
+    `device` (None: this machine's GPU) does not multiply it, for weights that are quantized, for mixtures of experts,
+    and where there is no linear to change.
     """
     if matmul_dtype is None:
         return
@@ -40,6 +41,11 @@ def use_low_precision(model: nn.Module, matmul_dtype: str | None, device: torch.
         raise ConfigError(f"matmul_dtype: found {matmul_dtype}, expected one of {', '.join(KINDS)}")
     if matmul_dtype == "fp8":
         _check_fp8(device)
+    if any(isinstance(module, Mixture) for module in model.modules()):
+        raise ConfigError(
+            f"matmul_dtype: found {matmul_dtype} for a mixture of experts, most of whose matmuls are grouped ones in "
+            "dtype; remove matmul_dtype"
+        )
     modules = dict(model.named_modules())
     inside = tuple(f"{name}." for name in layer_names(model))
     found = 0

@@ -18,14 +18,16 @@ from recipe_lib.checkpoint.merged import merge_adapter
 from recipe_lib.checkpoint.rank_agreement import SingleRank
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models import build_meta, read_config
+from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
 from recipe_lib.models.mixture import ExpertLinear
 from recipe_lib.ops.grouped import group_tokens
+from recipe_lib.units import GIB
 from tests.adapters.hugging_face import difference, ours, plain, save_with_peft, spec_of, theirs, with_peft
 from tests.models.reference import reference_model
 
 FAMILIES = ["mixtral", "qwen3-moe", "olmoe", "gpt-oss"]
 PARAMETERS = {"gpt-oss": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.router.weight"]}
+ROOT = Path(__file__).parents[2]
 TARGETS = ["q", "v", "router", "experts"]
 
 
@@ -166,3 +168,19 @@ def test_peft_finds_parameters_by_the_names_of_the_config(folders: dict[str, Pat
     fields = json.loads((out / "adapter_config.json").read_text())
     assert fields["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     assert difference(ours(folders["mixtral"], cfg), with_peft(folders["mixtral"], out)) < 1e-5
+
+
+def test_what_the_page_says_of_the_numbers_of_all_experts() -> None:
+    """docs/moe.md, of rank 16 on Qwen3-30B-A3B: counted on the model; bytes of weights, gradients, AdamW's states."""
+    text = (ROOT / "docs" / "moe.md").read_text(encoding="utf-8")
+    spec = spec_from_config(preset_config("qwen3_moe/30B"), "qwen3_moe/30B")
+    counts = {}
+    for targets in ("experts", "all-linear"):
+        model = build_meta(spec, torch.bfloat16)
+        add_adapters(model, LoraConfig(rank=16, target_modules=[targets]), torch.bfloat16)
+        counts[targets] = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    mixture = spec.mixture
+    apart = 16 * sum(mixture.layers) * mixture.num_experts * 3 * (spec.width + mixture.mlp_width)
+    numbers = f"{counts['experts'] / 1e6:.0f} million", f"{apart / 1e6:.0f} million"
+    assert all(f" {number}" in text for number in (*numbers, f"{counts['all-linear'] / 1e6:.0f} million"))
+    assert f"in bf16 {8 * counts['experts'] / GIB:.1f} GiB" in text

@@ -134,7 +134,7 @@ def test_a_real_checkpoint(realdata: Path) -> None:
     assert_close(load_ours(folder)(inputs), theirs(inputs).logits)
 
 
-@pytest.mark.parametrize("case", slow_except(["llama3.1", "gemma2"], ["llama3.1"]))
+@pytest.mark.parametrize("case", slow_except(["llama3.1", "gemma2", "qwen3-moe", "gpt-oss"], ["llama3.1"]))
 def test_a_compiled_layer_is_one_graph(case: str, folders: dict[str, Path]) -> None:
     plain, compiled = load_ours(saved(case, folders)), load_ours(saved(case, folders))
     apply_activation_checkpointing(compiled, "full")  # a layer that were no graph then would not be compiled at all
@@ -146,5 +146,7 @@ def test_a_compiled_layer_is_one_graph(case: str, folders: dict[str, Path]) -> N
         ]
         torch.autograd.backward(losses)
         assert torch.equal(*losses)
+    exact = case in ("llama3.1", "gemma2")  # the middle of an expert has other operators there
     for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+        assert torch.equal(one.grad, other.grad) or not exact
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-5 * float(other.grad.abs().max()), rtol=0)
