@@ -52,7 +52,12 @@ _MATMULS = {
 }
 
 
-_OPAQUE = ("tune_recipes::quantized_linear", "tune_recipes::gather_linears", "tune_recipes::gated_linear")
+_OPAQUE = (
+    "tune_recipes::quantized_linear",
+    "tune_recipes::quantized_experts",
+    "tune_recipes::gather_linears",
+    "tune_recipes::gated_linear",
+)
 # What inductor wrote for a graph, by its operators and inputs: a plan simulates a model more than once.
 _written: dict[tuple[str, str, bool], str] = {}
 
