@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipe_lib.memory.aten_names import GROUPED
+
 _BATCHED = frozenset({"aten::bmm", "aten::baddbmm", "aten::baddbmm_"})
 _FLAT = frozenset({"aten::mm", "aten::addmm", "aten::addmm_", "aten::_int_mm", "aten::_scaled_mm"})
-# Of the rows of each expert (`recipe_lib.ops.grouped`): torch's, and what takes its place for other types than bf16.
-GROUPED = frozenset({"aten::_grouped_mm", "tune_recipes::grouped_matmul_loop", "tune_recipes::grouped_gradient_loop"})
 
 
 def matmul_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
@@ -43,14 +43,6 @@ def grouped_shape(name: str, args: Sequence[Any]) -> tuple[int, ...]:
     outer = left.shape[1] if name == "tune_recipes::grouped_gradient_loop" else left.shape[0]
     matrices, each = _shared(int(right.shape[0]), len(ends))
     return (matrices, int(outer), each, int(right.shape[1]), 2)
-
-
-def grouped_flops(name: str, args: Sequence[Any], result: Tensor) -> int:
-    """Operations of a grouped matmul, each of its rows once: they are the same whatever a row's expert is."""
-    left, right = args[:2]
-    if right.dim() == 2:
-        return 2 * int(right.shape[0]) * int(result.shape[-2]) * int(result.shape[-1])
-    return 2 * left.numel() * int(right.shape[-1])
 
 
 def _shared(rows: int, experts: int) -> tuple[int, int]:

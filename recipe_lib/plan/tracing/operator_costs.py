@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from recipe_lib.memory.aten_names import GROUPED, grouped_flops
 from recipe_lib.plan.tracing.kernel_shapes import (
-    GROUPED,
     attention_shape,
-    grouped_flops,
     grouped_shape,
     matmul_shape,
 )
@@ -97,7 +96,7 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     if name.startswith("aten::_scaled_dot_product"):
         return _attention_flops(name, args)
     if name in GROUPED:
-        return grouped_flops(name, args, result)
+        return grouped_flops(args, result)
     if name in _VARLEN and any(tensor.dim() == 3 for tensor in tensors_in(args)):
         return _VARLEN[name] * _varlen_products(args)
     if count is not None:
