@@ -223,7 +223,8 @@ def _runnable(text: str, listener: Listener) -> Callable[[list[Any]], Any]:
         if isinstance(value, _Binding):
             scope[name] = _kernel(name.removeprefix("cpp_"), value, listener)
     scope["extern_kernels"] = SimpleNamespace(
-        **{name: _matmul(operator, listener) for name, operator in _MATMULS.items()}
+        _grouped_mm=torch._grouped_mm,  # into a tensor of its own, which it notes as any operator
+        **{name: _matmul(operator, listener) for name, operator in _MATMULS.items()},
     )
     scope["empty_strided_cpu"] = listener.buffer
     scope["reinterpret_tensor"] = _reinterpreted
