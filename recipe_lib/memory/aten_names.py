@@ -1,8 +1,10 @@
 """The operators that checkpointing tells apart, by their name: which of them exist depends on torch's release."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 MATMUL, INTEGER_MATMUL, ATTENTION, SUM = "matmul", "integer matmul", "attention", "sum"
 
@@ -25,6 +27,17 @@ _KINDS = {
     "_c10d_functional::reduce_scatter_tensor": SUM,
     "_c10d_functional::all_reduce": SUM,
 }
+
+# Matmuls of the rows of each expert (`recipe_lib.ops.grouped`): torch's, and ours for other types than bf16.
+GROUPED = frozenset({"aten::_grouped_mm", "tune_recipes::grouped_matmul_loop", "tune_recipes::grouped_gradient_loop"})
+
+
+def grouped_flops(args: Sequence[Any], result: Tensor) -> int:
+    """Operations of a grouped matmul, each of its rows once: they are the same whatever a row's expert is."""
+    left, right = args[:2]
+    if right.dim() == 2:
+        return 2 * int(right.shape[0]) * int(result.shape[-2]) * int(result.shape[-1])
+    return 2 * left.numel() * int(right.shape[-1])
 
 
 def kind_of(operator: Any) -> str | None:

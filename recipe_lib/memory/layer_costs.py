@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from recipe_lib.memory.aten_names import ATTENTION, SUM, kind_of
+from recipe_lib.memory.aten_names import ATTENTION, GROUPED, SUM, grouped_flops, kind_of
 from recipe_lib.memory.budget import BANDWIDTH, FLOPS, LINK, LayerCost, Operator
 from recipe_lib.memory.mlp_tiles import computes_pieces
 from recipe_lib.ops.fused_kernels import fused_on_meta
@@ -170,14 +170,20 @@ class _Counter(TorchDispatchMode):
         if operator.is_view or not results:
             return found
         made, kind = sum(leaf.nbytes for leaf in results), kind_of(operator)
-        count = flop_registry.get(operator.overloadpacket)
-        flops = count(*args, **(kwargs or {}), out_val=found) if count else 0
+        flops = _flops(operator, args, kwargs or {}, found)
         moved = made + sum(leaf.nbytes for leaf in given)
         link = moved / LINK if kind == SUM else 0.0
         self.note.operators.append(
             (None if computes_pieces() else kind, made, max(flops / FLOPS, moved / BANDWIDTH, link))
         )
         return found
+
+
+def _flops(operator: Any, args: Any, kwargs: Any, found: Any) -> int:
+    if operator._schema.name in GROUPED:
+        return grouped_flops(args, found)
+    count = flop_registry.get(operator.overloadpacket)
+    return int(count(*args, **kwargs, out_val=found)) if count else 0
 
 
 class _Kernels(TorchFunctionMode):

@@ -29,6 +29,7 @@ from recipe_lib.plan.result import (
     Plan,
     TimePlan,
 )
+from recipe_lib.plan.router_choices import say_router_choices
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.timing.cost import (
     Calibration,
@@ -135,6 +136,7 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         ),
         versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
+    say_router_choices(plan, cfg, simulated, hardware, settings.calibration)
     return plan, found.trace
 
 

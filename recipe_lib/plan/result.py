@@ -154,7 +154,8 @@ class TimePlan:
     between host and device, alone; copies_exposed: the part of it that no kernel hides. on_host: what the host computes
     itself, its optimizer first of all. matmuls, attention,
     memory_bound: of kernels, each alone, by what they do. idle: while nothing runs: the host launches, or streams or
-    other ranks are waited for. operators: that the host issues."""
+    other ranks are waited for. operators: that the host issues. same_experts: the step of a mixture of experts if all
+    tokens of a micro-batch are computed by the same ones; None without a mixture."""
 
     compute: float
     communication: float
@@ -176,6 +177,7 @@ class TimePlan:
     memory_bound: float = 0.0
     idle: float = 0.0
     operators: int = 0
+    same_experts: float | None = None
 
 
 @dataclass

@@ -82,9 +82,10 @@ class Op:
     repeats: so many alike were issued one after another; this one stands for all of them, with flops and bytes of one.
     flops: of matmuls and attention, multiply and add are two. bytes: read and written. stream: issued on. dtype: of
     the result, for the rate that the device computes it with. transfer: `to_host` or `to_device` for a copy between
-    the two, whose bytes are counted on both sides. shape: of a matmul (matrices, m, k, n), of attention (rows times
-    heads, queries, keys, keys seen by a query, width). on_host: it is the host that computes it. reads, makes: in
-    forward and recomputation, the storages of its arguments and results.
+    the two, whose bytes are counted on both sides. shape: of a matmul (matrices, m, k, n), of a grouped one which of m
+    and k is the rows of an expert (1 or 2) besides, of attention (rows times heads, queries, keys, keys seen by a
+    query, width). on_host: it is the host that computes it. reads, makes: in forward and recomputation, the storages of
+    its arguments and results.
     """
 
     name: str

@@ -14,9 +14,10 @@ from recipe_lib.config.mesh import stage_count, stages_of_rank
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
-from recipe_lib.memory.budget import BudgetChoice, LayerCost, Operator, choose
+from recipe_lib.memory.budget import FLOPS, BudgetChoice, LayerCost, Operator, choose
 from recipe_lib.memory.layer_costs import layer_costs
 from recipe_lib.models import build_meta, preset_config, spec_from_config
+from recipe_lib.models.spec import MixtureSpec
 from recipe_lib.parallel import materialize, shard_tensors, start_world
 from recipe_lib.parallel.pipeline.driver import Pipeline
 from recipe_lib.parallel.pipeline.schedule_memory import in_flight
@@ -77,10 +78,15 @@ def test_operators_of_a_layer_and_their_bytes() -> None:
     assert found[0].input == 8 * TOKENS * WIDTH
 
 
-KINDS = [{}, BIASES, GEMMA, LORA, {"chunks": 3}]
+EXPERTS, CHOICES, INNER = 5, 2, 24
+MIXTURE = MixtureSpec(
+    EXPERTS, CHOICES, INNER, (True, False, True, True), True, False, False, "silu", False, 1.0, float("inf")
+)
+OSS = replace(MIXTURE, router_bias=True, expert_bias=True, activation="clamped_swiglu", interleaved=True, limit=7.0)
+KINDS = [{}, BIASES, GEMMA, LORA, {"chunks": 3}, {"mixture": MIXTURE}, {"mixture": OSS, "windows": (7, None) * 2}]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["llama", "biases", "gemma", "lora", "chunks"])
+@pytest.mark.parametrize("kind", KINDS, ids=["llama", "biases", "gemma", "lora", "chunks", "experts", "gpt-oss"])
 def test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same(kind: dict[str, Any]) -> None:
     chunks, kind = kind.get("chunks", 1), {name: value for name, value in kind.items() if name != "chunks"}
     layers = costs(chunks=chunks, **kind)
@@ -96,6 +102,18 @@ def test_as_many_bytes_are_kept_as_planned_and_gradients_are_the_same(kind: dict
         assert choice.bytes <= budget * GIB < choice.bytes + left(layers, choice)
         found.zero_grad()
         assert_close(backward(found), wanted)
+
+
+def test_experts_that_are_computed_again_take_the_time_of_each_tokens_choices() -> None:
+    """Mixtral: of its experts the wider product at least is needed again, 2 x 2 x 4096 x 14336 weights a token."""
+    spec = spec_from_config(preset_config("mixtral/8x7B"), "mixtral/8x7B")
+    assert spec.mixture is not None
+    one = replace(spec, num_layers=1, windows=(None,), mixture=replace(spec.mixture, layers=(True,)))
+    tokens = 4096
+    (layer,) = layer_costs(build_meta(one, torch.bfloat16), 1, tokens, 1, "cuda")
+    assert [found.kind for found in layer.operators] == ["matmul"] * 3 + ["attention"] + ["matmul"] * 2  # o, the router
+    product = 2 * tokens * 2 * 4096 * 2 * 14336 / FLOPS
+    assert product < layer.other < 2 * product
 
 
 def left(layers: list[LayerCost], choice: BudgetChoice) -> float:

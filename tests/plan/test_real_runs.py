@@ -24,6 +24,7 @@ from recipe_lib.parallel import start_world
 from recipe_lib.plan.trace import ALLOC, FREE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
+from tests.plan.mixtures import MIXTURES, write_mixture
 from tests.recipes.runs import DPO, FULL, LORA, PLAIN, ROOT, recipe_class, recipe_module
 from tests.selection import selected, slow_except
 
@@ -39,6 +40,7 @@ BASE = (
     "memory.loss_chunks=2",
 )
 PAIRS = "data.format=preference"
+ADAPTED = "lora.target_modules=[all-linear,experts,router]"
 # Ranks, recipe, model, overrides; of every wrapping, checkpointing and accumulation of full fine-tuning, and of most
 # of LoRA's.
 GRID: dict[str, tuple[Any, ...]] = {
@@ -56,7 +58,7 @@ GRID: dict[str, tuple[Any, ...]] = {
     for accumulation in (1, 4)
     if recipe == FULL or accumulation == 1 or (wrapping, checkpointing) in (("layers", "none"), ("layers", "full"))
 }
-UNTIED = ""
+UNTIED = "untied"
 CASES = GRID | {
     "untied": (2, FULL, UNTIED, "parallel.fsdp_wrap_policy=memory_efficient"),
     "gathered throughout": (
@@ -112,12 +114,64 @@ CASES = GRID | {
     "transformers, one rank": (1, LORA, TIED, "model.implementation=transformers"),
     "transformers, packed": (1, FULL, TIED, "model.implementation=transformers", "data.packing=true"),
     "packed pairs, one rank": (1, DPO, TIED, PAIRS, "data.packing=true"),
+    "experts": (2, FULL, "qwen3_moe"),
+    "experts, bf16": (2, FULL, "qwen3_moe", "dtype=bf16", "memory.activation_checkpointing=selective"),
+    "experts and others, bf16, one rank": (
+        1,
+        FULL,
+        "dense_first",
+        "dtype=bf16",
+        "memory.activation_checkpointing=full",
+    ),
+    "experts, packed": (
+        2,
+        FULL,
+        "qwen3_moe",
+        "dtype=bf16",
+        "data.packing=true",
+        "memory.activation_checkpointing=full",
+        "gradient_accumulation_steps=4",
+    ),
+    "experts, one rank": (1, FULL, "qwen3_moe", "memory.activation_checkpointing=selective"),
+    "adapted experts": (2, LORA, "mixtral", ADAPTED),
+    "adapted experts, bf16": (2, LORA, "mixtral", ADAPTED, "dtype=bf16", "memory.activation_checkpointing=full"),
+    "adapted experts, one rank": (
+        1,
+        LORA,
+        "mixtral",
+        ADAPTED,
+        "dtype=bf16",
+        "memory.activation_checkpointing=selective",
+        "data.packing=true",
+    ),
+    "sinks": (2, FULL, "gpt_oss", "dtype=bf16", "memory.activation_checkpointing=selective"),
+    "experts in nf4": (2, LORA, "gpt_oss", "lora.quantize_base=nf4", "dtype=bf16"),
+    "experts in nf4, selective": (
+        2,
+        LORA,
+        "gpt_oss",
+        "lora.quantize_base=nf4",
+        "memory.activation_checkpointing=selective",
+    ),
+    "experts in nf4, one rank": (
+        1,
+        LORA,
+        "gpt_oss",
+        ADAPTED,
+        "lora.quantize_base=nf4",
+        "dtype=bf16",
+        "data.packing=true",
+        "memory.activation_checkpointing=full",
+    ),
 }
 
 COMPARED = [name for name in GRID if name.endswith(" 1")]
 COMPARED += ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "4 bits"]
+# Not what is packed or in 4 bits: masks are made on the host, and a loop over blocks is traced for two turns of it.
+COMPARED += ["experts", "experts, bf16", "experts, one rank", "experts and others, bf16, one rank"]
+COMPARED += ["adapted experts", "adapted experts, bf16", "sinks"]
 QUICK = ["full memory_efficient selective 1", "full layers none 4", "lora layers full 1", "foreach, one rank", "nf4"]
-QUICK += ["pairs", "8 bits", "packed", "zero-1"]
+QUICK += ["pairs", "8 bits", "packed", "zero-1", "experts, bf16", "adapted experts", "experts in nf4, one rank"]
 
 # As releases of torch name them.
 COLLECTIVES = (
@@ -141,6 +195,9 @@ def runs(
     changed = {"tie_word_embeddings": False, "vocab_size": 2048}
     (folder / "untied.json").write_text(json.dumps(json.loads(Path(TIED).read_text()) | changed))
 
+    for name in MIXTURES:
+        write_mixture(folder, name)
+    write_mixture(folder, "qwen3_moe", mlp_only_layers=[0]).rename(folder / "dense_first.json")
     cases = {name: CASES[name] for name in selected(request, "name")}
 
     def trace(simulated: bool, ranks: int | None = None) -> dict[str, Any]:
@@ -154,7 +211,11 @@ def runs(
 def config_of(case: tuple[Any, ...], folder: Path) -> tuple[type, Any, Any]:
     """The recipe's class, the case's config and the shape of its batches."""
     _, name, model, *overrides = case
-    overrides += [f"model.preset={model or folder / 'untied.json'}", f"output_dir={folder / 'none'}", f"recipe={name}"]
+    overrides += [
+        f"model.preset={model if model == TIED else folder / f'{model}.json'}",
+        f"output_dir={folder / 'none'}",
+        f"recipe={name}",
+    ]
     module = recipe_module(name)
     cfg = load_config(PLAIN, [*BASE, *overrides], module.Config)
     return recipe_class(module), cfg, SimpleNamespace(tokens=cfg.max_seq_len, documents=PACKED_DOCUMENTS)

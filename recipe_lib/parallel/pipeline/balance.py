@@ -1,8 +1,9 @@
 """Which layers each stage of a pipeline has: as even in time, or in memory, as whole layers allow. No torch.
 
-All layers of a model count the same here, also where some see a window and others all tokens. So a split is a number of
-layers for each stage. What is made as small as possible is the largest rank: a pipeline is as slow, and needs as much
-memory, as that. A rank with several stages divides its layers among them evenly in time.
+All layers of a model count the same here, also where some see a window and others all tokens, or some have experts and
+others an MLP: as their average. So a split is a number of layers for each stage. What is made as small as possible is
+the largest rank: a pipeline is as slow, and needs as much memory, as that. A rank with several stages divides its
+layers among them evenly in time.
 
 Of equal items, put one after the other where the sum is then smallest, the largest sum is as small as can be, whatever
 is there before; so the splits found here are the best ones, and each rank that computes them finds the same.
@@ -17,7 +18,7 @@ from recipe_lib.config.mesh import micro_batches, rank_of_stage, stage_count, st
 from recipe_lib.config.optimizer_facts import optimizer_facts
 from recipe_lib.config.schema import OptimizerConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.models.spec import DecoderSpec, MixtureSpec, ModelSpec
 from recipe_lib.parallel.pipeline.schedules import compute_orders
 
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
@@ -74,6 +75,7 @@ class _Sizes:
     tied: bool
     num_heads: int = 1
     num_kv_heads: int = 1
+    mixture: None = None
 
     @property
     def head_width(self) -> int:
@@ -124,8 +126,9 @@ def _with_one_more(counts: dict[int, int], last: int, head: float) -> dict[int, 
 @dataclass(frozen=True)
 class _Run:
     """What of a config the costs depend on. width: bytes of a number. trained: all weights, else adapters alone.
-    adapters: of that rank. copies: of the model, a reference included. states, vocabulary_states: bytes that an
-    optimizer keeps on the device for a weight of a layer (an adapter in it), and of embedding and head."""
+    adapters: of that rank; adapted_experts: those of a mixture have some. copies: of the model, a reference
+    included. states, vocabulary_states: bytes that an optimizer keeps on the device for a weight of a layer (an
+    adapter in it), and of embedding and head."""
 
     tokens: int  # of a micro-batch, of one tensor-parallel rank
     length: int
@@ -134,6 +137,7 @@ class _Run:
     trained: bool
     layer_width: float
     adapters: int
+    adapted_experts: bool
     copies: int
     states: float
     vocabulary_states: float
@@ -157,6 +161,7 @@ def _read(cfg: Any) -> _Run:
         trained=adapters is None,
         layer_width=width if quantized is None else quantized,
         adapters=0 if adapters is None else adapters.rank,
+        adapted_experts=adapters is not None and "experts" in adapters.target_modules,
         copies=2 if getattr(cfg, "copies_model", False) else 1,
         states=0 if on_host else state_bytes(optimizer, width, in_layer=True),
         vocabulary_states=0 if on_host else state_bytes(optimizer, width, in_layer=False),
@@ -180,9 +185,40 @@ def state_bytes(optimizer: OptimizerConfig | None, width: int, *, in_layer: bool
 
 
 def layer_weights(spec: Sizes) -> int:
-    """Elements of one layer's matrices: queries and output, keys and values, MLP."""
-    heads = spec.num_heads + spec.num_kv_heads
-    return 2 * spec.width * heads * spec.head_width + 3 * spec.width * spec.mlp_width
+    """Elements of one layer's matrices: queries and output, keys and values, MLP; of a mixture those of all experts and
+    of the router, on average over the layers."""
+    return _attention_weights(spec) + round(_of_layer(spec, 3 * spec.width * spec.mlp_width, _experts_weights))
+
+
+def computing_weights(spec: Sizes) -> int:
+    """The same of those that compute a token: of a mixture the router and the experts of its choices."""
+    return _attention_weights(spec) + round(_of_layer(spec, 3 * spec.width * spec.mlp_width, _chosen_weights))
+
+
+def _attention_weights(spec: Sizes) -> int:
+    return 2 * spec.width * (spec.num_heads + spec.num_kv_heads) * spec.head_width
+
+
+def _experts_weights(spec: DecoderSpec, mixture: MixtureSpec) -> int:
+    return mixture.num_experts * spec.width * (1 + 3 * mixture.mlp_width)
+
+
+def _chosen_weights(spec: DecoderSpec, mixture: MixtureSpec) -> int:
+    return spec.width * (mixture.num_experts + 3 * mixture.top_k * mixture.mlp_width)
+
+
+def _inner_width(spec: Sizes) -> int:
+    """Inner channels that a token has in a layer's MLP, or in all experts of its choices."""
+    return round(_of_layer(spec, spec.mlp_width, lambda _, mixture: mixture.top_k * mixture.mlp_width))
+
+
+def _of_layer(spec: Sizes, dense: int, of_mixture: Callable[[DecoderSpec, MixtureSpec], int]) -> float:
+    """What a layer has on average. dense: one with an MLP."""
+    if not isinstance(spec, DecoderSpec) or spec.mixture is None:
+        return dense
+    layers = spec.mixture.layers
+    share = sum(layers) / len(layers)
+    return share * of_mixture(spec, spec.mixture) + (1 - share) * dense
 
 
 def time_of(spec: Sizes, cfg: Any) -> tuple[float, float]:
@@ -196,7 +232,9 @@ def time_of(spec: Sizes, cfg: Any) -> tuple[float, float]:
     seen = [run.length / 2 if window is None else min(run.length / 2, window) for window in spec.windows]
     attention = 4 * spec.num_heads * spec.head_width * sum(seen) / max(1, len(seen))
     passes = 3 if run.trained else 2
-    layer = 2 * layer_weights(spec) * (passes + _AGAIN[run.again]) + attention * (4.5 if run.again == "full" else 3.5)
+    layer = 2 * computing_weights(spec) * (passes + _AGAIN[run.again]) + attention * (
+        4.5 if run.again == "full" else 3.5
+    )
     return layer, 2.0 * spec.vocab_size * spec.width * passes
 
 
@@ -221,7 +259,7 @@ def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     )
     vocabulary = spec.vocab_size * spec.width
     layer = layer_weights(spec) * (per_weight if run.trained else run.layer_width / parts)
-    layer += _adapter_weights(spec, run.adapters) * (2 * run.width + run.states) / parts
+    layer += _adapter_weights(spec, run.adapters, run.adapted_experts) * (2 * run.width + run.states) / parts
     kept, deferred = kept_of_layer(spec, run.again), deferred_of_layer(spec) if run.trained else 0
     logits = run.tokens * parallel.tensor / run.chunks * spec.vocab_size * (run.width + 8) / parallel.tensor
     head = vocabulary * per_entry + logits + (vocabulary * run.width / parallel.tensor if run.trained else 0)
@@ -264,19 +302,25 @@ def kept_of_layer(spec: Sizes, checkpointing: str) -> int:
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     if checkpointing in ("full", "budget"):
         return spec.width
-    if checkpointing == "selective":
-        return 2 * spec.width + queries + keys + spec.mlp_width
-    return 4 * spec.width + 2 * queries + 2 * keys + 4 * spec.mlp_width
+    if checkpointing == "selective":  # which keeps nothing of experts
+        return 2 * spec.width + queries + keys + round(_of_layer(spec, spec.mlp_width, lambda *_: 0))
+    inner = _of_layer(spec, 4 * spec.mlp_width, lambda _, mixture: 3 * mixture.top_k * mixture.mlp_width)
+    return 4 * spec.width + 2 * queries + 2 * keys + round(inner)
 
 
 def deferred_of_layer(spec: Sizes) -> int:
     """Elements a token that a layer's weight gradients take: each linear's input, shared ones once, and its output's
     gradient."""
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
-    return 4 * spec.width + 2 * queries + 2 * keys + 3 * spec.mlp_width
+    return 4 * spec.width + 2 * queries + 2 * keys + 3 * _inner_width(spec)
 
 
-def _adapter_weights(spec: Sizes, rank: int) -> int:
-    """Elements of a layer's adapters, one on each of its seven linears."""
+def _adapter_weights(spec: Sizes, rank: int, experts: bool = False) -> int:
+    """Elements of a layer's adapters, one on each of its seven linears. experts: of a mixture, too, two on each."""
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
-    return rank * (2 * (spec.width + queries) + 2 * (spec.width + keys) + 3 * (spec.width + spec.mlp_width))
+
+    def of_experts(spec: DecoderSpec, mixture: MixtureSpec) -> int:
+        return mixture.num_experts * (2 * spec.width + 3 * mixture.mlp_width) if experts else 0
+
+    inner = round(_of_layer(spec, 3 * (spec.width + spec.mlp_width), of_experts))
+    return rank * (2 * (spec.width + queries) + 2 * (spec.width + keys) + inner)

@@ -8,10 +8,12 @@ import torch
 from recipe_lib.plan.allocation.untraced_memory import (
     attention_backward_scratch,
     embedding_backward_scratch,
+    grouped_arguments,
     softmax_backward_scratch,
     varlen_backward_scratch,
     workspace_bytes,
 )
+from recipe_lib.plan.timing.grouped_times import one_kernel
 from recipe_lib.plan.tracing.tracer import KernelMemory
 
 _MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
@@ -45,6 +47,7 @@ def kernel_memory(architecture: str) -> KernelMemory:
 
     table: dict[str, Callable[[Sequence[Any], int], list[tuple[int, bool]]]] = dict.fromkeys(_MATMULS, matmul)
     table |= dict.fromkeys(_ATTENTION, _attention) | dict.fromkeys(_VARLEN, _varlen)
+    table["aten::_grouped_mm"] = _grouped if one_kernel(architecture) else matmul
     table["aten::embedding_dense_backward"] = _embedding
     table["aten::_softmax_backward_data"] = _softmax
     table["tune_recipes::dequantize_nf4"] = _scales
@@ -77,6 +80,11 @@ def _varlen(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
         kv_heads=key.shape[-2], head_width=width, element_bytes=query.element_size(),
     )  # fmt: skip
     return [(size, False) for size in sizes]
+
+
+def _grouped(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
+    """What one kernel for the rows of all experts is given of each; its last argument has the ends of their rows."""
+    return [(grouped_arguments(groups=len(args[2])), False)]
 
 
 def _embedding(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:

@@ -54,6 +54,12 @@ HIDDEN = {
             "softmax backward", None, ALLOCATED, "aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out"
         ),
         HiddenMemory(
+            "grouped matmul",
+            None,
+            ALLOCATED,
+            "aten/src/ATen/native/cuda/GroupMM.cu, input_args_size; CUTLASS's workspace, some tens of KiB, is left out",
+        ),
+        HiddenMemory(
             "context",
             600 * MIB,
             OUTSIDE,
@@ -133,6 +139,12 @@ def embedding_backward_scratch(*, tokens: int, width: int, index_bytes: int = 8)
 def softmax_backward_scratch(*, numbers: int, element_bytes: int) -> list[int]:
     """Bytes of the product of gradient and output that the backward of a softmax makes first; none of a log-softmax."""
     return [numbers * element_bytes]
+
+
+def grouped_arguments(*, groups: int) -> int:
+    """Bytes of what the kernel of a grouped matmul reads about each group: three pointers, an even number of each;
+    three strides of 8 bytes, and three sizes of 4."""
+    return 3 * 8 * _round_up(groups, 2) + 3 * 8 * groups + 3 * 4 * groups
 
 
 def outside_torch(

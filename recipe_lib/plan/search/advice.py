@@ -6,6 +6,7 @@ from typing import Any
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.result import DOES_NOT_FIT, Advice, Plan
 from recipe_lib.plan.search.estimate import Estimate
+from recipe_lib.plan.search.expert_adapters import compared_text, other_targets
 from recipe_lib.plan.search.search_space import data_ranks
 from recipe_lib.plan.search.trials import (
     Changes,
@@ -35,7 +36,7 @@ MAX_LOSS_CHUNKS = 64
 class Lever:
     """One change to try. changes: of the config. text: to type before them. ranks: in place of the run's. tokens,
     documents: of a packed sequence, where they change. timed: whether the change of the step's time is known. note: for
-    who reads the advice."""
+    who reads the advice. weighed: a choice that is shown whichever way it lies, also where it gains nothing."""
 
     changes: Changes = field(default_factory=dict)
     note: str = ""
@@ -44,6 +45,7 @@ class Lever:
     tokens: int | None = None
     documents: float | None = None
     timed: bool = True
+    weighed: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def advice_from(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[A
 
     Bytes are of the active peak, off by 0.5 % of it at most; whether it then fits is an estimate, some percent off.
     Levers that the config's table of combinations or the recipe refuses are left out, and so is what neither lowers the
-    peak nor makes the step faster.
+    peak nor makes the step faster, unless it is `weighed`.
     """
     has_room = plan.verdict != DOES_NOT_FIT
     rows = [(False, row) for row in _expandable(plan)]
@@ -95,7 +97,7 @@ def advice_from(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[A
             note=one.lever.note,
         )
         gives_speed = faster and has_room and row.fits and one.lever.timed
-        if less or gives_speed:
+        if less or gives_speed or one.lever.weighed:
             rows.append((gives_speed, row))
     rows.sort(key=lambda pair: (not pair[1].fits, not pair[0], (pair[1].seconds or 0.0) if pair[0] else pair[1].bytes))
     return [row for _, row in rows]
@@ -233,6 +235,8 @@ def _weights(cfg: Any) -> list[Lever]:
             found.append(Lever({"lora.quantize_base": "none"}, "frozen weights are not rounded"))
         if adapters.rank > 1 and adapters.adapter_path is None:
             found.append(Lever({"lora.rank": adapters.rank // 2}, "smaller adapters"))
+        if targets := other_targets(cfg):
+            found.append(Lever({"lora.target_modules": targets}, compared_text(cfg, targets), weighed=True))
     return found
 
 

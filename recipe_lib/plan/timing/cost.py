@@ -8,9 +8,10 @@ import bisect
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from recipe_lib.plan.hardware import Hardware
+from recipe_lib.plan.timing.grouped_times import is_grouped, matmuls_issued
 from recipe_lib.plan.timing.kernel_rates import attention_seconds, bandwidth_rate, matmul_rate
 from recipe_lib.plan.timing.operator_times import OperatorTime, operator_key
 from recipe_lib.plan.trace import OP, WORK_WAIT, Collective, Op, Trace
@@ -153,12 +154,19 @@ def op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = Non
     measured = calibration and calibration.operators.get(operator_key(op.name, op.dtype))
     if measured:
         return measured.seconds(op.flops, op.bytes)
+    if matmuls := matmuls_issued(op, hardware.architecture):
+        one = replace(op, flops=op.flops / matmuls, bytes=op.bytes / matmuls, shape=(1, *op.shape[1:]))
+        return matmuls * _kernel_seconds(one, hardware, calibration, splits=True)
+    return _kernel_seconds(op, hardware, calibration)
+
+
+def _kernel_seconds(op: Op, hardware: Hardware, calibration: Calibration | None, splits: bool = False) -> float:
     floor = calibration.kernel_seconds if calibration else KERNEL_SECONDS
     bandwidth = calibration.bandwidth if calibration else bandwidth_rate(hardware, op.bytes)
-    return max(_computing(op, hardware, calibration), op.bytes / bandwidth, floor)
+    return max(_computing(op, hardware, calibration, splits), op.bytes / bandwidth, floor)
 
 
-def _computing(op: Op, hardware: Hardware, calibration: Calibration | None) -> float:
+def _computing(op: Op, hardware: Hardware, calibration: Calibration | None, splits: bool = False) -> float:
     """Seconds of a matmul or attention, 0 for others; measured rates scale those of `kernel_rates`."""
     if is_attention(op):
         if len(op.shape) != 5:
@@ -166,7 +174,8 @@ def _computing(op: Op, hardware: Hardware, calibration: Calibration | None) -> f
         return attention_seconds(hardware, op.name, op.dtype, op.shape) * _attention_scale(hardware, calibration)
     if not op.flops:
         return 0.0
-    return op.flops / (matmul_rate(hardware, op.dtype, op.shape) * _matmul_scale(op, hardware, calibration))
+    shape = op.shape[:-1] if is_grouped(op) else op.shape
+    return op.flops / (matmul_rate(hardware, op.dtype, shape, splits) * _matmul_scale(op, hardware, calibration))
 
 
 def least_op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = None) -> float:
@@ -194,14 +203,16 @@ def _copy_rate(way: str, hardware: Hardware, calibration: Calibration | None) ->
     return measured or hardware.host_bandwidth
 
 
-def launch_seconds(op: Op, calibration: Calibration | None = None) -> float:
-    """For the host to issue one operator: from Python, eagerly, or one of ours that is compiled."""
-    if op.name.startswith("tune_recipes::"):
+def launch_seconds(op: Op, calibration: Calibration | None = None, architecture: str = "") -> float:
+    """For the host to issue one operator: from Python, eagerly, or one of ours that is compiled; of a grouped matmul
+    that the architecture has no kernel for, each of its matmuls as well."""
+    issued = matmuls_issued(op, architecture) if architecture else 0
+    if op.name.startswith("tune_recipes::") and not issued:
         return COMPILED_SECONDS
     if calibration is None:
-        return HOST_SECONDS
+        return (1 + issued) * HOST_SECONDS
     again = calibration.recompute_seconds if op.part == "recompute" else None
-    return again or calibration.host_seconds
+    return (1 + issued) * (again or calibration.host_seconds)
 
 
 def is_wait(op: Op) -> bool:

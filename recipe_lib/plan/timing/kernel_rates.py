@@ -92,26 +92,35 @@ _LARGE_CACHE = {
 _CACHE_SPEED, _CACHED = 3.9, 0.5
 
 
-def matmul_rate(hardware: Hardware, dtype: str, shape: tuple[int, ...]) -> float:
-    """Operations a second of a matmul. shape: (matrices, m, k, n); (): as a very large one."""
+def matmul_rate(hardware: Hardware, dtype: str, shape: tuple[int, ...], splits: bool = False) -> float:
+    """Operations a second of a matmul. shape: (matrices, m, k, n); (): as a very large one. splits: as `tile_share`."""
     name = hardware.rates_of or hardware.name
     share = _MATMUL.get(name, _UNKNOWN_MATMUL)
     share = share if dtype in ("bf16", "fp16") else min(1.0, share * _OF_BF16.get(dtype, 0.9))
     if hardware.architecture == "cpu":
         return hardware.rate(dtype)
-    return share * hardware.rate(dtype) * (tile_share(*shape, MULTIPROCESSORS.get(name, 108)) if shape else 1.0)
+    if not shape:
+        return share * hardware.rate(dtype)
+    return share * hardware.rate(dtype) * tile_share(*shape, MULTIPROCESSORS.get(name, 108), splits)
 
 
 @lru_cache(maxsize=4096)
-def tile_share(matrices: int, m: int, k: int, n: int, multiprocessors: int) -> float:
+def tile_share(matrices: int, m: int, k: int, n: int, multiprocessors: int, splits: bool = False) -> float:
     """The share of a matmul's time in which its tiles do work that counts: full rounds of all multiprocessors, and
-    inner dimensions that are long."""
+    inner dimensions that are long.
+
+    splits: where there are fewer tiles than multiprocessors, several may share the inner dimension of one (split-K,
+    which cuBLAS chooses for few rows); what adding up their sums costs, no figure was found for.
+    """
     best = 0.0
     for rows, columns, speed in _TILES:
         tiles = matrices * math.ceil(m / rows) * math.ceil(n / columns)
         useful = matrices * (m / rows) * (n / columns)
-        best = max(best, speed * useful / (math.ceil(tiles / multiprocessors) * multiprocessors))
-    return best * k / (k + _TILE_START)
+        for parts in range(1, (max(1, multiprocessors // tiles) if splits else 1) + 1):
+            rounds = math.ceil(tiles * parts / multiprocessors) * multiprocessors
+            inner = k / parts
+            best = max(best, speed * useful * parts / rounds * inner / (inner + _TILE_START))
+    return best
 
 
 def attention_seconds(hardware: Hardware, name: str, dtype: str, shape: tuple[int, ...]) -> float:

@@ -133,7 +133,7 @@ def whole_step(
         elif kind == OP:
             op = trace.ops[number]
             counted[number] = repeats
-            launch += op.repeats * launch_seconds(op, calibration)
+            launch += op.repeats * launch_seconds(op, calibration, hardware.architecture)
             if op.collective is not None and is_transfer(op):
                 transfers += op.repeats * collective_seconds(op.collective, hardware, calibration)
     kernels = [entry for entry in timing.timeline if is_kernel(trace.ops[entry[0]])]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.timing.cost import Calibration, is_wait, launch_seconds, op_seconds
+from recipe_lib.plan.timing.grouped_times import matmuls_issued, with_loads
 from recipe_lib.plan.trace import ACTION, HOST, OP, RECORD, WAIT, ActionMark, Op, Trace
 
 
@@ -37,8 +38,11 @@ class StepTime:
     on_host: float = 0.0
 
 
-def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None = None) -> StepTime:
-    """Simulates one phase of a trace; ValueError if it was not traced.
+def schedule(
+    trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None = None, experts: int = 0
+) -> StepTime:
+    """Simulates one phase of a trace; ValueError if it was not traced. experts: that have all rows of each grouped
+    matmul; 0: all have as many.
 
     A collective runs on a link (inside the machine, or the network), one after the other, as do copies between host and
     device, each way for itself. One that `waits`, or
@@ -60,9 +64,12 @@ def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibrat
             if action.kind and is_transfer(op):
                 continue
             repeats = op.repeats // action.repeats
-            issuing = launch_seconds(op, calibration) * repeats
+            issuing = launch_seconds(op, calibration, hardware.architecture) * repeats
+            matmuls = matmuls_issued(op, hardware.architecture)
+            if matmuls:  # of which the host reads the numbers of rows first
+                host = max(host, streams[op.stream])
             host, launch = host + issuing, launch + issuing
-            seconds = repeats * op_seconds(op, hardware, calibration)
+            seconds = repeats * op_seconds(with_loads(op, experts) if experts else op, hardware, calibration)
             if op.on_host or (in_turn and is_kernel(op) and not is_wait(op)):
                 host += seconds
                 if op.on_host:
@@ -71,7 +78,8 @@ def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibrat
                     timeline.append((number, host - seconds, host))
                     streams[op.stream] = host
                 continue
-            start = max(host, streams[op.stream])
+            issued = host if not matmuls else host - issuing * matmuls / (1 + matmuls)
+            start = max(issued, streams[op.stream])
             if is_wait(op) and pending[op.stream]:
                 start = max(start, pending[op.stream].popleft())
             occupied = _links(op, hardware)
@@ -82,7 +90,7 @@ def schedule(trace: Trace, phase: str, hardware: Hardware, calibration: Calibrat
             if op.collective and not op.collective.waits and op.collective.operation != "recv":
                 pending[op.stream].append(end)
             else:
-                streams[op.stream] = end
+                streams[op.stream] = max(end, host) if matmuls else end
                 host = max(host, end) if in_turn else host
         elif kind == RECORD:
             sync = trace.syncs[number]

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from recipe_lib.plan.tracing.kernel_shapes import attention_shape, matmul_shape
+from recipe_lib.memory.aten_names import GROUPED, grouped_flops
+from recipe_lib.plan.tracing.kernel_shapes import (
+    attention_shape,
+    grouped_shape,
+    matmul_shape,
+)
 
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "_dtensor::")
 _FSDP = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat")
@@ -64,7 +69,7 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     inputs = tensors_in((args, tuple(kwargs.values())))
     if not is_view:
         size = sum(map(_bytes, inputs)) + (sum(map(_bytes, outputs)) if outputs else _written(schema, args))
-        shape = matmul_shape(name, args) or attention_shape(func, args, kwargs)
+        shape = matmul_shape(name, args) or grouped_shape(name, args) or attention_shape(func, args, kwargs)
         if name == "aten::embedding":  # reads rows, not the table
             size = 2 * sum(map(_bytes, outputs))
         elif name == "aten::copy_":  # writes what is in its arguments already
@@ -90,10 +95,12 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     count = flop_registry.get(_WITH_RESULT.get(func._overloadpacket, func._overloadpacket))
     if name.startswith("aten::_scaled_dot_product"):
         return _attention_flops(name, args)
+    if name in GROUPED:
+        return grouped_flops(args, result)
+    if name in _VARLEN and any(tensor.dim() == 3 for tensor in tensors_in(args)):
+        return _VARLEN[name] * _varlen_products(args)
     if count is not None:
         return int(count(*args, **kwargs, out_val=result))
-    if name in _VARLEN:
-        return _VARLEN[name] * _varlen_products(args)
     return 2 * math.prod(shape) if name == "aten::_int_mm" else 0
 
 
@@ -126,7 +133,13 @@ def _attention_flops(name: str, args: Sequence[Any]) -> int:
 
 
 # Attention over documents in one flat list, and how often it multiplies scores: twice forward, five times backward.
-_VARLEN = {"torch_attn::_varlen_attn": 2, "torch_attn::_varlen_attn_backward": 5}
+# torch has a count of its own for aten's, which takes all documents to be as long as the longest one.
+_VARLEN = {
+    "torch_attn::_varlen_attn": 2,
+    "torch_attn::_varlen_attn_backward": 5,
+    "aten::_flash_attention_forward": 2,
+    "aten::_flash_attention_backward": 5,
+}
 
 
 def _varlen_products(args: Sequence[Any]) -> int:

@@ -52,7 +52,12 @@ _MATMULS = {
 }
 
 
-_OPAQUE = ("tune_recipes::quantized_linear", "tune_recipes::gather_linears", "tune_recipes::gated_linear")
+_OPAQUE = (
+    "tune_recipes::quantized_linear",
+    "tune_recipes::quantized_experts",
+    "tune_recipes::gather_linears",
+    "tune_recipes::gated_linear",
+)
 # What inductor wrote for a graph, by its operators and inputs: a plan simulates a model more than once.
 _written: dict[tuple[str, str, bool], str] = {}
 
@@ -218,7 +223,8 @@ def _runnable(text: str, listener: Listener) -> Callable[[list[Any]], Any]:
         if isinstance(value, _Binding):
             scope[name] = _kernel(name.removeprefix("cpp_"), value, listener)
     scope["extern_kernels"] = SimpleNamespace(
-        **{name: _matmul(operator, listener) for name, operator in _MATMULS.items()}
+        _grouped_mm=torch._grouped_mm,  # into a tensor of its own, which it notes as any operator
+        **{name: _matmul(operator, listener) for name, operator in _MATMULS.items()},
     )
     scope["empty_strided_cpu"] = listener.buffer
     scope["reinterpret_tensor"] = _reinterpreted

@@ -22,7 +22,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.models import preset_config, read_config, read_spec
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.families import text_config
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 CONFIG_FILE = "config.json"
 
@@ -129,12 +129,15 @@ def with_layers(cfg: Any, layers: int) -> Any:
 
 
 def layer_period(cfg: Any) -> int:
-    """After how many layers a model's layers repeat: 2 or 6 where some of them have a window (Gemma), else 1.
+    """After how many layers a model's layers repeat: 2 or 6 where some of them have a window (Gemma) or an MLP among
+    mixtures of experts, else 1; all of them where they never do.
 
     cfg: a plannable config.
     """
     spec = spec_of(cfg)
     kinds: Sequence[Any] = spec.layer_kinds() if isinstance(spec, ExternalSpec) else spec.windows
+    if isinstance(spec, DecoderSpec) and spec.mixture is not None:
+        kinds = list(zip(spec.windows, spec.mixture.layers, strict=True))
     count = len(kinds)
     return next(p for p in range(1, count + 1) if all(kinds[at] == kinds[at % p] for at in range(count)))
 

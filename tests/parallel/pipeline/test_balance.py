@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from recipe_lib.adapters import add_adapters
 from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count, stages_of_rank
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig, OptimizerConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models import preset_config, spec_from_config
+from recipe_lib.models import build_meta, preset_config, spec_from_config
 from recipe_lib.optim.optimizers import optimizer_state_bytes
 from recipe_lib.parallel.pipeline.balance import kept_of_layer, layer_weights, memory_of, split_layers, time_of
 
@@ -48,6 +49,41 @@ def test_a_head_takes_as_long_as_some_layers():
     assert counts(LLAMA, config("zbv", length=0)) == [4, 4, 5, 5, 4, 4, 4, 2]
     # 16 stages of 2.15 each: the head is longer than that alone, and its stage has the one layer it must have.
     assert counts(LLAMA, config("zbv", ranks=8, length=0))[-1] == 1
+
+
+@pytest.mark.parametrize("name", ["mixtral/8x7B", "qwen3_moe/30B", "gpt_oss/20B", "every second"])
+def test_layers_of_experts_weigh_what_they_have_and_take_the_time_of_what_computes(name):
+    """By the matrices of the model as it is built: of all experts in bytes, of a token's choices in time."""
+    spec = spec_from_config(preset_config("qwen3_moe/30B" if name == "every second" else name), name)
+    mixture = spec.mixture
+    if name == "every second":
+        mixture = replace(mixture, layers=(False, True) * (spec.num_layers // 2))
+        spec = replace(spec, mixture=mixture)
+    model = build_meta(spec, torch.bfloat16)
+    every, computing, layers = 0, 0, model.model.layers
+    for key, parameter in layers.named_parameters():
+        if key.endswith("weight") and parameter.dim() > 1:
+            every += parameter.numel()
+            share = mixture.top_k / mixture.num_experts if parameter.dim() == 3 else 1
+            computing += parameter.numel() * share
+    assert layer_weights(spec) == every // len(layers)
+    assert time_of(spec, config(length=0))[0] == 6 * computing / len(layers)
+    counted = memory_of(spec, config(length=0))
+    assert counted(1, {1: 2}) - counted(1, {1: 1}) == 2 * 4 * layer_weights(spec)  # weight, gradient and two states
+
+
+def test_adapters_of_experts_weigh_more_than_others():
+    spec = spec_from_config(preset_config("qwen3_moe/30B"), "qwen3_moe/30B")
+    alone, both = (config(length=0, recipe=LoraFinetuneConfig) for _ in range(2))
+    both.lora.target_modules = ["all-linear", "experts"]
+    numbers = []
+    for cfg in (alone, both):
+        model = build_meta(spec, torch.bfloat16)
+        add_adapters(model, cfg.lora, torch.bfloat16)
+        numbers.append(sum(one.numel() for one in model.parameters() if one.requires_grad) // spec.num_layers)
+    weighed = [memory_of(spec, cfg)(1, {1: 2}) - memory_of(spec, cfg)(1, {1: 1}) for cfg in (alone, both)]
+    assert weighed[1] - weighed[0] == 2 * 4 * (numbers[1] - numbers[0])
+    assert weighed[0] == 2 * layer_weights(spec) + 2 * 4 * numbers[0]
 
 
 def test_what_is_computed_again_and_what_is_not_trained_counts():

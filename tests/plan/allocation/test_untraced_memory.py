@@ -7,6 +7,7 @@ from recipe_lib.plan.allocation.untraced_memory import (
     attention_backend,
     attention_backward_scratch,
     embedding_backward_scratch,
+    grouped_arguments,
     outside_torch,
     softmax_backward_scratch,
     varlen_backward_scratch,
@@ -87,3 +88,9 @@ def test_outside_torch() -> None:
     changed = outside_torch(card, [2], context=5, reserve=0)
     assert (changed.context, changed.reserve, changed.nccl) == (5, 0, 544 * MIB)
     assert outside_torch(find_hardware("cpu"), [2, 4]).total == 0
+
+
+def test_a_grouped_matmul_is_told_of_each_group() -> None:
+    """Pointers to rows, weights and results, each list of them a multiple of 16 bytes; strides and sizes of three."""
+    assert grouped_arguments(groups=128) == 128 * (3 * 8 + 3 * 8 + 3 * 4)
+    assert grouped_arguments(groups=3) == 4 * 3 * 8 + 3 * (3 * 8 + 3 * 4)

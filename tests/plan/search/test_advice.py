@@ -1,14 +1,16 @@
 """Levers: what they are said to do is what two plans differ by."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Advice
-from recipe_lib.units import GIB
+from recipe_lib.units import GIB, format_bytes
 from tests.plan.apart import apart, settings
 from tests.plan.configs import load
+from tests.plan.mixtures import EXPERTS, write_mixture
 from tests.plan.plans import hand_made
 
 CONFIG = (
@@ -124,3 +126,48 @@ def test_overrides_are_typed_as_they_stand():
     assert (cfg.memory.cpu_offload, cfg.parallel.reduce_dtype, cfg.optimizer.betas, cfg.batch_size) == (
         False, None, [0.5, 0.9], 3,
     )  # fmt: skip
+
+
+def mixture_config(folder: Path, *typed: str) -> Any:
+    """Of adapters of a tiny mixture, plannable."""
+    model = write_mixture(folder, "mixtral")
+    return settings("llama3/8B_lora", 1, *typed, "~model.path", "tokenizer.path=x", f"model.preset={model}")[1]
+
+
+def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path: Path) -> None:
+    """By numbers that a formula has: for each expert of each layer a matrix before and one after both of its weights;
+    AdamW keeps two states of each, in the adapters' type."""
+    from recipe_lib.plan.search.advice import levers
+    from recipe_lib.plan.search.expert_adapters import trained_numbers
+    from recipe_lib.plan.world.sequence_lengths import Sequence
+
+    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
+    cfg = mixture_config(tmp_path, "lora.rank=4", "lora.quantize_base=nf4")
+    (lever,) = [one for one in levers(cfg, wanted) if one.weighed]
+    assert lever.changes == {"lora.target_modules": ["all-linear", "experts"]}
+    layers, width, inner, rank, queries, keys = 2, 32, 32, 4, 32, 16
+    attention = layers * rank * (2 * (width + queries) + 2 * (width + keys))
+    experts = layers * EXPERTS * rank * ((width + 2 * inner) + (inner + width))
+    assert trained_numbers(cfg, ["all-linear"]) == attention
+    assert trained_numbers(cfg, ["experts"]) == experts
+    both, alone = (format_bytes(count * 4 * 2) for count in (attention + experts, attention))
+    assert f": {both} (" in lever.note and f" all experts, {alone} (" in lever.note
+
+    cfg.lora.target_modules = ["q", "experts"]
+    (lever,) = [one for one in levers(cfg, wanted) if one.weighed]
+    assert lever.changes == {"lora.target_modules": ["q"]} and both not in lever.note
+    dense = settings("llama3/8B_lora", 1)[1]
+    assert not [one for one in levers(dense, wanted) if one.weighed]
+
+
+def test_what_is_weighed_is_shown_where_it_takes_more() -> None:
+    from recipe_lib.plan.search.advice import Lever, Tried, advice_from
+    from recipe_lib.plan.search.estimate import Estimate
+
+    plan = hand_made()
+    size = plan.heaviest.peak.active
+    more = Estimate(size + GIB, size + GIB, size + GIB, 0, 2.0, 1, 0, 0, 0, "step", "", "")
+    base = dataclasses.replace(more, active=size, seconds=1.0)
+    tried = [Tried(Lever({name: 1}, weighed=name == "weighed"), more, plan.device.usable) for name in ("a", "weighed")]
+    shown = {row.override: row.bytes for row in advice_from(plan, base, tried)}
+    assert shown.get("weighed=1") == GIB and "a=1" not in shown

@@ -41,6 +41,7 @@ def measure(name: str, ranks: int, *overrides: str) -> dict[str, float]:
         ("full", 2, "full", 4, ("parallel.reduce_gradients=step", "parallel.reshard_after_forward=false")),
         ("lora", 1, "selective", 1, ()),
         ("qlora", 2, "full", 1, ()),
+        ("full", 2, "none", 1, ("~model.path", "tokenizer.path=unread", "model.preset=qwen3_moe/30B")),
     ],
 )
 def test_the_whole_depth(kind: str, ranks: int, checkpointing: str, turns: int, more: tuple[str, ...]):

@@ -15,6 +15,8 @@ from tests.selection import slow_except
 RANKS = 4
 FULL, LORA, QLORA, GEMMA = "llama3/8B_full", "llama3/8B_lora", "llama3/8B_qlora", "gemma2/2B_full"
 SHARDED = "parallel.strategy=fsdp"
+OSS = ("~model.path", "tokenizer.path=unread", "model.preset=gpt_oss/120B")  # windows in every second layer
+EXPERTS = (*OSS[:2], "model.preset=qwen3_moe/30B")
 # Shipped shapes, whose matrices are large enough for every limit of sizes.
 DEEPER = [
     (FULL,),
@@ -26,6 +28,9 @@ DEEPER = [
     (LORA, SHARDED, "memory.activation_checkpointing=none"),
     (QLORA, SHARDED),
     (GEMMA,),
+    (FULL, *EXPERTS, "memory.activation_checkpointing=selective"),
+    (QLORA, *EXPERTS, "lora.target_modules=[q,experts]"),
+    (LORA, SHARDED, *OSS),
 ]
 # What depends on more than one layer at a time, or what few layers do not show.
 WHOLE = [(FULL, "optimizer.name=muon"), (LORA, "parallel.strategy=ddp")]

@@ -47,3 +47,48 @@ def test_scales_of_nf4_are_scratch_of_its_numbers() -> None:
     arguments = meta(48, 32, dtype=torch.uint8), meta(48, dtype=torch.int8), meta(4), meta(16), [0, 0, 48, 48], 16
     assert kernel_memory("sm90")("tune_recipes::dequantize_nf4", arguments, 0) == [(48 * 2, False)]
     assert kernel_memory("cpu")("tune_recipes::dequantize_nf4", arguments, 0) == []
+
+
+def ends(count: int) -> torch.Tensor:
+    return meta(count, dtype=torch.int32)
+
+
+def test_rows_of_experts_count_once_each_and_as_many_for_every_expert() -> None:
+    """By torch's operator and by ours for other types; the gradient of the weights as well."""
+    rows, weights, gradient = meta(64, 16), meta(8, 16, 32), meta(64, 32)
+    once = 2 * 64 * 16 * 32
+    found = cost(torch.ops.aten._grouped_mm.default, rows, weights, ends(8))
+    assert (found.flops, found.shape) == (once, (8, 8, 16, 32, 1))
+    assert found.bytes == 2 * (64 * 16 + 8 * 16 * 32 + 64 * 32) + 4 * 8
+    back = cost(torch.ops.aten._grouped_mm.default, gradient.t(), rows, ends(8))
+    assert (back.flops, back.shape) == (once, (8, 32, 8, 16, 2))
+    wide, table = meta(64, 16, dtype=torch.float64), meta(8, 16, 32, dtype=torch.float64)
+    loop = cost(torch.ops.tune_recipes.grouped_matmul_loop.default, wide, table, ends(8))
+    assert (loop.flops, loop.shape, loop.dtype) == (once, found.shape, "fp64")
+    slopes = meta(64, 32, dtype=torch.float64)
+    loop = cost(torch.ops.tune_recipes.grouped_gradient_loop.default, slopes, wide, ends(8))
+    assert (loop.flops, loop.shape) == (once, back.shape)
+
+
+def test_rows_that_no_number_of_experts_divides_are_counted_exactly() -> None:
+    found = cost(torch.ops.aten._grouped_mm.default, meta(9, 16), meta(4, 16, 32), ends(4))
+    assert (found.flops, found.shape) == (2 * 9 * 16 * 32, (4, 3, 16, 32, 1))
+    found = cost(torch.ops.aten._grouped_mm.default, meta(3, 16), meta(8, 16, 32), ends(8))
+    assert (found.flops, found.shape) == (2 * 3 * 16 * 32, (3, 1, 16, 32, 1))  # an expert without rows does nothing
+
+
+def test_flash_attention_over_documents_counts_as_attention_of_variable_lengths() -> None:
+    """That of sinks: four documents of 25 tokens, of which a query sees 13 on average, with a window of 5 at most 5."""
+    q, k = meta(100, 8, 64), meta(100, 2, 64)
+    arguments = (q, k, k, ends(5), ends(5), 40, 40, 0.0, True, False)
+    operator = torch.ops.aten._flash_attention_forward.default
+    whole, near = (
+        cost_of(operator, arguments, {"window_size_left": left, "window_size_right": 0}, (q, meta(8, 100)))
+        for left in (-1, 4)
+    )
+    assert whole.flops == near.flops == 4 * 8 * 64 * 100 * 25
+    assert whole.shape == (32, 25, 25, 13, 64) and near.shape == (32, 25, 25, 5, 64)
+    backward = torch.ops.aten._flash_attention_backward.default
+    given = (q, q, k, k, q, meta(8, 100), ends(5), ends(5), 40, 40, 0.0, True, meta(2), meta(0))
+    back = cost_of(backward, given, {"window_size_left": 4, "window_size_right": 0}, (q, k, k))
+    assert (back.flops, back.shape) == (10 * 8 * 64 * 100 * 25, near.shape)

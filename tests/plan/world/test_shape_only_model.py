@@ -127,3 +127,20 @@ def test_layers_listed_one_by_one_are_cut_too(tmp_path: Path):
     shaped, _ = plannable(load(SMALL, f"model.preset={tmp_path / 'shape.json'}"))
     windows = spec_from_config(preset_config(with_layers(shaped, 3).model.preset), "").windows
     assert [window is not None for window in windows] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "period"),
+    [
+        ("qwen3_moe/30B", {}, 1),
+        ("qwen3_moe/30B", {"decoder_sparse_step": 3}, 3),
+        ("qwen3_moe/30B", {"mlp_only_layers": [0]}, 48),
+        ("gpt_oss/20B", {}, 2),
+    ],
+)
+def test_layers_with_experts_differ_from_others(name: str, changed: dict[str, object], period: int, tmp_path: Path):
+    """An MLP among mixtures is another layer; one at the front is never repeated."""
+    (tmp_path / "shape.json").write_text(json.dumps(preset_config(name) | changed))
+    shaped, _ = plannable(load(SMALL, f"model.preset={tmp_path / 'shape.json'}"))
+    assert layer_period(shaped) == period
+    assert layer_period(with_layers(shaped, 12)) == min(period, 12)
