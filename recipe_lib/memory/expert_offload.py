@@ -40,6 +40,10 @@ class ExpertFetcher:
         found = [parameter for module in modules for parameter in (module.weight_codes, module.weight_scales)]
         return [parameter for parameter in found if parameter is not None]
 
+    def num_bytes(self) -> int:
+        """Of this rank's parameters on the host."""
+        return sum(local_part(parameter)[0].nbytes for parameter in self.parameters())
+
     def fetch(self, layer: int, place: int) -> Codes:
         """The codes of one of a layer's modules, on the device; the next layer's are on their way afterwards."""
         if layer not in self._here:

@@ -1,6 +1,7 @@
 """Sharding a model over the ranks with FSDP2, and giving it memory."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from recipe_lib.models.linear_head import LinearHead
 from recipe_lib.models.meta_init import shared_parameters
 from recipe_lib.models.uninitialized import note_unwritten
 from recipe_lib.ops.device import holds_values
+from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.parallel.ddp import DTYPES, is_replicated
 from recipe_lib.parallel.fsdp_wrap_policy import Unit, resolve_wrapping
@@ -56,6 +58,7 @@ def shard_model(
         )
     kept = set(host_parameters(model))
     units = resolve_wrapping(model, parallel.fsdp_wrap_policy, whole_layers=whole_layers or bool(kept))
+    units = [_without(unit, model, kept) for unit in units]
     if is_replicated(parallel) or (world.data_ranks == 1 and not memory.cpu_offload):
         return []
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if memory.cpu_offload else OffloadPolicy()
@@ -90,6 +93,12 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_unshard_in_backward(False)  # its gradient needs the tokens alone
     return units
+
+
+def _without(unit: Unit, model: nn.Module, kept: set[nn.Parameter]) -> Unit:
+    """A unit whose bytes are without those of parameters that FSDP leaves alone."""
+    inside = {id(each) for name in unit.names for each in model.get_submodule(name).parameters()} if kept else set()
+    return replace(unit, bytes=unit.bytes - sum(local_part(each)[0].nbytes for each in kept if id(each) in inside))
 
 
 def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) -> None:

@@ -112,7 +112,19 @@ def _balance(model: nn.Module, cfg: FullFinetuneConfig) -> BalanceLoss | None:
 
 
 def describe_units(model: nn.Module, parallel: Parallel) -> str:
-    """One line for the log: the units by size, and what stays gathered in the root; the model may be sharded."""
+    """One line for the log: the units by size, what stays gathered in the root, and experts on the host; the model may
+    be sharded."""
+    return _describe_sharding(model, parallel) + _describe_hosted(parallel)
+
+
+def _describe_hosted(parallel: Parallel) -> str:
+    if parallel.experts is None:
+        return ""
+    size, layers = format_bytes(parallel.experts.num_bytes()), len(parallel.experts.layers)
+    return f"; experts of {layers} layers in host memory ({size}), copied to the device a layer ahead"
+
+
+def _describe_sharding(model: nn.Module, parallel: Parallel) -> str:
     units, replicas = parallel.units, parallel.replicas
     if replicas is not None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -130,7 +142,8 @@ def describe_units(model: nn.Module, parallel: Parallel) -> str:
     for size, alike in sorted(sizes.items(), reverse=True):
         named = (f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in alike)
         parts += [f"{len(alike)} x {format_bytes(size)}"] if len(alike) > 2 else named
-    root = parameter_bytes(model) - sum(unit.bytes for unit in units)
+    hosted = parallel.experts.num_bytes() if parallel.experts else 0
+    root = parameter_bytes(model) - sum(unit.bytes for unit in units) - hosted
     accumulation = parallel.accumulation
     once = "; gradients reduced once a step" if accumulation is not None and accumulation.once else ""
     once += ", weights gathered once a step" if accumulation is not None and accumulation.keeps_weights else ""

@@ -1,20 +1,34 @@
 """Which modules become FSDP units, and what is said when they cannot."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
+from recipe_lib.adapters import add_adapters
+from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models import build_meta, preset_config, spec_from_config
+from recipe_lib.memory import expert_offload
+from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
 from recipe_lib.models.find_layers import layer_names
-from recipe_lib.parallel import Parallel, describe_units, shard_model, shard_tensors, start_world
+from recipe_lib.parallel import (
+    Parallel,
+    describe_units,
+    materialize,
+    parallelize,
+    shard_model,
+    shard_tensors,
+    start_world,
+)
 from recipe_lib.parallel.fsdp_wrap_policy import parameter_bytes, resolve_wrapping
 from recipe_lib.units import MIB, format_bytes
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, small_spec
+from tests.recipes.mixtures import write_mixture
 
 LAYERS = ["model.layers.0", "model.layers.1", "model.layers.2"]
 MATRIX = VOCABULARY * WIDTH * 4
@@ -176,4 +190,52 @@ def test_what_stays_gathered_under_tensor_parallel(tied: bool) -> None:
     assert (
         run_ranks(line, 4)
         == [f"FSDP units: 3 x {format_bytes(layer)}; always gathered: {format_bytes(halves + WIDTH * 4)}"] * 4
+    )
+
+
+def test_experts_are_units_within_their_layers() -> None:
+    spec = spec_from_config(preset_config("qwen3_moe/30B"), "qwen3_moe/30B")
+    spec = replace(spec, num_layers=3, windows=(None,) * 3, mixture=replace(spec.mixture, layers=(True, False, True)))
+    model = build_meta(spec, torch.bfloat16)
+    units = {unit.names: unit.bytes for unit in resolve_wrapping(model, "auto")}
+    experts = 2 * 128 * 3 * 768 * 2048
+    assert {name: units[name] for name in units if "experts" in name[0]} == {
+        (f"model.layers.{layer}.mlp.experts",): experts for layer in (0, 2)
+    }
+    assert sum(units.values()) + 2 * 2048 == parameter_bytes(model)
+    assert units[("model.layers.0",)] < experts // 10
+    for policy, whole in (("layers", False), ("memory_efficient", True), ("auto", True)):
+        found = resolve_wrapping(model, policy, whole_layers=whole)
+        assert not any("experts" in name for unit in found for name in unit.names)
+
+
+def hosted(folder: Path) -> str:
+    """What the log says of a model whose experts lie on the host, on ranks that shard the rest of it."""
+    spec = spec_from_config(read_config(folder), "qwen3_moe")
+    cfg = LoraFinetuneConfig(device="cpu", lora=LoraConfig(rank=4, quantize_base="nf4"))
+    cfg.memory.expert_offload = True
+    expert_offload.has_host = lambda device: True
+    with start_world(cfg) as world:
+        model = build_meta(spec, torch.float32)
+        add_adapters(model, cfg.lora, torch.float32)
+        parallel = parallelize(model, cfg, world)
+        materialize(model, cfg.memory, world.device)
+        on_host = {id(parameter) for parameter in expert_offload.host_parameters(model)}
+        sharded = [name for name, each in model.named_parameters() if isinstance(each, DTensor) and id(each) in on_host]
+        assert sharded == [] and parallel.experts is not None
+        assert parallel.experts.num_bytes() == sum(
+            each.nbytes for name, each in model.named_parameters() if "experts" in name and "factors" not in name
+        )
+        return describe_units(model, parallel)
+
+
+def test_experts_on_the_host_stay_whole_on_each_rank(tmp_path: Path) -> None:
+    config = write_mixture("qwen3_moe", tmp_path)
+    lines = run_ranks(hosted, 2, config)
+    codes = 6 * 3 * 128 * 64 // 2 * 3  # of three layers
+    size = format_bytes(codes + codes // 32)
+    assert lines[0].endswith(f"; experts of 3 layers in host memory ({size}), copied to the device a layer ahead")
+    assert "experts" not in lines[0].partition(";")[0]
+    assert run_ranks(hosted, 1, config)[0].startswith(
+        "FSDP: off, each rank holds its parameters at all times; experts of 3"
     )

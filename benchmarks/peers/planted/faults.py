@@ -141,6 +141,18 @@ def _adapter_target(setup: Setup) -> None:
     setup.targets = ["q_prj", "v_proj"]
 
 
+def _experts_without_adapters(setup: Setup) -> None:
+    """Adapters on every projection by the names of a dense model, of one whose MLPs are experts."""
+    tensors.make_mixture(setup.model, 4)
+    setup.targets = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def _experts_not_quantized(setup: Setup) -> None:
+    """Frozen weights in 4 bits, of a model most of whose weights are experts in one tensor."""
+    tensors.make_mixture(setup.model, 4)
+    setup.targets, setup.base_bits, setup.twist = ["q_proj", "v_proj"], 4, "transformers"
+
+
 def _zero_rate(setup: Setup) -> None:
     setup.lr = "0.0"
 
@@ -204,6 +216,18 @@ FAULTS: tuple[Fault, ...] = (
     Fault("unknown_format", "name of the data's format misspelled", CONFIG, _twist("unknown_format")),
     Fault("zero_rate", "learning rate 0", CONFIG, _zero_rate),
     Fault("adapter_target", "adapters on two modules, the name of one misspelled", CONFIG, _adapter_target),
+    Fault(
+        "experts_without_adapters",
+        "adapters by the names of a dense model, on a mixture of experts",
+        CONFIG,
+        _experts_without_adapters,
+    ),
+    Fault(
+        "experts_not_quantized",
+        "frozen weights in 4 bits, of which experts in one tensor would stay in 16",
+        CONFIG,
+        _experts_not_quantized,
+    ),
     Fault("empty_file", "file of rows is empty", DATA, _empty),
     Fault("broken_line", "a line of the rows is cut off", DATA, _broken_line),
     Fault("not_text", "an answer is a number", DATA, _rows(_not_text)),

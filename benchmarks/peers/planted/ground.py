@@ -31,8 +31,9 @@ class Setup:
     """A run in no tool's words.
 
     folder: of this run alone, everything lies in it. lr: as it is written. targets: modules that get an adapter, None:
-    every parameter is trained. save_every: steps between states, None: none. twist: the mistake in the config or the
-    command, which each tool spells its own way. whole_step: the rows of an optimizer step, over all ranks.
+    every parameter is trained. base_bits: of the frozen weights next to adapters, 16 or 4. save_every: steps between
+    states, None: none. twist: the mistake in the config or the command, which each tool spells its own way. whole_step:
+    the rows of an optimizer step, over all ranks.
     """
 
     folder: Path
@@ -43,6 +44,7 @@ class Setup:
     packing: bool = False
     validate: bool = False
     targets: list[str] | None = None
+    base_bits: int = 16
     save_every: int | None = None
     resume: bool = False
     ranks: int = 1

@@ -14,6 +14,7 @@ _CONFIG = """\
 recipe: {recipe}
 model:
   path: {model}
+  implementation: {implementation}
 data:
   source: {train}
   format: {format}
@@ -53,6 +54,7 @@ class Ours(Tool):
         """Writes config.yaml."""
         adapters = setup.targets is not None
         targets = [name.removesuffix("_proj") for name in setup.targets or ()]
+        bits = "  quantize_base: nf4\n" if setup.base_bits == 4 else ""
         text = _CONFIG.format(
             recipe=self._recipe(setup),
             model=setup.model,
@@ -61,7 +63,8 @@ class Ours(Tool):
             shuffle=str(setup.shuffle).lower(),
             packing=str(setup.packing).lower(),
             nested="  misspelt_key: 1\n" if setup.twist == "typo_nested" else "",
-            lora=f"lora:\n  target_modules: {json.dumps(targets)}\n" if adapters else "",
+            lora=f"lora:\n  target_modules: {json.dumps(targets)}\n{bits}" if adapters else "",
+            implementation="transformers" if setup.twist == "transformers" else "native",
             validation=f"validation:\n  source: {setup.held_out}\n" if setup.validate else "",
             lr=setup.lr,
             save=setup.save_every or "null",

@@ -94,3 +94,33 @@ def resize_embedding(path: Path, count: int) -> None:
         entry["data_offsets"] = [len(kept), len(kept) + len(part)]
         kept += part
     write(path, header, bytes(kept))
+
+
+def make_mixture(folder: Path, experts: int) -> None:
+    """A Mixtral of a Llama: each layer's MLP becomes so many experts, which begin alike, and a router.
+
+    The router's rows are the embedding's first ones. Raises SystemExit for weights that are not in fp32.
+    """
+    path, settings = folder / "model.safetensors", folder / "config.json"
+    config = json.loads(settings.read_text(encoding="utf-8"))
+    header, content = read(path)
+    _fp32_place(header, _MATRIX)
+    parts = {name: bytes(content[slice(*entry["data_offsets"])]) for name, entry in header.items()}
+    shapes = {name: entry["shape"] for name, entry in header.items()}
+    for layer in range(config["num_hidden_layers"]):
+        before = f"model.layers.{layer}."
+        for old, new in {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}.items():
+            part, shape = (found.pop(f"{before}mlp.{old}.weight") for found in (parts, shapes))
+            for expert in range(experts):
+                name = f"{before}block_sparse_moe.experts.{expert}.{new}.weight"
+                parts[name], shapes[name] = part, shape
+        width = config["hidden_size"]
+        name = f"{before}block_sparse_moe.gate.weight"
+        parts[name], shapes[name] = parts["model.embed_tokens.weight"][: 4 * experts * width], [experts, width]
+    offset, entries = 0, {}
+    for name, part in parts.items():
+        entries[name] = {"dtype": "F32", "shape": shapes[name], "data_offsets": [offset, offset + len(part)]}
+        offset += len(part)
+    write(path, entries, b"".join(parts.values()))
+    config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": experts}
+    settings.write_text(json.dumps(config | {"num_experts_per_tok": 2}), encoding="utf-8")

@@ -40,6 +40,10 @@ WORDS: dict[str, str] = {
     "unknown_format": complaint_about("mesages"),
     "zero_rate": any_of("learning[ _]rate", r"\blr\b"),
     "adapter_target": complaint_about("q_prj", "lora_qury"),
+    "experts_without_adapters": all_of(
+        "expert|gate_proj|up_proj|down_proj", any_of(_COMPLAINT, r"\bno\b", r"\bnone\b", "not adapt")
+    ),
+    "experts_not_quantized": all_of("expert|3.?-?d|parameter", any_of(_COMPLAINT, "would stay", "not quanti", "skip")),
     "empty_file": any_of(
         r"\bempty\b",
         "no (rows|data|examples|samples|training)",
