@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.triton_code import bytes_in, kernels_in, triton_code
 from recipe_lib.adapters import int8, nf4
-from recipe_lib.ops import capped_attention, fused_kernels, fused_loss, gated, rope
+from recipe_lib.ops import capped_attention, expert_gated, fused_kernels, fused_loss, gated, rope
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TOKENS, WIDTH, HEADS, HEAD_WIDTH, INNER, VOCABULARY = 2048, 4096, 32, 128, 14336, 128256  # Llama 3 8B
@@ -110,10 +110,24 @@ def _scores(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
     return make
 
 
+def _inner(count: int) -> Callable[[torch.device, bool], tuple[Any, ...]]:
+    """Of an expert: gradients `[m, f]` of the product, if two are asked for, inner channels `[m, 2f]`, scores."""
+
+    def make(device: torch.device, small: bool) -> tuple[Any, ...]:
+        rows, width = (2, 16) if small else (8 * TOKENS, 768)
+        first = (_random(device, rows, width),) * (count - 1)
+        settings = ("silu", False, 1.0, float("inf"))
+        return *first, _random(device, rows, 2 * width), torch.rand(rows, device=device), *settings
+
+    return make
+
+
 KERNELS = (
     Kernel("rotate", "queries of 2048 tokens", rope._rotate, _rotation),
     Kernel("gated_product", "2048 x 14336", gated.gated_product, _gate(2)),
     Kernel("gated_gradients", "2048 x 14336", gated.gated_gradients, _gate(3)),
+    Kernel("scored_product", "16384 x 768 of experts", expert_gated.scored_products, _inner(1)),
+    Kernel("scored_product_gradients", "16384 x 768 of experts", expert_gated.scored_gradients, _inner(2)),
     Kernel("label_log_probs", "logits 128 x 128256", fused_loss.label_log_probs, _logits(False)),
     Kernel("label_log_prob_gradients", "logits 128 x 128256", fused_loss.label_log_prob_gradients, _logits(True)),
     Kernel("dequantize_nf4", "14336 x 4096", nf4._dequantize, _nf4),

@@ -35,7 +35,7 @@ def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
     """The gated product of `inner` `[m, 2f]` times each row's score `[m]`: `[m, f]`, in the type of `inner`."""
     settings = (gate.activation, gate.interleaved, gate.alpha, gate.limit)
     if torch.compiler.is_compiling():
-        return _product(inner, scores, *settings)
+        return scored_products(inner, scores, *settings)
     return cast(Tensor, _ScoredProduct.apply(inner, scores, *settings))
 
 
@@ -44,12 +44,18 @@ class _ScoredProduct(torch.autograd.Function):
     def forward(ctx: Any, inner: Tensor, scores: Tensor, *settings: Any) -> Tensor:
         ctx.save_for_backward(inner, scores)
         ctx.settings = settings
-        return _product(inner, scores, *settings)
+        return scored_products(inner, scores, *settings)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_gradients(gradients[0], *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+        return (
+            *scored_gradients(gradients[0], *ctx.saved_tensors, *ctx.settings),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _parts(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -79,7 +85,9 @@ def _product_shape(inner: Tensor, scores: Tensor, *settings: Any) -> Tensor:
     "scored_product(Tensor inner, Tensor scores, str activation, bool interleaved, float alpha, float limit) -> Tensor",
     _product_shape,
 )
-def _product(inner: Tensor, scores: Tensor, activation: str, interleaved: bool, alpha: float, limit: float) -> Tensor:
+def scored_products(
+    inner: Tensor, scores: Tensor, activation: str, interleaved: bool, alpha: float, limit: float
+) -> Tensor:
     """`scored_product`, without a gradient."""
     first, second = _activated(*_parts(inner, interleaved), activation, alpha, limit)
     return (first * second * scores.unsqueeze(1)).to(inner.dtype)
@@ -93,8 +101,9 @@ def _gradient_shapes(gradient: Tensor, inner: Tensor, scores: Tensor, *settings:
     "scored_product_gradients(Tensor gradient, Tensor inner, Tensor scores, str activation, bool interleaved, "
     "float alpha, float limit) -> (Tensor, Tensor)",
     _gradient_shapes,
+    repeats=True,
 )
-def _gradients(
+def scored_gradients(
     gradient: Tensor, inner: Tensor, scores: Tensor, activation: str, interleaved: bool, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
     """Of the inner channels and of the scores, by that of the product."""

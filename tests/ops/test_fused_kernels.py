@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.adapters import int8, nf4
 from recipe_lib.adapters.nf4 import dequantize, quantize_blocks, quantize_scales
-from recipe_lib.ops import capped_attention, fused_kernels, fused_loss, gated, rope
+from recipe_lib.ops import capped_attention, expert_gated, fused_kernels, fused_loss, gated, rope
 from recipe_lib.ops.attention import make_attention_info
 from recipe_lib.ops.cross_entropy import linear_cross_entropy, projected_cross_entropy
 from recipe_lib.ops.token_log_probs import token_log_probs
@@ -61,6 +61,9 @@ def capped_calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]
     return found
 
 
+EXPERTS = {"silu": ("silu", False, 1.0, float("inf")), "clamped": (expert_gated.CLAMPED, True, 1.702, 0.7)}
+
+
 def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
     """(name, function, operator, arguments in bf16), of odd shapes."""
     half = torch.bfloat16
@@ -86,6 +89,14 @@ def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
           for name in gated.ACTIVATIONS),
         *((f"{name} gradients", gated.gated_gradients, OPERATORS.gated_gradients, (slope, gate, up, name))
           for name in gated.ACTIVATIONS),
+        *((f"expert's {name} {kind}", function, operator, (*first, random(7, 12, dtype=half, seed=5), random(7).abs(),
+                                                           *settings))
+          for name, settings in EXPERTS.items()
+          for kind, function, operator, first in (
+              ("product", expert_gated.scored_products, OPERATORS.scored_product, ()),
+              ("gradients", expert_gated.scored_gradients, OPERATORS.scored_product_gradients,
+               (random(7, 6, dtype=half, seed=6),)),
+          )),
         ("log probs", fused_loss.label_log_probs, OPERATORS.label_log_probs, (logits, labels, None)),
         ("log probs, capped", fused_loss.label_log_probs, OPERATORS.label_log_probs, (logits, labels, cap)),
         ("gradients", fused_loss.label_log_prob_gradients, OPERATORS.label_log_prob_gradients,
