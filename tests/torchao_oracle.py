@@ -97,3 +97,12 @@ def nf4_tensor() -> Any:
     with _silently():
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor
     return NF4Tensor
+
+
+def mxfp4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """MXFP4 of a matrix `[o, i]`: bytes of two numbers each, `[o, i / 32, 16]`, and biased exponents `[o, i / 32]`."""
+    with _silently():
+        from torchao.prototype.mx_formats.mx_tensor import to_mx
+    rows, columns = matrix.shape
+    scales, codes = to_mx(matrix.contiguous(), torch.float4_e2m1fn_x2, 32)
+    return codes.view(torch.uint8).reshape(rows, columns // 32, 16), scales.view(torch.uint8)

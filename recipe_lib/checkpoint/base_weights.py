@@ -11,7 +11,6 @@ from recipe_lib.checkpoint.converted import Reader, converted_rows
 from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.checkpoint.weights_in import read_headers
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.file_views import OpenView
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, weight_map
 
@@ -30,10 +29,10 @@ def base_fingerprint(spec: ModelSpec, folder: Path) -> str:
             digest.update(_mark(entry.our_name, rows[len(rows) // 2 :][:1]))
             continue
         if entry.view is not None:
-            middle = entry.view.shape[0] // 2
+            middle, *others = entry.view.shape
+            rows = (slice(middle // 2, middle // 2 + 1), *(slice(0, 1) for _ in others[1:]))
             with Reader(found) as read:
-                view = OpenView(entry.view, read.slice, torch.bfloat16)
-                digest.update(_mark(entry.our_name, view[(slice(middle, middle + 1), slice(0, 1))]))
+                digest.update(_mark(entry.our_name, read.opened(entry, torch.bfloat16)[rows]))
             continue
         with safe_open(str(found[entry.file_name].file), framework="pt") as file:
             source = file.get_slice(entry.file_name)
@@ -60,19 +59,20 @@ def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: P
     places = {entry.our_name: entry for entry in weight_map(spec, found)}
     for name, copy in copies.items():
         entry = places.get(name) or places["model.embed_tokens.weight"]  # a tied head
-        if not _equal(path, copy, found[entry.file_name], entry):
+        if not _equal(path, copy, found, entry):
             raise CheckpointError(
                 f"{path}: {copy} differs from {entry.file_name} of {base}: the adapter was trained on other "
                 "weights (a resized or trained embedding); use its own base model"
             )
 
 
-def _equal(path: Path, copy: str, tensor: FileTensor, entry: WeightEntry) -> bool:
-    with safe_open(str(path), framework="pt") as ours, safe_open(str(tensor.file), framework="pt") as theirs:
-        own, other = ours.get_slice(copy), theirs.get_slice(entry.file_name)
-        count = own.get_shape()[0]
-        for start in range(0, count, _ROWS):
+def _equal(path: Path, copy: str, found: Mapping[str, FileTensor], entry: WeightEntry) -> bool:
+    """Whether a copy has the base's numbers: of codes what they stand for, in the copy's type."""
+    with safe_open(str(path), framework="pt") as ours, Reader(found) as read:
+        own = ours.get_slice(copy)
+        for start in range(0, own.get_shape()[0], _ROWS):
             rows = own[start : start + _ROWS]
+            other = read.opened(entry, rows.dtype)
             if not torch.equal(rows, other[start : start + _ROWS].to(rows.dtype)):
                 return False
     return True

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.external_spec import Conversion, WeightEntry
+from recipe_lib.models.file_views import OpenView
 from recipe_lib.models.meta_init import stored_weights
 
 Made = TypeVar("Made")
@@ -31,6 +32,10 @@ class Reader:
     def slice(self, name: str) -> Any:
         """The tensor's slices, none of which is read yet."""
         return self._file(name).get_slice(name)
+
+    def opened(self, entry: WeightEntry, dtype: torch.dtype) -> Any:
+        """Slices of the tensor that an entry lies in, or is made of. dtype: of what is made of codes."""
+        return self.slice(entry.file_name) if entry.view is None else OpenView(entry.view, self.slice, dtype)
 
     def _file(self, name: str) -> Any:
         path = str(self._found[name].file)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
+from recipe_lib.checkpoint.converted import Reader
 from recipe_lib.checkpoint.weights_in import read_headers
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.models.weight_names import weight_map
@@ -26,12 +26,11 @@ def untrained_embeddings(
     """
     headers = read_headers(folder)
     entry = next(entry for entry in weight_map(spec, headers) if entry.our_name == "model.embed_tokens.weight")
-    with safe_open(str(headers[entry.file_name].file), framework="pt") as file:
-        rows = file.get_slice(entry.file_name)
-        size = rows.get_shape()[0]
+    with Reader(headers) as read:
+        rows, size = read.opened(entry, torch.float32), headers[entry.file_name].entry.shape[0]
         sample = np.unique(np.linspace(0, size - 1, min(SAMPLE, size)).astype(int)).tolist()
-        usual = torch.stack([rows[at].float() for at in sample]).norm(dim=1).median()
-        own = {token: rows[token].float() for token in {*tokens, *special} if token < size}
+        usual = torch.stack([rows[at : at + 1].float().flatten() for at in sample]).norm(dim=1).median()
+        own = {token: rows[token : token + 1].float().flatten() for token in {*tokens, *special} if token < size}
     same = Counter(row.numpy().tobytes() for row in own.values())
     return sorted(
         token

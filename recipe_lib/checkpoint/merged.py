@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from recipe_lib import files
 from recipe_lib.adapters.merging import merge_rows
@@ -21,6 +20,7 @@ from recipe_lib.adapters.peft_names import (
 )
 from recipe_lib.adapters.quantized import can_quantize, dequantized
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter
+from recipe_lib.checkpoint.converted import Reader
 from recipe_lib.checkpoint.merged_experts import MergedExperts
 from recipe_lib.checkpoint.merged_external import merge_external, update_of
 from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
@@ -171,16 +171,16 @@ def _pieces(
 def _reader(base: _Base, name: str) -> _Reader:
     """Reads rows of one of our parameters as the run had them: `(start, stop)` to `[stop - start, m]`."""
     entry = base.places.get(name) or base.places[f"{EMBEDDING}.weight"]  # the head of a base that ties it
-    path, offset = base.found[entry.file_name].file, entry.start
+    offset = entry.start
 
     def read(start: int, stop: int) -> torch.Tensor:
-        with safe_open(str(path), framework="pt") as file:
-            return file.get_slice(entry.file_name)[offset + start : offset + stop].to(base.dtype)
+        with Reader(base.found) as files_of:
+            return files_of.opened(entry, base.dtype)[offset + start : offset + stop].to(base.dtype)
 
     target = target_of(name.removesuffix(".weight"))
     if base.storage == "none" or target in (None, "router", "embedding", "head") or not name.endswith(".weight"):
         return read
-    shape = base.found[entry.file_name].entry.shape
+    shape = base.found[entry.file_name].entry.shape if entry.view is None else entry.view.shape
     rows = entry.length or shape[0]
     if not can_quantize(shape[1], rows, base.storage):
         return read

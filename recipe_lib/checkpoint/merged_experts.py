@@ -11,7 +11,6 @@ from recipe_lib.adapters.quantized import can_quantize, dequantized
 from recipe_lib.checkpoint.adapter_files import AdapterFile
 from recipe_lib.checkpoint.converted import Reader
 from recipe_lib.checkpoint.tensor_files import FileTensor
-from recipe_lib.models.file_views import OpenView
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.models.weight_names import weight_map
 
@@ -31,7 +30,7 @@ class MergedExperts:
         dtype: torch.dtype,
     ) -> None:
         """found: the base's tensors. storage, dtype: how the run kept them."""
-        self._views = {entry.our_name: entry.view for entry in weight_map(spec, found)}
+        self._places = {entry.our_name: entry for entry in weight_map(spec, found)}
         self._modules = {f"{module.parts[0].module}.weight": module for module in adapter.modules(spec)}
         self._adapter, self._found, self._storage, self._dtype = adapter, found, storage, dtype
         self._name = ""
@@ -48,11 +47,9 @@ class MergedExperts:
             yield self._merged(number).t().unsqueeze(0)
 
     def _read(self, name: str) -> None:
-        view = self._views[name]
-        assert view is not None
         self._name, self._weight = "", torch.empty(0)
         with Reader(self._found) as read:
-            weight = OpenView(view, read.slice, self._dtype)[:].to(self._dtype)
+            weight = read.opened(self._places[name], self._dtype)[:].to(self._dtype)
         _, rows, columns = weight.shape
         if self._storage != "none" and can_quantize(columns, rows, self._storage):
             weight = dequantized(weight.flatten(0, 1), self._storage).view_as(weight)

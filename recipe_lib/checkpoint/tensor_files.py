@@ -33,6 +33,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "F8_E8M0")  # of checkpoints that are quantized already; never written
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | dict.fromkeys(_EIGHT_BITS, 1)
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -120,7 +122,7 @@ def _read_entry(path: Path, name: str, entry: Any) -> TensorEntry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
             numbers = [*shape, start, end]
             if all(type(number) is int and number >= 0 for number in numbers):
-                if dtype not in DTYPES or end - start == math.prod(shape) * DTYPES[dtype].itemsize:
+                if dtype not in _ITEM_BYTES or end - start == math.prod(shape) * _ITEM_BYTES[dtype]:
                     return TensorEntry(dtype, tuple(shape), start, end)
     raise _not_safetensors(path, f"an impossible entry for {name}")
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.checkpoint.converted import Reader, load_converted, made_for
+from recipe_lib.checkpoint.quantized_checks import quantized_fault
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, read_header
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE, find_weights
 from recipe_lib.errors import CheckpointError
@@ -53,6 +54,9 @@ def _match(
 ) -> tuple[list[WeightEntry], dict[str, FileTensor]]:
     """The entries to read and the tensors they lie in."""
     found = read_headers(folder)
+    fault = quantized_fault(spec, folder, found)
+    if fault:
+        raise CheckpointError(fault)
     entries = weight_map(spec, [name for name in found if not found[name].extra])
     expected = file_shapes([entry for entry in entries if entry.made is None and entry.view is None], shapes)
     forms = {name: form for entry in entries if entry.view for name, form in entry.view.tensors().items()}
@@ -121,11 +125,15 @@ def _type_fault(folder: Path, tensors: dict[str, FileTensor], readable: Mapping[
         return None
     first = min(unreadable)
     more = f" and {len(unreadable) - 1} more are" if len(unreadable) > 1 else " is"
-    expected = " or ".join(readable[first]) if first in readable else "F32, BF16, F16 or F64"
-    return (
-        f"{folder}: {first}{more} of type {unreadable[first]}, expected {expected}; "
-        "quantized weights cannot be trained: take the checkpoint they were made from"
+    expected, remedy = (
+        "F32, BF16, F16 or F64",
+        "quantized weights cannot be trained: take the checkpoint they were made from",
     )
+    if set(readable.get(first, _READABLE)) != _READABLE:  # codes, and what scales them
+        *others, last = readable[first]
+        expected = f"{', '.join(others)} or {last}" if others else last
+        remedy = "check that config.json and the weights are of one checkpoint"
+    return f"{folder}: {first}{more} of type {unreadable[first]}, expected {expected}; {remedy}"
 
 
 def _shape_fault(
@@ -352,9 +360,18 @@ def read_part(source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> Non
     if not offsets:  # a number by itself
         local.copy_(source[...])
         return
-    row_bytes = max(1, local[0].numel() * 8)  # no readable type is wider than 8 bytes
+    _read_along(0, source, local, offsets)
+
+
+def _read_along(dim: int, source: Any, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
+    """As `read_part`, for one that is read in pieces along this dimension, or the next where those are too large."""
+    count = local.shape[dim]
+    row_bytes = local.numel() // count * 8  # no readable type is wider than 8 bytes
     rows = max(1, READ_BYTES // row_bytes)
-    columns = tuple(slice(at, at + size) for at, size in zip(offsets[1:], local.shape[1:], strict=True))
-    for start in range(0, local.shape[0], rows):
-        stop = min(start + rows, local.shape[0])
-        local[start:stop].copy_(source[(slice(offsets[0] + start, offsets[0] + stop), *columns)])
+    for start in range(0, count, rows):
+        piece = local.narrow(dim, start, min(rows, count - start))
+        places = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
+        if row_bytes > READ_BYTES and dim + 1 < local.dim():
+            _read_along(dim + 1, source, piece, places)
+        else:
+            piece.copy_(source[tuple(slice(at, at + size) for at, size in zip(places, piece.shape, strict=True))])

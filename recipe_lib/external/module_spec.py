@@ -18,8 +18,8 @@ from recipe_lib.external.tensor_parallel import shard_module
 from recipe_lib.external.tensor_plan.transformers_models import shrink
 from recipe_lib.external.transformers_config import TRANSFORMERS, looks_ahead, one_line, transformers_config
 from recipe_lib.models.external_spec import ExternalSpec, StageParts, TensorLayout, WeightEntry, WrittenLayout
-from recipe_lib.models.families import refuse_quantized
 from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.quantized_files import refuse_quantized
 from recipe_lib.models.sizes import check_sizes
 from recipe_lib.parallel.world import World
 

@@ -13,9 +13,10 @@ from recipe_lib.errors import CheckpointError
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.family_fields import COMMON, Family, Fields, activation, layer_windows
 from recipe_lib.models.mixture_families import MIXTURES
+from recipe_lib.models.quantized_files import read_codes
 from recipe_lib.models.rope_config import read_rope
 from recipe_lib.models.sizes import check_sizes
-from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.models.spec import DecoderSpec, FileCodes, ModelSpec
 
 _GEMMA = COMMON | {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
 
@@ -48,45 +49,18 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
     """The spec of a Hugging Face `config.json`.
 
     where: the file or preset, named in errors. Raises CheckpointError for an architecture that is not supported,
-    quantized weights in a form that is not read, and keys that are missing or make no sense.
+    weights that are quantized in a form that is not read, and keys that are missing or make no sense.
     """
-    block = _fp8_block(config, where)
-    if block is None and not _is_mxfp4(config):
-        refuse_quantized(config, where)
+    outer = read_codes(config, where)
     check_sizes(config, where)
     config = text_config(config)
-    if block is None and not _is_mxfp4(config):
-        refuse_quantized(config, where)
+    inner = read_codes(config, where)
     family = _family(config, where)
     fields = Fields(FAMILIES[family].defaults | dict(config), where)
     common = _common_shape(fields, family)
-    return DecoderSpec(**common | FAMILIES[family].shape(fields, common), fp8_block=block)
-
-
-def _is_mxfp4(config: Mapping[str, Any]) -> bool:
-    """Whether weights are MXFP4 blocks as gpt-oss has them."""
-    found = config.get("quantization_config")
-    method = found.get("quant_method") if isinstance(found, Mapping) else None
-    return method == "mxfp4" and config.get("model_type") == "gpt_oss"
-
-
-def _fp8_block(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    """Rows and columns of a scale of FP8 weights; None: they are not in FP8 with scales of blocks."""
-    found = config.get("quantization_config")
-    if not isinstance(found, Mapping) or found.get("quant_method") != "fp8" or "weight_block_size" not in found:
-        return None
-    block = found["weight_block_size"]
-    if not isinstance(block, list) or len(block) != 2 or not all(type(each) is int and each > 0 for each in block):
-        raise CheckpointError(
-            f"{where}: config.json: quantization_config.weight_block_size: found {str(block)[:80]}, expected two "
-            "positive integers (FP8 with scales of whole rows or tensors is not supported)"
-        )
-    if found.get("activation_scheme", "dynamic") != "dynamic":
-        raise CheckpointError(
-            f"{where}: config.json: quantization_config.activation_scheme: found "
-            f"{str(found['activation_scheme'])[:80]}, expected dynamic (scales of activations are not read)"
-        )
-    return block[0], block[1]
+    return DecoderSpec(
+        **common | FAMILIES[family].shape(fields, common), codes=outer if inner == FileCodes() else inner
+    )
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,21 +77,6 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     own = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
     return outer | dict(config["text_config"]) | own
-
-
-def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
-    """Raises CheckpointError when the weights are stored in a quantized form (bitsandbytes, GPTQ, AWQ, MLX, ...)."""
-    for key in ("quantization_config", "compression_config", "quantization"):
-        found = config.get(key)
-        if not found:
-            continue
-        method = found.get("quant_method") if isinstance(found, Mapping) else None
-        if method is None:
-            method = "MLX" if key == "quantization" else "unknown method"
-        raise CheckpointError(
-            f"{where}: config.json: {key}: the weights are quantized ({method}); expected fp32, bf16 or fp16 weights; "
-            "download the checkpoint that this one was made from"
-        )
 
 
 def _family(config: Mapping[str, Any], where: str) -> str:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
+_SCALES = (*_FLOATS, "F8_E8M0", "U8")  # of FP8
 MXFP4_BLOCK = 32  # numbers that share an exponent (OCP Microscaling Formats 1.0)
-_MXFP4_BIAS = 127  # of the exponents
+_MX_BIAS = 127  # of exponents that stand for scales
 # Of the 16 codes; the highest bit is the sign.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -145,7 +146,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Stack:
-    """One behind the other in a new first dimension: the same of each expert."""
+    """One after the other in a new first dimension: the same of each expert."""
 
     parts: tuple[FileView, ...]
 
@@ -165,29 +166,62 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Fp8Blocks:
-    """A matrix in 8-bit floating point, with a scale for each block of `block` rows and columns; the last of a row or
-    column of blocks may be smaller. What it stands for is computed in fp32."""
+class SomeRows:
+    """Some of the rows: of a tensor that holds several parameters one below the other."""
 
-    name: str
-    scales: str
-    shape: tuple[int, int]
-    block: tuple[int, int]
+    part: FileView
+    start: int
+    length: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is made."""
+        return (self.length, *self.part.shape[1:])
 
     def tensors(self) -> dict[str, FileForm]:
         """See `FileView`."""
-        blocks = tuple(-(-size // each) for size, each in zip(self.shape, self.block, strict=True))
-        return {self.name: FileForm(self.shape, ("F8_E4M3",)), self.scales: FileForm(blocks)}
+        return self.part.tensors()
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
         """See `FileView`."""
+        (first, last), *others = bounds
+        return self.part.read(slice_of, [(first + self.start, last + self.start), *others], dtype)
+
+
+@dataclass(frozen=True)
+class Fp8Blocks:
+    """A matrix `[o, i]`, or those of all experts `[E, o, i]`, in 8-bit floating point, with a scale for each block of
+    `block` rows and columns; the last of a row or column of blocks may be smaller.
+
+    What it stands for is computed in fp32. Scales are of any type of floating point, or the exponents of 2 alone: as
+    float8, or uint8 with 127 added.
+    """
+
+    name: str
+    scales: str
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Of a block in each dimension, none larger than the tensor itself."""
+        every = (*[1] * (len(self.shape) - 2), *self.block)
+        return tuple(max(1, min(size, each)) for size, each in zip(self.shape, every, strict=True))
+
+    def tensors(self) -> dict[str, FileForm]:
+        """See `FileView`."""
+        blocks = tuple(-(-size // each) for size, each in zip(self.shape, self._sizes(), strict=True))
+        return {self.name: FileForm(self.shape, ("F8_E4M3",)), self.scales: FileForm(blocks, _SCALES)}
+
+    def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
+        """See `FileView`."""
+        sizes = self._sizes()
         values = slice_of(self.name)[_slices(bounds)].float()
-        blocks = [(first // each, -(-last // each)) for (first, last), each in zip(bounds, self.block, strict=True)]
-        scales = slice_of(self.scales)[_slices(blocks)].float()
-        for dim, ((first, last), each) in enumerate(zip(bounds, self.block, strict=True)):
-            start = first - first // each * each
-            scales = scales.repeat_interleave(each, dim).narrow(dim, start, last - first)
-        return (values * scales).to(dtype)
+        blocks = [(first // each, -(-last // each)) for (first, last), each in zip(bounds, sizes, strict=True)]
+        scales = slice_of(self.scales)[_slices(blocks)]
+        scales = (scales.float() - _MX_BIAS).exp2() if scales.dtype == torch.uint8 else scales.float()
+        for dim, ((first, last), each) in enumerate(zip(bounds, sizes, strict=True)):
+            scales = scales.index_select(dim, torch.arange(first, last) // each - first // each)
+        return values.mul_(scales).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -213,10 +247,11 @@ class Mxfp4Blocks:
         *rows, (first, last) = bounds
         begin, end = first // MXFP4_BLOCK, -(-last // MXFP4_BLOCK)
         place = (*_slices(rows), slice(begin, end))
-        codes, exponents = slice_of(self.blocks)[place], slice_of(self.scales)[place].int() - _MXFP4_BIAS
+        codes, exponents = slice_of(self.blocks)[place], slice_of(self.scales)[place].int() - _MX_BIAS
         levels = torch.tensor([*_FP4, *(-level for level in _FP4)], dtype=dtype)
-        both = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-        values = torch.ldexp(levels[both.int()], exponents.unsqueeze(-1)).to(dtype).flatten(-2)
+        pairs = torch.stack((levels.repeat(16), levels.repeat_interleave(16)), dim=1)  # of each byte
+        values = pairs.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], MXFP4_BLOCK)
+        values = torch.ldexp(values, exponents.unsqueeze(-1)).to(dtype).flatten(-2)
         return values[..., first - begin * MXFP4_BLOCK : last - begin * MXFP4_BLOCK]
 
 

@@ -4,7 +4,7 @@
 tensor, gate and up together, as transformers holds them. gpt-oss has fused ones, transposed, or as MXFP4 blocks.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,17 +24,15 @@ _ROUTERS = {"gpt_oss": "router"}  # else `gate`
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
-def fp8_view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Collection[str]) -> FileView:
+def fp8_view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]) -> FileView:
     """A tensor of the file by its name: as it is, or in FP8 if the file has scales for it."""
     scales = f"{name}_scale_inv"
-    if spec.fp8_block is not None and scales in file_names and len(shape) == 2:
-        return Fp8Blocks(name, scales, (shape[0], shape[1]), spec.fp8_block)
+    if spec.codes.fp8_block is not None and scales in file_names and len(shape) > 1:
+        return Fp8Blocks(name, scales, shape, spec.codes.fp8_block)
     return PlainTensor(name, shape)
 
 
-def mixture_place(
-    spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Collection[str]
-) -> str | FileView | None:
+def mixture_place(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]) -> str | FileView | None:
     """Where a parameter of ours lies: another name, or a view of several tensors; None: it is no mixture's.
 
     shape: of the parameter. file_names: of the files that are read; empty: as files are written.
@@ -52,7 +50,7 @@ def router_name(spec: DecoderSpec) -> str:
     return _ROUTERS.get(spec.family, "gate")
 
 
-def _router_place(spec: DecoderSpec, name: str, file_names: Collection[str]) -> str:
+def _router_place(spec: DecoderSpec, name: str, file_names: Set[str]) -> str:
     block = _APART[spec.family][0] if spec.family in _APART else "mlp"
     router = router_name(spec)
     written = name.replace(".mlp.router.", f".{block}.{router}.")
@@ -60,16 +58,16 @@ def _router_place(spec: DecoderSpec, name: str, file_names: Collection[str]) -> 
     return fused if fused in file_names else written
 
 
-def _experts(spec: DecoderSpec, name: str, part: str, shape: tuple[int, ...], file_names: Collection[str]) -> FileView:
+def _experts(spec: DecoderSpec, name: str, part: str, shape: tuple[int, ...], file_names: Set[str]) -> FileView:
     fused, kind = name.rsplit(".", 1)
     if kind == "bias":
         return PlainTensor(f"{fused}_bias", shape)
     if spec.family not in _APART:
-        if f"{fused}_blocks" in file_names:
+        if spec.codes.mxfp4 and not file_names.isdisjoint((f"{fused}_blocks", f"{fused}_scales")):
             return Mxfp4Blocks(f"{fused}_blocks", f"{fused}_scales", (shape[0], shape[1], shape[2]))
-        return Swapped(PlainTensor(fused, (shape[0], shape[2], shape[1])))
+        return Swapped(fp8_view(spec, fused, (shape[0], shape[2], shape[1]), file_names))
     if fused in file_names:
-        return PlainTensor(fused, shape)
+        return fp8_view(spec, fused, shape, file_names)
     experts = []
     for expert in range(shape[0]):
         own: list[FileView] = [

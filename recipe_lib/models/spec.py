@@ -50,6 +50,14 @@ class MixtureSpec:
 
 
 @dataclass(frozen=True)
+class FileCodes:
+    """How a checkpoint's files have weights that are quantized already; by default they have none."""
+
+    fp8_block: tuple[int, int] | None = None  # rows and columns of a scale, where linears are in FP8
+    mxfp4: bool = False  # experts are in MXFP4
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """Every number that the decoder of any family needs; widths are in channels."""
 
@@ -84,7 +92,7 @@ class DecoderSpec:
     width_norms: bool = False  # queries and keys have a norm over all heads together (OLMoE)
     qkv_clip: float | None = None  # queries, keys and values are clamped into +- this (OLMoE)
     sinks: bool = False  # each head has a score that takes part in the softmax and attends to nothing (gpt-oss)
-    fp8_block: tuple[int, int] | None = None  # rows and columns of a scale, where the file's linears are in FP8
+    codes: FileCodes = FileCodes()
 
 
 ModelSpec = DecoderSpec | ExternalSpec

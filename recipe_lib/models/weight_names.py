@@ -1,12 +1,12 @@
 """Which tensor of a checkpoint file each parameter is, for reading and for writing."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Set
 
 import torch
 
 from recipe_lib.models.external_spec import ExternalSpec, WeightEntry, WrittenLayout
-from recipe_lib.models.file_views import FileView, PlainTensor
+from recipe_lib.models.file_views import FileView, PlainTensor, SomeRows
 from recipe_lib.models.meta_init import build_meta
 from recipe_lib.models.mixture_files import fp8_view, mixture_place
 from recipe_lib.models.mixture_files import written_layout as mixture_layout
@@ -31,22 +31,23 @@ def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[Weight
     for other, other_head in _GEMMA3_PREFIXES.items():
         if spec.family == "gemma3" and any(name.startswith(other) for name in file_names):
             prefix, head = other, other_head
-    entries = []
+    entries, file_names = [], frozenset(file_names)
     for name, shape in parameter_shapes(spec).items():
         place = _fused_place(name, spec) if spec.fused_file else None
-        file_name, start, length = place or (name, 0, None)
+        file_name, start, length, rows = place or (name, 0, None, shape[0])
         body, own_prefix = (prefix, "model.") if file_name.startswith("model.") else (head, "lm_head.")
         file_name = body + file_name.removeprefix(own_prefix)
-        view = _view(spec, file_name, shape, file_names) if length is None else None
+        view = _view(spec, file_name, (rows, *shape[1:]), file_names)
         if isinstance(view, PlainTensor):
-            file_name, view = view.name, None
-        first = file_name if view is None else next(iter(view.tensors()))
-        entries.append(WeightEntry(name, first, start, length, view=view))
+            entries.append(WeightEntry(name, view.name, start, length))
+            continue
+        view = view if length is None else SomeRows(view, start, length)
+        entries.append(WeightEntry(name, next(iter(view.tensors())), view=view))
     return entries
 
 
-def _view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Collection[str]) -> FileView | None:
-    """How a parameter is read, whose name in files of the same names as ours would be this; None: as it is."""
+def _view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]) -> FileView:
+    """How a tensor is read, whose name in files of the same names as ours would be this."""
     place = mixture_place(spec, name, shape, file_names) if spec.mixture is not None else None
     if place is None or isinstance(place, str):
         return fp8_view(spec, place or name, shape, file_names)
@@ -91,8 +92,9 @@ def buffer_names(spec: ModelSpec) -> frozenset[str]:
     return spec.layout().buffers if isinstance(spec, ExternalSpec) else frozenset()
 
 
-def _fused_place(name: str, spec: DecoderSpec) -> tuple[str, int, int] | None:
-    """Phi 3's fused tensors: queries, keys and values in `qkv_proj`, gate and up in `gate_up_proj`."""
+def _fused_place(name: str, spec: DecoderSpec) -> tuple[str, int, int, int] | None:
+    """Phi 3's fused tensors: queries, keys and values in `qkv_proj`, gate and up in `gate_up_proj`; first row, rows,
+    and rows of the whole."""
     query, key = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
     parts = {
         "self_attn.q_proj": ("self_attn.qkv_proj", 0, query),
@@ -103,5 +105,6 @@ def _fused_place(name: str, spec: DecoderSpec) -> tuple[str, int, int] | None:
     }
     for part, (fused, start, length) in parts.items():
         if f".{part}." in name:
-            return name.replace(part, fused), start, length
+            rows = query + 2 * key if fused.endswith("qkv_proj") else 2 * spec.mlp_width
+            return name.replace(part, fused), start, length, rows
     return None

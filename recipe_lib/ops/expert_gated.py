@@ -101,7 +101,6 @@ def _gradient_shapes(gradient: Tensor, inner: Tensor, scores: Tensor, *settings:
     "scored_product_gradients(Tensor gradient, Tensor inner, Tensor scores, str activation, bool interleaved, "
     "float alpha, float limit) -> (Tensor, Tensor)",
     _gradient_shapes,
-    repeats=True,
 )
 def scored_gradients(
     gradient: Tensor, inner: Tensor, scores: Tensor, activation: str, interleaved: bool, alpha: float, limit: float

@@ -19,6 +19,7 @@ from recipe_lib.cli import plan as plan_verb
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
 from recipe_lib.models import preset_config, spec_from_config
+from recipe_lib.models.quantized_files import read_codes
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import Plan
 from recipe_lib.units import GIB, gib
@@ -201,12 +202,17 @@ def no_expert_parallelism() -> None:
     assert not FAMILIES.keys() & {"deepseek_v2", "deepseek_v3", "qwen2_moe"}
 
 
-def no_quantized_checkpoints() -> None:
+def few_quantized_checkpoints() -> None:
+    """Two layouts are read; the others are refused with the method's name."""
     from recipe_lib.errors import UserError
 
-    config = {**preset_config("llama3/8B"), "quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(UserError):
-        spec_from_config(config, "config.json")
+    dense, mixture = preset_config("llama3/8B"), {"model_type": "gpt_oss", "num_local_experts": 4}
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert spec_from_config({**dense, "quantization_config": fp8}, "config.json").codes.fp8_block == (128, 128)
+    assert read_codes({**mixture, "quantization_config": {"quant_method": "mxfp4"}}, "").mxfp4
+    for method in ("gptq", "awq", "bitsandbytes"):
+        with pytest.raises(UserError, match=rf"quantization_config: the weights are quantized \({method}\)"):
+            spec_from_config({**dense, "quantization_config": {"quant_method": method}}, "config.json")
 
 
 def verbs() -> None:
@@ -312,7 +318,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "No distillation and no reinforcement learning": methods,
     "No context parallelism": no_context_parallelism,
     "No expert parallelism": no_expert_parallelism,
-    "No checkpoints that are quantized already": no_quantized_checkpoints,
+    "Of checkpoints that are quantized already": few_quantized_checkpoints,
     "No evaluation by benchmarks": verbs,
     "no Apple or Intel GPUs": devices,
     "BSD 3-Clause": license_is_bsd,

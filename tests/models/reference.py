@@ -138,10 +138,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def reference_model(case: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
-    """A transformers model of the case, every parameter random, norms and biases included."""
+def reference_model(
+    case: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> transformers.PreTrainedModel:
+    """A transformers model of the case, every parameter random, norms and biases included. changes: of its config."""
     class_name, options = CASES[case]
-    config = getattr(transformers, class_name)(**SMALL | options)
+    config = getattr(transformers, class_name)(**SMALL | options | changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -95,13 +95,13 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "bitsandbytes": (
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-        "quantization_config: the weights are quantized (bitsandbytes); expected fp32, bf16 or fp16 weights; "
-        "download the checkpoint that this one was made from",
+        "quantization_config: the weights are quantized (bitsandbytes); expected fp32, bf16 or fp16 weights, or "
+        "fp8 with weight_block_size; download the checkpoint that this one was made from",
     ),
     "mlx": (
         {"quantization": {"group_size": 64, "bits": 4}},
-        "quantization: the weights are quantized (MLX); expected fp32, bf16 or fp16 weights; "
-        "download the checkpoint that this one was made from",
+        "quantization: the weights are quantized (MLX); expected fp32, bf16 or fp16 weights, or fp8 with "
+        "weight_block_size; download the checkpoint that this one was made from",
     ),
     "missing": ({"hidden_size": ...}, "hidden_size: found no such key, expected a positive integer"),
     "text": ({"vocab_size": "97"}, "vocab_size: found '97', expected a positive integer"),

@@ -158,6 +158,8 @@ def allowed_bytes(name: str, found: list[Tensor], arguments: tuple[Any, ...]) ->
     # For a CPU what tanh or exp gave is made in memory rather than again.
     if name == "log probs, capped":
         few += arguments[0].numel() * 4
+    if name.startswith("expert's") and name.endswith("gradients"):
+        few += arguments[0].numel() * 4
     if name.startswith(("shares", "score gradients")):
         few = (1 if name.startswith("shares") else 2) * arguments[0].numel() * 4 + 6 * 4 * arguments[0][..., 0].numel()
     return sum(each.nbytes for each in found) + few
