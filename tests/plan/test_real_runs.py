@@ -212,7 +212,7 @@ def config_of(case: tuple[Any, ...], folder: Path) -> tuple[type, Any, Any]:
     """The recipe's class, the case's config and the shape of its batches."""
     _, name, model, *overrides = case
     overrides += [
-        f"model.preset={model if model == TIED else folder / f'{model}.json'}",
+        f"model.preset={model if model.endswith('.json') else folder / f'{model}.json'}",
         f"output_dir={folder / 'none'}",
         f"recipe={name}",
     ]

@@ -155,7 +155,7 @@ def op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = Non
     if measured:
         return measured.seconds(op.flops, op.bytes)
     if matmuls := matmuls_issued(op, hardware.architecture):
-        one = replace(op, flops=op.flops / matmuls, bytes=op.bytes / matmuls, shape=(1, *op.shape[1:]))
+        one = replace(op, flops=op.flops // matmuls, bytes=op.bytes // matmuls, shape=(1, *op.shape[1:]))
         return matmuls * _kernel_seconds(one, hardware, calibration, splits=True)
     return _kernel_seconds(op, hardware, calibration)
 
