@@ -9,16 +9,19 @@ For a layer of a Llama-like decoder it keeps, besides the log-sum-exp of attenti
 """
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -76,6 +79,22 @@ def apply_activation_checkpointing(
         if name in options:
             modules[name].forward = _checkpointed(modules[name].forward, options[name])
     return described
+
+
+@contextmanager
+def outside_selection() -> Iterator[None]:
+    """Inside, operators are none of those that selective checkpointing counts: their number may be another in backward.
+
+    For what is not part of the layer's computation, as copies that are begun ahead.
+    """
+    taken = []
+    while isinstance(_get_current_dispatch_mode(), (_CachedTorchDispatchMode, _CachingTorchDispatchMode)):
+        taken.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(taken):
+            _push_mode(mode)
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from recipe_lib.adapters.expert_layers import QuantizedExperts
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.memory.checkpointing import outside_selection
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.dtensor_shards import local_part
@@ -46,6 +47,10 @@ class ExpertFetcher:
 
     def fetch(self, layer: int, place: int) -> Codes:
         """The codes of one of a layer's modules, on the device; the next layer's are on their way afterwards."""
+        with outside_selection():
+            return self._fetch(layer)[place]
+
+    def _fetch(self, layer: int) -> list[Codes]:
         if layer not in self._here:
             self._copy(layer)
         codes, copied = self._here[layer]
@@ -57,7 +62,7 @@ class ExpertFetcher:
             self._drop(other)
         if following is not None and following not in self._here:
             self._copy(following)
-        return codes[place]
+        return codes
 
     def _following(self, layer: int) -> int | None:
         """The layer that is needed next, if a rank's layers run in their order. Backward begins with the last one."""

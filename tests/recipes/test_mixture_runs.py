@@ -116,6 +116,7 @@ CASES = [
     Case("qwen3_moe", "qlora of experts", 1, HOSTED),
     Case("gpt_oss", "qlora", 1, (*HOSTED, *RECOMPUTE)),
     Case("mixtral", "int8", 1, (*HOSTED, *TILES)),
+    Case("gpt_oss", "qlora of experts", 1, (*HOSTED, *KEPT_HALF)),
     Case("qwen3_moe", "qlora of experts", 2, HOSTED),
     Case("gpt_oss", "qlora of experts", 2, (*HOSTED, *TENSOR)),
     Case("mixtral", "qlora", 2, (*HOSTED, *PIPELINE, *RECOMPUTE)),
