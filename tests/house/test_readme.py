@@ -311,6 +311,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "| Qwen 3": PRESETS,
     "| Gemma 2": PRESETS,
     "| Phi 3": PRESETS,
+    "| gpt-oss": PRESETS,
     "A config is `FAMILY/SIZE_METHOD`": PRESETS,
     "a preset `FAMILY/SIZE`": PRESETS,
     "in another size needs no preset": "tests/models/test_spec.py",

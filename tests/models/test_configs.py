@@ -53,6 +53,11 @@ PUBLISHED = {
     "gemma3/27B": 27_009_346_304,
     "phi3/mini": 3_821_079_552,
     "phi4/14B": 14_659_507_200,
+    "qwen3_moe/30B": 30_532_122_624,
+    "gpt_oss/20B": 20_914_757_184,
+    "gpt_oss/120B": 116_829_156_672,
+    "mixtral/8x7B": 46_702_792_704,
+    "olmoe/7B": 6_919_161_856,
 }
 SHIPPED = sorted(name for name in preset_names() if not name.startswith("demo/"))
 
