@@ -63,6 +63,14 @@ def test_a_plan_says_what_the_router_changes(device: str, more: tuple[str, ...],
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).time == time
 
 
+def test_weights_of_experts_without_rows_are_not_read(tmp_path: Path) -> None:
+    """Of many large experts and few tokens, reading the weights is what takes time; gradients of all are written."""
+    large = {"num_experts": 64, "moe_intermediate_size": 16384}
+    plan, _ = planned(tmp_path, device="h100", **large)
+    assert plan.time is not None and plan.time.same_experts is not None
+    assert plan.time.same_experts < plan.time.step
+
+
 def test_of_all_experts_there_is_one_choice(tmp_path: Path) -> None:
     plan, _ = planned(tmp_path, num_experts_per_tok=EXPERTS)
     assert plan.time is not None and plan.time.same_experts == pytest.approx(plan.time.step)
