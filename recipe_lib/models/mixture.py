@@ -90,9 +90,25 @@ class Experts(nn.Module):
 
 
 def bias_of_rows(bias: Tensor, groups: Groups) -> Tensor:
-    """The bias of each row's expert: `[m, o]` of `[E, o]`. A matmul, whose backward sums in a fixed order."""
-    numbers = torch.arange(bias.shape[0], device=bias.device)
-    return (groups.experts.unsqueeze(1) == numbers).to(bias.dtype) @ bias
+    """The bias of each row's expert: `[m, o]` of `[E, o]`."""
+    return cast(Tensor, _BiasOfRows.apply(bias, groups.experts))
+
+
+class _BiasOfRows(torch.autograd.Function):
+    """Backward is a matmul, which sums in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, experts: Tensor) -> Tensor:
+        ctx.save_for_backward(experts)
+        ctx.count = bias.shape[0]
+        return bias.index_select(0, experts)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (experts,) = ctx.saved_tensors
+        numbers = torch.arange(ctx.count, device=experts.device)
+        return (experts == numbers.unsqueeze(1)).to(gradients[0].dtype) @ gradients[0], None
 
 
 def scored_bias(bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
