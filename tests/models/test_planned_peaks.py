@@ -27,6 +27,7 @@ from benchmarks.planned_peaks import (
 )
 from recipe_lib.config.paths import configs_folder
 from recipe_lib.units import GIB, MIB
+from tests.house.files import ROOT
 from tests.plan.apart import apart, settings
 from tests.selection import selected, slow_except
 
@@ -144,3 +145,14 @@ def test_adapters_have_whole_models_where_they_fit():
     shipped = {name for name in PLANS if not name.startswith("demo/")}
     assert auto == {name for name in shipped if DDP in PLANS[name] and fits(PLANS[name][DDP], 8, 24)}
     assert len(auto) > 60
+
+
+def test_the_page_of_mixtures_has_the_planned_peaks():
+    """docs/moe.md: of each config of a mixture of experts its cards and peaks."""
+    text = (ROOT / "docs" / "moe.md").read_text(encoding="utf-8")
+    wanted = []
+    for name in sorted(name for name in PLANS if name.startswith(("qwen3_moe/", "gpt_oss/", "mixtral/", "olmoe/"))):
+        size, ranks = meant_for(PLANS[name])
+        peaks = [f"{PLANS[name][str(ranks)][key] / GIB:.2f}" for key in ("active", "reserved")]
+        wanted.append(f"| `{name}` | {ranks} x {size} GB | {' | '.join(peaks)} |")
+    assert "|---|--:|--:|--:|\n" + "\n".join(wanted) + "\n\n" in text, "\n".join(wanted)
