@@ -1,4 +1,4 @@
-"""Recommended settings for 1, 2, 4 and 8 cards of 24 GB, from 1B to 70B and a mixture of experts, as docs/fit.md; every line a whole plan.
+"""Recommended settings for 1, 2, 4 and 8 cards of 24 GB, from 1B to 70B, as docs/fit.md; every line a whole plan.
 
     python -m benchmarks.fit --output docs/fit.md [--only 8B]
 
@@ -36,7 +36,6 @@ MODELS = {
     "14B": "qwen2_5/14B",
     "32B": "qwen2_5/32B",
     "70B": "llama3/70B",
-    "30B-A3B": "qwen3_moe/30B",
 }
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 CARDS = (1, 2, 4, 8)
