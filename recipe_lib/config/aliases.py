@@ -46,6 +46,7 @@ _ELSEWHERE = {
     "base_model base_model_config checkpoint_dir hf_assets_path initial_load_path load_checkpoint_path "
     "pretrained_checkpoint",
     "model.preset": "model.flavor model_flavor model_size",
+    "router_aux_loss_coef": "moe_aux_loss_coeff aux_loss_coef moe_aux_loss_coef",
     "model.implementation": "model_impl model_class auto_model_class",
     "tokenizer": "tokenizer_config",
     "tokenizer.path": "tokenizer.name tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_model "
