@@ -276,20 +276,21 @@ def timed(device: torch.device, seconds: list[float]) -> Iterator[None]:
 def fill_weights(model: torch.nn.Module) -> None:
     """Random weights, drawn on the device: the recipe's own are the same for any world size, but slower to make.
 
-    NF4: random codes, and one scale for all blocks, which is what the last factor says. Large matrices in host memory
-    get one number, since drawing would take minutes there.
+    NF4: random codes, and one scale for all blocks, which is what the last factor says. Large matrices and codes in
+    host memory get one number, since drawing would take minutes there.
     """
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        if name.endswith(("weight_codes", "weight_scales")):
+        large_on_host = local.device.type == "cpu" and local.numel() > 2**22
+        if large_on_host:
+            local.view(torch.uint8).fill_(0x5A) if name.endswith("codes") else local.fill_(0.02)
+        elif name.endswith(("weight_codes", "weight_scales")):
             local.view(torch.uint8).random_(0, 256 if name.endswith("codes") else 1)
         elif name.endswith("weight_factors"):
             local.fill_(0.04)
         elif name.endswith("norm.weight"):
             local.fill_(1.0)
-        elif local.device.type == "cpu" and local.numel() > 2**22:
-            local.fill_(0.02)
         else:
             local.normal_(0.0, 0.02)
 

@@ -126,7 +126,7 @@ def cases(gpu: bool) -> list[PlanCase]:
             PlanCase("lora", TINY, 2, 64, "none", schedule="gpipe"),
             *(PlanCase("full", TINY, 2, 64, levers=levers) for levers in (*STEPPING, *STATES, *REDUCED_ONCE)),
         ]
-    return [*_telling(), *_levers(), *_compiled(), *_pipelines(), *_full(), *_adapters()]
+    return [*_telling(), *_levers(), *_mixtures(), *_compiled(), *_pipelines(), *_full(), *_adapters()]
 
 
 def recorded() -> list[PlanCase]:
@@ -173,6 +173,24 @@ def _levers() -> list[PlanCase]:
         PlanCase("full", small, 1, 2048, levers=("matmul_dtype=int8",)),
         PlanCase("full", small, 1, 2048, levers=("matmul_dtype=fp8",)),
         PlanCase("lora", small, 2, 2048, levers=("parallel.strategy=ddp",)),
+    ]
+
+
+def _mixtures() -> list[PlanCase]:
+    """Experts in bf16 and in NF4, on the card and on the host, as FSDP units of their own, and attention with sinks."""
+    qwen, oss, olmoe = "qwen3_moe/30B", "gpt_oss/20B", "olmoe/7B"
+    offloaded = ("memory.expert_offload=true",)
+    return [
+        PlanCase("qlora", qwen, 1, 2048),
+        PlanCase("qlora", qwen, 1, 2048, levers=offloaded),
+        PlanCase("qlora", qwen, 1, 2048, levers=("lora.target_modules=[q,k,v,o,experts]",)),
+        PlanCase("qlora", oss, 1, 2048),
+        PlanCase("qlora", oss, 1, 8192, "selective", levers=offloaded),
+        PlanCase("lora", olmoe, 1, 2048, "none"),
+        PlanCase("full", olmoe, 4, 2048),
+        PlanCase("full", olmoe, 4, 8192, levers=("memory.mlp_tiles=8",)),
+        PlanCase("full", qwen, 8, 2048),
+        PlanCase("full", oss, 8, 2048, "selective", documents=6),
     ]
 
 

@@ -155,11 +155,11 @@ def written_out_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).type_as(hidden) * weight
 
 
-def attention_with_expanded_keys(attend: Any, q: Tensor, k: Tensor, v: Tensor, info: Any) -> Tensor:
+def attention_with_expanded_keys(attend: Any, q: Tensor, k: Tensor, v: Tensor, info: Any, **more: Any) -> Tensor:
     """Each key and value head copied for the query heads that share it."""
     times = q.shape[1] // k.shape[1]
     k, v = (tensor.repeat_interleave(times, dim=1) for tensor in (k, v))
-    return attend(q, k, v, info)
+    return attend(q, k, v, info, **more)
 
 
 def _first_matmuls_kept() -> Any:

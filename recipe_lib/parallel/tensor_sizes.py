@@ -8,6 +8,7 @@ from recipe_lib.models.spec import DecoderSpec
 # A layer's linears that are cut by rows, so that each rank has some of their outputs; and by columns.
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "none") -> None:
@@ -80,7 +81,10 @@ def _uncuttable(spec: DecoderSpec, quantize: str, size: int, copies: bool) -> li
     inputs = {"o_proj": heads, "down_proj": spec.mlp_width}
     outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
     found = _uncuttable_experts(spec, quantize, size)
+    dense = "MLP channels" in _widths(spec)
     for matrix in (*COLUMN, *ROW):
+        if matrix in MLP and not dense:
+            continue
         out_features = spec.width if matrix in ROW else outputs.get(matrix, spec.mlp_width)
         in_features = inputs.get(matrix, spec.width)
         parts = spec.num_kv_heads if _copied(spec, copies, size) and matrix in ("k_proj", "v_proj") else size
