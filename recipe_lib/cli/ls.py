@@ -53,8 +53,9 @@ def run(words: list[str]) -> int:
 
 
 def matches(config: str, word: str) -> bool:
-    """Whether a part of the config's name begins with the word: `qwen3/8B_lora` has qwen3, 8B and lora."""
-    name, wanted = config.lower().replace(".", "_"), word.lower().replace(".", "_").strip("/")
+    """Whether a part of the config's name begins with the word: `qwen3/8B_lora` has qwen3, 8B and lora; with `qwen3/`
+    begins no other family than that."""
+    name, wanted = config.lower().replace(".", "_"), word.lower().replace(".", "_").lstrip("/")
     return any(part.startswith(wanted) for part in (name, *name.split("/"), *re.split(r"[/_]", name)))
 
 

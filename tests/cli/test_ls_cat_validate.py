@@ -63,9 +63,9 @@ def test_ls_filters(words: list[str], configs: list[str], capsys: pytest.Capture
 
 
 def test_sizes_stand_in_their_order(capsys: pytest.CaptureFixture):
-    for words, sizes in ((["qwen3", "full"], "0.6B 1.7B 4B 8B 14B 32B"), (["smollm2", "full"], "135M 360M 1.7B")):
-        lines = run(capsys, "ls", *words)[1].splitlines()[1:]
-        assert [line.split()[0] for line in lines] == [f"{words[0]}/{size}_full" for size in sizes.split()]
+    for family, sizes in (("qwen3", "0.6B 1.7B 4B 8B 14B 32B"), ("smollm2", "135M 360M 1.7B")):
+        lines = run(capsys, "ls", f"{family}/", "full")[1].splitlines()[1:]
+        assert [line.split()[0] for line in lines] == [f"{family}/{size}_full" for size in sizes.split()]
 
 
 @pytest.mark.parametrize("verb", ["run", "plan", "cat", "validate"])
