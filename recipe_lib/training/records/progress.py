@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SHORTEST_BAR, LONGEST_BAR = 8, 60  # columns
 RECENT = 0.9  # weight of the steps before in the mean seconds of a step
+_NOT_FINITE = "not finite"
 # Which numbers are left out first where the room is short; the loss never is.
 _LEFT_OUT = ("labels", "lr", "grad norm", "tokens/s/device", "GiB")
 
@@ -111,7 +112,7 @@ def _numbers(line: Mapping[str, Any], own: Sequence[str]) -> list[str]:
     kind = "resident" if line["memory_kind"] != "device" else "peak"
     return [
         f"loss {_number(line['loss'])}",
-        *(f"{name.replace('_', ' ')} {_number(line[name])}" for name in own),
+        *(f"{name.replace('_', ' ')} {_own_number(name, line[name])}" for name in own),
         f"grad norm {_number(line['grad_norm'])}",
         f"lr {line['lr']:.2e}",
         f"{format_count(line['tokens_per_second_per_device'])} tokens/s/device",
@@ -135,5 +136,11 @@ def _fitting(numbers: list[str], room: int) -> list[str]:
     return kept
 
 
+def _own_number(name: str, value: float | None) -> str:
+    """A recipe's own number: what its name says are tokens is counted."""
+    text = _number(value)
+    return f"{value:,.0f}" if name.endswith("_tokens") and text != _NOT_FINITE else text
+
+
 def _number(value: float | None) -> str:
-    return f"{value:.4f}" if value is not None and math.isfinite(value) else "not finite"
+    return f"{value:.4f}" if value is not None and math.isfinite(value) else _NOT_FINITE

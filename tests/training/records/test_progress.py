@@ -41,14 +41,17 @@ def line(step: int, **changes: Any) -> dict[str, Any]:
 def test_a_plain_line_word_for_word(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([100.0, 110.0, 130.0])
     monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
+    own = ["noise", "cut_tokens"]
     with Progress(LogConfig(progress="plain"), 12, MAIN, done=2) as progress:
         progress.step(line(3))
-        progress.step(line(4, memory_kind="resident set", loss=float("nan"), grad_norm=None, noise=0.5), ["noise"])
+        progress.step(
+            line(4, memory_kind="resident set", loss=float("nan"), grad_norm=None, noise=0.5, cut_tokens=1234.0), own
+        )
     assert said == [
         "step 3/12  loss 2.3457  grad norm 1.5000  lr 2.00e-05  1.2 K tokens/s/device  labels 25%  peak 1.23 GiB  "
         "eta 1m30s",
-        "step 4/12  loss not finite  noise 0.5000  grad norm not finite  lr 2.00e-05  1.2 K tokens/s/device  "
-        "labels 25%  resident 1.23 GiB  eta 2m40s",
+        "step 4/12  loss not finite  noise 0.5000  cut tokens 1,234  grad norm not finite  lr 2.00e-05  "
+        "1.2 K tokens/s/device  labels 25%  resident 1.23 GiB  eta 2m40s",
     ]
 
 
