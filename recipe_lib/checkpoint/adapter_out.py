@@ -32,9 +32,9 @@ from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_FINGERPRINT, BA
 from recipe_lib.checkpoint.base_weights import base_fingerprint
 from recipe_lib.checkpoint.model_card import write_card
 from recipe_lib.checkpoint.ownership import Holders, find_holders
-from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together
+from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together, write_gathered
 from recipe_lib.checkpoint.run_files import publish
-from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
+from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor
 from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files
 from recipe_lib.checkpoint.weights_out import (
     begin_folder,
@@ -108,7 +108,7 @@ def export_adapter(
                 (_extra_pieces(model, extra.name, holders) for extra in extras),
             )
         )
-        _write_tensors(temporary / TENSOR_FILE, plan, pieces, metadata, world)
+        write_gathered(temporary / TENSOR_FILE, plan, pieces, metadata, world)
 
         def finish() -> None:
             files.write_json(temporary / CONFIG_FILE, fields)
@@ -187,22 +187,6 @@ def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: P
     if base_folder is not None:
         metadata[BASE_FINGERPRINT] = base_fingerprint(spec, base_folder)
     return metadata
-
-
-def _write_tensors(
-    path: Path, plan: list[PlannedTensor], pieces: Iterator[torch.Tensor], metadata: dict[str, str], world: RankGroup
-) -> None:
-    """The file; every rank takes part in each gather, even after rank 0 could not write. Collective."""
-
-    def write() -> None:
-        try:
-            if world.rank == 0:
-                write_tensor_file(path, plan, pieces, metadata)
-        finally:
-            for piece in pieces:
-                del piece
-
-    together(world, write)
 
 
 def _pieces(model: nn.Module, module: FileModule, cfg: LoraConfig, holders: Holders) -> Iterator[torch.Tensor]:

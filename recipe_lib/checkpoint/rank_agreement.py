@@ -1,11 +1,12 @@
 """Work around a checkpoint that concerns all ranks: everyone's own part, and what rank 0 decides alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from recipe_lib.checkpoint.tensor_files import PlannedTensor, write_tensor_file
 from recipe_lib.errors import StorageError
 from recipe_lib.files import storage_faults
 
@@ -71,6 +72,37 @@ def together(world: RankGroup, action: Callable[[], Result]) -> Result:
 def decide(world: RankGroup, action: Callable[[], Any]) -> Any:
     """Runs `action` on rank 0 alone and returns its JSON result on every rank; its failure is raised on all."""
     return world.broadcast_json(together(world, action if world.rank == 0 else lambda: None))
+
+
+def write_gathered(
+    path: Path,
+    plan: Sequence[PlannedTensor],
+    pieces: Iterator[torch.Tensor],
+    metadata: dict[str, str],
+    world: RankGroup,
+) -> None:
+    """Rank 0 writes a file of tensors that all ranks gather. Collective.
+
+    pieces: see `write_tensor_file`; each step of it holds the same collectives on all ranks. Every rank goes through
+    all steps, even after the disk refused or a step failed, so that none waits for another; then the first fault is
+    raised.
+    """
+
+    def write() -> None:
+        fault: Exception | None = None
+        while True:
+            try:
+                if world.rank == 0 and fault is None:
+                    write_tensor_file(path, plan, pieces, metadata)
+                for piece in pieces:
+                    del piece
+                break
+            except Exception as error:  # noqa: BLE001 raised once no rank waits for another
+                fault = fault or error
+        if fault is not None:
+            raise fault
+
+    together(world, write)
 
 
 def check_shared(folder: Path) -> None:

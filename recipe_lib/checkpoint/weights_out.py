@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from recipe_lib import files
 from recipe_lib.checkpoint.model_card import write_card
 from recipe_lib.checkpoint.ownership import Holders, find_holders
-from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together
+from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, write_gathered
 from recipe_lib.checkpoint.run_files import publish
-from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor, write_tensor_file
+from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor
 from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE
 from recipe_lib.checkpoint.weights_in import EXTRA, file_shapes
@@ -74,7 +74,7 @@ def export_model(
     def read(name: str) -> Iterator[torch.Tensor]:
         return holders.relay(name, lambda: gather(name))
 
-    pieces = _TensorPieces(spec, read, world, extras)
+    pieces = _TensorPieces(spec, read, everything, extras)
 
     temporary = Path(decide(world, lambda: begin_folder(out, shards, copied)))
     try:
@@ -177,10 +177,15 @@ class _TensorPieces:
     """The data of a file's tensors, a gathered parameter at a time; of those made by one conversion, all it takes."""
 
     def __init__(
-        self, spec: ModelSpec, read: Callable[[str], Iterator[torch.Tensor]], world: RankGroup, extras: Collection[str]
+        self,
+        spec: ModelSpec,
+        read: Callable[[str], Iterator[torch.Tensor]],
+        parameters: dict[str, torch.Tensor],
+        extras: Collection[str],
     ) -> None:
-        """read: the whole of a parameter in one or several pieces, on rank 0; collective. extras: see `plan_shards`."""
-        self._read, self._world, self._other = read, world, written_layout(spec)
+        """read: the whole of a parameter, or pieces of its bytes, on rank 0; collective. parameters: what has each
+        parameter's shape and type. extras: see `plan_shards`."""
+        self._read, self._parameters, self._other = read, parameters, written_layout(spec)
         self._current: Conversion | None = None
         self._made: dict[str, torch.Tensor] = {}
         self._parts: dict[str, list[str]] = {}  # name in the file -> the parameters it is made of, in row order
@@ -201,12 +206,27 @@ class _TensorPieces:
         conversion = self._other.made[name]
         if conversion is not self._current:
             self._made, self._current = {}, conversion
-            whole_ones = {taken: list(self._read(taken)) for taken in conversion.names()}
-            if self._world.rank == 0:
-                made = conversion.convert(lambda taken: whole_ones[taken][0])
+            found = {taken: self._whole(taken) for taken in conversion.names()}
+            parameters = {taken: parameter for taken, parameter in found.items() if parameter is not None}
+            if parameters:
+                made = conversion.convert(parameters.__getitem__)
                 self._made = {conversion.written[own]: tensor for own, tensor in made.items()}
-        if self._world.rank == 0:
+        if name in self._made:
             yield self._made.pop(name)
+
+    def _whole(self, name: str) -> torch.Tensor | None:
+        """A parameter, on rank 0; what comes from another rank of a pipeline is put together. Collective."""
+        parameter, found = self._parameters[name], None
+        for piece in self._read(name):
+            if piece.shape == parameter.shape:
+                found = piece
+                continue
+            if found is None:
+                found = torch.empty(parameter.shape, dtype=parameter.dtype)
+                rest = found.view(-1).view(torch.uint8)
+            rest[: len(piece)] = piece
+            rest = rest[len(piece) :]
+        return found
 
 
 def begin_folder(out: Path, shards: dict[str, list[PlannedTensor]], copied: list[Path]) -> str:
@@ -228,20 +248,11 @@ def _write_shard(
     world: RankGroup,
     extras: Collection[str],
 ) -> None:
-    """One file; every rank takes part in each gather, even after rank 0 could not write. Collective."""
+    """One file. Collective."""
     # chain keeps no reference to what it gave, so that a gathered tensor is gone before the next one is gathered.
     pieces = chain.from_iterable(read.of(tensor.name) for tensor in tensors)
-
-    def write() -> None:
-        try:
-            if world.rank == 0:
-                held = {tensor.name for tensor in tensors} & set(extras)
-                write_tensor_file(path, tensors, pieces, {"format": "pt"} | extra_metadata(held))
-        finally:
-            for piece in pieces:
-                del piece
-
-    together(world, write)
+    held = {tensor.name for tensor in tensors} & set(extras)
+    write_gathered(path, tensors, pieces, {"format": "pt"} | extra_metadata(held), world)
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ import errno
 import gc
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 
 from recipe_lib import files
 from recipe_lib.checkpoint.huggingface import check_weights, export_model
+from recipe_lib.checkpoint.rank_agreement import SingleRank, write_gathered
 from recipe_lib.checkpoint.run_files import OutputRecord, write_record
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
+from recipe_lib.checkpoint.tensor_files import PlannedTensor
 from recipe_lib.errors import StorageError
 from recipe_lib.parallel.world import World
 from tests.checkpoint.tiny import CONFIG, OPTIMIZERS, fingerprint, tiny_model, tiny_spec, tiny_world, train, tree
@@ -290,3 +293,19 @@ def test_a_full_disk_is_one_line_while_another_rank_removes_the_folder(
     monkeypatch.setattr(files.shutil, "disk_usage", disk_usage)
     line = files.describe_fault(OSError(errno.ENOSPC, "No space left on device", str(gone / "shard.safetensors")))
     assert line.startswith(f"{gone / 'shard.safetensors'}: No space left on device (3 B free); free some space")
+
+
+def test_what_other_ranks_wait_for_is_gathered_after_a_fault(memory_path: Path) -> None:
+    """Each tensor's gather is a collective: rank 0 takes part in those after the one that failed, and says which."""
+    gathered = []
+
+    def gather(number: int) -> Iterator[torch.Tensor]:
+        gathered.append(number)
+        if number in (1, 2):
+            raise ValueError(f"tensor {number}")
+        yield torch.zeros(2)
+
+    plan = [PlannedTensor(str(number), torch.float32, (2,)) for number in range(4)]
+    with pytest.raises(ValueError, match="tensor 1"):
+        write_gathered(memory_path / "x", plan, chain.from_iterable(map(gather, range(4))), {}, SingleRank())
+    assert gathered == [0, 1, 2, 3]

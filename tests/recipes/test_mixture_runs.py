@@ -241,28 +241,29 @@ def test_other_ranks_go_on_from_a_state(levers: tuple[str, ...], tmp_path: Path)
 
 
 def exported(folder: Path, family: str) -> None:
-    """A model and an adapter that two ranks in a group wrote, and the same weights and adapter of one process."""
+    """Models and adapters that two ranks wrote, of each a half of every expert or of the layers, and one process."""
     for kind in ("full", "lora"):
-        for name, levers in (("shared", TENSOR), ("alone", ())):
+        for name, levers in (("shared", TENSOR), ("stages", PIPELINE), ("alone", ())):
             ranks = dist.get_world_size()
             case = Case(family, kind, ranks, levers)
-            if (name == "shared") == (ranks == 2):
+            if (name == "alone") == (ranks == 1):
                 train(case, folder, f"{kind} {name}", "checkpoint.save_model=true")
                 dist.barrier()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MIXTURES)
-def test_what_ranks_that_share_experts_write(family: str, tmp_path: Path) -> None:
+def test_what_ranks_of_a_group_and_of_a_pipeline_write(family: str, tmp_path: Path) -> None:
     """Rows of gate and up lie in the file's order, whatever the order on the ranks; transformers opens the model."""
     write_mixture(family, tmp_path)
     for ranks in (1, 2):
         run_ranks(exported, ranks, tmp_path, family, timeout=200)
     for file in ("full {}/model/model.safetensors", "lora {}/adapter/adapter_model.safetensors"):
-        alone, shared = (load_file(tmp_path / file.format(name)) for name in ("alone", "shared"))
-        assert alone.keys() == shared.keys()
-        for name, tensor in alone.items():
-            torch.testing.assert_close(shared[name], tensor, atol=1e-8, rtol=0, msg=name)
+        alone, *others = (load_file(tmp_path / file.format(name)) for name in ("alone", "shared", "stages"))
+        for written in others:
+            assert alone.keys() == written.keys()
+            for name, tensor in alone.items():
+                torch.testing.assert_close(written[name], tensor, atol=1e-8, rtol=0, msg=name)
     _, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "full shared/model", output_loading_info=True
     )
