@@ -1,4 +1,4 @@
-"""Recommended settings for 1, 2, 4 and 8 cards of 24 GB, from 1B to 70B, as docs/fit.md; every line a whole plan.
+"""Recommended settings for 1, 2, 4 and 8 cards of 24 GB, dense models and mixtures of experts, as docs/fit.md.
 
     python -m benchmarks.fit --output docs/fit.md [--only 8B]
 
@@ -36,6 +36,8 @@ MODELS = {
     "14B": "qwen2_5/14B",
     "32B": "qwen2_5/32B",
     "70B": "llama3/70B",
+    "gpt-oss-20b": "gpt_oss/20B",
+    "Qwen3-30B-A3B": "qwen3_moe/30B",
 }
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 CARDS = (1, 2, 4, 8)
@@ -207,6 +209,8 @@ for 65,536 tokens, {long}; lengths are powers of two and quarters between them, 
 extrapolated from a few of the model's layers, and not whole plans; what is reserved has to fit, without a margin and
 without expandable segments, so that a `risky` line can have less than its shipped length. Its host memory is one
 rank's.
+
+Times of mixtures of experts are those of even loads. Their `memory.expert_offload` is not searched: [moe.md](moe.md).
 
 Each table's command is above it. `tune plan` instead of `tune run` shows what such a run takes, byte by byte;
 `tune plan --config CONFIG --search --fit 4x24GB` says all settings that were tried.

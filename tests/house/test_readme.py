@@ -156,7 +156,8 @@ def _planned(words: list[str]) -> tuple[str, bool]:
 
 
 def fit_page() -> None:
-    assert fit.CARDS == (1, 2, 4, 8) and list(fit.MODELS) == ["1B", "3B", "8B", "14B", "32B", "70B"]
+    assert fit.CARDS == (1, 2, 4, 8)
+    assert list(fit.MODELS) == ["1B", "3B", "8B", "14B", "32B", "70B", "gpt-oss-20b", "Qwen3-30B-A3B"]
     assert list(fit.METHODS.values()) == ["full fine-tuning", "LoRA", "QLoRA"]
 
 
