@@ -220,14 +220,17 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     """One line for the log: what is trained and what is frozen, counted on the modules; the model may be sharded.
 
-    Where all linears are adapted, also what of the layers has no adapter, as experts.
+    Of a pipeline it is what this rank has. Where all linears are adapted, also what of the layers has no adapter, as
+    experts.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     found, external = cover(model), is_external(model)
     targets = describe_targets(found, {} if external else WORDS)
+    whole = getattr(getattr(model, "spec", None), "num_layers", found.layers)
+    here = f" in this rank's {found.layers} of {whole} layers" if found.layers < whole else ""
     line = (
-        f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}: "
+        f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}{here}: "
         f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} on top of "
         f"{_size(frozen)} frozen"
     )

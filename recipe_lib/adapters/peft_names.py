@@ -4,7 +4,7 @@ A file names an adapter after the module of the Hugging Face model that it belon
 models whose file fuses several linears into one (Phi 3): there one adapter of the file stands next to several of ours.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -60,6 +60,13 @@ class FileModule:
     parts: tuple[MergedRows, ...]
     experts: int = 0
     parameter: str = ""
+
+    @property
+    def full_name(self) -> str:
+        """The whole name of what has the adapter: of the parameter, where that is not a linear's weight."""
+        inside = self.parameter.rpartition(".")[0]
+        owner = self.name.removesuffix(".base_layer")
+        return f"{owner.removesuffix(inside)}{self.parameter}" if self.parameter else self.name
 
     @property
     def is_embedding(self) -> bool:
@@ -167,6 +174,16 @@ def split_name(name: str, *, of_text: bool = True) -> tuple[str, str] | None:
         if of_text and module.startswith(other):
             return own + module.removeprefix(other), suffix
     return module, suffix
+
+
+def in_full(module: str, parameters: Collection[str]) -> str:
+    """The name that `FileModule` has for a module of a file: there experts have the outer name for any one matrix.
+
+    parameters: ends of the names of those that have an adapter.
+    """
+    ends = {name.rpartition(".")[2] for name in parameters}
+    is_first = module.endswith(".mlp.experts") and "gate_up_proj" in ends and "down_proj" not in ends
+    return f"{module}.{_EXPERTS['gate_up_proj']}" if is_first else module
 
 
 def extra_name(name: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.adapters.peft_names import spellings
+from recipe_lib.adapters.peft_names import FileModule, spellings
 from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.checkpoint.weights_in import extra_names
 from recipe_lib.config.local_files import check_adapter
@@ -40,17 +40,30 @@ _IRRELEVANT = {
     "revision",
     "runtime_config",
     "target_modules",
-    "target_parameters",
     "task_type",
 }
-_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
+_READ = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "init_lora_weights",
+    "target_parameters",
+}
 # Other starts change the frozen weights, so that the adapter belongs to weights that are in no checkpoint.
 _STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The numbers of an adapter. rank_pattern, alpha_pattern: pattern of a module's name -> its own rank or alpha."""
+    """The numbers of an adapter.
+
+    rank_pattern, alpha_pattern: pattern of a module's or parameter's name -> its own rank or alpha. parameters: ends of
+    the names of those that have an adapter by themselves, as experts'.
+    """
 
     rank: int
     alpha: float
@@ -59,14 +72,20 @@ class AdapterConfig:
     base: str = ""
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
 
-    def rank_of(self, module: str) -> int:
+    def rank_of(self, module: FileModule) -> int:
         """The rank of a module's adapter."""
-        return int(_matching(self.rank_pattern, module, self.rank))
+        return int(_matching(self.rank_pattern, self._key(module), self.rank))
 
-    def scaling_of(self, module: str) -> float:
+    def scaling_of(self, module: FileModule) -> float:
         """What the product of its two matrices is multiplied by."""
-        return scaling(_matching(self.alpha_pattern, module, self.alpha), self.rank_of(module), self.rslora)
+        return scaling(_matching(self.alpha_pattern, self._key(module), self.alpha), self.rank_of(module), self.rslora)
+
+    def _key(self, module: FileModule) -> str:
+        """The name that PEFT compares patterns with: of the parameter, where that has the adapter."""
+        named = any(f".{module.full_name}".endswith(f".{end}") for end in self.parameters)
+        return module.full_name if named or module.experts else module.name
 
 
 def scaling(alpha: float, rank: int, rslora: bool) -> float:
@@ -74,10 +93,10 @@ def scaling(alpha: float, rank: int, rslora: bool) -> float:
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
-def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
-    names = spellings(module)
+def _matching(patterns: Mapping[str, float], name: str, default: float) -> float:
+    names = spellings(name)
     for pattern, value in patterns.items():
-        if any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in names):
+        if any(re.fullmatch(rf"(.*\.)?({pattern})", other) for other in names):
             return value
     return default
 
@@ -111,6 +130,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         base=str(fields.get("base_model_name_or_path") or ""),
         rank_pattern=fields.get("rank_pattern") or {},
         alpha_pattern=fields.get("alpha_pattern") or {},
+        parameters=tuple(fields.get("target_parameters") or ()),
     )
 
 
@@ -154,6 +174,10 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def _are_names(value: Any) -> bool:
+    return value is None or isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
 def _is_pattern_of(value: Any, test: Any) -> bool:
     return (
         value is None or isinstance(value, dict) and all(_compiles(key) and test(item) for key, item in value.items())
@@ -161,8 +185,9 @@ def _is_pattern_of(value: Any, test: Any) -> bool:
 
 
 def _compiles(pattern: str) -> bool:
-    """A plain part of a name: a pattern of a stranger's file may run for hours, so only these few signs are taken."""
-    return re.fullmatch(r"\^?[\w.\\]+\$?", pattern) is not None and _is_regex(pattern)
+    """A plain part of a name, after anything or not: a pattern of a stranger's file may run for hours, so only these
+    few signs are taken."""
+    return re.fullmatch(r"\^?(\.\*\\\.)?[\w.\\]+\$?", pattern) is not None and _is_regex(pattern)
 
 
 def _is_regex(pattern: str) -> bool:
@@ -178,6 +203,7 @@ _NUMBERS = (
     ("lora_alpha", _is_number, "a number above 0"),
     ("use_rslora", _is_flag, "true or false"),
     ("use_dora", _is_flag, "true or false"),
+    ("target_parameters", _are_names, "a list of parameters' names"),
     ("rank_pattern", lambda value: _is_pattern_of(value, _is_rank), "module names with positive integers"),
     ("alpha_pattern", lambda value: _is_pattern_of(value, _is_number), "module names with numbers above 0"),
 )

@@ -1,5 +1,6 @@
 """A PEFT adapter's files: what is in them, from their headers, and whether it goes with a model and a config."""
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from recipe_lib.adapters.peft_names import (
     adapted_modules,
     extra_name,
     file_modules,
+    in_full,
     is_target,
     split_name,
     targets_of,
@@ -30,6 +32,7 @@ from recipe_lib.models.spec import ModelSpec
 
 # Metadata of that file, besides what PEFT reads: which base it was trained on, and how that was stored.
 BASE_FINGERPRINT, BASE_DTYPE, BASE_STORAGE = "tune_base", "tune_base_dtype", "tune_base_storage"
+_EXPERT_APART = re.compile(r"\.experts\.\d+\.")
 BASE_IMPLEMENTATION = "tune_base_implementation"  # of a model that was not the library's own decoder
 _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
@@ -92,7 +95,7 @@ def read_adapter(folder: Path) -> AdapterFile:
         elif split is None:
             unknown.append(name)
         else:
-            tensors.setdefault(split[0], {})[split[1]] = (name, entry)
+            tensors.setdefault(in_full(split[0], config.parameters), {})[split[1]] = (name, entry)
     _refuse_contents(path, header, unknown)
     return AdapterFile(folder, config, tensors, header.metadata, extras)
 
@@ -127,7 +130,14 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> None:
     known = file_modules(spec)
     strange = adapter.tensors.keys() - known.keys()
     faults = []
-    if strange:
+    apart = sorted(name for name in strange if _EXPERT_APART.search(name))
+    if apart and getattr(spec, "mixture", None) is not None:
+        faults.append(
+            f"{adapter.path}: adapts the linears of each expert ({apart[0]}), as transformers 4 has them; expected "
+            "mlp.experts.gate_up_proj and mlp.experts.down_proj, in each of which all experts of a layer are one "
+            "parameter; merge it with transformers 4 and PEFT, or train it again"
+        )
+    elif strange:
         faults.append(
             f"{adapter.path}: {_several(strange)} no module of this model; the adapter was made for another base"
             + (f" ({adapter.config.base})" if adapter.config.base else "")
@@ -143,7 +153,7 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> None:
 
 def _module_fault(adapter: AdapterFile, module: FileModule, spec: ModelSpec) -> str | None:
     config, found = adapter.config, adapter.tensors[module.name]
-    expected = module.shapes(config.rank_of(module.name), config.dora)
+    expected = module.shapes(config.rank_of(module), config.dora)
     missing = expected.keys() - found.keys()
     if missing:
         return f"{adapter.path}: {module.name}.{min(missing)} is missing; export or download the adapter again"
@@ -218,9 +228,11 @@ def _target_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str
     missing = [name for name in wanted if name not in found]
     partial = [name for name in missing if set(targets_of([wanted[name]])) & set(targets)]
     if partial:
+        first = wanted[partial[0]]
+        others = "layers or matrices" if first.experts else "layers"
         return (
-            f"{adapter.path}: has no adapter for {partial[0]}, though other layers have one; adapters of some layers "
-            "only cannot be trained on: merge it into the base first (tune export --merge)"
+            f"{adapter.path}: has no adapter for {first.full_name}, though other {others} have one; adapters of some "
+            f"{others} only cannot be trained on: merge it into the base first (tune export --merge)"
         )
     if missing or extra:
         return (
@@ -252,7 +264,7 @@ def used_parts(adapter: AdapterFile, module: FileModule) -> FileModule:
 
 def stacked_rank(adapter: AdapterFile, module: FileModule, parts: int, rank: int) -> bool:
     """Whether a fused module's adapter is that of `parts` adapters of `rank`, one after the other, separate in B."""
-    if parts < 2 or adapter.config.rank_of(module.name) != parts * rank:
+    if parts < 2 or adapter.config.rank_of(module) != parts * rank:
         return False
     second = adapter.read(module.name, SECOND)
     used = used_parts(adapter, module).parts
@@ -266,7 +278,7 @@ def stacked_rank(adapter: AdapterFile, module: FileModule, parts: int, rank: int
 
 def usual_scaling(adapter: AdapterFile, spec: ModelSpec) -> float:
     """The scaling that the config gives to all modules without a pattern; if there are none, what most of them have."""
-    scalings = [adapter.config.scaling_of(module.name) for module in adapter.modules(spec)]
+    scalings = [adapter.config.scaling_of(module) for module in adapter.modules(spec)]
     usual = scaling(adapter.config.alpha, adapter.config.rank, adapter.config.rslora)
     return usual if usual in scalings else max(set(scalings), key=scalings.count)
 
@@ -275,7 +287,7 @@ def _rank_fault(adapter: AdapterFile, spec: ModelSpec, cfg: LoraConfig) -> str |
     """Every module has to have lora.rank or less, and the scaling that is usual among them must be the config's."""
     ranks = []
     for module in adapter.modules(spec):
-        rank = adapter.config.rank_of(module.name)
+        rank = adapter.config.rank_of(module)
         targets = sum(is_target(part, cfg) for part in module.parts)
         ranks.append(cfg.rank if stacked_rank(adapter, module, targets, cfg.rank) else rank)
     rank, usual = max(ranks), usual_scaling(adapter, spec)

@@ -77,7 +77,7 @@ def _fill(
     model: nn.Module,
 ) -> None:
     """One module of ours. number, parts: which of the fused module's adapted parts it is, and how many there are."""
-    rank, settings = adapter.config.rank_of(module.name), target.settings
+    rank, settings = adapter.config.rank_of(module), target.settings
     stacked = stacked_rank(adapter, module, parts, settings.rank)
     first = number * settings.rank if stacked else 0
     count = settings.rank if stacked else rank
@@ -85,7 +85,7 @@ def _fill(
         raise CheckpointError(
             f"{adapter.folder}: has rank {count}, found lora.rank={settings.rank}; set lora.rank={count}"
         )
-    ratio = adapter.config.scaling_of(module.name) / settings.scaling
+    ratio = adapter.config.scaling_of(module) / settings.scaling
     if module.experts:
         _fill_experts(adapter, module, part.module, count, ratio, target, model)
         return

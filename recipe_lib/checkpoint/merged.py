@@ -145,7 +145,8 @@ def _pieces(
     experts = {} if layout is None else layout.made
     parts |= {} if layout is None else {name: [own] for name, own in layout.renamed.items()}
     merged = MergedExperts(spec, adapter, base.found, base.storage, base.dtype)
-    names_in_file = {part.module: module.name for module in adapter.modules(spec) for part in module.parts}
+    adapted = {module.name: module for module in adapter.modules(spec)}
+    names_in_file = {part.module: name for name, module in adapted.items() for part in module.parts}
     for tensor in tensors:
         if tensor.name in adapter.extras:
             yield adapter.read_extra(tensor.name)
@@ -156,7 +157,7 @@ def _pieces(
         module = tensor.name.removesuffix(".weight")
         if spec.mixture is not None:  # a router's adapter has the name of transformers' module
             module = names_in_file.get(parts[tensor.name][0].removesuffix(".weight"), module)
-        update = update_of(adapter, module) if module != tensor.name and module in adapter.tensors else None
+        update = update_of(adapter, adapted[module]) if module != tensor.name and module in adapted else None
         if len(tensor.shape) != 2:
             yield from (_reader(base, name)(0, shapes[name][0]) for name in parts[tensor.name])
             continue

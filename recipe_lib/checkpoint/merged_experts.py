@@ -57,7 +57,7 @@ class MergedExperts:
         self._factors: tuple[torch.Tensor, torch.Tensor] | None = None
         module = self._modules.get(name)
         if module is not None:
-            self._scaling = self._adapter.config.scaling_of(module.name)
+            self._scaling = self._adapter.config.scaling_of(module)
             first, second = (self._adapter.read(module.name, suffix) for suffix in (FIRST, SECOND))
             self._factors = expert_factors(first, second, module.experts)
 

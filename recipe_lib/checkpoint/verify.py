@@ -46,7 +46,7 @@ class Comparison:
 def adapter_settings_of(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
     """The section `lora` that makes a model for an adapter: its largest rank, and its usual scaling."""
     modules = adapter.modules(spec)
-    rank = max(adapter.config.rank_of(module.name) for module in modules)
+    rank = max(adapter.config.rank_of(module) for module in modules)
     return LoraConfig(
         rank=rank,
         alpha=usual_scaling(adapter, spec) / scaling(1.0, rank, adapter.config.rslora),

@@ -110,7 +110,7 @@ def offload_experts(
     model is a rank's part of a pipeline, which may have no layer with experts. Raises ConfigError for a model without
     quantized experts.
     """
-    if not memory.expert_offload or not has_host(device):
+    if not memory.expert_offload:
         return None
     layers = []
     for name in layer_names(model):
@@ -123,6 +123,8 @@ def offload_experts(
             "memory.expert_offload: found true for a model without quantized experts, expected a mixture of experts "
             "with lora.quantize_base=nf4 or int8; set that, or remove memory.expert_offload"
         )
+    if not has_host(device):
+        return None
     fetcher = ExpertFetcher(layers, device)
     for number, experts in enumerate(layers):
         for place, module in enumerate(experts):

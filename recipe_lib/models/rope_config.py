@@ -11,6 +11,10 @@ from recipe_lib.models.spec import RopeSpec
 if TYPE_CHECKING:
     from recipe_lib.models.family_fields import Fields
 
+# What a family's own class takes where the file has none.
+_WITHOUT_ANY: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
@@ -26,7 +30,7 @@ def read_rope(fields: "Fields", family: str, head_width: int) -> tuple[RopeSpec,
     """The rotary embedding of a model, and a second one for layers with a window where the family has one."""
     config = fields.config
     key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    given = config.get(key) or {}
+    given = _WITHOUT_ANY.get(family, {}) if config.get(key) is None else config[key] or {}
     if not isinstance(given, Mapping):
         raise fields.fault(key, "an object, or null")
     if family != "gemma3":

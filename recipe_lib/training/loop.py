@@ -150,7 +150,7 @@ class TrainingLoop:
 
     def _record(self, step: Step, batches: StepBatches) -> None:
         """Waits for the step, writes its line, and raises DivergedError if its numbers are not finite."""
-        step.metrics |= expert_load(self._model, self._world)
+        step.metrics |= expert_load(self._model, self._world, self._cfg)
         loss, grad_norm, own = step.numbers()  # the one place that waits for the device
         seconds = time.perf_counter() - self._began
         self.step += 1

@@ -74,6 +74,31 @@ def test_pefts_loads_in_ours(family: str, folders: dict[str, Path], tmp_path: Pa
     assert difference(mine, model) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"alpha_pattern": {"experts.gate_up_proj": 24}, "rank_pattern": {"down_proj": 2}},
+        {"alpha_pattern": {".*\\.gate_up_proj": 24}, "rank_pattern": {".*\\.gate_up_proj": 2}},
+        {"alpha_pattern": {"mlp.gate.weight": 24, "down_proj": 3}},
+        {"target_parameters": ["mlp.experts.gate_up_proj"], "alpha_pattern": {"gate_up_proj": 24}},
+        {"target_parameters": ["mlp.experts.down_proj"]},
+    ],
+    ids=str,
+)
+def test_ranks_and_alphas_of_parameters_are_pefts(
+    changed: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Patterns are of the parameters' names; one of the experts' two matrices has the name that both share."""
+    folder = folders["qwen3-moe"]
+    every = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "target_parameters": every}
+    model = save_with_peft(folder, tmp_path / "adapter", **settings | changed)
+    merge_adapter(
+        folder, tmp_path / "adapter", tmp_path / "merged", quantize="none", dtype=torch.float32, ranks=SingleRank()
+    )
+    assert difference(plain(tmp_path / "merged"), model) < 1e-5
+
+
 @pytest.mark.parametrize("storage", ["none", "nf4", "int8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_merged_models_load_in_transformers(

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from recipe_lib.adapters.peft_names import PREFIX, file_modules
+from recipe_lib.adapters.peft_names import PREFIX, FileModule, file_modules
 from recipe_lib.checkpoint.adapter_config import AdapterConfig
 from recipe_lib.checkpoint.adapter_files import check_adapter
 from recipe_lib.checkpoint.adapter_in import load_adapter
@@ -140,9 +140,9 @@ def test_a_multimodal_base_gets_the_names_of_its_model(tmp_path: Path) -> None:
 def test_patterns_may_name_the_modules_of_a_multimodal_model(name: str) -> None:
     patterns = {"rank_pattern": {f"{name}.mlp.up_proj": 2}, "alpha_pattern": {f"{name}.mlp.up_proj": 3.0}}
     settings = AdapterConfig(rank=4, alpha=8.0, rslora=False, dora=False, **patterns)
-    assert settings.rank_of("model.layers.1.mlp.up_proj") == 2
-    assert settings.scaling_of("model.layers.1.mlp.up_proj") == 1.5
-    assert settings.scaling_of("model.layers.0.mlp.up_proj") == 2.0
+    first, second = (FileModule(f"model.layers.{number}.mlp.up_proj", 8, 8, ()) for number in (0, 1))
+    assert settings.rank_of(second) == 2
+    assert (settings.scaling_of(first), settings.scaling_of(second)) == (2.0, 1.5)
 
 
 @pytest.mark.parametrize(

@@ -9,23 +9,23 @@ from torch import Tensor, nn
 from recipe_lib.models.mixture import Mixture
 
 if TYPE_CHECKING:
+    from recipe_lib.config.schema import FullFinetuneConfig
     from recipe_lib.parallel.world import World
 
 
-def expert_load(model: nn.Module, world: "World") -> dict[str, Tensor]:
+def expert_load(model: nn.Module, world: "World", cfg: "FullFinetuneConfig") -> dict[str, Tensor]:
     """Numbers of the step that ends, on the device: nothing for a model without experts, or with compiled layers.
+    Of a pipeline all ranks have them, whatever their layers.
 
     `expert_load_max_over_mean`: tokens of the busiest expert over those of the average one, of the layer where that is
     most. `dropped_tokens`: choices that no expert computed. `router_aux_loss`: the mean over layers and micro-batches,
     where there is one. A collective.
     """
     mixture = getattr(getattr(model, "spec", None), "mixture", None)
-    if mixture is None:
+    if mixture is None or cfg.compile:
         return {}
     found = {name: module for name, module in model.named_modules() if isinstance(module, Mixture)}
     loads = {name: module.load for name, module in found.items() if module.load is not None}
-    if found and not loads:
-        return {}
     rows = torch.zeros(len(mixture.layers), mixture.num_experts, dtype=torch.int64, device=world.device)
     others = torch.zeros(3, dtype=torch.float64, device=world.device)
     for name, load in loads.items():
@@ -38,8 +38,9 @@ def expert_load(model: nn.Module, world: "World") -> dict[str, Tensor]:
         "expert_load_max_over_mean": (used.amax(dim=1) / used.mean(dim=1).clamp(min=1e-9)).max(),
         "dropped_tokens": others[1] - rows.sum(),
     }
-    balanced = any(module.balance is not None for module in found.values())
-    return numbers | ({"router_aux_loss": others[0] / others[2].clamp(min=1)} if balanced else {})
+    if cfg.router_aux_loss_coef:
+        numbers["router_aux_loss"] = others[0] / others[2].clamp(min=1)
+    return numbers
 
 
 def _number(name: str) -> int:
