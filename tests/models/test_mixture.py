@@ -3,6 +3,7 @@
 (transformers computes norms, rotations and the router's softmax in fp32 in an fp64 model, too.)
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,18 @@ def test_documents_in_one_row_equal_separate_rows(case: str, tmp_path: Path) -> 
             piece = slice(start, start + length)
             close(packed[row, piece], ours(rows[row : row + 1, piece])[0])
             start += length
+
+
+@pytest.mark.parametrize("changed", [{}, {"rope_scaling": None}], ids=str)
+@torch.no_grad()
+def test_gpt_oss_without_a_rope_object_has_its_classs_own(changed: dict[str, None], tmp_path: Path) -> None:
+    """YaRN, of which transformers keeps the numbers in the class."""
+    reference_model("gpt-oss").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("rope_parameters")
+    path.write_text(json.dumps(config | changed))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    ours = load_ours(tmp_path)
+    assert ours.spec.rope.kind == "yarn"
+    close(ours(tokens()), model(tokens()).logits)
