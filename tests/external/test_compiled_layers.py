@@ -218,6 +218,7 @@ def another_plan(*asked: Any, proven: Any = tensor_parallel.proven_plan) -> Shar
     return replace(plan, boundaries=tuple(changed))
 
 
+@pytest.mark.slow
 def test_gathered_tokens_are_not_kept_and_what_cannot_be_traced_is_an_error() -> None:
     """Of the width of the stream nothing is kept of more than a rank's tokens, as torch's partitioner alone would."""
     import_compiler()

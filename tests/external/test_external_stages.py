@@ -226,6 +226,7 @@ def test_stages_that_are_sharded_on_four_ranks() -> None:
         assert not faults
 
 
+@pytest.mark.slow
 def test_stages_of_shared_matrices_give_the_gradients_of_the_plain_class() -> None:
     cases = [
         Case("llama", "1f1b", "full"),

@@ -257,6 +257,7 @@ def sum_of_small(cases: list[dict[str, Any]], count: int) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_sums_in_fp32_have_what_bf16_loses():
     exact = {"accumulate_grad_in_fp32": True}
     ddp = {"strategy": "ddp"}
