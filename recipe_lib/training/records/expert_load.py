@@ -24,8 +24,8 @@ def expert_load(model: nn.Module, world: "World", cfg: "FullFinetuneConfig") -> 
     mixture = getattr(getattr(model, "spec", None), "mixture", None)
     if mixture is None or cfg.compile:
         return {}
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Mixture)}
-    loads = {name: module.load for name, module in found.items() if module.load is not None}
+    mixtures = [(name, module) for name, module in model.named_modules() if isinstance(module, Mixture)]
+    loads = {name: module.load for name, module in mixtures if module.load is not None}
     rows = torch.zeros(len(mixture.layers), mixture.num_experts, dtype=torch.int64, device=world.device)
     others = torch.zeros(3, dtype=torch.float64, device=world.device)
     for name, load in loads.items():
