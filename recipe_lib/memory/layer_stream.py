@@ -16,7 +16,7 @@ this has run on CUDA so far: the order of copies and waits is checked on the sim
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,10 +40,11 @@ Step = Callable[[nn.Parameter, nn.Parameter], None]  # of a parameter in host me
 
 
 class StreamedUnit:
-    """Parameters that are on the device at the same time. places: `(module._parameters, name)` of each."""
+    """Parameters that are on the device at the same time. places: by name, `(module._parameters, name there)`."""
 
-    def __init__(self, name: str, places: Sequence[tuple[dict[str, Any], str]], *, is_layer: bool) -> None:
-        self.name, self.places, self.is_layer = name, list(places), is_layer
+    def __init__(self, name: str, places: Mapping[str, tuple[dict[str, Any], str]], *, is_layer: bool) -> None:
+        self.name, self.is_layer = name, is_layer
+        self.names, self.places = list(places), list(places.values())
         self.copied: Any = None  # the event after its copies, until it is awaited
         self.in_use = False  # the tensors on the device are in their places
         self._hosts: list[nn.Parameter] = []
@@ -63,9 +64,9 @@ class StreamedUnit:
             found = self._on_device[number] = nn.Parameter(whole, requires_grad=host.requires_grad)
         return found
 
-    def made(self) -> list[nn.Parameter]:
-        """Those tensors on the device that there are, with memory or without."""
-        return [parameter for parameter in self._on_device if parameter is not None]
+    def made(self) -> dict[str, nn.Parameter]:
+        """Those tensors on the device that there are, with memory or without, by their parameters' names."""
+        return {name: one for name, one in zip(self.names, self._on_device, strict=True) if one is not None}
 
     def begin_use(self) -> None:
         """The module computes with the tensors on the device, which have their values."""
@@ -221,7 +222,7 @@ class LayerStream:
             self._module.current_stream(self.device).wait_event(unit.copied)
             unit.copied = None
         unit.end_use()
-        for parameter in unit.made():
+        for parameter in unit.made().values():
             local_of(parameter).untyped_storage().resize_(0)
 
     def _step_and_send(self, step: Step, host: nn.Parameter, parameter: Tensor) -> None:
@@ -280,15 +281,14 @@ def stream_layers(
         trained = stepped and not is_adapter(name) and uses[id(parameter)] == 1 and parameter.dim() > 0
         return trained if parameter.requires_grad else True
 
-    layers, units, names = layer_names(model), [], set()
+    layers, units = layer_names(model), []
     for name in _unit_names(model, layers):
-        module, places = model.get_submodule(name), []
+        module, places = model.get_submodule(name), {}
         for inner, owner in module.named_modules():
             for local, parameter in owner._parameters.items():
                 full = ".".join(part for part in (name, inner, local) if part)
                 if parameter is not None and is_streamed(full, parameter):
-                    places.append((owner._parameters, local))
-                    names.add(full)
+                    places[full] = (owner._parameters, local)
             if isinstance(owner, QuantizedLinear):
                 owner.compute_on(device)
         units += [StreamedUnit(name, places, is_layer=name in layers)] if places else []
@@ -298,7 +298,7 @@ def stream_layers(
             f"memory.stream_layers: found {data_ranks} data ranks for layers that are trained, expected 1, as a layer "
             "is stepped by the gradient of one rank's tokens; use memory.cpu_offload, or start one process"
         )
-    model.note_on_host(names)
+    model.note_on_host([name for unit in units for name in unit.names])
     for number, unit in enumerate(units):
         module = model.get_submodule(unit.name)
         module.forward = partial(stream.run, number, module.forward, _needed_again(module, unit.is_layer))
