@@ -130,10 +130,6 @@ class LayerStream:
         """What is stepped for a parameter, and has its gradient: the one on the device for one that is trained here."""
         return self._stepped.get(parameter, parameter)
 
-    def is_stepped(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is stepped here."""
-        return parameter in self._stepped
-
     # Uses
 
     def run(
