@@ -202,7 +202,7 @@ class MemoryConfig:
         "Keep layers, frozen embedding and head in pinned host memory; each is copied to the device while the one "
         "before it computes. Trained layers need optimizer_in_backward and optimizer_offload beside it.",
         needs=("device != cpu", "memory.cpu_offload = false"),
-        known_as="Soup layer streaming; DeepSpeed ZeRO-Infinity offload_param",
+        known_as="none has it: Soup streams layers by a flag",
     )
     expert_offload: bool = key(
         False,

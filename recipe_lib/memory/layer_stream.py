@@ -104,6 +104,10 @@ class LayerStream:
         """Of this rank's parameters on the host."""
         return sum(local_of(parameter).nbytes for parameter in self.parameters())
 
+    def on_device(self) -> dict[str, nn.Parameter]:
+        """What has stood for parameters on the device so far, with memory or without, by their names."""
+        return {name: one for unit in self.units for name, one in unit.made().items()}
+
     def trains(self) -> bool:
         """Whether there are trained parameters among them."""
         return any(parameter.requires_grad for parameter in self.parameters())

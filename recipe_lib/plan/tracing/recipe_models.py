@@ -60,22 +60,16 @@ def _label_gathered(tracer: Tracer, prefix: str, model: nn.Module) -> None:
             tracer.labels.label(held._sharded_param_data, "parameters", label)
 
 
-def label_streamed(tracer: Tracer, recipe: Any) -> None:
-    """Says of tensors that stand for parameters in host memory whose they are."""
-    for divided in vars(recipe).values():
-        if isinstance(divided, Parallel) and divided.layers is not None:
-            for unit in divided.layers.units:
-                for name, parameter in unit.made().items():
-                    tracer.labels.label(parameter, "gathered", name)
-
-
 def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> None:
     """Says of gradients that are added up over a step's micro-batches whose they are: whole ones, which FSDP reduces
-    once a step, and sums in fp32."""
+    once a step, and sums in fp32; and the same of tensors that stand for parameters in host memory."""
     for divided in vars(recipe).values():
         if isinstance(divided, Parallel) and divided.accumulation is not None:
             for parameter, total in divided.accumulation.sums.items():
                 tracer.labels.label(total, "gradients", tracer.parameter_names.get(id(parameter), ""))
+        if isinstance(divided, Parallel) and divided.layers is not None:
+            for name, there in divided.layers.on_device().items():
+                tracer.labels.label(there, "gathered", name)
     for prefix, model in models.items():
         for held in (entry for module in model.modules() for entry in _entries(module)):
             whole = getattr(held, "_unsharded_param", None)

@@ -35,13 +35,7 @@ from recipe_lib.plan.tracing.pipeline_actions import (
     repeat_actions,
     traced_micro_batches,
 )
-from recipe_lib.plan.tracing.recipe_models import (
-    label_models,
-    label_streamed,
-    label_sums,
-    models_of,
-    module_facts,
-)
+from recipe_lib.plan.tracing.recipe_models import label_models, label_sums, models_of, module_facts
 from recipe_lib.plan.tracing.simulated_micro_batches import (
     FEW_MICRO_BATCHES,
     Likeness,
@@ -221,7 +215,6 @@ def _run(
             raise _reads_values(recipe_class, error) from error
         del batches
         label_models(tracer, models)
-        label_streamed(tracer, recipe)
         left.append(tracer.alive())
     piped, unlike = world.pipeline is not None, int(reduces_once(cfg.parallel))
     alike = likeness(tracer.trace, passes, traced or 0, len(steps), piped=piped, unlike=unlike)
