@@ -12,6 +12,7 @@ from recipe_lib.memory.expert_offload import ExpertFetcher
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.mixture import BalanceLoss, Load, Mixture
 from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.parallel.context import shard_sequences
 from recipe_lib.parallel.ddp import Replicas, replicas_of
 from recipe_lib.parallel.fsdp import shard_model
 from recipe_lib.parallel.fsdp_wrap_policy import Unit, parameter_bytes, whole_elements
@@ -61,10 +62,11 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
     Parameters keep their names. for_training: False for a model that has no backward, such as a frozen reference.
 
     Raises ConfigError for what model and config cannot have together: `split_pipeline`, `shard_tensors`,
-    `apply_memory_levers` and `shard_model` say what.
+    `shard_sequences`, `apply_memory_levers` and `shard_model` say what.
     """
     pipeline = split_pipeline(model, cfg, world)
     tensor_gradients = shard_tensors(model, cfg.parallel, cfg.memory, world)
+    shard_sequences(model, cfg.parallel, world)
     levers = apply_memory_levers(model, cfg, world.device, pipeline, for_training=for_training)
     units = shard_model(model, cfg.parallel, cfg.memory, world, whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1)
     if for_training:
@@ -82,7 +84,7 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
         levers.offload,
         accumulation,
         levers.experts,
-        _balance(model, cfg) if for_training else None,
+        _balance(model, cfg, world) if for_training else None,
         world.data_ranks,
     )
 
@@ -94,7 +96,7 @@ def _count_load(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> None
             module.load = Load(module.router.out_features, world.device)
 
 
-def _balance(model: nn.Module, cfg: FullFinetuneConfig) -> BalanceLoss | None:
+def _balance(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> BalanceLoss | None:
     """Gives each layer's router the auxiliary loss that the config asks for. ConfigError for a model without any."""
     if not cfg.router_aux_loss_coef:
         return None
@@ -104,7 +106,7 @@ def _balance(model: nn.Module, cfg: FullFinetuneConfig) -> BalanceLoss | None:
             f"router_aux_loss_coef: found {cfg.router_aux_loss_coef:g} for a model without experts of ours, expected "
             "0; remove router_aux_loss_coef"
         )
-    balance = BalanceLoss(cfg.router_aux_loss_coef, sum(spec.mixture.layers))
+    balance = BalanceLoss(cfg.router_aux_loss_coef, sum(spec.mixture.layers), world.context)
     for module in model.modules():
         if isinstance(module, Mixture):
             module.balance = balance
