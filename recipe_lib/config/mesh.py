@@ -43,13 +43,13 @@ def _context_dim(parallel: ParallelConfig) -> str:
 def with_context(parallel: ParallelConfig, shape: Mapping[str, int]) -> dict[str, int]:
     """Sizes of the mesh's dimensions with one of its own for the ranks that share a sequence, if there are any."""
     parts = {_context_dim(parallel): shape[_context_dim(parallel)] // parallel.context}
-    return _with_context(parallel, shape | parts, parallel.context)
+    return _with_context(parallel, {**shape, **parts}, parallel.context)
 
 
 def place_with_context(parallel: ParallelConfig, place: Mapping[str, int]) -> dict[str, int]:
     """A rank's place along the dimensions of `with_context`, of that along those of the mesh."""
     other, own = divmod(place[_context_dim(parallel)], parallel.context)
-    return _with_context(parallel, place | {_context_dim(parallel): other}, own)
+    return _with_context(parallel, {**place, _context_dim(parallel): other}, own)
 
 
 def _with_context(parallel: ParallelConfig, numbers: Mapping[str, int], context: int) -> dict[str, int]:

@@ -199,9 +199,7 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(make_layer(spec, layer) for layer in range(spec.num_layers))
         self.norm = Norm(spec, spec.width)
         # Layers with a window may turn at another rate: each layer has the number of its rotary embedding.
-        self.rotary: list[Callable[[Tensor], Rotation]] = [
-            Rotary(rope) for rope in (spec.rope, spec.local_rope) if rope is not None
-        ]
+        self.rotary = [Rotary(rope) for rope in (spec.rope, spec.local_rope) if rope is not None]
         self.rotary_of_layer = [int(spec.local_rope is not None and window is not None) for window in spec.windows]
         self.prepare = partial(
             prepare_attention,

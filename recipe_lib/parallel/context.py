@@ -40,7 +40,7 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
     for module in model.modules():
         if isinstance(module, Attention):
             module.to_heads, module.to_tokens = partial(to_heads, group=group), partial(to_tokens, group=group)
-    trunk = model.model
+    trunk: Any = model.model
     trunk.rotary = [partial(_rotate_own, rotary, group) for rotary in trunk.rotary]
     if trunk.embed_tokens is not None:  # else another stage of a pipeline has it
         embedding: Any = trunk.embed_tokens
@@ -49,8 +49,10 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
         head: Any = model.lm_head
         head.forward = partial(_head_of_own, head.forward, group)
     whole: Any = model
-    whole.forward = partial(_forward, model.forward, group)
-    whole.run_head = partial(_run_head, model.run_head, group)
+    if world.pipeline is None:
+        whole.forward = partial(_forward, model.forward, group)
+    else:  # a call runs a part of the model, of which only the head gives logits
+        whole.run_head = partial(_run_head, model.run_head, group)
 
 
 def check_context(spec: DecoderSpec, parallel: ParallelConfig) -> None:

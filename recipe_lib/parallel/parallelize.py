@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from recipe_lib.config.mesh import token_ranks
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.activation_offload import Window
@@ -34,7 +35,8 @@ class Parallel:
     ones, for the log. checkpointing: what layers keep, where a budget chose it. offload: what moves kept activations to
     the host and back. accumulation: how the gradients of a step's micro-batches are added up; None: as backward does
     it. experts: what copies experts from the host. balance: the auxiliary loss of a
-    mixture's routers. data_ranks: that have batches of their own.
+    mixture's routers. data_ranks: that have batches of their own. token_ranks: that share the tokens of a sequence,
+    whose number they divide.
     """
 
     pipeline: Pipeline | None = None
@@ -48,6 +50,7 @@ class Parallel:
     experts: ExpertFetcher | None = None
     balance: BalanceLoss | None = None
     data_ranks: int = 1
+    token_ranks: int = 1
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -86,6 +89,7 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
         levers.experts,
         _balance(model, cfg, world) if for_training else None,
         world.data_ranks,
+        token_ranks(cfg.parallel),
     )
 
 
