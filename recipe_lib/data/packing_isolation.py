@@ -73,7 +73,7 @@ def check_packing_isolation(
 
 
 def _measure(
-    model: nn.Module, vocab_size: int, device: torch.device, pipeline: Evaluator | None, multiple: int
+    model: nn.Module, vocab_size: int, device: torch.device, pipeline: Evaluator | None, multiple: int = 1
 ) -> tuple[float, float, bool, torch.dtype]:
     """How far logits move with a neighbor, how far they are from those of documents alone (each relative, the largest
     of all ranks), whether any rank's layers have experts, and the logits' dtype."""
