@@ -294,3 +294,47 @@ def test_an_attention_exchanges_twice_in_each_direction_and_as_much_as_its_heads
     in_and_out = [(spec.num_heads + 2 * kv_heads) * of_head, spec.num_heads * of_head]
     for forward, behind, layers in run_ranks(exchanged, context, "llama3", context, rows):
         assert forward == in_and_out * layers and behind == in_and_out[::-1] * layers
+
+
+def kept_by_a_layer(context: int, rows: int) -> int:
+    """Bytes of what the second layer keeps for backward, in fp64, beside parameters and what all layers share."""
+    case = Case("llama3", rows, parallel={"context": context} if context > 1 else {})
+    tokens, labels = batch(case, 1)
+    kept: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        alive.append(storage)
+        return tensor
+
+    with start_world(case.config()) as world:
+        model, _ = build(case, world)
+        layer = model.model.layers[1]
+        forward = layer.forward
+
+        def watched(hidden: Tensor, turn: Any, info: Any, cache: Any = None) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                found = forward(hidden, turn, info, cache)
+            others = [*layer.parameters(), *turn]
+            for other in (one.to_local() if isinstance(one, DTensor) else one for one in others):
+                kept.pop(other.untyped_storage()._cdata, None)
+            return found
+
+        layer.forward = watched
+        model(tokens, labels=labels).backward()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_a_layer_keeps_its_part_of_the_tokens(context: int) -> None:
+    """Of each token norms keep three vectors and a number, attention queries, keys, values, what it gives and a number
+    a head, the MLP four vectors; and where tokens are exchanged, what the output projection is given is another tensor
+    than what attention gave. A kv head that several ranks need is kept by each."""
+    spec, rows = Case("llama3").shape(), 2
+    heads, kv_heads = spec.num_heads * spec.head_width, max(spec.num_kv_heads, context) * spec.head_width
+    norms, mlp = 2 * (3 * spec.width + 1), 4 * spec.mlp_width
+    of_a_token = norms + 2 * heads + 2 * kv_heads + spec.num_heads + mlp + (heads if context > 1 else 0)
+    expected = rows * LENGTH // context * of_a_token * 8
+    assert run_ranks(kept_by_a_layer, context, context, rows) == [expected] * context
