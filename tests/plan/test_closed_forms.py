@@ -314,7 +314,7 @@ def test_ranks_that_share_sequences_exchange_their_tokens_for_heads(found: dict[
         ("all_to_all", "context", QUERIES * of_a_vector): 3 * LAYERS,
     }
     assert {dim for _, dim, _ in found["context"].collectives} == {"context", "data_shard"}
-    assert found["context"].small == 2  # the sum of the losses, the gradient norm
+    assert found["context"].small == 3  # sums of the losses, over tokens and over batches; the gradient norm
 
 
 def test_adapters_alone_have_gradients_states_and_a_reduction(found: dict[str, Found]) -> None:
