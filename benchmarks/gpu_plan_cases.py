@@ -17,6 +17,8 @@ STEPPING = (
     (*IN_BACKWARD, "memory.optimizer_offload=true"),
     (*IN_BACKWARD, "memory.optimizer_offload=true", "optimizer.state_bits=8"),
 )
+# Frozen layers need the first alone.
+STREAMED = ("memory.stream_layers=true", *STEPPING[1])
 # A step of several micro-batches whose gradients are whole until the last one.
 ZERO_1 = ("parallel.reduce_gradients=step", "parallel.reshard_after_forward=false", "gradient_accumulation_steps=4")
 REDUCED_ONCE = (ZERO_1[:1] + ZERO_1[2:], ZERO_1, (*ZERO_1, "parallel.accumulate_grad_in_fp32=true"))
@@ -170,6 +172,8 @@ def _levers() -> list[PlanCase]:
         PlanCase("full", big, 2, 8192, levers=("memory.activation_offload=true", "memory.optimizer_offload=true")),
         PlanCase("full", small, 1, 8192, "budget", levers=("memory.activation_budget_gib=4",)),
         PlanCase("qlora", big, 1, 32768, levers=("memory.mlp_tiles=8",)),
+        *(PlanCase("full", big, 1, 2048, levers=(*STREAMED, *levers)) for levers in ((), STATES[1])),
+        *(PlanCase(kind, big, 1, 2048, levers=STREAMED[:1]) for kind in ("lora", "qlora")),
         PlanCase("full", small, 1, 2048, levers=("matmul_dtype=int8",)),
         PlanCase("full", small, 1, 2048, levers=("matmul_dtype=fp8",)),
         PlanCase("lora", small, 2, 2048, levers=("parallel.strategy=ddp",)),

@@ -100,7 +100,7 @@ class AdaptedMatrix(AdaptedModule):
         lengths = []
         for start in range(0, second.shape[0], rows):
             scaled = second[start : start + rows]
-            frozen = frozen_rows(start, start + scaled.shape[0]).to(wide)
+            frozen = frozen_rows(start, start + scaled.shape[0]).to(second.device, wide)  # it may lie on the host
             adapted = add_scaled(frozen, scaled @ first, self.settings.scaling)
             lengths.append(torch.linalg.vector_norm(adapted, dim=1))
         return torch.cat(lengths).to(second.dtype)
@@ -287,7 +287,7 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
         squares = torch.zeros(self.embedding_dim, dtype=wide, device=second.device)
         for part, scaled in zip(self.weight.split(rows), first.split(rows, dim=1), strict=True):
             update = scaled.t() @ second.t()
-            squares += add_scaled(part.to(wide), update, self.settings.scaling).square_().sum(dim=0)
+            squares += add_scaled(part.to(second.device, wide), update, self.settings.scaling).square_().sum(dim=0)
         return squares.sqrt_().to(second.dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -57,7 +57,16 @@ _SCHEDULE = ("parallel.pipeline", "parallel.pipeline_schedule", "parallel.pipeli
 _SPLITTING = ", ".join(name for name, facts in SCHEDULES.items() if facts.splits)
 # What every example of a pipeline of two needs with it.
 _PIPELINE = ("parallel.pipeline=2", "gradient_accumulation_steps=4")
+_IN_BACKWARD = ("memory.optimizer_in_backward=true", "memory.optimizer_offload=true", "clip_grad_norm=null")
 _PIPELINE_IN_ONE = ("parallel.pipeline=2", "batch_size=4", "parallel.pipeline_microbatches=4")
+
+
+def _streams_trained(cfg: Any) -> bool:
+    return cfg.memory.stream_layers and getattr(cfg, "trained_adapters", None) is None
+
+
+def _steps_in_backward(cfg: Any) -> bool:
+    return cfg.memory.optimizer_in_backward and cfg.memory.optimizer_offload
 
 
 def _external(cfg: Any) -> bool:
@@ -244,6 +253,22 @@ RULES: tuple[Rule, ...] = (
     Rule(("router_aux_loss_coef", "compile"), lambda cfg: cfg.router_aux_loss_coef > 0 and cfg.compile,
          "compiled layers do not add to the loss", "set router_aux_loss_coef=0, or compile=false",
          ("router_aux_loss_coef=0.01", "compile=true")),
+    Rule(("memory.stream_layers", "memory.optimizer_in_backward", "memory.optimizer_offload"),
+         lambda cfg: _streams_trained(cfg) and not _steps_in_backward(cfg),
+         "a trained layer has to be stepped while it is on the device, and its states not to stay there",
+         "set memory.optimizer_in_backward=true memory.optimizer_offload=true clip_grad_norm=null, or use "
+         "memory.cpu_offload",
+         ("memory.stream_layers=true",)),
+    Rule(("memory.stream_layers", "parallel.tensor"),
+         lambda cfg: _streams_trained(cfg) and _steps_in_backward(cfg) and cfg.parallel.tensor > 1,
+         "the gradients of norms are summed over a tensor-parallel group after backward, when their layer is gone",
+         "set parallel.tensor=1, or use memory.cpu_offload",
+         ("memory.stream_layers=true", "parallel.tensor=2", *_IN_BACKWARD)),
+    Rule(("memory.stream_layers", "optimizer.name"),
+         lambda cfg: _streams_trained(cfg) and _steps_in_backward(cfg) and cfg.optimizer.name == "muon",
+         "its step takes a matrix whole, whose parts it shares out among the ranks",
+         "choose adamw or sgd, or use memory.cpu_offload",
+         ("memory.stream_layers=true", "optimizer.name=muon", *_IN_BACKWARD)),
     Rule(("compile", "memory.expert_offload"), lambda cfg: cfg.compile and cfg.memory.expert_offload,
          "a compiled layer would have its experts' codes as inputs, before they are fetched",
          "set compile=false, or memory.expert_offload=false", ("compile=true", "memory.expert_offload=true")),

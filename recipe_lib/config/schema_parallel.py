@@ -205,11 +205,18 @@ class MemoryConfig:
         needs="device != cpu",
         known_as="torchtune fsdp_cpu_offload; torch CPUOffloadPolicy",
     )
+    stream_layers: bool = key(
+        False,
+        "Keep layers, frozen embedding and head in pinned host memory; each is copied to the device while the one "
+        "before it computes. Trained layers need optimizer_in_backward and optimizer_offload beside it.",
+        needs=("device != cpu", "memory.cpu_offload = false"),
+        known_as="none has it: Soup streams layers by a flag",
+    )
     expert_offload: bool = key(
         False,
         "Keep quantized experts in pinned host memory; a layer's are copied to the device while the one before it "
         "computes.",
-        needs=("device != cpu", "memory.cpu_offload = false"),
+        needs=("device != cpu", "memory.cpu_offload = false", "memory.stream_layers = false"),
         known_as="none has it: expert offloading of inference engines",
     )
     optimizer_in_backward: bool = key(
@@ -228,7 +235,8 @@ class MemoryConfig:
         "GiB of host memory that all ranks of a machine may take for what is offloaded; null: what is free.",
         above=0,
         most=2**20,
-        needs="memory.cpu_offload or memory.optimizer_offload or memory.activation_offload or memory.expert_offload",
+        needs="memory.cpu_offload or memory.optimizer_offload or memory.activation_offload or memory.expert_offload "
+        "or memory.stream_layers",
         known_as="none has it: others take what there is",
     )
     loss_kernel: str = key(

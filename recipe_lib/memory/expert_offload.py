@@ -132,7 +132,7 @@ def offload_experts(
     return fetcher
 
 
-def host_parameters(model: nn.Module) -> list[nn.Parameter]:
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of experts that lie on the host."""
     fetchers = {
         id(module.fetcher): module.fetcher for module in model.modules() if isinstance(module, QuantizedExperts)

@@ -29,8 +29,8 @@ class LanguageModel(nn.Module):
     modules of a multimodal model that text does not run through. computed_buffers: name -> values on the host, of
     buffers that were computed as they were made. loaded_extras: extra tensors that were read from files. runs: of
     parameters whose parts on the ranks are not in the file's order. unwritten: the marks of tensors at the moment at
-    which they were given memory. compile_layer: compiles the layer of a name by a backend, where torch.compile of its
-    forward would not do.
+    which they were given memory. on_host: names of parameters in host memory, on the device while their module runs.
+    compile_layer: compiles the layer of a name by a backend, where torch.compile of its forward would not do.
     """
 
     spec: Any
@@ -41,6 +41,7 @@ class LanguageModel(nn.Module):
     loaded_extras: frozenset[str] = frozenset()
     runs: Mapping[str, Runs] = MappingProxyType({})
     unwritten: Mapping[str, WriteMark] = MappingProxyType({})
+    on_host: frozenset[str] = frozenset()
     compile_layer: Callable[[str, Any], None] | None = None
 
     @abstractmethod
@@ -98,6 +99,10 @@ class LanguageModel(nn.Module):
     def note_unwritten(self, marks: Mapping[str, WriteMark]) -> None:
         """Tensors have memory and no values yet."""
         self.unwritten = dict(marks)
+
+    def note_on_host(self, names: Collection[str]) -> None:
+        """Parameters are to lie in host memory."""
+        self.on_host = frozenset(names)
 
 
 def own_tensors(model: nn.Module) -> frozenset[str] | None:

@@ -118,10 +118,11 @@ def clip_grad_norm(
     parameters = list(parameters)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
-    groups = _group(trained, parallel.tied_copy)
+    squares = earlier.take() if earlier is not None else {}
+    groups = {key: _Group(*key) for key in squares} | _group(trained, parallel.tied_copy)
+    groups = {key: group for key, group in groups.items() if group.sharded_over or group.grads or key in squares}
     first = next(iter(groups.values()), None)
     total = torch.zeros((), dtype=torch.float64, device=first.device if first else world.device)
-    squares = earlier.take() if earlier is not None else {}
     for key, group in groups.items():
         total += group.squared_norm(dtype, squares.get(key)).to(total.device)
     if world.pipeline is not None:  # each stage has parameters of its own

@@ -54,8 +54,9 @@ def apply_optimizer_levers(
     tensor-parallel group has are summed once a step. There may be one backward a step. Of an embedding and an output
     projection that one rank has whole, backward makes the gradient in chunks of rows, and steps these.
     """
-    by_rows = RowSteps(optimizer)
-    offloaded = OffloadedStates(optimizer, device) if memory.optimizer_offload and has_host(device) else None
+    by_rows, streamed = RowSteps(optimizer), parallel.layers
+    instead = streamed.stepped if streamed is not None else None
+    offloaded = OffloadedStates(optimizer, device, instead) if memory.optimizer_offload and has_host(device) else None
     place = offloaded.placed if offloaded is not None else None
     if not memory.optimizer_in_backward:
         return OptimizerLevers(place_state=place)
@@ -64,8 +65,11 @@ def apply_optimizer_levers(
 
     def step(parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        if parameter.grad is None:  # torch calls hooks also where backward has given none
-            return
+        if parameter.grad is not None:  # torch calls hooks also where backward has given none
+            step_in_place_of(parameter, parameter)
+
+    def step_in_place_of(owner: nn.Parameter, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
         if parameter.grad.device.type != device.type:  # offloaded by FSDP: torch 2.11 does not wait for the copy
             torch.get_device_module(device).current_stream().synchronize()
         if parameter in norms.by_rows:
@@ -74,12 +78,15 @@ def apply_optimizer_levers(
                 "a penalty on its weights, and would be stepped twice; set it to false for this recipe"
             )
         norms.add(parameter)
-        step_one(parameter)
+        step_one(owner)
         parameter.grad = None
 
+    if streamed is not None:
+        streamed.step_with(step_in_place_of)
     chosen = _made_at_once(optimizer, model, parallel.tensor_gradients)
     for parameter in chosen:
-        parameter.register_post_accumulate_grad_hook(step)
+        if instead is None or instead(parameter) is parameter:
+            parameter.register_post_accumulate_grad_hook(step)
     return OptimizerLevers(norms, place, _make_by_rows(model, chosen, offloaded or by_rows, norms, memory))
 
 

@@ -195,7 +195,8 @@ def step_adamw(part: StateChunk, group: dict[str, Any], step: int, codes: Codes,
     rate, decay, epsilon = group["lr"], group["weight_decay"], group["eps"]
     first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
     dtype = wide(parameter.dtype)
-    signed, unsigned = codes.of(parameter, signed=True), codes.of(parameter, signed=False)
+    device = part.weights.device
+    signed, unsigned = codes.of(parameter, device, signed=True), codes.of(parameter, device, signed=False)
     for rows in pieces(part.weights):
         gradient = part.gradient[rows].to(dtype)
         mean = Numbers(part.state, "exp_avg", rows, dtype, signed)

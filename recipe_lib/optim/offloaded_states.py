@@ -1,6 +1,7 @@
 """Offloaded optimizer states: in pinned host memory, and on the device for the step of their parameter or rows."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,11 +26,17 @@ class OffloadedStates:
     GPU so far; on a simulated device it is.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        """device: the one that computes; states that are elsewhere are on the host."""
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device: torch.device,
+        instead: Callable[[nn.Parameter], nn.Parameter] | None = None,
+    ) -> None:
+        """device: the one that computes; states that are elsewhere are on the host. instead: see `RowSteps`."""
         self._optimizer, self._device = optimizer, device
         self._step = optimizer.step
-        self._rows = RowSteps(optimizer, lambda piece, shape: _pinned(shape, piece))
+        self._rows = RowSteps(optimizer, lambda piece, shape: self._pinned(shape, piece), instead)
+        self._instead = instead or (lambda parameter: parameter)
         self._module = torch.get_device_module(device)
         self._inbound, self._outbound = self._module.Stream(), self._module.Stream()
         self._arrived: dict[Chunk, tuple[Any, dict[str, Tensor]]] = {}  # event, and states on the device
@@ -40,7 +47,7 @@ class OffloadedStates:
 
     def placed(self, value: Tensor) -> Tensor:
         """A state's memory where it waits, without values: of one that is being read from a checkpoint."""
-        return _with_local(value, _pinned(local_of(value).shape, local_of(value))) if _is_large(value) else value
+        return _with_local(value, self._pinned(local_of(value).shape, local_of(value))) if _is_large(value) else value
 
     def pieces(self, parameter: nn.Parameter) -> list[slice]:
         """The runs of rows that a parameter is stepped by; none: it is stepped whole."""
@@ -66,7 +73,7 @@ class OffloadedStates:
         if not rows:
             self._step_whole(parameter)
             return
-        gradient = local_of(parameter.grad)
+        gradient = local_of(self._instead(parameter).grad)
         for number, part in enumerate(rows):
             self.step_rows(parameter, number, gradient[part])
 
@@ -91,7 +98,7 @@ class OffloadedStates:
         here = {key: local_of(value) for key, value in states.get(parameter, {}).items() if _is_large(value)}
         for key, value in here.items():
             if key not in hosts:
-                hosts[key] = _with_local(states[parameter][key], _pinned(value.shape, value))
+                hosts[key] = _with_local(states[parameter][key], self._pinned(value.shape, value))
             states[parameter][key] = hosts[key]
         self._send(here, {key: local_of(hosts[key]) for key in here})
 
@@ -142,6 +149,10 @@ class OffloadedStates:
                 place.copy_(here[key], non_blocking=True)
         self._leaving.append((self._outbound.record_event(), list(here.values())))
 
+    def _pinned(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Host memory, pinned where there is a device besides."""
+        return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=self._device.type != "cpu")
+
     def _free_all_but(self, count: int) -> None:
         """Frees what was sent back before the last `count` pieces; streams wait for it, the host does not."""
         while len(self._leaving) > count:
@@ -159,8 +170,3 @@ def _with_local(value: Tensor, local: Tensor) -> Tensor:
     if not isinstance(value, DTensor):
         return local
     return DTensor(local, value._spec, requires_grad=False)  # type: ignore[call-arg]
-
-
-def _pinned(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Host memory, pinned where `like` is on a device that has a host."""
-    return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type != "cpu")

@@ -47,9 +47,16 @@ class RowSteps:
     piece has a copy of, and the last one's is kept.
     """
 
-    def __init__(self, optimizer: Optimizer, hold: Callable[[Tensor, tuple[int, ...]], Tensor] | None = None) -> None:
-        """hold: memory of a shape for a whole state of which one piece is given; None: next to the piece."""
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        hold: Callable[[Tensor, tuple[int, ...]], Tensor] | None = None,
+        instead: Callable[[nn.Parameter], nn.Parameter] | None = None,
+    ) -> None:
+        """hold: memory of a shape for a whole state of which one piece is given; None: next to the piece. instead: what
+        is stepped in a parameter's place, itself or one on another device, which is stepped by pieces in any case."""
         self.optimizer, self._step = optimizer, optimizer.step
+        self._instead = instead or (lambda parameter: parameter)
         self._hold = hold or (lambda piece, shape: torch.empty(shape, dtype=piece.dtype, device=piece.device))
         self._pieces: dict[nn.Parameter, list[slice]] = {}
         self._wholes: dict[nn.Parameter, dict[str, Tensor]] = {}  # of a first step that is not over
@@ -61,7 +68,11 @@ class RowSteps:
         if parameter not in self._pieces:
             local = local_of(parameter)
             count = min(-(-_bytes(self.optimizer, parameter) // CHUNK_BYTES), len(local) if local.dim() > 1 else 1)
-            ends = [len(local) * end // count for end in range(count + 1)] if count > 1 else []
+            if self._instead(parameter) is not parameter:
+                count = max(count, 1)
+            elif count == 1:
+                count = 0
+            ends = [len(local) * end // count for end in range(count + 1)] if count else []
             self._pieces[parameter] = [slice(start, end) for start, end in zip(ends, ends[1:], strict=False)]
         return self._pieces[parameter]
 
@@ -83,9 +94,11 @@ class RowSteps:
         none before the first step. gradient: the piece's."""
         rows, states = self.pieces(parameter)[number], self.optimizer.state
         self._counts = {}
-        piece = nn.Parameter(local_of(parameter)[rows])
+        piece = nn.Parameter(local_of(self._instead(parameter))[rows])
         piece.grad = gradient
         counts = {key: _own(value) for key, value in states.get(parameter, {}).items() if not is_cut(value)}
+        if self.optimizer.defaults.get("fused"):  # whose count of steps a state that was read has on the host
+            counts = {key: value.to(piece.device) for key, value in counts.items()}
         if counts or here:
             states[piece] = counts | here
         chunked = isinstance(self.optimizer, ChunkedOptimizer)

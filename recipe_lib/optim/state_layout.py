@@ -183,12 +183,11 @@ class Codes:
         self.bits = bits
         self._made: dict[tuple[torch.device, bool], Code] = {}
 
-    def of(self, parameter: nn.Parameter, *, signed: bool) -> Code | None:
-        """The code of a parameter's states; None: they are floating-point numbers."""
+    def of(self, parameter: nn.Parameter, device: torch.device, *, signed: bool) -> Code | None:
+        """The code of a parameter's states, for steps on a device; None: they are floating-point numbers."""
         kept = bits_of(parameter, self.bits)
         if kept not in BLOCKS:
             return None
-        device = local_of(parameter).device
         if (device, signed) not in self._made:
             self._made[device, signed] = make_code(kept, signed=signed, device=device)
         return self._made[device, signed]

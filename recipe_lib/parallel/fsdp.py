@@ -19,7 +19,7 @@ from recipe_lib.adapters import is_adapter
 from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedHead
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.memory.expert_offload import host_parameters
+from recipe_lib.memory.layer_stream import host_parameters
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.language_model import LanguageModel, modules_elsewhere
@@ -47,8 +47,9 @@ def shard_model(
     Parameters become DTensors under the same names; they keep their dtype, frozen ones too. Gradients arrive as SUMS
     over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided by the token count of the global batch. With
     one data rank and no `memory.cpu_offload`, and with `parallel.strategy: ddp`, the model is left as it is and has no
-    units. Experts on the host stay whole on each rank. whole_layers: no policy takes a layer's experts as a unit of
-    their own, since the layer is compiled, or runs its MLP in tiles. Raises ConfigError for a wrapping that does not
+    units. What lies on the host by `memory.expert_offload` or `memory.stream_layers` stays whole on each rank.
+    whole_layers: no policy takes a layer's experts as a unit of their own, since the layer is compiled, or runs its MLP
+    in tiles. Raises ConfigError for a wrapping that does not
     fit the model, and for a whole model on the ranks of a pipeline.
     """
     if world.pipeline is not None and not modules_elsewhere(model):
@@ -59,6 +60,7 @@ def shard_model(
     kept = set(host_parameters(model))
     units = resolve_wrapping(model, parallel.fsdp_wrap_policy, whole_layers=whole_layers or bool(kept))
     units = [_without(unit, model, kept) for unit in units]
+    units = [unit for unit in units if unit.bytes] if kept else units
     if is_replicated(parallel) or (world.copies == 1 and not memory.cpu_offload):
         return []
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if memory.cpu_offload else OffloadPolicy()

@@ -10,6 +10,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.memory.activation_offload import Window
 from recipe_lib.memory.apply_levers import apply_memory_levers
 from recipe_lib.memory.expert_offload import ExpertFetcher
+from recipe_lib.memory.layer_stream import LayerStream
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.mixture import BalanceLoss, Load, Mixture
 from recipe_lib.models.spec import DecoderSpec
@@ -34,9 +35,8 @@ class Parallel:
     without one. units: that FSDP gathers. replicas: of a model that every data rank has whole. kernels: about fused
     ones, for the log. checkpointing: what layers keep, where a budget chose it. offload: what moves kept activations to
     the host and back. accumulation: how the gradients of a step's micro-batches are added up; None: as backward does
-    it. experts: what copies experts from the host. balance: the auxiliary loss of a
-    mixture's routers. data_ranks: that have batches of their own. token_ranks: that share the tokens of a sequence,
-    whose number they divide.
+    it. experts, layers: what copies them from the host. balance: the auxiliary loss of a mixture's routers. data_ranks:
+    that have batches of their own. token_ranks: that share the tokens of a sequence, whose number they divide.
     """
 
     pipeline: Pipeline | None = None
@@ -48,6 +48,7 @@ class Parallel:
     offload: Window | None = None
     accumulation: GradientAccumulation | None = None
     experts: ExpertFetcher | None = None
+    layers: LayerStream | None = None
     balance: BalanceLoss | None = None
     data_ranks: int = 1
     token_ranks: int = 1
@@ -70,7 +71,7 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
     pipeline = split_pipeline(model, cfg, world)
     tensor_gradients = shard_tensors(model, cfg.parallel, cfg.memory, world)
     shard_sequences(model, cfg.parallel, world)
-    levers = apply_memory_levers(model, cfg, world.device, pipeline, for_training=for_training)
+    levers = apply_memory_levers(model, cfg, world.device, pipeline, for_training=for_training, data_ranks=world.copies)
     units = shard_model(model, cfg.parallel, cfg.memory, world, whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1)
     if for_training:
         _count_load(model, cfg, world)
@@ -87,6 +88,7 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
         levers.offload,
         accumulation,
         levers.experts,
+        levers.layers,
         _balance(model, cfg, world) if for_training else None,
         world.data_ranks,
         token_ranks(cfg.parallel),
@@ -118,12 +120,14 @@ def _balance(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> Balance
 
 
 def describe_units(model: nn.Module, parallel: Parallel) -> str:
-    """One line for the log: the units by size, what stays gathered in the root, and experts on the host; the model may
-    be sharded."""
+    """One line for the log: the units by size, what stays gathered in the root, and what lies on the host; the model
+    may be sharded."""
     return _describe_sharding(model, parallel) + _describe_hosted(parallel)
 
 
 def _describe_hosted(parallel: Parallel) -> str:
+    if parallel.layers is not None:
+        return parallel.layers.describe()
     if parallel.experts is None:
         return ""
     size, layers = format_bytes(parallel.experts.num_bytes()), len(parallel.experts.layers)
@@ -148,7 +152,7 @@ def _describe_sharding(model: nn.Module, parallel: Parallel) -> str:
     for size, alike in sorted(sizes.items(), reverse=True):
         named = (f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in alike)
         parts += [f"{len(alike)} x {format_bytes(size)}"] if len(alike) > 2 else named
-    hosted = parallel.experts.num_bytes() if parallel.experts else 0
+    hosted = sum(each.num_bytes() for each in (parallel.experts, parallel.layers) if each is not None)
     root = parameter_bytes(model) - sum(unit.bytes for unit in units) - hosted
     accumulation = parallel.accumulation
     once = "; gradients reduced once a step" if accumulation is not None and accumulation.once else ""

@@ -68,9 +68,12 @@ CASES = [
     ("memory.optimizer_offload=true", ["memory.cpu_offload=true"], "memory.cpu_offload is true"),
     ("memory.host_memory_limit_gib=64", [],
      "memory.cpu_offload is false, memory.optimizer_offload is false, memory.activation_offload is false, "
-     "memory.expert_offload is false"),
+     "memory.expert_offload is false, memory.stream_layers is false"),
+    ("memory.stream_layers=true", ["device=cpu"], "device is cpu"),
+    ("memory.stream_layers=true", ["memory.cpu_offload=true"], "memory.cpu_offload is true"),
     ("memory.expert_offload=true", ["device=cpu"], "device is cpu"),
     ("memory.expert_offload=true", ["memory.cpu_offload=true"], "memory.cpu_offload is true"),
+    ("memory.expert_offload=true", ["memory.stream_layers=true"], "memory.stream_layers is true", LORA),
     ("memory.loss_chunks=16", ["memory.loss_kernel=liger"], "memory.loss_kernel is liger"),
     ("data.split=test", [], "no source is a dataset of the hub"),
     ("data.template=chat", ["data.format=text"], "data.format is text"),

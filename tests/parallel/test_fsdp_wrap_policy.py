@@ -220,7 +220,7 @@ def hosted(folder: Path) -> str:
         add_adapters(model, cfg.lora, torch.float32)
         parallel = parallelize(model, cfg, world)
         materialize(model, cfg.memory, world.device)
-        on_host = {id(parameter) for parameter in expert_offload.host_parameters(model)}
+        on_host = {id(parameter) for parameter in expert_offload.expert_parameters(model)}
         sharded = [name for name, each in model.named_parameters() if isinstance(each, DTensor) and id(each) in on_host]
         assert sharded == [] and parallel.experts is not None
         assert parallel.experts.num_bytes() == sum(

@@ -97,6 +97,8 @@ LEVERS = [
     Lever(("memory.activation_offload=true", "memory.mlp_tiles=3", ON_ANY_DEVICE)),
     Lever(("memory.optimizer_in_backward=true", NO_CLIPPING), basis=(NO_CLIPPING,)),
     Lever(("memory.optimizer_offload=true", "parallel.strategy=ddp", ON_ANY_DEVICE)),
+    Lever(("memory.stream_layers=true", ON_ANY_DEVICE)),
+    Lever(("memory.stream_layers=true", "memory.activation_offload=true", "parallel.strategy=ddp", ON_ANY_DEVICE)),
     Lever(EIGHT_BITS, basis=EIGHT_BITS, tolerance=1e-4),
     Lever(INT8, basis=INT8, tolerance=1e-2, plain_base="rounding them a second time would lose more"),
     Lever(

@@ -62,11 +62,14 @@ def _label_gathered(tracer: Tracer, prefix: str, model: nn.Module) -> None:
 
 def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> None:
     """Says of gradients that are added up over a step's micro-batches whose they are: whole ones, which FSDP reduces
-    once a step, and sums in fp32."""
+    once a step, and sums in fp32; and the same of tensors that stand for parameters in host memory."""
     for divided in vars(recipe).values():
         if isinstance(divided, Parallel) and divided.accumulation is not None:
             for parameter, total in divided.accumulation.sums.items():
                 tracer.labels.label(total, "gradients", tracer.parameter_names.get(id(parameter), ""))
+        if isinstance(divided, Parallel) and divided.layers is not None:
+            for name, there in divided.layers.on_device().items():
+                tracer.labels.label(there, "gathered", name)
     for prefix, model in models.items():
         for held in (entry for module in model.modules() for entry in _entries(module)):
             whole = getattr(held, "_unsharded_param", None)

@@ -50,7 +50,9 @@ def ends_backward_early(recipe: type) -> type:
     class Own(recipe):  # type: ignore[misc, valid-type]
         def train_step(self, batches: Any) -> Any:
             loss = self.summed_loss(next(iter(batches.micro_batches)))
-            late = [value for name, value in self.model.named_parameters() if ".layers.2." in name]
+            late = [
+                value for name, value in self.model.named_parameters() if ".layers.2." in name and value.requires_grad
+            ]
             torch.autograd.grad(loss, late)
             del loss
             return super().train_step(batches)
@@ -80,6 +82,7 @@ def leaves_gradients_out(recipe: type) -> type:
 
 
 OFFLOAD = "memory.activation_offload=true"
+STREAM = "memory.stream_layers=true"
 IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
 PIPELINE = ("parallel.pipeline=2", "gradient_accumulation_steps=4")
 CASES = {
@@ -118,6 +121,14 @@ CASES = {
     },
     "pipeline, CPU offload": Case("demo/full", 4, (*PIPELINE, "memory.cpu_offload=true")),
     "pipeline, tied embedding": Case("smollm2/135M_full", 2, (*PIPELINE, "data.source=examples/demo/train.jsonl")),
+    "layers streamed": Case("demo/lora", 1, (STREAM, "lora.quantize_base=nf4")),
+    "layers streamed, on two ranks, checkpointed": Case(
+        "demo/lora", 2, (STREAM, "memory.activation_checkpointing=full", "gradient_accumulation_steps=2")
+    ),
+    "layers streamed, half a backward": Case("demo/lora", 1, (STREAM,), ends_backward_early),
+    "layers streamed, stepping in backward": Case(
+        "demo/full", 1, (STREAM, "memory.optimizer_offload=true", *IN_BACKWARD)
+    ),
     "LoRA on NF4": Case("demo/lora", 4, ("lora.quantize_base=nf4",)),
 }
 

@@ -25,6 +25,8 @@ QUICK = (
     "activation offload, half a backward",
     "activation offload, a graph without a backward",
     "optimizer offload, some without gradients",
+    "layers streamed, half a backward",
+    "layers streamed, stepping in backward",
     "DDP",
     "pipeline, gpipe",
 )

@@ -1,0 +1,352 @@
+"""Layers in pinned host memory, on the device only while they run: each is copied there while the one before computes.
+
+A unit is a decoder layer, or the embedding or output head where its weight is frozen. Between its uses a unit's
+parameters are the ones in host memory, which is what checkpoints, exports and optimizers see. For its forward, and
+again for its backward, they change places with tensors on the device. There is one such tensor a parameter, whose
+memory is given and taken (as FSDP2 does it), so that what autograd saved of a weight in forward has its values again in
+backward. On the device there are two units at most: the one that computes, and the next, or in backward the one before.
+
+What is frozen is never copied back. A trained parameter is stepped when backward has made its gradient, on the device;
+then its new values go back to the host, and its memory is free: neither is its gradient ever in host memory, nor are
+there two layers' gradients at a time.
+
+The device's memory is the computing stream's. A copy begins when all that this stream was given before is done, which
+includes whatever used that memory last; so copies run next to the unit that computes, without `record_stream`. None of
+this has run on CUDA so far: the order of copies and waits is checked on the simulated device, values on a CPU.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from recipe_lib.adapters import is_adapter
+from recipe_lib.adapters.quantized import QuantizedLinear
+from recipe_lib.config.schema import MemoryConfig
+from recipe_lib.errors import ConfigError
+from recipe_lib.memory.expert_offload import expert_parameters
+from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.ops.device import has_host
+from recipe_lib.ops.head_losses import makes_gradients_in_forward
+from recipe_lib.units import format_bytes
+
+Step = Callable[[nn.Parameter, nn.Parameter], None]  # of a parameter in host memory, with the one on the device
+
+
+class StreamedUnit:
+    """Parameters that are on the device at the same time. places: by name, `(module._parameters, name there)`."""
+
+    def __init__(self, name: str, places: Mapping[str, tuple[dict[str, Any], str]], *, is_layer: bool) -> None:
+        self.name, self.is_layer = name, is_layer
+        self.names, self.places = list(places), list(places.values())
+        self.copied: Any = None  # the event after its copies, until it is awaited
+        self.in_use = False  # the tensors on the device are in their places
+        self._hosts: list[nn.Parameter] = []
+        self._on_device: list[nn.Parameter | None] = [None] * len(self.places)
+
+    def hosts(self) -> list[nn.Parameter]:
+        """The parameters in host memory."""
+        return self._hosts if self.in_use else [place[name] for place, name in self.places]
+
+    def on_device(self, number: int, device: torch.device) -> nn.Parameter:
+        """The tensor that stands for a parameter on the device; it has memory when it is made."""
+        found = self._on_device[number]
+        if found is None:
+            host = self.hosts()[number]
+            local = torch.empty(local_of(host).shape, dtype=host.dtype, device=device)
+            whole = DTensor(local, host._spec, requires_grad=False) if isinstance(host, DTensor) else local  # type: ignore[call-arg]
+            found = self._on_device[number] = nn.Parameter(whole, requires_grad=host.requires_grad)
+        return found
+
+    def made(self) -> dict[str, nn.Parameter]:
+        """Those tensors on the device that there are, with memory or without, by their parameters' names."""
+        return {name: one for name, one in zip(self.names, self._on_device, strict=True) if one is not None}
+
+    def begin_use(self) -> None:
+        """The module computes with the tensors on the device, which have their values."""
+        if not self.in_use:
+            self._hosts, self.in_use = self.hosts(), True
+            for (place, name), parameter in zip(self.places, self._on_device, strict=True):
+                place[name] = parameter
+
+    def end_use(self) -> None:
+        """The module's parameters are those in host memory."""
+        if self.in_use:
+            for (place, name), host in zip(self.places, self._hosts, strict=True):
+                place[name] = host
+            self._hosts, self.in_use = [], False
+
+
+class LayerStream:
+    """Copies units to the device, each before it is needed. units: in the order of forward. See the module's text."""
+
+    def __init__(self, units: Sequence[StreamedUnit], device: torch.device) -> None:
+        self.units, self.device = list(units), device
+        self._module = torch.get_device_module(device)
+        self._layers = [number for number, unit in enumerate(self.units) if unit.is_layer]
+        self._here: set[int] = set()  # units that have memory on the device
+        self._streams: tuple[Any, Any] | None = None
+        self._leaving: deque[tuple[Any, Tensor]] = deque()  # the event after a copy to the host, and what it reads
+        self._stepped: dict[nn.Parameter, nn.Parameter] = {}
+        self._backward = -1  # the backward whose end is awaited
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that lie on the host, each once."""
+        return list({id(host): host for unit in self.units for host in unit.hosts()}.values())
+
+    def num_bytes(self) -> int:
+        """Of this rank's parameters on the host."""
+        return sum(local_of(parameter).nbytes for parameter in self.parameters())
+
+    def on_device(self) -> dict[str, nn.Parameter]:
+        """What has stood for parameters on the device so far, with memory or without, by their names."""
+        return {name: one for unit in self.units for name, one in unit.made().items()}
+
+    def trains(self) -> bool:
+        """Whether there are trained parameters among them."""
+        return any(parameter.requires_grad for parameter in self.parameters())
+
+    def describe(self) -> str:
+        """For the log, after the units of FSDP."""
+        others = [unit.name for unit in self.units if not unit.is_layer]
+        what = " and ".join([f"{len(self._layers)} layers", *others])
+        stepped = ", each stepped there in backward" if self.trains() else ""
+        size = format_bytes(self.num_bytes())
+        return f"; {what} in host memory ({size}), copied to the device one ahead{stepped}"
+
+    def step_with(self, step: Step) -> None:
+        """What steps a trained parameter when its gradient is there, on the device. Call it once, when parameters have
+        memory."""
+        for unit in self.units:
+            for number, host in enumerate(unit.hosts()):
+                if host.requires_grad:
+                    there = self._stepped[host] = unit.on_device(number, self.device)
+                    local_of(there).untyped_storage().resize_(0)
+                    there.register_post_accumulate_grad_hook(partial(self._step_and_send, step, host))
+
+    def stepped(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What is stepped for a parameter, and has its gradient: the one on the device for one that is trained here."""
+        return self._stepped.get(parameter, parameter)
+
+    # Uses
+
+    def run(
+        self, number: int, forward: Callable[..., Any], needed_again: Callable[..., bool], *args: Any, **kwargs: Any
+    ) -> Any:
+        """A unit's forward. needed_again: by the call's arguments, whether backward needs the parameters."""
+        if _in_backward():  # computed again
+            self._use(number, backward=True)
+            return forward(*args, **kwargs)
+        self._use(number)
+        stays = False
+        try:
+            output = forward(*args, **kwargs)
+            wanted = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+            if wanted and needed_again(*args, **kwargs):
+                for tensor in wanted:
+                    tensor.register_hook(partial(self._begin_backward, number))
+                stays = number >= max(self._layers, default=number)  # backward begins with these
+            return output
+        finally:
+            if not stays:
+                self._drop(number)
+
+    def _begin_backward(self, number: int, _: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._backward:
+            self._backward = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._use(number, backward=True)
+
+    def _end_backward(self) -> None:
+        self._backward = -1
+        for number in list(self._here):
+            self._drop(number)
+
+    def _use(self, number: int, *, backward: bool = False) -> None:
+        """What is issued from here on finds a unit on the device; the next one is on its way."""
+        following = self._following(number, backward)
+        for other in self._here - {number, following}:
+            self._drop(other)
+        self._fetch(number)
+        unit = self.units[number]
+        if unit.copied is not None:
+            self._module.current_stream(self.device).wait_event(unit.copied)
+            unit.copied = None
+        unit.begin_use()
+        if following is not None:
+            self._fetch(following)
+
+    def _following(self, number: int, backward: bool) -> int | None:
+        """The unit that is needed next, if a rank's units run in their order. Backward begins with the last layer."""
+        before = [layer for layer in self._layers if layer < number]
+        if backward:
+            return before[-1] if before else None
+        if number + 1 < len(self.units):
+            return number + 1
+        return before[-1] if before and before[-1] in self._here else None  # where it stays for backward
+
+    # Copies
+
+    @torch.no_grad()
+    def _fetch(self, number: int) -> None:
+        if number in self._here:
+            return
+        unit, (inbound, _) = self.units[number], self._own_streams()
+        hosts = [local_of(host) for host in unit.hosts()]
+        there = [local_of(unit.on_device(index, self.device)) for index in range(len(hosts))]
+        for host, tensor in zip(hosts, there, strict=True):
+            tensor.untyped_storage().resize_(host.nbytes)
+        self._here.add(number)
+        self._follow(inbound)
+        # The values are those that autograd saved: to it nothing has changed.
+        with self._module.stream(inbound), torch.autograd._unsafe_preserve_version_counter(tuple(there)):
+            for host, tensor in zip(hosts, there, strict=True):
+                tensor.copy_(host, non_blocking=True)
+        unit.copied = self._event_of(inbound)
+
+    def _drop(self, number: int) -> None:
+        """Frees a unit's memory; one that nobody waited for may still be written, a stepped one still be read."""
+        unit = self.units[number]
+        if number not in self._here:
+            return
+        self._here.remove(number)
+        self._free_all_but(0)
+        if unit.copied is not None:
+            self._module.current_stream(self.device).wait_event(unit.copied)
+            unit.copied = None
+        unit.end_use()
+        for parameter in unit.made().values():
+            local_of(parameter).untyped_storage().resize_(0)
+
+    def _step_and_send(self, step: Step, host: nn.Parameter, parameter: Tensor) -> None:
+        """Steps a parameter on the device, and sends it to the host, where it is free when the one after it is sent."""
+        assert isinstance(parameter, nn.Parameter)
+        if parameter.grad is None:  # torch calls hooks also where backward has given none
+            return
+        step(host, parameter)
+        _, outbound = self._own_streams()
+        self._follow(outbound)
+        with torch.no_grad(), self._module.stream(outbound):
+            local_of(host).copy_(local_of(parameter), non_blocking=True)
+        self._leaving.append((self._event_of(outbound), local_of(parameter)))
+        self._free_all_but(1)
+
+    def _free_all_but(self, count: int) -> None:
+        """Frees what was sent before the last `count` parameters; the stream waits for it, the host does not."""
+        while len(self._leaving) > count:
+            sent, tensor = self._leaving.popleft()
+            self._module.current_stream(self.device).wait_event(sent)
+            tensor.untyped_storage().resize_(0)
+
+    def _follow(self, stream: Any) -> None:
+        """What the stream is given next begins when all that the computing one has so far is done."""
+        stream.wait_event(self._event_of(self._module.current_stream(self.device)))
+
+    def _event_of(self, stream: Any) -> Any:
+        event = self._module.Event()
+        event.record(stream)
+        return event
+
+    def _own_streams(self) -> tuple[Any, Any]:
+        """The streams of copies to the device and back, made when the first is needed."""
+        if self._streams is None:
+            self._streams = (self._module.Stream(), self._module.Stream())
+        return self._streams
+
+
+def stream_layers(
+    model: nn.Module, memory: MemoryConfig, device: torch.device, data_ranks: int = 1
+) -> LayerStream | None:
+    """Says of each layer's parameters that they lie on the host, in place; `materialize` puts them there.
+
+    Of a layer all frozen parameters are streamed, and with `memory.optimizer_in_backward` and
+    `memory.optimizer_offload` the trained ones that are no adapter's. Call it when layers are checkpointed and
+    compiled, before FSDP wraps what it leaves. On a CPU the model is left as it is. Raises ConfigError for trained
+    layers on several data ranks, which would each step a layer by the gradient of their own tokens.
+    """
+    if not memory.stream_layers or not has_host(device):
+        return None
+    assert isinstance(model, LanguageModel)
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    stepped = memory.optimizer_in_backward and memory.optimizer_offload
+
+    def is_streamed(name: str, parameter: nn.Parameter) -> bool:
+        trained = stepped and not is_adapter(name) and uses[id(parameter)] == 1 and parameter.dim() > 0
+        return trained if parameter.requires_grad else True
+
+    layers, units = layer_names(model), []
+    for name in _unit_names(model, layers):
+        module, places = model.get_submodule(name), {}
+        for inner, owner in module.named_modules():
+            for local, parameter in owner._parameters.items():
+                full = ".".join(part for part in (name, inner, local) if part)
+                if parameter is not None and is_streamed(full, parameter):
+                    places[full] = (owner._parameters, local)
+            if isinstance(owner, QuantizedLinear):
+                owner.compute_on(device)
+        units += [StreamedUnit(name, places, is_layer=name in layers)] if places else []
+    stream = LayerStream(units, device)
+    if data_ranks > 1 and stream.trains():
+        raise ConfigError(
+            f"memory.stream_layers: found {data_ranks} data ranks for layers that are trained, expected 1, as a layer "
+            "is stepped by the gradient of one rank's tokens; use memory.cpu_offload, or start one process"
+        )
+    model.note_on_host([name for unit in units for name in unit.names])
+    for number, unit in enumerate(units):
+        module = model.get_submodule(unit.name)
+        module.forward = partial(stream.run, number, module.forward, _needed_again(module, unit.is_layer))
+    return stream
+
+
+def streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of streamed units, when none of these runs."""
+    names = model.on_host if isinstance(model, LanguageModel) else ()
+    return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
+
+
+def host_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """All parameters that lie on the host, without FSDP: of streamed units, and experts."""
+    return [*streamed_parameters(model), *expert_parameters(model)]
+
+
+def _unit_names(model: LanguageModel, layers: list[str]) -> list[str]:
+    """The layers, and what owns a frozen matrix outside of them, in module order."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = name.startswith(tuple(f"{outer}." for outer in found))
+        elsewhere = name.startswith(tuple(model.other_parts)) if model.other_parts else False
+        matrices = [
+            one for local, one in module.named_parameters(recurse=False) if one.dim() > 1 and not is_adapter(local)
+        ]
+        frozen = bool(matrices) and not any(one.requires_grad for one in matrices)
+        if name and not inside and not elsewhere and (name in layers or frozen):
+            found.append(name)
+    return found
+
+
+def _needed_again(module: nn.Module, is_layer: bool) -> Callable[..., bool]:
+    """By the arguments of a call, whether backward needs a unit's parameters: that of an embedding reads tokens, and
+    an output head makes its gradients in forward if it is to sum losses."""
+    if is_layer:
+        return lambda *args, **kwargs: True
+    if isinstance(module, nn.Embedding):
+        return lambda *args, **kwargs: False
+    return lambda *args, **kwargs: (
+        kwargs.get("labels") is None or not makes_gradients_in_forward(kwargs.get("head_loss"))
+    )
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """What of a parameter is on this rank, without a graph."""
+    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,0 +1,365 @@
+"""Layer streaming: the same numbers bit for bit, whatever copies are late; two units at most; nothing is left."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recipe_lib.adapters import add_adapters, init_adapters
+from recipe_lib.config.schema import MemoryConfig
+from recipe_lib.config.schema_adapters import LoraConfig
+from recipe_lib.errors import ConfigError
+from recipe_lib.memory import apply_activation_checkpointing, layer_stream
+from recipe_lib.memory.layer_stream import LayerStream, local_of, stream_layers
+from recipe_lib.models import build_meta, init_weights, spec_from_config
+from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
+from recipe_lib.parallel import materialize
+from tests.memory.late_memory import LateMemory
+from tests.parallel.small_models import ROWS, gradients, small_batch, small_spec
+
+LAYERS = 5
+CPU = torch.device("cpu")
+FROZEN = MemoryConfig(stream_layers=True)
+STEPPING = MemoryConfig(stream_layers=True, optimizer_in_backward=True, optimizer_offload=True)
+MODES = ("none", "full", "selective")
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_stream, "has_host", lambda device: True)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """As bytes: NaN is NaN, and 0 is not -0."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Of two dicts of tensors."""
+    return found.keys() == expected.keys() and all(torch.equal(bits(found[key]), bits(expected[key])) for key in found)
+
+
+def adapted(
+    kind: str, mode: str, memory: MemoryConfig, spec: Any = None, dtype: torch.dtype = torch.float32
+) -> tuple[Any, LayerStream | None]:
+    """A model with adapters, and what streams its frozen weights."""
+    spec = spec or small_spec(layers=LAYERS)
+    model = build_meta(spec, dtype)
+    add_adapters(model, LoraConfig(rank=4, quantize_base=kind), dtype)
+    apply_activation_checkpointing(model, mode)
+    stream = stream_layers(model, memory, CPU)
+    materialize(model, memory, CPU)
+    init_weights(model, 3, spec)
+    init_adapters(model, 4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    return model, stream
+
+
+def trained(
+    mode: str, memory: MemoryConfig, spec: Any = None, dtype: torch.dtype = torch.float32
+) -> tuple[Any, LayerStream | None]:
+    """A model of which every parameter is stepped as soon as it has a gradient, by plain descent."""
+    spec = spec or small_spec(layers=LAYERS)
+    model = build_meta(spec, dtype)
+    apply_activation_checkpointing(model, mode)
+    stream = stream_layers(model, memory, CPU)
+    materialize(model, memory, CPU)
+    init_weights(model, 3, spec)
+
+    @torch.no_grad()
+    def step(owner: Tensor, parameter: Tensor) -> None:
+        parameter.sub_(parameter.grad, alpha=1e-3)  # type: ignore[arg-type]
+        parameter.grad = None
+
+    if stream is not None:
+        stream.step_with(step)
+    for parameter in model.parameters():
+        if stream is None or stream.stepped(parameter) is parameter:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: step(parameter, parameter))
+    return model, stream
+
+
+def loss_of(model: nn.Module, rows: int = ROWS, head_loss: Any = None) -> Tensor:
+    tokens, labels = small_batch(rows)
+    return model(tokens, labels=labels, head_loss=head_loss or CrossEntropy(4)).sum()
+
+
+def two_micro_batches(model: nn.Module, head_loss: Any = None) -> dict[str, Tensor]:
+    """Losses of two micro-batches of different sizes, an evaluation between them, and the sums of their gradients."""
+    found = {}
+    for rows in (ROWS, ROWS // 2):
+        loss = loss_of(model, rows, head_loss)
+        found[f"loss {rows}"] = loss.detach()
+        loss.backward()
+        del loss
+        with torch.no_grad():
+            found[f"evaluation {rows}"] = loss_of(model, 3)
+    return found | {f"{name} gradient": one for name, one in gradients(model).items()}
+
+
+def three_steps(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for step in range(3):
+        loss = loss_of(model)
+        found[f"loss {step}"] = loss.detach()
+        loss.backward()
+    return found | dict(model.named_parameters())
+
+
+def bytes_there(stream: LayerStream) -> int:
+    """Of all tensors that stand for parameters on the device."""
+    return sum(local_of(one).untyped_storage().nbytes() for unit in stream.units for one in unit.made().values())
+
+
+@contextmanager
+def late(stream: LayerStream) -> Iterator[LateMemory]:
+    """Copies come as late as they may. Afterwards nothing is on the device, and the parameters are the host's."""
+    stream._module = device = LateMemory()
+    with device, device.resizing():
+        yield device
+    assert not device.too_early and not device.too_late
+    assert bytes_there(stream) == 0 and not any(unit.in_use for unit in stream.units)
+
+
+def watched(stream: LayerStream) -> list[tuple[int, int]]:
+    """Units that have memory on the device, and their bytes, whenever one has been given it."""
+    seen: list[tuple[int, int]] = []
+    fetch = stream._fetch
+
+    def noted(number: int) -> None:
+        fetch(number)
+        seen.append((len(stream._here), bytes_there(stream)))
+
+    stream._fetch = noted  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["none", "nf4", "int8"])
+def test_frozen_layers_give_the_same_bits(kind: str, mode: str) -> None:
+    expected = two_micro_batches(adapted(kind, mode, MemoryConfig())[0])
+    model, stream = adapted(kind, mode, FROZEN)
+    assert stream is not None and [unit.name for unit in stream.units][:: LAYERS + 1] == [
+        "model.embed_tokens",
+        "lm_head",
+    ]
+    seen = watched(stream)
+    with late(stream) as device:
+        found = two_micro_batches(model)
+    assert same(found, expected)
+    sizes = [sum(host.nbytes for host in unit.hosts()) for unit in stream.units]
+    assert max(count for count, _ in seen) == 2
+    assert max(size for _, size in seen) == max(map(sum, zip(sizes, sizes[1:], strict=False)))
+    # Forward copies every unit, backward the layers but for the last, which is there still; an evaluation all again.
+    assert device.copied == 2 * (sum(sizes) + sum(sizes[1:-2]) + sum(sizes))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_head_that_backward_needs_is_there_again(mode: str) -> None:
+    """Log-probabilities of single tokens project again in backward."""
+    expected = two_micro_batches(adapted("none", mode, MemoryConfig())[0], TokenLogProbs(2))
+    model, stream = adapted("none", mode, FROZEN)
+    assert stream is not None
+    seen = watched(stream)
+    with late(stream):
+        found = two_micro_batches(model, TokenLogProbs(2))
+    assert same(found, expected) and max(count for count, _ in seen) == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trained_layers_are_stepped_to_the_same_bits(mode: str) -> None:
+    expected = three_steps(trained(mode, MemoryConfig())[0])
+    model, stream = trained(mode, STEPPING)
+    assert stream is not None and [unit.is_layer for unit in stream.units] == [True] * LAYERS
+    seen = watched(stream)
+    with late(stream):
+        found = three_steps(model)
+    assert same(found, expected) and max(count for count, _ in seen) == 2
+
+
+def test_a_graph_that_is_dropped_and_half_a_backward_leave_the_next_as_it_was() -> None:
+    expected = two_micro_batches(adapted("nf4", "none", MemoryConfig())[0])
+    model, stream = adapted("nf4", "none", FROZEN)
+    assert stream is not None
+    with late(stream):
+        loss_of(model)
+        late_ones = [one for name, one in model.named_parameters() if ".layers.3." in name and one.requires_grad]
+        torch.autograd.grad(loss_of(model), late_ones)
+        found = two_micro_batches(model)
+    assert same(found, expected)
+
+
+def test_a_tied_matrix_is_used_twice() -> None:
+    spec = small_spec(tied=True, layers=LAYERS)
+    expected = two_micro_batches(adapted("none", "full", MemoryConfig(), spec)[0])
+    model, stream = adapted("none", "full", FROZEN, spec)
+    assert stream is not None and model.lm_head.weight is model.model.embed_tokens.weight
+    with late(stream):
+        found = two_micro_batches(model)
+    assert same(found, expected) and model.lm_head.weight is model.model.embed_tokens.weight
+    assert stream.num_bytes() == sum(host.nbytes for host in {*stream.parameters()})
+
+
+def test_what_fails_in_forward_leaves_nothing_there() -> None:
+    model, stream = adapted("none", "none", FROZEN)
+    assert stream is not None
+    model.model.layers[2].mlp.forward = lambda hidden: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model)
+    del model.model.layers[2].mlp.forward
+    two_micro_batches(model)
+    assert bytes_there(stream) == 0
+
+
+def test_trained_layers_of_several_data_ranks_are_refused() -> None:
+    model = build_meta(small_spec(), torch.float32)
+    with pytest.raises(ConfigError, match=r"^memory.stream_layers: found 2 data ranks .* memory.cpu_offload, or start"):
+        stream_layers(model, STEPPING, CPU, 2)
+
+
+# Faults, made on purpose
+
+
+def stale_in_backward(stream: LayerStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's memory is there for backward, its values are those that the memory had."""
+    fetch = stream._fetch
+
+    def faulty(number: int) -> None:
+        fetch(number)
+        if torch._C._current_graph_task_id() != -1:
+            stream.units[number].copied = None
+            for one in stream.units[number].made().values():
+                one.data.view(torch.uint8).fill_(1)
+
+    monkeypatch.setattr(stream, "_fetch", faulty)
+
+
+def of_another_layer(stream: LayerStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward has the values of the layer behind."""
+    fetch = stream._fetch
+
+    def faulty(number: int) -> None:
+        units = stream.units
+        if torch._C._current_graph_task_id() != -1 and number + 2 < len(units):
+            held = units[number].hosts
+            units[number].hosts = units[number + 1].hosts  # type: ignore[method-assign]
+            fetch(number)
+            units[number].hosts = held  # type: ignore[method-assign]
+        else:
+            fetch(number)
+
+    monkeypatch.setattr(stream, "_fetch", faulty)
+
+
+def not_awaited(stream: LayerStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit is used before its copies are done."""
+    fetch = stream._fetch
+
+    def faulty(number: int) -> None:
+        fetch(number)
+        stream.units[number].copied = None
+
+    monkeypatch.setattr(stream, "_fetch", faulty)
+
+
+@pytest.mark.parametrize("fault", [stale_in_backward, of_another_layer, not_awaited])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_wrong_values_in_backward_are_noticed(
+    fault: Callable[..., None], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = two_micro_batches(adapted("none", mode, MemoryConfig())[0])
+    model, stream = adapted("none", mode, FROZEN)
+    assert stream is not None
+    fault(stream, monkeypatch)
+    stream._module = device = LateMemory()
+    with device, device.resizing():
+        found = two_micro_batches(model)
+    assert not same(found, expected)
+
+
+def test_values_that_autograd_takes_for_changed_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = adapted("none", "none", FROZEN)
+    monkeypatch.setattr(torch.autograd, "_unsafe_preserve_version_counter", lambda tensors: nullcontext())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        two_micro_batches(model)
+
+
+def test_steps_that_are_not_sent_back_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = three_steps(trained("none", MemoryConfig())[0])
+    monkeypatch.setattr(LayerStream, "_step_and_send", lambda stream, step, host, parameter: step(host, parameter))
+    assert not same(three_steps(trained("none", STEPPING)[0]), expected)
+
+
+# Layers above 200 MiB
+
+
+def wide_spec(width: int, mlp_width: int) -> Any:
+    """Two layers and few tokens."""
+    return spec_from_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": width,
+            "intermediate_size": mlp_width,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "vocab_size": 512,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+        },
+        "wide",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "width", "mlp_width"),
+    [
+        ("none", torch.float32, 3072, 2048),
+        pytest.param("none", torch.bfloat16, 4096, 4096, marks=pytest.mark.slow),
+        pytest.param("int8", torch.bfloat16, 4096, 12288, marks=pytest.mark.slow),
+        pytest.param("nf4", torch.bfloat16, 8192, 6144, marks=pytest.mark.slow),
+    ],
+)
+def test_frozen_layers_above_200_mib_give_the_same_bits(
+    kind: str, dtype: torch.dtype, width: int, mlp_width: int
+) -> None:
+    spec = wide_spec(width, mlp_width)
+    model, stream = adapted(kind, "full", FROZEN, spec, dtype)
+    assert stream is not None
+    sizes = [sum(host.nbytes for host in unit.hosts()) for unit in stream.units if unit.is_layer]
+    assert min(sizes) > 200 * 2**20
+    found = {f"loss {number}": one for number, one in enumerate(backward_once(model))} | gradients(model)
+    del model, stream
+    model, _ = adapted(kind, "full", MemoryConfig(), spec, dtype)
+    expected = {f"loss {number}": one for number, one in enumerate(backward_once(model))} | gradients(model)
+    assert same(found, expected)
+
+
+@pytest.mark.slow
+def test_trained_layers_above_200_mib_give_the_same_bits() -> None:
+    spec = wide_spec(4096, 4096)
+    model, stream = trained("full", STEPPING, spec, torch.bfloat16)
+    assert stream is not None
+    assert min(sum(host.nbytes for host in unit.hosts()) for unit in stream.units) > 200 * 2**20
+    losses = [*backward_once(model), *backward_once(model)]
+    found = dict(model.named_parameters())
+    del model, stream
+    model, _ = trained("full", MemoryConfig(), spec, torch.bfloat16)
+    assert [*backward_once(model), *backward_once(model)] == losses
+    assert same(found, dict(model.named_parameters()))
+
+
+def backward_once(model: nn.Module) -> list[Tensor]:
+    loss = loss_of(model, 2)
+    loss.backward()
+    return [loss.detach()]

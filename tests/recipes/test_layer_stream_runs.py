@@ -1,0 +1,239 @@
+"""Whole runs with layers streamed from the host: what they train is bitwise what the same ranks train without it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipe_lib.memory.layer_stream import LayerStream
+from tests.distributed.ranks import run_ranks
+from tests.plan.mixtures import write_mixture
+from tests.recipes.runs import (
+    DPO,
+    FULL,
+    LORA,
+    ROOT,
+    arguments,
+    done,
+    latest,
+    metrics,
+    offload_on_a_cpu,
+    run_here,
+    states,
+    tree,
+    whole,
+)
+from tests.recipes.test_dpo import write_pairs
+from tests.selection import selected, slow_except
+
+STREAM = "memory.stream_layers=true"
+STEPPING = ("memory.optimizer_in_backward=true", "memory.optimizer_offload=true", "clip_grad_norm=null")
+NF4, INT8 = "lora.quantize_base=nf4", "lora.quantize_base=int8"
+RECOMPUTE, KEPT_HALF = "memory.activation_checkpointing=full", "memory.activation_checkpointing=selective"
+VALIDATION = (
+    "validation.source=examples/demo/heldout.jsonl",
+    "validation.format=alpaca",
+    "validation.every_n_steps=1",
+    "validation.max_samples=5",
+    "validation.batch_size=2",
+)
+EXTERNAL = "model.implementation=transformers"
+PIPELINE = ("parallel.pipeline=2", "gradient_accumulation_steps=4", "batch_size=1")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run with a lever less than the one that it is compared with. ranks: gloo processes."""
+
+    recipe: str
+    overrides: tuple[str, ...]
+    ranks: int = 1
+    model: str = "tiny"
+
+    def __str__(self) -> str:
+        words = " ".join(each.rpartition(".")[2] for each in self.overrides)
+        return f"{self.recipe.partition('_')[0]} {words} {self.ranks} {self.model}"
+
+
+def lora(*overrides: str, ranks: int = 1, model: str = "tiny") -> Case:
+    return Case(LORA, overrides, ranks, model)
+
+
+def full(*overrides: str) -> Case:
+    return Case(FULL, (*overrides, *STEPPING))
+
+
+CASES = [
+    lora(NF4, *VALIDATION),
+    lora(INT8, RECOMPUTE, "gradient_accumulation_steps=2", "batch_size=2"),
+    lora("dtype=bf16", KEPT_HALF, "data.packing=true"),
+    lora(NF4, "memory.mlp_tiles=3"),
+    lora(NF4, RECOMPUTE, "memory.mlp_tiles=3"),
+    lora(NF4, "memory.activation_offload=true"),
+    lora(RECOMPUTE, "memory.activation_offload=true"),
+    lora(NF4, "lora.dora=true", "lora.dropout=0.1"),
+    lora("lora.target_modules=[q, embedding, head]", "lora.dora=true"),
+    lora("memory.activation_checkpointing=budget", "memory.activation_budget_gib=0.01"),
+    lora(EXTERNAL, NF4, RECOMPUTE),
+    lora(NF4, "lora.target_modules=[q, experts]", model="qwen3_moe"),
+    lora(NF4, "compile=true"),
+    Case(DPO, (NF4, RECOMPUTE)),
+    Case(DPO, ("dpo.trainable=all", *STEPPING)),
+    full("optimizer.state_bits=8", *VALIDATION),
+    full("optimizer.state_bits=4", RECOMPUTE, "dtype=bf16", "optimizer.stochastic_rounding=true"),
+    full(KEPT_HALF),
+    full("memory.mlp_tiles=3", "optimizer.master_weights=true", "dtype=bf16"),
+    full("memory.activation_offload=true", "data.packing=true"),
+    full("optimizer.name=sgd", "optimizer.momentum=0.9", "~optimizer.betas"),
+    full("optimizer.implementation=fused", "compile=true"),
+    full(EXTERNAL, "optimizer.state_bits=8"),
+    lora(NF4, ranks=2),
+    lora(RECOMPUTE, "parallel.fsdp_wrap_policy=memory_efficient", "gradient_accumulation_steps=2", ranks=2),
+    lora("parallel.strategy=ddp", NF4, ranks=2),
+    lora("parallel.tensor=2", INT8, RECOMPUTE, ranks=2),
+    lora("parallel.tensor=2", KEPT_HALF, ranks=2),
+    lora(*PIPELINE, NF4, ranks=2, model="deep"),
+    lora(*PIPELINE, "parallel.pipeline_schedule=zbv", RECOMPUTE, ranks=2, model="deep"),
+    Case(DPO, ("dtype=fp32",), 2),
+]
+QUICK = [CASES[0], CASES[2], CASES[13], CASES[14], CASES[15], CASES[16], CASES[23], CASES[26], CASES[29]]
+
+
+def command(case: Case, folder: Path, name: str, *more: str) -> list[str]:
+    argv = arguments(folder / name)
+    if case.recipe != FULL:
+        argv[1] = str(ROOT / "tests" / "recipes" / {LORA: "adapters.yaml", DPO: "pairs.yaml"}[case.recipe])
+        source = folder / "pairs.jsonl" if case.recipe == DPO else ROOT / "examples/demo/train.jsonl"
+        argv = [word for word in argv if not word.startswith("~")]
+        argv += [f"data.source={source}", f"tokenizer.path={ROOT / 'examples/demo/tokenizer'}", "lora.rank=4"]
+    argv += [] if case.model == "tiny" else [f"model.preset={folder / case.model}.json"]
+    argv += ["device=auto", "max_steps=3", "epochs=9", "optimizer.lr=1e-2", "dtype=fp32", "log.every_n_steps=1000"]
+    words = [word for word in case.overrides if word not in ("dpo.trainable=all",)]
+    kept = [word for word in argv if not ("dpo.trainable=all" in case.overrides and word.startswith("lora."))]
+    return latest(*kept, *(each for each in case.overrides if each not in words), *words, *more)
+
+
+def trained_in(run: Any) -> dict[str, Any]:
+    """What a run has trained, and the optimizer's states, as bytes. A collective."""
+    run.recipe.model.state_dict()  # FSDP's hook frees what is gathered
+    weights = {name: whole(one.detach()) for name, one in run.recipe.model.named_parameters() if one.requires_grad}
+    return {name: one.contiguous().flatten().view(torch.uint8) for name, one in (weights | states(run.recipe)).items()}
+
+
+def numbers(output: Path) -> list[tuple[float, ...]]:
+    """What each step and each validation recorded."""
+    words = ("step", "loss", "grad_norm", "validation_loss", "reward_margin")
+    return [tuple(line[word] for word in words if word in line) for line in metrics(output)]
+
+
+def train(case: Case, folder: Path, name: str, *more: str) -> dict[str, Any]:
+    """streams: units and whether the most units that were on the device at a time were two; left: bytes there now."""
+    made: list[LayerStream] = []
+    most = [0]
+    fetch = LayerStream._fetch
+
+    def noted(stream: LayerStream, number: int) -> None:
+        fetch(stream, number)
+        made.append(stream) if stream not in made else None
+        most[0] = max(most[0], len(stream._here))
+
+    LayerStream._fetch = noted  # type: ignore[method-assign]
+    try:
+        run = done(run_here(command(case, folder, name, *more), recipe=case.recipe))
+    finally:
+        LayerStream._fetch = fetch  # type: ignore[method-assign]
+    there = [one for stream in made for unit in stream.units for one in unit.made().values()]
+    left = sum((one.to_local() if hasattr(one, "to_local") else one).untyped_storage().nbytes() for one in there)
+    said = [line for line in run.said if "copied to the device one ahead" in line]
+    return {
+        "numbers": numbers(folder / name),
+        "trained": trained_in(run),
+        "most": most[0],
+        "left": left,
+        "said": said,
+        "files": {key: value for key, value in tree(folder / name).items() if key.endswith(".safetensors")},
+    }
+
+
+def train_each(folder: Path, cases: list[Case]) -> list[tuple[Any, Any]]:
+    offload_on_a_cpu()
+    ranks = cases[0].ranks
+    return [
+        (train(case, folder, f"{ranks} {at} plain"), train(case, folder, f"{ranks} {at} streamed", STREAM))
+        for at, case in enumerate(cases)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("streamed")
+    write_mixture(made, "qwen3_moe")
+    write_pairs(made)
+    tiny = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text())
+    (made / "deep.json").write_text(json.dumps(tiny | {"num_hidden_layers": 4}))
+    return made
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, folder: Path) -> dict[Case, tuple[Any, Any]]:
+    """What every selected case came to without and with streaming, on rank 0."""
+    found: dict[Case, tuple[Any, Any]] = {}
+    for ranks in (1, 2):
+        mine = [case for case in selected(request, "case") if case.ranks == ranks]
+        if mine:
+            found |= dict(zip(mine, run_ranks(train_each, ranks, folder, mine, timeout=600)[0], strict=True))
+    return found
+
+
+@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=str)
+def test_what_is_trained_is_bitwise_that_of_the_resident_run(results: dict[Case, Any], case: Case) -> None:
+    expected, found = results[case]
+    assert len(found["numbers"]) >= 3 and found["numbers"] == expected["numbers"]
+    assert found["trained"].keys() == expected["trained"].keys()
+    for name, one in found["trained"].items():
+        assert torch.equal(one, expected["trained"][name]), name
+    assert found["files"] and found["files"] == expected["files"]
+    assert expected["most"] == 0 and not expected["said"]
+    assert found["most"] == 2 and found["left"] == 0 and found["said"]
+
+
+RESUMED = [lora(NF4, RECOMPUTE), full("optimizer.state_bits=8"), full("optimizer.implementation=fused")]
+
+
+def in_two_parts(folder: Path, case: Case) -> list[Any]:
+    """A run, one that goes on from its first state, and one that goes on from that of a resident run."""
+    offload_on_a_cpu()
+    kept = ("checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3")
+    found = [train(case, folder, "whole", STREAM, *kept)]
+    train(case, folder, "resident", *kept)
+    for name in ("whole", "resident"):
+        resume = f"resume={folder / name / 'state' / 'step_1'}"
+        found.append(train(case, folder, f"{name} resumed", STREAM, resume))
+    return found
+
+
+@pytest.mark.parametrize("case", slow_except(RESUMED, RESUMED[:2]), ids=str)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, case: Case) -> None:
+    expected, *resumed = run_ranks(in_two_parts, 1, tmp_path, case, timeout=300)[0]
+    for found in resumed:
+        assert found["numbers"] == expected["numbers"][1:]
+        assert all(torch.equal(one, expected["trained"][name]) for name, one in found["trained"].items())
+        assert found["files"].keys() <= expected["files"].keys() and found["left"] == 0
+
+
+def refused(folder: Path) -> tuple[int, list[str]]:
+    offload_on_a_cpu()
+    run = run_here(command(full(), folder, "refused", STREAM))
+    return run.code, [line for line in run.said if line.startswith("error")]
+
+
+def test_trained_layers_on_two_ranks_are_refused_by_name(tmp_path: Path) -> None:
+    for code, said in run_ranks(refused, 2, tmp_path):
+        assert code == 2
+        assert said == [
+            "error: memory.stream_layers: found 2 data ranks for layers that are trained, expected 1, as a layer is "
+            "stepped by the gradient of one rank's tokens; use memory.cpu_offload, or start one process"
+        ]
