@@ -5,9 +5,9 @@
 
 Each line of docs/fit.json, and each for cards of 24 GB of docs/longest.json beside it, is run in a process of its own
 under a time limit. The fake process group moves nothing, so values mean nothing, but every tensor is allocated where a
-real rank allocates it; the allocator may take what a card of 24 GB leaves it, with the context, NCCL and the reserve that
-plans count with taken off. It is memory alone that is measured: what runs out there would run out on the card. Beside
-it is the plan for this device, whose kernels take other scratch than the card's, and what docs/fit.json says.
+real rank allocates it; the allocator may take what a card of 24 GB leaves it, with the context, NCCL and the reserve
+that plans count with taken off. It is memory alone that is measured: what runs out there would run out on the card.
+Beside it is the plan for this device, whose kernels take other scratch than the card's, and what docs/fit.json says.
 
 A line that runs out with torch's default allocator is run once more with expandable segments. Without a GPU tiny
 configs are planned for the CPU and compared with a trace of a real run there: nothing is measured.

@@ -273,12 +273,12 @@ def communicators(parallel: ParallelConfig, size: int) -> list[int]:
     """
     shape = mesh_shape(parallel, size)
     groups = [ranks for name, ranks in shape.items() if name != "pipeline" and ranks > 1]
-    groups += [parallel.context] * (parallel.context > 1)
+    sequences = [parallel.context] * (parallel.context > 1)
     if parallel.pipeline == 1 and len(groups) < 2:
-        return groups
+        return groups + sequences
     several = parallel.pipeline > 1 or all(shape[name] > 1 for name in DATA_DIMS)
     together = parallel.tensor > 1 and several
-    return [*groups, *([size // parallel.tensor] if together else []), size]
+    return [*groups, *([size // parallel.tensor] if together else []), size, *sequences]
 
 
 def _read_environment() -> tuple[int, int, int]:

@@ -251,8 +251,10 @@ def _communication(trace: Trace, settings: PlanSettings) -> list[CommunicationRo
 
 
 def _communicators(trace: Trace) -> list[int]:
-    """The sizes of the groups that communicate in the trace."""
-    return [len(ranks) for ranks in sorted({op.collective.ranks for op in trace.ops if op.collective})]
+    """The sizes of the groups that communicate in the trace. Ranks that share sequences have one of their own also
+    where they are all."""
+    found = {(op.collective.dim == "context", op.collective.ranks) for op in trace.ops if op.collective}
+    return [len(ranks) for _, ranks in sorted(found)]
 
 
 def _time(
