@@ -43,7 +43,7 @@ METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 CARDS, SIZES = (1, 2, 4, 8), (24, 80)
 # Tokens of a sequence: powers of two, and quarters between them, to 4 Mi.
 LENGTHS = [quarters * 2**power for power in range(11, 20) for quarters in (4, 5, 6, 7)] + [2**22]
-# What is tried one after the other, until something fits: least time first. Nothing of it changes a result.
+# What is weighed, least time first: a later one is taken that has room for half as much more. None changes a result.
 VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "full": ((), ("memory.optimizer_offload=true",), ("memory.cpu_offload=true",)),
     "lora": ((), ("memory.stream_layers=true",)),
@@ -109,12 +109,16 @@ def read(path: Path) -> list[Longest]:
 
 
 def plan_line(cell: Cell) -> Longest:
-    """The longest sequence, by the first variant in which any fits."""
+    """The longest sequence, by the variant that estimates say to have room for it; by others where it has not."""
     model, method, cards, size = cell
     config, on = f"{MODELS[model]}_{method}", f"{cards}x{size}GB"
+    likely = {variant: _likely(config, on, variant, cards) for variant in VARIANTS[method]}
+    best = VARIANTS[method][0]
     for variant in VARIANTS[method]:
-        line = _longest(Longest(*cell), config, on, variant)
-        if line.tokens:
+        if likely[variant] > likely[best] + 1:  # places among LENGTHS, of which three or four make twice as much
+            best = variant
+    for variant in (best, *reversed(VARIANTS[method])):
+        if likely[variant] >= 0 and (line := _longest(Longest(*cell), config, on, variant, likely[variant])).tokens:
             return line
     return Longest(*cell)
 
@@ -130,9 +134,9 @@ def settings_of(variant: tuple[str, ...], tokens: int, cards: int) -> tuple[str,
     return (*words, *shared, *variant)
 
 
-def _longest(line: Longest, config: str, on: str, variant: tuple[str, ...]) -> Longest:
-    """By whole plans, from the length on that a straight line through two estimates says to be the longest."""
-    best, at = line, _likely(config, on, variant, line.cards)
+def _longest(line: Longest, config: str, on: str, variant: tuple[str, ...], at: int) -> Longest:
+    """By whole plans, from the length at this place on."""
+    best = line
     too_long = len(LENGTHS)
     while 0 <= at < too_long:
         found = _planned(line, config, on, variant, LENGTHS[at])
@@ -146,7 +150,7 @@ def _longest(line: Longest, config: str, on: str, variant: tuple[str, ...]) -> L
 
 
 def _likely(config: str, on: str, variant: tuple[str, ...], cards: int) -> int:
-    """The place among LENGTHS of the longest that the straight line has room for; of the shortest at least."""
+    """The place among LENGTHS of the longest that the straight line through two estimates has room for; -1: none."""
     kind, points = recipe_class(recipe_for(config)), []
     for tokens in (cards * 2**14, cards * 2**16):
         try:
@@ -156,7 +160,7 @@ def _likely(config: str, on: str, variant: tuple[str, ...], cards: int) -> int:
             return -1  # such as heads that so many cards cannot share
     (low, first), (high, second) = points
     room = (usable_bytes(cfg, settings) - first) * (high - low) / max(1, second - first) + low
-    return max(0, bisect.bisect_right(LENGTHS, room) - 1)
+    return bisect.bisect_right(LENGTHS, room) - 1
 
 
 def _planned(line: Longest, config: str, on: str, variant: tuple[str, ...], tokens: int) -> Longest | None:
@@ -185,8 +189,9 @@ Of one sequence at a time on 1, 2, 4 and 8 cards of 24 GB and of 80 GB (`python 
 docs/longest.json`): every line is a whole plan that fits, with 3 % of the card to spare and without expandable
 segments, and has no tensor of 2^31 elements, at which FlashAttention 2 fails. Lengths are powers of two and quarters
 between them, from {shortest:,} to {longest:,}. The cards share every sequence (`parallel.context`), and what layers
-keep is in host memory; of 65,536 tokens on 4 cards the settings are {settings}. Only where nothing fits so are
-optimizer states in host memory too (`o`), then parameters (`p`), or frozen layers streamed from there (`s`). Times are
+keep is in host memory; of 65,536 tokens on 4 cards the settings are {settings}. Where sequences can be half as long
+again so, or nothing fits else, optimizer states are in host memory too (`o`), parameters and states (`p`), or frozen
+layers, streamed from there (`s`). Times are
 those of the rates that the tables above have, for 80 GB an A100's. Host memory is that of all ranks together, sent what
 one rank sends to others in a step. That a length fits does not say that a model understands it: a model knows the
 positions it was trained with."""

@@ -24,7 +24,14 @@ def test_the_border_is_the_first_element_too_many() -> None:
     assert large_tensor_notes(trace_with(2 * LIMIT, kind="temporary"), 4) == []  # half as many
 
 
-@pytest.mark.parametrize("fields", [{"kind": "parameters"}, {"kind": "optimizer"}, {"kind": "temporary", "device": False},
-                                    {"kind": "gradients", "label": "model.embed_tokens.weight"}])  # fmt: skip
+OTHERS: list[dict[str, object]] = [
+    {"kind": "parameters"},
+    {"kind": "optimizer"},
+    {"kind": "temporary", "device": False},
+    {"kind": "gradients", "label": "model.embed_tokens.weight"},
+]
+
+
+@pytest.mark.parametrize("fields", OTHERS)
 def test_what_no_kernel_counts_element_by_element_is_left_out(fields: dict[str, object]) -> None:
     assert large_tensor_notes(trace_with(8 * LIMIT, **fields), 2) == []
