@@ -12,7 +12,7 @@ _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _REMEDIES = {
     "cpu_offload": "remove memory.cpu_offload",
     "expert_offload": "remove memory.expert_offload",
-    "stream_layers": "choose lora.quantize_base=nf4, or remove memory.stream_layers",
+    "stream_layers": "choose lora.quantize_base=nf4 for frozen layers, or remove memory.stream_layers",
     "optimizer_offload": "choose optimizer.state_bits=8",
     "activation_offload": "choose a smaller batch_size or memory.activation_checkpointing=full",
 }

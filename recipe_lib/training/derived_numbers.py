@@ -125,7 +125,9 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel, levers
     count = sum(parameter.numel() for parameter in plain)
     count += sum(weight.in_features * weight.out_features for weight in stored.values())
     trained_count = sum(parameter.numel() for parameter in trained)
-    parameters, gradients = local_bytes(every), local_bytes(trained)
+    streamed = parallel.layers.num_bytes() if parallel.layers is not None else 0
+    parameters, gradients = local_bytes(every) - streamed, local_bytes(trained)
+    held = f"{format_bytes(parameters)} and {format_bytes(streamed)} in host memory" if streamed else ""
     state = optimizer_state_bytes(cfg.optimizer, model.named_parameters())
     where = "host memory" if cfg.memory.cpu_offload else "memory"
     known = "not known before the first step" if state is None else format_bytes(state)
@@ -145,7 +147,7 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel, levers
     return [
         f"parameters{here}: {format_count(count)}, trainable {format_count(trained_count)} "
         f"({trained_count / max(1, count):.2%}), {cfg.dtype}",
-        f"{where} per rank: parameters {format_bytes(parameters)}, gradients {format_bytes(gradients)}{freed}, "
+        f"{where} per rank: parameters {held or format_bytes(parameters)}, gradients {format_bytes(gradients)}{freed}, "
         f"optimizer state {known}; together {format_bytes(total)} before activations",
     ]
 

@@ -8,7 +8,7 @@ import torch
 
 from recipe_lib.config import load_config
 from recipe_lib.errors import SetupError
-from recipe_lib.memory import activation_offload, apply_activation_checkpointing
+from recipe_lib.memory import activation_offload, apply_activation_checkpointing, layer_stream
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import Parallel, parallelize, start_world
 from recipe_lib.training import check_host_memory
@@ -20,6 +20,7 @@ from tests.parallel.small_models import LENGTH, ROWS, WIDTH, small_batch, small_
 from tests.recipes.runs import PLAIN
 
 LAYERS = 5
+STEPPING = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
 
 
 def config(*overrides: str) -> Any:
@@ -78,6 +79,26 @@ def test_two_units_arrive_where_gradients_are_added_up() -> None:
     """Next to parameters and sums."""
     for *units, found in run_ranks(arriving, 2):
         assert found == 2 * sum(units) + sum(sorted(units)[-2:])
+
+
+def test_streamed_layers_are_pinned_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the final norm, if it is frozen; layers alone, with their states, if they are trained."""
+    monkeypatch.setattr(layer_stream, "has_host", lambda device: True)
+    cfg = config("memory.stream_layers=true", "memory.optimizer_offload=true", *STEPPING, "dtype=bf16")
+    for frozen in (False, True):
+        model = build_meta(small_spec(), torch.bfloat16).requires_grad_(not frozen)
+        layer_stream.stream_layers(model, cfg.memory, torch.device("cpu"))
+        sizes = {name: parameter.numel() * 2 for name, parameter in model.named_parameters()}
+        streamed = [
+            size for name, size in sizes.items() if (".layers." in name or frozen) and name != "model.norm.weight"
+        ]
+        expected = {"stream_layers": sum(map(power_of_two, streamed))}
+        expected["optimizer_offload"] = 0 if frozen else 2 * sum(map(power_of_two, sizes.values()))
+        assert offloaded_bytes(model, cfg) == expected
+    allowed = "memory.host_memory_limit_gib=0.0001"
+    with pytest.raises(SetupError, match="found 104.86 KiB allowed .*stream_layers .* choose lora.quant"):
+        limited = config("memory.stream_layers=true", "memory.optimizer_offload=true", *STEPPING, allowed)
+        check_host_memory(model, Parallel(), limited, SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
 
 
 def test_a_run_is_refused_before_its_model_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
