@@ -53,7 +53,7 @@ def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
     shape = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
     sizes = with_context(cfg.parallel, shape).items()
     dims = [f"{name} {size}" for name, size in sizes if size > 1 or name.startswith("data")]
-    undecided = cfg.parallel.strategy == "auto" and world.data_ranks > 1
+    undecided = cfg.parallel.strategy == "auto" and world.data_ranks * cfg.parallel.context > 1
     auto = "; parallel.strategy=auto is fsdp here, since `tune run` has not planned both" if undecided else ""
     return f"devices: {world.size} {world.device.type} = {' x '.join(dims)}{auto}"
 

@@ -62,6 +62,8 @@ CASES = [
     Case("llama", "full", 2, (*TWO, *OFFLOAD)),
     Case("llama", "lora of all", 2, (*TWO, *WINDOW)),
     Case("llama", "full", 2, (*TWO, *STEPPING)),
+    Case("llama", "qlora", 2, (*TWO, "memory.stream_layers=true")),
+    Case("gemma3", "lora of all", 2, (*TWO, *RECOMPUTE, "memory.stream_layers=true")),
     Case("llama", "packed", 2, (*TWO, *DDP)),
     Case("llama", "full", 2, (*TWO, *ONCE)),
     Case("qwen3", "dora", 2, TWO),
