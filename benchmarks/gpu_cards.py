@@ -3,11 +3,11 @@
     python benchmarks/gpu_check.py cards                       on this machine's GPU; a dry run without one
     python benchmarks/gpu_check.py cards --lines docs/fit.json --minutes 25
 
-Each line of docs/fit.json is run twice, in a process of its own under a time limit: with its settings, and with its
-longest row. The fake process group moves nothing, so values mean nothing, but every tensor is allocated where a real
-rank allocates it; the allocator may take what a card of 24 GB leaves it, with the context, NCCL and the reserve that
-plans count with taken off. It is memory alone that is measured: what runs out there would run out on the card. Beside
-it is the plan for this device, whose kernels take other scratch than the card's, and what docs/fit.json says.
+Each line of docs/fit.json, and each for cards of 24 GB of docs/longest.json beside it, is run in a process of its own
+under a time limit. The fake process group moves nothing, so values mean nothing, but every tensor is allocated where a
+real rank allocates it; the allocator may take what a card of 24 GB leaves it, with the context, NCCL and the reserve
+that plans count with taken off. It is memory alone that is measured: what runs out there would run out on the card.
+Beside it is the plan for this device, whose kernels take other scratch than the card's, and what docs/fit.json says.
 
 A line that runs out with torch's default allocator is run once more with expandable segments. Without a GPU tiny
 configs are planned for the CPU and compared with a trace of a real run there: nothing is measured.
@@ -24,22 +24,23 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_plan
-from benchmarks.fit import CARDS, METHODS, MODELS, Line, with_long_rows
+from benchmarks.fit import CARDS, METHODS, MODELS, Line
 from benchmarks.gpu_check import REPOSITORY, describe_device, minutes, run_apart
 from benchmarks.gpu_ladder import is_wrong, planned_line, told
 from benchmarks.gpu_ladder_cases import TINY, ConfigCase
 from benchmarks.gpu_plan_report import DRY_HOW, device_word, errors_of, head, share_below, write_pair
+from benchmarks.longest import Longest, read
 from recipe_lib.errors import ConfigError, exit_code_of
 from recipe_lib.memory.host_limits import free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.result import FITS
 from recipe_lib.plan.search.trials import usable_bytes
 from recipe_lib.units import format_bytes
 
 MINUTES = 25.0
 CASE_SECONDS = 240  # steps of the longest rows take long
 CARD = "24GB"
-LISTED = "fits or risky"  # of a longest row; the page does not say which
 # What matters most, in case time runs out: (models, methods, cards, whether it is the longest row).
 FIRST = (
     (("8B",), ("full", "lora", "qlora"), CARDS, False),
@@ -49,14 +50,19 @@ FIRST = (
     (("8B",), ("full", "lora"), CARDS, True),
 )
 DRY = [
-    Line("demo", "full", 2, [*TINY, "batch_size=2"], verdict="fits", longest=96),
-    Line("demo", "qlora", 1, [*TINY, "lora.quantize_base=nf4", "data.packing=false"], verdict="fits", longest=96),
+    Line("demo", "full", 2, [*TINY, "batch_size=2"], verdict="fits"),
+    Line("demo", "qlora", 1, [*TINY, "lora.quantize_base=nf4", "data.packing=false"], verdict="fits"),
+]
+LONG_ROWS = ("batch_size=1", "gradient_accumulation_steps=1", "max_seq_len=96")
+DRY_LONGEST = [
+    Longest("demo", "full", 2, 24, 96, (*TINY, *LONG_ROWS, "parallel.context=2")),
+    Longest("demo", "qlora", 1, 24, 96, (*TINY, *LONG_ROWS, "lora.quantize_base=nf4", "data.packing=false")),
 ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A run of a line. tokens: of a row; 0: as its settings say. host: bytes that its rank takes on the host. said: the
+    """A run of a line. tokens: of a longest row; 0 of others. host: bytes that its rank takes on the host. said: the
     page's verdict. active, reserved: bytes that it says, 0 where it does not."""
 
     model: str
@@ -75,8 +81,7 @@ class Job:
         config = "demo/full" if self.method == "full" else "demo/lora"
         if self.model in MODELS:
             config = f"{MODELS[self.model]}_{self.method}"
-        words = with_long_rows(list(self.settings), self.tokens, self.cards) if self.tokens else self.settings
-        return ConfigCase(config, tuple(words), self.cards)
+        return ConfigCase(config, self.settings, self.cards)
 
 
 def main(words: list[str]) -> int:
@@ -99,7 +104,7 @@ def _run(options: argparse.Namespace, words: list[str]) -> int:
     gpu = device.get("type") == "cuda"
     hardware = gpu_plan.hardware_of(device)
     report = gpu_plan.begun_report("cards", words, device, hardware)
-    known = jobs(read_lines(options.lines) if gpu else DRY)
+    known = jobs(read_lines(options.lines), read_longest(options.lines)) if gpu else jobs(DRY, DRY_LONGEST)
     todo = [job for job in known if options.only in job.case.config]
     if not todo:
         configs = ", ".join(sorted({job.case.config for job in known}))
@@ -134,17 +139,25 @@ def read_lines(file: Path) -> list[Line]:
         ) from None
 
 
-def jobs(lines: Iterable[Line]) -> list[Job]:
-    """What to run: each line that fits with its settings and with its longest row, in the order of FIRST, then small
-    models before large ones."""
+def read_longest(file: Path) -> list[Longest]:
+    """The longest sequences on such cards, of the file beside the lines; none where there is none."""
+    beside = file.with_name("longest.json")
+    return [line for line in read(beside) if f"{line.size}GB" == CARD] if beside.is_file() else []
+
+
+def jobs(lines: Iterable[Line], longest: Iterable[Longest]) -> list[Job]:
+    """What to run: each line that fits and each longest row, in the order of FIRST, then small models before large
+    ones."""
     found = []
     for line in lines:
         if line.settings is None:
             continue
         job = Job(line.model, line.method, line.cards, tuple(line.settings), 0, line.host, line.verdict)
         found.append(dataclasses.replace(job, active=line.active, reserved=line.reserved))
-        if line.longest:
-            found.append(dataclasses.replace(job, tokens=line.longest, host=line.longest_host, said=LISTED))
+    for far in longest:
+        if far.tokens:
+            of_rank = far.host // far.cards, FITS, far.active, far.reserved
+            found.append(Job(far.model, far.method, far.cards, tuple(far.settings), far.tokens, *of_rank))
     return sorted(found, key=_place)
 
 

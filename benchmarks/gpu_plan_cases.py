@@ -19,6 +19,8 @@ STEPPING = (
 )
 # Frozen layers need the first alone.
 STREAMED = ("memory.stream_layers=true", *STEPPING[1])
+# A sequence that all ranks share.
+TILED = ("memory.mlp_tiles=4", "memory.activation_offload=true")
 # A step of several micro-batches whose gradients are whole until the last one.
 ZERO_1 = ("parallel.reduce_gradients=step", "parallel.reshard_after_forward=false", "gradient_accumulation_steps=4")
 REDUCED_ONCE = (ZERO_1[:1] + ZERO_1[2:], ZERO_1, (*ZERO_1, "parallel.accumulate_grad_in_fp32=true"))
@@ -124,6 +126,7 @@ def cases(gpu: bool) -> list[PlanCase]:
             PlanCase("full", TINY, 1, 64, "selective", "layers", "foreach"),
             PlanCase("lora", TINY, 2, 64, "none", documents=3),
             PlanCase("qlora", TINY, 1, 64),
+            PlanCase("full", TINY, 4, 64, levers=("parallel.context=2",)),
             PlanCase("full", TINY, 2, 64, rank=1, schedule="1f1b"),
             PlanCase("lora", TINY, 2, 64, "none", schedule="gpipe"),
             *(PlanCase("full", TINY, 2, 64, levers=levers) for levers in (*STEPPING, *STATES, *REDUCED_ONCE)),
@@ -174,6 +177,9 @@ def _levers() -> list[PlanCase]:
         PlanCase("qlora", big, 1, 32768, levers=("memory.mlp_tiles=8",)),
         *(PlanCase("full", big, 1, 2048, levers=(*STREAMED, *levers)) for levers in ((), STATES[1])),
         *(PlanCase(kind, big, 1, 2048, levers=STREAMED[:1]) for kind in ("lora", "qlora")),
+        PlanCase("full", big, 8, 262144, chunks=32, levers=("parallel.context=8", *TILED)),
+        PlanCase("lora", big, 4, 65536, levers=("parallel.context=4", "memory.mlp_tiles=2")),
+        PlanCase("full", small, 4, 32768, "selective", documents=5, levers=("parallel.context=4",)),
         PlanCase("full", small, 1, 2048, levers=("matmul_dtype=int8",)),
         PlanCase("full", small, 1, 2048, levers=("matmul_dtype=fp8",)),
         PlanCase("lora", small, 2, 2048, levers=("parallel.strategy=ddp",)),

@@ -106,7 +106,8 @@ class DpoFinetune:
             if self.cfg.lora.adapter_path:
                 load_adapter(self.model, self.spec, Path(self.cfg.lora.adapter_path))
         if self.cfg.data.packing:
-            check_packing_isolation(self.model, self.spec, self.device, self.parallel.pipeline)
+            pipeline, multiple = self.parallel.pipeline, self.parallel.token_ranks
+            check_packing_isolation(self.model, self.spec, self.device, pipeline, multiple)
 
     def setup_optimizer(self) -> None:
         """The optimizer over what is trained."""

@@ -73,7 +73,8 @@ class FullFinetune:
         else:
             init_weights(self.model, seed, self.spec)
         if self.cfg.data.packing:
-            check_packing_isolation(self.model, self.spec, self.device, self.parallel.pipeline)
+            pipeline, multiple = self.parallel.pipeline, self.parallel.token_ranks
+            check_packing_isolation(self.model, self.spec, self.device, pipeline, multiple)
 
     def setup_optimizer(self) -> None:
         """The optimizer over this rank's shards; its states appear in the first step."""

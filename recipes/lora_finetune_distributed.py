@@ -77,7 +77,7 @@ class LoraFinetune:
         if cfg.lora.adapter_path:
             load_adapter(model, self.spec, Path(cfg.lora.adapter_path))
         if cfg.data.packing:
-            check_packing_isolation(model, self.spec, self.device, self.parallel.pipeline)
+            check_packing_isolation(model, self.spec, self.device, self.parallel.pipeline, self.parallel.token_ranks)
 
     def setup_optimizer(self) -> None:
         """The optimizer over the adapters: nothing else has gradients or states."""

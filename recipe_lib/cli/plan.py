@@ -134,7 +134,7 @@ def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["
     from recipe_lib.plan.smallest import smallest_cards
 
     plan.smallest_cards = smallest_cards(plan, shaped)
-    plan.notes = list(dict.fromkeys([*assumed, *arguments.notes]))
+    plan.notes = list(dict.fromkeys([*plan.notes, *assumed, *arguments.notes]))
     plan.next_lever = next_lever(plan, shaped)
     plan.receipt = quoted_receipt(cfg, shaped, settings)
     return plan, trace

@@ -28,7 +28,7 @@ from recipe_lib.config.local_files import (
     no_whole_state,
     not_downloaded,
 )
-from recipe_lib.config.mesh import mesh_shape
+from recipe_lib.config.mesh import mesh_shape, same_batch_ranks
 from recipe_lib.config.schema_data import is_hub, sources_by_section
 from recipe_lib.errors import CheckpointError, ConfigError, UserError
 
@@ -219,8 +219,8 @@ def _check_kernel(cfg: Any) -> None:
 
 
 def check_shape(cfg: Any) -> None:
-    """Whether the ranks of `parallel.tensor` and `parallel.pipeline` can share the model, if its shape is known."""
-    if cfg.parallel.tensor > 1 or cfg.parallel.pipeline > 1:
+    """Whether the ranks of `parallel.tensor`, `context` and `pipeline` can share the model, if its shape is known."""
+    if same_batch_ranks(cfg.parallel) > 1:
         from recipe_lib.training.resolve_model import (
             validate_parallelism_if_local,  # imports torch, which takes seconds
         )

@@ -107,6 +107,9 @@ _ELSEWHERE = {
     "data_parallel_degree dp dp_degree data_parallel",
     "parallel.data_replicate": "data_parallel_replicate_degree data_parallel_replicate_dim dp_replicate "
     "dp_replicate_size dp_replicate_degree hsdp_size parallelism_config_dp_replicate_size",
+    "parallel.context": "context_parallel_degree context_parallel_dim context_parallel_size context_parallel cp_size "
+    "cp cp_degree sequence_parallel_size sequence_parallel_degree parallelism_config_cp_size "
+    "parallelism_config_sp_size ulysses_sequence_parallel_size ulysses_size ulysses_degree sp_size sp_degree",
     "parallel.tensor": "tp_size tp tp_degree tensor_parallel tensor_parallel_degree tensor_parallel_size "
     "tensor_parallel_dim tensor_model_parallel_size model_parallel_size sequence_parallel parallelism_config_tp_size "
     "megatron_lm_tp_degree tensor_parallel.autotp_size autotp_size",
@@ -255,7 +258,6 @@ SECTION_ALIASES = {
 NOTHING_LIKE_IT = frozenset(
     "save_strategy eval_strategy evaluation_strategy logging_strategy global_batch_size val_set_size val_size "
     "label_smoothing_factor attn_implementation flash_attention flash_attn deepspeed push_to_hub hub_model_id "
-    "context_parallel_degree context_parallel_dim context_parallel_size context_parallel cp_size cp cp_degree context "
     "expert_parallel_degree expert_model_parallel_size expert_parallel_size ep_size ep "
     "train_batch_size modules_to_save lora_modules_to_save zero_stage fsdp_sharding_strategy sharding_strategy min_lr "
     "lr_min pipeline_parallel_microbatch_size num_layers_per_virtual_pipeline_stage gamma_beta_ratio wandb_run_id "

@@ -20,7 +20,8 @@ NO_LEVERS = (
     "lora.alpha", "lora.rslora", "lora.adapter_path", "lora.merge_on_save",
     "dpo.beta", "dpo.label_smoothing", "dpo.simpo_gamma",
     "memory.host_memory_limit_gib",
-    "parallel.data_shard", "parallel.data_replicate", "parallel.tensor", "parallel.pipeline",
+    "parallel.data_shard", "parallel.data_replicate", "parallel.context", "parallel.tensor",
+    "parallel.pipeline",
     "parallel.heartbeat_timeout_seconds",
 )  # fmt: skip
 # Keys whose text says nothing about a user's data, folders and accounts.

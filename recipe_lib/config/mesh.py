@@ -1,6 +1,7 @@
 """Numbers that follow from a config alone: ranks of each mesh dimension, stages, micro-batches. No torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +10,17 @@ from recipe_lib.errors import SetupError
 
 # Outermost first: neighbors share matrices; the stages of a pipeline, which exchange the least, are furthest apart.
 MESH_DIMS = ("pipeline", "data_replicate", "data_shard", "tensor")
-DATA_DIMS = ("data_replicate", "data_shard")  # along these, ranks have different batches
-MODEL_DIMS = tuple(name for name in MESH_DIMS if name not in DATA_DIMS)  # along these, the same one
-TOKEN_DIMS = ("tensor",)  # along these, each has a part of the same tokens between layers
+DATA_DIMS = ("data_replicate", "data_shard")  # along these, ranks have different batches, or parts of a sequence
+MODEL_DIMS = ("pipeline", "context", "tensor")  # the keys by which ranks have the same batch
+TENSOR_DIMS = ("tensor",)  # along these, each has a part of every matrix
 
 
 def mesh_shape(parallel: ParallelConfig, size: int) -> dict[str, int]:
-    """Ranks by MESH_DIMS, in their order, for `size` ranks; SetupError names the numbers when they do not fit."""
+    """Ranks by MESH_DIMS, in their order, for `size` ranks; SetupError names the numbers when they do not fit.
+
+    Those that share a sequence are neighbors in the data dimension, which is so many times longer: to parameters, their
+    gradients and states they are ranks like others that have a batch of their own.
+    """
     sizes = {name: getattr(parallel, name) for name in MODEL_DIMS}
     inner = math.prod(sizes.values())
     if size % inner:
@@ -26,7 +31,33 @@ def mesh_shape(parallel: ParallelConfig, size: int) -> dict[str, int]:
             f"a divisor of {size}; start a multiple of {inner} ranks (--nproc_per_node)"
         )
     sizes |= dict(zip(DATA_DIMS, _data_shape(parallel, size // inner, inner), strict=True))
+    sizes[_context_dim(parallel)] *= parallel.context
     return {name: sizes[name] for name in MESH_DIMS}
+
+
+def _context_dim(parallel: ParallelConfig) -> str:
+    """The dimension of the mesh that the ranks which share a sequence are part of."""
+    return "data_replicate" if parallel.strategy == "ddp" else "data_shard"
+
+
+def with_context(parallel: ParallelConfig, shape: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of the mesh's dimensions with one of its own for the ranks that share a sequence, if there are any."""
+    parts = {_context_dim(parallel): shape[_context_dim(parallel)] // parallel.context}
+    return _with_context(parallel, {**shape, **parts}, parallel.context)
+
+
+def place_with_context(parallel: ParallelConfig, place: Mapping[str, int]) -> dict[str, int]:
+    """A rank's place along the dimensions of `with_context`, of that along those of the mesh."""
+    other, own = divmod(place[_context_dim(parallel)], parallel.context)
+    return _with_context(parallel, {**place, _context_dim(parallel): other}, own)
+
+
+def _with_context(parallel: ParallelConfig, numbers: Mapping[str, int], context: int) -> dict[str, int]:
+    if parallel.context == 1:
+        return dict(numbers)
+    tensor = MESH_DIMS.index("tensor")
+    found = {name: numbers[name] for name in MESH_DIMS[:tensor]}
+    return found | {"context": context} | {name: numbers[name] for name in MESH_DIMS[tensor:]}
 
 
 def same_batch_ranks(parallel: ParallelConfig) -> int:
@@ -36,7 +67,7 @@ def same_batch_ranks(parallel: ParallelConfig) -> int:
 
 def token_ranks(parallel: ParallelConfig) -> int:
     """Ranks that share the tokens of a micro-batch between layers."""
-    return math.prod(getattr(parallel, name) for name in TOKEN_DIMS)
+    return parallel.context * parallel.tensor
 
 
 def padded_multiple(cfg: Any) -> int:

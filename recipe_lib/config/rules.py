@@ -11,7 +11,7 @@ from typing import Any
 
 from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.idle import formats, trained_dtype
-from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, micro_batches, schedule_fault
+from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, micro_batches, schedule_fault, token_ranks
 from recipe_lib.config.registry import BUILT_IN
 from recipe_lib.config.schema import LINEARS
 from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
@@ -301,6 +301,15 @@ RULES: tuple[Rule, ...] = (
     Rule(("parallel.tensor", "max_seq_len"), lambda cfg: cfg.max_seq_len % cfg.parallel.tensor != 0,
          "each rank has as many tokens of a sequence as the others, and max_seq_len is no multiple of parallel.tensor",
          "make max_seq_len a multiple of it", ("parallel.tensor=2", "max_seq_len=1023")),
+    Rule(("parallel.context", "max_seq_len"),
+         lambda cfg: cfg.parallel.context > 1 and cfg.max_seq_len % token_ranks(cfg.parallel) != 0,
+         "each rank has as many tokens of a sequence as the others, and max_seq_len is no multiple of parallel.context "
+         "x parallel.tensor", "make max_seq_len a multiple of it", ("parallel.context=4", "max_seq_len=1022"),
+         reads=("parallel.tensor",)),
+    Rule(("model.implementation", "parallel.context"), lambda cfg: _external(cfg) and cfg.parallel.context > 1,
+         "ranks that share sequences exchange tokens for heads around attention, which is ours in a native model alone",
+         "set parallel.context=1; for long sequences of other models there are memory.activation_offload and "
+         "parallel.tensor", (_EXTERNAL, "parallel.context=2")),
     Rule(("parallel.tensor", "loss"), lambda cfg: cfg.parallel.tensor > 1 and cfg.loss != "cross_entropy",
          "it is called with the logits of the whole vocabulary, which no rank has",
          "remove loss, or set parallel.tensor=1", ("parallel.tensor=2", "loss=mine")),

@@ -34,6 +34,14 @@ class ParallelConfig:
         needs="parallel.strategy != ddp",
         known_as="torchtitan data_parallel_replicate_degree",
     )
+    context: int = key(
+        1,
+        "Ranks that share each sequence (context parallel, Ulysses): each has some of its tokens, in attention all "
+        "tokens of some heads.",
+        minimum=1,
+        most=2**12,
+        known_as="torchtitan context_parallel_degree; ms-swift sequence_parallel_size",
+    )
     tensor: int = key(
         1,
         "Ranks that share each matrix and each sequence (tensor and sequence parallel).",

@@ -32,12 +32,13 @@ class Evaluator(Protocol):
 
 @torch.no_grad()
 def check_packing_isolation(
-    model: nn.Module, spec: Any, device: torch.device | str, pipeline: Evaluator | None = None
+    model: nn.Module, spec: Any, device: torch.device | str, pipeline: Evaluator | None = None, multiple: int = 1
 ) -> None:
     """Packs documents into sequences, changes some of them, and looks whether the logits of the others move.
 
     model: `model(tokens [b, s], positions [b, s], attention)` gives logits `[b, s, v]`; with its weights, sharded or
-    not, compiled or not. spec: its shape. pipeline: what runs its stages, if it has any. A collective for a sharded
+    not, compiled or not. spec: its shape. pipeline: what runs its stages, if it has any. multiple: of so many tokens
+    its rows are. A collective for a sharded
     model: every rank calls it, and all of them agree. It costs four passes over 128 tokens. The model is left as it
     was. Where tensors have no values, nothing is checked.
 
@@ -49,7 +50,7 @@ def check_packing_isolation(
     training = model.training
     model.eval()  # dropout would move the logits
     try:
-        leak, difference, has_experts, dtype = _measure(model, spec.vocab_size, device, pipeline)
+        leak, difference, has_experts, dtype = _measure(model, spec.vocab_size, device, pipeline, multiple)
     finally:
         model.train(training)
         if any(hasattr(module.forward, "_torchdynamo_orig_callable") for module in model.modules()):
@@ -72,7 +73,7 @@ def check_packing_isolation(
 
 
 def _measure(
-    model: nn.Module, vocab_size: int, device: torch.device, pipeline: Evaluator | None
+    model: nn.Module, vocab_size: int, device: torch.device, pipeline: Evaluator | None, multiple: int = 1
 ) -> tuple[float, float, bool, torch.dtype]:
     """How far logits move with a neighbor, how far they are from those of documents alone (each relative, the largest
     of all ranks), whether any rank's layers have experts, and the logits' dtype."""
@@ -85,8 +86,8 @@ def _measure(
     documents = [part for sequence, parts in zip(tokens, _LENGTHS, strict=True) for part in sequence.split(parts)]
     sequences = nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
     packed = [tokens, torch.where(first, other, tokens), torch.where(first, tokens, other)]
-    logits, *moved = [_logits(model, part, device, pipeline) for part in packed]
-    padded = _logits(model, sequences, device, pipeline, packed=False)
+    logits, *moved = [_logits(model, part, device, pipeline, multiple) for part in packed]
+    padded = _logits(model, sequences, device, pipeline, multiple, packed=False)
     measured, dtype = torch.zeros(3, device=device), next(model.parameters()).dtype
     if logits is not None and padded is not None:  # None: another rank has the last stage of a pipeline
         changes = zip(moved, (first, ~first), strict=True)
@@ -102,17 +103,27 @@ def _measure(
 
 
 def _logits(
-    model: nn.Module, tokens: Tensor, device: torch.device, pipeline: Evaluator | None, *, packed: bool = True
+    model: nn.Module,
+    tokens: Tensor,
+    device: torch.device,
+    pipeline: Evaluator | None,
+    multiple: int,
+    *,
+    packed: bool = True,
 ) -> Any:
     """Logits `[b, s, v]` of tokens `[b, s]`; not packed: of one document a sequence, padded after it."""
+    width = tokens.shape[1]
+    tokens = nn.functional.pad(tokens, (0, -width % multiple))
     batch = Batch(tokens, tokens)
     if packed:
-        positions, info = document_positions(_LENGTHS, _WIDTH), make_attention_info(_LENGTHS, _WIDTH)
-        batch = replace(batch, positions=positions, attention=info)
+        positions = document_positions(_LENGTHS, tokens.shape[1])
+        batch = replace(batch, positions=positions, attention=make_attention_info(_LENGTHS, tokens.shape[1]))
     batch = batch.to(device)
     if pipeline is not None:
-        return pipeline.evaluate([batch], lambda number, part: model(part.tokens))[0]
-    return model(batch.tokens, batch.positions, batch.attention) if packed else model(batch.tokens)
+        logits = pipeline.evaluate([batch], lambda number, part: model(part.tokens))[0]
+    else:
+        logits = model(batch.tokens, batch.positions, batch.attention) if packed else model(batch.tokens)
+    return None if logits is None else logits[:, :width]
 
 
 def _distance(found: Tensor, expected: Tensor) -> Tensor:

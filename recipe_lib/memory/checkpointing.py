@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from recipe_lib.config.mesh import micro_batches, padded_multiple, token_ranks
+from recipe_lib.config.mesh import micro_batches, padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.aten_names import ATTENTION, MATMUL, SUM, kind_of
@@ -117,9 +117,10 @@ def _choose(
         model,
         rows,
         length,
-        token_ranks(cfg.parallel),
+        cfg.parallel.tensor,
         kernels_of(device),
         pipeline,
+        context=cfg.parallel.context,
         fused=fuses(device) and not cfg.compile,
     )
     moments = [{0: 1}] if pipeline is None else pipeline.in_flight(count)

@@ -51,16 +51,18 @@ def layer_costs(
     kernels: str,
     pipeline: PipelineStages | None = None,
     *,
+    context: int = 1,
     fused: bool = False,
 ) -> list[LayerCost]:
     """The costs of a decoder's layers, in order, for a micro-batch of `rows` rows of `length` tokens.
 
-    model: on the meta device, as its layers will run: with adapters, shared out, in pieces. tensor: ranks that share
-    its tokens. kernels: `cuda` or `cpu`, whose norms and attention keep other things. pipeline: what runs its stages.
-    fused: whether chains are one kernel each (`recipe_lib.ops.fused_kernels`), which keep less.
+    model: on the meta device, as its layers will run: with adapters, shared out, in pieces. tensor, context: ranks
+    that share its tokens. kernels: `cuda` or `cpu`, whose norms and attention keep other things. pipeline: what runs
+    its stages. fused: whether chains are one kernel each (`recipe_lib.ops.fused_kernels`), which keep less.
     """
     trunk, width = cast(Any, model.model), cast(Any, model.spec).width
-    shape = (rows * length // tensor,) if tensor > 1 else (rows, length)
+    own = length // context
+    shape = (rows * own // tensor,) if tensor > 1 else (rows, own)
     stages = {0: range(len(trunk.layers))} if pipeline is None else pipeline.layers
     watched: dict[Any, _Watched] = {}
     found = []

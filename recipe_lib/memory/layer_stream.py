@@ -262,15 +262,13 @@ class LayerStream:
         return self._streams
 
 
-def stream_layers(
-    model: nn.Module, memory: MemoryConfig, device: torch.device, data_ranks: int = 1
-) -> LayerStream | None:
+def stream_layers(model: nn.Module, memory: MemoryConfig, device: torch.device, ranks: int = 1) -> LayerStream | None:
     """Says of each layer's parameters that they lie on the host, in place; `materialize` puts them there.
 
     Of a layer all frozen parameters are streamed, and with `memory.optimizer_in_backward` and
     `memory.optimizer_offload` the trained ones that are no adapter's. Call it when layers are checkpointed and
-    compiled, before FSDP wraps what it leaves. On a CPU the model is left as it is. Raises ConfigError for trained
-    layers on several data ranks, which would each step a layer by the gradient of their own tokens.
+    compiled, before FSDP wraps what it leaves. On a CPU the model is left as it is. ranks: that have tokens of their
+    own. Raises ConfigError for trained layers on several, which would each step a layer by the gradient of theirs.
     """
     if not memory.stream_layers or not has_host(device):
         return None
@@ -294,10 +292,10 @@ def stream_layers(
                 owner.compute_on(device)
         units += [StreamedUnit(name, places, is_layer=name in layers)] if places else []
     stream = LayerStream(units, device)
-    if data_ranks > 1 and stream.trains():
+    if ranks > 1 and stream.trains():
         raise ConfigError(
-            f"memory.stream_layers: found {data_ranks} data ranks for layers that are trained, expected 1, as a layer "
-            "is stepped by the gradient of one rank's tokens; use memory.cpu_offload, or start one process"
+            f"memory.stream_layers: found {ranks} ranks with tokens of their own for layers that are trained, expected 1, as "
+            "a layer is stepped by the gradient of one rank's tokens; use memory.cpu_offload, or start one process"
         )
     model.note_on_host([name for unit in units for name in unit.names])
     for number, unit in enumerate(units):

@@ -102,6 +102,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_width, spec.width, bias=spec.output_bias)
         self.q_norm, self.k_norm = (_head_norm(spec, heads) for heads in (spec.num_heads, spec.num_kv_heads))
         self.clamp = nn.Identity() if spec.qkv_clip is None else Clamp(spec.qkv_clip)
+        # Where ranks share sequences these exchange all heads of some tokens for all tokens of some heads, and back.
+        self.to_heads: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] = _all_heads
+        self.to_tokens: Callable[[Tensor], Tensor] = _all_tokens
 
     def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None) -> Tensor:
         """turn: of the positions. info: prepared for the batch. cache: extended by these tokens, if given."""
@@ -114,7 +117,16 @@ class Attention(nn.Module):
         v = self.clamp(v).transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-        return self.o_proj(self.attend(q, k, v, info, sinks=self.sinks).transpose(1, 2).flatten(2))
+        q, k, v, sinks = self.to_heads(q, k, v, self.sinks)
+        return self.o_proj(self.to_tokens(self.attend(q, k, v, info, sinks=sinks)).transpose(1, 2).flatten(2))
+
+
+def _all_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    return q, k, v, sinks
+
+
+def _all_tokens(attended: Tensor) -> Tensor:
+    return attended
 
 
 def _head_norm(spec: DecoderSpec, heads: int) -> nn.Module:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec
 from recipe_lib.ops.expert_gated import Gate, scored_product
+from recipe_lib.ops.gathered import Group, all_reduce
 from recipe_lib.ops.grouped import Groups, group_tokens, grouped_linear, rows_of_choices, sum_choices
 
 
@@ -123,11 +124,13 @@ class BalanceLoss:
 
     Of a layer and a micro-batch it is E sum_e f_e P_e, with f_e the choices of expert e per token, and P_e the mean of
     its probabilities; padding counts as tokens. Its gradient enters where the scores leave the router, so that layers
-    may be computed again, or on other ranks than the loss. weight: of one layer's, in what goes backward now.
+    may be computed again, or on other ranks than the loss. sequences: the ranks that share sequences, of which each
+    knows the part of the loss that its tokens have. weight: of one layer's, in what goes backward now.
     """
 
     coefficient: float
     layers: int  # of the whole model that have experts
+    sequences: Group | None = None
     weight: float = 0.0
 
     def begin(self, parts: int) -> None:
@@ -211,8 +214,11 @@ class Mixture(nn.Module):
             return scores
         loss, choices = None, groups.tokens.shape[0]
         if self.balance is not None:
-            tokens = choices // groups.choices
-            shares = groups.ends.diff(prepend=groups.ends.new_zeros(1)) / tokens
+            tokens, rows = choices // groups.choices, groups.ends.diff(prepend=groups.ends.new_zeros(1))
+            if self.balance.sequences is not None:
+                tokens *= self.balance.sequences.size
+                rows = all_reduce(rows, "sum", self.balance.sequences)
+            shares = rows / tokens
             loss = logits.shape[1] * (shares * logits.softmax(dim=-1).sum(dim=0)).sum() / tokens
             scores = cast(Tensor, _WithLoss.apply(scores, loss, self.balance))
         if self.load is not None:

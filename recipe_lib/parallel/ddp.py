@@ -45,9 +45,9 @@ def is_replicated(parallel: ParallelConfig) -> bool:
 
 def replicas_of(parallel: ParallelConfig, memory: MemoryConfig, world: World) -> Replicas | None:
     """The replicas of a model that `shard_model` leaves whole; None for a model that is sharded, or the only one."""
-    if not is_replicated(parallel) or (world.data_ranks == 1 and not memory.cpu_offload):
+    if not is_replicated(parallel) or (world.copies == 1 and not memory.cpu_offload):
         return None
-    return Replicas(world.data_ranks, DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None)
+    return Replicas(world.copies, DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None)
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ _HEADS = (OutputHead, AdaptedHead, LinearHead)  # with labels they make their gr
 def shard_model(
     model: nn.Module, parallel: ParallelConfig, memory: MemoryConfig, world: World, *, whole_layers: bool = False
 ) -> list[Unit]:
-    """Shards the parameters over `data_shard`, copies them over `data_replicate`; returns the units it made.
+    """Shards parameters over `data_shard` x `context`, copies them over `data_replicate`; returns the units it made.
 
     Parameters become DTensors under the same names; they keep their dtype, frozen ones too. Gradients arrive as SUMS
     over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided by the token count of the global batch. With
@@ -61,7 +61,7 @@ def shard_model(
     units = resolve_wrapping(model, parallel.fsdp_wrap_policy, whole_layers=whole_layers or bool(kept))
     units = [_without(unit, model, kept) for unit in units]
     units = [unit for unit in units if unit.bytes] if kept else units
-    if is_replicated(parallel) or (world.data_ranks == 1 and not memory.cpu_offload):
+    if is_replicated(parallel) or (world.copies == 1 and not memory.cpu_offload):
         return []
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if memory.cpu_offload else OffloadPolicy()
     replicated = world.mesh["data_replicate"].size() > 1

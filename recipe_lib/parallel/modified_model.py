@@ -24,6 +24,29 @@ def refuse_for_tensor(model: Decoder) -> None:
         )
 
 
+def refuse_for_context(model: LanguageModel) -> None:
+    """ConfigError for a model that is not ours, for extra parameters, and for another forward of attention.
+
+    A rank has some of the tokens of a sequence there, and what looks at others would see none of them.
+    """
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            "parallel.context: found a model whose attention is not ours, expected model.implementation=native; set "
+            "that, or parallel.context=1"
+        )
+    own = [
+        f"another forward of {name}"
+        for name, module in model.named_modules()
+        if isinstance(module, Attention) and type(module).forward is not Attention.forward
+    ]
+    found = next(iter(extra_tensors(model)), None) or next(iter(own), None)
+    if found is not None:
+        raise ConfigError(
+            f"parallel.context: found {found}, which the recipe added, expected a model as it is built: ranks that "
+            "share sequences have a part of the tokens each; set parallel.context=1"
+        )
+
+
 def _changed(model: Decoder) -> list[str]:
     inside: set[int] = set()
     found = []

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from recipe_lib.config.mesh import token_ranks
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.activation_offload import Window
@@ -13,6 +14,7 @@ from recipe_lib.memory.layer_stream import LayerStream
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.mixture import BalanceLoss, Load, Mixture
 from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.parallel.context import shard_sequences
 from recipe_lib.parallel.ddp import Replicas, replicas_of
 from recipe_lib.parallel.fsdp import shard_model
 from recipe_lib.parallel.fsdp_wrap_policy import Unit, parameter_bytes, whole_elements
@@ -33,8 +35,8 @@ class Parallel:
     without one. units: that FSDP gathers. replicas: of a model that every data rank has whole. kernels: about fused
     ones, for the log. checkpointing: what layers keep, where a budget chose it. offload: what moves kept activations to
     the host and back. accumulation: how the gradients of a step's micro-batches are added up; None: as backward does
-    it. experts, layers: what copies them from the host. balance: the auxiliary loss of a
-    mixture's routers. data_ranks: that have batches of their own.
+    it. experts, layers: what copies them from the host. balance: the auxiliary loss of a mixture's routers. data_ranks:
+    that have batches of their own. token_ranks: that share the tokens of a sequence, whose number they divide.
     """
 
     pipeline: Pipeline | None = None
@@ -49,6 +51,7 @@ class Parallel:
     layers: LayerStream | None = None
     balance: BalanceLoss | None = None
     data_ranks: int = 1
+    token_ranks: int = 1
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -63,13 +66,12 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
     Parameters keep their names. for_training: False for a model that has no backward, such as a frozen reference.
 
     Raises ConfigError for what model and config cannot have together: `split_pipeline`, `shard_tensors`,
-    `apply_memory_levers` and `shard_model` say what.
+    `shard_sequences`, `apply_memory_levers` and `shard_model` say what.
     """
     pipeline = split_pipeline(model, cfg, world)
     tensor_gradients = shard_tensors(model, cfg.parallel, cfg.memory, world)
-    levers = apply_memory_levers(
-        model, cfg, world.device, pipeline, for_training=for_training, data_ranks=world.data_ranks
-    )
+    shard_sequences(model, cfg.parallel, world)
+    levers = apply_memory_levers(model, cfg, world.device, pipeline, for_training=for_training, data_ranks=world.copies)
     units = shard_model(model, cfg.parallel, cfg.memory, world, whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1)
     if for_training:
         _count_load(model, cfg, world)
@@ -87,8 +89,9 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
         accumulation,
         levers.experts,
         levers.layers,
-        _balance(model, cfg) if for_training else None,
+        _balance(model, cfg, world) if for_training else None,
         world.data_ranks,
+        token_ranks(cfg.parallel),
     )
 
 
@@ -99,7 +102,7 @@ def _count_load(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> None
             module.load = Load(module.router.out_features, world.device)
 
 
-def _balance(model: nn.Module, cfg: FullFinetuneConfig) -> BalanceLoss | None:
+def _balance(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> BalanceLoss | None:
     """Gives each layer's router the auxiliary loss that the config asks for. ConfigError for a model without any."""
     if not cfg.router_aux_loss_coef:
         return None
@@ -109,7 +112,7 @@ def _balance(model: nn.Module, cfg: FullFinetuneConfig) -> BalanceLoss | None:
             f"router_aux_loss_coef: found {cfg.router_aux_loss_coef:g} for a model without experts of ours, expected "
             "0; remove router_aux_loss_coef"
         )
-    balance = BalanceLoss(cfg.router_aux_loss_coef, sum(spec.mixture.layers))
+    balance = BalanceLoss(cfg.router_aux_loss_coef, sum(spec.mixture.layers), world.context)
     for module in model.modules():
         if isinstance(module, Mixture):
             module.balance = balance

@@ -231,8 +231,9 @@ def _attention(
     q = apply_rotation(module.clamp(module.q_norm(q)), *turn).transpose(1, 2)
     k = apply_rotation(module.clamp(module.k_norm(k)), *turn).transpose(1, 2)
     v = module.clamp(v).transpose(1, 2)
-    attended = module.attend(q, k, v, info, sinks=local(module.sinks)).transpose(1, 2).reshape(rows * length, -1)
-    return _row(module.o_proj, attended, sharing.group)
+    q, k, v, sinks = module.to_heads(q, k, v, local(module.sinks))
+    attended = module.to_tokens(module.attend(q, k, v, info, sinks=sinks))
+    return _row(module.o_proj, attended.transpose(1, 2).reshape(rows * length, -1), sharing.group)
 
 
 def _mlp(module: MLP, sharing: _Sharing, activation: str, hidden: Tensor, norm: Norm) -> Tensor:

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from recipe_lib import errors
-from recipe_lib.config.mesh import DATA_DIMS, MESH_DIMS, TOKEN_DIMS, mesh_shape, token_ranks
+from recipe_lib.config.mesh import DATA_DIMS, MESH_DIMS, TENSOR_DIMS, mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
@@ -47,8 +48,10 @@ class World:
 
     rank, size: among all processes; local_rank: on this machine. device: where this rank computes.
     mesh: dimensions `pipeline` x `data_replicate` x `data_shard` x `tensor`. data_rank, data_ranks: which of the
-    different batches is ours: the ranks of a pipeline and of a tensor-parallel group have the same. tensor: that group;
-    None: each rank has whole matrices. pipeline: this rank's place among those that the layers are divided among.
+    different batches is ours: the ranks of a pipeline, of a tensor-parallel group and those that share sequences have
+    the same. tensor: the group that shares matrices; None: each rank has whole ones. context: the group that shares
+    sequences, neighbors in the data dimensions; None: each rank has whole ones. pipeline: this rank's place among those
+    that the layers are divided among.
     heartbeat: knows what this rank is doing, and ends all ranks if one of them fails or hangs.
     """
 
@@ -60,6 +63,7 @@ class World:
     data_rank: int
     data_ranks: int
     tensor: Group | None = None
+    context: Group | None = None
     pipeline: PipelineRank | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
 
@@ -68,13 +72,28 @@ class World:
         """True on the one rank that speaks and writes shared files."""
         return self.rank == 0
 
+    @property
+    def copies(self) -> int:
+        """Ranks of this one's stage that have a gradient of their own for each parameter: those of all batches, and of
+        these each that has a part of their sequences."""
+        return self.data_ranks * (self.context.size if self.context else 1)
+
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of `tensor` over the different batches, in place, on host or device. A collective.
 
-        Of the ranks of a pipeline each gives its own part too: what the last stage knows is 0 on the others.
+        Of the ranks of a pipeline each gives its own part too: what the last stage knows is 0 on the others. Those that
+        share matrices or sequences have the same, which counts once.
         """
-        if self.data_ranks > 1 or self.pipeline is not None:
-            dist.all_reduce(tensor, group=self._other_groups() if _shares_tokens(self.mesh) else None)
+        if self.context is not None and self.context.rank:
+            tensor.zero_()
+        if self.copies > 1 or self.pipeline is not None:
+            dist.all_reduce(tensor, group=self._other_groups() if _shares_matrices(self.mesh) else None)
+        return tensor
+
+    def sum_over_sequence(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of `tensor` over the ranks that share this one's sequences, in place. A collective of theirs."""
+        if self.context is not None:
+            dist.all_reduce(tensor, group=_resolve_process_group(self.context.name))
         return tensor
 
     def group(self, name: str) -> Group | None:
@@ -86,8 +105,8 @@ class World:
         return Group(self.mesh.get_group(name).group_name, size, self.mesh.get_local_rank(name))
 
     def _other_groups(self) -> dist.ProcessGroup:
-        """The ranks that have this one's place in other groups of ranks that share tokens, as in tensor parallel."""
-        return _flat_without_tokens(self.mesh).get_group()
+        """The ranks that have this one's place in other tensor-parallel groups."""
+        return _flat_without_tensor(self.mesh).get_group()
 
     def any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on any; over the host's group. A collective."""
@@ -203,48 +222,63 @@ def _make_world(cfg: WorldConfig, rank: int, size: int, local_rank: int, heartbe
     shape = tuple(mesh_shape(cfg.parallel, size).values())
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS)
     device = torch.device(device_type, local_rank) if device_type != "cpu" else torch.device("cpu")
-    return replace(world_of(mesh, rank, size, local_rank, device), heartbeat=heartbeat)
+    return replace(world_of(mesh, rank, size, local_rank, device, cfg.parallel.context), heartbeat=heartbeat)
 
 
-def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: torch.device) -> World:
-    """The world of a mesh with the dimensions `MESH_DIMS`."""
+def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: torch.device, context: int = 1) -> World:
+    """The world of a mesh with the dimensions `MESH_DIMS`, of whose data dimensions each `context` neighbors share
+    sequences."""
     sizes = dict(zip(MESH_DIMS, mesh.shape, strict=True))
     mine = dict(zip(MESH_DIMS, mesh.get_coordinate() or (0,) * len(MESH_DIMS), strict=True))
-    group, place = None, None
+    group, sequence, place = None, None, None
     if sizes["tensor"] > 1:
         group = Group(mesh.get_group("tensor").group_name, sizes["tensor"], mine["tensor"])
-    if _shares_tokens(mesh):
-        _flat_without_tokens(mesh)  # by all ranks, before one of them needs it
+    if _shares_matrices(mesh):
+        _flat_without_tensor(mesh)  # by all ranks, before one of them needs it
     if sizes["pipeline"] > 1:
         place = PipelineRank(mine["pipeline"], sizes["pipeline"], tuple(mesh["pipeline"].mesh.tolist()))
     data_rank, data_ranks = 0, 1
     for name in DATA_DIMS:
         data_rank, data_ranks = data_rank * sizes[name] + mine[name], data_ranks * sizes[name]
-    return World(rank, size, local_rank, device, mesh, data_rank, data_ranks, group, place)
+    if context > 1:
+        sequence = Group(_sequence_group(mesh, context).group_name, context, data_rank % context)
+    others = data_rank // context, data_ranks // context
+    return World(rank, size, local_rank, device, mesh, *others, group, sequence, place)
 
 
-def _shares_tokens(mesh: DeviceMesh) -> bool:
+def _sequence_group(mesh: DeviceMesh, context: int) -> dist.ProcessGroup:
+    """This rank's group of those that share sequences; every rank makes all of them."""
+    stages, tensor = mesh.shape[0], mesh.shape[-1]
+    ranks = mesh.mesh.view(stages, -1, context, tensor).movedim(2, -1).reshape(-1, context)
+    own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    return own
+
+
+def _shares_matrices(mesh: DeviceMesh) -> bool:
     names = mesh.mesh_dim_names or ()
-    return any(mesh.shape[names.index(name)] > 1 for name in TOKEN_DIMS if name in names)
+    return any(mesh.shape[names.index(name)] > 1 for name in TENSOR_DIMS if name in names)
 
 
-def _flat_without_tokens(mesh: DeviceMesh) -> DeviceMesh:
-    """All dimensions but those that share tokens as one."""
-    return mesh[tuple(name for name in MESH_DIMS if name not in TOKEN_DIMS)]._flatten("data")
+def _flat_without_tensor(mesh: DeviceMesh) -> DeviceMesh:
+    """All dimensions but those that share matrices as one."""
+    return mesh[tuple(name for name in MESH_DIMS if name not in TENSOR_DIMS)]._flatten("data")
 
 
 def communicators(parallel: ParallelConfig, size: int) -> list[int]:
-    """The sizes of the groups of a rank that communicate on its device: its dimensions of the mesh, and all ranks.
+    """The sizes of the groups of a rank that communicate on its device: its dimensions of the mesh, those that share
+    its sequences, and all ranks.
 
     With tensor parallel the ranks of its other dimensions together, if these are several, have one too. The ranks of a
     pipeline have none of their own: they exchange by twos, and sum over all ranks.
     """
     shape = mesh_shape(parallel, size)
     groups = [ranks for name, ranks in shape.items() if name != "pipeline" and ranks > 1]
+    sequences = [parallel.context] * (parallel.context > 1)
     if parallel.pipeline == 1 and len(groups) < 2:
-        return groups
-    together = token_ranks(parallel) > 1 and (parallel.pipeline > 1 or all(shape[name] > 1 for name in DATA_DIMS))
-    return [*groups, *([size // token_ranks(parallel)] if together else []), size]
+        return groups + sequences
+    several = parallel.pipeline > 1 or all(shape[name] > 1 for name in DATA_DIMS)
+    together = parallel.tensor > 1 and several
+    return [*groups, *([size // parallel.tensor] if together else []), size, *sequences]
 
 
 def _read_environment() -> tuple[int, int, int]:

@@ -4,7 +4,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from recipe_lib.config.mesh import micro_batches
+from recipe_lib.config.mesh import MODEL_DIMS, micro_batches
 from recipe_lib.plan.build_plan import PlanSettings, layer_rows, simulate_rank
 from recipe_lib.plan.rank_plans import rank_plan
 from recipe_lib.plan.result import Plan
@@ -31,6 +31,6 @@ def without_parallelism(cfg: Any) -> Any:
     """A copy of a config for one rank, with micro-batches as large and as many."""
     other = copy.deepcopy(cfg)
     other.batch_size, other.gradient_accumulation_steps = micro_batches(cfg)
-    sizes = {"data_shard": -1, "data_replicate": 1, "tensor": 1, "pipeline": 1, "pipeline_microbatches": None}
+    sizes = dict.fromkeys(("data_replicate", *MODEL_DIMS), 1) | {"data_shard": -1, "pipeline_microbatches": None}
     other.parallel = replace(other.parallel, strategy="fsdp", **sizes)
     return other

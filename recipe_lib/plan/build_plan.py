@@ -12,12 +12,14 @@ import recipe_lib
 from recipe_lib.config.card_limits import card_faults
 from recipe_lib.config.mesh import micro_batches
 from recipe_lib.errors import ConfigError
+from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.gradient_accumulation import once_a_step
 from recipe_lib.plan.allocation.blocks import LAUNCH_QUEUE
 from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
 from recipe_lib.plan.cluster_traffic import dimension_plans
 from recipe_lib.plan.hardware import Hardware
+from recipe_lib.plan.large_tensors import large_tensor_notes
 from recipe_lib.plan.pipeline_plan import Staged, first_of_each_place, layers_of_all, pipeline_assumptions, staged
 from recipe_lib.plan.rank_plans import lowered, not_simulated, rank_plan, verdict_of
 from recipe_lib.plan.result import (
@@ -134,6 +136,7 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         dimensions=dimension_plans(
             found.mesh, dict(sorted(places.items())), STEADY, micro_batches(cfg)[1], once_a_step(cfg.parallel)
         ),
+        notes=large_tensor_notes(found.trace, DTYPES[cfg.dtype].itemsize),
         versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
     say_router_choices(plan, cfg, simulated, hardware, settings.calibration)
@@ -251,8 +254,10 @@ def _communication(trace: Trace, settings: PlanSettings) -> list[CommunicationRo
 
 
 def _communicators(trace: Trace) -> list[int]:
-    """The sizes of the groups that communicate in the trace."""
-    return [len(ranks) for ranks in sorted({op.collective.ranks for op in trace.ops if op.collective})]
+    """The sizes of the groups that communicate in the trace. Ranks that share sequences have one of their own also
+    where they are all."""
+    found = {(op.collective.dim == "context", op.collective.ranks) for op in trace.ops if op.collective}
+    return [len(ranks) for _, ranks in sorted(found)]
 
 
 def _time(

@@ -28,8 +28,9 @@ def dimension_plans(
     that is counted. micro_batches: of it. once: operations among data ranks that are once a step, not in each of
     them."""
     counted = {place: _Counted(trace, phase, mesh, once) for place, trace in traces.items()}
-    named = [(name, (name,)) for name, size in mesh.items() if size > 1]
-    keys = list(dict.fromkeys([*named, *(key for one in counted.values() for key in one.step)]))
+    found_keys = dict.fromkeys(key for one in counted.values() for key in one.step)
+    silent = [name for name, size in mesh.items() if size > 1 and not any(name in along for _, along in found_keys)]
+    keys = sorted([*found_keys, *((name, (name,)) for name in silent)], key=lambda key: _order(key, mesh))
     layers = sum(len(one.layers) for one in counted.values())
     whole = len(traces) == mesh.get("pipeline", 1)
     found = []
@@ -79,9 +80,12 @@ class _Counted:
                     self.in_layers[key][alike] += op.repeats
 
 
+def _order(key: _Key, mesh: Mapping[str, int]) -> int:
+    """Dimensions first, as the mesh has them."""
+    return list(mesh).index(key[0]) if key[0] in mesh else len(mesh)
+
+
 def _key(collective: Collective, mesh: Mapping[str, int]) -> _Key:
-    if collective.dim in mesh:
-        return collective.dim, (collective.dim,)
     places: dict[str, set[int]] = {}
     step = 1  # between neighbors along a dimension
     for name in reversed(list(mesh)):

@@ -4,7 +4,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.config.levers import harmless_overrides, levers_of
-from recipe_lib.config.mesh import mesh_shape
+from recipe_lib.config.mesh import mesh_shape, with_context
 from recipe_lib.models import DecoderSpec
 from recipe_lib.models.weight_names import buffer_names, parameter_shapes
 from recipe_lib.plan.receipts import ReceiptRun
@@ -36,7 +36,7 @@ def run_of(cfg: Any, shaped: Any, settings: "PlanSettings") -> ReceiptRun:
         card=hardware.name,
         card_memory=hardware.memory,
         ranks=settings.ranks,
-        mesh=mesh_shape(shaped.parallel, settings.ranks),
+        mesh=with_context(shaped.parallel, mesh_shape(shaped.parallel, settings.ranks)),
         sequence=settings.sequence.tokens,
         batch_size=cfg.batch_size,
         gradient_accumulation_steps=cfg.gradient_accumulation_steps,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from recipe_lib.config.mesh import micro_batches, stage_count
+from recipe_lib.config.mesh import micro_batches, stage_count, with_context
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import stored_weights
@@ -50,9 +50,10 @@ def derived_numbers(
 def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
     if world.size == 1:
         return f"devices: 1 {world.device.type}"
-    shape = zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True)
-    dims = [f"{name} {size}" for name, size in shape if size > 1 or name.startswith("data")]
-    undecided = cfg.parallel.strategy == "auto" and world.data_ranks > 1
+    shape = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
+    sizes = with_context(cfg.parallel, shape).items()
+    dims = [f"{name} {size}" for name, size in sizes if size > 1 or name.startswith("data")]
+    undecided = cfg.parallel.strategy == "auto" and world.data_ranks * cfg.parallel.context > 1
     auto = "; parallel.strategy=auto is fsdp here, since `tune run` has not planned both" if undecided else ""
     return f"devices: {world.size} {world.device.type} = {' x '.join(dims)}{auto}"
 

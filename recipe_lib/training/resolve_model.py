@@ -11,6 +11,7 @@ from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
 from recipe_lib.models import build_meta, preset_config, read_config, read_spec, spec_from_config
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.parallel import DTYPES
+from recipe_lib.parallel.context import check_context
 from recipe_lib.parallel.pipeline.balance import split_layers
 from recipe_lib.parallel.tensor_sizes import check_tensor
 
@@ -41,9 +42,9 @@ def resolve_model(cfg: ModelConfig) -> ResolvedModel:
 
 
 def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
-    """Refuses a model that the ranks of `parallel.tensor` cannot share, or whose layers are too few for the stages of
-    `parallel.pipeline` or others than `parallel.pipeline_balance` lists, and adapters that it would not have where the
-    config says. Raises ConfigError, with what fits."""
+    """Refuses a model that the ranks of `parallel.tensor` and `parallel.context` cannot share, or whose layers are too
+    few for the stages of `parallel.pipeline` or others than `parallel.pipeline_balance` lists, and adapters that it
+    would not have where the config says. Raises ConfigError, with what fits."""
     adapters = cfg.trained_adapters
     if adapters is not None:
         dtype = DTYPES[cfg.dtype]
@@ -51,6 +52,7 @@ def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
     if isinstance(spec, DecoderSpec):
         quantize = "none" if adapters is None else adapters.quantize_base
         check_tensor(spec, cfg.parallel, quantize)
+        check_context(spec, cfg.parallel)
     if cfg.parallel.pipeline > 1:
         split_layers(spec, cfg)
 

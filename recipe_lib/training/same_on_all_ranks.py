@@ -49,8 +49,8 @@ def settings_of(cfg: FullFinetuneConfig) -> dict[str, str]:
 def check_same_batches(batches: StepBatches, world: "World") -> None:
     """Compares the batches of a step over the ranks that have to have the same ones, by their hash. A collective.
 
-    Those are the ranks of a tensor-parallel group, and of a pipeline: batches that differ would train silently on a
-    mixture of them. Raises SetupError on every rank.
+    Those are the ranks of a tensor-parallel group, of a pipeline, and those that share sequences: batches that differ
+    would train silently on a mixture of them. Raises SetupError on every rank.
     """
     if world.size == world.data_ranks:
         return
@@ -65,6 +65,7 @@ def check_same_batches(batches: StepBatches, world: "World") -> None:
     differing = [data_rank for data_rank, texts in found.items() if len(texts) > 1]
     if differing:
         kinds = ["of a pipeline"] * (world.pipeline is not None) + ["that share matrices"] * (world.tensor is not None)
+        kinds += ["that share sequences"] * (world.context is not None)
         raise SetupError(
             f"data: the {world.size // world.data_ranks} ranks {' and '.join(kinds)} that have data rank "
             f"{differing[0]} found different batches for the same step, expected the same; see that every machine "

@@ -33,7 +33,7 @@ TITAN = {
     "parallelism.pipeline_parallel_degree": "parallel.pipeline",
     "parallelism.pipeline_parallel_schedule": "parallel.pipeline_schedule",
     "parallelism.module_fqns_per_model_part": "parallel.pipeline_layers_per_stage",
-    "parallelism.context_parallel_degree": None, "parallelism.expert_parallel_degree": None,
+    "parallelism.context_parallel_degree": "parallel.context", "parallelism.expert_parallel_degree": None,
     "checkpoint.interval": "checkpoint.save_every_n_steps", "checkpoint.keep_latest_k": "checkpoint.keep_last_n",
     "checkpoint.initial_load_path": "model.path", "activation_checkpoint.mode": "memory.activation_checkpointing",
     "validation.freq": "validation.every_n_steps", "comm.train_timeout_seconds": "parallel.heartbeat_timeout_seconds",
@@ -41,7 +41,8 @@ TITAN = {
 MEGATRON = {
     "tensor_model_parallel_size": "parallel.tensor", "pipeline_model_parallel_size": "parallel.pipeline",
     "num_layers_per_virtual_pipeline_stage": None,
-    "virtual_pipeline_model_parallel_size": "parallel.pipeline_stages_per_rank", "context_parallel_size": None,
+    "virtual_pipeline_model_parallel_size": "parallel.pipeline_stages_per_rank",
+    "context_parallel_size": "parallel.context",
     "sequence_parallel": "parallel.tensor", "micro_batch_size": "batch_size", "global_batch_size": None,
     "train_iters": "max_steps", "min_lr": None, "lr_decay_style": "lr_scheduler.type",
     "lr_warmup_iters": "lr_scheduler.warmup_steps", "lr_warmup_fraction": "lr_scheduler.warmup_ratio",
@@ -61,7 +62,7 @@ HUGGING_FACE = {
     "gradient_checkpointing": "memory.activation_checkpointing", "bf16": "dtype", "torch_compile": "compile",
     "use_liger_kernel": "memory.loss_kernel", "label_smoothing_factor": None, "deepspeed": None, "push_to_hub": None,
     "dataloader_num_workers": "data.num_workers", "fsdp_auto_wrap_policy": "parallel.fsdp_wrap_policy",
-    "tp_size": "parallel.tensor", "cp_size": None, "dp_replicate_size": "parallel.data_replicate",
+    "tp_size": "parallel.tensor", "cp_size": "parallel.context", "dp_replicate_size": "parallel.data_replicate",
     "eval_accumulation_steps": None, "overwrite_output_dir": "overwrite_output_dir",
     "dataset_num_proc": "data.num_proc", "max_length": "max_seq_len", "assistant_only_loss": "data.train_on",
     "dataset_text_field": "data.columns", "loss_type": "dpo.loss", "beta": "dpo.beta", "reference_free":

@@ -9,6 +9,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -18,13 +19,17 @@ from benchmarks import fit
 from recipe_lib.cli import plan as plan_verb
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.errors import ConfigError
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.models.quantized_files import read_codes
+from recipe_lib.parallel.context import check_context
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import Plan
 from recipe_lib.units import GIB, gib
 from tests.house.documents import blocks
 from tests.house.files import ROOT
+from tests.parallel.small_models import small_spec
 from tests.plan.apart import apart
 from tests.selection import slow_except
 
@@ -191,9 +196,11 @@ def methods() -> None:
     assert "dpo.label_smoothing" in KEYS
 
 
-def no_context_parallelism() -> None:
-    parallel = {name for name in KEYS if name.startswith("parallel.")}
-    assert {"parallel.tensor", "parallel.pipeline"} <= parallel and not {n for n in parallel if "context" in n}
+def no_ring_attention() -> None:
+    assert not {name for name in KEYS if "ring" in name.split("_")} and "parallel.context" in KEYS
+    check_context(replace(small_spec(), num_heads=8, num_kv_heads=1), ParallelConfig(context=8))
+    with pytest.raises(ConfigError, match="8 attention heads"):
+        check_context(replace(small_spec(), num_heads=8, num_kv_heads=1), ParallelConfig(context=16))
 
 
 def no_expert_parallelism() -> None:
@@ -293,6 +300,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "no longer gathered throughout": "tests/parallel/test_fsdp.py::test_gathered_bytes_of_each_policy",
     "| `parallel.data_shard=-1`": "tests/plan/test_closed_forms.py::"
     "test_a_rank_holds_its_part_of_parameters_gradients_and_states",
+    "| `parallel.context=8`": "tests/parallel/test_context.py::test_a_layer_keeps_its_part_of_the_tokens",
     "| `parallel.tensor=8`": "tests/parallel/test_tensor_memory.py::test_kept_bytes_are_those_of_the_formula",
     "| `parallel.pipeline: 4`": "tests/parallel/pipeline/test_memory.py::"
     "test_what_is_alive_after_each_action_is_what_theory_says_to_the_byte",
@@ -318,7 +326,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "in another size needs no preset": "tests/models/test_spec.py",
     "## What it does not do yet": methods,
     "No distillation and no reinforcement learning": methods,
-    "No context parallelism": no_context_parallelism,
+    "No ring attention": no_ring_attention,
     "No expert parallelism": no_expert_parallelism,
     "Of checkpoints that are quantized already": few_quantized_checkpoints,
     "No evaluation by benchmarks": verbs,

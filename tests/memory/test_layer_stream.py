@@ -219,7 +219,9 @@ def test_what_fails_in_forward_leaves_nothing_there() -> None:
 
 def test_trained_layers_of_several_data_ranks_are_refused() -> None:
     model = build_meta(small_spec(), torch.float32)
-    with pytest.raises(ConfigError, match=r"^memory.stream_layers: found 2 data ranks .* memory.cpu_offload, or start"):
+    with pytest.raises(
+        ConfigError, match=r"^memory.stream_layers: found 2 ranks with tokens .* memory.cpu_offload, or start"
+    ):
         stream_layers(model, STEPPING, CPU, 2)
 
 

@@ -55,6 +55,8 @@ def fail_with_row(line: str) -> None:
      ({"data_shard": 2, "data_replicate": 2}, 4, (1, 2, 2, 1)), ({}, 1, (1, 1, 1, 1)),
      ({"tensor": 4}, 4, (1, 1, 1, 4)), ({"tensor": 2}, 8, (1, 1, 4, 2)),
      ({"tensor": 2, "data_replicate": 2}, 8, (1, 2, 2, 2)), ({"pipeline": 4}, 4, (4, 1, 1, 1)),
+     ({"context": 4}, 8, (1, 1, 8, 1)), ({"context": 2, "data_replicate": 2, "tensor": 2}, 16, (1, 2, 4, 2)),
+     ({"context": 2, "data_shard": 2}, 4, (1, 1, 4, 1)), ({"context": 4, "strategy": "ddp"}, 8, (1, 8, 1, 1)),
      ({"pipeline": 2}, 8, (2, 1, 4, 1)), ({"pipeline": 2, "tensor": 2, "data_replicate": 2}, 16, (2, 2, 2, 2))],
 )  # fmt: skip
 def test_mesh_shape(parallel: dict[str, int], size: int, expected: tuple[int, ...]) -> None:
@@ -63,13 +65,27 @@ def test_mesh_shape(parallel: dict[str, int], size: int, expected: tuple[int, ..
 
 def test_groups_that_communicate() -> None:
     found = [communicators(ParallelConfig(**parallel), size) for parallel, size in COMMUNICATING]
-    assert found == [[], [8], [2, 4, 8], [8], [4, 2, 8], [2, 2, 2, 4, 8], [8], [4, 8], [2, 2, 4, 8], [4, 2, 8]]
+    assert found == [
+        [],
+        [8],
+        [2, 4, 8],
+        [8],
+        [4, 2, 8],
+        [2, 2, 2, 4, 8],
+        [8],
+        [4, 8],
+        [2, 2, 4, 8],
+        [4, 2, 8],
+        [8, 4],
+        [2, 2, 4, 8, 2],
+    ]
 
 
 COMMUNICATING: list[tuple[dict[str, int], int]] = [
     ({}, 1), ({}, 8), ({"data_replicate": 2}, 8), ({"tensor": 8}, 8), ({"tensor": 2}, 8),
     ({"tensor": 2, "data_replicate": 2}, 8), ({"pipeline": 8}, 8), ({"pipeline": 2}, 8),
     ({"pipeline": 2, "tensor": 2}, 8), ({"pipeline": 2, "tensor": 4}, 8),
+    ({"context": 4}, 8), ({"pipeline": 2, "tensor": 2, "context": 2}, 8),
 ]  # fmt: skip
 
 

@@ -66,6 +66,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         "parallel.accumulate_grad_in_fp32=true",
     ),
     "copies": (8, 0, FULL, "parallel.fsdp_wrap_policy=memory_efficient", "parallel.data_replicate=2"),
+    "context": (8, 0, FULL, "parallel.fsdp_wrap_policy=layers", "parallel.context=4", "batch_size=2"),
     "tensor": (4, 0, FULL, "parallel.tensor=4", "memory.loss_chunks=4"),
     "lora": (4, 0, LORA, "parallel.fsdp_wrap_policy=memory_efficient", "gradient_accumulation_steps=4"),
     "nf4": (4, 0, LORA, "parallel.fsdp_wrap_policy=memory_efficient", "lora.quantize_base=nf4"),
@@ -301,6 +302,19 @@ def test_ranks_that_share_matrices_hold_and_send_their_parts(found: dict[str, Fo
         ("all_reduce", "tensor", norms * WIDTH * 4): 1,
     }
     assert found["tensor"].small == 1  # the gradient norm
+
+
+def test_ranks_that_share_sequences_exchange_their_tokens_for_heads(found: dict[str, Found]) -> None:
+    """Parameters are cut over both dimensions. Layers are checkpointed: a second forward exchanges again."""
+    shards, context, rows, tokens = 8, 4, 2, 128
+    of_a_vector = rows * tokens // context * BF16  # bytes of one channel of this rank's tokens
+    assert found["context"].most["parameters"] == part(model(), shards) * BF16
+    assert {call: count for call, count in found["context"].collectives.items() if call[1] == "context"} == {
+        ("all_to_all", "context", (QUERIES + 2 * KEYS) * of_a_vector): 3 * LAYERS,
+        ("all_to_all", "context", QUERIES * of_a_vector): 3 * LAYERS,
+    }
+    assert {dim for _, dim, _ in found["context"].collectives} == {"context", "data_shard"}
+    assert found["context"].small == 3  # sums of the losses, over tokens and over batches; the gradient norm
 
 
 def test_adapters_alone_have_gradients_states_and_a_reduction(found: dict[str, Found]) -> None:

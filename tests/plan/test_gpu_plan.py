@@ -39,7 +39,7 @@ def test_the_cases_cover_what_is_asked_and_are_valid() -> None:
         "method": {"full", "lora", "qlora"},
         "model": {"llama3_2/1B", "llama3_2/3B", "llama3/8B", "qwen3_moe/30B", "gpt_oss/20B", "olmoe/7B"},
         "ranks": {1, 2, 4, 8},
-        "sequence": {512, 2048, 8192, 32768},
+        "sequence": {512, 2048, 8192, 32768, 65536, 262144},
         "checkpointing": {"none", "selective", "full", "budget"},
         "wrapping": {"layers", "memory_efficient"},
     }.items():

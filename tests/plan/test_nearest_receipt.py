@@ -124,6 +124,9 @@ def test_the_facts_of_a_run():
     assert (plain.layers, plain.width, plain.parameters) == (32, 4096, 8_030_261_248)
     assert (plain.card, plain.card_memory, plain.ranks, plain.sequence) == ("rtx4090", CARD.memory, 4, 512)
     assert plain.mesh == {"pipeline": 1, "data_replicate": 2, "data_shard": 2, "tensor": 1}
+    shared = facts("parallel.context=2", "parallel.strategy=ddp", "max_seq_len=512", ranks=4)
+    assert shared.mesh == {"pipeline": 1, "data_replicate": 2, "data_shard": 1, "context": 2, "tensor": 1}
+    assert "parallel.context" not in shared.levers
     assert plain.levers["memory.activation_checkpointing"] == "full"
     assert plain.levers["compile"] == "true"  # though it is planned without
     assert not {"parallel.data_shard", "lora.alpha"} & set(plain.levers)

@@ -20,6 +20,7 @@ import torch._dynamo  # so that no process pays for the import
 import torch.distributed as dist
 
 from recipe_lib.config import load_config
+from recipe_lib.ops import sequence_shards
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.trace import ALLOC, FREE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
@@ -58,7 +59,7 @@ GRID: dict[str, tuple[Any, ...]] = {
     for accumulation in (1, 4)
     if recipe == FULL or accumulation == 1 or (wrapping, checkpointing) in (("layers", "none"), ("layers", "full"))
 }
-UNTIED = "untied"
+UNTIED, CONTEXT = "untied", "parallel.context=2"
 CASES = GRID | {
     "untied": (2, FULL, UNTIED, "parallel.fsdp_wrap_policy=memory_efficient"),
     "gathered throughout": (
@@ -114,6 +115,14 @@ CASES = GRID | {
     "transformers, one rank": (1, LORA, TIED, "model.implementation=transformers"),
     "transformers, packed": (1, FULL, TIED, "model.implementation=transformers", "data.packing=true"),
     "packed pairs, one rank": (1, DPO, TIED, PAIRS, "data.packing=true"),
+    "shared sequences": (2, FULL, TIED, CONTEXT),
+    "shared sequences, checkpointed": (2, FULL, UNTIED, CONTEXT, "dtype=bf16", "memory.activation_checkpointing=full"),
+    "shared sequences, adapters": (2, LORA, TIED, CONTEXT, "memory.activation_checkpointing=selective"),
+    "shared sequences, nf4": (2, LORA, TIED, CONTEXT, "lora.quantize_base=nf4", "memory.mlp_tiles=2"),
+    "shared sequences, packed": (2, FULL, TIED, CONTEXT, "data.packing=true"),
+    "shared sequences, pairs": (2, DPO, TIED, CONTEXT, PAIRS),
+    "shared sequences, copies": (2, FULL, TIED, CONTEXT, "parallel.strategy=ddp", "gradient_accumulation_steps=4"),
+    "shared sequences, sinks": (2, FULL, "gpt_oss", CONTEXT, "dtype=bf16", "memory.activation_checkpointing=selective"),
     "experts": (2, FULL, "qwen3_moe"),
     "experts, bf16": (2, FULL, "qwen3_moe", "dtype=bf16", "memory.activation_checkpointing=selective"),
     "experts and others, bf16, one rank": (
@@ -170,8 +179,15 @@ COMPARED += ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "4 bits"]
 # Not what is packed or in 4 bits: masks are made on the host, and a loop over blocks is traced for two turns of it.
 COMPARED += ["experts", "experts, bf16", "experts, one rank", "experts and others, bf16, one rank"]
 COMPARED += ["adapted experts", "adapted experts, bf16", "sinks"]
+COMPARED += [
+    "shared sequences",
+    "shared sequences, checkpointed",
+    "shared sequences, adapters",
+    "shared sequences, pairs",
+]
 QUICK = ["full memory_efficient selective 1", "full layers none 4", "lora layers full 1", "foreach, one rank", "nf4"]
 QUICK += ["pairs", "8 bits", "packed", "zero-1", "experts, bf16", "adapted experts", "experts in nf4, one rank"]
+QUICK += ["shared sequences", "shared sequences, adapters"]
 
 # As releases of torch name them.
 COLLECTIVES = (
@@ -247,14 +263,16 @@ def collectives_let_go() -> AbstractContextManager[None]:
     """
 
     def waits(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             before = [holders(tensor) for tensor in tensors]
-            operation(*args, **kwargs)
+            found = operation(*args, **kwargs)
+            found = found if isinstance(found, torch.Tensor) else None  # a Work would hold them too
             deadline = time.monotonic() + 10
             while [holders(tensor) for tensor in tensors] != before:
                 assert time.monotonic() < deadline, "a collective's tensors are still held"
                 time.sleep(0)
+            return found
 
         return call
 
@@ -263,15 +281,17 @@ def collectives_let_go() -> AbstractContextManager[None]:
 
 @contextmanager
 def collectives_within(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Each collective of torch.distributed is what `wrap` makes of it."""
-    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
-    for name, operation in originals.items():
-        setattr(dist, name, wrap(operation))
+    """Each collective of torch.distributed, and those of shared sequences, is what `wrap` makes of it."""
+    places: list[tuple[Any, str]] = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
+    places.append((sequence_shards, "_exchange"))
+    originals = [getattr(owner, name) for owner, name in places]
+    for (owner, name), operation in zip(places, originals, strict=True):
+        setattr(owner, name, wrap(operation))
     try:
         yield
     finally:
-        for name, operation in originals.items():
-            setattr(dist, name, operation)
+        for (owner, name), operation in zip(places, originals, strict=True):
+            setattr(owner, name, operation)
 
 
 def holders(tensor: torch.Tensor) -> tuple[int, ...]:

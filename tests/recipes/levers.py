@@ -63,6 +63,7 @@ LEVERS = [
     _same("shards", "parallel.data_shard=2"),
     _same("replicas", "parallel.data_replicate=2", ranks=4),
     _same("tensor", "parallel.tensor=2", ranks=4),
+    _same("context", "parallel.context=2", ranks=4),
     _same("pipeline", "parallel.pipeline=2", "parallel.pipeline_microbatches=2", ranks=4),
     _same("reduction", "parallel.reduce_dtype=fp32"),
     _same("reduction", "parallel.reduce_dtype=bf16", tolerance=BF16),
@@ -201,7 +202,7 @@ REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
     ({TORCH_LOSS, f"loss={LOSS}"}, "it computes cross-entropy and nothing else"),
     ({TORCH_LOSS, TENSOR}, "which is sharded over the vocabulary"),
 )
-HALVING = {TENSOR, PIPELINE, "parallel.data_replicate=2", "parallel.data_shard=2"}
+HALVING = {TENSOR, PIPELINE, "parallel.context=2", "parallel.data_replicate=2", "parallel.data_shard=2"}
 
 
 def refusal(settings: "Settings") -> str | None:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from benchmarks.levers import report
 from recipe_lib.config.keys import read_schema
+from recipe_lib.config.mesh import MODEL_DIMS
 from recipe_lib.config.registry import BUILT_IN, register
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory import apply_levers
@@ -92,7 +93,7 @@ def train(folder: Path, settings: tuple[str, ...], ranks: int, observed: bool = 
     output = folder / f"run{ranks}"
     overrides = [override.format(folder=folder) for override in settings]
     accumulation = 2 if "gradient_accumulation_steps=2" in overrides else 1
-    batches = ranks // 2 ** len({"parallel.tensor=2", "parallel.pipeline=2"} & set(overrides)) * accumulation
+    batches = ranks // 2 ** len({f"parallel.{name}=2" for name in MODEL_DIMS} & set(overrides)) * accumulation
     validation = next(setting for setting in LEVERS if setting.lever == "validation")
     argv = [
         *arguments(output),
@@ -202,7 +203,7 @@ def formula_tolerance(base: tuple[str, ...], name: str) -> float:
     """Muon's iteration is in bf16, which on matrices that are nearly singular is far from one in fp64."""
     if "optimizer.name=muon" in base and ".layers." in name and "norm" not in name:
         return 0.3
-    return 0.1 if "dtype=bf16" in base else 1e-3
+    return 0.15 if "dtype=bf16" in base else 1e-3  # of what weights have moved, which are rounded to 8 bits
 
 
 @pytest.mark.parametrize("base", slow_except(BASES, QUICK_BASES), ids=" ".join)

@@ -1,5 +1,6 @@
 """Whole runs of mixtures of experts: the losses of one process for every way to divide a model and to save memory."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 
+from recipe_lib.config.mesh import MODEL_DIMS
 from tests.distributed.ranks import run_ranks
 from tests.recipes.mixtures import MIXTURES, write_mixture
 from tests.recipes.runs import (
@@ -35,6 +37,8 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "balanced": (FULL, ("dtype=fp64", "router_aux_loss_coef=0.5")),
     "packed": (FULL, ("dtype=fp64", "data.packing=true", "data.max_samples=96")),
     "lora": (LORA, ("dtype=fp64", "lora.rank=4", "lora.target_modules=[q, v, router, experts]", "optimizer.lr=1e-2")),
+    "lora of all": (LORA, ("dtype=fp64", "lora.rank=4", "lora.target_modules=[all-linear]", "optimizer.lr=1e-2")),
+    "dora": (LORA, ("dtype=fp64", "lora.rank=4", "lora.dora=true", "optimizer.lr=1e-2")),
     "qlora": (LORA, _NF4),
     "qlora of experts": (
         LORA,
@@ -46,7 +50,9 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "optimizer.lr=1e-2",
         ),
     ),
+    "int8 of all": (LORA, ("dtype=fp32", "lora.quantize_base=int8", "lora.rank=4", "optimizer.lr=1e-2")),
     "int8": (LORA, ("dtype=fp32", "lora.quantize_base=int8", "lora.rank=4", "lora.target_modules=[o, experts]")),
+    "dpo of all": (DPO, ("dtype=fp64", "lora.rank=4", "optimizer.lr=1e-2")),
     "dpo": (DPO, ("dtype=fp64", "lora.rank=4", "lora.target_modules=[q, experts]", "optimizer.lr=1e-2")),
 }
 TENSOR, PIPELINE = ("parallel.tensor=2",), ("parallel.pipeline=2", "gradient_accumulation_steps=4")
@@ -132,7 +138,7 @@ QUICK = [case for case in CASES if case.ranks == 2 and case.levers in ((), TENSO
 def train(case: Case, folder: Path, name: str, *more: str) -> list[tuple[float, ...]]:
     """(step, loss, gradient norm, numbers about the experts) of each step of a run."""
     recipe, settings = KINDS[case.kind]
-    tensor, pipeline = (2 if f"parallel.{each}=2" in case.levers else 1 for each in ("tensor", "pipeline"))
+    shared = math.prod(size for size in (2, 4) for name in MODEL_DIMS if f"parallel.{name}={size}" in case.levers)
     accumulated = 4 if "gradient_accumulation_steps=4" in case.levers else 1
     argv = arguments(folder / name)
     if recipe != FULL:
@@ -142,7 +148,7 @@ def train(case: Case, folder: Path, name: str, *more: str) -> list[tuple[float, 
         argv += [f"data.source={source}", f"tokenizer.path={ROOT / 'examples/demo/tokenizer'}"]
     argv += [
         f"model.preset={folder / case.family}.json",
-        f"batch_size={GLOBAL_BATCH // (case.ranks // tensor // pipeline) // accumulated}",
+        f"batch_size={GLOBAL_BATCH // (case.ranks // shared) // accumulated}",
         f"max_steps={STEPS}",
         "device=auto",  # a CPU: one that is named has no host to offload to
         "lr_scheduler.type=constant",

@@ -89,6 +89,10 @@ def test_other_settings_are_said() -> None:
     world = SimpleNamespace(size=8, device=CPU, data_ranks=8, mesh=mesh, pipeline=None)
     lines = derived_numbers(cfg, world, model(), Parallel(), OptimizerLevers(), DATA)
     assert lines[0] == "devices: 8 cpu = data_replicate 2 x data_shard 4"
+    cfg.parallel.context = 2
+    shared = derived_numbers(cfg, world, model(), Parallel(), OptimizerLevers(), DATA)
+    assert shared[0] == "devices: 8 cpu = data_replicate 2 x data_shard 2 x context 2"
+    cfg.parallel.context = 1
     assert "steps: 5 (2 per epoch of 20 sequences x 3 epochs, cut by max_steps from 6)" in lines
     assert "learning rate: warm-up over 2 steps to 2.00e-05, constant for 3 steps" in lines
     assert lines[-1].startswith("host memory per rank: ")

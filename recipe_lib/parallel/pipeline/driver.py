@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count, token_ranks
+from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.ops.attention import AttentionInfo
@@ -388,7 +388,8 @@ class _Step:
     def _shape(self, number: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and type of hidden states between stages."""
         pipeline, tokens = self._pipeline, self._batches[number].tokens
-        return pipeline._model.hidden_shape(tokens.shape, token_ranks(pipeline._parallel)), pipeline._dtype
+        own = torch.Size((tokens.shape[0], tokens.shape[1] // pipeline._parallel.context))
+        return pipeline._model.hidden_shape(own, pipeline._parallel.tensor), pipeline._dtype
 
     def _tag(self, what: str, stage: int, number: int) -> int:
         """By the stage that receives."""

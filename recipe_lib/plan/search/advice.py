@@ -7,6 +7,7 @@ from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.result import DOES_NOT_FIT, Advice, Plan
 from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.search.expert_adapters import compared_text, other_targets
+from recipe_lib.plan.search.long_sequences import LONG_SEQUENCE, is_long, traffic_text, ways_to_share
 from recipe_lib.plan.search.search_space import data_ranks
 from recipe_lib.plan.search.trials import (
     Changes,
@@ -28,7 +29,6 @@ MIN_CHANGE = 0.002
 # From least to most memory.
 CHECKPOINTING = ("full", "selective", "none")
 QUANTIZED = ("nf4", "int8", "none")
-LONG_SEQUENCE = 8192  # tokens of a sequence from which on an MLP's inner width is worth cutting
 MAX_LOSS_CHUNKS = 64
 
 
@@ -36,7 +36,8 @@ MAX_LOSS_CHUNKS = 64
 class Lever:
     """One change to try. changes: of the config. text: to type before them. ranks: in place of the run's. tokens,
     documents: of a packed sequence, where they change. timed: whether the change of the step's time is known. note: for
-    who reads the advice. weighed: a choice that is shown whichever way it lies, also where it gains nothing."""
+    who reads the advice. sends: what it sends is told too. weighed: a choice that is shown whichever way it lies, also
+    where it gains nothing."""
 
     changes: Changes = field(default_factory=dict)
     note: str = ""
@@ -45,6 +46,7 @@ class Lever:
     tokens: int | None = None
     documents: float | None = None
     timed: bool = True
+    sends: bool = False
     weighed: bool = False
 
 
@@ -77,14 +79,15 @@ def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Es
 
 
 def advice_from(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice]:
-    """What each lever does to the plan: those that make it fit (or, where it fits, faster) first, then by bytes gained.
+    """What each lever does to the plan: those that make it fit (or, where it fits, faster) first, then by bytes gained;
+    of the ways to have room for a long sequence that fit, the fastest first.
 
     Bytes are of the active peak, off by 0.5 % of it at most; whether it then fits is an estimate, some percent off.
     Levers that the config's table of combinations or the recipe refuses are left out, and so is what neither lowers the
     peak nor makes the step faster, unless it is `weighed`.
     """
     has_room = plan.verdict != DOES_NOT_FIT
-    rows = [(False, row) for row in _expandable(plan)]
+    rows, ways = [(False, row) for row in _expandable(plan)], []
     for one in tried if base is not None else []:
         assert base is not None
         gained, saved = one.quick.active - base.active, one.quick.seconds - base.seconds
@@ -94,13 +97,24 @@ def advice_from(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[A
             bytes=gained,
             seconds=saved if one.lever.timed else None,
             fits=_fits(plan, base, one),
-            note=one.lever.note,
+            note="; ".join(filter(None, [one.lever.note, traffic_text(one.quick, base) if one.lever.sends else ""])),
         )
         gives_speed = faster and has_room and row.fits and one.lever.timed
+        if one.lever.sends:
+            ways.append(row)
         if less or gives_speed or one.lever.weighed:
             rows.append((gives_speed, row))
     rows.sort(key=lambda pair: (not pair[1].fits, not pair[0], (pair[1].seconds or 0.0) if pair[0] else pair[1].bytes))
-    return [row for _, row in rows]
+    return _cheapest_way_first([row for _, row in rows], {id(row) for row in ways})
+
+
+def _cheapest_way_first(rows: list[Advice], ways: set[int]) -> list[Advice]:
+    """The ways to have room for a long sequence that fit change places, so that the fastest of them is first."""
+    places = [at for at, row in enumerate(rows) if id(row) in ways and row.fits]
+    fastest = sorted((rows[at] for at in places), key=lambda row: row.seconds or 0.0)
+    for at, row in zip(places, fastest, strict=True):
+        rows[at] = row
+    return rows
 
 
 def _fits(plan: Plan, base: Estimate, one: Tried) -> bool:
@@ -155,13 +169,16 @@ def _layers(cfg: Any) -> list[Lever]:
     if cfg.max_seq_len >= LONG_SEQUENCE and cfg.memory.mlp_tiles == 1:
         found.append(Lever({"memory.mlp_tiles": cfg.max_seq_len // (LONG_SEQUENCE // 2)}))
     if not cfg.memory.activation_offload:
-        found.append(Lever({"memory.activation_offload": True}, "kept in host memory meanwhile"))
+        offload = {"memory.activation_offload": True}
+        found.append(Lever(offload, "kept in host memory meanwhile", sends=is_long(cfg), weighed=is_long(cfg)))
     return found
 
 
 def _sharding(cfg: Any, ranks: int) -> list[Lever]:
     """What a rank holds of the model."""
     parallel, found = cfg.parallel, []
+    weighed = is_long(cfg)
+    found += [Lever(changes, note, sends=weighed, weighed=weighed) for changes, note in ways_to_share(cfg, ranks)]
     if ranks > 1:
         if parallel.fsdp_wrap_policy in ("auto", "layers"):
             found.append(Lever({"parallel.fsdp_wrap_policy": "memory_efficient"}))

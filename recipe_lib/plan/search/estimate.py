@@ -21,6 +21,7 @@ from recipe_lib.plan.search.estimate_facts import (
     kept_by_layers,
     least_seconds,
     parameter_bytes,
+    traffic,
     trained_bytes,
 )
 from recipe_lib.plan.search.estimate_pipeline import quick_pipeline
@@ -54,6 +55,7 @@ class _Short:
     kept: int = 0
     held_by_layers: int = 0
     least_seconds: float = 0.0
+    traffic: tuple[int, int] = (0, 0)
 
 
 def quick(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None) -> Estimate:
@@ -122,6 +124,7 @@ def _simulate(recipe_class: type, cfg: Any, settings: PlanSettings, layers: int)
         kept=kept_by_layers(trace),
         held_by_layers=held_by_layers(trace),
         least_seconds=least_seconds(trace, settings.hardware, settings.calibration),
+        traffic=traffic(trace),
     )
 
 
@@ -187,6 +190,8 @@ def _continue(short: _Short, long: _Short, layers: int) -> Estimate:
         kept=line(lambda run: run.kept),
         held_by_layers=line(lambda run: run.held_by_layers),
         least_seconds=line(lambda run: run.least_seconds),
+        sent=line(lambda run: run.traffic[0]),
+        copied=line(lambda run: run.traffic[1]),
     )
 
 

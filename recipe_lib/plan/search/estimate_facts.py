@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.tables import outermost
-from recipe_lib.plan.timing.cost import Calibration, least_op_seconds
+from recipe_lib.plan.timing.cost import Calibration, least_op_seconds, wire_bytes
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import STEADY, Simulated
 
@@ -28,6 +28,9 @@ class Estimate:
     What no other way to run the same layers has less of: kept: bytes of activations that all layers keep for the
     backward of a micro-batch; held_by_layers: of `held`, the layers' part; least_seconds: of a step, its matmuls and
     attention alone. 0 of a pipeline, where they are not looked for.
+
+    sent, copied: bytes of a steady step that the rank sends to others, and that it copies to and from its host; 0 of a
+    pipeline.
     """
 
     active: int
@@ -47,6 +50,23 @@ class Estimate:
     kept: int = 0
     held_by_layers: int = 0
     least_seconds: float = 0.0
+    sent: int = 0
+    copied: int = 0
+
+
+def traffic(trace: Trace) -> tuple[int, int]:
+    """Bytes of a steady step that a rank sends to others, and that are copied to and from its host."""
+    sent = copied = 0
+    for kind, number in trace.phase_events(STEADY):
+        op = trace.ops[number] if kind == OP else None
+        if op is None:
+            continue
+        if op.collective is not None and op.collective.operation != "recv":
+            collective = op.collective
+            sent += op.repeats * wire_bytes(collective.operation, collective.bytes, len(collective.ranks))
+        if op.transfer:  # its bytes are counted where they are read and where they are written
+            copied += op.repeats * op.bytes // 2
+    return sent, copied
 
 
 def parameter_bytes(found: Simulated) -> int:

@@ -19,10 +19,11 @@ from recipe_lib.plan.world.shape_only_model import layer_count, spec_of
 
 @dataclass(frozen=True)
 class Like:
-    """An estimate with the same layers and the same checkpointing, and the sequences of its micro-batches."""
+    """An estimate with the same layers and the same checkpointing, and the sequences of its micro-batches that a rank
+    has: of one that others share with it a part."""
 
     quick: Estimate
-    batch_size: int
+    batch_size: float
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def least_bytes(cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: An
     known, known_cfg: what is the same but for how the ranks share the model. like: None: kept activations are left out.
     """
     held = _held(cfg, settings, known, known_cfg)
-    kept = 0.0 if like is None else like.quick.kept * cfg.batch_size / like.batch_size
+    kept = 0.0 if like is None else like.quick.kept * cfg.batch_size / cfg.parallel.context / like.batch_size
     if cfg.parallel.pipeline > 1:
         return int(max(held.before + held.gradients, *_places(cfg, settings, held, kept)))
     accumulates = cfg.gradient_accumulation_steps > 1

@@ -7,6 +7,7 @@ from typing import Any
 from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, mesh_shape, same_batch_ranks, stage_count
 from recipe_lib.errors import SetupError
 from recipe_lib.plan.build_plan import PlanSettings
+from recipe_lib.plan.search.long_sequences import CONTEXT_KEY, contexts, is_long
 from recipe_lib.plan.search.trials import Changes, changed, value_of
 from recipe_lib.plan.world.shape_only_model import layer_count
 
@@ -72,7 +73,17 @@ def variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
 
 
 def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
-    """All combinations of SHARING, least memory first; then whole models on every rank, without FSDP."""
+    """All combinations of SHARING, least memory first; then whole models on every rank, without FSDP. Where sequences
+    are long, then the same with ranks that share one."""
+    yield from _sharings(cfg, ranks, fixed)
+    free = CONTEXT_KEY not in fixed and not SIZE_KEYS & set(fixed) and cfg.parallel.pipeline == 1 and is_long(cfg)
+    for size in contexts(cfg, ranks) if free else []:
+        other = changed(cfg, {CONTEXT_KEY: size})
+        if other is not None:
+            yield from (one | {CONTEXT_KEY: size} for one in _sharings(other, ranks, fixed))
+
+
+def _sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
     copies = data_ranks(cfg, ranks)
     free = STRATEGY_KEY not in fixed
     shared = free and ranks > 1 and cfg.parallel.strategy != "fsdp"
@@ -100,7 +111,7 @@ def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, split
     """
     if settings.hardware.link.kind not in LINKS_FOR_PIPELINES or PIPELINE_KEY in fixed or SIZE_KEYS & set(fixed):
         return  # with fewer data ranks, a step keeps its global batch by more sequences on each
-    groups = settings.ranks // cfg.parallel.tensor
+    groups = settings.ranks // (cfg.parallel.tensor * cfg.parallel.context)
     schedules = SCHEDULES_TRIED if SCHEDULE_KEY not in fixed else (cfg.parallel.pipeline_schedule,)
     lengths = [size for size in range(2, min(groups, layer_count(cfg)) + 1) if groups % size == 0]
     for size in lengths[-MAX_PIPELINE_LENGTHS:]:
@@ -144,7 +155,8 @@ def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
 
 def batch_per_step_with(cfg: Any, changes: Changes) -> int:
     """Sequences of a step on one data rank, so that the global batch stays as it is."""
-    return batch_per_step(cfg) * int(changes.get(PIPELINE_KEY, cfg.parallel.pipeline)) // int(cfg.parallel.pipeline)
+    times = int(changes.get(PIPELINE_KEY, cfg.parallel.pipeline)) * int(changes.get(CONTEXT_KEY, cfg.parallel.context))
+    return batch_per_step(cfg) * times // int(cfg.parallel.pipeline * cfg.parallel.context)
 
 
 def micro_batch(cfg: Any, changes: Changes, batch_size: int) -> Changes:

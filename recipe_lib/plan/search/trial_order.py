@@ -212,7 +212,7 @@ def _like(trials: Trials, cfg: Any) -> Like | None:
             continue
         other = changed(trials.cfg, one.changes)
         if other is not None and value_of(other, CHECKPOINTING_KEY) == value_of(cfg, CHECKPOINTING_KEY):
-            return Like(one.quick, micro_batches(other)[0])
+            return Like(one.quick, micro_batches(other)[0] / other.parallel.context)
     return None
 
 

@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recipe_lib.config.mesh import place_with_context, with_context
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.parallel import World
 from recipe_lib.plan.trace import Collective
 from recipe_lib.plan.tracing.operator_costs import dtype_name, tensors_in
 
@@ -34,6 +37,20 @@ _FUNCTIONAL = {
     "_c10d_functional::all_to_all_single": ("all_to_all", False),
     "_c10d_functional::broadcast": ("broadcast", False),
 }
+
+
+def group_names(world: World) -> dict[str, str]:
+    """The dimension of each of the world's groups."""
+    found = {world.mesh.get_group(dim).group_name: dim for dim in world.mesh.mesh_dim_names or ()}
+    return found | ({world.context.name: "context"} if world.context is not None else {})
+
+
+def mesh_and_place(world: World, parallel: ParallelConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """The sizes of the mesh's dimensions, and this rank's place along them."""
+    names = world.mesh.mesh_dim_names or ()
+    mesh = dict(zip(names, world.mesh.shape, strict=True))
+    place = dict(zip(names, world.mesh.get_coordinate() or (), strict=True))
+    return with_context(parallel, mesh), place_with_context(parallel, place)
 
 
 def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -> Collective | None:

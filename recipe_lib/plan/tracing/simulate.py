@@ -25,6 +25,7 @@ from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.result import LayerRow
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
+from recipe_lib.plan.tracing.collectives import group_names, mesh_and_place
 from recipe_lib.plan.tracing.compiled_kernels import compiling
 from recipe_lib.plan.tracing.host_marks import following_host
 from recipe_lib.plan.tracing.kept_by import give_to_children
@@ -173,8 +174,7 @@ def _run(
     notes: list[str] = []
     for table in (nf4._pairs, nf4._levels):  # of another simulation, or with values: a run begins without them
         table.cache_clear()
-    for dim in world.mesh.mesh_dim_names or ():
-        tracer.groups[world.mesh.get_group(dim).group_name] = dim
+    tracer.groups |= group_names(world)
     tracer.begin_phase("setup")
     recipe = cast(Any, recipe_class(cfg, world))
     recipe.setup_model()
@@ -225,9 +225,7 @@ def _run(
     if "save" in phases and cfg.checkpoint.save_model:
         _try_phase("save", lambda: [_gather_trained(model) for model in list(models.values())[-1:]], tracer, notes)
     _interpret(tracer.trace, cfg, stage if world.pipeline is not None else None, None if alone else traced)
-    names = world.mesh.mesh_dim_names or ()
-    mesh = dict(zip(names, world.mesh.shape, strict=True))
-    place = dict(zip(names, world.mesh.get_coordinate() or (), strict=True))
+    mesh, place = mesh_and_place(world, cfg.parallel)
     modules = [facts for name, model in models.items() for facts in module_facts(name, model)]
     divided = [each.pipeline for each in vars(recipe).values() if isinstance(each, Parallel) and each.pipeline]
     stages = divided[-1].layers if divided else {}

@@ -42,7 +42,7 @@ def simulated_world(
         mesh = dist.device_mesh.init_device_mesh(NAME, shape, mesh_dim_names=MESH_DIMS)
         stack.enter_context(_meshes_are_real())
         stack.enter_context(_streams_are_ours())
-        yield world_of(mesh, rank, ranks, 0, device)
+        yield world_of(mesh, rank, ranks, 0, device, parallel.context)
 
 
 class _SizesOnly(FakeTensorMode):

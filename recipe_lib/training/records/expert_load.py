@@ -32,6 +32,8 @@ def expert_load(model: nn.Module, world: "World", cfg: "FullFinetuneConfig") -> 
         rows[_number(name)] = load.rows
         others += torch.stack([_summed(load.loss, world), *load.loss.new_tensor([load.expected, load.calls])])
         load.clear()
+    world.sum_over_sequence(rows)
+    world.sum_over_sequence(others[:2])  # each has as many calls
     rows, others = world.all_reduce_sum(rows), world.all_reduce_sum(others)
     used = rows[list(mixture.layers)].double()
     numbers = {

@@ -1,0 +1,230 @@
+"""The longest sequences that 1, 2, 4 and 8 cards of 24 GB and of 80 GB have room for, as the last part of docs/fit.md.
+
+    python -m benchmarks.longest --output docs/longest.json [--only 8B_full] [--processes 2]
+    python -m benchmarks.fit --output docs/fit.md --only none          writes the page with it
+
+One sequence at a time, with every exact lever on that makes long sequences cheap, shared by all cards. Lengths are
+looked for by estimates, and each line is a whole plan that fits: of the next shorter length where it does not. Needs no
+GPU, no weights and no data. With --only the other lines are kept.
+"""
+
+import argparse
+import bisect
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks.fastest_settings import prepared
+from recipe_lib.cli.plan import recipe_class
+from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.config import load_config
+from recipe_lib.errors import UserError
+from recipe_lib.plan.build_plan import make_plan
+from recipe_lib.plan.result import FITS
+from recipe_lib.plan.search.estimate import quick
+from recipe_lib.plan.search.estimate_facts import traffic
+from recipe_lib.plan.search.trials import usable_bytes
+from recipe_lib.plan.tables import duration
+from recipe_lib.units import format_bytes
+
+MODELS = {
+    "1B": "llama3_2/1B",
+    "8B": "llama3/8B",
+    "14B": "qwen2_5/14B",
+    "32B": "qwen2_5/32B",
+    "70B": "llama3/70B",
+    "gpt-oss-20b": "gpt_oss/20B",
+}
+METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+CARDS, SIZES = (1, 2, 4, 8), (24, 80)
+# Tokens of a sequence: powers of two, and quarters between them, to 4 Mi.
+LENGTHS = [quarters * 2**power for power in range(11, 20) for quarters in (4, 5, 6, 7)] + [2**22]
+# What is weighed, least time first: a later one is taken that has room for half as much more. None changes a result.
+VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "full": ((), ("memory.optimizer_offload=true",), ("memory.cpu_offload=true",)),
+    "lora": ((), ("memory.stream_layers=true",)),
+    "qlora": ((), ("memory.stream_layers=true",)),
+}
+
+
+@dataclass
+class Longest:
+    """A line: the longest sequence of a model, a method and so many cards of so many GB; 0: not even the shortest fits.
+    active, reserved: bytes of the heaviest rank; host: of all ranks together; sent: by a rank in a step; seconds: of a
+    step."""
+
+    model: str
+    method: str
+    cards: int
+    size: int
+    tokens: int = 0
+    settings: tuple[str, ...] = ()
+    active: int = 0
+    reserved: int = 0
+    host: int = 0
+    sent: int = 0
+    seconds: float = 0.0
+
+
+def main() -> None:
+    """Plans line by line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--only", default="", help="lines whose config has this in it, such as 8B_full")
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    known = {cell_of(line): line for line in read(arguments.output)} if arguments.output.exists() else {}
+    cells = [(*of, cards, size) for of in product_of_methods() for size in SIZES for cards in CARDS]
+    wanted = [cell for cell in cells if arguments.only in f"{MODELS[cell[0]]}_{cell[1]}"]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
+        for future in as_completed([pool.submit(plan_line, cell) for cell in wanted]):
+            line = future.result()
+            known[cell_of(line)] = line
+            found = [asdict(known[cell]) for cell in cells if cell in known]
+            arguments.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            print(line, file=sys.stderr, flush=True)
+
+
+Cell = tuple[str, str, int, int]
+
+
+def product_of_methods() -> Iterator[tuple[str, str]]:
+    """Every model with every method that has a config."""
+    yield from ((model, method) for model in MODELS for method in METHODS)
+
+
+def cell_of(line: Longest) -> Cell:
+    """What a line is of."""
+    return line.model, line.method, line.cards, line.size
+
+
+def read(path: Path) -> list[Longest]:
+    """The lines of a file."""
+    return [Longest(**line | {"settings": tuple(line["settings"])}) for line in json.loads(path.read_text("utf-8"))]
+
+
+def plan_line(cell: Cell) -> Longest:
+    """The longest sequence, by the variant that estimates say to have room for it; by others where it has not."""
+    model, method, cards, size = cell
+    config, on = f"{MODELS[model]}_{method}", f"{cards}x{size}GB"
+    likely = {variant: _likely(config, on, variant, cards) for variant in VARIANTS[method]}
+    best = VARIANTS[method][0]
+    for variant in VARIANTS[method]:
+        if likely[variant] > likely[best] + 1:  # places among LENGTHS, of which three or four make twice as much
+            best = variant
+    for variant in (best, *reversed(VARIANTS[method])):
+        if likely[variant] >= 0 and (line := _longest(Longest(*cell), config, on, variant, likely[variant])).tokens:
+            return line
+    return Longest(*cell)
+
+
+def settings_of(variant: tuple[str, ...], tokens: int, cards: int) -> tuple[str, ...]:
+    """One sequence at a time, shared by all cards, of which each computes the logits of 1,024 tokens at a time, and the
+    MLPs of 8,192; of more from 131,072 tokens on a card on."""
+    own = tokens // cards
+    words = ["batch_size=1", "gradient_accumulation_steps=1", f"max_seq_len={tokens}"]
+    words += ["memory.activation_checkpointing=full", "memory.activation_offload=true"]
+    words += [f"memory.loss_chunks={min(128, max(1, own // 1024))}", f"memory.mlp_tiles={min(16, max(1, own // 8192))}"]
+    shared = (f"parallel.context={cards}", "parallel.strategy=fsdp") if cards > 1 else ()
+    return (*words, *shared, *variant)
+
+
+def _longest(line: Longest, config: str, on: str, variant: tuple[str, ...], at: int) -> Longest:
+    """By whole plans, from the length at this place on."""
+    best = line
+    too_long = len(LENGTHS)
+    while 0 <= at < too_long:
+        found = _planned(line, config, on, variant, LENGTHS[at])
+        if found is None:
+            too_long, at = at, at - 1
+        else:
+            best, at = found, at + 1
+        if best.tokens and LENGTHS[min(at, len(LENGTHS) - 1)] <= best.tokens:
+            break
+    return best
+
+
+def _likely(config: str, on: str, variant: tuple[str, ...], cards: int) -> int:
+    """The place among LENGTHS of the longest that the straight line through two estimates has room for; -1: none."""
+    kind, points = recipe_class(recipe_for(config)), []
+    for tokens in (cards * 2**14, cards * 2**16):
+        try:
+            cfg, settings = prepared(config, on, settings_of(variant, tokens, cards))
+            points.append((tokens, quick(kind, cfg, replace(settings, timed=False)).active))
+        except UserError:
+            return -1  # such as heads that so many cards cannot share
+    (low, first), (high, second) = points
+    room = (usable_bytes(cfg, settings) - first) * (high - low) / max(1, second - first) + low
+    return bisect.bisect_right(LENGTHS, room) - 1
+
+
+def _planned(line: Longest, config: str, on: str, variant: tuple[str, ...], tokens: int) -> Longest | None:
+    """The whole plan of a length; None where it does not fit."""
+    words = settings_of(variant, tokens, line.cards)
+    cfg, settings = prepared(config, on, words)
+    plan, trace = make_plan(recipe_class(recipe_for(config)), cfg, settings)
+    if plan.verdict != FITS or plan.time is None or plan.notes:  # of tensors that kernels cannot count
+        return None
+    heaviest = plan.heaviest
+    return replace(
+        line,
+        tokens=tokens,
+        settings=words,
+        active=heaviest.peak.active,
+        reserved=heaviest.reserved,
+        host=heaviest.host * line.cards,
+        sent=traffic(trace)[0],
+        seconds=plan.time.step,
+    )
+
+
+TITLE = """## The longest sequences
+
+Of one sequence at a time on 1, 2, 4 and 8 cards of 24 GB and of 80 GB (`python -m benchmarks.longest --output
+docs/longest.json`): every line is a whole plan that fits, with 3 % of the card to spare and without expandable
+segments, and has no tensor of 2^31 elements, at which FlashAttention 2 fails. Lengths are powers of two and quarters
+between them, from {shortest:,} to {longest:,}. The cards share every sequence (`parallel.context`), and what layers
+keep is in host memory; of 65,536 tokens on 4 cards the settings are {settings}. Where sequences can be half as long
+again so, or nothing fits else, optimizer states are in host memory too (`o`), parameters and states (`p`), or frozen
+layers, streamed from there (`s`). Times are
+those of the rates that the tables above have, for 80 GB an A100's. Host memory is that of all ranks together, sent what
+one rank sends to others in a step. That a length fits does not say that a model understands it: a model knows the
+positions it was trained with."""
+MARKS = {"memory.optimizer_offload=true": "o", "memory.cpu_offload=true": "p", "memory.stream_layers=true": "s"}
+
+
+def section(lines: list[Longest]) -> str:
+    """The part of the page."""
+    words = " ".join(f"`{word}`" for word in settings_of((), 2**16, 4))
+    parts = [TITLE.format(shortest=LENGTHS[0], longest=LENGTHS[-1], settings=words)]
+    for model, method in product_of_methods():
+        found = [line for line in lines if (line.model, line.method) == (model, method)]
+        if found:
+            load_config(f"{MODELS[model]}_{method}", (), recipe_for(f"{MODELS[model]}_{method}").schema())
+            parts.append(f"### {model}, {METHODS[method]}: `{MODELS[model]}_{method}`\n\n{_table(found)}")
+    return "\n\n".join(parts)
+
+
+def _table(lines: list[Longest]) -> str:
+    rows = [
+        "| cards | longest sequence | | active | reserved | host | sent | step |",
+        "|---|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for line in lines:
+        cards = f"{line.cards} x {line.size} GB"
+        if not line.tokens:
+            rows.append(f"| {cards} | under {LENGTHS[0]:,} | | | | | | |")
+            continue
+        marks = "".join(mark for word, mark in MARKS.items() if word in line.settings)
+        sizes = " | ".join(map(format_bytes, (line.active, line.reserved, line.host, line.sent)))
+        rows.append(f"| {cards} | {line.tokens:,} | {marks} | {sizes} | {duration(line.seconds)} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Context parallel for the decoder: each rank of a group has some of the tokens of every sequence (Ulysses).
+
+The model is given whole micro-batches `[b, s]`, and its layers this rank's `[b, s / c, d]`, consecutive tokens of each
+row. Where tokens meet, in attention, ranks exchange them for heads (`recipe_lib.ops.sequence_shards`), and what is made
+of a batch for attention (documents, masks, windows) is that of whole rows. The loss is that of all tokens, the same on
+all ranks of the group; a rank's gradients are those of its part, which FSDP (with ddp the sum once a step) adds up, as
+ranks that share a sequence are neighbors in the mesh's data dimension.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.errors import ConfigError
+from recipe_lib.models.decoder import Attention, Decoder, Rotary
+from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.ops.gathered import Group
+from recipe_lib.ops.head_losses import HeadLoss
+from recipe_lib.ops.rope import rotation
+from recipe_lib.ops.sequence_shards import gather_tokens, own_tokens, sum_over_ranks, to_heads, to_tokens
+from recipe_lib.parallel.modified_model import refuse_for_context
+from recipe_lib.parallel.world import World
+
+
+def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> None:
+    """Divides the tokens of a meta model's micro-batches among the ranks that share sequences, in place.
+
+    Called after `shard_tensors`, whose ranks divide a rank's tokens and heads first. The model then takes micro-batches
+    whose length the ranks of both divide. Without such ranks the model is left as it is. Raises ConfigError: see
+    `check_context`, `refuse_for_context`.
+    """
+    group = world.context
+    if group is None:
+        return
+    refuse_for_context(model)
+    check_context(model.spec, parallel)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.to_heads, module.to_tokens = partial(to_heads, group=group), partial(to_tokens, group=group)
+    trunk: Any = model.model
+    trunk.rotary = [partial(_rotate_own, rotary, group) for rotary in trunk.rotary]
+    if trunk.embed_tokens is not None:  # else another stage of a pipeline has it
+        embedding: Any = trunk.embed_tokens
+        embedding.forward = partial(_embed_own, embedding.forward, group)
+    if model.lm_head is not None:
+        head: Any = model.lm_head
+        head.forward = partial(_head_of_own, head.forward, group)
+    whole: Any = model
+    if world.pipeline is None:
+        whole.forward = partial(_forward, model.forward, group)
+    else:  # a call runs a part of the model, of which only the head gives logits
+        whole.run_head = partial(_run_head, model.run_head, group)
+
+
+def check_context(spec: DecoderSpec, parallel: ParallelConfig) -> None:
+    """Refuses a model whose heads `parallel.context` ranks cannot share: ConfigError, with the sizes that fit.
+
+    A rank has as many heads as the others, all of its tensor-parallel part; kv heads may be fewer than the ranks.
+    """
+    size, tensor = parallel.context, parallel.tensor
+    heads, kv_heads = spec.num_heads // tensor, max(1, spec.num_kv_heads // tensor)
+    fits = [other for other in range(1, heads + 1) if _divides(heads, kv_heads, other)]
+    if size in fits:
+        return
+    each = f"{heads} attention heads and {kv_heads} key and value heads"
+    each += f" on each of {tensor} ranks of parallel.tensor" if tensor > 1 else ""
+    raise ConfigError(
+        f"parallel.context={size}: the model has {each}, which {size} ranks cannot share evenly; sizes that fit: "
+        f"{', '.join(map(str, fits))}"
+    )
+
+
+def _divides(heads: int, kv_heads: int, size: int) -> bool:
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def _rotate_own(rotary: Rotary, group: Group, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """As `Rotary`, of this rank's tokens: by frequencies that may depend on the longest position of all."""
+    return rotation(own_tokens(positions, group), rotary.frequencies(positions), rotary.factor)
+
+
+def _embed_own(forward: Callable[[Tensor], Tensor], group: Group, tokens: Tensor) -> Tensor:
+    """Tokens `[b, s]` to embeddings of this rank's."""
+    return forward(own_tokens(tokens, group).contiguous())
+
+
+def _head_of_own(
+    forward: Callable[..., Tensor],
+    group: Group,
+    hidden: Tensor,
+    *,
+    labels: Tensor | None = None,
+    head_loss: HeadLoss | None = None,
+) -> Tensor:
+    """Of labels `[b, s]` the loss of all ranks' tokens; or what head_loss gives for each token, of all `[b, s]`."""
+    if labels is None:
+        return forward(hidden)
+    found = forward(hidden, labels=own_tokens(labels, group), head_loss=head_loss)
+    return gather_tokens(found, group) if found.dim() else sum_over_ranks(found, group)
+
+
+def _forward(forward: Callable[..., Tensor], group: Group, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The model's; logits, which ranks have of their tokens, are gathered: for short texts."""
+    found = forward(tokens, *args, **kwargs)
+    return found if kwargs.get("labels") is not None else _logits_of_all(found, tokens, group)
+
+
+def _run_head(run_head: Callable[..., Tensor], group: Group, hidden: Tensor, tokens: Tensor, **kwargs: Any) -> Tensor:
+    """A last stage's, as `_forward`."""
+    found = run_head(hidden, tokens, **kwargs)
+    return found if kwargs.get("labels") is not None else _logits_of_all(found, tokens, group)
+
+
+def _logits_of_all(logits: Tensor, tokens: Tensor, group: Group) -> Tensor:
+    rows, length = tokens.shape
+    return gather_tokens(logits.view(rows, length // group.size, -1), group)
