@@ -295,7 +295,8 @@ def stream_layers(model: nn.Module, memory: MemoryConfig, device: torch.device, 
     if ranks > 1 and stream.trains():
         raise ConfigError(
             f"memory.stream_layers: found {ranks} ranks with tokens of their own for layers that are trained, "
-            "expected 1, as a layer is stepped by the gradient of one rank's tokens; use memory.cpu_offload, or start one process"
+            "expected 1, as a layer is stepped by the gradient of one rank's tokens; use memory.cpu_offload, or "
+            "start one process"
         )
     model.note_on_host([name for unit in units for name in unit.names])
     for number, unit in enumerate(units):

@@ -239,5 +239,6 @@ def test_trained_layers_on_two_ranks_are_refused_by_name(tmp_path: Path) -> None
         assert code == 2
         assert said == [
             "error: memory.stream_layers: found 2 ranks with tokens of their own for layers that are trained, "
-            "expected 1, as a layer is stepped by the gradient of one rank's tokens; use memory.cpu_offload, or start one process"
+            "expected 1, as a layer is stepped by the gradient of one rank's tokens; use memory.cpu_offload, or "
+            "start one process"
         ]
