@@ -17,6 +17,7 @@ what the layers keep for backward. The levers, in the order in which they are us
     memory.optimizer_offload=true          states in host memory; on the device one parameter at a time
     memory.optimizer_in_backward=true      step each parameter as soon as it has a gradient; needs clip_grad_norm=null
     memory.activation_offload=true         what the layers keep is in host memory until backward
+    memory.stream_layers=true              with the two before it: layers in host memory, stepped while they are here
     memory.cpu_offload=true                parameters, gradients and states in host memory
 
 To change it: `tune cp full_finetune_distributed mine.py`, edit, `tune run mine.py --config ...`. A new key is a

@@ -115,7 +115,8 @@ class LayerStream:
     def describe(self) -> str:
         """For the log, after the units of FSDP."""
         others = [unit.name for unit in self.units if not unit.is_layer]
-        what = " and ".join([f"{len(self._layers)} layers", *others])
+        *first, last = [f"{len(self._layers)} layer{'' if len(self._layers) == 1 else 's'}", *others]
+        what = f"{', '.join(first)} and {last}" if first else last
         stepped = ", each stepped there in backward" if self.trains() else ""
         size = format_bytes(self.num_bytes())
         return f"; {what} in host memory ({size}), copied to the device one ahead{stepped}"

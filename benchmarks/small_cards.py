@@ -1,0 +1,119 @@
+"""What streamed layers fit on small cards: the table and the commands of docs/small_cards.md.
+
+    python -m benchmarks.small_cards --output docs/small_cards.md
+
+Each line is a plan, made without a GPU, weights or data. The page's other text stays as it is.
+"""
+
+import argparse
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import recipe_lib.plan.build_plan  # noqa: F401  (once, for all processes)
+from recipe_lib.plan.build_plan import make_plan
+from recipe_lib.units import format_bytes, format_count
+from tests.plan.apart import apart, settings
+
+PLANS = re.compile(r"(<!-- plans: .* -->\n)(.*)(<!-- end of plans -->\n)", re.DOTALL)
+_HEAD = """\
+| model | card | plan | allocated | reserved | host memory | tokens/s | step, s | copies, s | not hidden, s |
+|---|---:|---|---:|---:|---:|---:|---:|---:|---:|"""
+STREAM, WINDOW = "memory.stream_layers=true", "memory.activation_offload=true"
+STEPPING = (
+    "memory.optimizer_in_backward=true", "memory.optimizer_offload=true", "clip_grad_norm=null",
+    "gradient_accumulation_steps=1",
+)  # fmt: skip
+FOUR_BITS = ("optimizer.state_bits=4", "optimizer.stochastic_rounding=true")
+
+
+@dataclass(frozen=True)
+class SmallCard:
+    """A line. what: model and way to train it. card: as `--device` takes it. words: overrides of the config."""
+
+    what: str
+    card: str
+    config: str
+    words: tuple[str, ...]
+
+    @property
+    def recipe(self) -> str:
+        """Whose config it is."""
+        return "full_finetune_distributed" if self.config.endswith("full") else "lora_finetune_distributed"
+
+    @property
+    def command(self) -> str:
+        """What plans it; with `run` in place of `plan` and without `--device`, what trains it."""
+        words = ["tune", "plan", self.recipe, "--config", self.config, "--device", self.card, *self.words]
+        return shlex.join(words)
+
+
+LINES = (
+    SmallCard("8B, QLoRA", "4GB", "llama3/8B_qlora", (STREAM,)),
+    SmallCard("32B, QLoRA", "8GB", "qwen2_5/32B_qlora", (STREAM,)),
+    SmallCard("70B, QLoRA", "8GB", "llama3/70B_qlora", (STREAM, WINDOW)),
+    SmallCard("70B, QLoRA", "24GB", "llama3/70B_qlora", (STREAM,)),
+    SmallCard("8B, full, 4 sequences", "8GB", "llama3/8B_full", (STREAM, *STEPPING, "batch_size=4", WINDOW)),
+    SmallCard("70B, full", "24GB", "llama3/70B_full", (STREAM, *STEPPING, *FOUR_BITS)),
+    SmallCard(
+        "70B, full, 8 sequences",
+        "24GB",
+        "llama3/70B_full",
+        (STREAM, *STEPPING, *FOUR_BITS, WINDOW, "batch_size=8", "memory.mlp_tiles=4"),
+    ),
+)
+
+
+def planned(line: SmallCard) -> dict[str, Any]:
+    """The plan's figures: bytes of card and host, seconds of a step, of its copies, and of those that show."""
+    plan, _ = make_plan(*settings(line.config, 1, *line.words, device=line.card))
+    rank, time = plan.heaviest, plan.time
+    assert time is not None
+    return {
+        "verdict": plan.verdict,
+        "allocated": rank.peak.allocated,
+        "reserved": rank.reserved,
+        "outside": plan.outside.total,
+        "host": rank.host,
+        "step": time.step,
+        "rate": time.tokens_per_second,
+        "copies": time.copies,
+        "exposed": time.copies_exposed,
+    }
+
+
+def row(line: SmallCard, found: dict[str, Any]) -> str:
+    """A line of the page's table."""
+    sizes = [format_bytes(found[key]) for key in ("allocated", "reserved", "host")]
+    return (
+        f"| {line.what} | {line.card.replace('GB', ' GB')} | {found['verdict']} | {' | '.join(sizes)} "
+        f"| {format_count(found['rate'])} | {found['step']:.1f} | {found['copies']:.1f} | {found['exposed']:.1f} |"
+    )
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """What the page has between its two marks."""
+    outside = {format_bytes(one["outside"]) for one in found}
+    assert len(outside) == 1, outside
+    rows = "\n".join(row(line, one) for line, one in zip(LINES, found, strict=True))
+    commands = "\n".join(line.command for line in LINES)
+    return (
+        f"A card also has to hold what is outside of torch: {outside.pop()}.\n\n{_HEAD}\n{rows}\n\n"
+        f"```bash\n{commands}\n```\n"
+    )
+
+
+def main() -> None:
+    """Plans every line and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="docs/small_cards.md")
+    output = parser.parse_args().output
+    made = table([apart(planned, line) for line in LINES])
+    text = output.read_text(encoding="utf-8")
+    output.write_text(PLANS.sub(lambda found: f"{found[1]}{made}{found[3]}", text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
