@@ -45,7 +45,7 @@ CARDS, SIZES = (1, 2, 4, 8), (24, 80)
 LENGTHS = [quarters * 2**power for power in range(11, 20) for quarters in (4, 5, 6, 7)] + [2**22]
 # What is weighed, least time first: a later one is taken that has room for half as much more. None changes a result.
 VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "full": ((), ("memory.optimizer_offload=true",), ("memory.cpu_offload=true",)),
+    "full": ((), ("memory.cpu_offload=true",)),
     "lora": ((), ("memory.stream_layers=true",)),
     "qlora": ((), ("memory.stream_layers=true",)),
 }
@@ -135,18 +135,9 @@ def settings_of(variant: tuple[str, ...], tokens: int, cards: int) -> tuple[str,
 
 
 def _longest(line: Longest, config: str, on: str, variant: tuple[str, ...], at: int) -> Longest:
-    """By whole plans, from the length at this place on."""
-    best = line
-    too_long = len(LENGTHS)
-    while 0 <= at < too_long:
-        found = _planned(line, config, on, variant, LENGTHS[at])
-        if found is None:
-            too_long, at = at, at - 1
-        else:
-            best, at = found, at + 1
-        if best.tokens and LENGTHS[min(at, len(LENGTHS) - 1)] <= best.tokens:
-            break
-    return best
+    """The first whole plan that fits, of the length at this place and of shorter ones."""
+    plans = (_planned(line, config, on, variant, tokens) for tokens in reversed(LENGTHS[: at + 1]))
+    return next((found for found in plans if found is not None), line)
 
 
 def _likely(config: str, on: str, variant: tuple[str, ...], cards: int) -> int:
@@ -190,12 +181,12 @@ docs/longest.json`): every line is a whole plan that fits, with 3 % of the card 
 segments, and has no tensor of 2^31 elements, at which FlashAttention 2 fails. Lengths are powers of two and quarters
 between them, from {shortest:,} to {longest:,}. The cards share every sequence (`parallel.context`), and what layers
 keep is in host memory; of 65,536 tokens on 4 cards the settings are {settings}. Where sequences can be half as long
-again so, or nothing fits else, optimizer states are in host memory too (`o`), parameters and states (`p`), or frozen
-layers, streamed from there (`s`). Times are
+again so, or nothing fits else, parameters and states are in host memory too (`p`), or frozen layers, streamed from
+there (`s`). Times are
 those of the rates that the tables above have, for 80 GB an A100's. Host memory is that of all ranks together, sent what
 one rank sends to others in a step. That a length fits does not say that a model understands it: a model knows the
 positions it was trained with."""
-MARKS = {"memory.optimizer_offload=true": "o", "memory.cpu_offload=true": "p", "memory.stream_layers=true": "s"}
+MARKS = {"memory.cpu_offload=true": "p", "memory.stream_layers=true": "s"}
 
 
 def section(lines: list[Longest]) -> str:
