@@ -178,14 +178,16 @@ TITLE = """## The longest sequences
 
 Of one sequence at a time on 1, 2, 4 and 8 cards of 24 GB and of 80 GB (`python -m benchmarks.longest --output
 docs/longest.json`): every line is a whole plan that fits, with 3 % of the card to spare and without expandable
-segments, and has no tensor of 2^31 elements, at which FlashAttention 2 fails. Lengths are powers of two and quarters
-between them, from {shortest:,} to {longest:,}. The cards share every sequence (`parallel.context`), and what layers
-keep is in host memory; of 65,536 tokens on 4 cards the settings are {settings}. Where sequences can be half as long
-again so, or nothing fits else, parameters and states are in host memory too (`p`), or frozen layers, streamed from
-there (`s`). Times are
-those of the rates that the tables above have, for 80 GB an A100's. Host memory is that of all ranks together, sent what
-one rank sends to others in a step. That a length fits does not say that a model understands it: a model knows the
-positions it was trained with."""
+segments, and has no tensor of 2^31 elements, at which FlashAttention 2 fails: that is what bounds an 8B on 80 GB.
+Lengths are powers of two and quarters between them, from {shortest:,} to {longest:,}. The cards share every sequence
+(`parallel.context`), and what layers keep is in host memory; of 65,536 tokens on 4 cards the settings are
+
+{settings}
+
+Where sequences can be half as long again so, or nothing fits else, parameters and states are in host memory too (`p`),
+or frozen layers, streamed from there (`s`). Times are those of the rates that the tables above have, for 80 GB an
+A100's. Host memory is that of all ranks together, sent what one rank sends to others in a step. That a length fits does
+not say that a model understands it: a model knows the positions it was trained with."""
 MARKS = {"memory.cpu_offload=true": "p", "memory.stream_layers=true": "s"}
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import longest
 from benchmarks.fastest_settings import prepared
 from benchmarks.fit import CARDS, METHODS, MODELS, Line, page
 from recipe_lib.cli.plan import recipe_class
@@ -13,13 +14,14 @@ from recipe_lib.plan.build_plan import make_plan
 from tests.house.files import ROOT
 from tests.plan.apart import apart
 
+FAR = longest.read(ROOT / "docs" / "longest.json")
 LINES = [Line(**fields) for _, fields in json.loads((ROOT / "docs" / "fit.json").read_text(encoding="utf-8"))]
 
 
 def test_the_page_is_made_of_all_lines():
     wanted = {(model, method, cards) for model in MODELS for method in METHODS for cards in CARDS}
     assert {(line.model, line.method, line.cards) for line in LINES} == wanted
-    assert (ROOT / "docs" / "fit.md").read_text(encoding="utf-8") == page(LINES)
+    assert (ROOT / "docs" / "fit.md").read_text(encoding="utf-8") == page(LINES, FAR)
 
 
 def test_every_line_that_fits_has_its_speed_and_more_cards_are_faster():
@@ -29,6 +31,34 @@ def test_every_line_that_fits_has_its_speed_and_more_cards_are_faster():
     assert all(speed > 0 for speed in speeds.values())
     for (model, method, cards), speed in speeds.items():
         assert speed > speeds.get((model, method, cards // 2), 0.0), (model, method, cards)
+
+
+def test_more_cards_have_room_for_longer_sequences_and_none_is_beyond_what_kernels_count():
+    found = {longest.cell_of(line): line for line in FAR}
+    for (model, method, cards, size), line in found.items():
+        fewer = found.get((model, method, cards // 2, size))
+        assert fewer is None or line.tokens > fewer.tokens, (model, method, cards, size)
+        assert line.tokens in longest.LENGTHS and f"max_seq_len={line.tokens}" in line.settings
+        room = {24: 23.5, 80: 79.2}[size] * 2**30
+        assert line.active <= line.reserved < room
+    assert found["8B", "full", 8, 24].tokens >= 262_144
+    assert found["8B", "lora", 8, 80].tokens >= 1_048_576
+
+
+def far_bytes(line: longest.Longest) -> Any:
+    """Active and reserved bytes of a longest row, and its verdict, as they are planned now."""
+    config = f"{longest.MODELS[line.model]}_{line.method}"
+    cfg, settings = prepared(config, f"{line.cards}x{line.size}GB", line.settings)
+    plan, _ = make_plan(recipe_class(recipe_for(config)), cfg, settings)
+    return plan.heaviest.peak.active, plan.heaviest.reserved, plan.verdict
+
+
+@pytest.mark.slow
+def test_a_longest_sequence_is_planned_as_the_page_says():
+    (line,) = [line for line in FAR if longest.cell_of(line) == ("8B", "qlora", 4, 24)]
+    active, reserved, verdict = apart(far_bytes, line)
+    assert (active, reserved) == (pytest.approx(line.active, rel=5e-3), pytest.approx(line.reserved, rel=5e-3))
+    assert verdict == "fits"
 
 
 def bytes_of(line: Line) -> Any:
