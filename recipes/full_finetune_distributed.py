@@ -13,6 +13,7 @@ what the layers keep for backward. The levers, in the order in which they are us
     parallel.fsdp_wrap_policy=memory_efficient     gather embedding and output one at a time, not throughout the step
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
     parallel.pipeline=4                    a quarter of the layers on each rank; only hidden states are sent
+    parallel.context=4                     a quarter of each long sequence on each rank; attention has whole ones
     optimizer.state_bits=8                 half of AdamW's states in bf16, rounded in blocks
     memory.optimizer_offload=true          states in host memory; on the device one parameter at a time
     memory.optimizer_in_backward=true      step each parameter as soon as it has a gradient; needs clip_grad_norm=null

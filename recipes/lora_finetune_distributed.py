@@ -12,6 +12,7 @@ is as large as in full fine-tuning, and the same levers reduce it:
     memory.activation_checkpointing=full   keep the layers' inputs only, recompute the rest in backward
     data.packing=true                      short sequences packed into one of max_seq_len: no memory for padding
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time
+    parallel.context=4                     a quarter of each long sequence on each rank; attention has whole ones
     memory.stream_layers=true              frozen layers in host memory, each here while it runs
     memory.cpu_offload=true                weights and states in host memory, gathered layer by layer
 

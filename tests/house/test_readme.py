@@ -300,6 +300,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "no longer gathered throughout": "tests/parallel/test_fsdp.py::test_gathered_bytes_of_each_policy",
     "| `parallel.data_shard=-1`": "tests/plan/test_closed_forms.py::"
     "test_a_rank_holds_its_part_of_parameters_gradients_and_states",
+    "| `memory.stream_layers=true`": "tests/memory/test_layer_stream.py",
     "| `parallel.context=8`": "tests/parallel/test_context.py::test_a_layer_keeps_its_part_of_the_tokens",
     "| `parallel.tensor=8`": "tests/parallel/test_tensor_memory.py::test_kept_bytes_are_those_of_the_formula",
     "| `parallel.pipeline: 4`": "tests/parallel/pipeline/test_memory.py::"
