@@ -2,6 +2,7 @@
 is kept and exchanged. Families: every shape of tests/models/reference.py, windows, caps, sinks and norms included."""
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
@@ -16,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.adapters import add_adapters, init_adapters
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
+from recipe_lib.config.paths import list_presets
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config
+from recipe_lib.models import DecoderSpec, build_meta, init_weights, preset_config, spec_from_config
 from recipe_lib.models.decoder import Attention
 from recipe_lib.ops.attention import document_positions, make_attention_info
 from recipe_lib.ops.dtensor_shards import local_part
@@ -27,6 +29,7 @@ from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.parallel import Parallel, World, all_reduce_gradients, materialize, parallelize, start_world
 from recipe_lib.parallel.context import check_context
 from tests.distributed.ranks import import_compiler, run_ranks
+from tests.house.files import ROOT
 from tests.models.reference import CASES, SMALL
 from tests.parallel.small_models import small_spec
 
@@ -257,6 +260,25 @@ def test_heads_that_cannot_be_shared_are_refused_with_the_sizes_that_fit() -> No
         ConfigError, match="6 attention heads and 1 .* each of 2 ranks of parallel.tensor.*: 1, 2, 3, 6$"
     ):
         check_context(spec, ParallelConfig(context=4, tensor=2))
+
+
+def test_the_page_lists_the_presets_whose_heads_eight_ranks_cannot_share() -> None:
+    def fits(spec: DecoderSpec, size: int) -> bool:
+        try:
+            check_context(spec, ParallelConfig(context=size))
+        except ConfigError:
+            return False
+        return True
+
+    found = {}
+    for name in list_presets():
+        spec = spec_from_config(preset_config(name), name)
+        if not name.startswith("demo") and not fits(spec, 8):
+            found[name] = [size for size in range(1, spec.num_heads + 1) if fits(spec, size) and size < 16]
+    page = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith("- Eight ranks cannot share")]
+    said = re.findall(r"`([\w.]+/[\w.]+)` ([\d, ]+)", line)
+    assert {name: [int(size) for size in sizes.split(", ")] for name, sizes in said} == found
 
 
 class Collectives(TorchDispatchMode):
