@@ -3,7 +3,7 @@
     python benchmarks/gpu_check.py cards                       on this machine's GPU; a dry run without one
     python benchmarks/gpu_check.py cards --lines docs/fit.json --minutes 25
 
-Each line of docs/fit.json, and each for cards of 24 GB of docs/longest.json beside it, is run in a process of its own
+Each line of docs/fit.json, and each for cards of 24 GB of docs/longest.json next to it, is run in a process of its own
 under a time limit. The fake process group moves nothing, so values mean nothing, but every tensor is allocated where a
 real rank allocates it; the allocator may take what a card of 24 GB leaves it, with the context, NCCL and the reserve
 that plans count with taken off. It is memory alone that is measured: what runs out there would run out on the card.
@@ -140,7 +140,7 @@ def read_lines(file: Path) -> list[Line]:
 
 
 def read_longest(file: Path) -> list[Longest]:
-    """The longest sequences on such cards, of the file beside the lines; none where there is none."""
+    """The longest sequences on such cards, of the file next to the lines; none where there is none."""
     beside = file.with_name("longest.json")
     return [line for line in read(beside) if f"{line.size}GB" == CARD] if beside.is_file() else []
 

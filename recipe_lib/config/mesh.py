@@ -12,7 +12,6 @@ from recipe_lib.errors import SetupError
 MESH_DIMS = ("pipeline", "data_replicate", "data_shard", "tensor")
 DATA_DIMS = ("data_replicate", "data_shard")  # along these, ranks have different batches, or parts of a sequence
 MODEL_DIMS = ("pipeline", "context", "tensor")  # the keys by which ranks have the same batch
-TENSOR_DIMS = ("tensor",)  # along these, each has a part of every matrix
 
 
 def mesh_shape(parallel: ParallelConfig, size: int) -> dict[str, int]:

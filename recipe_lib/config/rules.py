@@ -298,14 +298,10 @@ RULES: tuple[Rule, ...] = (
          lambda cfg: cfg.tokenizer.chat_template is not None and cfg.data.template == "plain",
          "the built-in plain template would be used in place of the file", "remove one of the two",
          ("tokenizer.chat_template=chat.jinja", "data.template=plain")),
-    Rule(("parallel.tensor", "max_seq_len"), lambda cfg: cfg.max_seq_len % cfg.parallel.tensor != 0,
-         "each rank has as many tokens of a sequence as the others, and max_seq_len is no multiple of parallel.tensor",
-         "make max_seq_len a multiple of it", ("parallel.tensor=2", "max_seq_len=1023")),
-    Rule(("parallel.context", "max_seq_len"),
-         lambda cfg: cfg.parallel.context > 1 and cfg.max_seq_len % token_ranks(cfg.parallel) != 0,
+    Rule(("parallel.context", "parallel.tensor", "max_seq_len"),
+         lambda cfg: cfg.max_seq_len % token_ranks(cfg.parallel) != 0,
          "each rank has as many tokens of a sequence as the others, and max_seq_len is no multiple of parallel.context "
-         "x parallel.tensor", "make max_seq_len a multiple of it", ("parallel.context=4", "max_seq_len=1022"),
-         reads=("parallel.tensor",)),
+         "x parallel.tensor", "make max_seq_len a multiple of it", ("parallel.tensor=2", "max_seq_len=1023")),
     Rule(("model.implementation", "parallel.context"), lambda cfg: _external(cfg) and cfg.parallel.context > 1,
          "ranks that share sequences exchange tokens for heads around attention, which is ours in a native model alone",
          "set parallel.context=1; for long sequences of other models there are memory.activation_offload and "

@@ -33,6 +33,7 @@ from recipe_lib.memory.expert_offload import expert_parameters
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.ops.device import has_host
+from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.units import format_bytes
 
@@ -341,11 +342,6 @@ def _needed_again(module: nn.Module, is_layer: bool) -> Callable[..., bool]:
     return lambda *args, **kwargs: (
         kwargs.get("labels") is None or not makes_gradients_in_forward(kwargs.get("head_loss"))
     )
-
-
-def local_of(parameter: Tensor) -> Tensor:
-    """What of a parameter is on this rank, without a graph."""
-    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _in_backward() -> bool:

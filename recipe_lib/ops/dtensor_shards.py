@@ -13,6 +13,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 Runs = tuple[int, tuple[tuple[int, int], ...]]
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, detached; it shares memory with it."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a parameter (it shares memory with it), and where it begins in the full tensor."""
     if not isinstance(parameter, DTensor):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recipe_lib.config.schema import OptimizerConfig
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.dtensor_shards import local_of, local_part
 from recipe_lib.ops.low_bit import chance_key, element_places, round_by_chance
 from recipe_lib.optim.state_layout import (
     MASTER,
@@ -32,7 +32,6 @@ from recipe_lib.optim.state_layout import (
     Numbers,
     check_blocks,
     layouts,
-    local_of,
     new_tensor,
     pieces,
     stored_sizes,

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.optim.row_steps import RowSteps, is_cut, step_only
-from recipe_lib.optim.state_layout import local_of
 
 _SMALL = 1024  # bytes: step counters and the like stay where the optimizer put them
 Chunk = tuple[nn.Parameter, int]  # a parameter, and which piece of it

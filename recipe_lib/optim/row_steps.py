@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recipe_lib.config.optimizer_facts import every_facts
+from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer
-from recipe_lib.optim.state_layout import laid_out, local_of
+from recipe_lib.optim.state_layout import laid_out
 
 CHUNK_BYTES = 64 * 2**20  # of a piece's states, or of its gradient where that is more
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from recipe_lib.errors import ConfigError
+from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.ops.low_bit import BLOCKS, Code, make_code
 
 CHUNK_ELEMENTS = 2**22  # elements that a step computes at a time: temporaries of some 20 B for each
@@ -118,11 +119,6 @@ def laid_out(parameter: Tensor, local: Tensor, per: int) -> Tensor:
 
 def _shape(shape: tuple[int, ...], layout: StateLayout) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // layout.per) if layout.per > 1 else shape
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """A rank's own part, detached."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def check_blocks(parameter: Tensor, name: str, bits: int | None) -> None:

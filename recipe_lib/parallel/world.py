@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from recipe_lib import errors
-from recipe_lib.config.mesh import DATA_DIMS, MESH_DIMS, TENSOR_DIMS, mesh_shape
+from recipe_lib.config.mesh import DATA_DIMS, MESH_DIMS, mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
@@ -87,7 +87,7 @@ class World:
         if self.context is not None and self.context.rank:
             tensor.zero_()
         if self.copies > 1 or self.pipeline is not None:
-            dist.all_reduce(tensor, group=self._other_groups() if _shares_matrices(self.mesh) else None)
+            dist.all_reduce(tensor, group=None if self.tensor is None else _flat_without_tensor(self.mesh).get_group())
         return tensor
 
     def sum_over_sequence(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -95,18 +95,6 @@ class World:
         if self.context is not None:
             dist.all_reduce(tensor, group=_resolve_process_group(self.context.name))
         return tensor
-
-    def group(self, name: str) -> Group | None:
-        """The ranks along a dimension of the mesh, of which this is one; None where it is alone."""
-        names = self.mesh.mesh_dim_names or ()
-        size = self.mesh.shape[names.index(name)]
-        if size == 1:
-            return None
-        return Group(self.mesh.get_group(name).group_name, size, self.mesh.get_local_rank(name))
-
-    def _other_groups(self) -> dist.ProcessGroup:
-        """The ranks that have this one's place in other tensor-parallel groups."""
-        return _flat_without_tensor(self.mesh).get_group()
 
     def any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on any; over the host's group. A collective."""
@@ -233,7 +221,6 @@ def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: to
     group, sequence, place = None, None, None
     if sizes["tensor"] > 1:
         group = Group(mesh.get_group("tensor").group_name, sizes["tensor"], mine["tensor"])
-    if _shares_matrices(mesh):
         _flat_without_tensor(mesh)  # by all ranks, before one of them needs it
     if sizes["pipeline"] > 1:
         place = PipelineRank(mine["pipeline"], sizes["pipeline"], tuple(mesh["pipeline"].mesh.tolist()))
@@ -254,14 +241,9 @@ def _sequence_group(mesh: DeviceMesh, context: int) -> dist.ProcessGroup:
     return own
 
 
-def _shares_matrices(mesh: DeviceMesh) -> bool:
-    names = mesh.mesh_dim_names or ()
-    return any(mesh.shape[names.index(name)] > 1 for name in TENSOR_DIMS if name in names)
-
-
 def _flat_without_tensor(mesh: DeviceMesh) -> DeviceMesh:
     """All dimensions but those that share matrices as one."""
-    return mesh[tuple(name for name in MESH_DIMS if name not in TENSOR_DIMS)]._flatten("data")
+    return mesh[tuple(name for name in MESH_DIMS if name != "tensor")]._flatten("data")
 
 
 def communicators(parallel: ParallelConfig, size: int) -> list[int]:

@@ -16,9 +16,9 @@ from recipe_lib.errors import DivergedError, StoppedAndSaved
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.memory.peaks import Peaks
+from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.optim.lr_scheduler import learning_rate
 from recipe_lib.optim.optimizers import set_learning_rate
-from recipe_lib.optim.state_layout import local_of
 from recipe_lib.parallel.hang_detection import beats
 from recipe_lib.report.phases import phase
 from recipe_lib.training.records.communication import CommunicationProbe, describe

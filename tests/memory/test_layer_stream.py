@@ -13,8 +13,9 @@ from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.config.schema_adapters import LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, layer_stream
-from recipe_lib.memory.layer_stream import LayerStream, local_of, stream_layers
+from recipe_lib.memory.layer_stream import LayerStream, stream_layers
 from recipe_lib.models import build_meta, init_weights, spec_from_config
+from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.parallel import materialize
 from tests.memory.late_memory import LateMemory
@@ -243,7 +244,7 @@ def stale_in_backward(stream: LayerStream, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def of_another_layer(stream: LayerStream, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward has the values of the layer behind."""
+    """Backward has the values of the next layer."""
     fetch = stream._fetch
 
     def faulty(number: int) -> None:

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, OptimizerConfig, ParallelConfig
 from recipe_lib.models import build_meta, init_weights
+from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim import in_backward, row_steps
 from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.optim.offloaded_states import OffloadedStates
 from recipe_lib.optim.optimizers import build_optimizer
 from recipe_lib.optim.row_steps import RowSteps, step_only
-from recipe_lib.optim.state_layout import local_of
 from recipe_lib.parallel import Parallel, materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import ROWS, small_batch, small_spec

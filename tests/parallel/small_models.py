@@ -6,8 +6,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from recipe_lib.adapters import init_adapters
 from recipe_lib.models import DecoderSpec, build_meta, init_weights, spec_from_config
-from recipe_lib.ops.dtensor_shards import local_part
+from recipe_lib.ops.dtensor_shards import local_of, local_part
 from recipe_lib.ops.head_losses import CrossEntropy
 
 VOCABULARY, WIDTH, MLP_WIDTH = 512, 32, 64
@@ -55,6 +56,14 @@ def plain_gradients(spec: DecoderSpec, dtype: torch.dtype = torch.float64) -> tu
     loss = model(tokens, labels=labels, head_loss=CrossEntropy(3)) / (labels != -100).sum()
     loss.backward()
     return float(loss.detach()), gradients(model)
+
+
+def start_adapters(model: nn.Module) -> None:
+    """Draws a model's adapters; B is not zero, which would hide A's gradient."""
+    init_adapters(model, 4)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            local_of(parameter).fill_(0.01)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.adapters import add_adapters, init_adapters
+from recipe_lib.adapters import add_adapters
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.paths import list_presets
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
@@ -31,7 +31,7 @@ from recipe_lib.parallel.context import check_context
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.house.files import ROOT
 from tests.models.reference import CASES, SMALL
-from tests.parallel.small_models import small_spec
+from tests.parallel.small_models import small_spec, start_adapters
 
 LENGTH = 32
 # Of documents in rows, where these are packed; some cross the borders between ranks.
@@ -88,11 +88,7 @@ def build(case: Case, world: World | None) -> tuple[nn.Module, Parallel]:
         materialize(model, cfg.memory, world.device)
     init_weights(model, 3, spec)
     if case.lora is not None:
-        init_adapters(model, 4)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # zeros would hide A's gradient
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                local.data.fill_(0.01)
+        start_adapters(model)
     return model, divided
 
 
@@ -319,7 +315,7 @@ def test_an_attention_exchanges_twice_in_each_direction_and_as_much_as_its_heads
 
 
 def kept_by_a_layer(context: int, rows: int) -> int:
-    """Bytes of what the second layer keeps for backward, in fp64, beside parameters and what all layers share."""
+    """Bytes of what the second layer keeps for backward, in fp64, without parameters and what all layers share."""
     case = Case("llama3", rows, parallel={"context": context} if context > 1 else {})
     tokens, labels = batch(case, 1)
     kept: dict[int, int] = {}

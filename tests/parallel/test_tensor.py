@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from recipe_lib.adapters import add_adapters, init_adapters
+from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps, compile_layers
@@ -28,7 +27,7 @@ from recipe_lib.parallel import (
     start_world,
 )
 from tests.distributed.ranks import import_compiler, run_ranks
-from tests.parallel.small_models import LENGTH, VOCABULARY, small_spec
+from tests.parallel.small_models import LENGTH, VOCABULARY, small_spec, start_adapters
 
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 GEMMA = {
@@ -77,11 +76,7 @@ def build(case: Case, world: World | None) -> tuple[nn.Module, Parallel]:
         materialize(model, memory, world.device)
     init_weights(model, 3, spec)
     if case.lora is not None:
-        init_adapters(model, 4)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # zeros would hide A's gradient
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                local.data.fill_(0.01)
+        start_adapters(model)
     return model, divided
 
 

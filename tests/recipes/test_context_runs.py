@@ -27,8 +27,8 @@ from tests.recipes.test_mixture_runs import (
     ZERO_BUBBLE,
     Case,
     train,
-    train_each,
     train_in_two,
+    with_bases,
 )
 from tests.selection import selected, slow_except
 
@@ -91,14 +91,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """What every selected case, and what it is compared with, recorded."""
     folder = tmp_path_factory.mktemp("context")
     write_models(folder)
-    cases = selected(request, "case")
-    cases = list(dict.fromkeys([*(case.basis for case in cases), *cases]))
-    found: dict[Case, Any] = {}
-    for ranks in (1, 2, 4):
-        mine = [case for case in cases if case.ranks == ranks]
-        if mine:
-            found |= dict(zip(mine, run_ranks(train_each, ranks, folder, mine, timeout=400)[0], strict=True))
-    return found
+    return with_bases(selected(request, "case"), folder)
 
 
 def write_models(folder: Path) -> None:

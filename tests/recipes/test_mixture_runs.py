@@ -190,11 +190,15 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for family in MIXTURES:
         write_mixture(family, folder)
     write_pairs(folder)
-    cases = selected(request, "case")
-    cases = list(dict.fromkeys([*(case.basis for case in cases), *cases]))
+    return with_bases(selected(request, "case"), folder)
+
+
+def with_bases(cases: list[Case], folder: Path) -> dict[Case, Any]:
+    """What the cases, and the runs of one process that they are compared with, recorded."""
+    every = list(dict.fromkeys([*(case.basis for case in cases), *cases]))
     found: dict[Case, Any] = {}
     for ranks in (1, 2, 4):
-        mine = [case for case in cases if case.ranks == ranks]
+        mine = [case for case in every if case.ranks == ranks]
         if mine:
             found |= dict(zip(mine, run_ranks(train_each, ranks, folder, mine, timeout=400)[0], strict=True))
     return found

@@ -36,8 +36,8 @@ MAX_LOSS_CHUNKS = 64
 class Lever:
     """One change to try. changes: of the config. text: to type before them. ranks: in place of the run's. tokens,
     documents: of a packed sequence, where they change. timed: whether the change of the step's time is known. note: for
-    who reads the advice. sends: what it sends is told too. weighed: a choice that is shown whichever way it lies, also
-    where it gains nothing."""
+    who reads the advice. sends: what it sends is reported too. weighed: a choice that is shown whichever way it lies,
+    also where it gains nothing."""
 
     changes: Changes = field(default_factory=dict)
     note: str = ""

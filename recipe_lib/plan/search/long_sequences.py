@@ -1,5 +1,5 @@
 """Ways to have room for a long sequence on several ranks: to share it, to share matrices and tokens, to send what
-layers keep to the host. What each sends is told beside its bytes and its time."""
+layers keep to the host. What each sends is reported with its bytes and its time."""
 
 from typing import Any
 

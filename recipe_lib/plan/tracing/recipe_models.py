@@ -8,7 +8,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters.quantized import QuantizedLinear
-from recipe_lib.config.mesh import TENSOR_DIMS
 from recipe_lib.models.meta_init import stored_weights
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.result import LayerRow
@@ -134,6 +133,6 @@ def _computed_shape(value: torch.Tensor) -> list[int]:
     if isinstance(value, DTensor):
         names = value.device_mesh.mesh_dim_names or ()
         for name, size, placement in zip(names, value.device_mesh.shape, value.placements, strict=True):
-            if name in TENSOR_DIMS and placement.is_shard():
+            if name == "tensor" and placement.is_shard():
                 shape[placement.dim] //= size
     return shape
