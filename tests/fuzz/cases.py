@@ -175,9 +175,13 @@ def _divided(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
         schedules = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
         found += [f"parallel.pipeline={pipeline}", f"parallel.pipeline_schedule={draw.one(schedules)}"]
         found += draw.maybe(0.2, [["parallel.pipeline_balance=memory"]])
-    if ranks % (tensor * pipeline):
+    context = 1
+    if ranks > 1 and draw.maybe(0.25, [["context"]]):
+        context = draw.one([2, 2, 4])
+        found += [f"parallel.context={context}"]
+    if ranks % (tensor * pipeline * context):
         return None
-    copies = ranks // (tensor * pipeline)
+    copies = ranks // (tensor * pipeline * context)
     accumulation = 1 if in_backward else draw.one([1, 1, 2, 4])
     draw.count += accumulation > 1
     if SLOTS % (copies * accumulation):
@@ -211,6 +215,7 @@ def _levers(draw: _Draw, dtype: str, ranks: int) -> list[str]:
             ],
         ),
         (0.25, [["memory.optimizer_offload=true"], ["memory.cpu_offload=true"]]),
+        (0.15, [["memory.stream_layers=true"]]),
         (0.3, [["memory.mlp_tiles=3"]]),
         (0.3, [["memory.loss_kernel=torch"]]),
         (0.5, [["memory.loss_chunks=1"], ["memory.loss_chunks=3"], ["memory.loss_chunks=16"]]),
