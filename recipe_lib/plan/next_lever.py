@@ -10,7 +10,14 @@ from typing import Any
 
 from recipe_lib.plan.result import FITS, Plan
 from recipe_lib.plan.search.advice import EXPANDABLE, MAX_LOSS_CHUNKS
-from recipe_lib.plan.search.trials import Changes, changed, checkpointing, override_text
+from recipe_lib.plan.search.trials import (
+    Changes,
+    changed,
+    checkpointing,
+    override_text,
+    stepped_in_backward,
+    streamed,
+)
 from recipe_lib.plan.tables import planned_reserved, unit_of
 from recipe_lib.units import format_bytes
 
@@ -113,7 +120,7 @@ def _levers(kind: str, cfg: Any, ranks: int) -> Iterator[Changes]:
         if cfg.parallel.reduce_gradients == "step":
             yield {"parallel.reduce_gradients": "micro_batch"}
         if not memory.optimizer_in_backward and turns == 1:
-            yield {"memory.optimizer_in_backward": True, "clip_grad_norm": None}
+            yield stepped_in_backward(cfg)
     elif kind in ("gathered", "communication"):
         if not cfg.parallel.reshard_after_forward:
             yield {"parallel.reshard_after_forward": True}
@@ -125,5 +132,7 @@ def _levers(kind: str, cfg: Any, ranks: int) -> Iterator[Changes]:
             yield {"lora.quantize_base": "nf4"}
         if adapters is None and cfg.dtype == "fp32":
             yield {"dtype": "bf16"}
+        if ranks == 1 and not memory.stream_layers and not memory.cpu_offload:
+            yield streamed(cfg)
         if not memory.cpu_offload:
             yield {"memory.cpu_offload": True}

@@ -10,16 +10,20 @@ from recipe_lib.plan.search.expert_adapters import compared_text, other_targets
 from recipe_lib.plan.search.long_sequences import LONG_SEQUENCE, is_long, traffic_text, ways_to_share
 from recipe_lib.plan.search.search_space import data_ranks
 from recipe_lib.plan.search.trials import (
+    STREAM_KEY,
     Changes,
     changed,
     checkpointing,
     in_processes,
     override_text,
+    stepped_in_backward,
+    streamed,
     try_quick,
     usable_bytes,
     with_ranks,
 )
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY
+from recipe_lib.units import format_bytes
 
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
@@ -97,7 +101,7 @@ def advice_from(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[A
             bytes=gained,
             seconds=saved if one.lever.timed else None,
             fits=_fits(plan, base, one),
-            note="; ".join(filter(None, [one.lever.note, traffic_text(one.quick, base) if one.lever.sends else ""])),
+            note="; ".join(filter(None, [one.lever.note, *_elsewhere(one, base)])),
         )
         gives_speed = faster and has_room and row.fits and one.lever.timed
         if one.lever.sends:
@@ -106,6 +110,13 @@ def advice_from(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[A
             rows.append((gives_speed, row))
     rows.sort(key=lambda pair: (not pair[1].fits, not pair[0], (pair[1].seconds or 0.0) if pair[0] else pair[1].bytes))
     return _cheapest_way_first([row for _, row in rows], {id(row) for row in ways})
+
+
+def _elsewhere(one: Tried, base: Estimate) -> list[str]:
+    """What is sent, where that is to be said, and what more of it is kept in host memory."""
+    sent = [traffic_text(one.quick, base)] if one.lever.sends else []
+    more = one.quick.host > base.host + MIN_CHANGE * base.active
+    return [*sent, *([f"{format_bytes(one.quick.host)} of host memory"] if more else [])]
 
 
 def _cheapest_way_first(rows: list[Advice], ways: set[int]) -> list[Advice]:
@@ -118,11 +129,13 @@ def _cheapest_way_first(rows: list[Advice], ways: set[int]) -> list[Advice]:
 
 
 def _fits(plan: Plan, base: Estimate, one: Tried) -> bool:
-    """As the verdict counts it, with expandable segments: the plan's own peak, and what the lever changes of it."""
+    """As the verdict counts it, with expandable segments: the plan's own peak, and what the lever changes of it; of
+    loading, validation and saving what they take beyond what is alive between steps, which the lever may change."""
     steps = [peak.reserved_expandable for peak in plan.heaviest.peaks if peak.phase in (FIRST, STEADY)]
     others = [peak.active for peak in plan.heaviest.peaks if peak.phase not in (FIRST, STEADY)]
     planned = max(steps, default=0) + one.quick.reserved_expandable - base.reserved_expandable
-    return max(planned, *others, 0) <= one.usable
+    beyond = max((peak - base.held for peak in others), default=0)
+    return max(planned, one.quick.held + max(beyond, 0)) <= one.usable
 
 
 def _expandable(plan: Plan) -> list[Advice]:
@@ -199,10 +212,22 @@ def _sharding(cfg: Any, ranks: int) -> list[Lever]:
         changes, note = {"gradient_accumulation_steps": turns // 2}, "the same sequences a step"
     if parallel.data_shard == -1:
         found.append(Lever(changes, note, text=f"--nproc_per_node {2 * ranks}", ranks=2 * ranks))
+    found += _streaming(cfg)
     offload = not cfg.memory.cpu_offload
     slow = "the optimizer runs on the CPU and parameters cross PCIe"
     found.append(Lever({"memory.cpu_offload": offload}, slow if offload else ""))
     return found
+
+
+def _streaming(cfg: Any) -> list[Lever]:
+    """Layers in host memory, or on the device again."""
+    if cfg.memory.stream_layers:
+        return [Lever({STREAM_KEY: False})]
+    note = "layers are in host memory, and copied one ahead of the one that computes"
+    if cfg.trained_adapters is None:
+        note += "; each is stepped in backward: gradients are not clipped"
+        note += ", and a step has fewer sequences" if cfg.gradient_accumulation_steps > 1 else ""
+    return [Lever(streamed(cfg), note)]
 
 
 def _reductions(parallel: Any) -> list[Lever]:
@@ -228,12 +253,9 @@ def _weights(cfg: Any) -> list[Lever]:
     if not cfg.memory.optimizer_offload:
         found.append(Lever({"memory.optimizer_offload": True}, "offloaded optimizer states, stepped in chunks"))
     if not cfg.memory.optimizer_in_backward:
-        changes: dict[str, Any] = {"memory.optimizer_in_backward": True, "clip_grad_norm": None}
         note = "gradients are not clipped"
-        if cfg.gradient_accumulation_steps > 1:
-            changes["gradient_accumulation_steps"] = 1
-            note += ", and a step has fewer sequences"
-        found.append(Lever(changes, note))
+        note += ", and a step has fewer sequences" if cfg.gradient_accumulation_steps > 1 else ""
+        found.append(Lever(stepped_in_backward(cfg), note))
     if cfg.optimizer.name == "adamw":
         if cfg.optimizer.state_bits is None:
             found.append(Lever({"optimizer.state_bits": 8}, "states are rounded to 8 bits"))

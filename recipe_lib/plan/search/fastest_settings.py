@@ -48,8 +48,8 @@ def search(
     want: as many as are confirmed by a whole plan: the fastest, and of what was tried on the way the next. fixed:
     dotted keys that stay as the config has them. splits: whether a pipeline's backward may be cut in two, which
     compiled layers cannot. processes: to work with, None: one for each core; here alone if something has been simulated
-    in this one. Frozen weights and optimizer states are only rounded more, and parameters only kept in host memory,
-    where nothing fits without. Raises UserErrors of recipe and config.
+    in this one. Frozen weights and optimizer states are only rounded more, and parameters only kept in host memory or
+    streamed from it, where nothing fits without. Raises UserErrors of recipe and config.
     """
     began = time.monotonic()
     found: list[PlannedSettings] = []

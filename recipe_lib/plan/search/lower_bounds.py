@@ -54,7 +54,7 @@ def _held(cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: Any) -> 
     """By those of another way to share the model."""
     mesh, before = mesh_shape(cfg.parallel, settings.ranks), mesh_shape(known_cfg.parallel, settings.ranks)
     parts = mesh["pipeline"] * mesh["data_shard"]
-    offloaded = cfg.memory.cpu_offload
+    offloaded = cfg.memory.cpu_offload or cfg.memory.stream_layers
     held = 0.0 if offloaded else known.held * before["pipeline"] * before["data_shard"] / parts
     gradients = 0.0 if offloaded or cfg.memory.optimizer_in_backward else known.trained / parts
     if reduces_once(cfg.parallel) and not cfg.memory.optimizer_in_backward:
@@ -67,6 +67,8 @@ def _whole(cfg: Any, settings: PlanSettings, known: Estimate) -> float:
     """What is gathered and stays so from forward to backward, beyond the rank's own part."""
     mesh = mesh_shape(cfg.parallel, settings.ranks)
     if cfg.parallel.reshard_after_forward or cfg.parallel.strategy == "ddp" or mesh["data_shard"] == 1:
+        return 0.0
+    if cfg.memory.stream_layers:  # adapters alone are gathered
         return 0.0
     shards = mesh["data_shard"]
     others = shards if cfg.memory.cpu_offload else shards - 1

@@ -8,7 +8,7 @@ from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, mesh_shape, 
 from recipe_lib.errors import SetupError
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.long_sequences import CONTEXT_KEY, contexts, is_long
-from recipe_lib.plan.search.trials import Changes, changed, value_of
+from recipe_lib.plan.search.trials import STREAM_KEY, Changes, changed, value_of
 from recipe_lib.plan.world.shape_only_model import layer_count
 
 REDUCE_KEY = "parallel.reduce_gradients"
@@ -68,8 +68,11 @@ def variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
         outside.append(stays | {STATES_KEY: 8})
     if outside:
         yield outside
-    if stays:
-        yield [{"memory.cpu_offload": True} | one for one in (rounded or [{}])]
+    on_host: list[Changes] = [{"memory.cpu_offload": True}] if stays else []
+    if quantize is not None and not {STREAM_KEY, "memory.cpu_offload"} & set(fixed):  # layers that are not trained
+        on_host.insert(0, stays | {STREAM_KEY: True})
+    if on_host:
+        yield [held | one for held in on_host for one in (rounded or [{}])]
 
 
 def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:

@@ -25,7 +25,15 @@ from recipe_lib.plan.search.search_space import (
     micro_batch,
     sizes,
 )
-from recipe_lib.plan.search.trials import Changes, changed, checkpointing, override_text, usable_bytes, value_of
+from recipe_lib.plan.search.trials import (
+    STREAM_KEY,
+    Changes,
+    changed,
+    checkpointing,
+    override_text,
+    usable_bytes,
+    value_of,
+)
 from recipe_lib.report.phases import Phase
 from recipe_lib.units import format_bytes, format_count
 
@@ -281,7 +289,7 @@ def _parts(trials: Trials, changes: Changes) -> int:
 
 def variant_key(changes: Changes) -> str:
     """Of the part of the changes that is no way to share the model, and no micro-batch."""
-    names = ("memory.cpu_offload", OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY)
+    names = ("memory.cpu_offload", STREAM_KEY, OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY)
     return key_of({key: value for key, value in changes.items() if key in names})
 
 

@@ -27,6 +27,8 @@ from recipe_lib.report.phases import phase
 # Dotted key -> value.
 Changes = dict[str, Any]
 
+STREAM_KEY = "memory.stream_layers"
+
 _KILLED = "tune plan: one of the processes that try settings was killed (out of memory?); free some memory"
 
 Piece = TypeVar("Piece")
@@ -67,6 +69,21 @@ def checkpointing(cfg: Any, kind: str) -> Changes:
     if kind != "budget" and value_of(cfg, "memory.activation_budget_gib") is not None:
         changes["memory.activation_budget_gib"] = None
     return changes
+
+
+def stepped_in_backward(cfg: Any) -> Changes:
+    """What steps parameters in backward: nothing is clipped there, and nothing accumulated."""
+    wanted = {"memory.optimizer_in_backward": True, "clip_grad_norm": None, "gradient_accumulation_steps": 1}
+    return {key: value for key, value in wanted.items() if value_of(cfg, key) != value}
+
+
+def streamed(cfg: Any) -> Changes:
+    """What streams the model's layers; where they are trained, with what that needs."""
+    changes: Changes = {STREAM_KEY: True}
+    if cfg.trained_adapters is not None:
+        return changes
+    states = {} if cfg.memory.optimizer_offload else {"memory.optimizer_offload": True}
+    return changes | stepped_in_backward(cfg) | states
 
 
 def override_text(changes: Changes) -> str:
