@@ -1,6 +1,6 @@
 """The longest sequences that 1, 2, 4 and 8 cards of 24 GB and of 80 GB have room for, as the last part of docs/fit.md.
 
-    python -m benchmarks.longest --output docs/longest.json [--only 8B_full] [--processes 2]
+    python -m benchmarks.longest --output docs/longest.json [--only '70B.* 8x80GB'] [--processes 2]
     python -m benchmarks.fit --output docs/fit.md --only none          writes the page with it
 
 One sequence at a time, with every exact lever on that makes long sequences cheap, shared by all cards. Lengths are
@@ -12,6 +12,7 @@ import argparse
 import bisect
 import json
 import multiprocessing
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -74,12 +75,12 @@ def main() -> None:
     """Plans line by line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--only", default="", help="lines whose config has this in it, such as 8B_full")
+    parser.add_argument("--only", default="", help="lines in which this pattern is, such as: llama3/70B_full 8x80GB")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     known = {cell_of(line): line for line in read(arguments.output)} if arguments.output.exists() else {}
     cells = [(*of, cards, size) for of in product_of_methods() for size in SIZES for cards in CARDS]
-    wanted = [cell for cell in cells if arguments.only in f"{MODELS[cell[0]]}_{cell[1]}"]
+    wanted = [cell for cell in cells if re.search(arguments.only, "{} {}".format(*names_of(cell)))]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
         for future in as_completed([pool.submit(plan_line, cell) for cell in wanted]):
@@ -98,6 +99,12 @@ def product_of_methods() -> Iterator[tuple[str, str]]:
     yield from ((model, method) for model in MODELS for method in METHODS)
 
 
+def names_of(cell: Cell) -> tuple[str, str]:
+    """Its config and its cards: `llama3/8B_full`, `8x24GB`."""
+    model, method, cards, size = cell
+    return f"{MODELS[model]}_{method}", f"{cards}x{size}GB"
+
+
 def cell_of(line: Longest) -> Cell:
     """What a line is of."""
     return line.model, line.method, line.cards, line.size
@@ -110,8 +117,8 @@ def read(path: Path) -> list[Longest]:
 
 def plan_line(cell: Cell) -> Longest:
     """The longest sequence, by the variant that estimates say to have room for it; by others where it has not."""
-    model, method, cards, size = cell
-    config, on = f"{MODELS[model]}_{method}", f"{cards}x{size}GB"
+    method, cards = cell[1], cell[2]
+    config, on = names_of(cell)
     likely = {variant: _likely(config, on, variant, cards) for variant in VARIANTS[method]}
     best = VARIANTS[method][0]
     for variant in VARIANTS[method]:
