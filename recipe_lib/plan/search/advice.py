@@ -225,9 +225,14 @@ def _streaming(cfg: Any) -> list[Lever]:
         return [Lever({STREAM_KEY: False})]
     note = "layers are in host memory, and copied one ahead of the one that computes"
     if cfg.trained_adapters is None:
-        note += "; each is stepped in backward: gradients are not clipped"
-        note += ", and a step has fewer sequences" if cfg.gradient_accumulation_steps > 1 else ""
+        note += f"; each is stepped in backward: {_not_done_in_backward(cfg)}"
     return [Lever(streamed(cfg), note)]
+
+
+def _not_done_in_backward(cfg: Any) -> str:
+    """What a step loses where parameters are stepped in backward."""
+    accumulates = cfg.gradient_accumulation_steps > 1
+    return "gradients are not clipped" + (", and a step has fewer sequences" if accumulates else "")
 
 
 def _reductions(parallel: Any) -> list[Lever]:
@@ -253,9 +258,7 @@ def _weights(cfg: Any) -> list[Lever]:
     if not cfg.memory.optimizer_offload:
         found.append(Lever({"memory.optimizer_offload": True}, "offloaded optimizer states, stepped in chunks"))
     if not cfg.memory.optimizer_in_backward:
-        note = "gradients are not clipped"
-        note += ", and a step has fewer sequences" if cfg.gradient_accumulation_steps > 1 else ""
-        found.append(Lever(stepped_in_backward(cfg), note))
+        found.append(Lever(stepped_in_backward(cfg), _not_done_in_backward(cfg)))
     if cfg.optimizer.name == "adamw":
         if cfg.optimizer.state_bits is None:
             found.append(Lever({"optimizer.state_bits": 8}, "states are rounded to 8 bits"))
