@@ -341,12 +341,17 @@ class Decoder(LanguageModel):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
         cache: KVCache | None = None,
+        logits_to_keep: int = 0,
     ) -> Tensor:
         """Logits `[b, s, v]` of tokens `[b, s]`, or, given labels `[b, s]`, what `head_loss` makes of them.
 
         positions: `[b, s]`; None: 0, 1, ... in each row, after what the cache holds. attention: the documents of each
         row; None: one. labels: `labels[b, i]` is the token that follows `tokens[b, i]`; -100 counts nothing.
         head_loss: `fn(hidden, weight, labels)`, see `recipe_lib.ops.head_losses`; None: the fp32 (fp64) sum of token
-        losses. cache: keys and values of earlier tokens; this call's are added to it.
+        losses. cache: keys and values of earlier tokens; this call's are added to it. logits_to_keep: of the last so
+        many tokens alone; 0: of all.
         """
-        return self.lm_head(self.model(tokens, positions, attention, cache), labels=labels, head_loss=head_loss)
+        hidden = self.model(tokens, positions, attention, cache)
+        if logits_to_keep:
+            hidden = hidden[:, -logits_to_keep:]
+        return self.lm_head(hidden, labels=labels, head_loss=head_loss)
