@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.draw_options import add_draw_options, draw_faults
 from recipe_lib.cli.talk import talk
 from recipe_lib.config.local_files import MODEL_FOLDER, check_model_there
 from recipe_lib.config.suggest import show
@@ -76,12 +77,7 @@ def parser() -> Parser:
     options.add_argument("--base", metavar="MODEL", help="an adapter's base; default: the one that the adapter names")
     kept = "how an adapter's base is kept; auto: as it was trained"
     options.add_argument("--quantize-base", default="auto", choices=STORAGES, help=kept)
-    options.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: 256")
-    temperature = "0 (default): always the likeliest token; 1: draw as the model was trained"
-    options.add_argument("--temperature", type=float, default=0.0, metavar="T", help=temperature)
-    options.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
-    options.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest likeliest that sum to P")
-    options.add_argument("--seed", type=int, default=42, help="of the draws; default: 42")
+    add_draw_options(options)
     options.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the checkpoint's")
     options.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
     return options
@@ -94,21 +90,7 @@ def read(words: list[str]) -> argparse.Namespace:
 
 def check(arguments: argparse.Namespace) -> None:
     """Refuses numbers that make no sense, all at once."""
-    temperature, top_k, top_p = arguments.temperature, arguments.top_k, arguments.top_p
-    faults = []
-    if arguments.max_new_tokens < 1:
-        faults.append(f"--max-new-tokens: found {arguments.max_new_tokens}, expected a number >= 1")
-    if not 0 <= temperature < float("inf"):
-        faults.append(f"--temperature: found {temperature}, expected a number >= 0")
-    if top_k is not None and top_k < 1:
-        faults.append(f"--top-k: found {top_k}, expected a number >= 1")
-    if top_p is not None and not 0 < top_p <= 1:
-        faults.append(f"--top-p: found {top_p}, expected a number above 0 and up to 1")
-    if temperature == 0 and (top_k is not None or top_p is not None):
-        given = " and ".join(name for name, value in (("--top-k", top_k), ("--top-p", top_p)) if value is not None)
-        faults.append(f"{given}: without effect at temperature 0, which takes the likeliest token; add --temperature 1")
-    if not 0 <= arguments.seed < 2**63:
-        faults.append(f"--seed: found {arguments.seed}, expected a number from 0 to 2^63 - 1")
+    faults = draw_faults(arguments)
     if arguments.prompt == "" and not arguments.raw:
         faults.append("--prompt: is empty; give a text, or begin from nothing with --raw")
     if arguments.raw and arguments.prompt is None:

@@ -27,6 +27,7 @@ VERBS = {
     "tp-plan": "show how tensor parallel would shard a model; needs no weights and no GPU",
     "doctor": "look at this machine: GPUs, links, memory, disks; what is wrong, and what to set",
     "run": "run a recipe, on one process or many",
+    "eval": "measure what was trained on held-out samples, and its base: loss, perplexity, answers",
     "export": "write what was trained as others load it: adapter, merged model, Hugging Face folder",
     "generate": "talk to what was trained, or complete a prompt",
     "completion": "what a shell completes after `tune`",
@@ -39,6 +40,7 @@ WAITS = {
     "plan": "planning",
     "tp-plan": "planning",
     "doctor": "looking at this machine",
+    "eval": "evaluating",
     "export": "exporting",
 }
 

@@ -124,13 +124,18 @@ def validation_steps(
         packs = pack(dataset.item_lengths, packing_capacity * dataset.group)
         slots = [packs[number] for number in range(len(packs))]
         pack_length = max(int(dataset.item_lengths[slot].sum()) for slot in slots)
-    batch_size = min(batch_size, max(1, -(-len(slots) // data_ranks)))  # more would be empty
+    batch_size = validation_batch_size(len(slots), data_ranks, batch_size)
     together = batch_size * data_ranks
     nothing = np.empty(0, dtype=np.int64)
     for start in range(0, len(slots), together):
         part = slots[start : start + together]
         part += [nothing] * (together - len(part))
         yield _StepSlots(dataset, part, batch_size, pad_id, multiple, pack_length).batches([data_rank])
+
+
+def validation_batch_size(items: int, data_ranks: int, batch_size: int) -> int:
+    """Sequences of a rank's validation batch: no more than there are for it."""
+    return min(batch_size, max(1, -(-items // data_ranks)))
 
 
 class _StepSlots:

@@ -1,7 +1,8 @@
 """What an output head makes of hidden states and labels: one callable, `head_loss(hidden, weight, labels)`.
 
-The head owns the output projection, and hands it on: `CrossEntropy`, `TokenLogProbs` and `TokenScores` go
-through the tokens in chunks, so that logits of all of them never exist; a function of one's own takes hidden states `[b, s, d]`, the weight `[v, d]` and labels `[b, s]`, and returns what the model is to return.
+The head owns the output projection, and hands it on: `CrossEntropy`, `TokenLogProbs` and `TokenScores` go through the
+tokens in chunks, so that logits of all of them never exist; a function of one's own takes hidden states `[b, s, d]`,
+the weight `[v, d]` and labels `[b, s]`, and returns what the model is to return.
 
 A head that is more than a weight says so by keywords, and only then: `softcap`, `bias` and `finish` (what is done to
 logits), `group` (ranks that share vocabulary and tokens), `adapter`. A function that does not take one of them is
