@@ -1,4 +1,4 @@
-"""What each rank of `tune eval` does; torchrun starts this file by its path, `tune eval` without it calls `evaluate`."""
+"""What each rank of `tune eval` does. torchrun starts this file by its path; without it `evaluate` is called."""
 
 import argparse
 import json
@@ -13,14 +13,13 @@ import torch
 from recipe_lib.checkpoint.huggingface import find_checkpoint
 from recipe_lib.cli.eval import check, read
 from recipe_lib.cli.eval_config import eval_config, run_of, settings_of
-from recipe_lib.config.registry import registered
 from recipe_lib.config.suggest import show
 from recipe_lib.data import Dataset, build_validation_dataset, settle_formats
-from recipe_lib.errors import ConfigError, OutOfMemoryError
-from recipe_lib.evaluation.measure import Measured, generate_answers, score_sequences
+from recipe_lib.errors import ConfigError, OutOfMemoryError, send_nowhere
+from recipe_lib.evaluation.measure import Measured, score_sequences
 from recipe_lib.evaluation.placed_model import PlacedModel, place_model
 from recipe_lib.evaluation.results import BASE, TUNED, Evaluation
-from recipe_lib.generation.reference_answers import Question, question_of
+from recipe_lib.generation.answers import Question, generate_answers, metric_of_answers, questions_of
 from recipe_lib.generation.source import GenerationSource, find_source
 from recipe_lib.logs import get_logger, is_quiet
 from recipe_lib.parallel import World
@@ -36,7 +35,10 @@ def main(argv: list[str]) -> None:
     """One rank."""
     arguments = read(argv)
     check(arguments)
-    evaluate(arguments)
+    try:
+        evaluate(arguments)
+    except BrokenPipeError:  # the reader of the numbers is gone (`| head`)
+        send_nowhere(sys.stdout)
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -86,12 +88,11 @@ def _base_folder(arguments: argparse.Namespace, cfg: Any, source: GenerationSour
 
 def _questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Question]:
     """The questions of all sequences that have one, and a line about those that have none."""
-    found = {number: question_of(dataset[number], tokenizer.stop_ids) for number in range(len(dataset))}
-    asked = {number: question for number, question in found.items() if question is not None}
-    if len(asked) < len(found):
+    asked = questions_of(dataset, tokenizer.stop_ids)
+    if len(asked) < len(dataset):
         get_logger().info(
             "note: %d of %d sequences have no question to answer (plain text, or an answer that max_seq_len has cut); "
-            "they count in loss and perplexity alone", len(found) - len(asked), len(found),
+            "they count in loss and perplexity alone", len(dataset) - len(asked), len(dataset),
         )  # fmt: skip
     return asked
 
@@ -136,11 +137,11 @@ def _measure(
             with phase(f"answers ({which})"):
                 found.answers = generate_answers(
                     model, placed.source.spec, questions, world,
-                    batch_size=cfg.validation.batch_size, seed=arguments.seed, sharded=world.size > 1,
+                    batch_size=cfg.validation.batch_size, seed=arguments.seed,
                     stop_ids=tokenizer.stop_ids, **options,
                 )  # fmt: skip
         for name in ("exact_match", *arguments.metric) if questions else ():
-            found.metrics[name] = _metric(name, found, questions, tokenizer)
+            found.metrics[name] = metric_of_answers(name, found.answers, questions, tokenizer)
         return found
 
     tuned = measured(placed.model, TUNED)
@@ -148,20 +149,6 @@ def _measure(
         return {TUNED: tuned}
     with placed.as_base() as base:
         return {BASE: measured(base, BASE), TUNED: tuned}
-
-
-def _metric(name: str, found: Measured, questions: dict[int, Question], tokenizer: Tokenizer) -> dict[int, float]:
-    """A metric's number of each answer. ConfigError for one that raises, or gives no number."""
-    metric, numbers = registered("metric", name), {}
-    for at, question in questions.items():
-        texts = [tokenizer.decode(ids, skip_special=True) for ids in (found.answers[at].tokens, question.reference)]
-        try:
-            numbers[at] = float(metric(*texts))
-        except Exception as error:  # whatever a user's function raises is his to correct
-            raise ConfigError(
-                f"--metric: {name} raised {type(error).__name__} for the answer of sequence {at}: {show(str(error))}"
-            ) from error
-    return numbers
 
 
 def _show(evaluation: Evaluation, arguments: argparse.Namespace, run: Path | None) -> None:

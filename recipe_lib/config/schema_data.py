@@ -240,6 +240,23 @@ class ValidationConfig:
         needs="validation.source",
         known_as="HF per_device_eval_batch_size",
     )
+    metrics: list[str] = key(
+        [],
+        "Also measure: `token_accuracy`, label tokens that are the likeliest ones; `exact_match`, sequences of which "
+        "all are, as greedy decoding gives them; or a plugin's metric of generated answers.",
+        kind="metric",
+        also=("token_accuracy",),
+        needs="validation.source",
+        known_as="HF compute_metrics",
+    )
+    max_new_tokens: int = key(
+        256,
+        "Tokens of an answer that is generated for a plugin's metric.",
+        minimum=1,
+        most=2**20,
+        needs=idle.generates_in_validation,
+        known_as="HF generation_max_length",
+    )
 
 
 HUB = "hub:"

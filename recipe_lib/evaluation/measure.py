@@ -1,20 +1,15 @@
 """What a model makes of a dataset, each sequence once, divided among the ranks: likelihoods, and answers."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
 from recipe_lib.config.mesh import padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Dataset, validation_batch_size, validation_steps
-from recipe_lib.generation.batch import Generated, generate_batch
-from recipe_lib.generation.reference_answers import Question
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.generation.batch import Generated
 from recipe_lib.parallel import Parallel, World
-from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.training import result_of_each
 from recipe_lib.training.sequence_scores import scores_by, sequence_sums
 
@@ -75,37 +70,3 @@ def score_sequences(
                 own.append((first + at, likelihood, int(tokens), int(right)))
     gathered = sorted(row for rows in world.gather_json(own) for row in rows)
     return {number: SequenceScore(*numbers) for number, *numbers in gathered}
-
-
-def generate_answers(
-    model: Any,
-    spec: ModelSpec,
-    questions: Mapping[int, Question],
-    world: World,
-    *,
-    batch_size: int,
-    seed: int,
-    sharded: bool,
-    **options: Any,
-) -> dict[int, Generated]:
-    """The answers to all questions, on every rank. Collective. seed: root of each question's own.
-
-    sharded: the ranks have the model's weights together, and read in step. options: as for `generate_batch`.
-    """
-    numbers = sorted(questions)
-    own: list[tuple[int, list[int], str]] = []
-    together = batch_size * world.size
-    for start in range(0, len(numbers), together):
-        mine = numbers[start + world.rank * batch_size : start + (world.rank + 1) * batch_size]
-        found = generate_batch(
-            model,
-            spec,
-            [questions[number].prompt for number in mine],
-            seeds=[derive_seed(seed, f"answer {number}") for number in mine],
-            device=world.device,
-            any_rank=world.any if sharded else None,
-            **options,
-        )
-        own += [(number, answer.tokens, answer.ended) for number, answer in zip(mine, found, strict=True)]
-    gathered = sorted(row for rows in world.gather_json(own) for row in rows)
-    return {number: Generated(tokens, ended) for number, tokens, ended in gathered}

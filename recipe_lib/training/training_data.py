@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipe_lib.config.idle import SCORED_METRICS, generated_metrics
 from recipe_lib.config.mesh import micro_batches, padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import (
@@ -21,7 +22,8 @@ from recipe_lib.data import (
     warn_of_overlap,
     warn_of_positions,
 )
-from recipe_lib.errors import UserError
+from recipe_lib.errors import ConfigError, UserError
+from recipe_lib.generation.answers import Question, questions_of
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
@@ -38,7 +40,7 @@ class TrainingData:
 
     tokenizer, tokenizer_path; chat_template: a file in place of the tokenizer's own, or None. dataset,
     validation_dataset (or None): datasets. plan: which sequences each step takes, a function of (seed, epoch, step)
-    alone; total_steps: of the run.
+    alone; total_steps: of the run. questions: those of the validation that answers are generated to.
     """
 
     def __init__(
@@ -68,6 +70,39 @@ class TrainingData:
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
         )
         self.total_steps = self.plan.total_steps(cfg.epochs, cfg.max_steps)
+        self.questions = self._questions()
+
+    def _questions(self) -> dict[int, Question]:
+        """What validation generates answers to. ConfigError where a metric of answers finds none to measure."""
+        if self.validation_dataset is None or not self.generated_metrics:
+            return {}
+        found = questions_of(self.validation_dataset, self.tokenizer.stop_ids)
+        if not found:
+            raise ConfigError(
+                f"validation.metrics: {self.generated_metrics[0]} is measured of answers, and no sequence of "
+                f"{self._cfg.validation.source} has a question before one; remove it, or choose other samples"
+            )
+        return found
+
+    @property
+    def scored_metrics(self) -> list[str]:
+        """Of `validation.metrics` those that likelihoods tell."""
+        return [name for name in self._cfg.validation.metrics if name in SCORED_METRICS]
+
+    @property
+    def generated_metrics(self) -> list[str]:
+        """Of `validation.metrics` those of generated answers."""
+        return generated_metrics(self._cfg)
+
+    def generation_options(self) -> dict[str, Any]:
+        """How validation generates answers, for `generate_answers`: the likeliest tokens."""
+        validation = self._cfg.validation
+        return {
+            "batch_size": validation.batch_size or self._cfg.batch_size,
+            "seed": self._cfg.seed,
+            "max_new_tokens": validation.max_new_tokens,
+            "stop_ids": self.tokenizer.stop_ids,
+        }
 
     def identity(self) -> dict[str, Any]:
         """What has to be the same for a step to mean the same sequences."""
