@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from recipe_lib.checkpoint.huggingface import find_checkpoint
-from recipe_lib.cli.eval import check, read
 from recipe_lib.cli.eval_config import eval_config, run_of, settings_of
+from recipe_lib.cli.eval_options import check, read
 from recipe_lib.config.suggest import show
 from recipe_lib.data import Dataset, build_validation_dataset, settle_formats
 from recipe_lib.errors import ConfigError, OutOfMemoryError, send_nowhere
 from recipe_lib.evaluation.measure import Measured, score_sequences
 from recipe_lib.evaluation.placed_model import PlacedModel, place_model
 from recipe_lib.evaluation.results import BASE, TUNED, Evaluation
-from recipe_lib.generation.answers import Question, generate_answers, metric_of_answers, questions_of
+from recipe_lib.generation.answer_questions import Question, generate_answers, metric_of_answers, questions_of
 from recipe_lib.generation.source import GenerationSource, find_source
 from recipe_lib.logs import get_logger, is_quiet
 from recipe_lib.parallel import World

@@ -78,6 +78,8 @@ _ELSEWHERE = {
     "validation.source": "eval_dataset eval_file validation_file test_datasets eval_data_path dataset_val val_dataset "
     "valid_data_path validation.dataset validation.path validation.dataset_path dataset_validation",
     "validation.split": "dataset_test_split eval_split dataset_eval_split",
+    "validation.metrics": "compute_metrics eval_metrics",
+    "validation.max_new_tokens": "generation_max_length generation_max_new_tokens eval_max_new_tokens",
     "validation.every_n_steps": "eval_steps eval_interval eval_freq val_check_interval run_val_every_n_steps "
     "validation.freq validation.interval evals_per_epoch val_every_n_steps",
     "validation.max_samples": "max_eval_samples max_val_samples",

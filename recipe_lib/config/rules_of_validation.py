@@ -20,7 +20,8 @@ VALIDATION_RULES: tuple[Rule, ...] = (
     *(Rule(("validation.metrics", f"parallel.{name}"), _divides_layers(name),
            "a plugin's metric is measured of generated answers, which takes whole layers on each rank",
            f"set parallel.{name}=1, or measure after training with `tune eval`",
-           ("validation.metrics=[mine]", "validation.source=held_out.jsonl", f"parallel.{name}=2"))
+           ("validation.metrics=[mine]", "validation.source=held_out.jsonl", f"parallel.{name}=2",
+            *(["gradient_accumulation_steps=4"] if name == "pipeline" else [])))
       for name in ("tensor", "context", "pipeline")),
     Rule(("validation.metrics", "compile"), lambda cfg: bool(generated_metrics(cfg)) and cfg.compile,
          "answers are generated token by token, for which compiled layers would be compiled anew again and again",

@@ -9,7 +9,7 @@ from typing import Any
 from recipe_lib import files
 from recipe_lib.data import Dataset
 from recipe_lib.evaluation.measure import Measured
-from recipe_lib.generation.answers import Question
+from recipe_lib.generation.answer_questions import Question
 from recipe_lib.redaction import redact
 from recipe_lib.report.page import Section, render_page
 from recipe_lib.report.terminal import Table

@@ -23,7 +23,7 @@ from recipe_lib.data import (
     warn_of_positions,
 )
 from recipe_lib.errors import ConfigError, UserError
-from recipe_lib.generation.answers import Question, questions_of
+from recipe_lib.generation.answer_questions import Question, questions_of
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer

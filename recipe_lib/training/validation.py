@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.data import Batch, StepBatches
-from recipe_lib.generation.answers import generate_answers, metric_of_answers
+from recipe_lib.generation.answer_questions import generate_answers, metric_of_answers
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.sequence_scores import scores_by, sequence_sums

@@ -86,6 +86,13 @@ CASES = [
     ("validation.every_n_steps=1", [], "validation.source is null"),
     ("validation.max_samples=1", [], "validation.source is null"),
     ("validation.batch_size=1", [], "validation.source is null"),
+    ("validation.metrics=[exact_match]", [], "validation.source is null"),
+    ("validation.max_new_tokens=9", [], "validation.source is null"),
+    (
+        "validation.max_new_tokens=9",
+        ["validation.source=own.jsonl", "validation.metrics=[exact_match]"],
+        "validation.metrics names no metric of a plugin",
+    ),
     ("lora.merge_on_save=true", ["checkpoint.save_model=false"], "checkpoint.save_model is false", LORA),
     *((f"lora.{word}", ["dpo.trainable=all"], "dpo.trainable is all", DPO)
       for word in ("rank=4", "alpha=8", "dropout=0.1", "target_modules=[q]", "rslora=true", "dora=true",

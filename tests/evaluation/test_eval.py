@@ -107,6 +107,7 @@ def test_an_adapter_is_measured_next_to_its_base_as_peft_has_them(rows: Path, tm
     assert summary["models"] == {"tuned": str(tmp_path / "adapter"), "base": str(folder)}
 
 
+@pytest.mark.slow
 def test_ranks_share_the_sequences_and_print_the_numbers_of_one(rows: Path, tmp_path: Path) -> None:
     folder = write_model("gemma2", tmp_path / "model")
     words = [folder, "--data", rows, "--max-new-tokens", 5, "dtype=fp64", "validation.batch_size=3"]
