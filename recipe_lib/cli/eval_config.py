@@ -89,6 +89,8 @@ def _of_samples(arguments: argparse.Namespace, trained: FullFinetuneConfig | Non
         given = {"source": held.source, "format": held.format, "split": held.split, "columns": held.columns}
     elif named := [word for word in arguments.overrides if word.startswith("validation.source=")]:
         given = {"source": named[-1].partition("=")[2]}
+    elif arguments.lm_eval:
+        return [*words, "data.source=none.jsonl"]  # tasks have samples of their own
     else:
         whose = "its config has no validation.source" if trained is not None else "is no run, which would name them"
         raise ConfigError(f"{show(arguments.what)}: {whose}; give held-out samples with --data FILE")

@@ -16,6 +16,7 @@ from recipe_lib.cli.eval_options import check, read
 from recipe_lib.config.suggest import show
 from recipe_lib.data import Dataset, build_validation_dataset, settle_formats
 from recipe_lib.errors import ConfigError, OutOfMemoryError, send_nowhere
+from recipe_lib.evaluation.harness import harness_model, metric_rows, run_tasks
 from recipe_lib.evaluation.measure import Measured, score_sequences
 from recipe_lib.evaluation.placed_model import PlacedModel, place_model
 from recipe_lib.evaluation.results import BASE, TUNED, Evaluation
@@ -25,7 +26,7 @@ from recipe_lib.logs import get_logger, is_quiet
 from recipe_lib.parallel import World
 from recipe_lib.parallel.world import start_world
 from recipe_lib.report.phases import phase
-from recipe_lib.report.terminal import open_console, put_table, terminal_width, text_of
+from recipe_lib.report.terminal import Table, open_console, put_table, terminal_width, text_of
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 
 FOLDER = "eval"
@@ -44,7 +45,10 @@ def main(argv: list[str]) -> None:
 def evaluate(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes; rank 0 does both. Raises UserError."""
     run = run_of(arguments.what)
-    source = find_source(arguments.what, arguments.base if _names_adapter(arguments, run) else None)
+    source = find_source(arguments.what, arguments.base if _names_adapter(arguments) else None)
+    if arguments.lm_eval:
+        run_harness(arguments, source, run)
+        return
     cfg = eval_config(arguments, source, run)
     for line in settle_formats(cfg):
         get_logger().info(line)
@@ -58,11 +62,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
             "others with --data FILE"
         )
     questions = {} if arguments.no_generate else _questions(dataset, tokenizer)
-    storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
     with start_world(cfg) as world:
         _check_generates(cfg, questions)
-        with _fits(source, world), phase("loading weights"):
-            placed = place_model(cfg, source, world, storage, _base_folder(arguments, cfg, source))
+        placed = _placed(arguments, cfg, source, world)
         with _fits(source, world):
             models = _measure(placed, cfg, arguments, dataset, questions, tokenizer, world)
         if not world.is_main:
@@ -72,7 +74,45 @@ def evaluate(arguments: argparse.Namespace) -> None:
         _show(Evaluation(models, names, dataset, questions, tokenizer, settings), arguments, run)
 
 
-def _names_adapter(arguments: argparse.Namespace, run: Path | None) -> bool:
+def _placed(arguments: argparse.Namespace, cfg: Any, source: GenerationSource, world: World) -> PlacedModel:
+    storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
+    with _fits(source, world), phase("loading weights"):
+        return place_model(cfg, source, world, storage, _base_folder(arguments, cfg, source))
+
+
+def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Path | None) -> None:
+    """Runs tasks of lm-evaluation-harness, and prints their numbers."""
+    cfg = eval_config(arguments, source, run)
+    tokenizer = load_tokenizer(Path(cfg.tokenizer.path or ""), cfg.tokenizer.chat_template)
+    tasks = [name.strip() for name in arguments.lm_eval.split(",") if name.strip()]
+    options = {name: getattr(arguments, name) for name in ("include_path", "num_fewshot", "limit")}
+    with start_world(cfg) as world:
+        placed = _placed(arguments, cfg, source, world)
+        size = cfg.validation.batch_size or cfg.batch_size
+
+        def measured(model: Any, which: str) -> dict[tuple[str, str], float]:
+            ours = harness_model(
+                model, spec=source.spec, tokenizer=tokenizer, device=world.device, batch_size=size, seed=arguments.seed
+            )
+            with _fits(source, world), phase(f"tasks ({which})"):
+                return metric_rows(run_tasks(ours, tasks, **options))
+
+        found = {TUNED: measured(placed.model, TUNED)}
+        if placed.base is not None and not arguments.no_base:
+            with placed.as_base() as base:
+                found = {BASE: measured(base, BASE), **found}
+    if arguments.json:
+        numbers = {which: {f"{task} {name}": value for (task, name), value in rows.items()}
+                   for which, rows in found.items()}  # fmt: skip
+        sys.stdout.write(json.dumps(numbers) + "\n")
+        return
+    rows = [[task, name, *(f"{each[task, name]:.4f}" for each in found.values())] for task, name in found[TUNED]]
+    console = open_console(terminal_width())
+    put_table(console, Table("Tasks", ["task", "metric", *found], rows, left=("task", "metric")))
+    sys.stdout.write(text_of(console))
+
+
+def _names_adapter(arguments: argparse.Namespace) -> bool:
     """Whether --base is that of an adapter, which `find_source` reads; a full model's is read later."""
     folder = Path(arguments.what).expanduser()
     return any((each / "adapter_config.json").is_file() for each in (folder, folder / "adapter"))

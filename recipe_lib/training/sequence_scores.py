@@ -7,21 +7,29 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.data import Batch
+from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.fused_loss import IGNORED
 from recipe_lib.ops.head_losses import TokenScores
 
 _ROWS = 512  # tokens whose logits exist at a time
 
 
+def token_scores_of(
+    model: nn.Module,
+    tokens: Tensor,
+    labels: Tensor,
+    positions: Tensor | None = None,
+    attention: AttentionInfo | None = None,
+) -> Tensor:
+    """Scores `[b, s, 2]` of labels, by calling the model; see `recipe_lib.ops.token_scores`."""
+    head_loss = TokenScores(-(-tokens.numel() // _ROWS))
+    found: Tensor = model(tokens, positions, attention, labels=labels, head_loss=head_loss)
+    return found
+
+
 def scores_by(model: nn.Module) -> Callable[[Batch], Tensor]:
-    """Calls the model: the scores of a micro-batch's tokens `[b, s, 2]`, see `recipe_lib.ops.token_scores`."""
-
-    def scores(batch: Batch) -> Tensor:
-        head_loss = TokenScores(-(-batch.tokens.numel() // _ROWS))
-        found: Tensor = model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=head_loss)
-        return found
-
-    return scores
+    """Those of a micro-batch."""
+    return lambda batch: token_scores_of(model, batch.tokens, batch.labels, batch.positions, batch.attention)
 
 
 def sequence_sums(scores: Tensor, batch: Batch) -> Tensor:
