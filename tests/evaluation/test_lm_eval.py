@@ -75,8 +75,8 @@ def theirs(folder: Path, tasks: Path) -> dict[str, float]:
     found = lm_eval.simple_evaluate(
         "hf",
         model_args={"pretrained": str(folder), "dtype": "float32", "attn_implementation": "eager"},
-        tasks=list(TASKS), device="cpu", batch_size=4, task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
-        log_samples=False, bootstrap_iters=0,
+        tasks=list(TASKS), device="cpu", batch_size=4, log_samples=False, bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
     )["results"]  # fmt: skip
     return {
         f"{task} {key.removesuffix(',none')}": value
