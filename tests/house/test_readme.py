@@ -223,13 +223,6 @@ def few_quantized_checkpoints() -> None:
             spec_from_config({**dense, "quantization_config": {"quant_method": method}}, "config.json")
 
 
-def verbs() -> None:
-    """No verb evaluates, and no flag of `tune export` writes GGUF."""
-    from recipe_lib.cli import export, main
-
-    assert "eval" not in main.VERBS and "gguf" not in Path(str(export.__file__)).read_text(encoding="utf-8").lower()
-
-
 def devices() -> None:
     assert KEYS["device"].limits["choices"] == ("auto", "cpu", "cuda")
 
@@ -330,7 +323,6 @@ TIES: dict[str, Callable[[], None] | str] = {
     "No ring attention": no_ring_attention,
     "No expert parallelism": no_expert_parallelism,
     "Of checkpoints that are quantized already": few_quantized_checkpoints,
-    "No evaluation by benchmarks": verbs,
     "no Apple or Intel GPUs": devices,
     "BSD 3-Clause": license_is_bsd,
 }
