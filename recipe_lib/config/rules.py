@@ -126,6 +126,21 @@ def _few_words(cfg: Any) -> str:
     return schedule_fault(cfg.parallel, micro_batches(cfg)[1]) or ""
 
 
+def _judges_steps(cfg: Any) -> bool:
+    return cfg.checkpoint.keep_best or cfg.validation.patience is not None
+
+
+def _unknown_metric(cfg: Any) -> bool:
+    """Of shipped recipes; what the validation of a recipe of one's own gives is seen when it has."""
+    ours = type(cfg).__module__.startswith("recipe_lib.")
+    return _judges_steps(cfg) and ours and cfg.checkpoint.best_metric not in cfg.validation_numbers
+
+
+def _metric_words(cfg: Any) -> str:
+    found, names = cfg.checkpoint.best_metric, cfg.validation_numbers
+    return f"found {quote(found)}, expected {', '.join(names)}{did_you_mean(found, names)}"
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule(("model.path", "model.preset"), lambda cfg: cfg.model.path is None and cfg.model.preset is None,
@@ -156,6 +171,15 @@ RULES: tuple[Rule, ...] = (
     Rule(("resume", "overwrite_output_dir"), lambda cfg: cfg.resume is not None and cfg.overwrite_output_dir,
          "one goes on from what output_dir holds, the other replaces it", "remove one of the two",
          ("resume=latest", "overwrite_output_dir=true")),
+    Rule(("checkpoint.keep_best", "validation.patience", "validation.source"),
+         lambda cfg: _judges_steps(cfg) and cfg.validation.source is None,
+         "which step is best is found by validation, and there is none",
+         "set validation.source to samples that are not trained on, or remove the others",
+         ("checkpoint.keep_best=true",)),
+    Rule(("checkpoint.best_metric",), _unknown_metric, "the recipe's validation gives no such number",
+         "choose one that it gives, such as validation_loss",
+         ("checkpoint.keep_best=true", "validation.source=own.jsonl", "checkpoint.best_metric=eval_loss"),
+         reads=("checkpoint.keep_best", "validation.patience", "validation.source"), found=_metric_words),
     Rule(("optimizer.master_weights", "optimizer.stochastic_rounding"),
          lambda cfg: cfg.optimizer.master_weights and cfg.optimizer.stochastic_rounding,
          "each is there so that small steps add up, and fp32 weights need no stochastic rounding for it",

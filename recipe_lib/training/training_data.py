@@ -26,6 +26,7 @@ from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.tokenizers.template_process import DATE
+from recipe_lib.training.best_step import BestStep
 from recipe_lib.training.output import check_output
 from recipe_lib.training.resolve_model import ResolvedModel, resolve_model, validate_parallelism
 
@@ -38,7 +39,7 @@ class TrainingData:
 
     tokenizer, tokenizer_path; chat_template: a file in place of the tokenizer's own, or None. dataset,
     validation_dataset (or None): datasets. plan: which sequences each step takes, a function of (seed, epoch, step)
-    alone; total_steps: of the run.
+    alone; total_steps: of the run. best: the best step until now, by its validations.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class TrainingData:
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
         )
         self.total_steps = self.plan.total_steps(cfg.epochs, cfg.max_steps)
+        self.best = BestStep(cfg)
 
     def identity(self) -> dict[str, Any]:
         """What has to be the same for a step to mean the same sequences."""
