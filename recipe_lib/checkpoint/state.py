@@ -182,14 +182,14 @@ def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
     """
     if resume != "latest":
         path = Path(resume)
-        damage = _verify(path, world)
+        damage = verify_state(path, world)
         if damage:
             raise CheckpointError(no_whole_state(resume, damage))
         return path
     names = decide(world, lambda: _candidates(root))
     damages: list[str] = []
     for name in names:
-        damage = _verify(root / name, world)
+        damage = verify_state(root / name, world)
         if damage is None:
             if damages and world.rank == 0:
                 for line in damages:
@@ -220,8 +220,10 @@ def _candidates(root: Path) -> list[str]:
     return [path.name for path in [*unreadable, *readable]]
 
 
-def _verify(path: Path, world: RankGroup) -> str | None:
-    """What is wrong with the folder, or None; rank 0 looks at names and sizes, all ranks hash their share."""
+def verify_state(path: Path, world: RankGroup) -> str | None:
+    """What is wrong with a state's folder, or None. Collective.
+
+    Rank 0 looks at names and sizes, all ranks hash their share."""
     damage = decide(world, lambda: _presence_damage(path))
     if damage:
         return damage

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from recipe_lib.checkpoint.rank_agreement import decide
-from recipe_lib.checkpoint.state import find_state, load_trained, save_state
+from recipe_lib.checkpoint.state import load_trained, save_state, verify_state
 from recipe_lib.checkpoint.state_folders import BEST_RECORD, bring_best, prune_best
 from recipe_lib.config.local_files import BEST_FOLDER, STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -166,7 +166,13 @@ class BestStep:
             return
         path = self._root / BEST_FOLDER / self.folder
         with phase("loading the best step"):
-            load_trained(_whole(path, world), model, world)
+            damage = verify_state(path, world)
+            if damage:
+                raise CheckpointError(
+                    f"{path}: holds the weights of the best step: {damage}; to export the last step in its place, "
+                    "resume=latest checkpoint.keep_best=false"
+                )
+            load_trained(path, model, world)
 
     def sentence(self, total_steps: int) -> str | None:
         """`best step 40 of 60: validation_loss 1.2340`, and whether the run stopped early; None if the config has no
@@ -196,25 +202,13 @@ class BestStep:
         return found | {"outcome": self.sentence(total_steps)}
 
 
-def _whole(path: Path, world: "World") -> Path:
-    """The folder, when its files are those that were written. CheckpointError."""
-    try:
-        found = find_state(path.parent, str(path), world)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{path}: the weights of the best step cannot be read ({error}); to export the last step instead, "
-            "resume=latest checkpoint.keep_best=false"
-        ) from error
-    assert found is not None
-    return found
-
-
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def describe_best(best: BestStep, cfg: FullFinetuneConfig) -> list[str]:
+def describe_best(cfg: FullFinetuneConfig) -> list[str]:
     """A line for the log: by which number the best step is found, and what follows from it."""
+    best = BestStep(cfg)
     if not best.is_asked_for:
         return []
     parts = [f"best step: by {best.metric}, {'higher' if best.greater else 'lower'} is better"]

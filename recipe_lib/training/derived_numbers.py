@@ -44,7 +44,7 @@ def derived_numbers(
         *describe_extra(model, world),
         *_other_parts(model),
         *([parallel.kernels] if parallel.kernels else []),
-        *describe_best(data.best, cfg),
+        *describe_best(cfg),
         *([f"checkpointing: {parallel.checkpointing}"] if parallel.checkpointing else []),
     ]
 

@@ -86,6 +86,11 @@ CASES = [
     ("validation.every_n_steps=1", [], "validation.source is null"),
     ("validation.max_samples=1", [], "validation.source is null"),
     ("validation.batch_size=1", [], "validation.source is null"),
+    ("validation.min_delta=0.1", ["validation.source=own.jsonl"], "validation.patience is null"),
+    ("checkpoint.best_metric=validation_reward_margin", ["validation.source=own.jsonl"],
+     "checkpoint.keep_best is false, validation.patience is null"),
+    ("checkpoint.greater_is_better=true", ["validation.source=own.jsonl"],
+     "checkpoint.keep_best is false, validation.patience is null"),
     ("lora.merge_on_save=true", ["checkpoint.save_model=false"], "checkpoint.save_model is false", LORA),
     *((f"lora.{word}", ["dpo.trainable=all"], "dpo.trainable is all", DPO)
       for word in ("rank=4", "alpha=8", "dropout=0.1", "target_modules=[q]", "rslora=true", "dora=true",
