@@ -46,7 +46,7 @@ class RecipeFacts:
 
     @property
     def validation_numbers(self) -> tuple[str, ...]:
-        """Names of what its validation measures, of which `checkpoint.best_metric` is one."""
+        """Names of what its validation measures, of which `checkpoint.best_metric` is to be one."""
         return ("validation_loss",)
 
     @property

@@ -130,15 +130,18 @@ def _judges_steps(cfg: Any) -> bool:
     return cfg.checkpoint.keep_best or cfg.validation.patience is not None
 
 
+def _validation_numbers(cfg: Any) -> list[str]:
+    return [*cfg.validation_numbers, *(f"validation_{name}" for name in getattr(cfg.validation, "metrics", ()))]
+
+
 def _unknown_metric(cfg: Any) -> bool:
-    """Of shipped recipes; what the validation of a recipe of one's own gives is seen when it has."""
-    ours = type(cfg).__module__.startswith("recipe_lib.")
-    return _judges_steps(cfg) and ours and cfg.checkpoint.best_metric not in cfg.validation_numbers
+    return _judges_steps(cfg) and cfg.checkpoint.best_metric not in _validation_numbers(cfg)
 
 
 def _metric_words(cfg: Any) -> str:
-    found, names = cfg.checkpoint.best_metric, cfg.validation_numbers
-    return f"found {quote(found)}, expected {', '.join(names)}{did_you_mean(found, names)}"
+    found, names = cfg.checkpoint.best_metric, _validation_numbers(cfg)
+    hint = did_you_mean(found, names) or "; the Config of a recipe of your own names others as its validation_numbers"
+    return f"found {quote(found)}, expected {' or '.join(names)}{hint}"
 
 
 # fmt: off
@@ -176,8 +179,7 @@ RULES: tuple[Rule, ...] = (
          "which step is best is found by validation, and there is none",
          "set validation.source to samples that are not trained on, or remove the others",
          ("checkpoint.keep_best=true",)),
-    Rule(("checkpoint.best_metric",), _unknown_metric, "the recipe's validation gives no such number",
-         "choose one that it gives, such as validation_loss",
+    Rule(("checkpoint.best_metric",), _unknown_metric, "validation gives no such number", "choose one that it gives",
          ("checkpoint.keep_best=true", "validation.source=own.jsonl", "checkpoint.best_metric=eval_loss"),
          reads=("checkpoint.keep_best", "validation.patience", "validation.source"), found=_metric_words),
     Rule(("optimizer.master_weights", "optimizer.stochastic_rounding"),

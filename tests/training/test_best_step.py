@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,14 @@ def test_a_number_that_validation_does_not_give_is_named():
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
         best.judge(1, {"validation_loss": 1.0, "validation_tokens": 5, "validation_x": 2.0}, WORLD)
+
+
+def test_the_first_ranks_number_counts():
+    """Rounding may differ between ranks; what they decide may not."""
+    first: Any = SimpleNamespace(broadcast_json=lambda value: 1.0)
+    best = best_step(patience=1)
+    assert [best.judge(step, {"validation_loss": 9.0 - step}, first) for step in (1, 2)] == [True, False]
+    assert best.value == 1.0 and best.is_waited_out
 
 
 SAID: list[tuple[dict[str, Any], list[float], str | None]] = [
