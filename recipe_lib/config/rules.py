@@ -140,8 +140,8 @@ def _unknown_metric(cfg: Any) -> bool:
 
 def _metric_words(cfg: Any) -> str:
     found, names = cfg.checkpoint.best_metric, _validation_numbers(cfg)
-    hint = did_you_mean(found, names) or "; the Config of a recipe of your own names others as its validation_numbers"
-    return f"found {quote(found)}, expected {' or '.join(names)}{hint}"
+    own = "the Config of a recipe of your own names others as its validation_numbers"
+    return f"found {quote(found)}, expected {' or '.join(names)}{did_you_mean(found, names)}; {own}"
 
 
 # fmt: off
