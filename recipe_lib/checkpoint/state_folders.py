@@ -70,7 +70,9 @@ def _remove_state(path: Path) -> None:
 
 
 def prune_best(root: Path, current: str | None) -> None:
-    """Removes the weights of best steps that no state in `root` names, except `current`: of the run itself."""
+    """Removes the weights of best steps that no state in `root` names, except `current`: of the run itself; and what a
+    killed run left of others."""
+    files.remove_leftovers(root / BEST_FOLDER, f"{PREFIX}*")
     named = {current} | {best_named_in(path) for path, _ in readable_states(root)}
     for path, _ in readable_states(root / BEST_FOLDER):
         if path.name not in named:

@@ -148,7 +148,7 @@ def beside_weights(found: ExportSource, base: Path | None, spec: "ModelSpec", is
     folder = Path(cfg.tokenizer.path or base or find_base(cfg.model.path))
     tokenizer = load_tokenizer(folder, cfg.tokenizer.chat_template)
     template = trained_template(cfg, tokenizer)
-    step, exported = _exported_step(found.state) if found.state else (None, None)
+    step, exported = _exported_step(found.state) if found.state else _exported_by_run(run)
     shown = public_name(cfg.model.path, base) if cfg.model.path else cfg.model.preset
     commands = _commands(spec, shown, cfg.trained_adapters if is_adapter else None, template is not None)
     return {
@@ -170,6 +170,19 @@ def _exported_step(state: Path) -> tuple[int, str | None]:
     extra = json.loads((state / STATE).read_bytes())["extra"]
     is_best = state.absolute().parent.name == BEST_FOLDER
     return step_of(state), f"best step {step_of(state)}: {extra['metric']} {extra['value']:.4f}" if is_best else None
+
+
+def _exported_by_run(records: Path | None) -> tuple[int | None, str | None]:
+    """The step of the adapter that a run has exported, where it looked for a best one; by its summary."""
+    import json
+
+    from recipe_lib.training.records.metrics import SUMMARY_FILE
+
+    try:
+        summary = json.loads((records / SUMMARY_FILE).read_bytes()) if records else {}
+        return summary.get("exported_step"), summary.get("outcome")
+    except (OSError, ValueError, AttributeError):  # it was killed before it had one
+        return None, None
 
 
 def _beside_strange_adapter(

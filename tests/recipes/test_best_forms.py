@@ -29,6 +29,8 @@ FORMS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "stepping in backward": (FULL, 2, (TWO, *STEPPING)),
     "streamed": (FULL, 1, (*STEPPING, *OFFLOADED)),
     "master weights": (FULL, 1, ("dtype=bf16", "optimizer.master_weights=true")),
+    "of transformers": (FULL, 2, (TWO, "model.implementation=transformers")),
+    "context": (FULL, 2, (TWO, "parallel.context=2", "gradient_accumulation_steps=2")),
     "adapters": (LORA, 2, (TWO, "lora.dora=true")),
     "adapters on nf4": (LORA, 1, ("lora.quantize_base=nf4", "memory.stream_layers=true", "device=auto")),
     "pairs": (DPO, 1, ("checkpoint.best_metric=validation_reward_accuracy",)),

@@ -178,7 +178,7 @@ def test_a_run_that_is_killed_has_the_same_best_step(
     assert steps(output) == steps(quiet) and validations(output) == validations(quiet)
     assert judged(output) == judged(quiet)
     assert tree(output / "model") == tree(quiet / "model")
-    assert [path.name.split("-")[0] for path in output.glob("state/best/step_*")] == [f"step_{BEST}"]
+    assert [path.name.split("-")[0] for path in (output / "state" / "best").iterdir()] == [f"step_{BEST}"]
 
 
 # --- stopped, and gone on with otherwise
@@ -219,6 +219,15 @@ def test_more_patience_goes_on_from_an_early_end(quiet: Path, tmp_path: Path):
     assert said[-1] == "0" and summary(output)["steps"] > LAST, said
     assert alone(command(whole, *more))[-1] == "0"
     assert judged(output) == judged(whole) and tree(output / "model") == tree(whole / "model")
+
+
+@pytest.mark.slow
+def test_an_early_end_replaces_the_earlier_run(quiet: Path, tmp_path: Path):
+    output = tmp_path / "run"
+    shutil.copytree(quiet, output)
+    assert alone(command(output, *KEEP, "seed=3", "overwrite_output_dir=true"))[-1] == "0"
+    assert summary(output)["status"] == "stopped early" and not (output / "earlier").exists()
+    assert not equal(weights(output / "model"), weights(quiet / "model"))
 
 
 @pytest.mark.slow
@@ -276,5 +285,7 @@ def test_export_takes_the_best_step(quiet: Path, tmp_path: Path, capsys: pytest.
     assert f"note: {quiet}/state/best/step_{BEST} is the best step of the run, and is taken" in said
     assert equal(weights(tmp_path / "out"), weights(quiet / "model"))
     assert f"| exported | best step {BEST}: validation_loss " in (tmp_path / "out" / "README.md").read_text()
+    assert tune(["export", f"{quiet}/state/best/step_{BEST}", "--hf", "--out", str(tmp_path / "named")]) == 0
+    assert tree(tmp_path / "named") == tree(tmp_path / "out")
     assert tune(["export", f"{quiet}/state/step_{LAST}", "--hf", "--out", str(tmp_path / "last")]) == 0
     assert not equal(weights(tmp_path / "last"), weights(quiet / "model"))
