@@ -82,6 +82,8 @@ _ELSEWHERE = {
     "validation.max_new_tokens": "generation_max_length generation_max_new_tokens eval_max_new_tokens",
     "validation.every_n_steps": "eval_steps eval_interval eval_freq val_check_interval run_val_every_n_steps "
     "validation.freq validation.interval evals_per_epoch val_every_n_steps",
+    "validation.patience": "early_stopping_patience early_stopping_steps early_stopping",
+    "validation.min_delta": "early_stopping_threshold early_stopping_min_delta",
     "validation.max_samples": "max_eval_samples max_val_samples",
     "validation.batch_size": "per_device_eval_batch_size eval_batch_size batch_size_val validation.local_batch_size",
     "optimizer": "optim_args",
@@ -160,6 +162,9 @@ _ELSEWHERE = {
     "checkpoint_interval checkpoint_every checkpoint.every checkpoint.freq ckpt_interval",
     "checkpoint.keep_last_n": "save_total_limit keep_last_n_checkpoints keep_latest_k max_to_keep "
     "checkpoint.keep_last num_checkpoints_to_keep keep_last_n_steps",
+    "checkpoint.keep_best": "load_best_model_at_end save_best_model keep_best_checkpoint",
+    "checkpoint.best_metric": "metric_for_best_model monitor best_model_metric",
+    "checkpoint.greater_is_better": "metric_greater_is_better",
     "checkpoint.save_model": "save_final_model save_hf_model export_model last_save_model_only",
     "checkpoint.max_shard_gib": "max_shard_size shard_size",
     "log": "logging metrics metric_logger_config",

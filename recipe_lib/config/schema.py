@@ -136,6 +136,24 @@ class CheckpointConfig:
         minimum=1,
         known_as="torchtune keep_last_n_checkpoints; HF save_total_limit",
     )
+    keep_best: bool = key(
+        False,
+        "Keep the weights of the step that is best by best_metric, in output_dir/state/best, and export those.",
+        known_as="HF load_best_model_at_end",
+    )
+    best_metric: str = key(
+        "validation_loss",
+        "The number of the recipe's validation that says which step is best; of a preference run also "
+        "validation_reward_accuracy, validation_reward_margin.",
+        needs="checkpoint.keep_best or validation.patience",
+        known_as="HF metric_for_best_model",
+    )
+    greater_is_better: bool | None = key(
+        None,
+        "Whether a higher best_metric is better; null: unless its name ends in loss, perplexity or error.",
+        needs="checkpoint.keep_best or validation.patience",
+        known_as="HF greater_is_better",
+    )
     save_model: bool = key(
         True, "Write the trained model as a Hugging Face folder at the end.", known_as="HF Trainer.save_model"
     )

@@ -257,6 +257,19 @@ class ValidationConfig:
         needs=idle.generates_in_validation,
         known_as="HF generation_max_length",
     )
+    patience: int | None = key(
+        None,
+        "Stop after this many validations in a row without a better checkpoint.best_metric; null: never.",
+        minimum=1,
+        known_as="HF early_stopping_patience; Lightning EarlyStopping.patience",
+    )
+    min_delta: float = key(
+        0.0,
+        "By how much more the number has to be better to count for patience.",
+        minimum=0,
+        needs="validation.patience",
+        known_as="HF early_stopping_threshold; Lightning EarlyStopping.min_delta",
+    )
 
 
 HUB = "hub:"

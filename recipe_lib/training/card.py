@@ -18,9 +18,10 @@ def run_card(
     is_adapter: bool,
     run: Path,
     step: int | None = None,
+    exported: str | None = None,
 ) -> str:
     """The text. commands: what to do with the export. run: the folder with the run's metrics. step: the last one of
-    what is exported; None: the run's."""
+    what is exported; None: the run's. exported: why it is that one, where a best step was looked for."""
     path = run / METRICS_FILE
     lines = [line for line in (read_metrics(path) if path.is_file() else []) if step is None or line["step"] <= step]
     return model_card(
@@ -31,7 +32,7 @@ def run_card(
         is_adapter=is_adapter,
         commands=commands,
         plan=plan_of(cfg, lines),
-        results=results_of(lines),
+        results=({"exported": exported} if exported else {}) | results_of(lines),
     )
 
 

@@ -50,7 +50,7 @@ def export_trained_model(
         world=world,
         **_trained_with(cfg, data),
         save_extra=cfg.checkpoint.extra_parameters == "save",
-        card=_card(cfg, source, world, model_commands(ANYWHERE) if usable else [], is_adapter=False),
+        card=_card(cfg, source, data, world, model_commands(ANYWHERE) if usable else [], is_adapter=False),
     )
     warn_of_export(model, world, folder)
     get_logger().info("model: %s", folder)
@@ -85,7 +85,7 @@ def export_trained_adapter(
         tokenizer_folder=data.tokenizer_path,
         **beside,
         save_extra=cfg.checkpoint.extra_parameters == "save",
-        card=_card(cfg, source, world, commands(ANYWHERE, shown) if usable else [], is_adapter=True),
+        card=_card(cfg, source, data, world, commands(ANYWHERE, shown) if usable else [], is_adapter=True),
     )
     warn_of_export(model, world, folder)
     get_logger().info("adapter: %s", folder)
@@ -102,7 +102,7 @@ def export_trained_adapter(
             tokenizer_folder=data.tokenizer_path,
             **beside,
             max_shard_bytes=_shard_bytes(cfg),
-            card=_card(cfg, source, world, model_commands(ANYWHERE) if usable else [], is_adapter=False),
+            card=_card(cfg, source, data, world, model_commands(ANYWHERE) if usable else [], is_adapter=False),
         )
         get_logger().info("model: %s", merged)
     if usable:
@@ -118,12 +118,26 @@ def _trained_with(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]
 
 
 def _card(
-    cfg: FullFinetuneConfig, source: ResolvedModel, world: "World", commands: list[str], *, is_adapter: bool
+    cfg: FullFinetuneConfig,
+    source: ResolvedModel,
+    data: TrainingData,
+    world: "World",
+    commands: list[str],
+    *,
+    is_adapter: bool,
 ) -> str | None:
     """On rank 0, which has the records of the run and writes the export."""
     if not world.is_main:
         return None
-    return run_card(cfg, source.folder, commands, is_adapter=is_adapter, run=Path(cfg.output_dir))
+    return run_card(
+        cfg,
+        source.folder,
+        commands,
+        is_adapter=is_adapter,
+        run=Path(cfg.output_dir),
+        step=data.best.exported_step,
+        exported=data.best.sentence(data.total_steps),
+    )
 
 
 def _can_generate(cfg: FullFinetuneConfig, model: nn.Module) -> bool:

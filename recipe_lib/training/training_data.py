@@ -28,6 +28,7 @@ from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.tokenizers.template_process import DATE
+from recipe_lib.training.best_step import BestStep
 from recipe_lib.training.output import check_output
 from recipe_lib.training.resolve_model import ResolvedModel, resolve_model, validate_parallelism
 
@@ -40,7 +41,8 @@ class TrainingData:
 
     tokenizer, tokenizer_path; chat_template: a file in place of the tokenizer's own, or None. dataset,
     validation_dataset (or None): datasets. plan: which sequences each step takes, a function of (seed, epoch, step)
-    alone; total_steps: of the run. questions: those of the validation that answers are generated to.
+    alone; total_steps: of the run. questions: those of the validation that answers are generated to. best: the best
+    step until now, by its validations.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class TrainingData:
         )
         self.total_steps = self.plan.total_steps(cfg.epochs, cfg.max_steps)
         self.questions = self._questions()
+        self.best = BestStep(cfg)
 
     def _questions(self) -> dict[int, Question]:
         """What validation generates answers to. ConfigError where a metric of answers finds none to measure."""

@@ -93,6 +93,11 @@ CASES = [
         ["validation.source=own.jsonl", "validation.metrics=[exact_match]"],
         "validation.metrics names no metric of a plugin",
     ),
+    ("validation.min_delta=0.1", ["validation.source=own.jsonl"], "validation.patience is null"),
+    ("checkpoint.best_metric=validation_reward_margin", ["validation.source=own.jsonl"],
+     "checkpoint.keep_best is false, validation.patience is null"),
+    ("checkpoint.greater_is_better=true", ["validation.source=own.jsonl"],
+     "checkpoint.keep_best is false, validation.patience is null"),
     ("lora.merge_on_save=true", ["checkpoint.save_model=false"], "checkpoint.save_model is false", LORA),
     *((f"lora.{word}", ["dpo.trainable=all"], "dpo.trainable is all", DPO)
       for word in ("rank=4", "alpha=8", "dropout=0.1", "target_modules=[q]", "rslora=true", "dora=true",

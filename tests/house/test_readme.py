@@ -11,7 +11,6 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 
 import pytest
 

@@ -94,6 +94,12 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
         return self.dpo.needs_reference
 
     @property
+    def validation_numbers(self) -> tuple[str, ...]:
+        """Means over all pairs."""
+        rewards = ("chosen", "rejected", "accuracy", "margin")
+        return ("validation_loss", *(f"validation_reward_{name}" for name in rewards))
+
+    @property
     def sums_losses(self) -> bool:
         """Log-probabilities of tokens."""
         return False
