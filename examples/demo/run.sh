@@ -7,8 +7,9 @@ output="${1:-outputs/demo}"
 # Matrices this small gain nothing from a second thread, and lose much by waiting for it on a busy machine.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-echo "== tune run full_finetune_distributed --config demo/full"
-tune run full_finetune_distributed --config demo/full output_dir="$output" overwrite_output_dir=true
+echo "== tune run full_finetune_distributed --config demo/full checkpoint.keep_best=true"
+tune run full_finetune_distributed --config demo/full output_dir="$output" overwrite_output_dir=true \
+    checkpoint.keep_best=true checkpoint.best_metric=validation_exact_match "validation.metrics=[exact_match]"
 
 echo "== tune eval $output: the untrained model (base) and the trained one"
 tune eval "$output" --max-new-tokens 24
