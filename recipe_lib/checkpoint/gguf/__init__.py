@@ -2,6 +2,5 @@
 
 from recipe_lib.checkpoint.gguf.gguf_adapter import write_gguf_adapter
 from recipe_lib.checkpoint.gguf.gguf_model import write_gguf_model
-from recipe_lib.checkpoint.gguf.tensor_types import GGUF_KINDS
 
-__all__ = ["GGUF_KINDS", "write_gguf_adapter", "write_gguf_model"]
+__all__ = ["write_gguf_adapter", "write_gguf_model"]

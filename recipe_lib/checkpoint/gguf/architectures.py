@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "phi3": "phi3",
 }
 _PATTERNS = {"gemma2": 2, "gemma3": 6}  # every so many layers, one without a window
+_YARN_BETAS = (32.0, 1.0)  # others are read from the file for other architectures only
 _WIDE_SCALE = {"gemma2": 46, "gemma3": 62}  # layers of the 27B, whose scores are scaled by the width over the heads
 
 
@@ -124,6 +125,10 @@ def _rope_fault(spec: DecoderSpec) -> str | None:
         return "found a rotary embedding of type llama3"
     if rope.kind == "yarn" and not rope.numbers["whole_channels"]:
         return "found a rotary embedding of type yarn with truncate=false"
+    if rope.kind == "yarn" and (rope.numbers["beta_fast"], rope.numbers["beta_slow"]) != _YARN_BETAS:
+        return "found a rotary embedding of type yarn with other beta_fast and beta_slow than {:g} and {:g}".format(
+            *_YARN_BETAS
+        )
     return None
 
 
@@ -138,8 +143,6 @@ def _rope_numbers(spec: DecoderSpec, rope: RopeSpec) -> tuple[dict[str, Any], di
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(given["factor"]),
             "rope.scaling.original_context_length": int(given["original_positions"]),
-            "rope.scaling.yarn_beta_fast": float(given["beta_fast"]),
-            "rope.scaling.yarn_beta_slow": float(given["beta_slow"]),
             # llama.cpp multiplies YaRN's usual one with it
             "rope.scaling.attn_factor": rope.attention_factor / _usual_magnitude(float(given["factor"])),
         }
@@ -176,6 +179,12 @@ def _llama3_factors(rope: RopeSpec) -> tuple[float, ...]:
 
 
 def _notes(spec: DecoderSpec, window: int | None) -> tuple[str, ...]:
+    if spec.rope.kind == "longrope":
+        first = int(spec.rope.numbers["original_positions"])
+        return (
+            f"llama.cpp takes the rotary embedding's long factors by the size of its context, not by the length of a "
+            f"text: up to {first} tokens, -c {first} gives the model's answers",
+        )
     if spec.family in _PATTERNS or window is None or window >= spec.max_positions:
         return ()
     return (

@@ -9,7 +9,7 @@ from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_f
 from recipe_lib.checkpoint.gguf.architectures import Architecture, architecture_of
 from recipe_lib.checkpoint.gguf.gguf_file import GgufTensor, check_gguf, package, write_gguf
 from recipe_lib.checkpoint.gguf.gguf_model import GgufReport, gguf_names, permuted
-from recipe_lib.checkpoint.gguf.tensor_types import ADAPTER_KINDS, TypeChoice
+from recipe_lib.checkpoint.gguf.tensor_types import TypeChoice
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import read_config, read_trained_spec
 from recipe_lib.models.spec import DecoderSpec
@@ -22,11 +22,6 @@ def write_gguf_adapter(adapter_folder: Path, base: Path, out: Path, kind: str, *
     Raises CheckpointError, StorageError or SetupError; then there is no file.
     """
     package()
-    if kind not in ADAPTER_KINDS:
-        raise CheckpointError(
-            f"{adapter_folder}: an adapter is written as {', '.join(ADAPTER_KINDS)}; to have {kind}, merge it first "
-            f"(tune export {adapter_folder} --merge), and export the merged model"
-        )
     spec = read_trained_spec(read_config(base), str(base))
     architecture = architecture_of(spec, str(base))
     assert isinstance(spec, DecoderSpec)

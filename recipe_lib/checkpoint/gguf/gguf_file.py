@@ -22,9 +22,9 @@ from recipe_lib.units import MIB
 
 _PIECE = 2**22  # weights that are converted at a time
 _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# The most that a weight may change, as a share of the largest in its block: half a step of the codes (a whole one where
-# codes reach less far on one side), and what rounding the scales of its parts adds.
-_MOST = {"Q8_0": 0.5 / 127, "Q6_K": 0.035, "Q5_0": 1 / 16, "Q5_1": 0.04, "Q5_K": 0.05, "Q4_K": 0.085}
+# The most that a weight may change, as a share of the largest in its block: half a step of the codes, a whole one where
+# the outermost codes stop short of it, and what rounding the scales of its parts adds.
+_MOST = {"Q8_0": 0.5 / 127, "Q6_K": 0.045, "Q5_0": 1 / 16, "Q5_1": 0.04, "Q5_K": 0.09, "Q4_K": 0.17}
 _F16_ROUNDING = 2.0**-10  # of the scales of blocks, which are in fp16
 
 

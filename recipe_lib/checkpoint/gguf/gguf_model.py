@@ -57,7 +57,7 @@ def write_gguf_model(folder: Path, out: Path, kind: str, *, name: str, pre: str 
     tensors = model_tensors(spec, folder, architecture, kind)
     fields = {
         "general.type": "model",
-        "general.name": name,
+        "general.name": vocabulary.name_for(name),
         "general.file_type": _FILE_TYPES[kind],
         "general.quantization_version": _BLOCKS_VERSION,
         **{f"{architecture.name}.{key}": value for key, value in architecture.numbers.items()},

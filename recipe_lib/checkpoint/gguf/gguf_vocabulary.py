@@ -4,6 +4,7 @@ A byte-level tokenizer.json is kept with its merges (`gpt2`), a sentencepiece mo
 (`llama`), which stand in its own file or follow from the order of the merges in a tokenizer.json made of it.
 """
 
+import re
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -15,6 +16,8 @@ from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.tokenizers.special_tokens import read_json
 from recipe_lib.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary
 
+_PHI3 = {b"<unk>", b"<s>", b"</s>", b"<|endoftext|>"}
+_SAYS_PHI3 = re.compile("phi-?3", re.IGNORECASE)
 _ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0  # below any piece's: they are never made of others
 
 
@@ -35,7 +38,7 @@ class GgufVocabulary:
 
     model: `gpt2` (byte-level merges) or `llama` (sentencepiece). pre: how text is cut, see `find_pre_tokenizer`.
     tokens, kinds: of each id. scores: of `llama`; merges: of `gpt2`. ids: what follows `tokenizer.ggml.` and `_token_id`
-    -> id. notes: what differs from the tokenizer, a line each.
+    -> id. strips: special tokens drop white space after them. notes: what differs from the tokenizer, a line each.
     """
 
     model: str
@@ -48,7 +51,15 @@ class GgufVocabulary:
     add_bos: bool = False
     add_space: bool | None = None
     template: str | None = None
+    strips: bool = False
     notes: list[str] = field(default_factory=list)
+
+    def name_for(self, name: str) -> str:
+        """The model's name in the file. llama.cpp goes by it: with Phi-3 in it, special tokens drop white space after
+        them, and a vocabulary without Phi-3's is not loaded."""
+        if not (self.strips and _PHI3.issubset(self.tokens)):
+            return _SAYS_PHI3.sub("Phi 3", name)
+        return name if _SAYS_PHI3.search(name) else f"{name} (Phi-3)"
 
 
 def read_vocabulary(folder: Path, size: int, pre: str | None = None) -> GgufVocabulary:
@@ -108,6 +119,9 @@ def _put_special(found: GgufVocabulary, tokenizer: Tokenizer, size: int) -> None
     found.ids = {role: token for role, token in roles.items() if token is not None and token < size}
     found.add_bos = tokenizer.add_bos_by_default
     found.template = tokenizer.chat_template
+    found.strips = any(token.special and token.rstrip for token in tokenizer.added_tokens)
+    if found.strips and not _PHI3.issubset(found.tokens):
+        found.notes.append("llama.cpp keeps white space after special tokens, which this tokenizer drops")
 
 
 def _empty(model: str, pre: str, size: int) -> GgufVocabulary:
@@ -143,6 +157,8 @@ def _of_sentencepiece(tokenizer: Tokenizer, vocabulary: SentencePieceVocabulary,
 def _put_spaces(found: GgufVocabulary, tokenizer: Tokenizer) -> None:
     vocabulary = tokenizer.vocabulary
     found.add_space = vocabulary.eats_first_space
+    if isinstance(vocabulary, SentencePieceVocabulary) and vocabulary.collapses_spaces:
+        found.notes.append("llama.cpp keeps several spaces in a row, which this tokenizer makes one")
     if vocabulary.eats_first_space and not vocabulary.eats_space_after_special:
         found.notes.append(
             "llama.cpp puts a space before text after special tokens too, which this tokenizer does at the start alone"
@@ -176,6 +192,11 @@ def _of_json(tokenizer: Tokenizer, content: dict[str, Any], size: int, pre: str 
         return found
     found = _empty("gpt2", find_pre_tokenizer(content, place, pre), size)
     found.merges = merges
+    if content.get("normalizer"):
+        found.notes.append(
+            f"llama.cpp does not normalize text ({content['normalizer'].get('type')}), as this tokenizer does: letters "
+            "that are written as several signs are other tokens there"
+        )
     for piece, at in model["vocab"].items():
         if at < size:
             found.tokens[at], found.kinds[at] = piece.encode(), PieceKind.NORMAL

@@ -4,8 +4,6 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-GGUF_KINDS = ("f16", "bf16", "f32", "q8_0", "q4_k_m")
-ADAPTER_KINDS = ("f16", "bf16", "f32")
 # The format's name of a type -> weights in a block of it, of which a row has a whole number.
 BLOCK_SIZES = {"F32": 1, "F16": 1, "BF16": 1, "Q8_0": 32, "Q5_0": 32, "Q5_1": 32, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
 _WHOLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
