@@ -87,10 +87,10 @@ def _fault(spec: DecoderSpec) -> str | None:
     """What of the model llama.cpp has no word for, as `found ...`."""
     if spec.codes != FileCodes():
         return "found weights that are quantized in its files"
-    if spec.family != "llama" and (spec.output_bias or spec.mlp_bias):
-        return "found attention_bias or mlp_bias in its output projections"
     if spec.family in ("gemma", "gemma2", "gemma3") and spec.qkv_bias:
         return "found attention_bias"
+    if spec.family != "llama" and (spec.output_bias or spec.mlp_bias):
+        return "found attention_bias or mlp_bias in its output projections"
     if spec.family == "phi3" and spec.num_heads * spec.head_width != spec.width:
         return "found heads that are not as wide together as the model"
     if spec.family == "gemma3" and spec.attention_softcap is not None:
