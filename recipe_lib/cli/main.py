@@ -28,6 +28,7 @@ VERBS = {
     "doctor": "look at this machine: GPUs, links, memory, disks; what is wrong, and what to set",
     "run": "run a recipe, on one process or many",
     "export": "write what was trained as others load it: adapter, merged model, Hugging Face folder",
+    "upload": "put a trained model or adapter with its card on the Hugging Face hub",
     "generate": "talk to what was trained, or complete a prompt",
     "completion": "what a shell completes after `tune`",
 }
@@ -40,6 +41,7 @@ WAITS = {
     "tp-plan": "planning",
     "doctor": "looking at this machine",
     "export": "exporting",
+    "upload": "looking at the files",
 }
 
 
