@@ -48,8 +48,8 @@ class QuantizedReport:
     def check(self) -> str:
         """The line that says so."""
         return (
-            f"transformers opens it and computes what was quantized, {self.linears} linears; next tokens diverge from the "
-            f"model's by {self.divergence:.2g} nats, logits by {self.difference:.2g} at most (the largest is "
+            f"transformers opens it and computes what was quantized, {self.linears} linears; next tokens diverge from "
+            f"the model's by {self.divergence:.2g} nats, logits by {self.difference:.2g} at most (the largest is "
             f"{self.largest:.3g})"
         )
 
@@ -127,8 +127,8 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> None:
         shape = tensor.entry.shape
         if ".layers." in name and name.endswith("proj.weight") and len(shape) == 2 and shape[1] % group_size:
             raise CheckpointError(
-                f"--group-size: found {group_size} for {name}, whose rows have {shape[1]} weights, expected a divisor of "
-                "them; choose one, or --quantize int8, which takes rows as they are"
+                f"--group-size: found {group_size} for {name}, whose rows have {shape[1]} weights, expected a divisor "
+                "of them; choose one, or --quantize int8, which takes rows as they are"
             )
 
 
@@ -169,9 +169,7 @@ def _logits(model: nn.Module) -> Tensor:
 def _count(model: nn.Module) -> int:
     """Linears whose weight is no plain tensor any more."""
     kinds = (torch.Tensor, nn.Parameter)
-    return sum(
-        isinstance(module, nn.Linear) and type(module.weight.data) not in kinds for module in model.modules()
-    )
+    return sum(isinstance(module, nn.Linear) and type(module.weight.data) not in kinds for module in model.modules())
 
 
 def _copy_rest(folder: Path, temporary: Path) -> None:

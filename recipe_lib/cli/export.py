@@ -77,7 +77,9 @@ def parser() -> Parser:
     size = f"--quantize int4: weights that share a scale; default: {GROUP_SIZE}"
     options.add_argument("--group-size", type=int, metavar="N", help=size)
     options.add_argument(
-        "--out", metavar="PATH", help="a new folder (--gguf: file); default: next to the checkpoint, in the run's folder"
+        "--out",
+        metavar="PATH",
+        help="a new folder (--gguf: file); default: next to the checkpoint, in the run's folder",
     )
     options.add_argument(
         "--base", metavar="MODEL", help="the adapter's base; default: the one that run or adapter names"
@@ -102,7 +104,9 @@ def read(words: list[str]) -> argparse.Namespace:
     if arguments.group_size is not None and arguments.quantize != "int4":
         raise ConfigError("--group-size: is for --quantize int4; leave it out")
     if arguments.device != "cpu" and (arguments.gguf or arguments.quantize):
-        raise ConfigError(f"--device: found {arguments.device}, but this export is made and checked on cpu; leave it out")
+        raise ConfigError(
+            f"--device: found {arguments.device}, but this export is made and checked on cpu; leave it out"
+        )
     if arguments.dtype and not arguments.merge:
         raise ConfigError("--dtype: only a merged model may have another type; use it with --merge, or leave it out")
     if arguments.base and arguments.hf:

@@ -38,8 +38,8 @@ def _refuse_kind(found: ExportedModel, arguments: argparse.Namespace) -> None:
     folder: Path | None = found.adapter
     if arguments.gguf not in ADAPTER_KINDS:
         raise CheckpointError(
-            f"--gguf: found {arguments.gguf}, expected one of {', '.join(ADAPTER_KINDS)} for an adapter by itself; merge "
-            f"it first (tune export {folder} --merge), and export the merged model"
+            f"--gguf: found {arguments.gguf}, expected one of {', '.join(ADAPTER_KINDS)} for an adapter by itself; "
+            f"merge it first (tune export {folder} --merge), and export the merged model"
         )
     if arguments.pre:
         raise CheckpointError("--pre: the file of an adapter has no tokenizer; leave it out")

@@ -213,5 +213,7 @@ def write_merged(
         out_dtype=out_dtype,
         ranks=SingleRank(),
         implementation=implementation,
-        **beside_weights(found, base, read_trained_spec(read_config(base), str(base), implementation), is_adapter=False),
+        **beside_weights(
+            found, base, read_trained_spec(read_config(base), str(base), implementation), is_adapter=False
+        ),
     )

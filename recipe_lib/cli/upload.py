@@ -26,9 +26,9 @@ It takes a token that may write: `hf auth login`, or HF_TOKEN."""
 _CARD = "README.md"
 # All that is ever sent. States, optimizer states, metrics, logs and data have other names and other folders.
 _SENT = (
-    "config.json", "generation_config.json", ADAPTER_CONFIG, "*.safetensors", "*.safetensors.index.json", "tokenizer.json",
-    "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v*", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", _CARD,
+    "config.json", "generation_config.json", ADAPTER_CONFIG, "*.safetensors", "*.safetensors.index.json",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v*", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", _CARD,
 )  # fmt: skip
 _READ = (_CARD, "config.json", "generation_config.json", ADAPTER_CONFIG, "tokenizer_config.json", "chat_template.jinja")
 _LARGEST_READ = 16 * MIB
@@ -158,7 +158,9 @@ def one_line_of_upload(repo: str) -> Iterator[None]:
         raise SetupError(f"{repo}: HF_HUB_OFFLINE is set; unset it to upload") from error
     except RepositoryNotFoundError as error:
         owner = repo.partition("/")[0]
-        raise SetupError(f"{repo}: the token's account may not write to {show(owner)}; check REPO and the token") from error
+        raise SetupError(
+            f"{repo}: the token's account may not write to {show(owner)}; check REPO and the token"
+        ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status == 401:

@@ -52,7 +52,9 @@ def test_a_model_folder(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFi
     file = tmp_path / "stories-f16.gguf"
     lines = out.splitlines()
     assert lines[0] == f"model: {file} (f16, 523.34 KiB)"
-    assert lines[-2].startswith("check: 47 tensors read back, 36 in f16 (differ by 0.0002 of their size), 11 in f32 (equ")
+    assert lines[-2].startswith(
+        "check: 47 tensors read back, 36 in f16 (differ by 0.0002 of their size), 11 in f32 (equ"
+    )
     assert lines[-1] == f"next: llama-cli -m {file}"
     assert contents(file, "general.name") == "stories"
     again = refused(capsys, tmp_path / "stories", "--gguf", "f16")
@@ -97,12 +99,14 @@ def test_what_an_adapters_file_cannot_be(adapted: Path, realdata: Path, tmp_path
         f"--gguf: found q4_k_m, expected one of f16, bf16, f32 for an adapter by itself; merge it first (tune export "
         f"{adapter} --merge), and export the merged model"
     )
-    assert refused(capsys, adapter, "--gguf", "f16", "--pre", "qwen2").startswith("--pre: the file of an adapter has no")
+    assert refused(capsys, adapter, "--gguf", "f16", "--pre", "qwen2").startswith(
+        "--pre: the file of an adapter has no"
+    )
     dora = tmp_path / "dora"
     adapter_run(realdata, dora, "lora.dora=true")
     assert refused(capsys, dora / "adapter", "--gguf", "f16") == (
-        f"{dora / 'adapter'}: is a DoRA adapter, which llama.cpp does not load; merge it (tune export {dora / 'adapter'} "
-        "--merge)"
+        f"{dora / 'adapter'}: is a DoRA adapter, which llama.cpp does not load; merge it (tune export "
+        f"{dora / 'adapter'} --merge)"
     )
     assert call(capsys, dora, "--gguf", "f16")[0] == 0  # merged on the way
 
@@ -113,8 +117,12 @@ def test_options_that_do_not_go_together(realdata: Path, tmp_path: Path, capsys:
     assert refused(capsys, model) == refused(capsys, model, "--gguf", "f16", "--hf") == one
     assert "argument --gguf: invalid choice: 'q4'" in refused(capsys, model, "--gguf", "q4")
     assert refused(capsys, model, "--hf", "--pre", "qwen2").startswith("--pre: only a GGUF file names a pre-tokenizer")
-    assert refused(capsys, model, "--gguf", "f16", "--device", "cuda").startswith("--device: found cuda, but this export")
-    assert refused(capsys, model, "--gguf", "f16", "--dtype", "bf16").startswith("--dtype: only a merged model may have")
+    assert refused(capsys, model, "--gguf", "f16", "--device", "cuda").startswith(
+        "--device: found cuda, but this export"
+    )
+    assert refused(capsys, model, "--gguf", "f16", "--dtype", "bf16").startswith(
+        "--dtype: only a merged model may have"
+    )
     assert refused(capsys, model, "--gguf", "f16", "--out", tmp_path / "no" / "x.gguf") == (
         f"--out: {tmp_path / 'no'}: no such folder; make it, or choose another name"
     )
@@ -128,7 +136,9 @@ def test_families_that_are_not_written(tmp_path: Path, capsys: pytest.CaptureFix
     model = transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(**small))
     model.save_pretrained(tmp_path / "mixtral")
     found = refused(capsys, tmp_path / "mixtral", "--gguf", "f16")
-    assert found.startswith(f"{tmp_path / 'mixtral'}: model_type 'mixtral' is not written as GGUF; expected one of llama,")
+    assert found.startswith(
+        f"{tmp_path / 'mixtral'}: model_type 'mixtral' is not written as GGUF; expected one of llama,"
+    )
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -81,7 +81,9 @@ def test_an_adapter_with_its_card_and_nothing_else(adapted: Path, hub: Recorder,
     assert lines[0].strip() == f"{size / 1024:.2f} KiB  README.md"
     assert lines[len(ADAPTER)].startswith(f"8 files of {adapted / 'adapter'}, ")
     assert "note: stays here, being neither weights, tokenizer nor card: notes.txt, state/" in lines
-    assert any(line.startswith("note: adapter_config.json names the base by a folder of this machine") for line in lines)
+    assert any(
+        line.startswith("note: adapter_config.json names the base by a folder of this machine") for line in lines
+    )
     assert lines[-1] == "uploaded: https://hub/o/n/commit/1"
     assert [name for name, *_ in hub.asked] == ["create_repo", "create_branch", "upload_folder"]
     assert hub.asked[0][2] == {"private": False, "exist_ok": True}
@@ -131,8 +133,12 @@ def test_what_is_no_model(adapted: Path, tmp_path: Path, hub: Recorder, capsys: 
         return err.removeprefix("error: ").removesuffix("\n")
 
     assert refused(adapted, "name").startswith("name: is not a repository on the hub; expected OWNER/NAME")
-    assert refused(tmp_path / "no", "o/n").endswith("no such folder; expected a run's output_dir, a model or an adapter")
-    assert refused(tmp_path, "o/n").startswith(f"{tmp_path}: is no model, adapter or run; expected config.json or adapter")
+    assert refused(tmp_path / "no", "o/n").endswith(
+        "no such folder; expected a run's output_dir, a model or an adapter"
+    )
+    assert refused(tmp_path, "o/n").startswith(
+        f"{tmp_path}: is no model, adapter or run; expected config.json or adapter"
+    )
     state = next((adapted / "state").glob("step_*"))
     assert "is a state to resume from, no model; write one with `tune export`" in refused(state, "o/n")
     (tmp_path / "config.json").write_text("{}")
@@ -191,8 +197,8 @@ def test_what_the_hub_refuses_is_one_line(
 
 def test_without_a_network(adapted: Path, tmp_path: Path):
     settings: dict[str, str | None] = {
-        "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_none", "HF_HUB_DISABLE_TELEMETRY": "1", "no_proxy": "127.0.0.1",
-        "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": None,
+        "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_none", "HF_HUB_DISABLE_TELEMETRY": "1",
+        "no_proxy": "127.0.0.1", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": None,
     }  # fmt: skip
     done = tune("upload", adapted, "owner/name", timeout=90, **settings)
     assert done.returncode == 2 and done.stderr == (

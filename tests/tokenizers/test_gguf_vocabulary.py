@@ -13,16 +13,19 @@ from recipe_lib.checkpoint.gguf.gguf_vocabulary import GgufVocabulary, PieceKind
 from recipe_lib.errors import CheckpointError
 from recipe_lib.tokenizers import load_tokenizer
 from tests.checkpoint.gguf.made_models import llama_cpp, llama_tokens
+from tests.selection import slow_except
 from tests.tokenizers.made import NASTY, write_json, write_sentencepiece, write_tiktoken
 
+PRE = {"gpt2": "gpt-2", "llama3_1": "llama-bpe", "qwen2_5": "qwen2", "smollm2": "smollm"}
 TEXTS = [
     *NASTY,
-    "I've been told he's there, 'RE you sure? We'Ve a'lL 3.3 33333 ======= 我想在apple工作1314151天～ нещо на Български",
+    "I've been told he's there, 'RE you sure? We'Ve a'lL 3.3 33333 =======",
+    "我想在apple工作1314151天～ нещо на Български",
     "  two  spaces,\ta tab\n\nand lines \n of 1234567890 digits ",
 ]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama2", "llama3_1", "mistral", "gemma2", "qwen2_5", "smollm2"])
+@pytest.mark.parametrize("name", slow_except([*PRE, "llama2", "mistral", "gemma2"], ["gpt2", "llama2"]))
 def test_tokens_are_those_of_the_tokenizer(name: str, real_folder: Callable[[str], Path], tmp_path: Path):
     """By the tokenizers library, or sentencepiece, whichever the folder has."""
     llama_cpp()
@@ -31,7 +34,9 @@ def test_tokens_are_those_of_the_tokenizer(name: str, real_folder: Callable[[str
     numbers = {"context_length": 64, "embedding_length": 64, "block_count": 1, "feed_forward_length": 64}
     numbers |= {"attention.head_count": 1, "attention.layer_norm_rms_epsilon": 1e-5}
     vocabulary = read_vocabulary(folder, tokenizer.vocab_size)
-    write_gguf(file, "llama", {f"llama.{key}": value for key, value in numbers.items()} | vocabulary_fields(vocabulary), [])
+    write_gguf(
+        file, "llama", {f"llama.{key}": value for key, value in numbers.items()} | vocabulary_fields(vocabulary), []
+    )
     # llama.cpp does not normalize as Qwen's NFC does, and takes Qwen's ordinary piece `</s>` for a special token.
     unlike = ("\u0301", "</s>") if name == "qwen2_5" else ()
     texts = [text for text in TEXTS if not any(part in text for part in unlike)]
@@ -48,10 +53,7 @@ def test_tokens_are_those_of_the_tokenizer(name: str, real_folder: Callable[[str
         assert llama_tokens(file, texts, special=False) == [theirs.encode(text) for text in texts]
 
 
-PRE = {"gpt2": "gpt-2", "llama3_1": "llama-bpe", "qwen2_5": "qwen2", "smollm2": "smollm"}
-
-
-@pytest.mark.parametrize("name", PRE)
+@pytest.mark.parametrize("name", slow_except(PRE, ["gpt2", "llama3_1"]))
 def test_a_byte_level_tokenizer_keeps_pieces_and_merges(name: str, real_folder: Callable[[str], Path]):
     folder = real_folder(name)
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -74,7 +76,13 @@ def test_scores_are_sentencepieces_own(real_folder: Callable[[str], Path]):
 
     model = sentencepiece.SentencePieceProcessor(model_file=str(real_folder("llama2") / "tokenizer.model"))
     found = read_vocabulary(real_folder("llama2"), 32000)
-    assert (found.model, found.pre, found.merges, found.add_bos, found.add_space) == ("llama", "default", None, True, True)
+    assert (found.model, found.pre, found.merges, found.add_bos, found.add_space) == (
+        "llama",
+        "default",
+        None,
+        True,
+        True,
+    )
     assert found.ids == {"bos": 1, "eos": 2, "unknown": 0}
     assert found.tokens[:6] == [b"<unk>", b"<s>", b"</s>", b"<0x00>", b"<0x01>", b"<0x02>"]
     assert found.kinds[:5] == [2, 3, 3, 6, 6] and found.kinds[300] == 1

@@ -1,4 +1,4 @@
-"""What llama.cpp is to know of a model: its architecture, the numbers of its shape, and what it cannot compute. No torch.
+"""What llama.cpp is to know of a model: its architecture and numbers; and what it does not compute. No torch.
 
 A spec is checked against what llama.cpp computes for the family, so that a file which would load and give other
 answers is refused, or has its difference said.

@@ -1,5 +1,6 @@
 """A LoRA adapter in PEFT's layout as a GGUF file, which llama.cpp puts on the model's own GGUF file."""
 
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -75,9 +76,13 @@ def _tensors(
         factor = adapter.config.scaling_of(module) * adapter.config.rank_of(module) / alpha
         first, second = _factors(adapter, module, spec, architecture, factor)
         name, choice = names[f"{module.name}.weight"], TypeChoice(kind.upper())
-        tensors.append(GgufTensor(f"{name}.lora_a", tuple(first.shape), choice, lambda tensor=first: tensor))
-        tensors.append(GgufTensor(f"{name}.lora_b", tuple(second.shape), choice, lambda tensor=second: tensor))
+        tensors.append(GgufTensor(f"{name}.lora_a", tuple(first.shape), choice, partial(_given, first)))
+        tensors.append(GgufTensor(f"{name}.lora_b", tuple(second.shape), choice, partial(_given, second)))
     return tensors
+
+
+def _given(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _factors(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def model_tensors(spec: DecoderSpec, folder: Path, architecture: Architecture, k
     readers = {names[own]: _reader(spec, architecture, own, found[held], held) for own, held in places.items()}
     shapes = {names[own]: found[held].entry.shape for own, held in places.items()}
     for table, factors in architecture.factors.items():
-        readers[table] = lambda factors=factors: torch.tensor(factors, dtype=torch.float32)
+        readers[table] = partial(torch.tensor, factors, dtype=torch.float32)
         shapes[table] = (len(factors),)
     large = architecture.name in _LARGE and spec.num_layers == 80
     large = large and (spec.num_heads != spec.num_kv_heads or architecture.name != "llama")

@@ -37,8 +37,8 @@ class GgufVocabulary:
     """What a file says of its tokenizer.
 
     model: `gpt2` (byte-level merges) or `llama` (sentencepiece). pre: how text is cut, see `find_pre_tokenizer`.
-    tokens, kinds: of each id. scores: of `llama`; merges: of `gpt2`. ids: what follows `tokenizer.ggml.` and `_token_id`
-    -> id. strips: special tokens drop white space after them. notes: what differs from the tokenizer, a line each.
+    tokens, kinds: of each id. scores: of `llama`; merges: of `gpt2`. ids: a role, such as `bos`, -> id.
+    strips: special tokens drop white space after them. notes: what differs from the tokenizer, a line each.
     """
 
     model: str

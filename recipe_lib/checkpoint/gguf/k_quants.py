@@ -2,8 +2,8 @@
 
 A row is cut into blocks of 256 weights. A block has one or two numbers in fp16, and for each 32 (q6_K: 16) of its
 weights a small integer that these are multiplied by: the scale of that part and, in q4_K and q5_K, how far below zero
-its smallest weight may be. What is chosen is, for each part, the scale and minimum with the least weighted squared error
-among the best fits to some roundings of its weights.
+its smallest weight may be. What is chosen is, for each part, the scale and minimum with the least weighted squared
+error among the best fits to some roundings of its weights.
 """
 
 import math

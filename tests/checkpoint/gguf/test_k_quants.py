@@ -67,7 +67,12 @@ def test_what_the_package_reads_is_as_near_as_llama_cpp_comes(shape: str, kind: 
 def test_the_bytes_are_nearly_those_of_llama_cpp(kind: str):
     library = ctypes.CDLL(str(Path(llama_cpp().__file__).parent / "lib" / "libggml-base.so"))
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
-    library.ggml_quantize_chunk.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    library.ggml_quantize_chunk.argtypes = [
+        ctypes.c_int,
+        *[ctypes.c_void_p] * 2,
+        *[ctypes.c_int64] * 3,
+        ctypes.c_void_p,
+    ]
     values = weights("normal")
     codes, source = encode_blocks(values, kind).numpy(), np.ascontiguousarray(values.numpy())
     theirs = np.zeros_like(codes)
