@@ -104,10 +104,8 @@ def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
 
 
 def _announce(gguf: Any, writer: Any, tensor: GgufTensor, num_bytes: int) -> None:
-    import numpy
-
     kind = gguf.GGMLQuantizationType[tensor.choice.name]
-    writer.add_tensor_info(tensor.name, tensor.shape, numpy.dtype(numpy.float32), num_bytes, raw_dtype=kind)
+    writer.add_tensor_info(tensor.name, tensor.shape, torch.empty(0).numpy().dtype, num_bytes, raw_dtype=kind)
 
 
 def _write_all(writer: Any, temporary: Path, tensors: Sequence[GgufTensor], sizes: Mapping[str, int]) -> None:
