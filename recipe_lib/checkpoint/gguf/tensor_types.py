@@ -45,17 +45,16 @@ def _choose(
 
 
 def _in_mixture(name: str, columns: int, layers: int, large: bool, tied: bool) -> str:
-    """q4_k_m: 4 bits, more for what decides most: the output, and in half of the layers values and the way down."""
+    """q4_k_m: 4 bits, more for what decides most: the output, and in half of the layers values (in one matrix with
+    queries and keys where the model has them so) and the way down."""
     if name == "output.weight" or (tied and name == "token_embd.weight"):
         return "Q8_0" if columns % BLOCK_SIZES["Q4_K"] else "Q6_K"
     found = re.fullmatch(r"blk\.(\d+)\.(attn_v|ffn_down|attn_qkv)\.weight", name)
     if found is None:
         return "Q4_K"
-    if found[2] == "attn_qkv":
-        return "Q5_K"
     if _has_more_bits(int(found[1]), layers):
         return "Q6_K"
-    return "Q5_K" if large and found[2] == "attn_v" else "Q4_K"
+    return "Q5_K" if large and found[2] != "ffn_down" else "Q4_K"
 
 
 def _has_more_bits(layer: int, layers: int) -> bool:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipe_lib.checkpoint.gguf import write_gguf_model
+from recipe_lib.checkpoint.gguf.tensor_types import choose_types
 from recipe_lib.errors import CheckpointError
 from tests.checkpoint.gguf.made_models import CASES, save_model
 from tests.selection import slow_except
@@ -199,14 +200,13 @@ def test_the_mixture_of_types(case: str, tmp_path: Path):
     for name, values in expected.items():
         wanted = "F32" if values.ndim == 1 else "Q4_K"
         layer, _, part = name.removeprefix("blk.").partition(".")
-        if name == f"{top}.weight" or (part in ("attn_v.weight", "ffn_down.weight") and int(layer) in MORE_BITS):
+        with_more = part in ("attn_v.weight", "attn_qkv.weight", "ffn_down.weight") and int(layer) in MORE_BITS
+        if name == f"{top}.weight" or with_more:
             wanted = "Q6_K"
-        elif part == "attn_qkv.weight":
-            wanted = "Q5_K"
         kind, read = found[name]
         assert kind == wanted, name
         share = np.sqrt(((read - values) ** 2).mean() / (values**2).mean())
-        assert share <= {"F32": 0.0, "Q4_K": 0.073, "Q5_K": 0.037, "Q6_K": 0.0182}[kind], name
+        assert share <= {"F32": 0.0, "Q4_K": 0.073, "Q6_K": 0.0182}[kind], name
     assert fields_of(tmp_path / "model.gguf")["general.file_type"] == 15
 
 
@@ -277,3 +277,12 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             with pytest.raises(StorageError, match="No space left on device"):
                 write_gguf_model(tmp_path / "model", tmp_path / "model.gguf", "f16", name="x")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["model"], operation
+
+
+def test_a_model_of_80_layers_keeps_more_of_its_values():
+    """Llama's 70B, whose value heads serve eight query heads each."""
+    shapes = {f"blk.{layer}.{part}.weight": (256, 256) for layer in range(80) for part in ("attn_v", "ffn_down")}
+    chosen = choose_types(shapes | {"output.weight": (256, 256)}, "q4_k_m", 80, large=True)
+    assert {chosen[f"blk.11.{part}.weight"].name for part in ("attn_v", "ffn_down")} == {"Q5_K", "Q4_K"}
+    assert {chosen[f"blk.12.{part}.weight"].name for part in ("attn_v", "ffn_down")} == {"Q6_K"}
+    assert chosen["blk.9.attn_v.weight"].name == chosen["blk.70.attn_v.weight"].name == "Q6_K"

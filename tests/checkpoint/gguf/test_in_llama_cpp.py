@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -71,3 +72,41 @@ def test_an_adapter_does_what_it_does_in_peft(case: str, tmp_path: Path):
     largest = np.abs(expected).max()
     assert np.abs(without - expected).max() > 0.1 * largest
     assert np.abs(found - expected).max() <= 1e-5 * largest
+
+
+LAYERS = {"num_hidden_layers": 9}
+QUANTIZED = {
+    "llama3.1": LAYERS,
+    "phi3": LAYERS,
+    "gemma2": LAYERS,
+    "qwen3": {"hidden_size": 128, "intermediate_size": 80, "num_hidden_layers": 5},
+    "llama2": {"hidden_size": 96, "intermediate_size": 352, "num_hidden_layers": 4},
+}
+
+
+@pytest.mark.parametrize("case", slow_except(QUANTIZED, ["llama3.1", "qwen3"]))
+def test_types_are_those_that_llama_cpp_chooses(case: str, tmp_path: Path):
+    """Of its own quantization of our fp32 file; and our blocks are as near to the weights as its own."""
+    library = llama_cpp()
+    save_model(case, tmp_path / "model", **QUANTIZED[case])
+    for kind, number in (("q4_k_m", 15), ("q8_0", 7)):
+        for own in ("f32", kind):
+            (tmp_path / f"{own}.gguf").unlink(missing_ok=True)
+            write_gguf_model(tmp_path / "model", tmp_path / f"{own}.gguf", own, name="x")
+        options = library.llama_model_quantize_default_params()
+        options.ftype, options.nthread = number, 1
+        theirs = tmp_path / "theirs.gguf"
+        assert library.llama_model_quantize(str(tmp_path / "f32.gguf").encode(), str(theirs).encode(), options) == 0
+        source, found, expected = (
+            {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+            for file in (tmp_path / "f32.gguf", tmp_path / f"{kind}.gguf", theirs)
+        )
+        kinds = {name: tensor.tensor_type.name for name, tensor in found.items()}
+        assert kinds == {name: tensor.tensor_type.name for name, tensor in expected.items()}
+        for name, tensor in source.items():
+            weights = tensor.data.astype(np.float64)
+            ours, reached = (
+                np.sqrt(((gguf.quants.dequantize(held.data, held.tensor_type) - weights) ** 2).sum())
+                for held in (found[name], expected[name])
+            )
+            assert ours <= reached * 1.005 + 1e-9, name
