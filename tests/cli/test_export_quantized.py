@@ -41,7 +41,7 @@ def check_rounded(found: torch.Tensor, weight: torch.Tensor, kind: str, group: i
 @pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("int4", 64), ("int8", 0)])
 @torch.no_grad()
 def test_linears_are_rounded_and_the_rest_is_kept(kind: str, group: int, tmp_path: Path, capsys: pytest.CaptureFixture):
-    model = save_model("qwen2", tmp_path / "model")
+    model = save_model("llama2" if group == 64 else "qwen2", tmp_path / "model")
     words = ["--group-size", group] if group == 64 else []
     code, out, err = call(capsys, tmp_path / "model", "--quantize", kind, *words)
     assert (code, err) == (0, "")
@@ -57,6 +57,7 @@ def test_linears_are_rounded_and_the_rest_is_kept(kind: str, group: int, tmp_pat
     assert json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == "torchao"
     assert transformers.AutoTokenizer.from_pretrained(folder).encode("the cat")
     opened = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(opened.lm_head.weight, model.lm_head.weight)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and "lm_head" not in name:
             read = opened.get_submodule(name).weight.dequantize()

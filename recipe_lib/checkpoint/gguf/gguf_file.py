@@ -209,20 +209,22 @@ def _compare(gguf: Any, out: Path, tensor: GgufTensor, held: Any) -> tuple[float
         block, size = gguf.GGML_QUANT_SIZES[held.tensor_type]
         length = rows.numel() // block * size
         piece, at = torch.from_numpy(stored[at : at + length].copy()), at + length
+        weights += rows.numel()
         wide = rows.float()
+        sizes += float(wide.square().sum(dtype=torch.float64))
         if kind in _TORCH:
             read = piece.view(_TORCH[kind]).view(rows.shape)
             if not torch.equal(read, rows.to(_TORCH[kind])):
                 raise _wrong(out, f"{tensor.name} has other weights")
+            if torch.equal(read.to(rows.dtype), rows):
+                continue  # nothing was rounded
             read = read.float()
         else:
             codes = piece.view(rows.shape[0], -1).numpy()
             read = torch.from_numpy(gguf.quants.dequantize(codes, held.tensor_type))
             if not _within(read, wide, kind):
                 raise _wrong(out, f"{tensor.name} differs by more than {kind.lower()} rounds")
-        squares += float((read - wide).double().square().sum())
-        sizes += float(wide.double().square().sum())
-        weights += rows.numel()
+        squares += float((read - wide).square().sum(dtype=torch.float64))
     return squares, sizes, weights
 
 
