@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from recipe_lib.cli import main
-from tests.checkpoint.gguf.made_models import CASES, SMALL, save_model
+from tests.checkpoint.gguf.made_models import SMALL, save_model
 from tests.cli.adapter_runs import adapter_run
 
 
@@ -156,22 +156,26 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert found.startswith("--gguf: found no package gguf; pip install ")
 
 
-def test_a_file_that_was_changed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The check at the end, with one byte of a tensor turned over after it was written."""
+# In the embedding's first block: a weight; the upper byte of the scale, which q6_K has at its end.
+PLACES = {"f32": 3, "q8_0": 1, "q4_k_m": 209}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_file_that_was_changed_is_noticed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The check at the end, with one bit of a tensor turned over after it was written."""
     from recipe_lib.checkpoint.gguf import gguf_model
     from recipe_lib.errors import CheckpointError
 
     save_model("qwen2", tmp_path / "model", num_hidden_layers=1)
-    assert "qwen2" in CASES
     write = gguf_model.write_gguf
 
     def damaged(out: Path, *rest: Any) -> None:
         write(out, *rest)
+        first = next(tensor for tensor in gguf.GGUFReader(out).tensors if tensor.name == "token_embd.weight")
         content = bytearray(out.read_bytes())
-        content[-100] ^= 0x40
+        content[int(first.data_offset) + PLACES[kind]] ^= 0x10
         out.write_bytes(content)
 
     monkeypatch.setattr(gguf_model, "write_gguf", damaged)
-    for kind in ("f32", "q8_0", "q4_k_m"):
-        with pytest.raises(CheckpointError, match="from what was written; do not use it, and report this"):
-            gguf_model.write_gguf_model(tmp_path / "model", tmp_path / f"{kind}.gguf", kind, name="x")
+    with pytest.raises(CheckpointError, match=r"token_embd.weight .* from what was written; do not use it, and report"):
+        gguf_model.write_gguf_model(tmp_path / "model", tmp_path / "x.gguf", kind, name="x")
