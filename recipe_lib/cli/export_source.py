@@ -12,6 +12,8 @@ from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import print_wrapped
 
 if TYPE_CHECKING:
+    import torch
+
     from recipe_lib.models.spec import ModelSpec
 
 CONFIG, STATES = "config.yaml", "state"
@@ -230,3 +232,30 @@ def base_of(found: ExportSource, arguments: argparse.Namespace) -> Path:
     if not name:
         raise CheckpointError(f"{show(arguments.checkpoint)}: adapter_config.json names no base; give it with --base")
     return find_adapter_base(arguments.checkpoint, name)
+
+
+def write_merged(
+    found: ExportSource, base: Path, adapter: Path, out: Path, dtype: "torch.dtype", out_dtype: "torch.dtype"
+) -> None:
+    """The adapter merged into its base, as the folder `out`. dtype: of the base while the adapter was trained.
+
+    CheckpointError, StorageError; then there is no folder."""
+    from recipe_lib.checkpoint.adapter_files import BASE_STORAGE, read_adapter
+    from recipe_lib.checkpoint.merged import merge_adapter
+    from recipe_lib.checkpoint.rank_agreement import SingleRank
+    from recipe_lib.models import read_config, read_trained_spec
+
+    implementation = implementation_of(found)
+    merge_adapter(
+        base,
+        adapter,
+        out,
+        quantize=read_adapter(adapter).metadata.get(BASE_STORAGE, "none"),
+        dtype=dtype,
+        out_dtype=out_dtype,
+        ranks=SingleRank(),
+        implementation=implementation,
+        **beside_weights(
+            found, base, read_trained_spec(read_config(base), str(base), implementation), is_adapter=False
+        ),
+    )

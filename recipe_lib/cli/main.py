@@ -29,6 +29,7 @@ VERBS = {
     "run": "run a recipe, on one process or many",
     "eval": "measure what was trained on held-out samples, and its base: loss, perplexity, answers",
     "export": "write what was trained as others load it: adapter, merged model, Hugging Face folder",
+    "upload": "put a trained model or adapter with its card on the Hugging Face hub",
     "generate": "talk to what was trained, or complete a prompt",
     "completion": "what a shell completes after `tune`",
 }
@@ -42,6 +43,7 @@ WAITS = {
     "doctor": "looking at this machine",
     "eval": "evaluating",
     "export": "exporting",
+    "upload": "looking at the files",
 }
 
 

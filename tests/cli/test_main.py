@@ -109,7 +109,7 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
         (
             ["zzz"],
             "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, validate, download, data, plan, tp-plan, "
-            "doctor, run, eval, export, generate, completion",
+            "doctor, run, eval, export, upload, generate, completion",
         ),
         (
             ["--verbos"],
