@@ -1,0 +1,171 @@
+"""A config of another tool on its way to one of ours: our keys so far, and what became of each of theirs."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipe_lib.config.other_configs.their_file import TheirFile
+from recipe_lib.config.suggest import quote, show
+from recipe_lib.errors import ConfigError
+
+CARRIED, CHANGED, DROPPED, DEFAULT = "carried", "other effect", "dropped", "their default"
+
+
+@dataclass(frozen=True)
+class KeyFate:
+    """What became of a key of theirs. kind: CARRIED, CHANGED (carried, with another effect), DROPPED, or DEFAULT (not
+    in the file: what their tool takes then). ours: our keys with the values that come of it. why: for the reader."""
+
+    kind: str
+    ours: Mapping[str, Any]
+    why: str = ""
+
+
+class Conversion:
+    """Theirs and ours. Each key of the file is noted once: a second time is a fault of a table, not of a user."""
+
+    def __init__(
+        self, theirs: TheirFile, tool: str, defaults: Mapping[str, Any], null_means: Iterable[str] = ()
+    ) -> None:
+        """defaults: what their tool takes for keys that are absent or null. null_means: keys whose null says
+        something of its own."""
+        self.theirs, self.tool, self.null_means = theirs, tool, frozenset(null_means)
+        self.defaults = dict(defaults)
+        self.recipe = ""
+        self.ours: dict[str, Any] = {}
+        self.fates: dict[str, KeyFate] = {}
+        self.faults: list[str] = []
+        self.ignored: set[str] = set()
+        self.notes: list[str] = []
+
+    def keys(self) -> list[str]:
+        """Of the file, and those with a default of their tool."""
+        return list(dict.fromkeys([*self.theirs.values, *self.defaults]))
+
+    def has(self, key: str) -> bool:
+        """Whether the file sets it, to whatever, or their tool has a default for it."""
+        return key in self.theirs.values or key in self.defaults
+
+    def value(self, key: str) -> Any:
+        """What their tool uses; None for what is neither set nor has a default."""
+        if key in self.ignored:
+            return None
+        found = self.theirs.values.get(key)
+        if found is None and not (key in self.theirs.values and key in self.null_means):
+            return self.defaults.get(key)
+        return found
+
+    def is_on(self, key: str) -> bool:
+        """Whether it is set to something."""
+        return not is_off(self.value(key))
+
+    def carry(self, key: str, ours: Mapping[str, Any], why: str = "") -> None:
+        """Notes that these keys of ours do what theirs does."""
+        self._note(key, KeyFate(CARRIED if key in self.theirs.values else DEFAULT, ours, why))
+
+    def change(self, key: str, ours: Mapping[str, Any], why: str) -> None:
+        """Notes that something is different here, and what."""
+        self._note(key, KeyFate(CHANGED if key in self.theirs.values else DEFAULT, ours, why))
+
+    def drop(self, key: str, why: str) -> None:
+        """Notes that nothing comes of it, and why nothing is missed."""
+        if key in self.theirs.values:
+            self._note(key, KeyFate(DROPPED, {}, why))
+
+    def drop_once(self, key: str, why: str) -> None:
+        """The same, of a key that may have been noted."""
+        if key not in self.fates:
+            self.drop(key, why)
+
+    def refuse(self, key: str, why: str, *, may_be_left_out: bool = True) -> None:
+        """Notes a fault: without this key the run would not be what was asked."""
+        said = f"{show(key)}: {quote(str(self.value(key)))}"
+        remedy = f"; --without {show(key)} imports the rest" if may_be_left_out else ""
+        self.faults.append(f"{self.theirs.place(key)}: {said}: {why}{remedy}")
+        self.drop(key, why)
+
+    def stop(self, why: str) -> ConfigError:
+        """The error of a file that cannot become a config of ours, in one line."""
+        return ConfigError(f"{self.theirs.shown}: {why}")
+
+    def noted(self, key: str) -> bool:
+        """Whether it is known what became of it."""
+        return key in self.fates
+
+    def _note(self, key: str, fate: KeyFate) -> None:
+        if key in self.fates:
+            raise AssertionError(f"{self.tool}: {key} is noted twice")
+        self.fates[key] = fate
+        self.ours.update(fate.ours)
+
+
+Convert = Callable[[Conversion, str], None]
+
+
+@dataclass(frozen=True)
+class KeyTable:
+    """The keys of a tool. A name ends in `.*` for all keys of a section.
+
+    same: theirs -> ours, with the same values. converted: theirs -> what carries it, in this order. without: theirs ->
+    why nothing is missed. refused: theirs -> what is missing here; such a key is an error unless it is off.
+    """
+
+    same: Mapping[str, str] = field(default_factory=dict)
+    converted: Mapping[str, Convert] = field(default_factory=dict)
+    without: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def apply(self, conversion: Conversion) -> None:
+        """Notes every key of the file. Raises ConfigError, a line a key, for those that cannot be carried."""
+        for key, convert in self.converted.items():
+            if conversion.has(key) and not conversion.noted(key):
+                if conversion.value(key) is None and key not in conversion.null_means:
+                    conversion.drop(key, "not set")
+                else:
+                    convert(conversion, key)
+        for key in conversion.keys():
+            if not conversion.noted(key):
+                self._apply_row(conversion, key)
+        if conversion.faults:
+            raise ConfigError(*conversion.faults)
+
+    def _apply_row(self, conversion: Conversion, key: str) -> None:
+        value = conversion.value(key)
+        reason, missing = of_section(self.without, key), of_section(self.refused, key)
+        if key in self.same and value is not None:
+            conversion.carry(key, {self.same[key]: value})
+        elif key in self.same:
+            conversion.drop(key, "not set")
+        elif reason is not None:
+            conversion.drop(key, reason)
+        elif missing is not None and not is_off(value):
+            conversion.refuse(key, missing)
+        elif is_off(value):
+            conversion.drop(key, "is off, as here")
+        else:
+            conversion.refuse(key, f"is no key of {conversion.tool} that is known here")
+
+
+def of_section(table: Mapping[str, str], key: str) -> str | None:
+    """The row of a key, or of the section that it is in."""
+    if key in table:
+        return table[key]
+    parts = key.replace("[", ".[").split(".")
+    sections = (".".join(parts[:length]).replace(".[", "[") for length in range(len(parts) - 1, 0, -1))
+    return next((table[f"{section}.*"] for section in sections if f"{section}.*" in table), None)
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value asks for nothing."""
+    return value is None or value is False or value in (0, "", [], {}, "none", "None")
+
+
+def without(keys: Iterable[str], theirs: TheirFile, fates: Conversion) -> None:
+    """Leaves keys out as the user has asked. Raises ConfigError for one that the file does not have."""
+    for key in keys:
+        found = theirs.under(key)
+        if not found:
+            raise ConfigError(f"--without: {theirs.shown} has no key {quote(key)}")
+        for name in found:
+            fates.ignored.add(name)
+            fates.drop(name, "left out by --without")

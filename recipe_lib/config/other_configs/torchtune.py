@@ -1,0 +1,428 @@
+"""torchtune's keys (0.6.1). Its configs name no recipe: the model's builder and the loss say which is meant."""
+
+import os
+import re
+from typing import Any
+
+from recipe_lib.config.other_configs.conversion import Conversion, KeyTable
+from recipe_lib.config.other_configs.schedules import WARM_UP
+from recipe_lib.config.other_configs.their_file import TheirFile
+from recipe_lib.config.other_configs.torchtune_data import convert_datasets
+from recipe_lib.config.other_configs.torchtune_models import FAMILIES, NO_MODELS, PRESETS
+from recipe_lib.config.paths import expand
+
+NAME = "torchtune"
+NULL_MEANS = ("clip_grad_norm", "seed", "tokenizer.max_seq_len", "optimizer", "loss")
+DEFAULTS: dict[str, Any] = {
+    "clip_grad_norm": None,
+    "lr_scheduler._component_": "none",
+    "tokenizer.max_seq_len": None,
+    "model.lora_alpha": 16,
+    "model.lora_rank": 8,
+}
+
+# A key that only such configs have, what they are for, what does that here.
+OTHER_PURPOSES = (
+    ("tasks", "it measures a model (eleuther_eval)", "`tune eval MODEL` does, with --lm-eval on the same tasks"),
+    ("ppo_epochs", "it is for reinforcement learning (PPO)", "there is none; dpo_distributed trains on pairs"),
+    ("grpo_samples", "it is for reinforcement learning (GRPO)", "there is none; dpo_distributed trains on pairs"),
+    ("max_new_tokens", "it generates", "`tune generate MODEL` does"),
+)
+# Methods that have no recipe here: a key that asks for one, and what is missing.
+NO_METHODS = (
+    ("teacher_model._component_", "there is no recipe for distillation"),
+    ("quantizer._component_", "there is no quantization-aware training"),
+)
+
+_FROM_FOLDER = "the model's folder says it: config.json, and the index of its files"
+_RESUMED = "states are read from output_dir/state: resume=latest goes on with a run of ours"
+_PROFILER = "there is no profiler; `tune plan CONFIG --full` has the time of each part of a step"
+_CHECKPOINTER = {
+    "_component_": "checkpoints are folders in the Hugging Face layout",
+    "checkpoint_files": _FROM_FOLDER,
+    "checkpoint_files.*": _FROM_FOLDER,
+    "model_type": _FROM_FOLDER,
+    "output_dir": "what a run writes is in output_dir",
+    "safe_serialization": "files are safetensors",
+    "adapter_checkpoint": "is off, as here",
+}
+
+OPTIMIZERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # component: our keys; torch's or bitsandbytes' defaults; what is different
+    "torch.optim.AdamW": ({"optimizer.name": "adamw"}, {"weight_decay": 0.01, "betas": [0.9, 0.999]}, ""),
+    "torch.optim.Adam": ({"optimizer.name": "adamw"}, {"weight_decay": 0.0, "betas": [0.9, 0.999]}, ""),
+    "torch.optim.SGD": ({"optimizer.name": "sgd"}, {}, ""),
+    "bitsandbytes.optim.AdamW8bit": (
+        {"optimizer.name": "adamw", "optimizer.state_bits": 8},
+        {"weight_decay": 0.01, "betas": [0.9, 0.999]},
+        "blocks of other sizes have a scale each, so the states are rounded otherwise",
+    ),
+    "bitsandbytes.optim.PagedAdamW": (
+        {"optimizer.name": "adamw", "optimizer.state_bits": 32},
+        {"weight_decay": 0.01, "betas": [0.9, 0.999]},
+        "states are on the device, none is paged out when it is full: memory.optimizer_offload=true has them on the host",
+    ),
+    "bitsandbytes.optim.PagedAdamW8bit": (
+        {"optimizer.name": "adamw", "optimizer.state_bits": 8},
+        {"weight_decay": 0.01, "betas": [0.9, 0.999]},
+        "states are on the device, none is paged out when it is full: memory.optimizer_offload=true has them on the "
+        "host; blocks of other sizes have a scale each",
+    ),
+}
+for _bits in (8, 4):
+    for _module in ("torchao.prototype.low_bit_optim", "torchao.optim"):
+        OPTIMIZERS[f"{_module}.AdamW{_bits}bit"] = (
+            {"optimizer.name": "adamw", "optimizer.state_bits": _bits},
+            {"weight_decay": 0.01, "betas": [0.9, 0.999]},
+            "",
+        )
+
+TRACKERS = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}
+ATTENTION = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "output_proj": "o"}
+
+
+def is_theirs(theirs: TheirFile) -> bool:
+    """Whether a file is torchtune's: it names Python code."""
+    return any(key.rpartition(".")[2] == "_component_" for key in theirs.values)
+
+
+def convert(conversion: Conversion) -> None:
+    """Notes every key of the file. Raises ConfigError for what does not train, or cannot be trained here."""
+    _check_purpose(conversion)
+    component = str(conversion.value("model._component_") or "")
+    builder = component.rpartition(".")[2]
+    adapted = re.match(r"q?lora_", builder) is not None
+    pairs = str(conversion.value("loss._component_")).endswith(("DPOLoss", "RSOLoss"))
+    recipe = "lora_finetune_distributed" if adapted else "full_finetune_distributed"
+    conversion.recipe = "dpo_distributed" if pairs else recipe
+    if pairs:
+        conversion.ours["dpo.trainable"] = "adapters" if adapted else "all"
+    if not adapted:
+        del conversion.defaults["model.lora_rank"], conversion.defaults["model.lora_alpha"]
+    convert_datasets(conversion)
+    TABLE.apply(conversion)
+
+
+def _check_purpose(conversion: Conversion) -> None:
+    for key, purpose, instead in OTHER_PURPOSES:
+        if key in conversion.theirs.values:
+            raise conversion.stop(f"{key}: {purpose}, and trains nothing that a recipe of ours does; {instead}")
+    if conversion.is_on("quantizer._component_") and not conversion.theirs.under("dataset"):
+        raise conversion.stop("quantizer: it quantizes a model; `tune export MODEL --quantize int4` does")
+    builder = str(conversion.value("model._component_") or "")
+    for word, why in NO_MODELS:
+        if word in builder or any(word in str(value) for key, value in conversion.theirs.values.items()
+                                  if key.endswith("._component_")):  # fmt: skip
+            raise conversion.stop(f"model._component_: {builder}: {why}")
+    for key, why in NO_METHODS:
+        if conversion.is_on(key):
+            raise conversion.stop(f"{key}: {conversion.value(key)}: {why}")
+
+
+def _model(c: Conversion, key: str) -> None:
+    """The builder: family and size are the folder's, adapters and quantization are keys of ours."""
+    component = str(c.value(key))
+    family, _, builder = component.removeprefix("torchtune.models.").partition(".")
+    size = re.sub(r"^q?lora_", "", builder)
+    if not component.startswith("torchtune.models.") or family not in FAMILIES:
+        c.refuse(key, f"expected a builder of one of {', '.join(FAMILIES)}", may_be_left_out=False)
+        return
+    if preset := PRESETS.get(size):
+        c.notes.append(f"before the weights are here: tune plan CONFIG ~model.path model.preset={preset}")
+    quantized = {"lora.quantize_base": "nf4"} if builder.startswith("qlora_") else {}
+    c.carry(key, quantized, "the folder's config.json has the architecture" if not quantized else "")
+
+
+def _checkpoint_dir(c: Conversion, key: str) -> None:
+    """A folder that is here stays; of one that is not, the hub's name, if the file's own `tune download` line has it."""
+    folder = str(c.value(key)).rstrip("/")
+    outer = folder.removesuffix("/original")  # Meta's own files, in a folder of Hugging Face's
+    if os.path.isdir(expand(outer)):
+        note = c.change if outer != folder else c.carry
+        note(key, {"model.path": outer}, "the folder above has the same weights in Hugging Face's layout")
+        return
+    named = hub_name(c.theirs, outer)
+    if named is None:
+        c.carry(key, {"model.path": outer})
+    else:
+        c.change(key, {"model.path": named}, "there is no such folder here; the file's own download line has the name")
+
+
+def hub_name(theirs: TheirFile, folder: str) -> str | None:
+    """The name on the hub that `tune download NAME --output-dir FOLDER` in the comments brings into a folder."""
+    for line in theirs.comments:
+        found = re.search(r"tune download (\S+/\S+)(.*)", line)
+        if found is None:
+            continue
+        into = re.search(r"--output-dir[ =](\S+)", found[2])
+        place = into[1] if into else f"/tmp/{found[1].rpartition('/')[2]}"
+        if place.rstrip("/") == folder:
+            return found[1]
+    return None
+
+
+def _reference(c: Conversion, key: str) -> None:
+    if str(c.value(key)).rstrip("/") == str(c.value("checkpointer.checkpoint_dir")).rstrip("/"):
+        c.carry(key, {}, "the reference is the model before training")
+    else:
+        c.refuse(key, "the reference is the model before training, no other one")
+
+
+def _tokenizer(c: Conversion, key: str) -> None:
+    path, folder = str(c.value(key)), str(c.value("checkpointer.checkpoint_dir")).rstrip("/").removesuffix("/original")
+    if path.startswith(f"{folder}/"):
+        c.drop(key, "the tokenizer in the model's folder is used")
+    elif path.endswith((".json", ".txt")):
+        c.change(key, {"tokenizer.path": path.rpartition("/")[0]}, "the folder, for its tokenizer.json")
+    else:
+        c.carry(key, {"tokenizer.path": path})
+
+
+def _prompt_template(c: Conversion, key: str) -> None:
+    c.refuse(key, "text is written by the tokenizer's chat template; tokenizer.chat_template takes a Jinja file")
+
+
+def _max_seq_len(c: Conversion, key: str) -> None:
+    length = c.value(key)
+    if length is None:
+        c.change(key, {}, "there no limit, here max_seq_len, of which longer samples are cut to: 2048 unless set")
+    else:
+        c.carry(key, {"max_seq_len": length})
+
+
+def _lora_modules(c: Conversion, key: str) -> None:
+    """Three keys there are one list here."""
+    found = [ATTENTION.get(str(word), str(word)) for word in c.value(key)]
+    mlp, output = bool(c.value("model.apply_lora_to_mlp")), bool(c.value("model.apply_lora_to_output"))
+    modules = [*found, *(["gate", "up", "down"] if mlp else []), *(["head"] if output else [])]
+    everything = set(modules) == {*ATTENTION.values(), "gate", "up", "down"}
+    c.carry(key, {"lora.target_modules": ["all-linear"] if everything else modules})
+    for other in ("model.apply_lora_to_mlp", "model.apply_lora_to_output"):
+        if other in c.theirs.values:
+            c.carry(other, {}, "part of lora.target_modules")
+
+
+def _quantize_base(c: Conversion, key: str) -> None:
+    c.carry(key, {"lora.quantize_base": "nf4"} if c.value(key) else {})
+
+
+def _optimizer(c: Conversion, key: str) -> None:
+    component = str(c.value(key))
+    if component not in OPTIMIZERS:
+        c.refuse(key, f"no such optimizer; known are {', '.join(OPTIMIZERS)}", may_be_left_out=False)
+        return
+    ours, defaults, why = OPTIMIZERS[component]
+    c.defaults |= {f"optimizer.{word}": value for word, value in defaults.items()}
+    if component == "torch.optim.Adam" and c.value("optimizer.weight_decay"):
+        c.refuse(key, "its weight decay is part of the gradient, ours is decoupled; torch.optim.AdamW has that too")
+        return
+    (c.change if why else c.carry)(key, ours, why)
+
+
+def _fused(c: Conversion, key: str) -> None:
+    if c.value(key):
+        c.carry(key, {"optimizer.implementation": "auto"}, "fused wherever torch's kernel is right")
+    else:
+        c.carry(key, {"optimizer.implementation": "foreach"})
+
+
+def _schedule(c: Conversion, key: str) -> None:
+    name = str(c.value(key)).rpartition(".")[2]
+    kinds = {"get_cosine_schedule_with_warmup": "cosine", "none": "constant"}
+    if name not in kinds:
+        c.refuse(key, f"no such schedule; known are {', '.join(kinds)}", may_be_left_out=False)
+    else:
+        c.carry(key, {"lr_scheduler.type": kinds[name]})
+
+
+def _warmup(c: Conversion, key: str) -> None:
+    c.change(key, {"lr_scheduler.warmup_steps": c.value(key)}, WARM_UP)
+
+
+def _cycles(c: Conversion, key: str) -> None:
+    if c.value(key) == 0.5:
+        c.carry(key, {})
+    else:
+        c.refuse(key, "the rate falls once, by half a cosine")
+
+
+def _loss(c: Conversion, key: str) -> None:
+    name = str(c.value(key)).rpartition(".")[2]
+    if name == "DPOLoss":
+        c.carry(key, {"dpo.loss": "sigmoid"})
+    elif name in ("CEWithChunkedOutputLoss", "LinearCrossEntropyLoss"):
+        c.carry(key, {"loss": "cross_entropy"})
+    elif name == "CrossEntropyLoss":
+        c.change(key, {"loss": "cross_entropy"}, "computed in memory.loss_chunks pieces, with the same value")
+    else:
+        c.refuse(key, "no such loss; there are cross-entropy and those of dpo.loss", may_be_left_out=False)
+
+
+def _max_steps(c: Conversion, key: str) -> None:
+    steps, epochs = c.value(key), c.value("epochs") or 1
+    if epochs == 1:
+        c.carry(key, {"max_steps": steps})
+    else:
+        why = f"there each epoch ends after {steps} steps and the next begins, here steps are of whole passes"
+        c.change(key, {"max_steps": steps * epochs}, why)
+
+
+def _seed(c: Conversion, key: str) -> None:
+    if c.value(key) is None:
+        c.change(key, {}, "there another seed each time, here 42, so that a run can be repeated")
+    else:
+        c.carry(key, {"seed": c.value(key)}, "other random numbers come of it")
+
+
+def _clip(c: Conversion, key: str) -> None:
+    value = c.value(key)
+    norm = None if value in (None, "inf") else value
+    c.carry(key, {"clip_grad_norm": norm})
+
+
+def _dtype(c: Conversion, key: str) -> None:
+    if c.value(key) in ("bf16", "fp32"):
+        c.carry(key, {"dtype": c.value(key)})
+    else:
+        c.refuse(key, "expected bf16 or fp32", may_be_left_out=False)
+
+
+def _device(c: Conversion, key: str) -> None:
+    kind = str(c.value(key)).partition(":")[0]
+    if kind in ("cuda", "cpu"):
+        c.carry(key, {"device": kind})
+    else:
+        c.refuse(key, "expected cuda or cpu", may_be_left_out=False)
+
+
+def _checkpointing(c: Conversion, key: str) -> None:
+    c.carry(key, {"memory.activation_checkpointing": "full" if c.value(key) else "none"})
+
+
+def _selective(c: Conversion, key: str) -> None:
+    if c.value(key) == "selective":
+        why = "there some layers are recomputed whole, here in each layer attention and every second matmul are kept"
+        c.change(key, {"memory.activation_checkpointing": "selective"}, why)
+    elif c.value(key) == "full":
+        c.carry(key, {"memory.activation_checkpointing": "full"})
+    else:
+        c.refuse(key, "expected full or selective")
+
+
+def _sharded_layers(c: Conversion, key: str) -> None:
+    words = {str(word).rpartition(".")[2] for word in c.value(key)}
+    if words <= {"tok_embeddings", "output"}:
+        why = "embedding and output projection are units of their own"
+        c.carry(key, {"parallel.fsdp_wrap_policy": "memory_efficient"}, why)
+    else:
+        c.refuse(key, "expected tok_embeddings and output")
+
+
+def _efficient_wrap(c: Conversion, key: str) -> None:
+    c.carry(key, {"parallel.fsdp_wrap_policy": "memory_efficient"} if c.value(key) else {})
+
+
+def _compile(c: Conversion, key: str) -> None:
+    c.carry(key, {"compile": bool(c.value(key))})
+
+
+def _tracker(c: Conversion, key: str) -> None:
+    name = str(c.value(key)).rpartition(".")[2]
+    if name in TRACKERS:
+        c.carry(key, {"log.trackers": [TRACKERS[name]]})
+    else:
+        c.drop(key, "output_dir/metrics.jsonl has every step")
+
+
+TABLE = KeyTable(
+    same={
+        "output_dir": "output_dir",
+        "shuffle": "data.shuffle",
+        "batch_size": "batch_size",
+        "epochs": "epochs",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "optimizer.lr": "optimizer.lr",
+        "optimizer.weight_decay": "optimizer.weight_decay",
+        "optimizer.betas": "optimizer.betas",
+        "optimizer.eps": "optimizer.eps",
+        "optimizer.momentum": "optimizer.momentum",
+        "loss.num_output_chunks": "memory.loss_chunks",
+        "loss.beta": "dpo.beta",
+        "loss.label_smoothing": "dpo.label_smoothing",
+        "model.lora_rank": "lora.rank",
+        "model.lora_alpha": "lora.alpha",
+        "model.lora_dropout": "lora.dropout",
+        "model.use_dora": "lora.dora",
+        "enable_activation_offloading": "memory.activation_offload",
+        "optimizer_in_bwd": "memory.optimizer_in_backward",
+        "fsdp_cpu_offload": "memory.cpu_offload",
+        "fsdp.cpu_offload": "memory.cpu_offload",
+        "fsdp_reshard_after_forward": "parallel.reshard_after_forward",
+        "tensor_parallel_dim": "parallel.tensor",
+        "context_parallel_dim": "parallel.context",
+        "data_parallel_shard_dim": "parallel.data_shard",
+        "data_parallel_replicate_dim": "parallel.data_replicate",
+        "run_val_every_n_steps": "validation.every_n_steps",
+        "batch_size_val": "validation.batch_size",
+        "log_every_n_steps": "log.every_n_steps",
+        "save_every_n_steps": "checkpoint.save_every_n_steps",
+        "keep_last_n_checkpoints": "checkpoint.keep_last_n",
+        "metric_logger.project": "log.project",
+        "metric_logger.name": "log.run_name",
+    },
+    converted={
+        "model._component_": _model,
+        "checkpointer.checkpoint_dir": _checkpoint_dir,
+        "ref_checkpointer.checkpoint_dir": _reference,
+        "tokenizer.path": _tokenizer,
+        "tokenizer.prompt_template": _prompt_template,
+        "tokenizer.max_seq_len": _max_seq_len,
+        "model.lora_attn_modules": _lora_modules,
+        "model.quantize_base": _quantize_base,
+        "optimizer._component_": _optimizer,
+        "optimizer.fused": _fused,
+        "lr_scheduler._component_": _schedule,
+        "lr_scheduler.num_warmup_steps": _warmup,
+        "lr_scheduler.num_cycles": _cycles,
+        "loss._component_": _loss,
+        "max_steps_per_epoch": _max_steps,
+        "seed": _seed,
+        "clip_grad_norm": _clip,
+        "dtype": _dtype,
+        "device": _device,
+        "enable_activation_checkpointing": _checkpointing,
+        "ac_mode": _selective,
+        "custom_sharded_layers": _sharded_layers,
+        "memory_efficient_fsdp_wrap": _efficient_wrap,
+        "compile": _compile,
+        "metric_logger._component_": _tracker,
+    },
+    without={
+        **{f"{section}.{word}": why for section in ("checkpointer", "ref_checkpointer")
+           for word, why in _CHECKPOINTER.items()},
+        "tokenizer._component_": "the folder's tokenizer files say what it is",
+        "tokenizer.merges_file": "tokenizer.json has the merges",
+        "tokenizer.merges_path": "tokenizer.json has the merges",
+        "tokenizer.vocab_path": "tokenizer.json has the vocabulary",
+        "tokenizer.special_tokens_path": "tokenizer.json has the special tokens",
+        "save_adapter_weights_only": "output_dir/adapter has the adapter alone, a state what a run goes on with",
+        "metric_logger.log_dir": "output_dir has metrics.jsonl and trackers/",
+        "metric_logger.organize_logs": "each run has its own output_dir",
+        "log_peak_memory_stats": "every step has its peak memory",
+        "log_level": "`tune run -q` and `-v` say less and more",
+        "ac_option": "part of ac_mode",
+        "tensor_parallel_plan.*": "tensor parallel needs no plan",
+        "profiler.*": _PROFILER,
+        "cudnn_deterministic_mode": "a run that is resumed is bitwise the same without it",
+        "enable_async_checkpointing": "a state is written between two steps",
+        "collate_fn": "batches are padded to their longest sequence",
+        "low_cpu_ram": "weights are read one by one",
+    },
+    refused={
+        "resume_from_checkpoint": f"a state of torchtune's cannot be gone on with; {_RESUMED}",
+        "checkpointer.recipe_checkpoint": f"a state of torchtune's cannot be gone on with; {_RESUMED}",
+        "checkpointer.adapter_checkpoint": "is torchtune's; lora.adapter_path goes on with a folder of PEFT's",
+        "ref_checkpointer.recipe_checkpoint": "the reference is the model before training",
+        "data_parallel_dim": "expected data_parallel_shard_dim or data_parallel_replicate_dim",
+    },
+)  # fmt: skip
