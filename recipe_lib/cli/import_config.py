@@ -26,13 +26,17 @@ def parser() -> Parser:
     """The options of the verb."""
     options = Parser("import", DESCRIPTION)
     options.add_argument("file", metavar="FILE", help="a YAML file of another tool")
-    options.add_argument("overrides", nargs="*", metavar="key=value", help="keys of ours, in place of what the file says")
+    options.add_argument("overrides", nargs="*", metavar="key=value", help="keys of ours, which win")
     options.add_argument("--from", dest="tool", choices=tuple(TOOLS), metavar="TOOL",
                          help=f"{', '.join(TOOLS)}; default: as the file's keys say")  # fmt: skip
     options.add_argument("--out", metavar="FILE", help="write the config there; no file is replaced")
     options.add_argument("--model", metavar="MODEL", help="model.path: a folder, or a name on the hub")
     options.add_argument(
-        "--without", metavar="KEY", action="append", default=[], help="leave a key of the file out, knowing what is lost"
+        "--without",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="a key of the file to leave out",
     )
     return options
 

@@ -28,7 +28,7 @@ class Conversion:
         self, theirs: TheirFile, tool: str, defaults: Mapping[str, Any], null_means: Iterable[str] = ()
     ) -> None:
         """defaults: what their tool takes for keys that are absent or null. null_means: keys whose null says
-        something of its own."""
+        something of its own. Our keys so far are `ours`; `given` are those that the user sets."""
         self.theirs, self.tool, self.null_means = theirs, tool, frozenset(null_means)
         self.defaults = dict(defaults)
         self.recipe = ""
@@ -37,6 +37,7 @@ class Conversion:
         self.faults: list[str] = []
         self.ignored: set[str] = set()
         self.notes: list[str] = []
+        self.given: set[str] = set()
 
     def keys(self) -> list[str]:
         """Of the file, and those with a default of their tool."""
@@ -59,6 +60,10 @@ class Conversion:
         """Whether it is set to something."""
         return not is_off(self.value(key))
 
+    def asks_for(self, section: str) -> bool:
+        """Whether a key, or one of a section, is set to something."""
+        return any(self.is_on(key) for key in self.theirs.under(section))
+
     def carry(self, key: str, ours: Mapping[str, Any], why: str = "") -> None:
         """Notes that these keys of ours do what theirs does."""
         self._note(key, KeyFate(CARRIED if key in self.theirs.values else DEFAULT, ours, why))
@@ -71,6 +76,8 @@ class Conversion:
         """Notes that nothing comes of it, and why nothing is missed."""
         if key in self.theirs.values:
             self._note(key, KeyFate(DROPPED, {}, why))
+        else:
+            self.ignored.add(key)  # a default of theirs
 
     def drop_once(self, key: str, why: str) -> None:
         """The same, of a key that may have been noted."""
@@ -84,13 +91,17 @@ class Conversion:
         self.faults.append(f"{self.theirs.place(key)}: {said}: {why}{remedy}")
         self.drop(key, why)
 
+    def names_samples(self) -> bool:
+        """Whether the user names samples, in place of those of the file."""
+        return bool(self.given & {"data.source", "data.sources"})
+
     def stop(self, why: str) -> ConfigError:
         """The error of a file that cannot become a config of ours, in one line."""
         return ConfigError(f"{self.theirs.shown}: {why}")
 
     def noted(self, key: str) -> bool:
         """Whether it is known what became of it."""
-        return key in self.fates
+        return key in self.fates or (key in self.ignored and key not in self.theirs.values)
 
     def _note(self, key: str, fate: KeyFate) -> None:
         if key in self.fates:
@@ -104,7 +115,7 @@ Convert = Callable[[Conversion, str], None]
 
 @dataclass(frozen=True)
 class KeyTable:
-    """The keys of a tool. A name ends in `.*` for all keys of a section.
+    """The keys of a tool. In `without` and `refused` a name is that of a key, of a section, or ends in `*`.
 
     same: theirs -> ours, with the same values. converted: theirs -> what carries it, in this order. without: theirs ->
     why nothing is missed. refused: theirs -> what is missing here; such a key is an error unless it is off.
@@ -147,12 +158,14 @@ class KeyTable:
 
 
 def of_section(table: Mapping[str, str], key: str) -> str | None:
-    """The row of a key, or of the section that it is in."""
-    if key in table:
-        return table[key]
-    parts = key.replace("[", ".[").split(".")
-    sections = (".".join(parts[:length]).replace(".[", "[") for length in range(len(parts) - 1, 0, -1))
-    return next((table[f"{section}.*"] for section in sections if f"{section}.*" in table), None)
+    """The row of a key, of the section that it is in, or of names that begin like it (`liger_*`)."""
+    name = key
+    while name:
+        if name in table:
+            return table[name]
+        cut = max(name.rfind("."), name.rfind("["))
+        name = name[:cut] if cut > 0 else ""
+    return next((why for row, why in table.items() if row.endswith("*") and key.startswith(row[:-1])), None)
 
 
 def is_off(value: Any) -> bool:

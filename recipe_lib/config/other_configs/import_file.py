@@ -4,7 +4,7 @@ import dataclasses
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,8 @@ class Imported:
         """The config as text. name: of its file, for the command in its header."""
         counts = self.counts()
         about = (
-            f"Imported from {self.source} of {self.tool}: {counts[CARRIED]} keys carried, {counts[CHANGED]} with another "
-            f"effect, {counts[DROPPED]} dropped; `tune import` says which and why."
+            f"Imported from {self.source} of {self.tool}: {counts[CARRIED]} keys carried, {counts[CHANGED]} with "
+            f"another effect, {counts[DROPPED]} dropped; `tune import` says which and why."
         )
         header = [f"# {line}" for line in textwrap.wrap(about, 116)]
         path = self.settings.get("model.path")
@@ -72,18 +72,14 @@ class Imported:
 
     def table(self) -> str:
         """A line for each key of the file, and for defaults of theirs that are not ours."""
-        rows = [(f"{kind}:", "", "") for kind in ()]
+        rows: list[tuple[str, str]] = []
         for kind in (CARRIED, CHANGED, DEFAULT, DROPPED):
             found = {key: fate for key, fate in self.fates.items() if fate.kind == kind and self._is_shown(fate)}
             if found:
-                rows.append((f"{kind} ({len(found)})", "", ""))
-                rows += [(f"  {show(key)}", _ours_text(fate), fate.why) for key, fate in found.items()]
-        width = max([_LEAST_WIDTH, *(len(key) for key, _, _ in rows)])
-        lines = []
-        for key, ours, why in rows:
-            said = "; ".join(part for part in (ours, why) if part)
-            lines.append(f"{key:{width}}  {said}".rstrip())
-        return "\n".join(lines) + "\n"
+                rows.append((f"{kind} ({len(found)})", ""))
+                rows += [(f"  {show(name)}", text) for name, text in _grouped(found)]
+        width = max([_LEAST_WIDTH, *(len(key) for key, _ in rows)])
+        return "".join(f"{f'{key:{width}}  {text}'.rstrip()}\n" for key, text in rows)
 
     def _is_shown(self, fate: KeyFate) -> bool:
         return fate.kind != DEFAULT or any(name in self.settings for name in fate.ours) or not fate.ours
@@ -110,9 +106,7 @@ def import_file(
     loaded = _load(conversion, overrides)
     fates = _without_effect(conversion, loaded)
     settings = _settings(loaded, conversion.recipe)
-    return Imported(
-        module.NAME, conversion.recipe, theirs.path.name, loaded.cfg, fates, settings, conversion.notes
-    )
+    return Imported(module.NAME, conversion.recipe, theirs.path.name, loaded.cfg, fates, settings, conversion.notes)
 
 
 def _load(conversion: Conversion, overrides: Sequence[str]) -> Loaded:
@@ -128,10 +122,8 @@ def _load(conversion: Conversion, overrides: Sequence[str]) -> Loaded:
     except ConfigError as error:
         own = f"{COMMAND_LINE}: "
         typed = tuple(f"{own}{show(word)}" for word in overrides)
-        faults = [
-            fault if fault.startswith(typed) and typed else f"{conversion.theirs.shown}: as ours: {fault.removeprefix(own)}"
-            for fault in error.faults
-        ]
+        shown = f"{conversion.theirs.shown}: as ours: "
+        faults = (line if typed and line.startswith(typed) else shown + line.removeprefix(own) for line in error.faults)
         raise ConfigError(*faults) from error
 
 
@@ -146,14 +138,13 @@ def _in_lists(ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_effect(conversion: Conversion, loaded: Loaded) -> dict[str, KeyFate]:
-    """Keys whose counterpart has no effect in this config are dropped, with the reason."""
-    reasons = dict(line.split(" has no effect: ", 1) for line in loaded.idle)
+    """Keys whose counterpart has no effect in this config, or is set by the user, are dropped with the reason."""
+    reasons = {line.partition(" has no effect: ")[0]: line for line in loaded.idle}
+    reasons |= {name: f"{name} is set on the command line" for name in conversion.given}
     fates = dict(conversion.fates)
     for key, fate in fates.items():
-        if fate.ours and set(fate.ours) <= set(reasons):
-            if fate.kind in (CARRIED, CHANGED):
-                name = next(iter(fate.ours))
-                fates[key] = KeyFate(DROPPED, {}, f"{name} has no effect: {reasons[name]}")
+        if fate.kind in (CARRIED, CHANGED) and fate.ours and set(fate.ours) <= set(reasons):
+            fates[key] = KeyFate(DROPPED, {}, reasons[next(iter(fate.ours))])
     return fates
 
 
@@ -174,8 +165,23 @@ def _key_lines(word: str, value: Any, indent: str) -> list[str]:
     return [f"{indent}{word}: {value_text(value)}"]
 
 
-def _ours_text(fate: KeyFate) -> str:
-    return ", ".join(f"-> {name}: {value_text(value)}" for name, value in fate.ours.items())
+def _grouped(fates: dict[str, KeyFate]) -> Iterator[tuple[str, str]]:
+    """(key, what became of it); keys of a section that are dropped for one reason stand in one line."""
+    together: dict[tuple[str, str], list[str]] = {}
+    for key, fate in fates.items():
+        section = key.rpartition(".")[0] if fate.kind == DROPPED else ""
+        together.setdefault((section or key, _said(fate)), []).append(key)
+    for (section, said), keys in together.items():
+        if len(keys) == 1:
+            yield keys[0], said
+        else:
+            words = ", ".join(key.removeprefix(f"{section}.") for key in keys)
+            yield f"{section}.*", f"{words}: {said}"
+
+
+def _said(fate: KeyFate) -> str:
+    ours = ", ".join(f"{name}: {value_text(value)}" for name, value in fate.ours.items())
+    return "; ".join(part for part in (f"-> {ours}" if ours else "", fate.why) if part) or "as here"
 
 
 def _is_on_hub(path: str) -> bool:

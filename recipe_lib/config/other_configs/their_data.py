@@ -3,14 +3,20 @@
 import os
 from typing import Any
 
-from recipe_lib.config.local_files import DATA_KINDS, is_data
+from recipe_lib.config.local_files import is_data
 from recipe_lib.config.other_configs.conversion import Conversion
 from recipe_lib.config.paths import expand
 from recipe_lib.config.schema_data import HUB
 
 # What `load_dataset` takes in place of a name, with the files in data_files.
 LOADERS = ("json", "csv", "parquet", "text")
-NEEDS_FILES = f"expected files that end in {', '.join(DATA_KINDS)}"
+TEMPLATE = (
+    "the tokenizer's own chat template is used; tokenizer.chat_template takes a Jinja file, `tune data show` the text"
+)
+NOT_HELD_OUT = (
+    "no part of a file, of several datasets or of a part of one is held out: all samples are trained on and nothing is "
+    "validated; validation.source takes a file of samples"
+)
 
 
 def find_source(conversion: Conversion, key: str, *, subset: Any = None, files: Any = None) -> str | None:
@@ -56,25 +62,25 @@ def hold_out(conversion: Conversion, key: str) -> None:
     if not size:
         conversion.drop(key, "is off, as here")
         return
-    if "validation.source" in ours or any(name.startswith("validation.") for name in ours):
+    if any(name.startswith("validation.") for name in (*ours, *conversion.given)):
         conversion.drop(key, "validation.source has the samples")
         return
     source, split = ours.get("data.source"), ours.get("data.split", "train")
     most, percent = ours.get("data.max_samples"), round(float(size) * 100, 6)
     if source is None or not str(source).startswith(HUB) or "[" in split:
-        conversion.drop(key, "no part of files, or of several datasets, is held out: all samples are trained on and "
-                             "nothing is validated; for validation put samples into a file: validation.source")  # fmt: skip
+        conversion.drop(key, NOT_HELD_OUT)
         return
-    how = "there drawn at random, here the last ones of the dataset"
-    kept = {"validation.source": source}
     if most is not None:
         trained = most - (int(size) if size >= 1 else round(most * size))
-        conversion.change(key, {**kept, "data.max_samples": trained, "validation.split": f"{split}[{trained}:{most}]"}, how)
+        parts = {"data.max_samples": trained, "validation.split": f"{split}[{trained}:{most}]"}
     elif size >= 1:
         count = int(size)
-        conversion.change(key, {**kept, "data.split": f"{split}[:-{count}]", "validation.split": f"{split}[-{count}:]"}, how)
+        parts = {"data.split": f"{split}[:-{count}]", "validation.split": f"{split}[-{count}:]"}
     elif percent == int(percent):
         left = 100 - int(percent)
-        conversion.change(key, {**kept, "data.split": f"{split}[:{left}%]", "validation.split": f"{split}[{left}%:]"}, how)
+        parts = {"data.split": f"{split}[:{left}%]", "validation.split": f"{split}[{left}%:]"}
     else:
         conversion.drop(key, "splits are in whole percents: all samples are trained on and nothing is validated")
+        return
+    how = "there drawn at random, here the last samples of those that are used"
+    conversion.change(key, {"validation.source": source, **parts}, how)

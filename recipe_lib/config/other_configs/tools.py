@@ -2,11 +2,11 @@
 
 from types import ModuleType
 
-from recipe_lib.config.other_configs import torchtune
+from recipe_lib.config.other_configs import axolotl, llama_factory, torchtune
 from recipe_lib.config.other_configs.their_file import TheirFile
 from recipe_lib.errors import ConfigError
 
-TOOLS: dict[str, ModuleType] = {module.NAME: module for module in (torchtune,)}
+TOOLS: dict[str, ModuleType] = {module.NAME: module for module in (torchtune, axolotl, llama_factory)}
 
 
 def tool_of(theirs: TheirFile, named: str | None = None) -> ModuleType:

@@ -1,6 +1,7 @@
 """Datasets of torchtune's configs, which name a function, as source, format and columns."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from recipe_lib.config.other_configs.conversion import Conversion
 from recipe_lib.config.other_configs.their_data import LOADERS, carry_split, find_source
@@ -105,7 +106,7 @@ def _convert(conversion: Conversion, section: str, ours: str) -> None:
     source = _source(conversion, section, ours, known, SUBSETS.get(name))
     columns = _columns(conversion, section, known)
     style = conversion.value(f"{section}.conversation_style")
-    named = {f"{ours}.format": STYLES[style][0] if style in STYLES else known.format}
+    named: dict[str, Any] = {f"{ours}.format": STYLES[style][0] if style in STYLES else known.format}
     _carry_columns(conversion, component, ours, columns)
     if known.source and f"{section}.source" not in conversion.theirs.values:
         named[f"{ours}.source"] = source
@@ -114,9 +115,7 @@ def _convert(conversion: Conversion, section: str, ours: str) -> None:
     _carry_rest(conversion, section, ours, known, source)
 
 
-def _source(
-    conversion: Conversion, section: str, ours: str, known: TorchtuneDataset, subset: str | None
-) -> str | None:
+def _source(conversion: Conversion, section: str, ours: str, known: TorchtuneDataset, subset: str | None) -> str | None:
     key = f"{section}.source"
     if key not in conversion.theirs.values:
         if known.source is None:
@@ -166,9 +165,7 @@ def _carry_columns(conversion: Conversion, component: str, ours: str, columns: d
         conversion.refuse(component, "validation has the columns of the training data; rename those in its file")
 
 
-def _carry_rest(
-    conversion: Conversion, section: str, ours: str, known: TorchtuneDataset, source: str | None
-) -> None:
+def _carry_rest(conversion: Conversion, section: str, ours: str, known: TorchtuneDataset, source: str | None) -> None:
     style = f"{section}.conversation_style"
     if conversion.is_on(style) and conversion.value(style) not in STYLES:
         conversion.refuse(style, f"expected {' or '.join(STYLES)}")
