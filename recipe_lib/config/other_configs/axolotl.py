@@ -4,17 +4,20 @@ from recipe_lib.config.other_configs import trainer_keys as trainer
 from recipe_lib.config.other_configs.axolotl_data import convert_datasets
 from recipe_lib.config.other_configs.axolotl_keys import (
     DEFAULTS,
-    NO_METHODS,
+    METHODS,
+    NEEDS,
     NO_RL,
     NULL_MEANS,
     OF_ADAPTERS,
     OF_PAIRS,
     PAIR_LOSSES,
+    QAT_TYPES,
     REFUSED,
     SAME,
     WITHOUT,
 )
 from recipe_lib.config.other_configs.conversion import Conversion, KeyTable, is_off
+from recipe_lib.config.other_configs.methods import is_here, refuse_missing
 from recipe_lib.config.other_configs.their_data import TEMPLATE, hold_out
 from recipe_lib.config.other_configs.their_file import TheirFile
 
@@ -30,22 +33,21 @@ def is_theirs(theirs: TheirFile) -> bool:
 
 def convert(conversion: Conversion) -> None:
     """Notes every key of the file. Raises ConfigError for what cannot be trained here."""
-    for key, why in NO_METHODS:
-        if conversion.asks_for(key):
-            raise conversion.stop(f"{key}: {why}")
+    refuse_missing(conversion, METHODS)
     rl, adapter = conversion.value("rl"), conversion.value("adapter")
-    if rl is not None and rl not in PAIR_LOSSES:
+    if rl is not None and (rl not in PAIR_LOSSES or rl in NEEDS and not is_here(NEEDS[rl])):
         raise conversion.stop(f"rl: {rl}: {NO_RL.get(str(rl), 'expected ' + ', '.join(PAIR_LOSSES))}")
     if not is_off(adapter) and adapter not in ("lora", "qlora"):
         raise conversion.stop(f"adapter: {adapter}: expected lora, qlora, or none")
     adapted = not is_off(adapter)
     conversion.recipe = "lora_finetune_distributed" if adapted else "full_finetune_distributed"
-    if rl is not None:
-        conversion.recipe = "dpo_distributed"
-        conversion.ours |= {"dpo.trainable": "adapters" if adapted else "all", "data.format": "preference"}
+    method = "dpo" if rl is not None else "reward" if conversion.is_on("reward_model") else None
+    if method is not None:
+        conversion.recipe = f"{method}_distributed"
+        conversion.ours[f"{method}.trainable"] = "adapters" if adapted else "all"
     for key in (*(() if adapted else OF_ADAPTERS), *(() if rl is not None else OF_PAIRS)):
         conversion.defaults.pop(key, None)
-    convert_datasets(conversion, pairs=rl is not None)
+    convert_datasets(conversion, "" if method is None else "kto" if rl == "kto" else "preference")
     trainer.convert_fsdp_config(conversion)
     if not adapted:
         for key in conversion.keys():
@@ -72,6 +74,25 @@ def _rl(c: Conversion, key: str) -> None:
         c.carry(key, {"dpo.loss": PAIR_LOSSES[name]})
     if "cpo_alpha" in c.theirs.values:
         c.drop("cpo_alpha", "part of rl: simpo")
+
+
+def _reward(c: Conversion, key: str) -> None:
+    c.carry(key, {"reward.loss": "pairwise"})
+
+
+def _rounded(c: Conversion, key: str) -> None:
+    kind = QAT_TYPES.get(str(c.value(key)).lower())
+    if kind is None:
+        c.refuse(key, f"expected {', '.join(QAT_TYPES)}", may_be_left_out=False)
+    else:
+        c.carry(key, {"qat": kind})
+
+
+def _rounded_inputs(c: Conversion, key: str) -> None:
+    if QAT_TYPES.get(str(c.value(key)).lower()) == QAT_TYPES.get(str(c.value("qat.weight_dtype")).lower()) == "fp8":
+        c.carry(key, {}, "part of qat: fp8")
+    else:
+        c.change(key, {}, "weights alone are rounded, inputs are not")
 
 
 def _alpha(c: Conversion, key: str) -> None:
@@ -148,7 +169,7 @@ def _offloading(c: Conversion, key: str) -> None:
 
 
 def _inputs(c: Conversion, key: str) -> None:
-    if c.recipe == "dpo_distributed":
+    if c.recipe in ("dpo_distributed", "reward_distributed"):
         c.drop(key, "of pairs the answers alone are compared")
     elif "data.train_on" in c.ours:
         c.drop(key, "roles_to_train takes its place")
@@ -231,6 +252,9 @@ TABLE = KeyTable(
         "val_set_size": hold_out,
         "eval_steps": trainer.convert_eval_steps,
         "eval_batch_size": trainer.convert_eval_batch_size,
+        "reward_model": _reward,
+        "qat.weight_dtype": _rounded,
+        "qat.activation_dtype": _rounded_inputs,
         "lora_alpha": _alpha,
         "lora_target_linear": _targets,
         "lora_target_modules": _targets,

@@ -34,6 +34,13 @@ PAIRS: dict[str, dict[str, str]] = {  # after the template's name and a dot
     "argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
     "icr": {"prompt": "input"},
 }
+ANSWERS: dict[str, dict[str, str]] = {  # of `rl: kto`
+    "intel": {"prompt": "question"},
+    "prompt_pairs": {},
+    "ultra": {},
+    "argilla": {"prompt": "instruction"},
+}
+REWARDS = {"chat_template": {"prompt": "input"}}  # after `bradley_terry.`
 # Keys of a `type` that is a section, and of a dataset -> the column of ours that they name.
 FIELDS = {
     "field_instruction": "instruction",
@@ -43,6 +50,8 @@ FIELDS = {
     "field_prompt": "prompt",
     "field_chosen": "chosen",
     "field_rejected": "rejected",
+    "field_completion": "completion",
+    "field_label": "label",
     "field": "text",
     "text_column": "text",
     "field_tools": "tools",
@@ -76,8 +85,9 @@ REFUSED = {
 }
 
 
-def convert_datasets(conversion: Conversion, *, pairs: bool) -> None:
-    """`datasets`, `pretraining_dataset` and the first of `test_datasets`. pairs: they hold two answers."""
+def convert_datasets(conversion: Conversion, pairs: str) -> None:
+    """`datasets`, `pretraining_dataset` and the first of `test_datasets`. pairs: our format of those that hold two
+    answers (`preference`) or one with a label (`kto`), else empty."""
     lists = [name for name in ("datasets", "pretraining_dataset") if _sections(conversion, name)]
     found = [section for name in lists for section in _sections(conversion, name)]
     if not found:
@@ -100,7 +110,7 @@ def _sections(conversion: Conversion, name: str) -> list[str]:
     return sorted(listed, key=lambda section: int(section.rpartition("[")[2][:-1]))
 
 
-def _convert(conversion: Conversion, section: str, ours: str, pairs: bool) -> None:
+def _convert(conversion: Conversion, section: str, ours: str, pairs: str) -> None:
     if section in conversion.theirs.values:  # `pretraining_dataset: NAME`
         source = find_source(conversion, section)
         if source is not None:
@@ -122,9 +132,9 @@ def _convert(conversion: Conversion, section: str, ours: str, pairs: bool) -> No
     else:
         conversion.faults.append(f"{conversion.theirs.shown}: {section}.path is missing")
     columns |= _fields(conversion, section, what)
-    if what in ("messages", "sharegpt") and not pairs:
+    if what in ("messages", "sharegpt"):
         what = _messages(conversion, section, what, columns)
-    elif pairs:
+    elif pairs == "preference":
         _pair_messages(conversion, section, columns)
     named_columns = {ours_name: theirs for ours_name, theirs in columns.items() if ours_name != theirs}
     _set_columns(conversion, section, ours, named_columns)
@@ -135,17 +145,18 @@ def _convert(conversion: Conversion, section: str, ours: str, pairs: bool) -> No
     _rest(conversion, section, ours, source)
 
 
-def _kind(conversion: Conversion, section: str, key: str, pairs: bool) -> tuple[str | None, dict[str, str], str]:
+def _kind(conversion: Conversion, section: str, key: str, pairs: str) -> tuple[str | None, dict[str, str], str]:
     """Format, columns and what is different; None after a fault was noted."""
     if conversion.theirs.under(key) not in ([], [key]):  # a section: fields with names of their own
-        return ("preference" if pairs else "alpaca"), {}, ""
+        return pairs or "alpaca", {}, ""
     named = str(conversion.value(key) or ("pretrain" if section.startswith("pretraining") else ""))
     template, _, rest = named.partition(".")
     if pairs:
-        if (rest or template) in PAIRS:
+        kinds = ANSWERS if pairs == "kto" else REWARDS if template == "bradley_terry" else PAIRS
+        if (rest or template) in kinds:
             why = "" if template == "chat_template" else "the text is the tokenizer's chat template"
-            return "preference", dict(PAIRS[rest or template]), why
-        known = ", ".join(f"TEMPLATE.{name}" for name in PAIRS)
+            return pairs, dict(kinds[rest or template]), why
+        known = ", ".join(f"TEMPLATE.{name}" for name in kinds)
     else:
         if named in INSTRUCTIONS or template in ("sharegpt", "alpaca") and ":" not in named and not rest:
             what, columns, why = INSTRUCTIONS[named if named in INSTRUCTIONS else template]

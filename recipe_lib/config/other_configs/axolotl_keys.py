@@ -28,30 +28,33 @@ OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_linear", "lo
 
 OF_PAIRS = ("rl_beta",)
 
-# A key that asks for a method without a recipe here, and what is missing.
-NO_METHODS = (
-    ("reward_model", "there is no recipe for reward models"),
-    ("process_reward_model", "there is no recipe for reward models"),
-    ("gkd_trainer", "there is no recipe for distillation on a student's own samples"),
-    ("kd_trainer", "there is no recipe for distillation"),
-    ("ebft", "there is no recipe for it"),
-    ("qat", "there is no quantization-aware training"),
-    ("relora_steps", "adapters are not merged and restarted while they train"),
-    ("relora", "adapters are not merged and restarted while they train"),
-    ("gptq", "weights in GPTQ's format are not trained on; lora.quantize_base quantizes while it reads"),
-    ("is_multimodal", "there are no images here, only text"),
-    ("processor_type", "there are no images here, only text"),
-    ("trl.use_vllm", "there is no recipe for reinforcement learning; dpo_distributed trains on pairs"),
+# Methods: a key or section that asks for one, the key of ours that it needs, what is missing without that.
+METHODS = (
+    ("reward_model", "reward.loss", "there is no recipe for reward models"),
+    ("process_reward_model", "", "there is no recipe for rewards of steps"),
+    ("gkd_trainer", "", "there is no recipe for distillation on a student's own samples"),
+    ("kd_trainer", "", "log-probabilities that a dataset has are not read; there is no recipe for it"),
+    ("ebft", "", "there is no recipe for it"),
+    ("qat", "qat", "there is no quantization-aware training"),
+    ("relora_steps", "", "adapters are not merged and restarted while they train"),
+    ("relora", "", "adapters are not merged and restarted while they train"),
+    ("gptq", "", "weights in GPTQ's format are not trained on; lora.quantize_base quantizes while it reads"),
+    ("is_multimodal", "", "there are no images here, only text"),
+    ("processor_type", "", "there are no images here, only text"),
+    ("trl", "", "there is no recipe for reinforcement learning; dpo_distributed trains on pairs"),
 )
 
 NO_RL = {
-    "kto": "there is no recipe for KTO; dpo_distributed trains on pairs",
+    "kto": "there is no KTO; dpo_distributed trains on pairs",
     "orpo": "there is no ORPO; dpo.loss=simpo needs no reference either",
     "grpo": "there is no recipe for reinforcement learning; dpo_distributed trains on pairs",
     "gdpo": "there is no recipe for reinforcement learning; dpo_distributed trains on pairs",
 }
 
-PAIR_LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo"}
+# `rl` -> dpo.loss, and the key of ours that it needs.
+PAIR_LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "kto": "kto"}
+NEEDS = {"kto": "dpo.desirable_weight"}
+QAT_TYPES = {"int4": "int4", "int8": "int8", "float8": "fp8", "float8_e4m3fn": "fp8", "fp8": "fp8"}
 
 _KERNELS = "kernels compute the same: fused_kernels, memory.loss_kernel"
 _ATTENTION = "attention takes the fastest kernel that is right"
@@ -73,6 +76,11 @@ SAME = {
     "dpo_beta": "dpo.beta",
     "dpo_label_smoothing": "dpo.label_smoothing",
     "simpo_gamma": "dpo.simpo_gamma",
+    "kto_desirable_weight": "dpo.desirable_weight",
+    "kto_undesirable_weight": "dpo.undesirable_weight",
+    "center_rewards_coefficient": "reward.center_rewards_coefficient",
+    "qat.group_size": "qat_group_size",
+    "qat.fake_quant_after_n_steps": "qat_start_step",
     "cosine_min_lr_ratio": "lr_scheduler.min_lr_ratio",
     "wandb_name": "log.run_name",
     "wandb_run_name": "log.run_name",
@@ -87,6 +95,7 @@ SAME = {
 }  # fmt: skip
 WITHOUT = {
     **trainer.WITHOUT,
+    "num_labels": "a reward model has one",
     "model_type": "the model's config.json says it",
     "tokenizer_type": "the tokenizer's files say it",
     "is_llama_derived_model": "the model's config.json says it",
@@ -157,6 +166,7 @@ WITHOUT = {
 }  # fmt: skip
 REFUSED = {
     **trainer.REFUSED,
+    "qat.quantize_embedding": "the layers' linears are rounded, the embedding is not",
     "special_tokens": "tokens are those of the tokenizer's files; change them there",
     "tokens": "no token is added; add it to the model's folder first",
     "added_tokens_overrides": "no token is added; add it to the model's folder first",

@@ -5,7 +5,7 @@ from recipe_lib.config.other_configs.conversion import Conversion, KeyTable
 from recipe_lib.config.other_configs.llama_factory_data import convert_datasets
 from recipe_lib.config.other_configs.llama_factory_keys import (
     DEFAULTS,
-    NO_METHODS,
+    METHODS,
     NO_STAGES,
     NULL_MEANS,
     OF_ADAPTERS,
@@ -16,6 +16,7 @@ from recipe_lib.config.other_configs.llama_factory_keys import (
     STAGES,
     WITHOUT,
 )
+from recipe_lib.config.other_configs.methods import is_here, refuse_missing
 from recipe_lib.config.other_configs.their_data import TEMPLATE, hold_out
 from recipe_lib.config.other_configs.their_file import TheirFile
 
@@ -37,20 +38,21 @@ def convert(conversion: Conversion) -> None:
             raise conversion.stop(f"{key}: {instead}")
     if not any(conversion.theirs.under(key) for key in ("stage", "do_train", "dataset", "finetuning_type")):
         raise conversion.stop("it has no dataset and trains nothing; `tune generate MODEL` is for talking to a model")
-    for key, why in NO_METHODS:
-        if conversion.is_on(key):
-            raise conversion.stop(f"{key}: {why}")
+    refuse_missing(conversion, METHODS)
     stage, kind = str(conversion.value("stage")), str(conversion.value("finetuning_type"))
-    if stage not in STAGES:
+    if stage not in STAGES or (STAGES[stage] and not is_here(STAGES[stage])):
         raise conversion.stop(f"stage: {stage}: {NO_STAGES.get(stage, 'expected ' + ', '.join(STAGES))}")
     if kind not in ("lora", "full"):
         raise conversion.stop(f"finetuning_type: {kind}: there is none of it; choose full or lora")
     adapted = kind == "lora"
     conversion.recipe = "lora_finetune_distributed" if adapted else "full_finetune_distributed"
-    if stage == "dpo":
-        conversion.recipe = "dpo_distributed"
-        conversion.ours |= {"dpo.trainable": "adapters" if adapted else "all", "data.format": "preference"}
-    for key in (*(() if adapted else OF_ADAPTERS), *(() if stage == "dpo" else OF_PAIRS)):
+    method = {"dpo": "dpo", "kto": "dpo", "rm": "reward"}.get(stage)
+    if method:
+        conversion.recipe = f"{method}_distributed"
+        conversion.ours[f"{method}.trainable"] = "adapters" if adapted else "all"
+    if stage == "kto":
+        conversion.defaults["pref_loss"] = "kto"
+    for key in (*(() if adapted else OF_ADAPTERS), *(() if method == "dpo" else OF_PAIRS)):
         conversion.defaults.pop(key, None)
     convert_datasets(conversion, stage)
     trainer.convert_fsdp_config(conversion)
@@ -168,8 +170,8 @@ def _history(c: Conversion, key: str) -> None:
 
 def _loss(c: Conversion, key: str) -> None:
     name = str(c.value(key))
-    if name in ("sigmoid", "ipo", "simpo"):
-        c.carry(key, {"dpo.loss": name})
+    if name in ("sigmoid", "ipo", "simpo") or c.value("stage") == "kto":
+        c.carry(key, {"dpo.loss": "kto" if c.value("stage") == "kto" else name})
     else:
         c.refuse(key, "expected sigmoid, ipo or simpo", may_be_left_out=False)
 

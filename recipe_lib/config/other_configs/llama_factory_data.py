@@ -27,7 +27,7 @@ _TAGS = {
     "function_tag": "function_call",
 }
 _OPENAI = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-_NOT_READ = ("history", "images", "videos", "audios", "kto_tag", "script_url", "cloud_file_name", "folder")
+_NOT_READ = ("history", "images", "videos", "audios", "script_url", "cloud_file_name", "folder")
 
 
 def convert_datasets(conversion: Conversion, stage: str) -> None:
@@ -114,9 +114,11 @@ def _layout(
 ) -> tuple[str, dict[str, str]]:
     """Format, and columns of theirs by ours."""
     columns, ranked = about.get("columns", {}), bool(about.get("ranking"))
-    if ranked != (stage == "dpo"):
+    if ranked != (stage in ("dpo", "rm")):
         found = "pairs of answers" if ranked else "one answer"
         conversion.refuse(key, f"{name} has {found}, stage is {stage}", may_be_left_out=False)
+    if stage == "kto":
+        return _labeled(conversion, key, name, about)
     if stage == "pt":
         return "text", {"text": columns.get("prompt", "text")}
     shared = about.get("formatting", "alpaca") != "alpaca"
@@ -136,3 +138,12 @@ def _layout(
         return "preference", {"conversations": column, **both}
     more = {word: columns[word] for word in ("system", "tools") if word in columns}
     return ("messages", {"messages": column, **more}) if is_openai else ("sharegpt", {"conversations": column, **more})
+
+
+def _labeled(conversion: Conversion, key: str, name: str, about: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """Answers with a label."""
+    columns = about.get("columns", {})
+    if about.get("formatting", "alpaca") != "alpaca" or "kto_tag" not in columns:
+        conversion.refuse(key, f"{name} has no columns prompt, response and kto_tag", may_be_left_out=False)
+    answer = {"prompt": columns.get("prompt", "instruction"), "completion": columns.get("response", "output")}
+    return "kto", {**answer, "label": columns.get("kto_tag", "label")}

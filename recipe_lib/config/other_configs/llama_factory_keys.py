@@ -42,30 +42,31 @@ OTHER_PURPOSES = (
     ("task", "it measures a model; `tune eval MODEL` does"),
 )
 
-# A key that asks for a method without a recipe here, and what is missing.
-NO_METHODS = (
-    ("use_galore", "there is no GaLore; optimizer.state_bits=8 takes less memory"),
-    ("use_apollo", "there is no APOLLO; optimizer.state_bits=8 takes less memory"),
-    ("use_badam", "there is no BAdam; memory.stream_layers trains all layers with the memory of few"),
-    ("use_adam_mini", "there is no Adam-mini; optimizer.state_bits=8 takes less memory"),
-    ("use_llama_pro", "there is no training of some layers; choose full or lora"),
-    ("mixture_of_depths", "there are no mixtures of depths"),
-    ("use_dft_loss", "the loss is cross-entropy"),
-    ("use_eaft_loss", "the loss is cross-entropy"),
-    ("use_asft_loss", "the loss is cross-entropy"),
-    ("quantize_aware_training", "there is no quantization-aware training"),
-    ("image_max_pixels", "there are no images here, only text"),
-    ("video_max_pixels", "there are no images here, only text"),
-    ("freeze_vision_tower", "there are no images here, only text"),
+# Methods: a key that asks for one, the key of ours that it needs, what is missing without that.
+METHODS = (
+    ("use_galore", "", "there is no GaLore; optimizer.state_bits=8 takes less memory"),
+    ("use_apollo", "", "there is no APOLLO; optimizer.state_bits=8 takes less memory"),
+    ("use_badam", "", "there is no BAdam; memory.stream_layers trains all layers with the memory of few"),
+    ("use_adam_mini", "", "there is no Adam-mini; optimizer.state_bits=8 takes less memory"),
+    ("use_llama_pro", "", "there is no training of some layers; choose full or lora"),
+    ("mixture_of_depths", "", "there are no mixtures of depths"),
+    ("use_dft_loss", "", "the loss is cross-entropy"),
+    ("use_eaft_loss", "", "the loss is cross-entropy"),
+    ("use_asft_loss", "", "the loss is cross-entropy"),
+    ("quantize_aware_training", "", "there is no quantization-aware training"),
+    ("image_max_pixels", "", "there are no images here, only text"),
+    ("video_max_pixels", "", "there are no images here, only text"),
+    ("freeze_vision_tower", "", "there are no images here, only text"),
 )
 
 NO_STAGES = {
     "ppo": "there is no recipe for reinforcement learning; stage dpo trains on pairs",
-    "kto": "there is no recipe for KTO; stage dpo trains on pairs",
+    "kto": "there is no KTO; stage dpo trains on pairs",
     "rm": "there is no recipe for reward models",
 }
 
-STAGES = ("sft", "pt", "dpo")
+# `stage`, and the key of ours that it needs.
+STAGES = {"sft": "", "pt": "", "dpo": "", "kto": "dpo.desirable_weight", "rm": "reward.loss"}
 
 _IMAGES = "there are no images here, only text"
 _GENERATES = "`tune generate` takes what a generation needs"
@@ -86,6 +87,8 @@ SAME = {
     "pref_beta": "dpo.beta",
     "dpo_label_smoothing": "dpo.label_smoothing",
     "simpo_gamma": "dpo.simpo_gamma",
+    "kto_chosen_weight": "dpo.desirable_weight",
+    "kto_rejected_weight": "dpo.undesirable_weight",
     "sequence_parallel_size": "parallel.context",
     "moe_aux_loss_coef": "router_aux_loss_coef",
 }  # fmt: skip
@@ -145,7 +148,6 @@ WITHOUT = {
     "apollo_*": "part of use_apollo",
     "badam_*": "part of use_badam",
     "ppo_*": "part of stage: ppo",
-    "kto_*": "part of stage: kto",
     "freeze_trainable_*": "part of finetuning_type: freeze",
     "ref_model_quantization_bit": "the reference is the model before training",
 }  # fmt: skip

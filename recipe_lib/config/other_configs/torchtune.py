@@ -4,16 +4,19 @@ import os
 import re
 
 from recipe_lib.config.other_configs.conversion import Conversion, KeyTable
+from recipe_lib.config.other_configs.methods import refuse_missing
 from recipe_lib.config.other_configs.schedules import WARM_UP
 from recipe_lib.config.other_configs.their_file import TheirFile
 from recipe_lib.config.other_configs.torchtune_data import convert_datasets
 from recipe_lib.config.other_configs.torchtune_keys import (
     ATTENTION,
     DEFAULTS,
-    NO_METHODS,
+    DIVERGENCES,
+    METHODS,
     NULL_MEANS,
     OPTIMIZERS,
     OTHER_PURPOSES,
+    QUANTIZERS,
     REFUSED,
     SAME,
     TRACKERS,
@@ -41,8 +44,11 @@ def convert(conversion: Conversion) -> None:
     pairs = str(conversion.value("loss._component_")).endswith(("DPOLoss", "RSOLoss"))
     recipe = "lora_finetune_distributed" if adapted else "full_finetune_distributed"
     conversion.recipe = "dpo_distributed" if pairs else recipe
-    if pairs:
-        conversion.ours["dpo.trainable"] = "adapters" if adapted else "all"
+    if conversion.asks_for("teacher_model"):
+        conversion.recipe = "distill_distributed"
+    section = {"dpo_distributed": "dpo", "distill_distributed": "distill"}.get(conversion.recipe)
+    if section:
+        conversion.ours[f"{section}.trainable"] = "adapters" if adapted else "all"
     if not adapted:
         del conversion.defaults["model.lora_rank"], conversion.defaults["model.lora_alpha"]
     convert_datasets(conversion)
@@ -60,9 +66,7 @@ def _check_purpose(conversion: Conversion) -> None:
         if word in builder or any(word in str(value) for key, value in conversion.theirs.values.items()
                                   if key.endswith("._component_")):  # fmt: skip
             raise conversion.stop(f"model._component_: {builder}: {why}")
-    for key, why in NO_METHODS:
-        if conversion.is_on(key):
-            raise conversion.stop(f"{key}: {conversion.value(key)}: {why}")
+    refuse_missing(conversion, METHODS)
 
 
 def _model(c: Conversion, key: str) -> None:
@@ -74,24 +78,47 @@ def _model(c: Conversion, key: str) -> None:
         c.refuse(key, f"expected a builder of one of {', '.join(FAMILIES)}", may_be_left_out=False)
         return
     if preset := PRESETS.get(size):
-        c.notes.append(f"before the weights are here: tune plan CONFIG ~model.path model.preset={preset}")
+        without_weights = f"~model.path model.preset={preset} tokenizer.path=examples/demo/tokenizer"
+        c.notes.append(f"before the weights are here: tune plan CONFIG {without_weights}")
     quantized = {"lora.quantize_base": "nf4"} if builder.startswith("qlora_") else {}
     c.carry(key, quantized, "the folder's config.json has the architecture" if not quantized else "")
 
 
+def _teacher(c: Conversion, key: str) -> None:
+    c.carry(key, {}, "the folder's config.json has the architecture")
+
+
+def _divergence(c: Conversion, key: str) -> None:
+    name = str(c.value(key)).rpartition(".")[2].removesuffix("WithChunkedOutputLoss").removesuffix("Loss")
+    if name in DIVERGENCES:
+        c.carry(key, {"distill.divergence": DIVERGENCES[name]})
+    else:
+        c.refuse(key, "no such divergence; there are the losses of ForwardKL and ReverseKL", may_be_left_out=False)
+
+
+def _quantizer(c: Conversion, key: str) -> None:
+    name = str(c.value(key)).rpartition(".")[2]
+    if name not in QUANTIZERS:
+        c.refuse(key, f"no such quantizer; known are {', '.join(QUANTIZERS)}", may_be_left_out=False)
+        return
+    kind, why = QUANTIZERS[name]
+    c.defaults["quantizer.groupsize"] = 256
+    (c.change if why else c.carry)(key, {"qat": kind}, why)
+
+
 def _checkpoint_dir(c: Conversion, key: str) -> None:
     """A folder that is here stays; of one that is not, the hub's name, if the file's `tune download` line has it."""
-    folder = str(c.value(key)).rstrip("/")
+    folder, ours = str(c.value(key)).rstrip("/"), "distill.teacher" if key.startswith("teacher") else "model.path"
     outer = folder.removesuffix("/original")  # Meta's own files, in a folder of Hugging Face's
     if os.path.isdir(expand(outer)):
         note = c.change if outer != folder else c.carry
-        note(key, {"model.path": outer}, "the folder above has the same weights in Hugging Face's layout")
+        note(key, {ours: outer}, "the folder above has the same weights in Hugging Face's layout")
         return
     named = hub_name(c.theirs, outer)
     if named is None:
-        c.carry(key, {"model.path": outer})
+        c.carry(key, {ours: outer})
     else:
-        c.change(key, {"model.path": named}, "there is no such folder here; the file's own download line has the name")
+        c.change(key, {ours: named}, "there is no such folder here; the file's own download line has the name")
 
 
 def hub_name(theirs: TheirFile, folder: str) -> str | None:
@@ -285,6 +312,10 @@ TABLE = KeyTable(
     converted={
         "model._component_": _model,
         "checkpointer.checkpoint_dir": _checkpoint_dir,
+        "teacher_checkpointer.checkpoint_dir": _checkpoint_dir,
+        "teacher_model._component_": _teacher,
+        "kd_loss._component_": _divergence,
+        "quantizer._component_": _quantizer,
         "ref_checkpointer.checkpoint_dir": _reference,
         "tokenizer.path": _tokenizer,
         "tokenizer.prompt_template": _prompt_template,

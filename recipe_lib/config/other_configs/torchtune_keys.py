@@ -20,11 +20,17 @@ OTHER_PURPOSES = (
     ("max_new_tokens", "it generates", "`tune generate MODEL` does"),
 )
 
-# Methods that have no recipe here: a key that asks for one, and what is missing.
-NO_METHODS = (
-    ("teacher_model._component_", "there is no recipe for distillation"),
-    ("quantizer._component_", "there is no quantization-aware training"),
+# Methods: a key that asks for one, the key of ours that it needs, what is missing without that.
+METHODS = (
+    ("teacher_model", "distill.teacher", "there is no recipe for distillation"),
+    ("quantizer", "qat", "there is no quantization-aware training"),
 )
+# Divergences, and fake quantizers: what is rounded there besides the weights.
+DIVERGENCES = {"ForwardKL": "forward_kl", "ReverseKL": "reverse_kl"}
+QUANTIZERS = {
+    "Int8DynActInt4WeightQATQuantizer": ("int4", "weights alone are rounded; there inputs too, to int8 token by token"),
+    "Int4WeightOnlyQATQuantizer": ("int4", ""),
+}
 
 OPTIMIZERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     # component: our keys; torch's or bitsandbytes' defaults; what is different
@@ -107,9 +113,12 @@ SAME = {
     "keep_last_n_checkpoints": "checkpoint.keep_last_n",
     "metric_logger.project": "log.project",
     "metric_logger.name": "log.run_name",
+    "kd_ratio": "distill.weight",
+    "quantizer.groupsize": "qat_group_size",
+    "fake_quant_after_n_steps": "qat_start_step",
 }  # fmt: skip
 WITHOUT = {
-    **{f"{section}.{word}": why for section in ("checkpointer", "ref_checkpointer")
+    **{f"{section}.{word}": why for section in ("checkpointer", "ref_checkpointer", "teacher_checkpointer")
        for word, why in _CHECKPOINTER.items()},
     "tokenizer._component_": "the folder's tokenizer files say what it is",
     "tokenizer.merges_file": "tokenizer.json has the merges",
@@ -127,12 +136,14 @@ WITHOUT = {
     "cudnn_deterministic_mode": "a run that is resumed is bitwise the same without it",
     "enable_async_checkpointing": "a state is written between two steps",
     "collate_fn": "batches are padded to their longest sequence",
+    "kd_loss.num_output_chunks": "the divergence is computed in memory.loss_chunks pieces",
     "low_cpu_ram": "weights are read one by one",
 }  # fmt: skip
 REFUSED = {
     "resume_from_checkpoint": f"a state of torchtune's cannot be gone on with; {_RESUMED}",
     "checkpointer.recipe_checkpoint": f"a state of torchtune's cannot be gone on with; {_RESUMED}",
     "checkpointer.adapter_checkpoint": "is torchtune's; lora.adapter_path goes on with a folder of PEFT's",
+    "teacher_checkpointer.recipe_checkpoint": "the teacher is a folder in the Hugging Face layout",
     "ref_checkpointer.recipe_checkpoint": "the reference is the model before training",
     "data_parallel_dim": "expected data_parallel_shard_dim or data_parallel_replicate_dim",
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from typing import Any
 
 from recipe_lib.config.other_configs.conversion import Conversion, is_off
+from recipe_lib.config.other_configs.methods import is_here
 from recipe_lib.config.other_configs.schedules import WARM_UP
 
 # `optim` of the Trainer -> bits of a state, None: the states have the parameters' type.
@@ -24,6 +25,7 @@ SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "co
 _DECAY = "here of every parameter, there not of norms and biases"
 _ENDS_RUN = "there it alone ends the run, however many epochs that is; so epochs is 1000 here"
 _MANY_EPOCHS = 1000
+_PATIENCE = "early_stopping_patience"
 
 # PEFT's names of linears are ours.
 EVERY_LINEAR = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
@@ -99,7 +101,8 @@ def convert_warmup(c: Conversion, key: str) -> None:
 
 def convert_weight_decay(c: Conversion, key: str) -> None:
     """`weight_decay`: adapters have neither norms nor biases."""
-    decays_all = c.recipe == "lora_finetune_distributed" or c.ours.get("dpo.trainable") == "adapters"
+    trained = [value for name, value in c.ours.items() if name.endswith(".trainable")]
+    decays_all = c.recipe == "lora_finetune_distributed" or trained == ["adapters"]
     value = c.value(key)
     if value and not decays_all:
         c.change(key, {"optimizer.weight_decay": value}, _DECAY)
@@ -226,6 +229,34 @@ def convert_fsdp_config(c: Conversion, section: str = "fsdp_config") -> None:
             c.refuse(key, "is no key of FSDP's that is known here")
 
 
+def convert_best(c: Conversion, key: str) -> None:
+    """`load_best_model_at_end` and what says which is best."""
+    if key == "load_best_model_at_end" and not c.value(key):
+        c.drop(key, "is off, as here")
+    elif key != "load_best_model_at_end" and not (c.value("load_best_model_at_end") or c.is_on(_PATIENCE)):
+        c.drop(key, "the model of the last step is saved, there too")
+    elif not is_here("checkpoint.keep_best"):
+        c.refuse(key, "the model of the last step is saved")
+    elif key == "load_best_model_at_end":
+        c.carry(key, {"checkpoint.keep_best": True})
+    elif key == "greater_is_better":
+        c.carry(key, {"checkpoint.greater_is_better": bool(c.value(key))})
+    elif str(c.value(key)) in ("loss", "eval_loss"):
+        c.carry(key, {"checkpoint.best_metric": "validation_loss"})
+    else:
+        c.refuse(key, "expected eval_loss; checkpoint.best_metric names numbers of our validation")
+
+
+def convert_patience(c: Conversion, key: str) -> None:
+    """`early_stopping_patience`: validations without a better one."""
+    if is_off(c.value(key)):
+        c.drop(key, "is off, as here")
+    elif is_here("validation.patience"):
+        c.carry(key, {"validation.patience": c.value(key)})
+    else:
+        c.refuse(key, "a run ends after its steps")
+
+
 def target_modules(names: list[str]) -> list[str]:
     """PEFT's list of linears, shorter where it is all of them."""
     return ["all-linear"] if set(names) == EVERY_LINEAR else names
@@ -257,6 +288,8 @@ CONVERTED = {
     "report_to": convert_trackers,
     "deepspeed": convert_deepspeed,
     "fsdp": convert_sharding,
+    "early_stopping_patience": convert_patience,
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), convert_best),
 }
 DEFAULTS: dict[str, Any] = {
     "adam_beta1": 0.9,
@@ -276,9 +309,6 @@ WITHOUT = {
     "save_only_model": _STATES,
     "save_safetensors": "files are safetensors",
     "save_first_step": _STATES,
-    "load_best_model_at_end": "the model of the last step is saved",
-    "metric_for_best_model": "the model of the last step is saved",
-    "greater_is_better": "the model of the last step is saved",
     "eval_strategy": _VALIDATES,
     "evaluation_strategy": _VALIDATES,
     "evals_per_epoch": _VALIDATES,
@@ -327,5 +357,4 @@ REFUSED = {
     "loraplus_lr_ratio": "both matrices of an adapter have one learning rate",
     "loraplus_lr_embedding": "every parameter has one learning rate",
     "auto_find_batch_size": "`tune plan --search` finds the batch size before the run",
-    "early_stopping_patience": "a run ends after its steps",
 }
