@@ -35,8 +35,9 @@ def convert(conversion: Conversion) -> None:
     """Notes every key of the file. Raises ConfigError for what cannot be trained here."""
     refuse_missing(conversion, METHODS)
     rl, adapter = conversion.value("rl"), conversion.value("adapter")
+    rl = None if rl is None else str(rl)
     if rl is not None and (rl not in PAIR_LOSSES or rl in NEEDS and not is_here(NEEDS[rl])):
-        raise conversion.stop(f"rl: {rl}: {NO_RL.get(str(rl), 'expected ' + ', '.join(PAIR_LOSSES))}")
+        raise conversion.stop(f"rl: {rl}: {NO_RL.get(rl, 'expected ' + ', '.join(PAIR_LOSSES))}")
     if not is_off(adapter) and adapter not in ("lora", "qlora"):
         raise conversion.stop(f"adapter: {adapter}: expected lora, qlora, or none")
     adapted = not is_off(adapter)

@@ -89,7 +89,7 @@ class Conversion:
         said = f"{show(key)}: {quote(str(self.value(key)))}"
         remedy = f"; --without {show(key)} imports the rest" if may_be_left_out else ""
         self.faults.append(f"{self.theirs.place(key)}: {said}: {why}{remedy}")
-        self.drop(key, why)
+        self.drop_once(key, why)
 
     def names_samples(self) -> bool:
         """Whether the user names samples, in place of those of the file."""
@@ -133,7 +133,7 @@ class KeyTable:
                 if conversion.value(key) is None and key not in conversion.null_means:
                     conversion.drop(key, "not set")
                 else:
-                    convert(conversion, key)
+                    _convert(conversion, key, convert)
         for key in conversion.keys():
             if not conversion.noted(key):
                 self._apply_row(conversion, key)
@@ -155,6 +155,13 @@ class KeyTable:
             conversion.drop(key, "is off, as here")
         else:
             conversion.refuse(key, f"is no key of {conversion.tool} that is known here")
+
+
+def _convert(conversion: Conversion, key: str, convert: Convert) -> None:
+    try:
+        convert(conversion, key)
+    except (AttributeError, TypeError, ValueError):  # text where a number is expected, a list where text is
+        conversion.refuse(key, "is no value of this key", may_be_left_out=False)
 
 
 def of_section(table: Mapping[str, str], key: str) -> str | None:

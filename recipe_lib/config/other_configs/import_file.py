@@ -12,6 +12,7 @@ from recipe_lib.config.check import COMMAND_LINE
 from recipe_lib.config.describe import value_text
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.load import ALTERNATIVES, Loaded, load
+from recipe_lib.config.local_files import is_hub_id
 from recipe_lib.config.other_configs.conversion import CARRIED, CHANGED, DEFAULT, DROPPED, Conversion, KeyFate, without
 from recipe_lib.config.other_configs.their_file import read_their_file
 from recipe_lib.config.other_configs.tools import tool_of
@@ -46,13 +47,13 @@ class Imported:
         """The config as text. name: of its file, for the command in its header."""
         counts = self.counts()
         about = (
-            f"Imported from {self.source} of {self.tool}: {counts[CARRIED]} keys carried, {counts[CHANGED]} with "
+            f"Imported from {show(self.source)} of {self.tool}: {counts[CARRIED]} keys carried, {counts[CHANGED]} with "
             f"another effect, {counts[DROPPED]} dropped; `tune import` says which and why."
         )
         header = [f"# {line}" for line in textwrap.wrap(about, 116)]
-        path = self.settings.get("model.path")
-        commands = [f"tune download {path}"] if path and _is_on_hub(path) else []
-        commands.append(f"tune run {self.recipe} --config {name}")
+        models = [self.settings.get(name) for name in ("model.path", "distill.teacher")]
+        commands = [f"tune download {name}" for name in models if name and is_hub_id(name)]
+        commands.append(f"tune run {self.recipe} --config {show(name)}")
         return "\n".join([*header, "#", *(f"#   {line}" for line in commands), *self._body()]) + "\n"
 
     def _body(self) -> list[str]:
@@ -182,9 +183,3 @@ def _grouped(fates: dict[str, KeyFate]) -> Iterator[tuple[str, str]]:
 def _said(fate: KeyFate) -> str:
     ours = ", ".join(f"{name}: {value_text(value)}" for name, value in fate.ours.items())
     return "; ".join(part for part in (f"-> {ours}" if ours else "", fate.why) if part) or "as here"
-
-
-def _is_on_hub(path: str) -> bool:
-    from recipe_lib.config.local_files import is_hub_id
-
-    return is_hub_id(path)

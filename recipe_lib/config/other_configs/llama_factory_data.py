@@ -44,7 +44,8 @@ def _convert(conversion: Conversion, key: str, stage: str) -> None:
     if not conversion.is_on(key):
         raise conversion.stop(f"{key} is missing, which says what is trained on; data.source=FILE names samples")
     value = conversion.value(key)
-    names = value if isinstance(value, list) else [part.strip() for part in str(value).split(",") if part.strip()]
+    words = value if isinstance(value, list) else str(value).split(",")
+    names = [str(word).strip() for word in words if str(word).strip()]
     folder, described = _described(conversion, key, names)
     sections = ["data"] if len(names) == 1 else [f"data.sources[{number}]" for number in range(len(names))]
     if key == "eval_dataset":
@@ -59,6 +60,8 @@ def _convert(conversion: Conversion, key: str, stage: str) -> None:
             conversion.refuse(key, f"{folder / INFO} has no dataset {show(name)}", may_be_left_out=False)
             return
         found = _source(conversion, key, name, folder, about, stage)
+        if conversion.noted(key):  # refused
+            return
         if section == "validation":
             found.pop("columns", None)
         ours |= {f"{section}.{word}": one for word, one in found.items()}

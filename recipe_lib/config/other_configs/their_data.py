@@ -29,7 +29,7 @@ def find_source(conversion: Conversion, key: str, *, subset: Any = None, files: 
         conversion.refuse(key, "storage by URL is not read; copy the files here", may_be_left_out=False)
         return None
     if name in LOADERS:
-        found = [files] if isinstance(files, str) else files or []
+        found = files if isinstance(files, list) else [] if files is None else [files]
         if len(found) != 1:
             conversion.refuse(key, f"{len(found)} data_files, expected one file or folder", may_be_left_out=False)
             return None

@@ -57,6 +57,9 @@ def read_their_file(path: str) -> TheirFile:
     if document.top.kind != "mapping":
         raise ConfigError(f"{shown}: expected keys with values")
     found = list(_leaves("", document.top))
+    for key, value, line in found:
+        if isinstance(value, list) and any(isinstance(item, list) for item in value):
+            raise ConfigError(f"{shown}:{line}: {show(key)}: found a list in a list, expected plain values")
     comments = [
         line.lstrip(" \t")[1:].strip()
         for line in file.read_text(encoding="utf-8-sig").splitlines()
