@@ -108,8 +108,8 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
         (["generat", "x"], "error: tune: unknown verb 'generat'; did you mean generate?"),
         (
             ["zzz"],
-            "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, validate, download, data, plan, tp-plan, "
-            "doctor, run, export, generate, completion",
+            "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, import, validate, download, data, plan, "
+            "tp-plan, doctor, run, export, generate, completion",
         ),
         (
             ["--verbos"],

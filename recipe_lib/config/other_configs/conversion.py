@@ -106,6 +106,10 @@ class Conversion:
     def _note(self, key: str, fate: KeyFate) -> None:
         if key in self.fates:
             raise AssertionError(f"{self.tool}: {key} is noted twice")
+        if fate.kind == DEFAULT:  # what the file says under another name stands
+            fate = KeyFate(
+                DEFAULT, {name: value for name, value in fate.ours.items() if name not in self.ours}, fate.why
+            )
         self.fates[key] = fate
         self.ours.update(fate.ours)
 

@@ -83,7 +83,8 @@ class Imported:
         return "".join(f"{f'{key:{width}}  {text}'.rstrip()}\n" for key, text in rows)
 
     def _is_shown(self, fate: KeyFate) -> bool:
-        return fate.kind != DEFAULT or any(name in self.settings for name in fate.ours) or not fate.ours
+        is_ours = not any(name in self.settings for name in fate.ours) if fate.ours else not fate.why
+        return fate.kind != DEFAULT or not is_ours
 
 
 def import_file(

@@ -141,7 +141,6 @@ WITHOUT = {
     "audio_*": _IMAGES,
     "pissa_iter": "part of pissa_init",
     "pissa_convert": "part of pissa_init",
-    "loraplus_lr_embedding": "part of loraplus_lr_ratio",
     "create_new_adapter": "part of adapter_name_or_path",
     "tool_format": "the tokenizer's chat template writes tools",
     "galore_*": "part of use_galore",

@@ -116,20 +116,20 @@ def _checkpoint_dir(c: Conversion, key: str) -> None:
         return
     named = hub_name(c.theirs, outer)
     if named is None:
-        c.carry(key, {ours: outer})
+        c.change(key, {ours: outer}, f"there is no such folder here; {ours}=OWNER/NAME has it from the hub")
     else:
         c.change(key, {ours: named}, "there is no such folder here; the file's own download line has the name")
 
 
 def hub_name(theirs: TheirFile, folder: str) -> str | None:
-    """The name on the hub that `tune download NAME --output-dir FOLDER` in the comments brings into a folder."""
+    """The name on the hub that the comments' `tune download NAME --output-dir FOLDER` brings into a folder: into this
+    one, or one that has the model's own name."""
     for line in theirs.comments:
-        found = re.search(r"tune download (\S+/\S+)(.*)", line)
+        found = re.search(r"tune download (\S+/(\S+))(.*)", line)
         if found is None:
             continue
-        into = re.search(r"--output-dir[ =](\S+)", found[2])
-        place = into[1] if into else f"/tmp/{found[1].rpartition('/')[2]}"
-        if place.rstrip("/") == folder:
+        into = re.search(r"--output-dir[ =](\S+)", found[3])
+        if folder.rpartition("/")[2] == found[2] or (into and into[1].rstrip("/") == folder):
             return found[1]
     return None
 

@@ -76,7 +76,6 @@ _CHECKPOINTER = {
     "model_type": _FROM_FOLDER,
     "output_dir": "what a run writes is in output_dir",
     "safe_serialization": "files are safetensors",
-    "adapter_checkpoint": "is off, as here",
 }
 
 SAME = {

@@ -284,7 +284,6 @@ CONVERTED = {
     "warmup_ratio": convert_warmup,
     "max_steps": convert_max_steps,
     "save_steps": convert_save_steps,
-    "eval_steps": convert_eval_steps,
     "report_to": convert_trackers,
     "deepspeed": convert_deepspeed,
     "fsdp": convert_sharding,
