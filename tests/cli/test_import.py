@@ -21,7 +21,7 @@ def test_the_config_is_printed_and_the_table_told_apart(capsys: pytest.CaptureFi
     )
     assert printed.err.startswith("lora_alpaca.yaml: a config of axolotl\ncarried (")
     for key, said in (("lora_r", "-> lora.rank: 32"), ("tf32", "matrices are multiplied in dtype"),
-                      ("val_set_size", "-> validation.source: "), ("their default", "(3)")):  # fmt: skip
+                      ("val_set_size", "-> validation.source: "), ("their default", "(2)")):  # fmt: skip
         row = next(line for line in printed.err.splitlines() if line.strip().startswith(f"{key} "))
         assert said in row
 

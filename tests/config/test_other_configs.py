@@ -12,7 +12,7 @@ import yaml
 from recipe_lib.config import load_config
 from recipe_lib.config.other_configs import TOOLS, Imported, import_file
 from recipe_lib.config.other_configs.conversion import CARRIED, CHANGED, DEFAULT, DROPPED
-from recipe_lib.config.other_configs.schedules import WARM_UP
+from recipe_lib.config.other_configs.warm_up import WARM_UP
 from recipe_lib.config.recipes import RECIPE_CONFIGS
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim.lr_scheduler import learning_rate

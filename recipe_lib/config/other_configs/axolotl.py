@@ -16,7 +16,7 @@ from recipe_lib.config.other_configs.axolotl_keys import (
     SAME,
     WITHOUT,
 )
-from recipe_lib.config.other_configs.conversion import Conversion, KeyTable, is_off
+from recipe_lib.config.other_configs.conversion import ConfigImport, KeyTable, is_off
 from recipe_lib.config.other_configs.methods import is_here, refuse_missing
 from recipe_lib.config.other_configs.their_data import TEMPLATE, hold_out
 from recipe_lib.config.other_configs.their_file import TheirFile
@@ -31,7 +31,7 @@ def is_theirs(theirs: TheirFile) -> bool:
     return "base_model" in theirs.values
 
 
-def convert(conversion: Conversion) -> None:
+def convert(conversion: ConfigImport) -> None:
     """Notes every key of the file. Raises ConfigError for what cannot be trained here."""
     refuse_missing(conversion, METHODS)
     rl, adapter = conversion.value("rl"), conversion.value("adapter")
@@ -57,7 +57,7 @@ def convert(conversion: Conversion) -> None:
     TABLE.apply(conversion)
 
 
-def _adapter(c: Conversion, key: str) -> None:
+def _adapter(c: ConfigImport, key: str) -> None:
     sharded = any(c.is_on(name) for name in ("fsdp", "deepspeed")) or bool(c.theirs.under("fsdp_config"))
     if is_off(c.value(key)):
         c.drop(key, "is off, as here")
@@ -66,7 +66,7 @@ def _adapter(c: Conversion, key: str) -> None:
         c.carry(key, {} if sharded else {"lora.dtype": "fp32"}, why)
 
 
-def _rl(c: Conversion, key: str) -> None:
+def _rl(c: ConfigImport, key: str) -> None:
     name = str(c.value(key))
     if name == "simpo" and c.value("cpo_alpha") != 0:
         why = "SimPO alone: there the chosen answer's likelihood is added cpo_alpha times, 1 unless it is set"
@@ -77,11 +77,11 @@ def _rl(c: Conversion, key: str) -> None:
         c.drop("cpo_alpha", "part of rl: simpo")
 
 
-def _reward(c: Conversion, key: str) -> None:
+def _reward(c: ConfigImport, key: str) -> None:
     c.carry(key, {"reward.loss": "pairwise"})
 
 
-def _rounded(c: Conversion, key: str) -> None:
+def _rounded(c: ConfigImport, key: str) -> None:
     kind = QAT_TYPES.get(str(c.value(key)).lower())
     if kind is None:
         c.refuse(key, f"expected {', '.join(QAT_TYPES)}", may_be_left_out=False)
@@ -89,18 +89,18 @@ def _rounded(c: Conversion, key: str) -> None:
         c.carry(key, {"qat": kind})
 
 
-def _rounded_inputs(c: Conversion, key: str) -> None:
+def _rounded_inputs(c: ConfigImport, key: str) -> None:
     if QAT_TYPES.get(str(c.value(key)).lower()) == QAT_TYPES.get(str(c.value("qat.weight_dtype")).lower()) == "fp8":
         c.carry(key, {}, "part of qat: fp8")
     else:
         c.change(key, {}, "weights alone are rounded, inputs are not")
 
 
-def _alpha(c: Conversion, key: str) -> None:
+def _alpha(c: ConfigImport, key: str) -> None:
     c.carry(key, {"lora.alpha": c.value(key)})
 
 
-def _targets(c: Conversion, key: str) -> None:
+def _targets(c: ConfigImport, key: str) -> None:
     """`lora_target_linear`, all of them, or a list, or both, which are all of them."""
     if c.noted(key):
         return
@@ -118,7 +118,7 @@ def _targets(c: Conversion, key: str) -> None:
         c.drop(key, "is off, as here")
 
 
-def _quantized(c: Conversion, key: str) -> None:
+def _quantized(c: ConfigImport, key: str) -> None:
     kind = "nf4" if key == "load_in_4bit" else "int8"
     if not c.value(key):
         c.drop(key, "is off, as here")
@@ -129,7 +129,7 @@ def _quantized(c: Conversion, key: str) -> None:
         (c.change if why else c.carry)(key, {"lora.quantize_base": kind}, why)
 
 
-def _dtype(c: Conversion, key: str) -> None:
+def _dtype(c: ConfigImport, key: str) -> None:
     """Four keys there say what one does here."""
     if c.noted(key):
         return
@@ -147,7 +147,7 @@ def _dtype(c: Conversion, key: str) -> None:
         c.carry(key, {"dtype": "bf16"})
 
 
-def _checkpointing(c: Conversion, key: str) -> None:
+def _checkpointing(c: ConfigImport, key: str) -> None:
     value = c.value(key)
     if is_off(value):
         c.drop(key, "is off, as here")
@@ -160,7 +160,7 @@ def _checkpointing(c: Conversion, key: str) -> None:
         c.carry(key, ours)
 
 
-def _offloading(c: Conversion, key: str) -> None:
+def _offloading(c: ConfigImport, key: str) -> None:
     if is_off(c.value(key)):
         c.drop(key, "is off, as here")
     elif c.value(key) == "disk":
@@ -169,7 +169,7 @@ def _offloading(c: Conversion, key: str) -> None:
         c.carry(key, {"memory.activation_offload": True})
 
 
-def _inputs(c: Conversion, key: str) -> None:
+def _inputs(c: ConfigImport, key: str) -> None:
     if c.recipe in ("dpo_distributed", "reward_distributed"):
         c.drop(key, "of pairs the answers alone are compared")
     elif "data.train_on" in c.ours:
@@ -178,7 +178,7 @@ def _inputs(c: Conversion, key: str) -> None:
         c.carry(key, {"data.train_on": "all" if c.value(key) else "assistant"})
 
 
-def _tiles(c: Conversion, key: str) -> None:
+def _tiles(c: ConfigImport, key: str) -> None:
     if is_off(c.value(key)):
         c.drop(key, "is off, as here")
     elif c.is_on("tiled_mlp_num_shards"):
@@ -187,14 +187,14 @@ def _tiles(c: Conversion, key: str) -> None:
         c.change(key, {"memory.mlp_tiles": 4}, "as many tiles as the sequence is long there, 4 here")
 
 
-def _batch_size(c: Conversion, key: str) -> None:
+def _batch_size(c: ConfigImport, key: str) -> None:
     c.refuse(
         key,
         "how many sequences a step has depends on the ranks; micro_batch_size and gradient_accumulation_steps say it",
     )
 
 
-def _template(c: Conversion, key: str) -> None:
+def _template(c: ConfigImport, key: str) -> None:
     if c.value(key) in ("tokenizer_default",):
         c.carry(key, {})
     elif c.value(key) == "jinja":
@@ -203,7 +203,7 @@ def _template(c: Conversion, key: str) -> None:
         c.change(key, {}, TEMPLATE)
 
 
-def _jinja(c: Conversion, key: str) -> None:
+def _jinja(c: ConfigImport, key: str) -> None:
     text = str(c.value(key))
     if "{" in text:
         c.refuse(key, "tokenizer.chat_template takes a file; write the template into one")
@@ -211,29 +211,29 @@ def _jinja(c: Conversion, key: str) -> None:
         c.carry(key, {"tokenizer.chat_template": text})
 
 
-def _project(c: Conversion, key: str) -> None:
+def _project(c: ConfigImport, key: str) -> None:
     c.carry(key, {"log.project": c.value(key), "log.trackers": ["wandb"]})
 
 
-def _tensorboard(c: Conversion, key: str) -> None:
+def _tensorboard(c: ConfigImport, key: str) -> None:
     if c.value(key):
         c.carry(key, {"log.trackers": [*c.ours.get("log.trackers", []), "tensorboard"]})
     else:
         c.drop(key, "is off, as here")
 
 
-def _packing(c: Conversion, key: str) -> None:
+def _packing(c: ConfigImport, key: str) -> None:
     c.carry(key, {"data.packing": bool(c.value(key))})
 
 
-def _tokenizer(c: Conversion, key: str) -> None:
+def _tokenizer(c: ConfigImport, key: str) -> None:
     if c.value(key) == c.value("base_model"):
         c.drop(key, "the model's own tokenizer is used")
     else:
         c.carry(key, {"tokenizer.path": c.value(key)})
 
 
-def _too_long(c: Conversion, key: str) -> None:
+def _too_long(c: ConfigImport, key: str) -> None:
     kinds = {"drop": "drop", "truncate": "truncate", "raise": "error"}
     if c.value(key) in kinds:
         c.carry(key, {"data.truncation": kinds[c.value(key)]})

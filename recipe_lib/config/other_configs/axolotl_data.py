@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from recipe_lib.config.other_configs.conversion import Conversion, is_off
+from recipe_lib.config.other_configs.conversion import ConfigImport, is_off
 from recipe_lib.config.other_configs.their_data import LOADERS, TEMPLATE, carry_split, find_source
 
 _WORDS = "the text is the tokenizer's chat template, without the words that Axolotl puts around an instruction"
@@ -85,7 +85,7 @@ REFUSED = {
 }
 
 
-def convert_datasets(conversion: Conversion, pairs: str) -> None:
+def convert_datasets(conversion: ConfigImport, pairs: str) -> None:
     """`datasets`, `pretraining_dataset` and the first of `test_datasets`. pairs: our format of those that hold two
     answers (`preference`) or one with a label (`kto`), else empty."""
     lists = [name for name in ("datasets", "pretraining_dataset") if _sections(conversion, name)]
@@ -102,7 +102,7 @@ def convert_datasets(conversion: Conversion, pairs: str) -> None:
                 conversion.refuse(key, "validation has one source; put the samples into one file")
 
 
-def _sections(conversion: Conversion, name: str) -> list[str]:
+def _sections(conversion: ConfigImport, name: str) -> list[str]:
     keys = conversion.theirs.values
     if conversion.is_on(name):
         return [name] if isinstance(keys[name], str) else []
@@ -110,7 +110,7 @@ def _sections(conversion: Conversion, name: str) -> list[str]:
     return sorted(listed, key=lambda section: int(section.rpartition("[")[2][:-1]))
 
 
-def _convert(conversion: Conversion, section: str, ours: str, pairs: str) -> None:
+def _convert(conversion: ConfigImport, section: str, ours: str, pairs: str) -> None:
     if section in conversion.theirs.values:  # `pretraining_dataset: NAME`
         source = find_source(conversion, section)
         if source is not None:
@@ -145,7 +145,7 @@ def _convert(conversion: Conversion, section: str, ours: str, pairs: str) -> Non
     _rest(conversion, section, ours, source)
 
 
-def _kind(conversion: Conversion, section: str, key: str, pairs: str) -> tuple[str | None, dict[str, str], str]:
+def _kind(conversion: ConfigImport, section: str, key: str, pairs: str) -> tuple[str | None, dict[str, str], str]:
     """Format, columns and what is different; None after a fault was noted."""
     if conversion.theirs.under(key) not in ([], [key]):  # a section: fields with names of their own
         return pairs or "alpaca", {}, ""
@@ -173,7 +173,7 @@ def _kind(conversion: Conversion, section: str, key: str, pairs: str) -> tuple[s
     return None, {}, ""
 
 
-def _fields(conversion: Conversion, section: str, what: str) -> dict[str, str]:
+def _fields(conversion: ConfigImport, section: str, what: str) -> dict[str, str]:
     """Columns that keys of the dataset, or of its `type`, name."""
     columns = {}
     for key in conversion.theirs.under(section):
@@ -189,7 +189,7 @@ def _fields(conversion: Conversion, section: str, what: str) -> dict[str, str]:
     return columns
 
 
-def _messages(conversion: Conversion, section: str, what: str, columns: dict[str, str]) -> str:
+def _messages(conversion: ConfigImport, section: str, what: str, columns: dict[str, str]) -> str:
     """The format of a conversation whose messages have these names; what is not like it is noted as a fault."""
     names = _message_names(conversion, section)
     if what == "sharegpt":
@@ -210,7 +210,7 @@ def _messages(conversion: Conversion, section: str, what: str, columns: dict[str
     return what
 
 
-def _pair_messages(conversion: Conversion, section: str, columns: dict[str, str]) -> None:
+def _pair_messages(conversion: ConfigImport, section: str, columns: dict[str, str]) -> None:
     _message_names(conversion, section)
     key = f"{section}.field_messages"
     if conversion.is_on(key):
@@ -221,7 +221,7 @@ def _pair_messages(conversion: Conversion, section: str, columns: dict[str, str]
     _roles(conversion, section)
 
 
-def _message_names(conversion: Conversion, section: str) -> dict[str, str]:
+def _message_names(conversion: ConfigImport, section: str) -> dict[str, str]:
     """What role and content are called in a message."""
     names = dict(_ROLES[0])
     for word, ours in (("message_field_role", "role"), ("message_field_content", "content")):
@@ -241,7 +241,7 @@ def _message_names(conversion: Conversion, section: str) -> dict[str, str]:
     return names
 
 
-def _roles(conversion: Conversion, section: str) -> None:
+def _roles(conversion: ConfigImport, section: str) -> None:
     """`roles`: what the speakers are called; ours knows the usual names."""
     for key in conversion.theirs.under(f"{section}.roles"):
         names = conversion.value(key)
@@ -252,7 +252,7 @@ def _roles(conversion: Conversion, section: str) -> None:
             conversion.refuse(key, f"expected {', '.join(sorted(usual)) or 'user, assistant, system, tool'}")
 
 
-def _set_columns(conversion: Conversion, section: str, ours: str, columns: Mapping[str, str]) -> None:
+def _set_columns(conversion: ConfigImport, section: str, ours: str, columns: Mapping[str, str]) -> None:
     if ours != "validation":
         if columns:
             conversion.ours[f"{ours}.columns"] = dict(columns)
@@ -263,7 +263,7 @@ def _set_columns(conversion: Conversion, section: str, ours: str, columns: Mappi
         )
 
 
-def _rest(conversion: Conversion, section: str, ours: str, source: str | None) -> None:
+def _rest(conversion: ConfigImport, section: str, ours: str, source: str | None) -> None:
     for key in conversion.theirs.under(section):
         word, value = key.removeprefix(f"{section}."), conversion.value(key)
         if conversion.noted(key):
@@ -292,7 +292,7 @@ def _trained_roles(value: Any) -> Any:
     return "assistant" if roles == ["assistant"] else roles
 
 
-def _dataset_template(conversion: Conversion, key: str, value: Any) -> None:
+def _dataset_template(conversion: ConfigImport, key: str, value: Any) -> None:
     if value in (None, "tokenizer_default"):
         conversion.drop(key, "the tokenizer's chat template is used, as here")
     else:

@@ -21,7 +21,7 @@ class KeyFate:
     why: str = ""
 
 
-class Conversion:
+class ConfigImport:
     """Theirs and ours. Each key of the file is noted once: a second time is a fault of a table, not of a user."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Conversion:
         self.ours.update(fate.ours)
 
 
-Convert = Callable[[Conversion, str], None]
+Convert = Callable[[ConfigImport, str], None]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class KeyTable:
     without: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
-    def apply(self, conversion: Conversion) -> None:
+    def apply(self, conversion: ConfigImport) -> None:
         """Notes every key of the file. Raises ConfigError, a line a key, for those that cannot be carried."""
         for key, convert in self.converted.items():
             if conversion.has(key) and not conversion.noted(key):
@@ -144,7 +144,7 @@ class KeyTable:
         if conversion.faults:
             raise ConfigError(*conversion.faults)
 
-    def _apply_row(self, conversion: Conversion, key: str) -> None:
+    def _apply_row(self, conversion: ConfigImport, key: str) -> None:
         value = conversion.value(key)
         reason, missing = of_section(self.without, key), of_section(self.refused, key)
         if key in self.same and value is not None:
@@ -161,7 +161,7 @@ class KeyTable:
             conversion.refuse(key, f"is no key of {conversion.tool} that is known here")
 
 
-def _convert(conversion: Conversion, key: str, convert: Convert) -> None:
+def _convert(conversion: ConfigImport, key: str, convert: Convert) -> None:
     try:
         convert(conversion, key)
     except (AttributeError, TypeError, ValueError):  # text where a number is expected, a list where text is
@@ -184,7 +184,7 @@ def is_off(value: Any) -> bool:
     return value is None or value is False or value in (0, "", [], {}, "none", "None")
 
 
-def without(keys: Iterable[str], theirs: TheirFile, fates: Conversion) -> None:
+def without(keys: Iterable[str], theirs: TheirFile, fates: ConfigImport) -> None:
     """Leaves keys out as the user has asked. Raises ConfigError for one that the file does not have."""
     for key in keys:
         found = theirs.under(key)

@@ -13,7 +13,15 @@ from recipe_lib.config.describe import value_text
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.load import ALTERNATIVES, Loaded, load
 from recipe_lib.config.local_files import is_hub_id
-from recipe_lib.config.other_configs.conversion import CARRIED, CHANGED, DEFAULT, DROPPED, Conversion, KeyFate, without
+from recipe_lib.config.other_configs.conversion import (
+    CARRIED,
+    CHANGED,
+    DEFAULT,
+    DROPPED,
+    ConfigImport,
+    KeyFate,
+    without,
+)
 from recipe_lib.config.other_configs.their_file import read_their_file
 from recipe_lib.config.other_configs.tools import tool_of
 from recipe_lib.config.recipes import RECIPE_CONFIGS
@@ -98,7 +106,7 @@ def import_file(
     """
     theirs = read_their_file(path)
     module = tool_of(theirs, tool)
-    conversion = Conversion(theirs, module.NAME, module.DEFAULTS, module.NULL_MEANS)
+    conversion = ConfigImport(theirs, module.NAME, module.DEFAULTS, module.NULL_MEANS)
     without(leave_out, theirs, conversion)
     conversion.given = {word.removeprefix("~").partition("=")[0] for word in overrides}
     module.convert(conversion)
@@ -111,7 +119,7 @@ def import_file(
     return Imported(module.NAME, conversion.recipe, theirs.path.name, loaded.cfg, fates, settings, conversion.notes)
 
 
-def _load(conversion: Conversion, overrides: Sequence[str]) -> Loaded:
+def _load(conversion: ConfigImport, overrides: Sequence[str]) -> Loaded:
     """Checks the config as `tune validate` does; our keys are handed over as if they had been typed."""
     taken = dict(conversion.ours)
     for pair in ALTERNATIVES:  # what the user sets takes the place of its alternative
@@ -139,7 +147,7 @@ def _in_lists(ours: dict[str, Any]) -> dict[str, Any]:
     return rest | ({"data.sources": [sources[number] for number in sorted(sources)]} if sources else {})
 
 
-def _without_effect(conversion: Conversion, loaded: Loaded) -> dict[str, KeyFate]:
+def _without_effect(conversion: ConfigImport, loaded: Loaded) -> dict[str, KeyFate]:
     """Keys whose counterpart has no effect in this config, or is set by the user, are dropped with the reason."""
     reasons = {line.partition(" has no effect: ")[0]: line for line in loaded.idle}
     reasons |= {name: f"{name} is set on the command line" for name in conversion.given}

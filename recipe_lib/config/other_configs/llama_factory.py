@@ -1,7 +1,7 @@
 """LLaMA-Factory's keys."""
 
 from recipe_lib.config.other_configs import trainer_keys as trainer
-from recipe_lib.config.other_configs.conversion import Conversion, KeyTable
+from recipe_lib.config.other_configs.conversion import ConfigImport, KeyTable
 from recipe_lib.config.other_configs.llama_factory_data import convert_datasets
 from recipe_lib.config.other_configs.llama_factory_keys import (
     DEFAULTS,
@@ -31,7 +31,7 @@ def is_theirs(theirs: TheirFile) -> bool:
     return "model_name_or_path" in theirs.values and any(key in theirs.values for key in own)
 
 
-def convert(conversion: Conversion) -> None:
+def convert(conversion: ConfigImport) -> None:
     """Notes every key of the file. Raises ConfigError for what does not train, or cannot be trained here."""
     for key, instead in OTHER_PURPOSES:
         if conversion.is_on(key):
@@ -63,29 +63,29 @@ def convert(conversion: Conversion) -> None:
     TABLE.apply(conversion)
 
 
-def _said(c: Conversion, key: str) -> None:
+def _said(c: ConfigImport, key: str) -> None:
     """`stage`, `finetuning_type`: the recipe."""
     c.carry(key, {}, f"recipe: {c.recipe}")
 
 
-def _trains(c: Conversion, key: str) -> None:
+def _trains(c: ConfigImport, key: str) -> None:
     if c.value(key):
         c.carry(key, {})
     else:
         c.refuse(key, "a run trains")
 
 
-def _rank(c: Conversion, key: str) -> None:
+def _rank(c: ConfigImport, key: str) -> None:
     c.carry(key, {"lora.rank": c.value(key)} | ({} if c.is_on("lora_alpha") else {"lora.alpha": 2 * c.value(key)}))
 
 
-def _target(c: Conversion, key: str) -> None:
+def _target(c: ConfigImport, key: str) -> None:
     value = c.value(key)
     names = value if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
     c.carry(key, {"lora.target_modules": ["all-linear"] if names == ["all"] else trainer.target_modules(names)})
 
 
-def _adapter(c: Conversion, key: str) -> None:
+def _adapter(c: ConfigImport, key: str) -> None:
     value = c.value(key)
     if "," in str(value):
         c.refuse(key, "one adapter is gone on with; merge the others first: `tune export`")
@@ -95,7 +95,7 @@ def _adapter(c: Conversion, key: str) -> None:
         c.carry(key, {"lora.adapter_path": value})
 
 
-def _bits(c: Conversion, key: str) -> None:
+def _bits(c: ConfigImport, key: str) -> None:
     kinds = {4: "nf4", 8: "int8"}
     method = str(c.value("quantization_method") or "bitsandbytes").lower()
     if c.value(key) not in kinds or method not in ("bitsandbytes", "bnb") or c.value("quantization_type") == "fp4":
@@ -107,7 +107,7 @@ def _bits(c: Conversion, key: str) -> None:
         c.drop_once(other, "part of quantization_bit")
 
 
-def _pure(c: Conversion, key: str) -> None:
+def _pure(c: ConfigImport, key: str) -> None:
     """Without `pure_bf16` what is trained is kept in fp32 and computed with in bf16."""
     if c.value(key):
         c.carry(key, {"dtype": "bf16"})
@@ -117,7 +117,7 @@ def _pure(c: Conversion, key: str) -> None:
         c.carry(key, {"optimizer.master_weights": True}, "what is trained is fp32 there")
 
 
-def _half(c: Conversion, key: str) -> None:
+def _half(c: ConfigImport, key: str) -> None:
     if not c.value(key):
         c.drop(key, "is off, as here")
     elif key == "fp16":
@@ -126,20 +126,20 @@ def _half(c: Conversion, key: str) -> None:
         c.carry(key, {"dtype": "bf16"})
 
 
-def _checkpointing(c: Conversion, key: str) -> None:
+def _checkpointing(c: ConfigImport, key: str) -> None:
     c.carry(key, {"memory.activation_checkpointing": "none" if c.value(key) else "full"})
 
 
-def _length(c: Conversion, key: str) -> None:
+def _length(c: ConfigImport, key: str) -> None:
     why = "longer samples are cut at their end, there prompt and answer in proportion"
     c.change(key, {"max_seq_len": c.value(key)}, why)
 
 
-def _template(c: Conversion, key: str) -> None:
+def _template(c: ConfigImport, key: str) -> None:
     c.change(key, {}, TEMPLATE)
 
 
-def _packing(c: Conversion, key: str) -> None:
+def _packing(c: ConfigImport, key: str) -> None:
     if not c.value(key):
         c.drop(key, "is off, as here")
     elif c.value("neat_packing"):
@@ -150,25 +150,25 @@ def _packing(c: Conversion, key: str) -> None:
         c.change(key, {"data.packing": True}, "no sample sees another; there they do, without neat_packing")
 
 
-def _samples(c: Conversion, key: str) -> None:
+def _samples(c: ConfigImport, key: str) -> None:
     c.carry(key, {"data.max_samples": c.value(key)})
 
 
-def _prompt(c: Conversion, key: str) -> None:
+def _prompt(c: ConfigImport, key: str) -> None:
     if c.value(key):
         c.carry(key, {"data.train_on": "all"})
     else:
         c.drop(key, "is off, as here")
 
 
-def _history(c: Conversion, key: str) -> None:
+def _history(c: ConfigImport, key: str) -> None:
     if c.value(key):
         c.carry(key, {"data.train_on": "last"})
     else:
         c.drop(key, "is off, as here")
 
 
-def _loss(c: Conversion, key: str) -> None:
+def _loss(c: ConfigImport, key: str) -> None:
     name = str(c.value(key))
     if name in ("sigmoid", "ipo", "simpo") or c.value("stage") == "kto":
         c.carry(key, {"dpo.loss": "kto" if c.value("stage") == "kto" else name})
@@ -176,25 +176,25 @@ def _loss(c: Conversion, key: str) -> None:
         c.refuse(key, "expected sigmoid, ipo or simpo", may_be_left_out=False)
 
 
-def _reference(c: Conversion, key: str) -> None:
+def _reference(c: ConfigImport, key: str) -> None:
     if c.value(key) == c.value("model_name_or_path"):
         c.carry(key, {}, "the reference is the model before training")
     else:
         c.refuse(key, "the reference is the model before training, no other one")
 
 
-def _attention(c: Conversion, key: str) -> None:
+def _attention(c: ConfigImport, key: str) -> None:
     c.drop(key, "attention takes the fastest kernel that is right")
 
 
-def _float8(c: Conversion, key: str) -> None:
+def _float8(c: ConfigImport, key: str) -> None:
     if c.value(key):
         c.change(key, {"matmul_dtype": "fp8"}, "with a scale for each row")
     else:
         c.drop(key, "is off, as here")
 
 
-def _muon(c: Conversion, key: str) -> None:
+def _muon(c: ConfigImport, key: str) -> None:
     if c.value(key):
         c.change(
             key,
@@ -205,15 +205,15 @@ def _muon(c: Conversion, key: str) -> None:
         c.drop(key, "is off, as here")
 
 
-def _order(c: Conversion, key: str) -> None:
+def _order(c: ConfigImport, key: str) -> None:
     c.carry(key, {"data.shuffle": not c.value(key)})
 
 
-def _probabilities(c: Conversion, key: str) -> None:
+def _probabilities(c: ConfigImport, key: str) -> None:
     c.refuse(key, "a source of data.sources has a weight: how often its samples are taken in an epoch")
 
 
-def _mix(c: Conversion, key: str) -> None:
+def _mix(c: ConfigImport, key: str) -> None:
     if c.value(key) == "concat":
         c.carry(key, {})
     else:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.other_configs.conversion import Conversion
+from recipe_lib.config.other_configs.conversion import ConfigImport
 from recipe_lib.config.paths import expand
 from recipe_lib.config.schema_data import HUB
 from recipe_lib.config.suggest import show
@@ -30,7 +30,7 @@ _OPENAI = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "as
 _NOT_READ = ("history", "images", "videos", "audios", "script_url", "cloud_file_name", "folder")
 
 
-def convert_datasets(conversion: Conversion, stage: str) -> None:
+def convert_datasets(conversion: ConfigImport, stage: str) -> None:
     """`dataset` and `eval_dataset`: names, commas between them."""
     if conversion.names_samples():
         conversion.drop_once("dataset", "the command line names the samples")
@@ -40,7 +40,7 @@ def convert_datasets(conversion: Conversion, stage: str) -> None:
         _convert(conversion, "eval_dataset", stage)
 
 
-def _convert(conversion: Conversion, key: str, stage: str) -> None:
+def _convert(conversion: ConfigImport, key: str, stage: str) -> None:
     if not conversion.is_on(key):
         raise conversion.stop(f"{key} is missing, which says what is trained on; data.source=FILE names samples")
     value = conversion.value(key)
@@ -69,7 +69,7 @@ def _convert(conversion: Conversion, key: str, stage: str) -> None:
     conversion.carry(key, ours, why)
 
 
-def _described(conversion: Conversion, key: str, names: list[str]) -> tuple[Path, dict[str, Any]]:
+def _described(conversion: ConfigImport, key: str, names: list[str]) -> tuple[Path, dict[str, Any]]:
     """The folder with dataset_info.json, and what that holds. Raises ConfigError if it is not here."""
     given = str(conversion.value("dataset_dir"))
     places = [expand(given), *(folder / given for folder in conversion.theirs.path.absolute().parents)]
@@ -89,7 +89,7 @@ def _described(conversion: Conversion, key: str, names: list[str]) -> tuple[Path
 
 
 def _source(
-    conversion: Conversion, key: str, name: str, folder: Path, about: dict[str, Any], stage: str
+    conversion: ConfigImport, key: str, name: str, folder: Path, about: dict[str, Any], stage: str
 ) -> dict[str, Any]:
     """One of our sources."""
     if bad := next((word for word in _NOT_READ if about.get(word) or word in about.get("columns", {})), None):
@@ -113,7 +113,7 @@ def _source(
 
 
 def _layout(
-    conversion: Conversion, key: str, name: str, about: dict[str, Any], stage: str
+    conversion: ConfigImport, key: str, name: str, about: dict[str, Any], stage: str
 ) -> tuple[str, dict[str, str]]:
     """Format, and columns of theirs by ours."""
     columns, ranked = about.get("columns", {}), bool(about.get("ranking"))
@@ -143,7 +143,7 @@ def _layout(
     return ("messages", {"messages": column, **more}) if is_openai else ("sharegpt", {"conversations": column, **more})
 
 
-def _labeled(conversion: Conversion, key: str, name: str, about: dict[str, Any]) -> tuple[str, dict[str, str]]:
+def _labeled(conversion: ConfigImport, key: str, name: str, about: dict[str, Any]) -> tuple[str, dict[str, str]]:
     """Answers with a label."""
     columns = about.get("columns", {})
     if about.get("formatting", "alpaca") != "alpaca" or "kto_tag" not in columns:

@@ -3,7 +3,7 @@
 from functools import cache
 
 from recipe_lib.config.keys import read_schema
-from recipe_lib.config.other_configs.conversion import Conversion
+from recipe_lib.config.other_configs.conversion import ConfigImport
 from recipe_lib.config.recipes import RECIPE_CONFIGS
 
 
@@ -13,7 +13,7 @@ def is_here(key: str) -> bool:
     return any(key in read_schema(config_class).keys for config_class in RECIPE_CONFIGS.values())
 
 
-def refuse_missing(conversion: Conversion, methods: tuple[tuple[str, str, str], ...]) -> None:
+def refuse_missing(conversion: ConfigImport, methods: tuple[tuple[str, str, str], ...]) -> None:
     """ConfigError for a file that asks for a method without a recipe. methods: (a key or section of theirs that asks
     for it, the key of ours that it needs, empty if there is none, what is missing)."""
     for key, ours, why in methods:

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from recipe_lib.config.local_files import is_data
-from recipe_lib.config.other_configs.conversion import Conversion
+from recipe_lib.config.other_configs.conversion import ConfigImport
 from recipe_lib.config.paths import expand
 from recipe_lib.config.schema_data import HUB
 
@@ -19,7 +19,7 @@ NOT_HELD_OUT = (
 )
 
 
-def find_source(conversion: Conversion, key: str, *, subset: Any = None, files: Any = None) -> str | None:
+def find_source(conversion: ConfigImport, key: str, *, subset: Any = None, files: Any = None) -> str | None:
     """What `data.source` is for a dataset's name, path or loader; None after a fault was noted.
 
     subset: of a dataset of the hub. files: `data_files`, of a loader.
@@ -45,7 +45,7 @@ def is_local(name: str) -> bool:
     return os.path.exists(path) or is_data(path) or name.startswith(("/", "./", "../", "~"))
 
 
-def carry_split(conversion: Conversion, key: str, section: str, source: str | None) -> None:
+def carry_split(conversion: ConfigImport, key: str, section: str, source: str | None) -> None:
     """The split of a dataset of the hub; files have none."""
     split = str(conversion.value(key))
     if source is None or source.startswith(HUB):
@@ -56,7 +56,7 @@ def carry_split(conversion: Conversion, key: str, section: str, source: str | No
         conversion.refuse(key, "files are read whole, without splits; write the part into a file of its own")
 
 
-def hold_out(conversion: Conversion, key: str) -> None:
+def hold_out(conversion: ConfigImport, key: str) -> None:
     """A share of the training samples for validation, or a number of them: the last ones of a dataset of the hub."""
     size, ours = conversion.value(key), conversion.ours
     if not size:

@@ -3,9 +3,8 @@
 import os
 import re
 
-from recipe_lib.config.other_configs.conversion import Conversion, KeyTable
+from recipe_lib.config.other_configs.conversion import ConfigImport, KeyTable
 from recipe_lib.config.other_configs.methods import refuse_missing
-from recipe_lib.config.other_configs.schedules import WARM_UP
 from recipe_lib.config.other_configs.their_file import TheirFile
 from recipe_lib.config.other_configs.torchtune_data import convert_datasets
 from recipe_lib.config.other_configs.torchtune_keys import (
@@ -23,6 +22,7 @@ from recipe_lib.config.other_configs.torchtune_keys import (
     WITHOUT,
 )
 from recipe_lib.config.other_configs.torchtune_models import FAMILIES, NO_MODELS, PRESETS
+from recipe_lib.config.other_configs.warm_up import WARM_UP
 from recipe_lib.config.paths import expand
 
 __all__ = ["DEFAULTS", "NAME", "NULL_MEANS", "convert", "is_theirs"]
@@ -35,7 +35,7 @@ def is_theirs(theirs: TheirFile) -> bool:
     return any(key.rpartition(".")[2] == "_component_" for key in theirs.values)
 
 
-def convert(conversion: Conversion) -> None:
+def convert(conversion: ConfigImport) -> None:
     """Notes every key of the file. Raises ConfigError for what does not train, or cannot be trained here."""
     _check_purpose(conversion)
     component = str(conversion.value("model._component_") or "")
@@ -55,7 +55,7 @@ def convert(conversion: Conversion) -> None:
     TABLE.apply(conversion)
 
 
-def _check_purpose(conversion: Conversion) -> None:
+def _check_purpose(conversion: ConfigImport) -> None:
     for key, purpose, instead in OTHER_PURPOSES:
         if key in conversion.theirs.values:
             raise conversion.stop(f"{key}: {purpose}, and trains nothing that a recipe of ours does; {instead}")
@@ -69,7 +69,7 @@ def _check_purpose(conversion: Conversion) -> None:
     refuse_missing(conversion, METHODS)
 
 
-def _model(c: Conversion, key: str) -> None:
+def _model(c: ConfigImport, key: str) -> None:
     """The builder: family and size are the folder's, adapters and quantization are keys of ours."""
     component = str(c.value(key))
     family, _, builder = component.removeprefix("torchtune.models.").partition(".")
@@ -84,11 +84,11 @@ def _model(c: Conversion, key: str) -> None:
     c.carry(key, quantized, "the folder's config.json has the architecture" if not quantized else "")
 
 
-def _teacher(c: Conversion, key: str) -> None:
+def _teacher(c: ConfigImport, key: str) -> None:
     c.carry(key, {}, "the folder's config.json has the architecture")
 
 
-def _divergence(c: Conversion, key: str) -> None:
+def _divergence(c: ConfigImport, key: str) -> None:
     name = str(c.value(key)).rpartition(".")[2].removesuffix("WithChunkedOutputLoss").removesuffix("Loss")
     if name in DIVERGENCES:
         c.carry(key, {"distill.divergence": DIVERGENCES[name]})
@@ -96,7 +96,7 @@ def _divergence(c: Conversion, key: str) -> None:
         c.refuse(key, "no such divergence; there are the losses of ForwardKL and ReverseKL", may_be_left_out=False)
 
 
-def _quantizer(c: Conversion, key: str) -> None:
+def _quantizer(c: ConfigImport, key: str) -> None:
     name = str(c.value(key)).rpartition(".")[2]
     if name not in QUANTIZERS:
         c.refuse(key, f"no such quantizer; known are {', '.join(QUANTIZERS)}", may_be_left_out=False)
@@ -106,7 +106,7 @@ def _quantizer(c: Conversion, key: str) -> None:
     (c.change if why else c.carry)(key, {"qat": kind}, why)
 
 
-def _checkpoint_dir(c: Conversion, key: str) -> None:
+def _checkpoint_dir(c: ConfigImport, key: str) -> None:
     """A folder that is here stays; of one that is not, the hub's name, if the file's `tune download` line has it."""
     folder, ours = str(c.value(key)).rstrip("/"), "distill.teacher" if key.startswith("teacher") else "model.path"
     outer = folder.removesuffix("/original")  # Meta's own files, in a folder of Hugging Face's
@@ -134,14 +134,14 @@ def hub_name(theirs: TheirFile, folder: str) -> str | None:
     return None
 
 
-def _reference(c: Conversion, key: str) -> None:
+def _reference(c: ConfigImport, key: str) -> None:
     if str(c.value(key)).rstrip("/") == str(c.value("checkpointer.checkpoint_dir")).rstrip("/"):
         c.carry(key, {}, "the reference is the model before training")
     else:
         c.refuse(key, "the reference is the model before training, no other one")
 
 
-def _tokenizer(c: Conversion, key: str) -> None:
+def _tokenizer(c: ConfigImport, key: str) -> None:
     path, folder = str(c.value(key)), str(c.value("checkpointer.checkpoint_dir")).rstrip("/").removesuffix("/original")
     if path.startswith(f"{folder}/"):
         c.drop(key, "the tokenizer in the model's folder is used")
@@ -151,11 +151,11 @@ def _tokenizer(c: Conversion, key: str) -> None:
         c.carry(key, {"tokenizer.path": path})
 
 
-def _prompt_template(c: Conversion, key: str) -> None:
+def _prompt_template(c: ConfigImport, key: str) -> None:
     c.refuse(key, "text is written by the tokenizer's chat template; tokenizer.chat_template takes a Jinja file")
 
 
-def _max_seq_len(c: Conversion, key: str) -> None:
+def _max_seq_len(c: ConfigImport, key: str) -> None:
     length = c.value(key)
     if length is None:
         c.change(key, {}, "there no limit, here max_seq_len, of which longer samples are cut to: 2048 unless set")
@@ -163,7 +163,7 @@ def _max_seq_len(c: Conversion, key: str) -> None:
         c.carry(key, {"max_seq_len": length})
 
 
-def _lora_modules(c: Conversion, key: str) -> None:
+def _lora_modules(c: ConfigImport, key: str) -> None:
     """Three keys there are one list here."""
     found = [ATTENTION.get(str(word), str(word)) for word in c.value(key)]
     mlp, output = bool(c.value("model.apply_lora_to_mlp")), bool(c.value("model.apply_lora_to_output"))
@@ -175,11 +175,11 @@ def _lora_modules(c: Conversion, key: str) -> None:
             c.carry(other, {}, "part of lora.target_modules")
 
 
-def _quantize_base(c: Conversion, key: str) -> None:
+def _quantize_base(c: ConfigImport, key: str) -> None:
     c.carry(key, {"lora.quantize_base": "nf4"} if c.value(key) else {})
 
 
-def _optimizer(c: Conversion, key: str) -> None:
+def _optimizer(c: ConfigImport, key: str) -> None:
     component = str(c.value(key))
     if component not in OPTIMIZERS:
         c.refuse(key, f"no such optimizer; known are {', '.join(OPTIMIZERS)}", may_be_left_out=False)
@@ -192,14 +192,14 @@ def _optimizer(c: Conversion, key: str) -> None:
     (c.change if why else c.carry)(key, ours, why)
 
 
-def _fused(c: Conversion, key: str) -> None:
+def _fused(c: ConfigImport, key: str) -> None:
     if c.value(key):
         c.carry(key, {"optimizer.implementation": "auto"}, "fused wherever torch's kernel is right")
     else:
         c.carry(key, {"optimizer.implementation": "foreach"})
 
 
-def _schedule(c: Conversion, key: str) -> None:
+def _schedule(c: ConfigImport, key: str) -> None:
     name = str(c.value(key)).rpartition(".")[2]
     kinds = {"get_cosine_schedule_with_warmup": "cosine", "none": "constant"}
     if name not in kinds:
@@ -208,18 +208,18 @@ def _schedule(c: Conversion, key: str) -> None:
         c.carry(key, {"lr_scheduler.type": kinds[name]})
 
 
-def _warmup(c: Conversion, key: str) -> None:
+def _warmup(c: ConfigImport, key: str) -> None:
     c.change(key, {"lr_scheduler.warmup_steps": c.value(key)}, WARM_UP)
 
 
-def _cycles(c: Conversion, key: str) -> None:
+def _cycles(c: ConfigImport, key: str) -> None:
     if c.value(key) == 0.5:
         c.carry(key, {})
     else:
         c.refuse(key, "the rate falls once, by half a cosine")
 
 
-def _loss(c: Conversion, key: str) -> None:
+def _loss(c: ConfigImport, key: str) -> None:
     name = str(c.value(key)).rpartition(".")[2]
     if name == "DPOLoss":
         c.carry(key, {"dpo.loss": "sigmoid"})
@@ -231,7 +231,7 @@ def _loss(c: Conversion, key: str) -> None:
         c.refuse(key, "no such loss; there are cross-entropy and those of dpo.loss", may_be_left_out=False)
 
 
-def _max_steps(c: Conversion, key: str) -> None:
+def _max_steps(c: ConfigImport, key: str) -> None:
     steps, epochs = c.value(key), c.value("epochs") or 1
     if epochs == 1:
         c.carry(key, {"max_steps": steps})
@@ -240,27 +240,27 @@ def _max_steps(c: Conversion, key: str) -> None:
         c.change(key, {"max_steps": steps * epochs}, why)
 
 
-def _seed(c: Conversion, key: str) -> None:
+def _seed(c: ConfigImport, key: str) -> None:
     if c.value(key) is None:
         c.change(key, {}, "there another seed each time, here 42, so that a run can be repeated")
     else:
         c.carry(key, {"seed": c.value(key)}, "other random numbers come of it")
 
 
-def _clip(c: Conversion, key: str) -> None:
+def _clip(c: ConfigImport, key: str) -> None:
     value = c.value(key)
     norm = None if value in (None, "inf") else value
     c.carry(key, {"clip_grad_norm": norm})
 
 
-def _dtype(c: Conversion, key: str) -> None:
+def _dtype(c: ConfigImport, key: str) -> None:
     if c.value(key) in ("bf16", "fp32"):
         c.carry(key, {"dtype": c.value(key)})
     else:
         c.refuse(key, "expected bf16 or fp32", may_be_left_out=False)
 
 
-def _device(c: Conversion, key: str) -> None:
+def _device(c: ConfigImport, key: str) -> None:
     kind = str(c.value(key)).partition(":")[0]
     if kind in ("cuda", "cpu"):
         c.carry(key, {"device": kind})
@@ -268,11 +268,11 @@ def _device(c: Conversion, key: str) -> None:
         c.refuse(key, "expected cuda or cpu", may_be_left_out=False)
 
 
-def _checkpointing(c: Conversion, key: str) -> None:
+def _checkpointing(c: ConfigImport, key: str) -> None:
     c.carry(key, {"memory.activation_checkpointing": "full" if c.value(key) else "none"})
 
 
-def _selective(c: Conversion, key: str) -> None:
+def _selective(c: ConfigImport, key: str) -> None:
     if c.value(key) == "selective":
         why = "there some layers are recomputed whole, here in each layer attention and every second matmul are kept"
         c.change(key, {"memory.activation_checkpointing": "selective"}, why)
@@ -282,7 +282,7 @@ def _selective(c: Conversion, key: str) -> None:
         c.refuse(key, "expected full or selective")
 
 
-def _sharded_layers(c: Conversion, key: str) -> None:
+def _sharded_layers(c: ConfigImport, key: str) -> None:
     words = {str(word).rpartition(".")[2] for word in c.value(key)}
     if words <= {"tok_embeddings", "output"}:
         why = "embedding and output projection are units of their own"
@@ -291,15 +291,15 @@ def _sharded_layers(c: Conversion, key: str) -> None:
         c.refuse(key, "expected tok_embeddings and output")
 
 
-def _efficient_wrap(c: Conversion, key: str) -> None:
+def _efficient_wrap(c: ConfigImport, key: str) -> None:
     c.carry(key, {"parallel.fsdp_wrap_policy": "memory_efficient"} if c.value(key) else {})
 
 
-def _compile(c: Conversion, key: str) -> None:
+def _compile(c: ConfigImport, key: str) -> None:
     c.carry(key, {"compile": bool(c.value(key))})
 
 
-def _tracker(c: Conversion, key: str) -> None:
+def _tracker(c: ConfigImport, key: str) -> None:
     name = str(c.value(key)).rpartition(".")[2]
     if name in TRACKERS:
         c.carry(key, {"log.trackers": [TRACKERS[name]]})

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.config.other_configs.conversion import Conversion
+from recipe_lib.config.other_configs.conversion import ConfigImport
 from recipe_lib.config.other_configs.their_data import LOADERS, carry_split, find_source
 
 
@@ -78,7 +78,7 @@ REFUSED = {
 }
 
 
-def convert_datasets(conversion: Conversion) -> None:
+def convert_datasets(conversion: ConfigImport) -> None:
     """`dataset`, a section or a list of them, and `dataset_val`."""
     numbers = sorted({int(key[8:].partition("]")[0]) for key in conversion.theirs.values if key.startswith("dataset[")})
     if numbers:
@@ -92,7 +92,7 @@ def convert_datasets(conversion: Conversion) -> None:
         _convert(conversion, "dataset_val", "validation")
 
 
-def _convert(conversion: Conversion, section: str, ours: str) -> None:
+def _convert(conversion: ConfigImport, section: str, ours: str) -> None:
     component = f"{section}._component_"
     name = str(conversion.value(component)).rpartition(".")[2]
     if name not in DATASETS:
@@ -115,7 +115,9 @@ def _convert(conversion: Conversion, section: str, ours: str) -> None:
     _carry_rest(conversion, section, ours, known, source)
 
 
-def _source(conversion: Conversion, section: str, ours: str, known: TorchtuneDataset, subset: str | None) -> str | None:
+def _source(
+    conversion: ConfigImport, section: str, ours: str, known: TorchtuneDataset, subset: str | None
+) -> str | None:
     key = f"{section}.source"
     if key not in conversion.theirs.values:
         if known.source is None:
@@ -137,7 +139,7 @@ def _source(conversion: Conversion, section: str, ours: str, known: TorchtuneDat
     return source
 
 
-def _columns(conversion: Conversion, section: str, known: TorchtuneDataset) -> dict[str, str]:
+def _columns(conversion: ConfigImport, section: str, known: TorchtuneDataset) -> dict[str, str]:
     """Theirs by our names, as far as they differ."""
     columns = dict(known.columns)
     style = conversion.value(f"{section}.conversation_style")
@@ -157,7 +159,7 @@ def _columns(conversion: Conversion, section: str, known: TorchtuneDataset) -> d
     return {ours: theirs for ours, theirs in columns.items() if ours != theirs}
 
 
-def _carry_columns(conversion: Conversion, component: str, ours: str, columns: dict[str, str]) -> None:
+def _carry_columns(conversion: ConfigImport, component: str, ours: str, columns: dict[str, str]) -> None:
     if ours != "validation":
         if columns:
             conversion.ours[f"{ours}.columns"] = columns
@@ -165,7 +167,7 @@ def _carry_columns(conversion: Conversion, component: str, ours: str, columns: d
         conversion.refuse(component, "validation has the columns of the training data; rename those in its file")
 
 
-def _carry_rest(conversion: Conversion, section: str, ours: str, known: TorchtuneDataset, source: str | None) -> None:
+def _carry_rest(conversion: ConfigImport, section: str, ours: str, known: TorchtuneDataset, source: str | None) -> None:
     style = f"{section}.conversation_style"
     if conversion.is_on(style) and conversion.value(style) not in STYLES:
         conversion.refuse(style, f"expected {' or '.join(STYLES)}")
@@ -194,7 +196,7 @@ def _carry_rest(conversion: Conversion, section: str, ours: str, known: Torchtun
         _train_on(conversion, f"{section}.train_on_input", known, True)
 
 
-def _train_on(conversion: Conversion, key: str, known: TorchtuneDataset, inputs: bool) -> None:
+def _train_on(conversion: ConfigImport, key: str, known: TorchtuneDataset, inputs: bool) -> None:
     if known.format == "text":
         conversion.drop(key, "every token of a text is trained on")
     elif known.format == "preference" and inputs:

@@ -57,8 +57,8 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 for _bits in (8, 4):
-    for _module in ("torchao.prototype.low_bit_optim", "torchao.optim"):
-        OPTIMIZERS[f"{_module}.AdamW{_bits}bit"] = (
+    for _module in ("prototype.low_bit_optim", "optim"):
+        OPTIMIZERS[f"torchao.{_module}.AdamW{_bits}bit"] = (
             {"optimizer.name": "adamw", "optimizer.state_bits": _bits},
             {"weight_decay": 0.01, "betas": [0.9, 0.999]},
             "",

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from recipe_lib.config.other_configs.conversion import Conversion, is_off
+from recipe_lib.config.other_configs.conversion import ConfigImport, is_off
 from recipe_lib.config.other_configs.methods import is_here
-from recipe_lib.config.other_configs.schedules import WARM_UP
+from recipe_lib.config.other_configs.warm_up import WARM_UP
 
 # `optim` of the Trainer -> bits of a state, None: the states have the parameters' type.
 ADAMW_BITS: dict[str, int | None] = {
@@ -52,7 +52,7 @@ SHARDING: dict[str, dict[str, Any]] = {
 }
 
 
-def convert_optimizer(c: Conversion, key: str) -> None:
+def convert_optimizer(c: ConfigImport, key: str) -> None:
     """`optimizer`, `optim`."""
     name = str(c.value(key))
     if name in ADAMW_BITS:
@@ -66,13 +66,13 @@ def convert_optimizer(c: Conversion, key: str) -> None:
         c.refuse(key, _NO_OPTIMIZER, may_be_left_out=False)
 
 
-def convert_beta(c: Conversion, key: str) -> None:
+def convert_beta(c: ConfigImport, key: str) -> None:
     """`adam_beta1` and `adam_beta2`: one list of ours."""
     first, second = c.value("adam_beta1"), c.value("adam_beta2")
     c.carry(key, {"optimizer.betas": [first, second]})
 
 
-def convert_schedule(c: Conversion, key: str) -> None:
+def convert_schedule(c: ConfigImport, key: str) -> None:
     """`lr_scheduler_type`; `constant` of the Trainer has no warm-up."""
     name = str(c.value(key))
     if name not in SCHEDULES:
@@ -84,7 +84,7 @@ def convert_schedule(c: Conversion, key: str) -> None:
             c.drop(warm_up, f"{key}: constant has no warm-up; constant_with_warmup has")
 
 
-def convert_warmup(c: Conversion, key: str) -> None:
+def convert_warmup(c: ConfigImport, key: str) -> None:
     """`warmup_steps`, `warmup_ratio`: of the two the steps count, where there are any; below 1 they are a share."""
     value, steps = c.value(key), c.value("warmup_steps")
     if c.noted(key):
@@ -99,7 +99,7 @@ def convert_warmup(c: Conversion, key: str) -> None:
         c.change(key, {"lr_scheduler.warmup_steps": value}, WARM_UP)
 
 
-def convert_weight_decay(c: Conversion, key: str) -> None:
+def convert_weight_decay(c: ConfigImport, key: str) -> None:
     """`weight_decay`: adapters have neither norms nor biases."""
     trained = [value for name, value in c.ours.items() if name.endswith(".trainable")]
     decays_all = c.recipe == "lora_finetune_distributed" or trained == ["adapters"]
@@ -110,12 +110,12 @@ def convert_weight_decay(c: Conversion, key: str) -> None:
         c.carry(key, {"optimizer.weight_decay": value})
 
 
-def convert_clipping(c: Conversion, key: str) -> None:
+def convert_clipping(c: ConfigImport, key: str) -> None:
     """`max_grad_norm`: 0 is none."""
     c.carry(key, {"clip_grad_norm": c.value(key) or None})
 
 
-def convert_epochs(c: Conversion, key: str) -> None:
+def convert_epochs(c: ConfigImport, key: str) -> None:
     """Epochs, which may be a part of one there."""
     epochs, steps = c.value(key), c.value("max_steps")
     if steps and steps > 0:
@@ -126,7 +126,7 @@ def convert_epochs(c: Conversion, key: str) -> None:
         c.carry(key, {"epochs": int(epochs)})
 
 
-def convert_max_steps(c: Conversion, key: str) -> None:
+def convert_max_steps(c: ConfigImport, key: str) -> None:
     """`max_steps`: -1 and 0 are none."""
     steps = c.value(key)
     if steps > 0:
@@ -135,7 +135,7 @@ def convert_max_steps(c: Conversion, key: str) -> None:
         c.drop(key, "is off, as here")
 
 
-def convert_save_steps(c: Conversion, key: str) -> None:
+def convert_save_steps(c: ConfigImport, key: str) -> None:
     """Steps between states."""
     steps = c.value(key)
     if str(c.value("save_strategy")).lower() in ("no", "false", "epoch"):
@@ -146,7 +146,7 @@ def convert_save_steps(c: Conversion, key: str) -> None:
         c.drop(key, "a share of the steps; checkpoint.save_every_n_steps is a number of them")
 
 
-def convert_eval_steps(c: Conversion, key: str) -> None:
+def convert_eval_steps(c: ConfigImport, key: str) -> None:
     """Steps between validations, where there are any."""
     steps = c.value(key)
     if "validation.source" not in c.ours:
@@ -157,7 +157,7 @@ def convert_eval_steps(c: Conversion, key: str) -> None:
         c.drop(key, "a share of the steps; validation.every_n_steps is a number of them")
 
 
-def convert_eval_batch_size(c: Conversion, key: str) -> None:
+def convert_eval_batch_size(c: ConfigImport, key: str) -> None:
     """Sequences of a validation batch, where there is one."""
     if "validation.source" in c.ours:
         c.carry(key, {"validation.batch_size": c.value(key)})
@@ -165,7 +165,7 @@ def convert_eval_batch_size(c: Conversion, key: str) -> None:
         c.drop(key, "nothing is validated")
 
 
-def convert_trackers(c: Conversion, key: str) -> None:
+def convert_trackers(c: ConfigImport, key: str) -> None:
     """`report_to`."""
     value = c.value(key)
     names = [str(name) for name in (value if isinstance(value, list) else [value]) if str(name).lower() != "none"]
@@ -178,7 +178,7 @@ def convert_trackers(c: Conversion, key: str) -> None:
         c.drop(key, "output_dir/metrics.jsonl has every step")
 
 
-def convert_deepspeed(c: Conversion, key: str) -> None:
+def convert_deepspeed(c: ConfigImport, key: str) -> None:
     """A file of DeepSpeed's, of which the name says the stage, or its stage itself."""
     name = str(c.value(key)).rpartition("/")[2].lower()
     stages = [stage for stage in "0123" if any(f"{word}{stage}" in name for word in ("zero", "z", "stage"))]
@@ -193,7 +193,7 @@ def convert_deepspeed(c: Conversion, key: str) -> None:
     c.change(key, ours, f"FSDP in place of DeepSpeed's stage {stages[0]}, by the file's name; the file is not read")
 
 
-def convert_sharding(c: Conversion, key: str) -> None:
+def convert_sharding(c: ConfigImport, key: str) -> None:
     """`fsdp`: words of the Trainer; also a sharding strategy of accelerate's."""
     value = c.value(key)
     words = value if isinstance(value, list) else str(value).split()
@@ -206,7 +206,7 @@ def convert_sharding(c: Conversion, key: str) -> None:
     c.carry(key, ours, "" if ours else "layers are sharded: parallel.strategy=fsdp")
 
 
-def convert_fsdp_config(c: Conversion, section: str = "fsdp_config") -> None:
+def convert_fsdp_config(c: ConfigImport, section: str = "fsdp_config") -> None:
     """Keys of `fsdp_config`, with and without `fsdp_` in front."""
     for key in c.theirs.under(section):
         word = key.removeprefix(section).lstrip(".").removeprefix("fsdp_")
@@ -229,7 +229,7 @@ def convert_fsdp_config(c: Conversion, section: str = "fsdp_config") -> None:
             c.refuse(key, "is no key of FSDP's that is known here")
 
 
-def convert_best(c: Conversion, key: str) -> None:
+def convert_best(c: ConfigImport, key: str) -> None:
     """`load_best_model_at_end` and what says which is best."""
     if key == "load_best_model_at_end" and not c.value(key):
         c.drop(key, "is off, as here")
@@ -247,7 +247,7 @@ def convert_best(c: Conversion, key: str) -> None:
         c.refuse(key, "expected eval_loss; checkpoint.best_metric names numbers of our validation")
 
 
-def convert_patience(c: Conversion, key: str) -> None:
+def convert_patience(c: ConfigImport, key: str) -> None:
     """`early_stopping_patience`: validations without a better one."""
     if is_off(c.value(key)):
         c.drop(key, "is off, as here")
