@@ -46,7 +46,7 @@ def run(words: list[str]) -> int:
     arguments = parser().parse(words)
     out = None if arguments.out is None else _place(arguments.out)
     overrides = [*([f"model.path={arguments.model}"] if arguments.model else []), *arguments.overrides]
-    imported = import_file(arguments.file, tool=arguments.tool, overrides=overrides, leave_out=arguments.without)
+    imported = import_file(arguments.file, tool=arguments.tool, overrides=overrides, omitted=arguments.without)
     text = imported.yaml("mine.yaml" if arguments.out is None else arguments.out)
     if not is_quiet():
         say(_explained(imported))

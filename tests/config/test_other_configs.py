@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from recipe_lib.config import load_config
+from recipe_lib.config import DpoFinetuneConfig, load_config
+from recipe_lib.config.hints import meant_by
+from recipe_lib.config.keys import read_schema
 from recipe_lib.config.other_configs import TOOLS, Imported, import_file
 from recipe_lib.config.other_configs.conversion import CARRIED, CHANGED, DEFAULT, DROPPED
 from recipe_lib.config.other_configs.warm_up import WARM_UP
@@ -140,6 +142,14 @@ def test_effective_values(name: str):
         assert found == value, key
 
 
+def test_weight_decay_of_norms_is_said():
+    """transformers leaves norms and biases out; adapters have none."""
+    full, adapters = (import_file(str(FOLDER / f"axolotl/{name}.yaml")) for name in ("ipo_full", "qlora_fsdp_70b"))
+    fate = full.fates["weight_decay"]
+    assert fate.kind == CHANGED and fate.why == "here of every parameter, there not of norms and biases"
+    assert adapters.fates["weight_decay"].kind == CARRIED
+
+
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
 def test_rates_are_theirs_but_for_the_warm_up(kind: str, tmp_path: Path):
     """transformers' lambdas, by hand: in the warm-up ours is one step ahead, as the row says, and then equal."""
@@ -185,7 +195,7 @@ dataset: alpaca_en
         (AXOLOTL + "load_in_4bit: true\n", "quantized weights are not trained without an adapter"),
         (AXOLOTL + "num_epochs: 0.5\n", "epochs are whole here; set max_steps"),
         (AXOLOTL + "num_epochs: many\n", "num_epochs: 'many': is no value of this key"),
-        (AXOLOTL + "learning_rat: 1\n", "learning_rat: '1': is no key of axolotl that is known here; --without"),
+        (AXOLOTL + "learning_rat: 1\n", "known here; did you mean learning_rate? --without"),
         (AXOLOTL + "micro_batch_size: 2\n", "micro_batch_size: set twice, first on line 3"),
         (AXOLOTL + "sequence_len: 0\n", "as ours: max_seq_len=0: "),
         (AXOLOTL + "deepspeed: my.json\n", "expected a file that is named after its stage"),
@@ -213,6 +223,7 @@ dataset: alpaca_en
         (AXOLOTL + "wandb_name: ${wandb_project}\nwandb_project: ${wandb_name}\n", "name each other in a circle"),
         (AXOLOTL + "weight_decay: [[1]]\n", "weight_decay: found a list in a list"),
     ],
+    ids=lambda value: "" if "\n" in value else value[:50],
 )  # fmt: skip
 def test_what_cannot_be_carried_is_one_line(text: str, line: str, tmp_path: Path):
     with pytest.raises(ConfigError) as raised:
@@ -229,10 +240,21 @@ def test_all_faults_are_told_at_once(tmp_path: Path):
 
 def test_a_key_is_left_out_when_asked(tmp_path: Path):
     text = AXOLOTL + "neftune_noise_alpha: 5\nspecial_tokens: {bos_token: x, eos_token: y}\n"
-    imported = read(text, tmp_path, leave_out=["neftune_noise_alpha", "special_tokens"])
+    imported = read(text, tmp_path, omitted=["neftune_noise_alpha", "special_tokens"])
     assert imported.fates["special_tokens.eos_token"].why == "left out by --without"
     with pytest.raises(ConfigError, match="--without: .* has no key 'neftun'"):
-        read(text, tmp_path, leave_out=["neftun"])
+        read(text, tmp_path, omitted=["neftun"])
+
+
+def test_any_key_can_be_left_out():
+    """As if the file did not have it: imported, or refused for what is missing then."""
+    draw = random.Random(1)
+    for path in FILES:
+        for key, _ in draw.sample(list(leaves(yaml.safe_load(path.read_text(encoding="utf-8")))), 4):
+            try:
+                assert import_file(str(path), omitted=[key]).fates[key].why == "left out by --without"
+            except ConfigError as error:
+                assert all("\n" not in fault for fault in error.faults)
 
 
 def test_what_the_user_sets_wins(tmp_path: Path):
@@ -297,15 +319,10 @@ def test_values_of_any_kind_are_imported_or_refused(tmp_path: Path):
 def test_tables_name_keys_of_ours(tool: str):
     """What a table carries is a key of some recipe, but for methods that are not here; no key is in two tables."""
     table = TOOLS[tool].TABLE
-    known = {key for schema in RECIPE_CONFIGS.values() for key in _keys(schema)}
+    known = {key for schema in RECIPE_CONFIGS.values() for key in read_schema(schema).keys}
     later = {"distill", "reward", "qat_group_size", "qat_start_step", "dpo.desirable_weight", "dpo.undesirable_weight"}
     for theirs, ours in table.same.items():
         assert ours in known or ours in later or ours.partition(".")[0] in later, theirs
+        assert meant_by(theirs, read_schema(DpoFinetuneConfig)) in ([ours], []), theirs  # as `tune validate` answers it
     rows = [*table.same, *table.converted, *table.without, *table.refused]
     assert {key for key in rows if rows.count(key) > 1} == set()
-
-
-def _keys(schema: type) -> list[str]:
-    from recipe_lib.config.keys import read_schema
-
-    return list(read_schema(schema).keys)

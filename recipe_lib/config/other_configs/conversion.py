@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipe_lib.config.other_configs.their_file import TheirFile
-from recipe_lib.config.suggest import quote, show
+from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError
 
 CARRIED, CHANGED, DROPPED, DEFAULT = "carried", "other effect", "dropped", "their default"
@@ -49,8 +49,6 @@ class ConfigImport:
 
     def value(self, key: str) -> Any:
         """What their tool uses; None for what is neither set nor has a default."""
-        if key in self.ignored:
-            return None
         found = self.theirs.values.get(key)
         if found is None and not (key in self.theirs.values and key in self.null_means):
             return self.defaults.get(key)
@@ -87,7 +85,7 @@ class ConfigImport:
     def refuse(self, key: str, why: str, *, may_be_left_out: bool = True) -> None:
         """Notes a fault: without this key the run would not be what was asked."""
         said = f"{show(key)}: {quote(str(self.value(key)))}"
-        remedy = f"; --without {show(key)} imports the rest" if may_be_left_out else ""
+        remedy = f"{'' if why.endswith('?') else ';'} --without {show(key)} imports the rest" if may_be_left_out else ""
         self.faults.append(f"{self.theirs.place(key)}: {said}: {why}{remedy}")
         self.drop_once(key, why)
 
@@ -158,7 +156,8 @@ class KeyTable:
         elif is_off(value):
             conversion.drop(key, "is off, as here")
         else:
-            conversion.refuse(key, f"is no key of {conversion.tool} that is known here")
+            hint = did_you_mean(key, [*self.same, *self.converted, *self.without, *self.refused])
+            conversion.refuse(key, f"is no key of {conversion.tool} that is known here{hint}")
 
 
 def _convert(conversion: ConfigImport, key: str, convert: Convert) -> None:
@@ -184,12 +183,15 @@ def is_off(value: Any) -> bool:
     return value is None or value is False or value in (0, "", [], {}, "none", "None")
 
 
-def without(keys: Iterable[str], theirs: TheirFile, fates: ConfigImport) -> None:
-    """Leaves keys out as the user has asked. Raises ConfigError for one that the file does not have."""
+def leave_out(keys: Iterable[str], theirs: TheirFile) -> dict[str, KeyFate]:
+    """Takes keys and sections out of the file as the user has asked; what became of them. ConfigError for one that the
+    file does not have."""
+    fates = {}
     for key in keys:
         found = theirs.under(key)
         if not found:
             raise ConfigError(f"--without: {theirs.shown} has no key {quote(key)}")
         for name in found:
-            fates.ignored.add(name)
-            fates.drop(name, "left out by --without")
+            del theirs.values[name]
+            fates[name] = KeyFate(DROPPED, {}, "left out by --without")
+    return fates

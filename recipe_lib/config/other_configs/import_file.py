@@ -20,7 +20,7 @@ from recipe_lib.config.other_configs.conversion import (
     DROPPED,
     ConfigImport,
     KeyFate,
-    without,
+    leave_out,
 )
 from recipe_lib.config.other_configs.their_file import read_their_file
 from recipe_lib.config.other_configs.tools import tool_of
@@ -96,25 +96,25 @@ class Imported:
 
 
 def import_file(
-    path: str, *, tool: str | None = None, overrides: Sequence[str] = (), leave_out: Sequence[str] = ()
+    path: str, *, tool: str | None = None, overrides: Sequence[str] = (), omitted: Sequence[str] = ()
 ) -> Imported:
     """The config of ours that a file of another tool asks for.
 
-    tool: whose it is; None: its keys say. overrides: of our keys, as on the command line; they win. leave_out: keys of
+    tool: whose it is; None: its keys say. overrides: of our keys, as on the command line; they win. omitted: keys of
     the file to do without. Raises ConfigError, a line a fault: for a file that no recipe of ours trains, a key that
     cannot be carried, a config that would not run.
     """
     theirs = read_their_file(path)
     module = tool_of(theirs, tool)
+    left_out = leave_out(omitted, theirs)
     conversion = ConfigImport(theirs, module.NAME, module.DEFAULTS, module.NULL_MEANS)
-    without(leave_out, theirs, conversion)
     conversion.given = {word.removeprefix("~").partition("=")[0] for word in overrides}
     module.convert(conversion)
     missing = [key for key in theirs.values if not conversion.noted(key)]
     if missing:
         raise AssertionError(f"{module.NAME}: nothing is said about {', '.join(missing)}")
     loaded = _load(conversion, overrides)
-    fates = _without_effect(conversion, loaded)
+    fates = _without_effect(conversion, loaded) | left_out
     settings = _settings(loaded, conversion.recipe)
     return Imported(module.NAME, conversion.recipe, theirs.path.name, loaded.cfg, fates, settings, conversion.notes)
 
