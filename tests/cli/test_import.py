@@ -26,8 +26,9 @@ def test_the_config_is_printed_and_the_table_told_apart(capsys: pytest.CaptureFi
         assert said in row
 
 
-def test_quiet_is_the_config_alone(capsys: pytest.CaptureFixture):
-    assert main(["-q", "import", str(THEIRS)]) == 0
+def test_quiet_is_the_config_alone(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TUNE_VERBOSITY", "")  # restored after the test
+    assert main(["import", "-q", str(THEIRS)]) == 0
     printed = capsys.readouterr()
     assert printed.err == "" and printed.out.startswith("# Imported")
 

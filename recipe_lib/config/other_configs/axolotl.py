@@ -37,9 +37,9 @@ def convert(conversion: ConfigImport) -> None:
     rl, adapter = conversion.value("rl"), conversion.value("adapter")
     rl = None if rl is None else str(rl)
     if rl is not None and (rl not in PAIR_LOSSES or rl in NEEDS and not is_here(NEEDS[rl])):
-        raise conversion.stop(f"rl: {rl}: {NO_RL.get(rl, 'expected ' + ', '.join(PAIR_LOSSES))}")
+        raise conversion.stop(f"rl: {rl}: {NO_RL.get(rl, 'expected ' + ', '.join(PAIR_LOSSES))}", "rl")
     if not is_off(adapter) and adapter not in ("lora", "qlora"):
-        raise conversion.stop(f"adapter: {adapter}: expected lora, qlora, or none")
+        raise conversion.stop(f"adapter: {adapter}: expected lora, qlora, or none", "adapter")
     adapted = not is_off(adapter)
     conversion.recipe = "lora_finetune_distributed" if adapted else "full_finetune_distributed"
     method = "dpo" if rl is not None else "reward" if conversion.is_on("reward_model") else None

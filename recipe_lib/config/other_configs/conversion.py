@@ -93,9 +93,10 @@ class ConfigImport:
         """Whether the user names samples, in place of those of the file."""
         return bool(self.given & {"data.source", "data.sources"})
 
-    def stop(self, why: str) -> ConfigError:
-        """The error of a file that cannot become a config of ours, in one line."""
-        return ConfigError(f"{self.theirs.shown}: {why}")
+    def stop(self, why: str, section: str = "") -> ConfigError:
+        """The error of a file that cannot become a config of ours, in one line; section: whose line it names."""
+        keys = self.theirs.under(section) if section else []
+        return ConfigError(f"{self.theirs.place(keys[0]) if keys else self.theirs.shown}: {why}")
 
     def noted(self, key: str) -> bool:
         """Whether it is known what became of it."""

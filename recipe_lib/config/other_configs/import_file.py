@@ -131,9 +131,16 @@ def _load(conversion: ConfigImport, overrides: Sequence[str]) -> Loaded:
         return load((), [*words, *overrides], RECIPE_CONFIGS[conversion.recipe])
     except ConfigError as error:
         own = f"{COMMAND_LINE}: "
+        theirs = {name: key for key, fate in conversion.fates.items() for name in fate.ours}
+
+        def placed(line: str) -> str:
+            said = line.removeprefix(own)
+            key = theirs.get(said.partition("=")[0])
+            where = f"{conversion.theirs.place(key)}: {show(key)}" if key else conversion.theirs.shown
+            return f"{where}: as ours: {said}"
+
         typed = tuple(f"{own}{show(word)}" for word in overrides)
-        shown = f"{conversion.theirs.shown}: as ours: "
-        faults = (line if typed and line.startswith(typed) else shown + line.removeprefix(own) for line in error.faults)
+        faults = (line if typed and line.startswith(typed) else placed(line) for line in error.faults)
         raise ConfigError(*faults) from error
 
 

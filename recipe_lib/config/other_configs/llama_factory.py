@@ -35,15 +35,15 @@ def convert(conversion: ConfigImport) -> None:
     """Notes every key of the file. Raises ConfigError for what does not train, or cannot be trained here."""
     for key, instead in OTHER_PURPOSES:
         if conversion.is_on(key):
-            raise conversion.stop(f"{key}: {instead}")
+            raise conversion.stop(f"{key}: {instead}", key)
     if not any(conversion.theirs.under(key) for key in ("stage", "do_train", "dataset", "finetuning_type")):
         raise conversion.stop("it has no dataset and trains nothing; `tune generate MODEL` is for talking to a model")
     refuse_missing(conversion, METHODS)
     stage, kind = str(conversion.value("stage")), str(conversion.value("finetuning_type"))
     if stage not in STAGES or (STAGES[stage] and not is_here(STAGES[stage])):
-        raise conversion.stop(f"stage: {stage}: {NO_STAGES.get(stage, 'expected ' + ', '.join(STAGES))}")
+        raise conversion.stop(f"stage: {stage}: {NO_STAGES.get(stage, 'expected ' + ', '.join(STAGES))}", "stage")
     if kind not in ("lora", "full"):
-        raise conversion.stop(f"finetuning_type: {kind}: there is none of it; choose full or lora")
+        raise conversion.stop(f"finetuning_type: {kind}: there is none of it; choose full or lora", "finetuning_type")
     adapted = kind == "lora"
     conversion.recipe = "lora_finetune_distributed" if adapted else "full_finetune_distributed"
     method = {"dpo": "dpo", "kto": "dpo", "rm": "reward"}.get(stage)

@@ -18,4 +18,4 @@ def refuse_missing(conversion: ConfigImport, methods: tuple[tuple[str, str, str]
     for it, the key of ours that it needs, empty if there is none, what is missing)."""
     for key, ours, why in methods:
         if conversion.asks_for(key) and not (ours and is_here(ours)):
-            raise conversion.stop(f"{key}: {why}")
+            raise conversion.stop(f"{key}: {why}", key)

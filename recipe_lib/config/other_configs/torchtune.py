@@ -58,14 +58,14 @@ def convert(conversion: ConfigImport) -> None:
 def _check_purpose(conversion: ConfigImport) -> None:
     for key, purpose, instead in OTHER_PURPOSES:
         if key in conversion.theirs.values:
-            raise conversion.stop(f"{key}: {purpose}, and trains nothing that a recipe of ours does; {instead}")
+            raise conversion.stop(f"{key}: {purpose}; {instead}", key)
     if conversion.is_on("quantizer._component_") and not conversion.theirs.under("dataset"):
-        raise conversion.stop("quantizer: it quantizes a model; `tune export MODEL --quantize int4` does")
+        raise conversion.stop("quantizer: it quantizes a model; `tune export MODEL --quantize int4` does", "quantizer")
     builder = str(conversion.value("model._component_") or "")
     for word, why in NO_MODELS:
         if word in builder or any(word in str(value) for key, value in conversion.theirs.values.items()
                                   if key.endswith("._component_")):  # fmt: skip
-            raise conversion.stop(f"model._component_: {builder}: {why}")
+            raise conversion.stop(f"model._component_: {builder}: {why}", "model._component_")
     refuse_missing(conversion, METHODS)
 
 

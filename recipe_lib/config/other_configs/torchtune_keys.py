@@ -14,10 +14,14 @@ DEFAULTS: dict[str, Any] = {
 
 # A key that only such configs have, what they are for, what does that here.
 OTHER_PURPOSES = (
-    ("tasks", "it measures a model (eleuther_eval)", "`tune eval MODEL` does, with --lm-eval on the same tasks"),
+    (
+        "tasks",
+        "it measures a model (eleuther_eval) and trains none",
+        "`tune eval MODEL --lm-eval TASKS` does",
+    ),
     ("ppo_epochs", "it is for reinforcement learning (PPO)", "there is none; dpo_distributed trains on pairs"),
     ("grpo_samples", "it is for reinforcement learning (GRPO)", "there is none; dpo_distributed trains on pairs"),
-    ("max_new_tokens", "it generates", "`tune generate MODEL` does"),
+    ("max_new_tokens", "it generates and trains nothing", "`tune generate MODEL` does"),
 )
 
 # Methods: a key that asks for one, the key of ours that it needs, what is missing without that.
