@@ -9,7 +9,7 @@ folder that TORCHTUNE_CONFIGS names.
 import argparse
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -47,32 +47,30 @@ def outcomes(folder: Path) -> Iterator[tuple[str, Imported | str]]:
             yield name, str(error).replace(f"{path}: ", "").replace(f"{path}:", "line ")
 
 
-def table(folders: Sequence[Path]) -> str:
-    """A row a file."""
+def table(found: Iterable[tuple[str, Imported | str]]) -> str:
+    """A row a file. found: what `outcomes` gives."""
     lines = ["| config | recipe | carried | other effect | dropped |", "|---|---|---|---|---|"]
-    for folder in folders:
-        for name, found in outcomes(folder):
-            if isinstance(found, str):
-                lines.append(f"| {name} | refused: {found.partition(chr(10))[0]} | | | |")
-            else:
-                counts = found.counts()
-                lines.append(f"| {name} | {found.recipe} | {' | '.join(str(counts[kind]) for kind in KINDS)} |")
+    for name, outcome in found:
+        if isinstance(outcome, str):
+            lines.append(f"| {name} | refused: {outcome.partition(chr(10))[0]} | | | |")
+        else:
+            counts = outcome.counts()
+            lines.append(f"| {name} | {outcome.recipe} | {' | '.join(str(counts[kind]) for kind in KINDS)} |")
     return "\n".join(lines) + "\n"
 
 
-def count_table(folders: Sequence[Path]) -> str:
-    """A row a tool and recipe, then one a reason of refusal."""
+def count_table(found: Iterable[tuple[str, Imported | str]]) -> str:
+    """A row a tool and recipe, then one a reason of refusal. found: what `outcomes` gives."""
     files: Counter[tuple[str, str]] = Counter()
     keys: dict[tuple[str, str], Counter[str]] = {}
     refused: Counter[str] = Counter()
-    for folder in folders:
-        for _, found in outcomes(folder):
-            if isinstance(found, str):
-                refused[next((reason for reason in REASONS if reason in found), found)] += 1
-                continue
-            kind = (found.tool, found.recipe)
-            files[kind] += 1
-            keys.setdefault(kind, Counter()).update(found.counts())
+    for _, outcome in found:
+        if isinstance(outcome, str):
+            refused[next((reason for reason in REASONS if reason in outcome), outcome)] += 1
+            continue
+        kind = (outcome.tool, outcome.recipe)
+        files[kind] += 1
+        keys.setdefault(kind, Counter()).update(outcome.counts())
     lines = ["| tool | recipe | files | keys carried | other effect | dropped |", "|---|---|---|---|---|---|"]
     for kind in sorted(files):
         counts = " | ".join(str(keys[kind][name]) for name in KINDS)
@@ -90,7 +88,8 @@ def main() -> None:
     folders = arguments.folders or [folder for folder in [torchtune_configs()] if folder]
     if not folders:
         parser.error("torchtune's configs are not here: name a folder, or set TORCHTUNE_CONFIGS")
-    print((count_table if arguments.counts else table)(folders), end="")
+    found = [pair for folder in folders for pair in outcomes(folder)]
+    print(count_table(found) if arguments.counts else table(found), end="")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.imported_configs import count_table, outcomes
 from recipe_lib.config import DpoFinetuneConfig, load_config
 from recipe_lib.config.hints import meant_by
 from recipe_lib.config.keys import read_schema
@@ -18,6 +19,7 @@ from recipe_lib.config.other_configs.warm_up import WARM_UP
 from recipe_lib.config.recipes import RECIPE_CONFIGS
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim.lr_scheduler import learning_rate
+from tests.cli.commands import ROOT
 
 FOLDER = Path(__file__).parent / "other_tools"
 FILES = sorted(FOLDER.rglob("*.yaml"))
@@ -62,6 +64,13 @@ def check_whole(path: Path, imported: Imported, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_no_key_goes_unmentioned(path: Path, tmp_path: Path):
     check_whole(path, import_file(str(path)), tmp_path)
+
+
+def test_the_page_counts_them():
+    page = (ROOT / "docs" / "import.md").read_text(encoding="utf-8")
+    assert count_table(outcomes(FOLDER)) in page, (
+        "put what `python -m benchmarks.imported_configs --counts tests/config/other_tools` prints into docs/import.md"
+    )
 
 
 def test_there_are_configs_of_both_tools():
@@ -239,9 +248,9 @@ def test_all_faults_are_told_at_once(tmp_path: Path):
 
 
 def test_a_key_is_left_out_when_asked(tmp_path: Path):
-    text = AXOLOTL + "neftune_noise_alpha: 5\nspecial_tokens: {bos_token: x, eos_token: y}\n"
-    imported = read(text, tmp_path, omitted=["neftune_noise_alpha", "special_tokens"])
-    assert imported.fates["special_tokens.eos_token"].why == "left out by --without"
+    text = AXOLOTL + "neftune_noise_alpha: 5\nlr_groups: [{name: a, lr: 1}]\n"
+    imported = read(text, tmp_path, omitted=["neftune_noise_alpha", "lr_groups"])
+    assert imported.fates["lr_groups[0].lr"].why == "left out by --without"
     with pytest.raises(ConfigError, match="--without: .* has no key 'neftun'"):
         read(text, tmp_path, omitted=["neftun"])
 

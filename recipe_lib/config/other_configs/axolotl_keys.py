@@ -142,6 +142,7 @@ WITHOUT = {
     "flash_attn_fuse_mlp": _KERNELS,
     "flash_attn_fuse_qkv": _KERNELS,
     "special_tokens.pad_token": _PADDING,
+    "special_tokens": "those of the tokenizer's files; where another one is meant, change it there before training",
     "wandb_entity": _WANDB,
     "wandb_watch": _WANDB,
     "wandb_run_id": _WANDB,
@@ -167,7 +168,6 @@ WITHOUT = {
 REFUSED = {
     **trainer.REFUSED,
     "qat.quantize_embedding": "the layers' linears are rounded, the embedding is not",
-    "special_tokens": "tokens are those of the tokenizer's files; change them there",
     "tokens": "no token is added; add it to the model's folder first",
     "added_tokens_overrides": "no token is added; add it to the model's folder first",
     "lora_modules_to_save": "nothing is trained whole next to adapters; lora.target_modules takes embedding and head",
