@@ -2,7 +2,7 @@
 
 from typing import Any
 
-NULL_MEANS = ("clip_grad_norm", "seed", "tokenizer.max_seq_len", "optimizer", "loss")
+NULL_MEANS = ("clip_grad_norm", "seed", "tokenizer.max_seq_len")
 
 DEFAULTS: dict[str, Any] = {
     "clip_grad_norm": None,
