@@ -1,12 +1,13 @@
 """`tune import`: what it prints where, what it writes, and what it refuses."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from recipe_lib.cli.main import main
-from tests.cli.commands import ROOT
+from tests.cli.commands import ROOT, tune
 
 THEIRS = ROOT / "tests" / "config" / "other_tools" / "axolotl" / "lora_alpaca.yaml"
 FACTORY = ROOT / "tests" / "config" / "other_tools" / "llama_factory" / "dpo_lora.yaml"
@@ -100,3 +101,38 @@ def test_datasets_are_found_above_the_file(
     monkeypatch.chdir(tmp_path)
     assert main(["import", str(FACTORY), "--from", "llama-factory"]) == 0
     assert "source: hub:llamafactory/DPO-En-Zh-20k:en" in capsys.readouterr().out
+
+
+TRAINS = f"""base_model: o/m
+datasets: [{{path: json, data_files: {ROOT}/examples/demo/train.jsonl, type: alpaca}}]
+test_datasets: [{{path: json, data_files: {ROOT}/examples/demo/heldout.jsonl, type: alpaca}}]
+adapter: lora
+lora_r: 4
+lora_alpha: 8
+lora_target_linear: true
+sequence_len: 128
+sample_packing: true
+micro_batch_size: 4
+max_steps: 3
+warmup_steps: 2
+optimizer: adamw_torch
+learning_rate: 1e-3
+lr_scheduler: linear
+bf16: false
+output_dir: ./out
+"""
+
+
+@pytest.mark.slow
+def test_what_is_imported_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Steps, rates and what is trained are those that the file asks for."""
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(TRAINS, encoding="utf-8")
+    model = ["~model.path", "model.preset=demo/0.5M", f"tokenizer.path={ROOT}/examples/demo/tokenizer", "device=cpu"]
+    assert main(["import", "theirs.yaml", "--out", "ours.yaml", *model]) == 0
+    done = tune("run", "ours.yaml", "data.max_samples=64", "validation.max_samples=8", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in Path("out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [step["lr"] for step in steps if "lr" in step] == pytest.approx([0.5e-3, 1e-3, 1e-3])
+    adapter = json.loads(Path("out/adapter/adapter_config.json").read_text(encoding="utf-8"))
+    assert (adapter["r"], adapter["lora_alpha"], len(adapter["target_modules"])) == (4, 8, 7)
