@@ -15,6 +15,7 @@ from recipe_lib.config.hints import meant_by
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.other_configs import TOOLS, Imported, import_file
 from recipe_lib.config.other_configs.conversion import CARRIED, CHANGED, DEFAULT, DROPPED
+from recipe_lib.config.other_configs.methods import is_here
 from recipe_lib.config.other_configs.warm_up import WARM_UP
 from recipe_lib.config.recipes import RECIPE_CONFIGS
 from recipe_lib.errors import ConfigError
@@ -239,6 +240,38 @@ def test_what_cannot_be_carried_is_one_line(text: str, line: str, tmp_path: Path
         read(text, tmp_path)
     assert any(line in fault for fault in raised.value.faults), raised.value.faults
     assert all(str(tmp_path / "theirs.yaml") in fault for fault in raised.value.faults)
+
+
+PAIRS = AXOLOTL.replace("type: alpaca", "type: llama3.ultra")
+
+
+@pytest.mark.parametrize(
+    ("text", "needs", "values", "line"),
+    [
+        (AXOLOTL + "qat: {weight_dtype: int4, group_size: 64, activation_dtype: int8}\n", "qat",
+         {"qat": "int4", "qat_group_size": 64}, "qat: there is no quantization-aware training"),
+        (PAIRS + "rl: kto\nkto_desirable_weight: 0.2\n", "dpo.desirable_weight",
+         {"dpo.loss": "kto", "dpo.desirable_weight": 0.2, "data.format": "kto"}, "rl: kto: there is no KTO"),
+        (AXOLOTL.replace("alpaca", "bradley_terry.chat_template") + "reward_model: true\n", "reward.loss",
+         {"reward.trainable": "all", "data.format": "preference", "data.columns": {"prompt": "input"}},
+         "reward_model: there is no recipe for reward models"),
+        (AXOLOTL + "val_set_size: 0.1\nearly_stopping_patience: 3\n", "validation.patience",
+         {"validation.patience": 3}, "a run ends after its steps"),
+        (AXOLOTL + "val_set_size: 0.1\nload_best_model_at_end: true\n", "checkpoint.keep_best",
+         {"checkpoint.keep_best": True}, "the model of the last step is saved"),
+    ],
+    ids=["qat", "kto", "reward", "patience", "best"],
+)  # fmt: skip
+def test_methods_are_imported_where_a_recipe_has_them(
+    text: str, needs: str, values: dict[str, Any], line: str, tmp_path: Path
+):
+    if not is_here(needs):
+        with pytest.raises(ConfigError) as raised:
+            read(text, tmp_path)
+        assert line in str(raised.value)
+        return
+    imported = read(text, tmp_path)
+    assert {key: imported.settings.get(key) for key in values} == values
 
 
 def test_all_faults_are_told_at_once(tmp_path: Path):

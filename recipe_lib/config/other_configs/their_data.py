@@ -62,7 +62,7 @@ def hold_out(conversion: ConfigImport, key: str) -> None:
     if not size:
         conversion.drop(key, "is off, as here")
         return
-    if any(name.startswith("validation.") for name in (*ours, *conversion.given)):
+    if "validation.source" in (*ours, *conversion.given):
         conversion.drop(key, "validation.source has the samples")
         return
     source, split = ours.get("data.source"), ours.get("data.split", "train")
