@@ -8,6 +8,7 @@ import torch
 from recipe_lib.config.local_files import install_line
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.evaluation.harness_model import HarnessMethods
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -46,11 +47,13 @@ def metric_rows(results: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def harness_model(model: torch.nn.Module, **options: Any) -> "LM":
-    """Our model as the harness asks it; options: as `HarnessModel` takes them. SetupError without the extra `eval`."""
+    """Our model as the harness asks it; options: as `HarnessMethods` takes them. SetupError without the extra `eval`."""
     try:
-        from recipe_lib.evaluation.harness_model import HarnessModel
+        from lm_eval.api.model import TemplateLM
     except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] != "lm_eval":
-            raise
         raise SetupError(f"--lm-eval: lm-evaluation-harness is not installed; {install_line('eval')}") from error
+
+    class HarnessModel(HarnessMethods, TemplateLM):
+        """Both."""
+
     return HarnessModel(model, **options)

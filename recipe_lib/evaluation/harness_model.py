@@ -1,4 +1,4 @@
-"""Our own model as lm-evaluation-harness asks it; imported where the extra `eval` is there.
+"""Our own model as lm-evaluation-harness asks it (extra `eval`).
 
 Texts become tokens as its own class for Hugging Face models makes them: BOS where the tokenizer begins with one, a
 context's trailing spaces with what follows it, contexts cut on the left to what the model reads.
@@ -8,9 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.generation.batch import generate_batch
@@ -24,8 +21,9 @@ MAX_NEW_TOKENS = 256  # of an answer, where a task does not say
 _DRAWS = ("temperature", "top_k", "top_p")
 
 
-class HarnessModel(TemplateLM):
-    """Likelihoods by `continuation_scores`, answers by `generate_batch`."""
+class HarnessMethods:
+    """What the harness' `TemplateLM` leaves to its subclasses: likelihoods by `continuation_scores`, answers by
+    `generate_batch`."""
 
     tokenizer_name = "tune-recipes"
 
@@ -66,6 +64,9 @@ class HarnessModel(TemplateLM):
         return continuation_scores(self._model, pairs, self._spec.max_positions, self._device, self._batch_size)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihoods of whole texts, in windows of what the model reads."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
         windows, owners = [], []
         for number, (text,) in enumerate(request.args for request in requests):
             for window in get_rolling_token_windows(
@@ -82,6 +83,9 @@ class HarnessModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Answers up to the texts that end them."""
+        from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+
         end = self._tokenizer.decode([self.eot_token_id])
         answers: list[str] = [""] * len(requests)
         for numbers, options in _alike([dict(request.args[1]) for request in requests], self._batch_size):

@@ -167,7 +167,7 @@ def check_tune(words: list[str]) -> None:
     elif verb == "tp-plan":
         tp_plan_verb.config_of(tp_plan_verb.read(rest).model)
     else:
-        assert verb in ("ls", "cat", "cp", "validate", "help", "completion"), f"no rule for: {line}"
+        assert verb in ("ls", "cat", "cp", "import", "validate", "help", "completion"), f"no rule for: {line}"
         assert tune(words) == 0, line
 
 
