@@ -47,7 +47,7 @@ def metric_rows(results: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def harness_model(model: torch.nn.Module, **options: Any) -> "LM":
-    """Our model as the harness asks it; options: as `HarnessMethods` takes them. SetupError without the extra `eval`."""
+    """Our model as the harness asks it; options: of `HarnessMethods`. SetupError without the extra `eval`."""
     try:
         from lm_eval.api.model import TemplateLM
     except ModuleNotFoundError as error:
