@@ -5,42 +5,19 @@ world (ranks, devices, files) can decide is not here: it is checked where the wo
 makes idle is no fault: `needs` at the key in the schema says so.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any
 
 from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.idle import formats, trained_dtype
 from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, micro_batches, schedule_fault, token_ranks
 from recipe_lib.config.registry import BUILT_IN
+from recipe_lib.config.rule import Rule
+from recipe_lib.config.rules_qat import QAT_RULES
 from recipe_lib.config.schema import LINEARS
 from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
 from recipe_lib.config.schema_data import resolved_sources
 from recipe_lib.config.suggest import did_you_mean, quote
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One combination of settings that is refused.
-
-    keys: those it is about, whose places an error names. applies: true for a config that has it. example: overrides
-    that bring it about on a config of `recipe` with a checkpoint and local data. reads: further keys that it looks at.
-    found: what it has found, with its numbers and the remedy; None: reason and remedy say all.
-    """
-
-    keys: tuple[str, ...]
-    applies: Callable[[Any], Any]
-    reason: str
-    remedy: str
-    example: tuple[str, ...]
-    recipe: str = "full_finetune_distributed"
-    reads: tuple[str, ...] = ()
-    found: Callable[[Any], str] | None = None
-
-    def line(self, cfg: Any) -> str:
-        """`model.path, model.preset: both are set; keep ...`, for a config that has it."""
-        what = f"{self.reason}; {self.remedy}" if self.found is None else self.found(cfg)
-        return f"{', '.join(self.keys)}: {what}"
 
 
 def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
@@ -341,6 +318,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("device", "matmul_dtype"), lambda cfg: cfg.matmul_dtype == "fp8" and cfg.device == "cpu",
          "FP8 matmuls take a GPU of compute capability 8.9 or more",
          "remove matmul_dtype, or choose int8, which runs anywhere", ("device=cpu", "matmul_dtype=fp8")),
+    *QAT_RULES,
     Rule(("parallel.pipeline_microbatches", "batch_size", "gradient_accumulation_steps"), _uneven,
          "the sequences of a step, batch_size x gradient_accumulation_steps, are no multiple of the micro-batches",
          "choose a divisor of them", (*_PIPELINE, "parallel.pipeline_microbatches=3"), reads=_SCHEDULE,

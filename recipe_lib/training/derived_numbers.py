@@ -44,6 +44,7 @@ def derived_numbers(
         *_other_parts(model),
         *([parallel.kernels] if parallel.kernels else []),
         *([f"checkpointing: {parallel.checkpointing}"] if parallel.checkpointing else []),
+        *([parallel.quantization.describe()] if parallel.quantization else []),
     ]
 
 
