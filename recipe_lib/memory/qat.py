@@ -18,9 +18,9 @@ Nothing but the weight and the input is kept for backward, which rounds again. E
 are. This is the one module that calls torchao's quantization; it imports it only when `qat` is set.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from types import MethodType
 from typing import Any, cast
 
@@ -39,22 +39,17 @@ from recipe_lib.ops.deferred import linear
 
 KINDS = ("int4", "int8", "fp8")
 
-Rounding = Callable[[Tensor], Tensor]
-
 
 @dataclass
 class FakeQuantization:
     """What the linears of a model are rounded to, and whether they are at this step.
 
-    kind: of KINDS. weights, inputs: round a matrix `[o, i]` and hidden states `[.., i]`; None: as they come.
-    start_step: optimizer steps before rounding begins. linears: how many there are.
+    kind: of KINDS. start_step: optimizer steps before rounding begins. linears: how many there are.
     """
 
     kind: str
     group_size: int
     start_step: int
-    weights: Rounding
-    inputs: Rounding | None
     linears: int = 0
     is_on: bool = True
 
@@ -66,7 +61,7 @@ class FakeQuantization:
         """For the log: `qat: 14 linears computed in int4, a scale for 32 weights, from step 11 on`."""
         scales = f"{self.group_size} weights" if self.kind == "int4" else "each row"
         begins = f", from step {self.start_step + 1} on" if self.start_step else ""
-        inputs = "" if self.inputs is None else ", inputs too"
+        inputs = ", inputs too" if self.kind == "fp8" else ""
         return f"qat: {self.linears} linears computed in {self.kind}, a scale for {scales}{inputs}{begins}"
 
 
@@ -98,7 +93,8 @@ def fake_quantize_linears(model: nn.Module, kind: str | None, group_size: int, s
             "qat"
         )
     inside = tuple(f"{name}." for name in layer_names(model))
-    scheme = FakeQuantization(kind, group_size, start, *_rounding(kind, group_size))
+    scheme = FakeQuantization(kind, group_size, start)
+    _quantizers(kind, group_size)  # imports torchao before a step is timed
     forwards = {nn.Linear: _given(_plain_forward, scheme), AdaptedLinear: _given(_adapted_forward, scheme)}
     for name, module in model.named_modules():
         if not name.startswith(inside) or name.endswith((".lora_A", ".lora_B")):
@@ -121,50 +117,6 @@ def fake_quantize_linears(model: nn.Module, kind: str | None, group_size: int, s
     if not scheme.linears and inside:
         raise ConfigError(f"qat: found {kind} for a model whose layers have no plain linear; remove qat")
     return scheme
-
-
-def _rounding(kind: str, group_size: int) -> tuple[Rounding, Rounding | None]:
-    """How weights and inputs are rounded: what torchao itself would put into a linear."""
-    silence_torchao()
-    from torchao.quantization import quantize_
-    from torchao.quantization.qat import FakeQuantizerBase, QATConfig
-
-    sample = nn.Sequential(nn.Linear(group_size, 1, device="meta"))
-    quantize_(sample, QATConfig(base_config(kind, group_size), step="prepare"))
-    prepared = cast(Any, sample[0])
-    of_weights, of_inputs = prepared.weight_fake_quantizer.config, None
-    if prepared.activation_fake_quantizer is not None:
-        of_inputs = prepared.activation_fake_quantizer.config
-
-    # A quantizer keeps the scales of what it has rounded last: each is used once.
-    def weights(matrix: Tensor) -> Tensor:
-        return cast(Tensor, FakeQuantizerBase.from_config(of_weights)(matrix))
-
-    def inputs(hidden: Tensor) -> Tensor:
-        return cast(Tensor, FakeQuantizerBase.from_config(of_inputs)(hidden.contiguous()))
-
-    if of_inputs is None:
-        return weights, None
-    return partial(_straight_through, weights), partial(_straight_through, inputs)
-
-
-def _straight_through(rounding: Rounding, matrix: Tensor) -> Tensor:
-    """Rounds to FP8, where nothing is clipped, and hands the gradient on.
-
-    torchao 0.18 takes it through `to(float8).to(float32)`, whose backward casts it to FP8 without a scale: what is
-    below 2^-10 is lost, which is nearly all of it (docs/upstream/float8_fake_quantizer.md).
-    """
-    return cast(Tensor, _StraightThrough.apply(matrix, rounding))
-
-
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, rounding: Rounding) -> Tensor:
-        return rounding(matrix)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
 
 
 def _given(forward: Callable[..., Tensor], scheme: FakeQuantization) -> Callable[..., Tensor]:
@@ -193,11 +145,78 @@ def _rounded_linear(
     scheme: FakeQuantization, hidden: Tensor, bias: Tensor | None, scaling: float, *parts: Tensor
 ) -> Tensor:
     """Hidden `[.., i]` to `[.., o]`. parts: the weight, or weight, A and B."""
-    if torch.compiler.is_compiling():  # which finds by itself what to compute again
-        inputs = hidden if scheme.inputs is None else scheme.inputs(hidden)
-        return F.linear(inputs, scheme.weights(_merged(scaling, *parts)), bias)
-    out = cast(Tensor, _RoundedLinear.apply(scheme, scaling, hidden, *parts))
+    out = cast(Tensor, _RoundedLinear.apply(scheme.kind, scheme.group_size, scaling, hidden, *parts))
     return out if bias is None else out + bias
+
+
+class _RoundedLinear(torch.autograd.Function):
+    """Keeps what a plain linear keeps, and rounds again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: str, group_size: int, scaling: float, hidden: Tensor, *parts: Tensor) -> Tensor:
+        ctx.settings = scaling, kind, group_size
+        ctx.save_for_backward(hidden if any(ctx.needs_input_grad[4:]) else None, *parts)
+        return F.linear(rounded_inputs(hidden, kind), rounded_weight(parts, *ctx.settings))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        hidden, *parts = ctx.saved_tensors
+        scaling, kind, _ = ctx.settings
+        (gradient,), wants, hidden_grad = gradients, ctx.needs_input_grad[4:], None
+        weight, unclipped = rounded_again(parts, *ctx.settings)
+        if ctx.needs_input_grad[3]:
+            hidden_grad = gradient @ weight
+        del weight
+        if hidden is None:
+            return None, None, None, hidden_grad, *(None for _ in parts)
+        inputs = rounded_inputs(hidden, kind)
+        weight_grad = gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)
+        del inputs
+        if kind != "fp8":
+            weight_grad = weight_grad.mul_(unclipped)
+        del unclipped
+        return None, None, None, hidden_grad, *_gradients_of(parts, weight_grad, scaling, wants)
+
+
+def _gradients_of(parts: list[Tensor], whole: Tensor, scaling: float, wants: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients of the weight, or of weight, A and B, from that of their sum `[o, i]`."""
+    if len(parts) == 1:
+        return [whole]
+    _, first, second = parts
+    wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
+    first_grad = (second.to(wide.dtype).t() @ wide).mul_(scaling).to(first.dtype) if wants[1] else None
+    second_grad = (wide @ first.to(wide.dtype).t()).mul_(scaling).to(second.dtype) if wants[2] else None
+    return [whole if wants[0] else None, first_grad, second_grad]
+
+
+# What rounds, by torchao. Compiled code calls each as one operator: fused, what is rounded would not first be a number
+# of its own type, and the codes of every hundredth weight in bf16 would be others than those of the export.
+
+
+def rounded_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
+    """The weight `[o, i]`, with the adapter if parts have one, on its grid."""
+    if torch.compiler.is_compiling():
+        return cast(Tensor, torch.ops.tune_recipes.rounded_weight(list(parts), scaling, kind, group_size))
+    with outside_selection():  # which counts the layer's own products
+        return _rounded_weight(parts, scaling, kind, group_size)
+
+
+def rounded_again(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> tuple[Tensor, Tensor]:
+    """The same, and a mask `[o, i]` of what was not clipped; empty for fp8, which clips nothing."""
+    if torch.compiler.is_compiling():
+        found = torch.ops.tune_recipes.rounded_again(list(parts), scaling, kind, group_size)
+        return found[0], found[1]
+    return _rounded_again(parts, scaling, kind, group_size)
+
+
+def rounded_inputs(hidden: Tensor, kind: str) -> Tensor:
+    """Hidden `[.., i]`, each row on its grid for fp8; else as it came."""
+    if kind != "fp8":
+        return hidden
+    if torch.compiler.is_compiling():
+        return cast(Tensor, torch.ops.tune_recipes.rounded_inputs(hidden, kind))
+    return _rounded_inputs(hidden, kind)
 
 
 def _merged(scaling: float, weight: Tensor, *adapter: Tensor) -> Tensor:
@@ -209,40 +228,81 @@ def _merged(scaling: float, weight: Tensor, *adapter: Tensor) -> Tensor:
     return torch.addmm(weight.to(wide), second.to(wide), first.to(wide), alpha=scaling).to(weight.dtype)
 
 
-class _RoundedLinear(torch.autograd.Function):
-    """Keeps what a plain linear keeps. Selective checkpointing counts its products, not what rounding takes."""
+def _rounded_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
+    return _fake_quantize(_merged(scaling, *parts), _quantizers(kind, group_size)[0])
 
-    @staticmethod
-    def forward(ctx: Any, scheme: FakeQuantization, scaling: float, hidden: Tensor, *parts: Tensor) -> Tensor:
-        ctx.scheme, ctx.scaling = scheme, scaling
-        reads_hidden = scheme.inputs is not None or any(ctx.needs_input_grad[3:])
-        ctx.save_for_backward(hidden if reads_hidden else None, *parts)
-        with outside_selection():
-            inputs = hidden if scheme.inputs is None else scheme.inputs(hidden)
-            weight = scheme.weights(_merged(scaling, *parts))
-        return F.linear(inputs, weight)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        hidden, *parts = ctx.saved_tensors
-        scheme, wants_hidden, wants = ctx.scheme, ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
-        leaves = [part.detach().requires_grad_(wanted) for part, wanted in zip(parts, wants, strict=True)]
-        with torch.enable_grad():
-            weight = scheme.weights(_merged(ctx.scaling, *leaves))
-        gradient = gradients[0]
-        inputs, hidden_grad = hidden, None
-        if scheme.inputs is not None:
-            with torch.enable_grad():
-                hidden = hidden.detach().requires_grad_(wants_hidden)
-                inputs = scheme.inputs(hidden)
-        if wants_hidden:
-            hidden_grad = gradient @ weight.detach()
-            if scheme.inputs is not None:
-                (hidden_grad,) = torch.autograd.grad(inputs, hidden, hidden_grad)
-        if not any(wants):
-            return None, None, hidden_grad, *(None for _ in parts)
-        weight_grad = gradient.flatten(0, -2).t() @ inputs.detach().flatten(0, -2)
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(weight, wanted, weight_grad))
-        return None, None, hidden_grad, *(next(found) if each else None for each in wants)
+def _rounded_inputs(hidden: Tensor, kind: str) -> Tensor:
+    return _fake_quantize(hidden.contiguous(), _quantizers(kind, 1)[1])
+
+
+def _fake_quantize(tensor: Tensor, config: Any) -> Tensor:
+    from torchao.quantization.qat import FakeQuantizerBase
+
+    with torch.no_grad():
+        return cast(Tensor, FakeQuantizerBase.from_config(config)(tensor))  # one that is kept would keep its scales
+
+
+def _rounded_again(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> tuple[Tensor, Tensor]:
+    from torchao.quantization.qat import FakeQuantizerBase
+    from torchao.quantization.quant_primitives import _DTYPE_TO_QVALUE_BOUNDS as BOUNDS
+    from torchao.quantization.quant_primitives import _fake_quantize_affine
+
+    config, merged = _quantizers(kind, group_size)[0], _merged(scaling, *parts)
+    if kind == "fp8":
+        weight = _fake_quantize(merged, config)
+        return weight, weight.new_empty(0, dtype=torch.bool)
+    quantizer = cast(Any, FakeQuantizerBase.from_config(config))
+    with torch.no_grad():
+        weight = quantizer(merged)
+        # The largest of a group is at code 7.5 of 7, which rounds to 8: with that code nothing is clipped.
+        least, largest = BOUNDS[config.dtype]
+        block = (1, group_size if kind == "int4" else merged.shape[1])
+        scales = quantizer.scale, quantizer.zero_point
+        wider = _fake_quantize_affine(merged, block, *scales, torch.int32, least, largest + 1)
+        return weight, wider.eq(weight)
+
+
+@cache
+def _quantizers(kind: str, group_size: int) -> tuple[Any, Any]:
+    """Configs of what torchao itself puts into a linear for its weight and for its inputs (None: as they come)."""
+    silence_torchao()
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
+
+    sample = nn.Sequential(nn.Linear(group_size, 1, device="meta"))
+    quantize_(sample, QATConfig(base_config(kind, group_size), step="prepare"))
+    prepared = cast(Any, sample[0])
+    of_inputs = prepared.activation_fake_quantizer
+    return prepared.weight_fake_quantizer.config, None if of_inputs is None else of_inputs.config
+
+
+@torch.library.custom_op("tune_recipes::rounded_weight", mutates_args=())
+def _weight_operator(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
+    return _rounded_weight(parts, scaling, kind, group_size)
+
+
+@_weight_operator.register_fake
+def _(parts: Any, scaling: float, kind: str, group_size: int) -> Tensor:
+    return torch.empty_like(parts[0])
+
+
+@torch.library.custom_op("tune_recipes::rounded_again", mutates_args=())
+def _again_operator(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> list[Tensor]:
+    return list(_rounded_again(parts, scaling, kind, group_size))
+
+
+@_again_operator.register_fake
+def _(parts: Any, scaling: float, kind: str, group_size: int) -> list[Tensor]:
+    mask = parts[0].new_empty(0 if kind == "fp8" else parts[0].shape, dtype=torch.bool)
+    return [torch.empty_like(parts[0]), mask]
+
+
+@torch.library.custom_op("tune_recipes::rounded_inputs", mutates_args=())
+def _inputs_operator(hidden: Tensor, kind: str) -> Tensor:
+    return _rounded_inputs(hidden, kind)
+
+
+@_inputs_operator.register_fake
+def _(hidden: Any, kind: str) -> Tensor:
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
