@@ -86,6 +86,8 @@ CASES = [
     ("validation.every_n_steps=1", [], "validation.source is null"),
     ("validation.max_samples=1", [], "validation.source is null"),
     ("validation.batch_size=1", [], "validation.source is null"),
+    ("qat_group_size=16", ["qat=int8"], "qat is int8"),
+    ("qat_start_step=5", [], "qat is null"),
     ("lora.merge_on_save=true", ["checkpoint.save_model=false"], "checkpoint.save_model is false", LORA),
     *((f"lora.{word}", ["dpo.trainable=all"], "dpo.trainable is all", DPO)
       for word in ("rank=4", "alpha=8", "dropout=0.1", "target_modules=[q]", "rslora=true", "dora=true",
