@@ -1,5 +1,6 @@
 """Runs that train rounded weights: what they export, rounded, computes what they computed; when rounding begins."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 
 from tests import torchao_oracle
-from tests.recipes.runs import LORA, arguments, done, metrics, probe, run_here, steps, stories
+from tests.recipes.runs import DPO, LORA, arguments, done, metrics, probe, run_here, steps, stories
+from tests.recipes.test_dpo import write_pairs
 from tests.recipes.test_resume import everything, stop_after
 
 GROUP, START, STEPS = 4, 3, 6  # the MLPs of the real model have 172 channels
@@ -89,3 +91,22 @@ def test_a_start_that_never_comes_is_refused(tmp_path: Path):
 
 def metrics_of(output: Path) -> list[Any]:
     return metrics(output) if (output / "metrics.jsonl").exists() else []
+
+
+def test_a_reference_is_not_rounded(tmp_path: Path):
+    """Adapters that begin at zero and a copy of the model are the same reference to the same rounded policy."""
+    rows = write_pairs(tmp_path)
+    found = {}
+    for name, overrides in {
+        "adapters": ("qat=int4", "lora.rank=4"),
+        "all": ("qat=int4", "dpo.trainable=all"),
+        "unrounded": ("dpo.trainable=all",),
+    }.items():
+        words = [word for word in arguments(tmp_path / name) if not word.startswith("data.max_samples")]
+        own = [f"recipe={DPO}", f"data.source={rows}", "data.format=preference", "max_steps=1"]
+        done(run_here([*words, *own, "checkpoint.save_model=false", *overrides], recipe=DPO))
+        found[name] = metrics(tmp_path / name)[0]
+    assert found["unrounded"]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert abs(found["all"]["loss"] - math.log(2)) > 1e-6
+    for name in ("loss", "reward_chosen", "reward_margin"):
+        assert found["adapters"][name] == pytest.approx(found["all"][name], rel=1e-4, abs=1e-8)
