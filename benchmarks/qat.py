@@ -12,6 +12,7 @@ import math
 import statistics
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def page_of(steps: int, seeds: int, steps_given: str = "") -> str:
     """Trains and scores everything."""
-    import torchao
-    import transformers
-
     found = [losses_of(seed, steps) for seed in range(seeds)]
     losses = [one for one, _ in found]
     rows = []
@@ -85,8 +83,8 @@ def page_of(steps: int, seeds: int, steps_given: str = "") -> str:
     return PAGE.format(
         steps_given=steps_given,
         torch=torch.__version__,
-        torchao=torchao.__version__,
-        transformers=transformers.__version__,
+        torchao=version("torchao"),
+        transformers=version("transformers"),
         steps=steps,
         batch=config(steps, 0).batch_size,
         group=GROUP,

@@ -65,6 +65,17 @@ class FakeQuantization:
         return f"qat: {self.linears} linears computed in {self.kind}, a scale for {scales}{inputs}{begins}"
 
 
+def describe_export(kind: str, group_size: int, *, is_adapter: bool) -> str:
+    """For the log, what is saved, and what makes of it the model that was trained."""
+    made_by = {
+        "int4": f"IntxWeightOnlyConfig(torch.int4, PerGroup({group_size}))",
+        "int8": "IntxWeightOnlyConfig(torch.int8, PerAxis(0))",
+        "fp8": "Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())",
+    }
+    what = "merge the adapter, then quantize the model" if is_adapter else "weights are those before rounding: quantize"
+    return f"qat: {what} by torchao's {made_by[kind]}, all but the output head"
+
+
 def base_config(kind: str, group_size: int) -> Any:
     """torchao's config for a kind of KINDS, which `quantize_`, and transformers' TorchAoConfig, export by."""
     silence_torchao()

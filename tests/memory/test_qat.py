@@ -1,5 +1,9 @@
 """Rounded linears against torchao's own on a model of transformers, a formula in float64, and what they go with."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,7 +115,7 @@ def test_fp8_rounds_weights_as_the_export_and_inputs_by_token():
 
 
 def test_torchaos_own_fp8_loses_gradients():
-    """Why the gradient of FP8 is handed on here (docs/upstream/float8_fake_quantizer.md). Fixed? Then take theirs."""
+    """Why the gradient of FP8 is handed on here, and no operator of torchao's computes it."""
     theirs = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(64, 48))})
     torchao_oracle.prepare_linears(theirs, "fp8")
     (theirs.layers(torch.randn(5, 64)) * 1e-4).sum().backward()
@@ -202,6 +206,17 @@ def test_compiled_code_rounds_to_the_same_codes(kind: str):
     (out, *wanted), (found, *others) = results
     assert torch.equal(out, found)
     assert all((one - other).norm() < 1e-2 * one.norm() for one, other in zip(wanted, others, strict=True))
+
+
+@pytest.mark.slow
+def test_torchao_does_what_is_reported():
+    page = Path(__file__).parents[2] / "docs" / "upstream" / "float8_fake_quantizer.md"
+    done = subprocess.run(
+        [sys.executable, str(page.with_suffix(".py"))], capture_output=True, text=True, timeout=180, check=True
+    )
+    (printed,) = re.findall(r"It printed:\n\n```text\n(.*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL)
+    version, *found = done.stdout.splitlines()
+    assert found == printed.splitlines()[1:], f"{version} does otherwise: note it in {page}, and see _RoundedLinear"
 
 
 def test_no_rounded_weight_is_kept_for_backward():

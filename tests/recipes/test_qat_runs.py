@@ -35,6 +35,8 @@ def test_what_transformers_loads_quantized_computes_what_training_computed(reald
     overrides = (rows, "data.format=text", "max_steps=3", "batch_size=2", *RUNS[name])
     recipe = LORA if "adapters" in name else "full_finetune_distributed"
     run = done(run_here(stories(realdata, tmp_path / "run", *overrides), recipe=recipe))
+    assert any("by torchao's IntxWeightOnlyConfig(torch.int" in line for line in run.said)
+    assert "saved are the weights before rounding" in (tmp_path / "run" / "model" / "README.md").read_text()
     model, dtype = run.recipe.model, torch.bfloat16 if "dtype=bf16" in overrides else torch.float32
     with torch.no_grad():
         trained = model(probe())
