@@ -107,7 +107,8 @@ def test_ten_dependencies():
 
 
 def test_torchao_is_named_in_one_module_for_each_use():
-    """Its modules move: NF4's quantizing, rounded linears, what `tune doctor` looks at, what tests and benchmarks compare with."""
+    """Its modules move: NF4's quantizing, rounded linears, what `tune doctor` looks at, what tests and benchmarks
+    compare with."""
     named = re.compile(r"^\s*(?:from torchao[\w.]* import|import torchao[\w.]*$)|[\"']torchao\.\w", re.MULTILINE)
     paths = [path for path in (*python_files(), *python_files("tests")) if path != Path(__file__)]
     found = {path.relative_to(ROOT).as_posix() for path in paths if named.search(path.read_text())}
