@@ -65,9 +65,9 @@ SECTION = """
 
 Rounding after training costs {after:.4f} nats on average ({all_after}). Trained with rounding, the rounded model is
 {trained:+.4f} from the other run's before that was rounded ({all_trained}), and better than that one rounded on
-{better} of {count} seeds. Two runs differ by chance as well: few seeds of small models say which way it goes, not how far. In
-training, the last validations of the runs with `qat` gave what transformers gives for their quantized exports, to
-{off:.1e}.
+{better} of {count} seeds. Two runs differ by chance as well: few seeds of small models say which way it goes, not how
+far. In training, the last validations of the runs with `qat` gave what transformers gives for their quantized exports,
+to {off:.1e}.
 """
 
 
