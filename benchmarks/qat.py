@@ -1,6 +1,6 @@
-"""What INT4 costs: held-out losses of the demo, rounded after training and with rounding trained in.
+"""What INT4 costs: held-out losses of small models, rounded after training and with rounding trained in.
 
-    python -m benchmarks.qat --output docs/measurements/qat.md       about ten minutes of CPU time
+    REALDATA_DIR=FOLDER python -m benchmarks.qat --output docs/measurements/qat.md       about ten minutes of CPU time
 
 For each seed two runs of as many steps from the same random weights with the same rows: one without `qat`, one whose
 later half trains with it. Each exported folder is loaded by transformers, as it is and quantized by torchao, and all
@@ -9,6 +9,7 @@ held-out answers are scored there; what the second run's own last validation sai
 
 import argparse
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -36,23 +37,37 @@ NAMES = ("without qat", "without qat, int4 after it", "with qat", "with qat, int
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, the weights that share a scale, and how long it is trained."""
+    """A model, the weights that share a scale, how long it is trained, and what its runs set besides."""
 
     model: str
     group: int
     steps: int
+    overrides: tuple[str, ...] = ()
 
 
-# The second is the demo's model, but that 128 divides its rows.
-SETUPS = (Setup("demo/0.5M", 32, 600), Setup("benchmarks/qat_model.json", 128, 500))
+# Of real weights, in the folder that REALDATA_DIR names; with the demo's model, but that 128 divides its rows.
+STORIES = f"{os.environ.get('REALDATA_DIR', 'REALDATA_DIR')}/stories260K-hf"
+FINE_TUNED = (
+    "~model.preset",
+    f"model.path={STORIES}",
+    f"tokenizer.path={STORIES}",
+    "optimizer.lr=1e-3",
+    "batch_size=8",
+)
+SETUPS = (
+    Setup("stories260K-hf, fine-tuned", 4, 200, FINE_TUNED),
+    Setup("demo/0.5M", 32, 600),
+    Setup("benchmarks/qat_model.json", 128, 500, ("model.preset=benchmarks/qat_model.json",)),
+)
 
 PAGE = """# Quantization-aware training, held-out losses
 
 Made by `python -m benchmarks.qat --output docs/measurements/qat.md` on a CPU: torch {torch}, torchao {torchao},
-transformers {transformers}. Small models are trained from random weights on the demo's rows, in fp32: one run without
-`qat`, one of the same seed whose later half has it. INT4 is torchao's `IntxWeightOnlyConfig` for the layers' linears.
-Loss in nats per token of the answers of the {rows} rows of `{held_out}`, computed by transformers' model; perplexity
-is its exponential.
+transformers {transformers}. Small models are trained on the demo's rows, in fp32: one run without `qat`, one of the
+same seed whose later half has it. The first model is fine-tuned (real weights of 260 K parameters, from the folder
+that `REALDATA_DIR` names), the others begin at random. INT4 is torchao's `IntxWeightOnlyConfig` for the layers'
+linears. Loss in nats per token of the answers of the {rows} rows of `{held_out}`, computed by transformers' model;
+perplexity is its exponential.
 """
 
 SECTION = """
@@ -66,7 +81,7 @@ SECTION = """
 
 Rounding after training costs {after:.4f} nats on average ({all_after}). Trained with rounding, the rounded model is
 {trained:+.4f} from the other run's before that was rounded ({all_trained}), and better than that one rounded on
-{better} of {count} seeds. That is less than chance: before they are rounded the two runs of a seed are {apart} apart.
+{better} of {count} seeds. Before either is rounded the two runs of a seed are {apart} apart.
 In training, the last validations of the runs with `qat` gave what transformers gives for their quantized exports, to
 {off:.1e}.
 """
@@ -78,10 +93,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of each run, for a trial")
+    parser.add_argument(
+        "--only", type=int, choices=[setup.group for setup in SETUPS], help="weights that share a scale"
+    )
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     silence_torchao()
-    setups = [replace(setup, steps=arguments.steps or setup.steps) for setup in SETUPS]
+    setups = [
+        replace(setup, steps=arguments.steps or setup.steps)
+        for setup in SETUPS
+        if arguments.only in (None, setup.group)
+    ]
     page = page_of(setups, arguments.seeds)
     if arguments.output is None:
         print(page, end="")
@@ -114,7 +136,7 @@ def section_of(setup: Setup, seeds: int) -> str:
     return SECTION.format(
         model=setup.model,
         group=setup.group,
-        command=" ".join(["tune run demo/full", *words(setup, 0), *with_qat(setup)]),
+        command=" ".join(["tune run demo/full", *words(setup, 0), *with_qat(setup)]).replace(STORIES, "stories260K-hf"),
         seeds=" | ".join(f"seed {seed}" for seed in range(seeds)),
         dashes=" | ".join("---:" for _ in range(seeds)),
         table="\n".join(rows),
@@ -131,10 +153,9 @@ def section_of(setup: Setup, seeds: int) -> str:
 
 def words(setup: Setup, seed: int) -> list[str]:
     """What all runs set."""
-    model = [] if setup.model == "demo/0.5M" else [f"model.preset={setup.model}"]
     steps = setup.steps
     return [
-        *model,
+        *setup.overrides,
         f"max_steps={steps}",
         f"seed={seed}",
         f"validation.every_n_steps={steps}",
