@@ -21,6 +21,7 @@ from recipe_lib.ops.deferred import splittable
 from tests import torchao_oracle
 from tests.memory.test_matmul_dtype import CPU, distance, model_of, trained
 from tests.parallel.small_models import VOCABULARY, gradients, small_batch, small_spec
+from tests.selection import slow_except
 
 GROUP = 16
 STEPS_OF = {"int4": (7.5, -8, 7), "int8": (127.5, -128, 127)}  # of a group's largest magnitude; least and largest code
@@ -174,9 +175,14 @@ def test_steps_before_the_start_are_not_rounded(lora: bool):
     assert scheme.describe() == "qat: 14 linears computed in int4, a scale for 16 weights, from step 4 on"
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_checkpointed_and_compiled_layers_find_the_same_numbers(kind: str, lora: bool):
+@pytest.mark.parametrize(
+    "case",
+    slow_except([(kind, lora) for kind in KINDS for lora in (False, True)], [("int4", True), ("fp8", False)]),
+    ids=str,
+)
+def test_checkpointed_and_compiled_layers_find_the_same_numbers(case: tuple[str, bool]):
+    kind, lora = case
+
     def model() -> nn.Module:
         made = model_of(lora=lora)
         fake_quantize_linears(made, kind, GROUP, 0)
