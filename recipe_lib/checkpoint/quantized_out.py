@@ -26,6 +26,7 @@ from recipe_lib.checkpoint.weights_in import read_headers
 from recipe_lib.config.local_files import install_line
 from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.logs import silence_torchao
+from recipe_lib.memory.qat import base_config
 from recipe_lib.models import read_config, read_trained_spec
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.report.phases import phase
@@ -54,20 +55,6 @@ class QuantizedReport:
         )
 
 
-def torchao_config(kind: str, group_size: int) -> Any:
-    """torchao's config of a kind, for `quantize_`, for fake quantization, and for transformers' TorchAoConfig.
-
-    kind: `int4` or `int8`. group_size: of int4.
-    """
-    silence_torchao()
-    from torchao.quantization import IntxWeightOnlyConfig
-    from torchao.quantization.granularity import PerAxis, PerGroup
-
-    if kind == "int4":
-        return IntxWeightOnlyConfig(torch.int4, PerGroup(group_size))
-    return IntxWeightOnlyConfig(torch.int8, PerAxis(0))
-
-
 def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> QuantizedReport:
     """Writes the folder `out`, opens it again and compares logits. The model is in host memory, twice for a moment.
 
@@ -82,7 +69,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
         files.require_space(out.absolute().parent, needed + 64 * MIB, "the quantized model")
         with phase("quantizing"):
             expected = _logits(_opened(transformers, folder))
-            config = transformers.TorchAoConfig(torchao_config(kind, group_size))
+            config = transformers.TorchAoConfig(base_config(kind, group_size))
             model = _opened(transformers, folder, quantization_config=config)
         quantized, linears = _logits(model), _count(model)
         temporary = files.temporary_path(out)

@@ -203,6 +203,9 @@ _ELSEWHERE = {
     "liger_glu_activation lora_mlp_kernel",
     "matmul_dtype": "float8 fp8 enable_fp8_training fp8_recipe fp8_format float8_recipe enable_fp8 "
     "float8.recipe_name quantize.linear.float8.recipe_name",
+    "qat": "qat_scheme qat_quantizer quantization_aware_training quantizer fake_quant qat.weight_dtype",
+    "qat_group_size": "qat.group_size quantizer.groupsize groupsize",
+    "qat_start_step": "fake_quant_after_n_steps qat.fake_quant_after_n_steps quantization_delay",
     "lora": "peft peft_config lora_config",
     "lora.rank": "lora_r lora_rank r",
     "lora.alpha": "lora_alpha",

@@ -1,4 +1,4 @@
-"""What an entry of the table of refused combinations says."""
+"""What one entry of the table of settings that do not go together is (`recipe_lib.config.rules`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

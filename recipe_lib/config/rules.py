@@ -13,6 +13,7 @@ from recipe_lib.config.idle import formats, trained_dtype
 from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, micro_batches, schedule_fault, token_ranks
 from recipe_lib.config.registry import BUILT_IN
 from recipe_lib.config.rule import Rule
+from recipe_lib.config.rules_of_qat import QAT_RULES
 from recipe_lib.config.rules_of_validation import VALIDATION_RULES
 from recipe_lib.config.schema import LINEARS
 from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
@@ -318,6 +319,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("device", "matmul_dtype"), lambda cfg: cfg.matmul_dtype == "fp8" and cfg.device == "cpu",
          "FP8 matmuls take a GPU of compute capability 8.9 or more",
          "remove matmul_dtype, or choose int8, which runs anywhere", ("device=cpu", "matmul_dtype=fp8")),
+    *QAT_RULES,
     Rule(("parallel.pipeline_microbatches", "batch_size", "gradient_accumulation_steps"), _uneven,
          "the sequences of a step, batch_size x gradient_accumulation_steps, are no multiple of the micro-batches",
          "choose a divisor of them", (*_PIPELINE, "parallel.pipeline_microbatches=3"), reads=_SCHEDULE,

@@ -298,3 +298,25 @@ class FullFinetuneConfig(RecipeFacts):
         choices=("fp8", "int8"),
         known_as="torchtitan float8; HF fp8 mixed_precision",
     )
+    qat: str | None = key(
+        None,
+        "Quantization-aware training: the layers' linears compute with weights rounded to this type, fp8 with inputs "
+        "too, as an export in it will; what is trained and saved are the weights before rounding. null: off.",
+        choices=("int4", "int8", "fp8"),
+        known_as="torchao QATConfig; torchtune qat_distributed quantizer; Axolotl qat.weight_dtype",
+    )
+    qat_group_size: int = key(
+        32,
+        "int4: weights of a row that share a scale; divides the rows of every linear.",
+        minimum=2,
+        most=2**16,
+        needs="qat = int4",
+        known_as="torchao group_size; torchtune groupsize; Axolotl qat.group_size",
+    )
+    qat_start_step: int = key(
+        0,
+        "Optimizer steps that train without rounding first.",
+        minimum=0,
+        needs="qat",
+        known_as="torchtune and Axolotl fake_quant_after_n_steps",
+    )

@@ -62,7 +62,7 @@ class StepBatches:
     """One step's micro-batches of this rank; the counts are those of all ranks together.
 
     trained_tokens: targets that the loss counts. total_tokens: tokens of sequences. padded_tokens: also padding.
-    items: sequences, or pairs.
+    items: sequences, or pairs. step: optimizer steps of the run before this one; None: of no run.
     """
 
     micro_batches: list[Batch]
@@ -70,6 +70,7 @@ class StepBatches:
     total_tokens: int
     padded_tokens: int
     items: int = 0
+    step: int | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "StepBatches":
         """The same on another device."""

@@ -64,6 +64,9 @@ def plan_of(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> dict[str, s
     found["sequences"] = f"up to {cfg.max_seq_len:,} tokens" + (", packed" if cfg.data.packing else "")
     found["optimizer"] = f"{cfg.optimizer.name}, learning rate {cfg.optimizer.lr:g}, then {cfg.lr_scheduler.type}"
     found["weights"] = cfg.dtype
+    if cfg.qat is not None:
+        scales = f"{cfg.qat_group_size} weights" if cfg.qat == "int4" else "each row"
+        found["rounding"] = f"linears trained in {cfg.qat}, a scale for {scales}; saved are the weights before rounding"
     last: Mapping[str, Any] = steps[-1] if steps else {}
     if last.get("tokens_per_second_per_device"):
         found["devices"] = f"{round(last['tokens_per_second'] / last['tokens_per_second_per_device'])}"

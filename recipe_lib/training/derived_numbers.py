@@ -46,6 +46,7 @@ def derived_numbers(
         *([parallel.kernels] if parallel.kernels else []),
         *describe_best(cfg),
         *([f"checkpointing: {parallel.checkpointing}"] if parallel.checkpointing else []),
+        *([parallel.quantization.describe()] if parallel.quantization else []),
     ]
 
 

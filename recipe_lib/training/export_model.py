@@ -14,6 +14,7 @@ from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConf
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import trained_template
 from recipe_lib.logs import get_logger
+from recipe_lib.memory.qat import describe_export
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.parallel import DTYPES
 from recipe_lib.training.added_parameters import warn_of_export
@@ -54,6 +55,7 @@ def export_trained_model(
     )
     warn_of_export(model, world, folder)
     get_logger().info("model: %s", folder)
+    _tell_rounding(cfg, is_adapter=False)
     if usable:
         tell_next(model_commands(folder))
 
@@ -105,11 +107,17 @@ def export_trained_adapter(
             card=_card(cfg, source, data, world, model_commands(ANYWHERE) if usable else [], is_adapter=False),
         )
         get_logger().info("model: %s", merged)
+    _tell_rounding(cfg, is_adapter=not cfg.lora.merge_on_save or source.folder is None)
     if usable:
         merge = [merge_command(Path(cfg.output_dir), recipe=own_recipe(cfg))]
         stays = merged.exists() and not cfg.overwrite_output_dir  # of a run that is gone on with
         then = model_commands(merged) if cfg.lora.merge_on_save else [] if stays else merge
         tell_next([*commands(folder, source.name), *then])
+
+
+def _tell_rounding(cfg: FullFinetuneConfig, *, is_adapter: bool) -> None:
+    if cfg.qat is not None:
+        get_logger().info("%s", describe_export(cfg.qat, cfg.qat_group_size, is_adapter=is_adapter))
 
 
 def _trained_with(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]:

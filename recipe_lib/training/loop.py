@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import StepBatches
-from recipe_lib.errors import DivergedError, StoppedAndSaved
+from recipe_lib.errors import ConfigError, DivergedError, StoppedAndSaved
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.memory.peaks import Peaks
@@ -80,6 +80,7 @@ class TrainingLoop:
         self._peak = PeakMemory(world.device)
         self._probe = CommunicationProbe(cfg.log.communication_step, world)
         self._probe.check(self.total_steps)
+        _check_start(cfg, self.total_steps)
         self._began = 0.0
         self._told_of_zero = False
 
@@ -116,7 +117,7 @@ class TrainingLoop:
             self._peak.reset()
             self._lr = learning_rate(self._cfg.lr_scheduler, self._cfg.optimizer.lr, self.step, self.total_steps)
             set_learning_rate(self._optimizer, self._lr)
-            batches = next(source)
+            batches = replace(next(source), step=self.step)
             if first:
                 check_same_batches(batches, self._world)
                 first = False
@@ -228,6 +229,15 @@ class TrainingLoop:
         every = self._cfg.validation.every_n_steps
         due = self.step % every == 0 if every else self._data.plan.locate(self.step)[1] == 0
         return due or self.step == self.total_steps
+
+
+def _check_start(cfg: FullFinetuneConfig, total_steps: int) -> None:
+    """ConfigError for a run that would end before what it asks for begins."""
+    if cfg.qat is not None and cfg.qat_start_step >= total_steps:
+        raise ConfigError(
+            f"qat_start_step: found {cfg.qat_start_step} for a run of {total_steps} steps, none of which would train "
+            f"in {cfg.qat}; choose less, or remove qat"
+        )
 
 
 def _peaks_of_places(own: Peaks, world: "World") -> tuple[Peaks, dict[str, float]]:

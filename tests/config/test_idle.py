@@ -98,6 +98,8 @@ CASES = [
      "checkpoint.keep_best is false, validation.patience is null"),
     ("checkpoint.greater_is_better=true", ["validation.source=own.jsonl"],
      "checkpoint.keep_best is false, validation.patience is null"),
+    ("qat_group_size=16", ["qat=int8"], "qat is int8"),
+    ("qat_start_step=5", [], "qat is null"),
     ("lora.merge_on_save=true", ["checkpoint.save_model=false"], "checkpoint.save_model is false", LORA),
     *((f"lora.{word}", ["dpo.trainable=all"], "dpo.trainable is all", DPO)
       for word in ("rank=4", "alpha=8", "dropout=0.1", "target_modules=[q]", "rslora=true", "dora=true",

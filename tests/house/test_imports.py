@@ -73,7 +73,7 @@ LATE = {
     ("recipe_lib/plan/world/compiled_code.py", "torch"): "inductor: 1 s, which plans of compiled layers alone need",
     ("recipe_lib/external/compiled_layers.py", "recipe_lib"): "torch's partitioner: 0.7 s, 590 modules; few compile",
     ("recipe_lib/external/transformers_config.py", "huggingface_hub"): "0.3 s of `tune tp-plan --help`",
-    ("recipe_lib/checkpoint/quantized_out.py", "torchao"): "1.3 s, which only exports in 4 or 8 bits need",
+    ("recipe_lib/memory/qat.py", "torchao"): "1.3 s, which only runs with qat need",
     ("recipe_lib/training/records/trackers.py", "torch"): "torch.utils.tensorboard needs the extra tensorboard",
     ("recipe_lib/parallel/pipeline/schedules.py", "torch"): "1 s, 834 modules; few runs have such a schedule",
 }
@@ -107,12 +107,13 @@ def test_ten_dependencies():
 
 
 def test_torchao_is_named_in_one_module_for_each_use():
-    """Its modules move: NF4's quantizing, what `tune doctor` looks at, what tests and benchmarks compare with."""
+    """Its modules move: NF4's quantizing, rounded linears, what `tune doctor` looks at, what tests and benchmarks
+    compare with."""
     named = re.compile(r"^\s*(?:from torchao[\w.]* import|import torchao[\w.]*$)|[\"']torchao\.\w", re.MULTILINE)
     paths = [path for path in (*python_files(), *python_files("tests")) if path != Path(__file__)]
     found = {path.relative_to(ROOT).as_posix() for path in paths if named.search(path.read_text())}
-    expected = {"recipe_lib/adapters/nf4.py", "recipe_lib/cli/doctor_probes.py", "tests/torchao_oracle.py"}
-    expected.add("recipe_lib/checkpoint/quantized_out.py")
+    expected = {"recipe_lib/adapters/nf4.py", "recipe_lib/cli/doctor_probes.py", "recipe_lib/memory/qat.py"}
+    expected |= {"tests/torchao_oracle.py"}
     assert found == expected
 
 

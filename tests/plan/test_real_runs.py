@@ -123,6 +123,11 @@ CASES = GRID | {
     "shared sequences, pairs": (2, DPO, TIED, CONTEXT, PAIRS),
     "shared sequences, copies": (2, FULL, TIED, CONTEXT, "parallel.strategy=ddp", "gradient_accumulation_steps=4"),
     "shared sequences, sinks": (2, FULL, "gpt_oss", CONTEXT, "dtype=bf16", "memory.activation_checkpointing=selective"),
+    "rounded weights": (2, FULL, TIED, "qat=int4"),
+    "rounded weights, bf16": (2, FULL, UNTIED, "qat=int8", "dtype=bf16", "memory.activation_checkpointing=full"),
+    "rounded weights and inputs": (1, FULL, TIED, "qat=fp8", "memory.activation_checkpointing=selective"),
+    "rounded adapters": (2, LORA, TIED, "qat=int4", "qat_group_size=16", "dtype=bf16"),
+    "rounded adapters, tiles": (1, LORA, TIED, "qat=int8", "lora.target_modules=[q,up]", "memory.mlp_tiles=2"),
     "experts": (2, FULL, "qwen3_moe"),
     "experts, bf16": (2, FULL, "qwen3_moe", "dtype=bf16", "memory.activation_checkpointing=selective"),
     "experts and others, bf16, one rank": (
@@ -179,6 +184,7 @@ COMPARED += ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "4 bits"]
 # Not what is packed or in 4 bits: masks are made on the host, and a loop over blocks is traced for two turns of it.
 COMPARED += ["experts", "experts, bf16", "experts, one rank", "experts and others, bf16, one rank"]
 COMPARED += ["adapted experts", "adapted experts, bf16", "sinks"]
+COMPARED += ["rounded weights", "rounded weights and inputs", "rounded adapters"]
 COMPARED += [
     "shared sequences",
     "shared sequences, checkpointed",
@@ -187,7 +193,7 @@ COMPARED += [
 ]
 QUICK = ["full memory_efficient selective 1", "full layers none 4", "lora layers full 1", "foreach, one rank", "nf4"]
 QUICK += ["pairs", "8 bits", "packed", "zero-1", "experts, bf16", "adapted experts", "experts in nf4, one rank"]
-QUICK += ["shared sequences", "shared sequences, adapters"]
+QUICK += ["shared sequences", "shared sequences, adapters", "rounded weights", "rounded adapters"]
 
 # As releases of torch name them.
 COLLECTIVES = (
