@@ -18,12 +18,12 @@ QAT_RULES: tuple[Rule, ...] = (
     Rule(("dtype", "qat"), lambda cfg: cfg.qat is not None and cfg.dtype == "fp64",
          "torchao rounds weights of fp32 and bf16", "remove qat, or choose bf16 or fp32", ("dtype=fp64", "qat=int8")),
     Rule(("checkpoint.keep_best", "validation.patience", "qat_start_step"),
-         lambda cfg: cfg.qat is not None and cfg.qat_start_step > 0
+         lambda cfg: cfg.qat is not None and cfg.qat_start_step > 0 and cfg.validation.source is not None
          and (cfg.checkpoint.keep_best or cfg.validation.patience is not None),
          "validations before rounding begins are of another model than those after it, and mostly better",
          "set qat_start_step=0, or remove checkpoint.keep_best and validation.patience",
          ("qat=int4", "qat_start_step=5", "checkpoint.keep_best=true", "validation.source=own.jsonl"),
-         reads=("qat",)),
+         reads=("qat", "validation.source")),
     Rule(("matmul_dtype", "qat"), lambda cfg: cfg.qat is not None and cfg.matmul_dtype is not None,
          "products that are rounded once more are not those of the export", "remove one of the two",
          ("qat=int4", "matmul_dtype=int8")),
