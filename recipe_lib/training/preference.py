@@ -28,6 +28,12 @@ from recipe_lib.optim.optimizers import local_bytes
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.training_data import TrainingData
+from recipe_lib.training.unpaired import (
+    SUMS,
+    check_labels,
+    unpaired_loss,
+    unpaired_metrics,
+)
 from recipe_lib.training.validation import validation_groups
 from recipe_lib.units import format_bytes
 
@@ -39,7 +45,7 @@ NUMBERS = ("loss", "reward_chosen", "reward_rejected", "reward_accuracy")
 
 
 def answer_log_probs(log_probs: Tensor, batch: Batch, cfg: DpoConfig) -> Tensor:
-    """Log-probability of each answer of a micro-batch of pairs, fp64 `[2 p]`: chosen and rejected by turns.
+    """Log-probability of each answer of a micro-batch, fp64: of pairs `[2 p]`, chosen and rejected by turns.
 
     log_probs: `[b, s]` of the tokens, 0 where there is no label. The sum over an answer; for ipo and simpo the mean.
     """
@@ -78,6 +84,33 @@ def _pair_losses(margin: Tensor, cfg: DpoConfig) -> Tensor:
     return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
 
 
+def loss_of_answers(
+    policy: Tensor, reference: Tensor | None, batch: Batch, point: Tensor | None, cfg: DpoConfig
+) -> tuple[Tensor, Tensor]:
+    """The loss summed over the items of a micro-batch, and what `step_numbers` reads: of pairs, or of single answers,
+    as the loss takes them. point: KTO's point of reference."""
+    if not cfg.takes_single_answers:
+        return preference_loss(policy, reference, cfg)
+    if batch.values is None:
+        raise ValueError("this batch holds no labels")
+    return unpaired_loss(policy, reference, batch.values, point, cfg)
+
+
+def count_of_numbers(cfg: DpoConfig) -> int:
+    """How many numbers `loss_of_answers` gives."""
+    return len(SUMS if cfg.takes_single_answers else NUMBERS)
+
+
+def step_numbers(
+    sums: Tensor, items: int, point: Tensor | None, cfg: DpoConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean loss of a step, and what it records besides. sums: of the numbers, over all ranks."""
+    if cfg.takes_single_answers:
+        return unpaired_metrics(sums, items, point)
+    means = sums / items
+    return means[0], preference_metrics(means)
+
+
 def preference_metrics(means: Tensor) -> dict[str, Tensor]:
     """What a step records besides its loss: means of the rewards, of their difference, and of how often it is above 0.
 
@@ -106,6 +139,14 @@ def check_reference(cfg: DpoConfig, model: nn.Module, reference: nn.Module | Non
             f"{moving[0]}: is trained and part of no adapter, so that the reference, which is the model without its "
             "adapters, would change with it; freeze it, or set dpo.trainable=all or dpo.reference_free=true"
         )
+
+
+def check_answers(data: TrainingData, cfg: DpoConfig) -> None:
+    """ConfigError unless the samples are what the loss takes."""
+    if cfg.takes_single_answers:
+        check_labels(data, cfg)
+    else:
+        check_pairs(data.dataset, data.validation_dataset)
 
 
 def check_pairs(dataset: Dataset, validation: Dataset | None) -> None:
