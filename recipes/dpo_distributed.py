@@ -15,8 +15,8 @@ are taken apart. kto also runs each prompt with the answer of another sample of 
 model's and the reference's log-probabilities differ by there, on average over all samples of all ranks, is what rewards
 are compared with.
 
-The losses sigmoid, ipo and kto hold the model to a reference: with dpo.trainable=adapters the model without its adapters,
-which costs a forward pass and no memory; with dpo.trainable=all a frozen copy, sharded like the model, which costs its
+The losses sigmoid, ipo and kto hold the model to a reference: with dpo.trainable=adapters the model without its
+adapters, which costs a forward pass and no memory; with dpo.trainable=all a frozen copy, sharded like the model, which costs its
 parameters once more. dpo.loss=simpo and dpo.reference_free=true need none. A run that starts from lora.adapter_path has
 the base without it as reference: merge it first (tune export --merge) to have both as reference. The other levers:
 

@@ -24,6 +24,7 @@ from recipe_lib.models.checkpoint_parts import in_file_order
 from recipe_lib.models.external_spec import Conversion, ExternalSpec
 from recipe_lib.models.families import FAMILIES, text_config
 from recipe_lib.models.meta_init import persistent_buffers
+from recipe_lib.models.scored_spec import has_score_head, score_architecture
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import weight_map, written_layout
 from recipe_lib.ops.dtensor_shards import gathered
@@ -293,7 +294,8 @@ def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.d
     written = source_config if external else text_config(source_config)
     config = {key: value for key, value in written.items() if key not in _DROPPED_KEYS}
     if not external:
-        config["architectures"] = [FAMILIES[spec.family].architectures[0]]
+        scored = has_score_head(spec)
+        config["architectures"] = [score_architecture(spec) if scored else FAMILIES[spec.family].architectures[0]]
     config["tie_word_embeddings"] = spec.tied
     config.pop("dtype", None)  # the newer name; every release reads the older one
     config["torch_dtype"] = str(dtype).removeprefix("torch.")

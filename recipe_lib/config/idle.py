@@ -108,7 +108,9 @@ def may_exceed_length(cfg: Any) -> str | None:
 
 def chooses_labels(cfg: Any) -> str | None:
     """a format whose samples leave open what is trained"""
-    return _only(cfg, {"preference", "kto", "classification"}) or (_only(cfg, {"text"}) if cfg.data.train_on != "all" else None)
+    return _only(cfg, {"preference", "kto", "classification"}) or (
+        _only(cfg, {"text"}) if cfg.data.train_on != "all" else None
+    )
 
 
 def reads_hub(cfg: Any) -> str | None:

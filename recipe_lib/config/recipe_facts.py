@@ -43,6 +43,11 @@ class RecipeFacts:
         return 2 if self.trains_on_pairs else 1
 
     @property
+    def num_labels(self) -> int | None:
+        """Rows of that head; None: as many as the checkpoint's has."""
+        return None
+
+    @property
     def own_loss(self) -> str | None:
         """What the recipe's loss is, if not the one of `loss`: `the loss of pairs is dpo.loss, ipo`."""
         return None

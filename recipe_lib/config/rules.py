@@ -50,6 +50,7 @@ def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
 
 
 _LORA, _DPO, _EXTERNAL = "lora_finetune_distributed", "dpo_distributed", "model.implementation=transformers"
+_REWARD = "reward_distributed"
 _FORMATS = ("data.source", "data.sources", "data.format", "validation.source", "validation.format")
 _TARGETS = (*LINEARS, "embedding", "head", *MIXTURE_TARGETS, "all-linear")
 _BATCH = ("batch_size", "gradient_accumulation_steps")
@@ -309,6 +310,18 @@ RULES: tuple[Rule, ...] = (
          "the loss is one of answers that are wanted or not, which samples of this format do not say",
          "set data.format to kto, or to preference, whose pairs are taken apart",
          ("dpo.loss=kto", "data.format=alpaca"), recipe=_DPO, reads=_FORMATS),
+    Rule(("reward.loss", "data.format"), lambda cfg: _unused_formats(cfg, "pairs"),
+         "the loss compares a chosen with a rejected answer, which samples of this format do not have",
+         "set data.format to preference, or reward.loss=classification", ("data.format=alpaca",), recipe=_REWARD,
+         reads=_FORMATS),
+    Rule(("reward.loss", "data.format"), lambda cfg: _unused_formats(cfg, "classes"),
+         "samples of this format have no class", "set data.format to classification, or reward.loss=pairwise",
+         ("reward.loss=classification", "data.format=preference"), recipe=_REWARD, reads=_FORMATS),
+    Rule(("model.implementation", "reward.loss"), _external,
+         "the score head is one of our own decoder", "set model.implementation=native", (_EXTERNAL,), recipe=_REWARD),
+    Rule(("lora.target_modules", "reward.loss"), lambda cfg: "head" in cfg.lora.target_modules,
+         "a score head is in the place of the output head, and is trained whole",
+         "leave head out of lora.target_modules", ("lora.target_modules=[q, head]",), recipe=_REWARD),
     Rule(("tokenizer.chat_template", "data.template"),
          lambda cfg: cfg.tokenizer.chat_template is not None and cfg.data.template == "plain",
          "the built-in plain template would be used in place of the file", "remove one of the two",

@@ -110,8 +110,8 @@ def make_step(
 
     multiple: sequences are padded to a multiple of so many tokens. pack_length: they are packs, padded to so many
     tokens before that; None: to the longest slot of their micro-batch, packs if any slot of the step holds several
-    items. mismatched: also each prompt with the answer of the item before it in the step (of the first, the last one's),
-    at most so many tokens of the two; whatever the division of the step, these are the same."""
+    items. mismatched: also each prompt with the answer of the item before it in the step (of the first, the last
+    one's), at most so many tokens of the two; whatever the division of the step, these are the same."""
     if len(slots) != batch_size * accumulation * data_ranks:
         raise ValueError(f"{len(slots)} slots for {data_ranks} ranks x {accumulation} micro-batches x {batch_size}")
     answer_of = None if mismatched is None else _circle(slots)

@@ -15,7 +15,15 @@ from recipe_lib.data.sources import SampleFile
 from recipe_lib.ops.fused_loss import IGNORED
 
 # The arrays that a dataset is stored as, one file each, and the type of their numbers.
-ARRAYS = {"ids": "<i4", "trained": "u1", "offsets": "<i8", "file_of": "<i4", "sample_of": "<i8", "digests": "<u8", "values": "<f8"}
+ARRAYS = {
+    "ids": "<i4",
+    "trained": "u1",
+    "offsets": "<i8",
+    "file_of": "<i4",
+    "sample_of": "<i8",
+    "digests": "<u8",
+    "values": "<f8",
+}
 _PRINTED = ("ids", "trained", "offsets")  # what the fingerprint looks at
 
 
@@ -52,8 +60,8 @@ class Dataset:
     An item is what an order is made of: `group` sequences that stay together. group: 1, or 2 for preference pairs
     (sequence 2i is chosen, sequence 2i + 1 rejected). items: how many. item_lengths: int64 `[items]`, tokens of all
     sequences of an item. source_of: int16 `[items]`, number of the source an item came from. weights: one for each
-    source. values: fp64 `[items]`, a pair's margin, a class' number, 1 or 0 of an answer that is wanted or not; labeled:
-    whether batches have them."""
+    source. values: fp64 `[items]`, a pair's margin, a class' number, 1 or 0 of an answer that is wanted or not;
+    labeled: whether batches have them."""
 
     def __init__(
         self,
@@ -131,12 +139,16 @@ class Dataset:
                 np.repeat(once.digests, 2) ^ np.tile(np.array([0, 1], dtype=np.uint64), self.items),
             ),
         }  # fmt: skip
-        return self._seen(labeled=True, **split)
+        return self._seen(**split | {"labeled": True})
 
     def scored(self, most: int) -> "Dataset":
         """The same with their values in batches, and all ids of a sequence, `most` or fewer, as its tokens: a score is
         read at the last one, whose label alone is none of -100."""
         return self._seen(labeled=True, scored=most)
+
+    def with_values(self, values: np.ndarray) -> "Dataset":
+        """The same with other values, fp64 `[items]`."""
+        return self._seen(values=values)
 
     def _seen(self, **changes: Any) -> "Dataset":
         made: dict[str, Any] = {
@@ -146,6 +158,8 @@ class Dataset:
             "origin": self._origin,
             "checksums": self._checksums,
             "values": self.values,
+            "labeled": self.labeled,
+            "scored": self._scored,
         }
         return Dataset(self.ids, self._offsets, self._trained, self.report, self._settings, **made | changes)
 

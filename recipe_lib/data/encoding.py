@@ -42,8 +42,8 @@ class Task(NamedTuple):
 @dataclass
 class Chunk:
     """What a run of samples became. ids int32, trained uint8: of all its sequences in order. lengths: ids of each.
-    sample_of, digests, values: of each item. classes: by number, the names of those whose numbers are values. fault: why
-    the run stops here; what came before it counts for nothing then."""
+    sample_of, digests, values: of each item. classes: by number, the names of those whose numbers are values. fault:
+    why the run stops here; what came before it counts for nothing then."""
 
     report: DataReport
     ids: array = field(default_factory=lambda: array("i"))
@@ -170,7 +170,10 @@ class SourceEncoder:
                 chunk.append(number, *found, value=_value(sample, chunk.classes))
 
     def _items(
-        self, report: DataReport, place: str, sample: Conversation | Completion | Preference | LabeledAnswer | Classified
+        self,
+        report: DataReport,
+        place: str,
+        sample: Conversation | Completion | Preference | LabeledAnswer | Classified,
     ) -> list[tuple[Encoded, ...]]:
         """What a sample becomes: a pair, or its sequences one by one."""
         if isinstance(sample, Preference):

@@ -182,9 +182,7 @@ def _one_of(known: set[str]) -> str:
     return f", expected one of {', '.join(sorted(known))}"
 
 
-def no_format(
-    sample: Mapping[str, Any], columns: Mapping[str, str], section: str, samples: str = "answers"
-) -> str:
+def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: str, samples: str = "answers") -> str:
     """What is wrong with a sample that no format has the columns of, and what to set."""
     named = [f"{name} (null)" if value is None else str(name) for name, value in sample.items()]
     found = ", ".join(sorted(named)[:MOST_NAMED]) or "none"

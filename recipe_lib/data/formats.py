@@ -1,8 +1,9 @@
 """How a sample of a dataset is read, by the name in `data.format`.
 
 A format is a function from a sample (a dict, its columns renamed by `data.columns`) to a Conversation, a Completion, a
-Document, a Preference, a LabeledAnswer or a Classified text. A plugin registers its own with `@register("data.format", "name")`, and says with
-`@columns(...)` which columns it reads; it raises SampleFault for a sample that it cannot use.
+Document, a Preference, a LabeledAnswer or a Classified text. A plugin registers its own with
+`@register("data.format", "name")`, and says with `@columns(...)` which columns it reads; it raises SampleFault for a
+sample that it cannot use.
 """
 
 import math
@@ -222,7 +223,9 @@ def read_classification(sample: RawSample) -> Classified:
     if given == ["text"]:
         text = text_of(sample, "text")
         if not text.strip():
-            raise SampleFault("empty text", f"{path_of(sample, 'text')}: found an empty text, expected one with a class")
+            raise SampleFault(
+                "empty text", f"{path_of(sample, 'text')}: found an empty text, expected one with a class"
+            )
         return Classified(Document(text), label)
     turns = _system(sample) + _turns(sample, given[0], "user")
     tools, path = read_tools(sample)

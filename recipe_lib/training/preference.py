@@ -12,7 +12,6 @@ Sums are made in fp64: an answer's log-probability is in the hundreds, and what 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,15 +25,15 @@ from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.ops.fused_loss import IGNORED
 from recipe_lib.optim.optimizers import local_bytes
 from recipe_lib.parallel.parallelize import Parallel
-from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.training.unpaired import (
     SUMS,
     check_labels,
+    compared_numbers,
     unpaired_loss,
     unpaired_metrics,
 )
-from recipe_lib.training.validation import validation_groups
+from recipe_lib.training.validation import validation_sums
 from recipe_lib.units import format_bytes
 
 if TYPE_CHECKING:
@@ -101,9 +100,7 @@ def count_of_numbers(cfg: DpoConfig) -> int:
     return len(SUMS if cfg.takes_single_answers else NUMBERS)
 
 
-def step_numbers(
-    sums: Tensor, items: int, point: Tensor | None, cfg: DpoConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
+def step_numbers(sums: Tensor, items: int, point: Tensor | None, cfg: DpoConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean loss of a step, and what it records besides. sums: of the numbers, over all ranks."""
     if cfg.takes_single_answers:
         return unpaired_metrics(sums, items, point)
@@ -159,7 +156,6 @@ def check_pairs(dataset: Dataset, validation: Dataset | None) -> None:
             )
 
 
-@torch.no_grad()
 def validation_preference(
     model: nn.Module,
     parallel: Parallel,
@@ -173,22 +169,8 @@ def validation_preference(
     references_of: what the reference makes of each micro-batch. compare: one and that, to what `preference_loss`
     returns.
     """
-    model.eval()
-    sums, pairs = torch.zeros(len(NUMBERS), device=world.device, dtype=torch.float64), 0
-    for together in validation_groups(parallel, data):
-        micro_batches = [batches.micro_batches[0] for batches in together]
-        references = references_of(micro_batches)
-        compared = partial(_numbers_of, compare, references)
-        for numbers in result_of_each(parallel, compared, micro_batches):
-            sums += 0 if numbers is None else numbers
-        pairs += sum(batches.items for batches in together)
-    model.train()
-    means = world.all_reduce_sum(sums) / max(1, pairs)
+    numbers_of = compared_numbers(parallel, references_of, compare)
+    sums, pairs = validation_sums(model, numbers_of, len(NUMBERS), parallel, data, world)
+    means = sums / max(1, pairs)
     numbers = {"loss": means[0]} | preference_metrics(means)
     return {f"validation_{name}": value.item() for name, value in numbers.items()} | {"validation_pairs": pairs}
-
-
-def _numbers_of(
-    compare: Callable[[Batch, Any], tuple[Tensor, Tensor]], references: Iterator[Any], batch: Batch
-) -> Tensor:
-    return compare(batch, next(references))[1]

@@ -139,7 +139,7 @@ def prepare(cfg: FullFinetuneConfig) -> PreparedData | UserError:
     """
     try:
         check_output(cfg)
-        source = resolve_model(cfg.model)
+        source = resolve_model(cfg.model, scored=cfg.scores_sequences, num_labels=cfg.num_labels)
         validate_parallelism(cfg, source.spec)
         found = settle_formats(cfg)
         prepared = prepare_data(cfg, load=lambda: load_tokenizer_of(cfg, source))

@@ -13,7 +13,6 @@ step does not depend on how it is divided.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.training_data import TrainingData
-from recipe_lib.training.validation import validation_groups
+from recipe_lib.training.validation import validation_groups, validation_sums
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -73,7 +72,8 @@ def reference_point(
 ) -> Tensor:
     """KTO's point of reference, a scalar fp64 on the device, from mismatched answers. Collective.
 
-    answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each. items: of all ranks.
+    answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each. items: of all
+    ranks.
     """
     return _at_least_0(_summed(parallel, answers, references_of, mismatched, world), items, world)
 
@@ -118,7 +118,6 @@ def validation_point(
     return _at_least_0(total, items, world)
 
 
-@torch.no_grad()
 def validation_unpaired(
     model: nn.Module,
     parallel: Parallel,
@@ -132,24 +131,23 @@ def validation_unpaired(
 
     compare: a micro-batch and the reference's log-probabilities, to what `unpaired_loss` returns.
     """
-    model.eval()
-    sums, items = torch.zeros(len(SUMS), device=world.device, dtype=torch.float64), 0
-    for together in validation_groups(parallel, data):
-        micro_batches = [batches.micro_batches[0] for batches in together]
-        references = references_of(micro_batches)
-        for numbers in result_of_each(parallel, partial(_sums_of, compare, references), micro_batches):
-            sums += 0 if numbers is None else numbers
-        items += sum(batches.items for batches in together)
-    model.train()
-    loss, named = unpaired_metrics(world.all_reduce_sum(sums), items, point)
+    numbers_of = compared_numbers(parallel, references_of, compare)
+    sums, items = validation_sums(model, numbers_of, len(SUMS), parallel, data, world)
+    loss, named = unpaired_metrics(sums, items, point)
     numbers = {"loss": loss} | named
     return {f"validation_{name}": value.item() for name, value in numbers.items()} | {"validation_samples": items}
 
 
-def _sums_of(
-    compare: Callable[[Batch, Any], tuple[Tensor, Tensor]], references: Iterator[Any], batch: Batch
-) -> Tensor:
-    return compare(batch, next(references))[1]
+def compared_numbers(
+    parallel: Parallel, references_of: References, compare: Callable[[Batch, Any], tuple[Tensor, Tensor]]
+) -> Callable[[Sequence[Batch]], Iterator[Any]]:
+    """Micro-batches to the numbers that `compare` makes of each of them and what the reference makes of it."""
+
+    def numbers_of(micro_batches: Sequence[Batch]) -> Iterator[Any]:
+        references = references_of(micro_batches)
+        return result_of_each(parallel, lambda batch: compare(batch, next(references))[1], micro_batches)
+
+    return numbers_of
 
 
 def check_labels(data: TrainingData, cfg: DpoConfig) -> None:

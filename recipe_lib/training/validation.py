@@ -1,8 +1,8 @@
 """The loss on data that are not trained on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -42,6 +42,29 @@ def validation_loss(
         "validation_loss": world.all_reduce_sum(loss).item() / max(1, tokens),
         "validation_tokens": tokens,
     }
+
+
+@torch.no_grad()
+def validation_sums(
+    model: nn.Module,
+    numbers_of: Callable[[Sequence[Batch]], Iterator[Any]],
+    count: int,
+    parallel: Parallel,
+    data: TrainingData,
+    world: "World",
+) -> tuple[torch.Tensor, int]:
+    """Numbers summed over all validation items, fp64 `[count]`, and how many items; without dropout. Collective.
+
+    numbers_of: micro-batches to the numbers of each; None where another rank of the pipeline has them.
+    """
+    model.eval()
+    sums, items = torch.zeros(count, device=world.device, dtype=torch.float64), 0
+    for together in validation_groups(parallel, data):
+        for numbers in numbers_of([batches.micro_batches[0] for batches in together]):
+            sums += 0 if numbers is None else numbers
+        items += sum(batches.items for batches in together)
+    model.train()
+    return world.all_reduce_sum(sums), items
 
 
 def validation_groups(parallel: Parallel, data: TrainingData) -> Iterator[list[StepBatches]]:

@@ -6,7 +6,6 @@ from recipe_lib.config.keys import key
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig
 
-
 UNPAIRED = ("kto", "apo_zero_unpaired")  # losses of single answers
 _OF_SINGLE_ANSWERS = f"dpo.loss in {', '.join(UNPAIRED)}"
 
