@@ -16,9 +16,10 @@ model's and the reference's log-probabilities differ by there, on average over a
 are compared with.
 
 The losses sigmoid, ipo and kto hold the model to a reference: with dpo.trainable=adapters the model without its
-adapters, which costs a forward pass and no memory; with dpo.trainable=all a frozen copy, sharded like the model, which costs its
-parameters once more. dpo.loss=simpo and dpo.reference_free=true need none. A run that starts from lora.adapter_path has
-the base without it as reference: merge it first (tune export --merge) to have both as reference. The other levers:
+adapters, which costs a forward pass and no memory; with dpo.trainable=all a frozen copy, sharded like the model, which
+costs its parameters once more. dpo.loss=simpo and dpo.reference_free=true need none. A run that starts from
+lora.adapter_path has the base without it as reference: merge it first (tune export --merge) to have both as reference.
+The other levers:
 
     memory.activation_checkpointing=full   keep the layers' inputs only, recompute the rest in backward
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time, in forward and in backward

@@ -294,8 +294,8 @@ def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.d
     written = source_config if external else text_config(source_config)
     config = {key: value for key, value in written.items() if key not in _DROPPED_KEYS}
     if not external:
-        scored = has_score_head(spec)
-        config["architectures"] = [score_architecture(spec) if scored else FAMILIES[spec.family].architectures[0]]
+        causal = FAMILIES[spec.family].architectures[0]
+        config["architectures"] = [score_architecture(spec) if has_score_head(spec) else causal]
     config["tie_word_embeddings"] = spec.tied
     config.pop("dtype", None)  # the newer name; every release reads the older one
     config["torch_dtype"] = str(dtype).removeprefix("torch.")

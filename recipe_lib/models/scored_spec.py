@@ -5,7 +5,7 @@ The files are those of transformers' ...ForSequenceClassification: the decoder's
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError
@@ -77,6 +77,6 @@ def score_config(config: Mapping[str, Any], names: list[str], pad_id: int | None
     return changed if pad_id is None else changed | {"pad_token_id": pad_id}
 
 
-def has_score_head(spec: ModelSpec) -> bool:
+def has_score_head(spec: ModelSpec) -> TypeGuard[DecoderSpec]:
     """Whether the model has one."""
     return isinstance(spec, DecoderSpec) and spec.num_labels is not None
