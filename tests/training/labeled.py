@@ -54,7 +54,7 @@ def parts(dataset: Dataset, number: int) -> tuple[list[int], list[int]]:
 
 
 def theirs(seed: int, folder: Path, **changed: Any) -> Any:
-    """A model of transformers with random weights in fp32, saved to a folder; with num_labels, one with a score head."""
+    """A model of transformers with random weights in fp32, saved to a folder; with num_labels it has a score head."""
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     torch.manual_seed(seed)
