@@ -129,7 +129,7 @@ def settle_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) -
         data.dataset = _numbered(data.dataset, names)
         if data.validation_dataset is not None:
             data.validation_dataset = _numbered(data.validation_dataset, names)
-        names = [f"LABEL_{name}" if name.isdecimal() else name for name in names]
+        names = _exported_names(names, source)
     return replace(source, config=score_config(source.config, names, _padding_id(data.tokenizer)))
 
 
@@ -173,6 +173,13 @@ def _class_names(dataset: Dataset, source: ResolvedModel) -> list[str]:
             f"{', counted from 0' if numbers else ''}); set reward.num_labels={count}, or correct the labels"
         )
     return names
+
+
+def _exported_names(names: list[str], source: ResolvedModel) -> list[str]:
+    """Classes that are numbers in the samples have the checkpoint's names, or those that transformers gives."""
+    known = source.config.get("id2label") if head_labels(source.config) else None
+    known = known if isinstance(known, dict) else {}
+    return [str(known.get(name, f"LABEL_{name}")) if name.isdecimal() else name for name in names]
 
 
 def _numbered(dataset: Dataset, names: list[str]) -> Dataset:

@@ -46,9 +46,8 @@ def unpaired_loss(
     is_wanted = wanted > 0
     distance = cfg.beta * (ratios if point is None else ratios - point)
     losses = F.sigmoid(torch.where(is_wanted, -distance, distance))  # 1 - sigmoid(x) = sigmoid(-x)
-    weights = torch.where(is_wanted, cfg.desirable_weight, cfg.undesirable_weight).to(losses.dtype)
-    loss = (weights * losses).sum()
-    rewards, wanted = cfg.beta * ratios.detach(), is_wanted.to(losses.dtype)
+    wanted, rewards = is_wanted.to(losses.dtype), cfg.beta * ratios.detach()
+    loss = ((cfg.desirable_weight * wanted + cfg.undesirable_weight * (1 - wanted)) * losses).sum()
     each = [loss.detach(), (wanted * rewards).sum(), ((1 - wanted) * rewards).sum(), wanted.sum(), (1 - wanted).sum()]
     return loss, torch.stack(each)
 
