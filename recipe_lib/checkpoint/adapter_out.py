@@ -43,7 +43,7 @@ from recipe_lib.checkpoint.ownership import Holders, find_holders
 from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together, write_gathered
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor
-from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files
+from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files, write_padding
 from recipe_lib.checkpoint.weights_out import (
     begin_folder,
     extra_fault,
@@ -130,6 +130,8 @@ def export_adapter(
         def finish() -> None:
             files.write_json(temporary / CONFIG_FILE, fields)
             copy_tokenizer(temporary, copied, chat_template, stop_ids)
+            if has_score_head(spec):
+                write_padding(temporary, (source_config or {}).get("pad_token_id"))
             write_card(temporary, card)
             publish(temporary, out)
 

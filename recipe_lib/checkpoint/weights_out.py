@@ -15,7 +15,7 @@ from recipe_lib.checkpoint.ownership import Holders, find_holders
 from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, write_gathered
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor
-from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files
+from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files, write_padding
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE
 from recipe_lib.checkpoint.weights_in import EXTRA, file_shapes
 from recipe_lib.config.schema import CheckpointConfig
@@ -284,6 +284,8 @@ def finish_model(
         files.write_json(temporary / INDEX, index)
     files.write_json(temporary / "config.json", config)
     copy_tokenizer(temporary, copied, chat_template, stop_ids)
+    if any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
+        write_padding(temporary, config.get("pad_token_id"))
     write_card(temporary, card)
     publish(temporary, out)
 

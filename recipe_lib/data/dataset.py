@@ -163,6 +163,10 @@ class Dataset:
         }
         return Dataset(self.ids, self._offsets, self._trained, self.report, self._settings, **made | changes)
 
+    def last_ids(self) -> set[int]:
+        """The ids that sequences end with, those that are only targets included."""
+        return set(np.unique(self.ids[self._offsets[1:] - 1]).tolist())
+
     def trained_tokens(self, number: int) -> int:
         """How many targets of a sequence the loss counts."""
         return int(self.trained_counts[number])

@@ -130,7 +130,7 @@ def settle_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) -
         if data.validation_dataset is not None:
             data.validation_dataset = _numbered(data.validation_dataset, names)
         names = _exported_names(names, source)
-    return replace(source, config=score_config(source.config, names, _padding_id(data.tokenizer)))
+    return replace(source, config=score_config(source.config, names, _padding_id(data.tokenizer, data.dataset)))
 
 
 def _check_pairs(data: TrainingData) -> None:
@@ -195,24 +195,24 @@ def _numbered(dataset: Dataset, names: list[str]) -> Dataset:
     return dataset.with_values(numbers[dataset.values.astype(np.int64)])
 
 
-def _padding_id(tokenizer: Tokenizer) -> int | None:
-    """An id that no sequence ends with, as other programs find a sequence's end by where padding begins: that of the
-    tokenizer's padding, or a special token that is for nothing else."""
-    ends = {*tokenizer.stop_ids, tokenizer.eos_id, tokenizer.bos_id}
+def _padding_id(tokenizer: Tokenizer, dataset: Dataset) -> int | None:
+    """The id that others are to pad with: they find a sequence's end by where padding begins, so that none may end with
+    it. That of the tokenizer's padding; else a token that is for nothing else, or BOS."""
+    ends = dataset.last_ids()
     if tokenizer.pad_id is not None and tokenizer.pad_id not in ends:
         return tokenizer.pad_id
     texts = list(tokenizer.special_texts)
     ids = {text: found[0] for text, found in zip(texts, tokenizer.encode_pieces(texts), strict=True) if len(found) == 1}
-    for word in ("pad", "reserved", "unused", "unk"):
-        for text, number in ids.items():
-            if word in text.lower() and number not in ends:
-                return number
-    warn_on_first_rank(
-        "warning: %s: has no token for padding alone, so that other programs may read a score before the end of a "
-        "sequence that they pad; give them one sequence at a time, or a tokenizer with a padding token",
-        tokenizer.place,
-    )
-    return tokenizer.pad_id
+    named = [ids[text] for word in ("pad", "reserved", "unused", "unk") for text in ids if word in text.lower()]
+    usable = [number for number in named if number not in tokenizer.stop_ids] + [tokenizer.bos_id]
+    found = [number for number in usable if number is not None and number not in ends | {tokenizer.eos_id}]
+    if not found:
+        warn_on_first_rank(
+            "warning: %s: has no token for padding that no sequence ends with, so that other programs may read a score "
+            "before the end of a sequence that they pad; give them one sequence at a time",
+            tokenizer.place,
+        )
+    return found[0] if found else tokenizer.pad_id
 
 
 def scored_with(model: Decoder) -> Callable[[Batch], Tensor]:

@@ -159,7 +159,7 @@ def settled(names: list[str], labels: int = 3, known: list[str] | None = None, v
         dataset.report.classes = seen
         return dataset.scored(8)
 
-    special = SimpleNamespace(stop_ids={1}, eos_id=1, bos_id=0, pad_id=2, special_texts=(), place="t")
+    special = SimpleNamespace(stop_ids={1}, eos_id=1, bos_id=0, pad_id=labeled.PAD, special_texts=(), place="t")
     special.encode_pieces = lambda texts: []
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     if known is not None:
@@ -174,7 +174,7 @@ def settled(names: list[str], labels: int = 3, known: list[str] | None = None, v
 def test_names_of_classes() -> None:
     data, config = settled(["dog", "cat", "emu", "cat"], validation=["emu", "dog"])
     assert data.dataset.values.tolist() == [1, 0, 2, 0] and data.validation_dataset.values.tolist() == [2, 1]
-    assert config["id2label"] == {"0": "cat", "1": "dog", "2": "emu"} and config["pad_token_id"] == 2
+    assert config["id2label"] == {"0": "cat", "1": "dog", "2": "emu"} and config["pad_token_id"] == labeled.PAD
     assert config["problem_type"] == "single_label_classification" and head_labels(config) is None
     data, config = settled(["2", "0", "1", "0"])
     assert data.dataset.values.tolist() == [2, 0, 1, 0] and config["label2id"]["LABEL_2"] == 2
