@@ -11,10 +11,9 @@ import torch
 from recipe_lib.training.scores import sequence_scores
 from tests.distributed.ranks import run_ranks
 from tests.recipes.labeled_runs import arguments, metrics_of, train_all, write, write_classes, write_margins
-from tests.recipes.runs import LORA, PLAIN, run_here
+from tests.recipes.runs import LORA, PLAIN, REWARD, run_here
 from tests.selection import selected, slow_except
 
-REWARD = "reward_distributed"
 PAIRS = ("reward.center_rewards_coefficient=0.1", "lora.rank=4")
 ALL = ("reward.trainable=all",)
 CLASSES = ("reward.loss=classification", "reward.num_labels=3", "lora.dtype=fp32", "dtype=fp32")
