@@ -8,24 +8,19 @@ not (KTO), on one process or many.
 
 data.format=preference: samples of a prompt, a chosen and a rejected answer. A pair counts as one of batch_size and
 takes the memory of two sequences; both answers go through the model in one batch, with data.packing=true several pairs
-in a sequence.
-
-dpo.loss=kto and apo_zero_unpaired: data.format=kto, samples of a prompt, an answer and a label, true or false; pairs
-are taken apart. kto also runs each prompt with the answer of another sample of the step, without gradients: what the
-model's and the reference's log-probabilities differ by there, on average over all samples of all ranks, is what rewards
-are compared with.
+in a sequence. dpo.loss=kto: data.format=kto, samples of a prompt, an answer and a label; pairs are taken apart. It also
+runs each prompt with another sample's answer, without gradients (docs/preference.md).
 
 The losses sigmoid, ipo and kto hold the model to a reference: with dpo.trainable=adapters the model without its
 adapters, which costs a forward pass and no memory; with dpo.trainable=all a frozen copy, sharded like the model, which
 costs its parameters once more. dpo.loss=simpo and dpo.reference_free=true need none. A run that starts from
 lora.adapter_path has the base without it as reference: merge it first (tune export --merge) to have both as reference.
-The other levers:
 
     memory.activation_checkpointing=full   keep the layers' inputs only, recompute the rest in backward
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time, in forward and in backward
     lora.quantize_base=nf4                 frozen weights in 4 bits
 
-Each step logs the answers' mean rewards, their difference (reward_margin) and how often it is above 0.
+Each step logs the answers' mean rewards and their difference (reward_margin).
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,7 +53,7 @@ from recipe_lib.training.preference import (
     step_numbers,
     validation_preference,
 )
-from recipe_lib.training.unpaired import reference_point, validation_point, validation_unpaired
+from recipe_lib.training.unpaired import reference_point
 
 Config = DpoFinetuneConfig
 
@@ -77,8 +72,8 @@ class DpoFinetune:
             check_adapter(Path(cfg.lora.adapter_path), self.spec, cfg.lora, self.source.folder)
 
     def setup_data(self, prepared: PreparedData | None) -> None:
-        """Pairs: of item i sequence 2 i is the chosen answer, with its prompt, and 2 i + 1 the rejected one. Or single
-        answers, each with its label."""
+        """Pairs: of item i sequence 2 i is the chosen answer, with its prompt, and 2 i + 1 the rejected one; or answers
+        with labels."""
         self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
         check_answers(self.data, self.cfg.dpo)
 
@@ -138,11 +133,8 @@ class DpoFinetune:
         lines += training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.levers, self.data)
         if self.adapts:
             lines.append(describe_adapters(self.model, self.cfg.lora))
-        return [
-            *lines,
-            describe_reference(self.cfg.dpo, self.reference),
-            describe_units(self.model, self.parallel),
-        ]
+        lines.append(describe_reference(self.cfg.dpo, self.reference))
+        return [*lines, describe_units(self.model, self.parallel)]
 
     def answers(self, model: Decoder, batch: Batch) -> torch.Tensor:
         """Log-probability of each answer of a micro-batch; logits exist for one chunk of its tokens at a time."""
@@ -158,28 +150,20 @@ class DpoFinetune:
         parallel = self.reference_parallel if self.reference else self.parallel
         return training.result_of_each(parallel, partial(self.answers, model), micro_batches, inside=off)
 
-    def compare(
-        self, point: torch.Tensor | None, batch: Batch, reference: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss and numbers for the log, summed over the items of a micro-batch. point: KTO's point of reference."""
-        return loss_of_answers(self.answers(self.model, batch), reference, batch, point, self.cfg.dpo)
-
     def train_step(self, batches: StepBatches) -> training.Step:
         """One optimizer step; gradients are sums over ranks, so losses are divided by the items of the global batch."""
-        sums = torch.zeros(count_of_numbers(self.cfg.dpo), device=self.device, dtype=torch.float64)
-        point = None
-        if self.cfg.compares_mismatched:
-            own, others = partial(self.answers, self.model), self.reference_answers
-            point = reference_point(self.parallel, own, others, batches.mismatched, batches.items, self.world)
-        references = self.reference_answers(batches.micro_batches)
+        cfg, own, others = self.cfg.dpo, partial(self.answers, self.model), self.reference_answers
+        sums = torch.zeros(count_of_numbers(cfg), device=self.device, dtype=torch.float64)
+        point = reference_point(self.parallel, own, others, batches, self.world)
+        references = others(batches.micro_batches)
 
         def loss_of(number: int, batch: Batch) -> torch.Tensor:
-            loss, numbers = self.compare(point, batch, next(references))
+            loss, numbers = loss_of_answers(own(batch), next(references), batch, point, cfg)
             sums.add_(numbers)
             return loss / batches.items
 
         sums = training.backward_each(self.parallel, loss_of, batches, sums)
-        loss, numbers = step_numbers(self.world.all_reduce_sum(sums), batches.items, point, self.cfg.dpo)
+        loss, numbers = step_numbers(self.world.all_reduce_sum(sums), batches.items, point, cfg)
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
             self.trained, self.cfg.clip_grad_norm, self.world, self.parallel, self.levers.norms
@@ -190,14 +174,8 @@ class DpoFinetune:
 
     def validate(self) -> dict[str, float]:
         """The same numbers over all validation samples."""
-        model, parallel, others, point = self.model, self.parallel, self.reference_answers, None
-        if self.cfg.compares_mismatched:
-            own = partial(self.answers, model)
-            point = validation_point(model, parallel, own, others, self.data, self.world)
-        compare = partial(self.compare, point)
-        if self.cfg.dpo.takes_single_answers:
-            return validation_unpaired(model, parallel, others, compare, point, self.data, self.world)
-        return validation_preference(model, parallel, others, compare, self.data, self.world)
+        own, others = partial(self.answers, self.model), self.reference_answers
+        return validation_preference(self.model, self.parallel, own, others, self.cfg.dpo, self.data, self.world)
 
     def train(self) -> None:
         """The loop over steps; at its end what was trained is on disk."""

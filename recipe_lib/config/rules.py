@@ -49,8 +49,8 @@ def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
     return [rule for rule in RULES if all(key in judged for key in (*rule.keys, *rule.reads)) and rule.applies(cfg)]
 
 
-_LORA, _DPO, _EXTERNAL = "lora_finetune_distributed", "dpo_distributed", "model.implementation=transformers"
-_REWARD = "reward_distributed"
+_LORA, _DPO, _REWARD = "lora_finetune_distributed", "dpo_distributed", "reward_distributed"
+_EXTERNAL = "model.implementation=transformers"
 _FORMATS = ("data.source", "data.sources", "data.format", "validation.source", "validation.format")
 _TARGETS = (*LINEARS, "embedding", "head", *MIXTURE_TARGETS, "all-linear")
 _BATCH = ("batch_size", "gradient_accumulation_steps")
@@ -64,9 +64,8 @@ _PIPELINE_IN_ONE = ("parallel.pipeline=2", "batch_size=4", "parallel.pipeline_mi
 
 def _unused_formats(cfg: Any, samples: str) -> set[str]:
     """The formats that a recipe for such samples has no use for; empty for another recipe."""
-    if getattr(cfg, "samples", "answers") != samples:
-        return set()
-    return formats(cfg) & {*BUILT_IN["data.format"][1]} - {*SAMPLES[samples]}
+    others = formats(cfg) & {*BUILT_IN["data.format"][1]} - {*SAMPLES[samples]}
+    return others if getattr(cfg, "samples", "answers") == samples else set()
 
 
 def _streams_trained(cfg: Any) -> bool:
@@ -312,8 +311,7 @@ RULES: tuple[Rule, ...] = (
          ("dpo.loss=kto", "data.format=alpaca"), recipe=_DPO, reads=_FORMATS),
     Rule(("reward.loss", "data.format"), lambda cfg: _unused_formats(cfg, "pairs"),
          "the loss compares a chosen with a rejected answer, which samples of this format do not have",
-         "set data.format to preference, or reward.loss=classification", ("data.format=alpaca",), recipe=_REWARD,
-         reads=_FORMATS),
+         "set data.format to preference, or reward.loss=classification", ("data.format=alpaca",), _REWARD, _FORMATS),
     Rule(("reward.loss", "data.format"), lambda cfg: _unused_formats(cfg, "classes"),
          "samples of this format have no class", "set data.format to classification, or reward.loss=pairwise",
          ("reward.loss=classification", "data.format=preference"), recipe=_REWARD, reads=_FORMATS),

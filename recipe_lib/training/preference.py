@@ -30,8 +30,10 @@ from recipe_lib.training.unpaired import (
     SUMS,
     check_labels,
     compared_numbers,
+    labels_of,
     unpaired_loss,
     unpaired_metrics,
+    validation_unpaired,
 )
 from recipe_lib.training.validation import validation_sums
 from recipe_lib.units import format_bytes
@@ -90,9 +92,7 @@ def loss_of_answers(
     as the loss takes them. point: KTO's point of reference."""
     if not cfg.takes_single_answers:
         return preference_loss(policy, reference, cfg)
-    if batch.values is None:
-        raise ValueError("this batch holds no labels")
-    return unpaired_loss(policy, reference, batch.values, point, cfg)
+    return unpaired_loss(policy, reference, labels_of(batch), point, cfg)
 
 
 def count_of_numbers(cfg: DpoConfig) -> int:
@@ -159,16 +159,22 @@ def check_pairs(dataset: Dataset, validation: Dataset | None) -> None:
 def validation_preference(
     model: nn.Module,
     parallel: Parallel,
+    answers: Callable[[Batch], Tensor],
     references_of: Callable[[Sequence[Batch]], Iterator[Any]],
-    compare: Callable[[Batch, Any], tuple[Tensor, Tensor]],
+    cfg: DpoConfig,
     data: TrainingData,
     world: "World",
 ) -> dict[str, float]:
-    """Means over all validation pairs, each counted once; without dropout. Collective.
+    """Means over all validation pairs, or single answers, each counted once; without dropout. Collective.
 
-    references_of: what the reference makes of each micro-batch. compare: one and that, to what `preference_loss`
-    returns.
+    answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each.
     """
+    if cfg.takes_single_answers:
+        return validation_unpaired(model, parallel, answers, references_of, cfg, data, world)
+
+    def compare(batch: Batch, reference: Tensor | None) -> tuple[Tensor, Tensor]:
+        return preference_loss(answers(batch), reference, cfg)
+
     numbers_of = compared_numbers(parallel, references_of, compare)
     sums, pairs = validation_sums(model, numbers_of, len(NUMBERS), parallel, data, world)
     means = sums / max(1, pairs)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipe_lib.config.recipes.dpo_distributed import DpoConfig
-from recipe_lib.data import Batch
+from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.micro_batches import result_of_each
@@ -65,16 +65,17 @@ def reference_point(
     parallel: Parallel,
     answers: Callable[[Batch], Tensor],
     references_of: References,
-    mismatched: Sequence[Batch],
-    items: int,
+    batches: StepBatches,
     world: "World",
-) -> Tensor:
-    """KTO's point of reference, a scalar fp64 on the device, from mismatched answers. Collective.
+) -> Tensor | None:
+    """KTO's point of reference, a scalar fp64 on the device, from a step's mismatched answers; None for a loss that
+    asks for none. Collective.
 
-    answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each. items: of all
-    ranks.
+    answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each.
     """
-    return _at_least_0(_summed(parallel, answers, references_of, mismatched, world), items, world)
+    if not batches.mismatched:
+        return None
+    return _at_least_0(_summed(parallel, answers, references_of, batches.mismatched, world), batches.items, world)
 
 
 def _summed(
@@ -98,7 +99,7 @@ def _at_least_0(total: Tensor, items: int, world: "World") -> Tensor:
 
 
 @torch.no_grad()
-def validation_point(
+def _validation_point(
     model: nn.Module,
     parallel: Parallel,
     answers: Callable[[Batch], Tensor],
@@ -120,16 +121,21 @@ def validation_point(
 def validation_unpaired(
     model: nn.Module,
     parallel: Parallel,
+    answers: Callable[[Batch], Tensor],
     references_of: References,
-    compare: Callable[[Batch, Any], tuple[Tensor, Tensor]],
-    point: Tensor | None,
+    cfg: DpoConfig,
     data: TrainingData,
     world: "World",
 ) -> dict[str, float]:
     """Means over all validation samples, each counted once; without dropout. Collective.
 
-    compare: a micro-batch and the reference's log-probabilities, to what `unpaired_loss` returns.
+    answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each.
     """
+    point = _validation_point(model, parallel, answers, references_of, data, world) if cfg.loss == "kto" else None
+
+    def compare(batch: Batch, reference: Tensor | None) -> tuple[Tensor, Tensor]:
+        return unpaired_loss(answers(batch), reference, labels_of(batch), point, cfg)
+
     numbers_of = compared_numbers(parallel, references_of, compare)
     sums, items = validation_sums(model, numbers_of, len(SUMS), parallel, data, world)
     loss, named = unpaired_metrics(sums, items, point)
@@ -147,6 +153,13 @@ def compared_numbers(
         return result_of_each(parallel, lambda batch: compare(batch, next(references))[1], micro_batches)
 
     return numbers_of
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """Of each answer of a micro-batch, 1 if it is wanted and 0 if not. Raises ValueError for one without labels."""
+    if batch.values is None:
+        raise ValueError("this batch holds no labels")
+    return batch.values
 
 
 def check_labels(data: TrainingData, cfg: DpoConfig) -> None:
