@@ -16,7 +16,7 @@ class RewardConfig:
         "`pairwise`: a reward model, of pairs of answers (Bradley-Terry); `classification`: cross-entropy over "
         "classes.",
         choices=("pairwise", "classification"),
-        known_as="TRL: RewardTrainer; HF problem_type",
+        known_as="none has it: TRL has a trainer of its own, and transformers goes by num_labels",
     )
     num_labels: int | None = key(
         None,
@@ -36,7 +36,7 @@ class RewardConfig:
         "adapters",
         "`adapters`: on the layers, and the head as a whole; `all`: every parameter.",
         choices=("adapters", "all"),
-        known_as="LLaMA-Factory finetuning_type",
+        known_as="none has it: PEFT's models are made in code",
     )
 
 
