@@ -18,7 +18,7 @@ PAIRS = "model: {path: x}\ndata: {source: rows.jsonl, format: preference}\n"
 
 def good(entry) -> str:
     """A config of the entry's recipe that is right."""
-    return PAIRS if entry.recipe in ("dpo_distributed", "reward_distributed") else GOOD
+    return PAIRS if entry.recipe == "dpo_distributed" else GOOD
 
 
 @pytest.fixture(autouse=True)

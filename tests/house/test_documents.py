@@ -10,7 +10,8 @@ import pytest
 from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import load_config, registered
 from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
-from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
+from recipe_lib.config.recipes.dpo_distributed import UNPAIRED, DpoFinetuneConfig
+from recipe_lib.config.recipes.reward_distributed import RewardFinetuneConfig
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.models import preset_config, spec_from_config
@@ -65,7 +66,10 @@ def test_overrides_are_valid(path: Path, tmp_path: Path):
         pairs = override.startswith("dpo.") or override == "data.format=preference"
         schema = DpoFinetuneConfig if pairs else LoraFinetuneConfig
         schema = FullFinetuneConfig if override == "recipe=full_finetune_distributed" else schema
-        assert load_config(tmp_path / "config.yaml", [override, *(["data.format=preference"] * pairs)], schema)
+        schema = RewardFinetuneConfig if override.startswith("reward.") else schema
+        single = any(loss in override for loss in UNPAIRED)
+        given = [f"data.format={'kto' if single else 'preference'}"] * pairs
+        assert load_config(tmp_path / "config.yaml", [override, *given], schema)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
