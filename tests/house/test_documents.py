@@ -11,8 +11,8 @@ from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import load_config, registered
 from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
 from recipe_lib.config.recipes.dpo_distributed import UNPAIRED, DpoFinetuneConfig
-from recipe_lib.config.recipes.reward_distributed import RewardFinetuneConfig
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.recipes.reward_distributed import RewardFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.units import gib

@@ -1,5 +1,6 @@
 """Losses of single answers against TRL's KTOTrainer: the loss, rewards, the KL estimate and gradients of a step."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.models import read_config, spec_from_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import TokenLogProbs
+from recipe_lib.parallel import Parallel
 from recipe_lib.training.preference import answer_log_probs
-from recipe_lib.training.unpaired import check_labels, unpaired_loss, unpaired_metrics
+from recipe_lib.training.unpaired import check_labels, reference_point, unpaired_loss, unpaired_metrics
 from tests.training import labeled
 
 LENGTHS = [(5, 4), (2, 9), (7, 1), (3, 3), (1, 6), (4, 12), (6, 5), (2, 7)]
@@ -50,12 +52,16 @@ def log_probs(model: Decoder, batch: Any, cfg: DpoConfig) -> torch.Tensor:
 
 def step(policy: Decoder, reference: Decoder, cfg: DpoConfig, batches: list[StepBatches]) -> dict[str, float]:
     """What a recipe does with the micro-batches of all ranks, here one after the other; leaves gradients."""
-    items, mismatched = batches[0].items, [batch for each in batches for batch in each.mismatched]
-    point = None
-    with torch.no_grad():
-        if cfg.loss == "kto":
-            ratios = [log_probs(policy, batch, cfg) - log_probs(reference, batch, cfg) for batch in mismatched]
-            point = (torch.cat(ratios).sum() / items).clamp(min=0)
+    items = batches[0].items
+    mismatched = [batch for each in batches for batch in each.mismatched if cfg.loss == "kto"]
+    world: Any = SimpleNamespace(device=torch.device("cpu"), all_reduce_sum=lambda total: total)
+    point = reference_point(
+        Parallel(),
+        lambda batch: log_probs(policy, batch, cfg),
+        lambda each: (log_probs(reference, batch, cfg) for batch in each),
+        replace(batches[0], mismatched=mismatched),
+        world,
+    )
     policy.zero_grad()
     sums = torch.zeros(5, dtype=torch.float64)
     for batch in (batch for each in batches for batch in each.micro_batches):
@@ -120,6 +126,13 @@ def test_a_step_equals_trl(pair: Any, name: str, tmp_path: Path) -> None:
     whole = [make_step(answers(), slots, 0, 1, len(slots), 1, labeled.PAD, mismatched=labeled.LIMIT)]
     assert step(policy, reference, cfg, whole) == pytest.approx(expected, rel=1e-5)
     labeled.assert_gradients(policy, pair["policy"][0])
+
+
+def test_the_estimate_is_0_at_the_least(pair: Any) -> None:
+    """The other way round the mean difference is below 0."""
+    slots = list(np.arange(len(LENGTHS)).reshape(-1, 1))
+    whole = [make_step(answers(), slots, 0, 1, len(slots), 1, labeled.PAD, mismatched=labeled.LIMIT)]
+    assert step(pair["reference"][1], pair["policy"][1], LOSSES["kto"], whole)["kl"] == 0
 
 
 @pytest.mark.parametrize("division", ["micro-batches", "ranks", "packed"])
