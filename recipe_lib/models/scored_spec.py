@@ -13,6 +13,7 @@ from recipe_lib.models.families import FAMILIES, read_spec, spec_from_config, te
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 _CAUSAL, _SCORED = "ForCausalLM", "ForSequenceClassification"
+_UNSCORED = ("olmoe",)  # families of which transformers has no such class
 
 
 def head_labels(config: Mapping[str, Any]) -> int | None:
@@ -41,6 +42,11 @@ def scored_spec(config: Mapping[str, Any], where: str, num_labels: int | None) -
         raise CheckpointError(
             f"{where}: config.json: its score head has {found} rows, the config asks for {num_labels}; set "
             f"reward.num_labels={found}, or start from a model without one"
+        )
+    if config.get("model_type") in _UNSCORED:
+        raise CheckpointError(
+            f"{where}: config.json: transformers has no classifier of the family {config['model_type']}, so that no "
+            "other program would open what is exported; start from a model of another family"
         )
     causal = dict(config)
     if found is not None:
