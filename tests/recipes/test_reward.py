@@ -114,6 +114,7 @@ def test_transformers_opens_the_model_with_equal_scores(kind: str, realdata: Pat
     assert torch.allclose(second.recipe.model.score.weight, loaded.score.weight, atol=1e-6)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_peft_opens_the_adapter_and_the_merged_model_is_the_same(realdata: Path, tmp_path: Path) -> None:
     from peft import AutoPeftModelForSequenceClassification, PeftModel
