@@ -33,6 +33,7 @@ _RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILI
 _NO_DISTILLATION = "there is none for distillation"
 _ELSEWHERE = {
     "lora_dpo_single_device": "did you mean dpo_distributed? It runs on one device too",
+    "reward": "did you mean reward_distributed?",
     "generate": "did you mean `tune generate MODEL`?",
     "quantize": "weights are quantized while they are read: lora.quantize_base=nf4, or int8",
     "eleuther_eval": "did you mean `tune eval OUTPUT_DIR --lm-eval TASKS`?",

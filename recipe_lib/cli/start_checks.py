@@ -131,14 +131,15 @@ def _missing_on_this_machine(cfg: Any) -> Iterator[str]:
 def _check_model(cfg: Any, with_weights: bool) -> str | None:
     """Its folder and config.json, and the files of its weights; a native one is of a family that is known."""
     from recipe_lib.checkpoint.weight_files import find_weights
-    from recipe_lib.models import preset_config, read_config, spec_from_config
+    from recipe_lib.models import preset_config, read_config
+    from recipe_lib.models.scored_spec import spec_of_run
 
     if cfg.model.implementation == "transformers":
         check_transformers()
     name = cfg.model.path
     if not name:
         if cfg.model.implementation == "native" and cfg.model.preset:
-            spec_from_config(preset_config(cfg.model.preset), cfg.model.preset)
+            spec_of_run(cfg, preset_config(cfg.model.preset), cfg.model.preset)
         return None
     if _is_made_by_a_run(name, MODEL_FOLDER):
         return f"{name}: no such folder; expected the model that a run with output_dir={Path(name).parent} leaves there"
@@ -147,7 +148,7 @@ def _check_model(cfg: Any, with_weights: bool) -> str | None:
         return not_downloaded(name)
     config = read_config(folder)
     if cfg.model.implementation == "native":
-        spec_from_config(config, str(folder))
+        spec_of_run(cfg, config, str(folder))
     return _as_note(name, lambda: find_weights(folder)) if with_weights else None
 
 

@@ -315,6 +315,7 @@ CHOICE_ALIASES = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "output_proj": "o", "gate_proj": "gate",
     "up_proj": "up", "down_proj": "down", "w1": "gate", "w2": "down", "w3": "up",
     "embed_tokens": "embedding", "lm_head": "head", "output": "head",
+    "unpaired_preference": "kto",
     "dpo_sigmoid": "sigmoid", "cdpo": "sigmoid", "lora": "adapters", "full": "all", "time": "compute", "true": "full",
     "constant_with_warmup": "constant", "float8": "fp8",
     "interleaved1f1b": "interleaved_1f1b", "interleavedzerobubble": "interleaved_zero_bubble",

@@ -99,7 +99,7 @@ def has_turns(cfg: Any) -> str | None:
 
 def has_earlier_answers(cfg: Any) -> str | None:
     """a format of conversations"""
-    return _only(cfg, {"text", "prompt_completion", "preference"})
+    return _only(cfg, {"text", "prompt_completion", "preference", "kto", "classification"})
 
 
 def may_exceed_length(cfg: Any) -> str | None:
@@ -109,7 +109,9 @@ def may_exceed_length(cfg: Any) -> str | None:
 
 def chooses_labels(cfg: Any) -> str | None:
     """a format whose samples leave open what is trained"""
-    return _only(cfg, {"preference"}) or (_only(cfg, {"text"}) if cfg.data.train_on != "all" else None)
+    return _only(cfg, {"preference", "kto", "classification"}) or (
+        _only(cfg, {"text"}) if cfg.data.train_on != "all" else None
+    )
 
 
 def reads_hub(cfg: Any) -> str | None:

@@ -31,7 +31,7 @@ Component = TypeVar("Component", bound=Callable[..., Any])
 BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
     "data.format": (
         "recipe_lib.data.formats",
-        ("alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference"),
+        ("alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "kto", "classification"),
     ),
     "optimizer.name": ("recipe_lib.optim.algorithms", tuple(built_in_optimizers())),
     "loss": ("recipe_lib.ops.cross_entropy", ("cross_entropy",)),

@@ -149,7 +149,10 @@ def _card(
 
 
 def _can_generate(cfg: FullFinetuneConfig, model: nn.Module) -> bool:
-    """Whether `tune generate` loads what was written: no model of a plugin, and none with parameters of a recipe."""
+    """Whether `tune generate` loads what was written: no model of a plugin, none with parameters of a recipe, and none
+    with a score head."""
+    if cfg.scores_sequences:
+        return False
     return cfg.model.implementation in ("native", "transformers") and not extra_tensors(model, saved=True)
 
 

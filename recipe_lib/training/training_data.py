@@ -12,6 +12,7 @@ from recipe_lib.data import (
     DataPlan,
     PreparedData,
     StepBatches,
+    as_trained,
     build_datasets,
     check_vocabulary,
     prepare_data,
@@ -57,7 +58,9 @@ class TrainingData:
         self.tokenizer_path = _tokenizer_path(cfg, source)
         self.chat_template = Path(cfg.tokenizer.chat_template) if cfg.tokenizer.chat_template else None
         self.tokenizer = load_tokenizer_of(cfg, source)
-        self.dataset, self.validation_dataset = build_datasets(cfg, self.tokenizer, prepared)
+        training, validation = build_datasets(cfg, self.tokenizer, prepared)
+        self.dataset = as_trained(cfg, training)
+        self.validation_dataset = None if validation is None else as_trained(cfg, validation)
         check_vocabulary(self.tokenizer, source.spec.vocab_size, self.dataset, self.validation_dataset)
         warn_of_positions(source.spec.max_positions, self.dataset, self.validation_dataset)
         warn_of_overlap(self.dataset, self.validation_dataset)
@@ -132,6 +135,7 @@ class TrainingData:
             accumulation=count,
             pad_id=self.tokenizer.pad_id,
             multiple=padded_multiple(cfg),
+            mismatched=cfg.max_seq_len if cfg.compares_mismatched else None,
             workers=cfg.data.num_workers,
             device=world.device,
         )
@@ -149,6 +153,7 @@ class TrainingData:
             self.tokenizer.pad_id,
             multiple=padded_multiple(cfg),
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
+            mismatched=cfg.max_seq_len if cfg.compares_mismatched else None,
         ):
             yield batches.to(world.device)
 
@@ -172,7 +177,7 @@ def prepare(cfg: FullFinetuneConfig) -> PreparedData | UserError:
     """
     try:
         check_output(cfg)
-        source = resolve_model(cfg.model)
+        source = resolve_model(cfg.model, scored=cfg.scores_sequences, num_labels=cfg.num_labels)
         validate_parallelism(cfg, source.spec)
         found = settle_formats(cfg)
         prepared = prepare_data(cfg, load=lambda: load_tokenizer_of(cfg, source))

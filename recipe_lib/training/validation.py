@@ -1,7 +1,7 @@
 """What a model makes of data that are not trained on: the loss, and metrics of likelihoods and of answers."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,29 @@ def validation_loss(
         numbers |= _metrics_of_answers(model, data, world)
     model.train()
     return numbers
+
+
+@torch.no_grad()
+def validation_sums(
+    model: nn.Module,
+    numbers_of: Callable[[Sequence[Batch]], Iterator[Any]],
+    count: int,
+    parallel: Parallel,
+    data: TrainingData,
+    world: "World",
+) -> tuple[torch.Tensor, int]:
+    """Numbers summed over all validation items, fp64 `[count]`, and how many items; without dropout. Collective.
+
+    numbers_of: micro-batches to the numbers of each; None where another rank of the pipeline has them.
+    """
+    model.eval()
+    sums, items = torch.zeros(count, device=world.device, dtype=torch.float64), 0
+    for together in validation_groups(parallel, data):
+        for numbers in numbers_of([batches.micro_batches[0] for batches in together]):
+            sums += 0 if numbers is None else numbers
+        items += sum(batches.items for batches in together)
+    model.train()
+    return world.all_reduce_sum(sums), items
 
 
 def validation_groups(parallel: Parallel, data: TrainingData) -> Iterator[list[StepBatches]]:

@@ -5,7 +5,13 @@ import dataclasses
 import pytest
 
 from recipe_lib.cli.main import main
-from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig, load_config
+from recipe_lib.config import (
+    DpoFinetuneConfig,
+    FullFinetuneConfig,
+    LoraFinetuneConfig,
+    RewardFinetuneConfig,
+    load_config,
+)
 from recipe_lib.config.idle import needs_text, why_idle
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.load import load as load_all
@@ -107,6 +113,11 @@ CASES = [
     ("dpo.label_smoothing=0.1", ["dpo.loss=ipo"], "dpo.loss is ipo", DPO),
     ("dpo.simpo_gamma=1.0", [], "dpo.loss is sigmoid", DPO),
     ("dpo.reference_free=true", ["dpo.loss=simpo"], "dpo.loss is simpo", DPO),
+    ("dpo.desirable_weight=2.0", [], "dpo.loss is sigmoid", DPO),
+    ("dpo.undesirable_weight=2.0", ["dpo.loss=simpo"], "dpo.loss is simpo", DPO),
+    ("reward.num_labels=3", [], "reward.loss is pairwise", RewardFinetuneConfig),
+    ("reward.center_rewards_coefficient=0.1", ["reward.loss=classification", "data.format=classification"],
+     "reward.loss is classification", RewardFinetuneConfig),
     ("memory.loss_kernel=torch", [], "the loss of pairs is dpo.loss, sigmoid", DPO),
     ("data.train_on=all", [], "data.format is preference", DPO),
 ]  # fmt: skip
@@ -116,7 +127,7 @@ CASES = [
 def test_idle_keys_are_told_and_have_their_defaults(write, case):
     override, others, reason, *rest = case
     schema = rest[0] if rest else FullFinetuneConfig
-    path, name = write(PAIRS if schema is DPO else GOOD), override.partition("=")[0]
+    path, name = write(PAIRS if schema in (DPO, RewardFinetuneConfig) else GOOD), override.partition("=")[0]
     loaded = load_all(path, [override, *others], schema)
     assert loaded.idle == [f"{name} has no effect: {reason}"]
     assert dataclasses.asdict(loaded.cfg) == dataclasses.asdict(load_config(path, others, schema))
@@ -141,7 +152,7 @@ def test_conditions_name_keys_that_stand_before(write):
                 conditions = needs if isinstance(needs, tuple) else (needs,)
                 for one in (part for each in conditions if isinstance(each, str) for part in each.split(" or ")):
                     named = one.partition(" ")[0]
-                    assert named in read_schema(DPO).keys, name
+                    assert named in read_schema(DPO).keys | keys, name
                     if "needs" in getattr(keys.get(named), "limits", {}):
                         assert order.index(named) < order.index(name), f"{name} is judged before {named}"
 

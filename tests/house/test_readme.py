@@ -189,9 +189,10 @@ def state_bytes_of_adamw() -> None:
 
 def methods() -> None:
     """What recipes and losses there are."""
-    assert set(RECIPE_CONFIGS) == {"full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed"}
+    names = {"full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed", "reward_distributed"}
+    assert set(RECIPE_CONFIGS) == names
     losses = {name.upper() for name in KEYS["dpo.loss"].limits["choices"]}
-    assert losses >= {"SIGMOID", "IPO", "SIMPO"}, losses  # the first is DPO, and cDPO by the next key
+    assert losses >= {"SIGMOID", "IPO", "SIMPO", "KTO"}, losses  # the first is DPO, and cDPO by the next key
     assert "dpo.label_smoothing" in KEYS
 
 
@@ -247,6 +248,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "| `full_finetune_distributed`": methods,
     "| `lora_finetune_distributed`": methods,
     "| `dpo_distributed`": methods,
+    "| `reward_distributed`": methods,
     "none, then nearly all": "tests/house/test_demo.py::test_score_counts_exact_answers",
     "Nothing is downloaded for it": demo_needs_no_download,
     "`make` takes torch": torch_versions,
