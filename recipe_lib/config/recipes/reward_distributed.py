@@ -87,6 +87,6 @@ class RewardFinetuneConfig(LoraFinetuneConfig):
     @property
     def validation_numbers(self) -> tuple[str, ...]:
         """Means over all items."""
-        pairs = ("loss", "reward_chosen", "reward_rejected", "reward_accuracy", "reward_margin")
+        pairs = ("loss", "reward_chosen", "reward_rejected", "accuracy", "reward_margin")
         numbers = pairs if self.reward.loss == "pairwise" else ("loss", "accuracy")
         return tuple(f"validation_{name}" for name in numbers)
