@@ -68,7 +68,8 @@ def _of_model(source: "GenerationSource", trained: FullFinetuneConfig | None) ->
     if isinstance(source.spec, ExternalSpec):
         words.append(f"model.implementation={source.spec.implementation}")
     found = source.dtype or str(choose_dtype("auto", source.config)).removeprefix("torch.")
-    return [*words, f"dtype={_NAMES.get(found, 'fp32')}"]
+    longest = min(FullFinetuneConfig().max_seq_len, source.spec.max_positions)
+    return [*words, f"dtype={_NAMES.get(found, 'fp32')}", f"max_seq_len={longest}"]
 
 
 def _of_samples(arguments: argparse.Namespace, trained: FullFinetuneConfig | None) -> list[str]:

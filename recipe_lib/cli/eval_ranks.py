@@ -14,7 +14,7 @@ from recipe_lib.checkpoint.huggingface import find_checkpoint
 from recipe_lib.cli.eval_config import eval_config, run_of, settings_of
 from recipe_lib.cli.eval_options import check, read
 from recipe_lib.config.suggest import show
-from recipe_lib.data import Dataset, build_validation_dataset, settle_formats
+from recipe_lib.data import Dataset, build_validation_dataset, report_lines, settle_formats, warn_of_positions
 from recipe_lib.errors import ConfigError, OutOfMemoryError, send_nowhere
 from recipe_lib.evaluation.harness import harness_model, metric_rows, run_tasks
 from recipe_lib.evaluation.measure import Measured, score_sequences
@@ -56,6 +56,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
     with phase("reading the data"):
         dataset = build_validation_dataset(cfg, tokenizer)
     assert dataset is not None
+    for line in report_lines(dataset.report):
+        get_logger().info(line)
+    warn_of_positions(source.spec.max_positions, dataset)
     if dataset.group != 1:
         raise ConfigError(
             f"validation.source: {cfg.validation.source} holds pairs of answers, expected one answer a sample; give "

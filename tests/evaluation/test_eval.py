@@ -127,10 +127,11 @@ def test_ranks_share_the_sequences_and_print_the_numbers_of_one(rows: Path, tmp_
 def test_text_counts_in_perplexity_and_is_not_answered(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = write_model("llama", tmp_path / "model")
     text = tmp_path / "text.txt"
-    text.write_text("one hundred and two " * 9)
-    assert main(["eval", str(folder), "--data", str(text), "max_seq_len=64", "--json"]) == 0
+    text.write_text("one hundred and two " * 200)
+    assert main(["eval", str(folder), "--data", str(text), "--json"]) == 0
     printed = capsys.readouterr()
     summary = json.loads(printed.out)
+    assert summary["settings"]["max_seq_len"] == 128 and summary["sequences"] > 1  # as many as the model reads
     assert summary["answers"] == 0 and "exact_match" not in summary["tuned"] and summary["tuned"]["perplexity"] > 1
     assert "have no question to answer" in printed.err
 
