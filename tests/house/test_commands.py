@@ -23,10 +23,10 @@ import pytest
 import recipe_lib
 from recipe_lib.cli import data as data_verb
 from recipe_lib.cli import doctor as doctor_verb
+from recipe_lib.cli import eval_options, plan_request, torchrun_flags
 from recipe_lib.cli import export as export_verb
 from recipe_lib.cli import generate as generate_verb
 from recipe_lib.cli import plan as plan_verb
-from recipe_lib.cli import plan_request, torchrun_flags
 from recipe_lib.cli import run as run_verb
 from recipe_lib.cli import tp_plan as tp_plan_verb
 from recipe_lib.cli import upload as upload_verb
@@ -152,6 +152,11 @@ def check_tune(words: list[str]) -> None:
             assert tune(["validate", arguments.config, *arguments.overrides]) == 0, line
     elif verb == "export":
         export_verb.read(rest)
+    elif verb == "eval":
+        _, own = torchrun_flags.take_flags(rest, verb)
+        arguments = eval_options.read(own)
+        if Path(arguments.what).is_dir():
+            assert tune(words) == 0, line
     elif verb == "upload":
         upload_verb.parser().parse(rest)
     elif verb == "plan":
