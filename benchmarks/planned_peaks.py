@@ -110,7 +110,7 @@ def plan_config(name: str) -> tuple[str, Plans]:
         plans[str(ranks)] = plan
         if fits(plan, ranks, SIZES[0]) or (ranks >= MACHINE and fits(plan, ranks, FIRST[-1])):
             break
-    if not name.endswith("full") and meant_for(plans) == (24, 1):
+    if not name.endswith(("full", "qat")) and meant_for(plans) == (24, 1):
         plans[DDP] = apart(plan_ranks, name, 2, "parallel.strategy=ddp")
     return name, plans
 

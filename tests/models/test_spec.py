@@ -27,7 +27,7 @@ LLAMA: dict[str, Any] = {
 
 
 def test_the_spec_is_small_and_needs_no_torch() -> None:
-    assert len(fields(DecoderSpec)) <= 32
+    assert len(fields(DecoderSpec)) <= 33
     code = (
         "import sys; from recipe_lib.models import preset_config, spec_from_config; "
         "spec_from_config(preset_config('gemma3/27B'), 'x'); assert 'torch' not in sys.modules"
