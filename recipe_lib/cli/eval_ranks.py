@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from recipe_lib.checkpoint.huggingface import find_checkpoint
+from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.cli.eval_config import eval_config, run_of, settings_of
 from recipe_lib.cli.eval_options import check, read
 from recipe_lib.config.suggest import show
@@ -126,7 +126,11 @@ def _base_folder(arguments: argparse.Namespace, cfg: Any, source: GenerationSour
     if source.adapter is not None or arguments.no_base:
         return None
     named = arguments.base or (cfg.model.path if run_of(arguments.what) is not None else None)
-    return None if named is None else find_checkpoint(named)
+    if named is None:
+        return None
+    folder = find_checkpoint(named)
+    check_weights(source.spec, folder)  # they take the place of the tuned ones
+    return folder
 
 
 def _questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Question]:

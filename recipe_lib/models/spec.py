@@ -98,7 +98,7 @@ class DecoderSpec:
 
     @property
     def head_rows(self) -> int:
-        """Rows of the matrix that is behind the last norm."""
+        """Rows of the matrix that comes after the last norm."""
         return self.num_labels or self.vocab_size
 
 

@@ -10,19 +10,7 @@ import transformers
 from recipe_lib.cli import main
 from tests.checkpoint.gguf.made_models import SMALL, save_model
 from tests.cli.adapter_runs import adapter_run
-
-
-def call(capsys: pytest.CaptureFixture, *words: object) -> tuple[int, str, str]:
-    capsys.readouterr()
-    code = main.main(["export", *map(str, words)])
-    written = capsys.readouterr()
-    return code, written.out, written.err
-
-
-def refused(capsys: pytest.CaptureFixture, *words: object) -> str:
-    code, out, err = call(capsys, *words)
-    assert (code, out) == (2, "") and err.count("\n") == 1, err
-    return err.removeprefix("error: ").removesuffix("\n")
+from tests.cli.export_calls import call, refused
 
 
 def check_rounded(found: torch.Tensor, weight: torch.Tensor, kind: str, group: int) -> None:

@@ -136,6 +136,12 @@ def test_text_counts_in_perplexity_and_is_not_answered(tmp_path: Path, capsys: p
     assert "have no question to answer" in printed.err
 
 
+def test_a_base_of_another_shape_is_refused(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder, other = write_model("llama", tmp_path / "model"), write_model("phi3", tmp_path / "other")
+    assert main(["eval", str(folder), "--data", str(rows), "--base", str(other), "--no-generate"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {other}")
+
+
 def test_pages_show_both_models_and_escape_their_answers(rows: Path, tmp_path: Path) -> None:
     folder = write_model("llama", tmp_path / "model")
     evaluated(tmp_path / "out", folder, "--data", rows, "--max-new-tokens", 2, "--max-samples", 3)

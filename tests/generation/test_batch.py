@@ -127,3 +127,13 @@ def test_a_class_without_a_mask_answers_one_prompt_after_the_other(llama: tuple,
     monkeypatch.setattr(type(model), "reads_padding", False)
     found = generate_batch(model, spec, PROMPTS, max_new_tokens=8)
     assert [answer.tokens for answer in found] == [alone(theirs, prompt, 8) for prompt in PROMPTS]
+
+
+def test_positions_count_from_the_first_token_of_each_prompt(llama: tuple):
+    """Rotations are relative, so that tokens alone would not show a row whose padding counts."""
+    _, ours, spec, _ = llama
+    seen = []
+    hook = ours.register_forward_pre_hook(lambda module, args: seen.append(args[1].tolist()))
+    generate_batch(ours, spec, [[5], [1, 5, 17]], max_new_tokens=3)
+    hook.remove()
+    assert seen == [[[0, 0, 0], [0, 1, 2]], [[1], [3]], [[2], [4]]]
