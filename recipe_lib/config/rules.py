@@ -49,6 +49,7 @@ def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
 
 
 _LORA, _DPO, _EXTERNAL = "lora_finetune_distributed", "dpo_distributed", "model.implementation=transformers"
+_DISTILL = "distill_distributed"
 _FORMATS = ("data.source", "data.sources", "data.format", "validation.source", "validation.format")
 _NO_PAIRS = {*BUILT_IN["data.format"][1]} - {"preference"}
 _TARGETS = (*LINEARS, "embedding", "head", *MIXTURE_TARGETS, "all-linear")
@@ -294,6 +295,21 @@ RULES: tuple[Rule, ...] = (
     Rule(("dpo.loss", "data.format"), lambda cfg: formats(cfg) & _NO_PAIRS,
          "the loss compares a chosen with a rejected answer, which samples of this format do not have",
          "set data.format to preference", ("data.format=alpaca",), recipe=_DPO, reads=_FORMATS),
+    Rule(("distill.teacher", "distill.teacher_preset", "distill.from_disk"),
+         lambda cfg: len(cfg.distill.sources) != 1,
+         "the teacher's probabilities are from one of them", "set one",
+         ("distill.teacher_preset=llama3/8B",), recipe=_DISTILL,
+         found=lambda cfg: f"found {' and '.join(cfg.distill.sources) or 'none of them'}, expected one; set "
+         "distill.teacher to a checkpoint with the model's tokenizer, or distill.from_disk to what `tune teach` has "
+         "written, and no other (~KEY removes KEY)"),
+    Rule(("distill.divergence", "parallel.pipeline"), lambda cfg: cfg.parallel.pipeline > 1,
+         "the teacher would need stages and a schedule of its own",
+         "set parallel.pipeline=1; a teacher that is too large is smaller with distill.quantize_teacher, on the host "
+         "with distill.stream_teacher, and not there with `tune teach` and distill.from_disk",
+         _PIPELINE, recipe=_DISTILL),
+    Rule(("distill.divergence", "model.implementation"), _external,
+         "teacher and model hand hidden states to each other's output heads, which those of model.implementation="
+         "native do", "remove model.implementation", (_EXTERNAL,), recipe=_DISTILL),
     Rule(("tokenizer.chat_template", "data.template"),
          lambda cfg: cfg.tokenizer.chat_template is not None and cfg.data.template == "plain",
          "the built-in plain template would be used in place of the file", "remove one of the two",

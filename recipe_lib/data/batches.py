@@ -26,6 +26,7 @@ class Batch:
     positions int64 `[b, s]` and attention: of packed sequences; None for right-padded ones of one document each, where
     causality is enough. segments int64 `[b, s]`: for items of several sequences, which of the micro-batch's
     `num_segments` a token is of (of pair i the chosen is 2 i, the rejected 2 i + 1), -1 for padding; else None.
+    sequences: for each row the numbers of the dataset's sequences in it, in their order.
     """
 
     tokens: torch.Tensor
@@ -34,6 +35,7 @@ class Batch:
     attention: AttentionInfo | None = None
     segments: torch.Tensor | None = None
     num_segments: int = 0
+    sequences: tuple[tuple[int, ...], ...] = ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """The same on another device."""
@@ -194,7 +196,7 @@ class _StepSlots:
                 segments[at, start:end] = segment
                 lengths[-1].append(len(own.tokens))
                 start, segment = end, segment + 1
-        batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+        batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels), sequences=tuple(map(tuple, rows)))
         if self.packed:
             positions, info = document_positions(lengths, width), make_attention_info(lengths, width)
             batch = replace(batch, positions=positions, attention=info)

@@ -95,6 +95,11 @@ class Dataset:
         labels = np.where(self._trained[start + 1 : end], ids[1:], np.int32(IGNORED))
         return TokenSequence(ids[:-1], labels)
 
+    @cached_property
+    def label_counts(self) -> np.ndarray:
+        """int64 `[sequences]`: labels of each sequence, which its first id, that no token comes before, is none of."""
+        return self.trained_counts - self._trained[self._offsets[:-1]]
+
     def trained_tokens(self, number: int) -> int:
         """How many targets of a sequence the loss counts."""
         return int(self.trained_counts[number])

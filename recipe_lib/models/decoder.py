@@ -309,6 +309,12 @@ class Decoder(LanguageModel):
         """See `LanguageModel.run_head`; tokens are not read."""
         return self.lm_head(self.model.norm(hidden), labels=labels, head_loss=head_loss)
 
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor | None = None, attention: AttentionInfo | None = None
+    ) -> Tensor:
+        """What the output head is given of tokens `[b, s]`: `[b, s, d]`, of ranks that share tokens those of this rank."""
+        return self.model(tokens, positions, attention, None)
+
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         """See `LanguageModel.keep_stages`."""
         whole = {name for name, _ in self.named_modules() if name}

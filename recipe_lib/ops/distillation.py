@@ -58,8 +58,8 @@ class TeacherStates:
 class TopTokens:
     """A teacher's likeliest tokens, in place of its logits: k + 1 outcomes a token, all other ids together being one.
 
-    ids: int `[..., k]`, each once. log_probs: `[..., k]`, at the temperature of the divergence. rest: the log of what is
-    left for all other ids `[...]`. vocabulary: ids that they were chosen of. They need not sum to 1 exactly.
+    ids: int `[..., k]`, each once. log_probs: `[..., k]`, at the temperature of the divergence. rest: the log of
+    what is left for all other ids `[...]`. vocabulary: ids that they were chosen of. They need not sum to 1 exactly.
     """
 
     ids: Tensor
@@ -244,6 +244,29 @@ def with_teacher_head(states: TeacherStates, run: Callable[..., None]) -> None:
         states.head(states.hidden, labels=states.labels, head_loss=inside)
 
 
+@torch.no_grad()
+def likeliest_tokens(states: TeacherStates, count: int, temperature: float, vocabulary: int, chunks: int) -> TopTokens:
+    """The `count` likeliest tokens of those below `vocabulary` at each label, in the order of the labels `[n, count]`."""
+    labeled = states.labels.flatten() != IGNORED
+    found: list[TopTokens] = []
+
+    def run(*, hidden: Tensor, **head: Any) -> None:
+        target = HeadTarget(Divergence(temperature=temperature), hidden=hidden.flatten(0, -2)[labeled], **head)
+        for part in pieces(target.hidden.shape[0], chunks):
+            logs = target.logits(part, 0, vocabulary, target.weight.shape[0])
+            logs.sub_(log_sum(logs, None))
+            top = logs.topk(count)
+            rest = logs.scatter_(1, top.indices, -math.inf).logsumexp(1)
+            found.append(TopTokens(top.indices.int(), top.values, rest, vocabulary))
+            del logs
+
+    with_teacher_head(states, run)
+    ids, log_probs, rests = (
+        torch.cat(parts) for parts in zip(*((one.ids, one.log_probs, one.rest) for one in found), strict=True)
+    )
+    return TopTokens(ids, log_probs, rests, vocabulary)
+
+
 def _run_chunks(
     loss: Distillation,
     student: StudentHead,
@@ -324,8 +347,8 @@ class HeadTarget:
         return diverge(teacher, log_probs, self.divergence, _sum_rows(self.group))
 
     def logits(self, part: slice, first: int, count: int, width: int) -> Tensor:
-        """Of `count` ids from `first` on, divided by the temperature; where the vocabularies are cut at other places, as
-        one is padded, the ranks exchange a chunk's."""
+        """Of `count` ids from `first` on, divided by the temperature; where the vocabularies are cut at other places,
+        as one is padded, the ranks exchange a chunk's."""
         logits = F.linear(gathered(self.hidden[part], self.group), self.weight, self.bias)
         if self.group is not None and self.weight.shape[0] != width:
             logits = wait(start_gather(logits.t(), self.group))[first : first + count].t()
