@@ -26,7 +26,7 @@ from recipe_lib.plan.trace import ALLOC, FREE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import MIXTURES, write_mixture
-from tests.recipes.runs import DPO, FULL, LORA, PLAIN, ROOT, recipe_class, recipe_module
+from tests.recipes.runs import DISTILL, DPO, FULL, LORA, PLAIN, ROOT, recipe_class, recipe_module
 from tests.selection import selected, slow_except
 
 TIED = str(ROOT / "tests" / "recipes" / "tiny.json")
@@ -40,7 +40,7 @@ BASE = (
     "batch_size=2",
     "memory.loss_chunks=2",
 )
-PAIRS = "data.format=preference"
+PAIRS, TEACHER = "data.format=preference", f"distill.teacher_preset={TIED}"
 ADAPTED = "lora.target_modules=[all-linear,experts,router]"
 # Ranks, recipe, model, overrides; of every wrapping, checkpointing and accumulation of full fine-tuning, and of most
 # of LoRA's.
@@ -107,6 +107,20 @@ CASES = GRID | {
     "int8": (2, LORA, TIED, "lora.quantize_base=int8", "lora.dora=true"),
     "pairs": (2, DPO, TIED, PAIRS),
     "pairs, full": (2, DPO, TIED, PAIRS, "dpo.trainable=all", "optimizer.name=sgd", "optimizer.momentum=0.9"),
+    "teacher": (2, DISTILL, UNTIED, TEACHER, "distill.divergence=jensen_shannon", "gradient_accumulation_steps=2"),
+    "teacher, layers": (2, DISTILL, TIED, TEACHER, "dtype=bf16", "parallel.fsdp_wrap_policy=layers"),
+    "teacher, one rank": (1, DISTILL, UNTIED, TEACHER, "dtype=bf16", "distill.temperature=2"),
+    "teacher in nf4, adapters": (
+        2,
+        DISTILL,
+        TIED,
+        TEACHER,
+        "distill.quantize_teacher=nf4",
+        "distill.trainable=adapters",
+        "distill.divergence=reverse_kl",
+        "lora.target_modules=[q,head]",
+    ),
+    "teacher, shared sequences": (2, DISTILL, UNTIED, TEACHER, CONTEXT),
     "8 bits": (2, FULL, TIED, "dtype=bf16", "optimizer.state_bits=8", "optimizer.stochastic_rounding=true"),
     "4 bits": (2, FULL, TIED, "dtype=bf16", "optimizer.state_bits=4", "optimizer.master_weights=true"),
     "muon": (2, FULL, TIED, "optimizer.name=muon"),
@@ -175,7 +189,7 @@ CASES = GRID | {
 }
 
 COMPARED = [name for name in GRID if name.endswith(" 1")]
-COMPARED += ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "4 bits"]
+COMPARED += ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "4 bits", "teacher", "teacher, one rank"]
 # Not what is packed or in 4 bits: masks are made on the host, and a loop over blocks is traced for two turns of it.
 COMPARED += ["experts", "experts, bf16", "experts, one rank", "experts and others, bf16, one rank"]
 COMPARED += ["adapted experts", "adapted experts, bf16", "sinks"]
@@ -186,7 +200,7 @@ COMPARED += [
     "shared sequences, pairs",
 ]
 QUICK = ["full memory_efficient selective 1", "full layers none 4", "lora layers full 1", "foreach, one rank", "nf4"]
-QUICK += ["pairs", "8 bits", "packed", "zero-1", "experts, bf16", "adapted experts", "experts in nf4, one rank"]
+QUICK += ["teacher", "pairs", "8 bits", "packed", "zero-1", "experts, bf16", "adapted experts", "experts in nf4, one rank"]
 QUICK += ["shared sequences", "shared sequences, adapters"]
 
 # As releases of torch name them.
