@@ -200,7 +200,16 @@ COMPARED += [
     "shared sequences, pairs",
 ]
 QUICK = ["full memory_efficient selective 1", "full layers none 4", "lora layers full 1", "foreach, one rank", "nf4"]
-QUICK += ["teacher", "pairs", "8 bits", "packed", "zero-1", "experts, bf16", "adapted experts", "experts in nf4, one rank"]
+QUICK += [
+    "teacher",
+    "pairs",
+    "8 bits",
+    "packed",
+    "zero-1",
+    "experts, bf16",
+    "adapted experts",
+    "experts in nf4, one rank",
+]
 QUICK += ["shared sequences", "shared sequences, adapters"]
 
 # As releases of torch name them.

@@ -87,13 +87,14 @@ def write_rows(folder: Path) -> Path:
 def arguments(folder: Path, output: Path, *overrides: str) -> list[str]:
     models = {name: str(folder / name) for name in ("student", "teacher", "tied", "padded")}
     validation = (f"validation.source={folder / 'rows.jsonl'}",) if "validation" in overrides else ()
-    overrides = tuple(word.format(**models) for word in overrides if word != "validation")
+    teacher = () if "~distill.teacher" in overrides else (f"distill.teacher={models['teacher']}",)
+    overrides = tuple(word.format(**models) for word in overrides if word not in ("validation", "~distill.teacher"))
     return latest(
         "--config",
         str(Path(__file__).parent / "plain.yaml"),
         "recipe=distill_distributed",
         f"model.path={models['student']}",
-        f"distill.teacher={models['teacher']}",
+        *teacher,
         f"data.source={folder / 'rows.jsonl'}",
         "data.format=prompt_completion",
         "data.cache=false",
