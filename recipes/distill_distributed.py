@@ -6,11 +6,11 @@
     tune teach --config demo/distill --out outputs/taught                                     the teacher once, to disk
     tune run distill_distributed --config demo/distill ~distill.teacher distill.from_disk=outputs/taught   and without
 
-The loss of a label token is distill.weight x divergence + (1 - distill.weight) x cross-entropy; the divergence is one of
-distill.divergence, between softmax(logits / distill.temperature) of both, times the temperature's square.
+The loss of a label token is distill.weight x divergence + (1 - distill.weight) x cross-entropy; the divergence is that
+of distill.divergence, between softmax(logits / distill.temperature) of both, times the temperature's square.
 
-The frozen teacher runs a micro-batch before the model does, without a graph, and hands on its last hidden states. Logits
-of either model exist for one chunk of the tokens at a time. The teacher is sharded as the model is; its levers:
+The frozen teacher runs a micro-batch before the model does, without a graph, and hands on its last hidden states.
+Logits of either model exist for one chunk of the tokens at a time. The teacher is sharded as the model is; its levers:
 
     distill.quantize_teacher=nf4           its layers in 4 bits, quantized while they are read (int8: in 8)
     distill.stream_teacher=true            its layers in host memory, each here while it runs

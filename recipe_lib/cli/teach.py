@@ -19,8 +19,9 @@ sequences, and writes its likeliest tokens of each label with their log-probabil
   tune run distill_distributed --config demo/distill ~distill.teacher distill.from_disk=outputs/taught
 
 It takes 6 bytes of disk for each of the k tokens of a label (8 with --dtype fp32). The divergence is then between k + 1
-outcomes, all other tokens being one. A call that was stopped goes on where it was. It runs on one device: a teacher that
-is too large for it is smaller with distill.quantize_teacher=nf4, or on the host with distill.stream_teacher=true."""
+outcomes, all other tokens being one. A call that was stopped goes on where it was. It runs on one device: a teacher
+that is too large for it is smaller with distill.quantize_teacher=nf4, or on the host with
+distill.stream_teacher=true."""
 
 
 def parser(words: Sequence[str] = ()) -> Parser:

@@ -312,7 +312,7 @@ class Decoder(LanguageModel):
     def hidden_states(
         self, tokens: Tensor, positions: Tensor | None = None, attention: AttentionInfo | None = None
     ) -> Tensor:
-        """What the output head is given of tokens `[b, s]`: `[b, s, d]`, of ranks that share tokens those of this rank."""
+        """What the output head is given of tokens `[b, s]`: `[b, s, d]`, or this rank's where ranks share tokens."""
         return self.model(tokens, positions, attention, None)
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:

@@ -246,7 +246,7 @@ def with_teacher_head(states: TeacherStates, run: Callable[..., None]) -> None:
 
 @torch.no_grad()
 def likeliest_tokens(states: TeacherStates, count: int, temperature: float, vocabulary: int, chunks: int) -> TopTokens:
-    """The `count` likeliest tokens of those below `vocabulary` at each label, in the order of the labels `[n, count]`."""
+    """The `count` likeliest of the ids below `vocabulary` at each label, in the order of the labels `[n, count]`."""
     labeled = states.labels.flatten() != IGNORED
     found: list[TopTokens] = []
 

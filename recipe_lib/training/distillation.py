@@ -1,8 +1,9 @@
-"""Around distillation: the teacher's place in memory, its hidden states, that its ids mean the same, and the numbers."""
+"""Around distillation: the teacher in memory, its hidden states, that its ids mean the same, and the numbers."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -77,14 +78,7 @@ def check_same_ids(
 
 def _same_file(ours: Tokenizer, theirs: Tokenizer) -> bool:
     same = ours.vocab_size == theirs.vocab_size and {*ours.added_tokens} == {*theirs.added_tokens}
-    return same and sha256_of_file(ours) == sha256_of_file(theirs)
-
-
-def sha256_of_file(tokenizer: Tokenizer) -> str:
-    """Of the file that a tokenizer's vocabulary is from."""
-    from pathlib import Path
-
-    return sha256_of(Path(tokenizer.place))
+    return same and sha256_of(Path(ours.place)) == sha256_of(Path(theirs.place))
 
 
 def first_difference(ours: Tokenizer, theirs: Tokenizer) -> str | None:

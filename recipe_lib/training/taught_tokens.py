@@ -184,7 +184,8 @@ def open_taught(cfg: DistillFinetuneConfig, vocabulary: int) -> TaughtTokens | N
     if facts.temperature != keys.temperature:
         raise ConfigError(
             f"distill.from_disk: {show(str(folder))} holds probabilities at temperature {facts.temperature:g}, and "
-            f"distill.temperature is {keys.temperature:g}; set distill.temperature={facts.temperature:g}, or teach again"
+            f"distill.temperature is {keys.temperature:g}; set distill.temperature={facts.temperature:g}, or teach "
+            "again"
         )
     if facts.vocabulary > vocabulary:
         raise ConfigError(

@@ -110,7 +110,6 @@ def _write(
                 states = teacher_states(teacher, step.micro_batches[0].to(world.device))
                 settings = (taught.facts.top_k, taught.facts.temperature, taught.facts.vocabulary)
                 top = likeliest_tokens(states, *settings, cfg.memory.loss_chunks)
-                host = (each.to("cpu") for each in (top.ids, top.log_probs, top.rest))
-                tops.append(TopTokens(*host, top.vocabulary))
+                tops.append(TopTokens(top.ids.to("cpu"), top.log_probs.to("cpu"), top.rest.to("cpu"), top.vocabulary))
                 going.advance(len(slots))
             taught.write(part, shard, tops)

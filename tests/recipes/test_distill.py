@@ -14,16 +14,10 @@ from recipe_lib.config.keys import read_schema
 from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
 from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
-from tests.recipes.runs import DISTILL, ROOT, latest, metrics, run_here
+from tests.recipes.distill_models import RECORDED, SEQUENCES, STEPS, arguments, make_folder
+from tests.recipes.runs import DISTILL, metrics, run_here
 from tests.selection import selected, slow_except
 
-STEPS, SEQUENCES = 2, 4
-RECORDED = ("loss", "grad_norm", "divergence", "cross_entropy")
-SHAPE = {
-    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "bos_token_id": 0,
-    "eos_token_id": 1, "initializer_range": 0.2, "tie_word_embeddings": False,
-}  # fmt: skip
 KINDS: dict[str, tuple[str, ...]] = {
     "forward": ("distill.temperature=2",),
     "reverse": ("distill.divergence=reverse_kl", "distill.weight=1"),
@@ -59,60 +53,6 @@ CASES = [("forward", lever) for lever in LEVERS]
 CASES += [case for case in [*QUICK, ("lora", "tensor"), ("jensen shannon", "context")] if case not in CASES]
 
 
-def write_models(folder: Path) -> dict[str, str]:
-    """Folders of a student and of teachers by name, made by transformers, each with the demo's tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    kinds: dict[str, dict[str, Any]] = {
-        "student": {},
-        "teacher": {"hidden_size": 64, "num_hidden_layers": 3},
-        "tied": {"hidden_size": 64, "tie_word_embeddings": True},
-        "padded": {"hidden_size": 64, "vocab_size": 576},
-    }
-    for seed, (name, changes) in enumerate(kinds.items()):
-        torch.manual_seed(seed)
-        LlamaForCausalLM(LlamaConfig(**SHAPE | changes)).double().save_pretrained(folder / name)
-        for file in (ROOT / "examples" / "demo" / "tokenizer").iterdir():
-            (folder / name / file.name).write_bytes(file.read_bytes())
-    return {name: str(folder / name) for name in kinds}
-
-
-def write_rows(folder: Path) -> Path:
-    path = folder / "rows.jsonl"
-    rows = [{"prompt": f"Cat {at}: " * (1 + at % 3), "completion": "it sleeps. " * (1 + at % 4)} for at in range(24)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def arguments(folder: Path, output: Path, *overrides: str) -> list[str]:
-    models = {name: str(folder / name) for name in ("student", "teacher", "tied", "padded")}
-    validation = (f"validation.source={folder / 'rows.jsonl'}",) if "validation" in overrides else ()
-    teacher = () if "~distill.teacher" in overrides else (f"distill.teacher={models['teacher']}",)
-    overrides = tuple(word.format(**models) for word in overrides if word not in ("validation", "~distill.teacher"))
-    return latest(
-        "--config",
-        str(Path(__file__).parent / "plain.yaml"),
-        "recipe=distill_distributed",
-        f"model.path={models['student']}",
-        *teacher,
-        f"data.source={folder / 'rows.jsonl'}",
-        "data.format=prompt_completion",
-        "data.cache=false",
-        "max_seq_len=96",
-        "dtype=fp64",
-        "device=cpu",
-        "optimizer.lr=3e-3",
-        "lr_scheduler.type=constant",
-        "checkpoint.save_model=false",
-        "log.every_n_steps=1000",
-        f"max_steps={STEPS}",
-        f"batch_size={SEQUENCES}",
-        f"output_dir={output}",
-        *validation,
-        *overrides,
-    )
-
-
 def train(folder: Path, kind: str, words: tuple[str, ...], ranks: int) -> list[dict[str, Any]]:
     torch._dynamo.reset()
     output = folder / f"{kind} {' '.join(words).replace('/', '')} {ranks}"
@@ -127,10 +67,7 @@ def train(folder: Path, kind: str, words: tuple[str, ...], ranks: int) -> list[d
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("distill")
-    write_models(folder)
-    write_rows(folder)
-    return folder
+    return make_folder(tmp_path_factory.mktemp("distill"))
 
 
 def alike(lever: str) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from recipe_lib.cli.main import main
 from tests.distributed.ranks import run_ranks
+from tests.recipes.distill_models import RECORDED, arguments, make_folder
 from tests.recipes.runs import DISTILL, metrics, run_here
-from tests.recipes.test_distill import RECORDED, arguments, folder  # noqa: F401  (the fixture)
 
 WORDS = ("distill.divergence=jensen_shannon", "distill.temperature=2", "distill.weight=0.6", "validation")
 RANKS = {
@@ -28,7 +28,12 @@ def teach(folder: Path, out: Path, *options: str, words: tuple[str, ...] = WORDS
 
 
 @pytest.fixture(scope="module")
-def taught(folder: Path) -> dict[int, Path]:  # noqa: F811
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("taught"))
+
+
+@pytest.fixture(scope="module")
+def taught(folder: Path) -> dict[int, Path]:
     """By the number of tokens, all of the vocabulary and a few."""
     found = {count: folder / f"taught {count}" for count in (512, 8)}
     for count, out in found.items():
@@ -36,7 +41,7 @@ def taught(folder: Path) -> dict[int, Path]:  # noqa: F811
     return found
 
 
-def run(folder: Path, name: str, *words: str) -> list[dict[str, Any]]:  # noqa: F811
+def run(folder: Path, name: str, *words: str) -> list[dict[str, Any]]:
     done = run_here(arguments(folder, folder / name, *words), recipe=DISTILL)
     assert done.code == 0, done.said
     if dist.is_initialized():
@@ -53,14 +58,14 @@ def recorded(lines: list[dict[str, Any]]) -> list[float]:
             if prefix + name in line]  # fmt: skip
 
 
-def test_all_tokens_on_the_disk_are_the_teacher(folder: Path, taught: dict[int, Path]) -> None:  # noqa: F811
+def test_all_tokens_on_the_disk_are_the_teacher(folder: Path, taught: dict[int, Path]) -> None:
     with_teacher = run(folder, "with teacher", *WORDS)
     without = run(folder, "without", *WORDS, *from_disk(taught[512]))
     assert recorded(without) == pytest.approx(recorded(with_teacher), rel=1e-6)
     assert len(recorded(without)) == 2 * 4 + 3
 
 
-def test_a_few_tokens_are_less_of_a_divergence(folder: Path, taught: dict[int, Path]) -> None:  # noqa: F811
+def test_a_few_tokens_are_less_of_a_divergence(folder: Path, taught: dict[int, Path]) -> None:
     """As putting outcomes together lowers it (data processing); the files hold what they say."""
     few, every = (run(folder, f"of {count}", *WORDS, *from_disk(out))[0] for count, out in
                   ((8, taught[8]), (512, taught[512])))  # fmt: skip
@@ -76,7 +81,7 @@ def test_a_few_tokens_are_less_of_a_divergence(folder: Path, taught: dict[int, P
         assert found["ids"].dtype == torch.int32 and found["ids"].max() < 512
 
 
-def test_two_ranks_record_what_one_records(folder: Path, taught: dict[int, Path]) -> None:  # noqa: F811
+def test_two_ranks_record_what_one_records(folder: Path, taught: dict[int, Path]) -> None:
     words = (*WORDS, *from_disk(taught[8]))
 
     def run_all(ranks: int) -> list[list[dict[str, Any]]]:
@@ -94,7 +99,7 @@ def test_two_ranks_record_what_one_records(folder: Path, taught: dict[int, Path]
 def test_it_goes_on_where_it_was_stopped(
     folder: Path,
     taught: dict[int, Path],
-    capsys: pytest.CaptureFixture[str],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = taught[8]
     shard = out / "train-00002.safetensors"
@@ -121,7 +126,7 @@ def test_of_other_data_or_numbers_it_is_refused(
     taught: dict[int, Path],
     words: tuple[str, ...],
     line: str,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     done = run_here(arguments(folder, tmp_path / "run", *WORDS, *from_disk(taught[8]), *words), recipe=DISTILL)
     assert done.code == 2 and done.said[-1].startswith("error: distill.from_disk: ") and line in done.said[-1]
@@ -139,7 +144,7 @@ def test_of_other_data_or_numbers_it_is_refused(
     ],
 )
 def test_a_call_that_does_not_fit_is_one_line(
-    folder: Path,  # noqa: F811
+    folder: Path,
     taught: dict[int, Path],
     options: tuple[str, ...],
     words: tuple[str, ...],
