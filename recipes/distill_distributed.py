@@ -29,29 +29,29 @@ from pathlib import Path
 import torch
 
 from recipe_lib import training
-from recipe_lib.adapters import add_adapters, describe_adapters, init_adapters
+from recipe_lib.adapters import add_adapters, describe_adapters
 from recipe_lib.checkpoint.adapter_files import check_adapter
-from recipe_lib.checkpoint.adapter_in import load_adapter
-from recipe_lib.checkpoint.huggingface import check_room, load_weights
+from recipe_lib.checkpoint.huggingface import check_room
 from recipe_lib.config import DistillFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, exit_code_of
-from recipe_lib.models import build_meta, init_weights
+from recipe_lib.models import build_meta
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.distillation import Distillation, TeacherStates, TopTokens
 from recipe_lib.parallel import DTYPES, Parallel, World, all_reduce_gradients, describe_units, materialize, parallelize
-from recipe_lib.training.distillation import (
+from recipe_lib.training.taught_tokens import open_taught
+from recipe_lib.training.teacher import (
     check_same_ids,
     describe_teacher,
     distill_means,
     divergence_of,
+    load_student,
     load_teacher,
     place_teacher,
     resolve_teacher,
     teacher_states,
     validation_distillation,
 )
-from recipe_lib.training.taught_tokens import open_taught
 
 Config = DistillFinetuneConfig
 
@@ -96,29 +96,18 @@ class DistillFinetune:
 
     def load_weights(self) -> None:
         """Those of both, each from its checkpoint; adapters change nothing yet."""
-        cfg, model = self.cfg, self.model
-        seed = training.derive_seed(cfg.seed, "model")
-        if self.source.folder:
-            load_weights(model, self.spec, self.source.folder, seed)
-        else:
-            init_weights(model, seed, self.spec)
-        if self.adapts:
-            init_adapters(model, training.derive_seed(cfg.seed, "adapters"))
-            if cfg.lora.adapter_path:
-                load_adapter(model, self.spec, Path(cfg.lora.adapter_path))
+        load_student(self.model, self.source, self.cfg)
         if self.teacher is not None and self.teacher_source is not None:
-            load_teacher(self.teacher, self.teacher_source, cfg)
-        if cfg.data.packing:
-            check_packing_isolation(model, self.spec, self.device, multiple=self.parallel.token_ranks)
+            load_teacher(self.teacher, self.teacher_source, self.cfg)
+        if self.cfg.data.packing:
+            check_packing_isolation(self.model, self.spec, self.device, multiple=self.parallel.token_ranks)
 
     def setup_optimizer(self) -> None:
         """The optimizer over what is trained of the model."""
-        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        weights = self.model.named_parameters()
-        self.optimizer = training.build_optimizer(self.cfg.optimizer, weights, self.device, self.world, self.cfg.seed)
-        self.levers = training.apply_optimizer_levers(
-            self.optimizer, self.model, self.parallel, self.cfg.memory, self.device
-        )
+        cfg, model, device = self.cfg, self.model, self.device
+        self.trained = [one for one in model.parameters() if one.requires_grad]
+        self.optimizer = training.build_optimizer(cfg.optimizer, model.named_parameters(), device, self.world, cfg.seed)
+        self.levers = training.apply_optimizer_levers(self.optimizer, model, self.parallel, cfg.memory, device)
 
     def resume(self) -> None:
         """Jumps to the step of a saved state, if the config asks for one; it holds nothing of the teacher."""
@@ -154,11 +143,11 @@ class DistillFinetune:
             return self.summed_loss(batch, sums) / max(1, batches.trained_tokens)
 
         sums = training.backward_each(self.parallel, loss_of, batches, sums)
-        means = distill_means(sums, batches.trained_tokens, self.cfg.distill, self.world)
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
             self.trained, self.cfg.clip_grad_norm, self.world, self.parallel, self.levers.norms
         )
+        means = distill_means(sums, batches.trained_tokens, self.cfg.distill, self.world)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return training.Step(means.pop("loss"), grad_norm, means)
@@ -171,14 +160,15 @@ class DistillFinetune:
 
     def train(self) -> None:
         """The loop over steps; at its end what was trained is on disk."""
-        if self.cfg.checkpoint.save_model and not self.adapts:
-            check_room(self.model, self.output / "model", self.world)
-        with training.TrainingLoop(self.cfg, self.world, self.model, self.optimizer, self.data, done=self.step) as loop:
+        cfg, model, data, world = self.cfg, self.model, self.data, self.world
+        if cfg.checkpoint.save_model and not self.adapts:
+            check_room(model, self.output / "model", world)
+        with training.TrainingLoop(cfg, world, model, self.optimizer, data, done=self.step) as loop:
             for batches in loop.steps():
                 loop.finish(self.train_step(batches), batches, self.validate)
-            if self.cfg.checkpoint.save_model:
+            if cfg.checkpoint.save_model:
                 export = training.export_trained_adapter if self.adapts else training.export_trained_model
-                export(self.cfg, self.model, self.source, self.data, self.world)
+                export(cfg, model, self.source, data, world)
 
 
 def main(argv: list[str] | None = None) -> None:

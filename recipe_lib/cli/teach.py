@@ -49,7 +49,7 @@ def run(words: list[str]) -> int:
     from recipe_lib.report.phases import importing
 
     with importing("torch"):
-        from recipe_lib.training.teach import teach
+        from recipe_lib.training.write_taught import teach
 
     teach(cfg, Path(arguments.out).expanduser(), arguments.top_k, arguments.dtype, arguments.shard_sequences)
     return DONE

@@ -16,7 +16,7 @@ What is kept for backward is a gradient of the hidden states and one of the weig
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -25,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recipe_lib.ops.chunked_heads import ChunkedAdaptedHead, ChunkedHead, ChunkedLogits, gathered
 from recipe_lib.ops.cross_entropy import chunk_loss, largest_of
 from recipe_lib.ops.fused_loss import IGNORED
-from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
+from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 
 SumRows = Callable[[Tensor], Tensor]
 
@@ -96,96 +97,13 @@ class Distillation:
         """A scalar in fp32 (fp64), differentiable once. The head's keywords as in `linear_cross_entropy`; adapter: an
         `OutputAdapter`, not with a group."""
         tensors = (weight, bias) if adapter is None else adapter.trained
-        make = partial(PlainHead, group=group) if adapter is None else partial(AdaptedHead, project=adapter.project)
+        make = (
+            partial(ChunkedHead, group=group)
+            if adapter is None
+            else partial(ChunkedAdaptedHead, project=adapter.project)
+        )
         found: Tensor = _Distilled.apply(self, make, labels, softcap, group, hidden, *tensors)
         return found
-
-
-class StudentHead(Protocol):
-    """The student's logits, a chunk at a time. gradients: what theirs come to so far, None where none is wanted."""
-
-    rows: int
-    gradients: list[Tensor | None]
-
-    def logits(self, part: slice) -> Tensor:
-        """Of a chunk, with a group of all its ranks' tokens."""
-
-    def take(self, part: slice, gradient: Tensor) -> None:
-        """The gradient of the logits that were made last."""
-
-
-class PlainHead:
-    """A head that is a weight `[v, d]`, with or without a bias. tensors: hidden states, weight, bias."""
-
-    def __init__(self, tensors: Sequence[Tensor | None], wanted: Sequence[bool], *, group: Group | None) -> None:
-        hidden, weight, self.bias = tensors
-        assert hidden is not None and weight is not None
-        self.hidden, self.weight, self.group = hidden.flatten(0, -2), weight, group
-        self.rows = self.hidden.shape[0]
-        self.gradients = [
-            None if tensor is None or not wants else torch.zeros_like(tensor)
-            for tensor, wants in zip((self.hidden, weight, self.bias), wanted, strict=True)
-        ]
-        self.tokens: Tensor | None = None
-
-    def logits(self, part: slice) -> Tensor:
-        """See StudentHead."""
-        self.tokens = gathered(self.hidden[part], self.group)
-        return F.linear(self.tokens, self.weight, self.bias)
-
-    def take(self, part: slice, gradient: Tensor) -> None:
-        """See StudentHead."""
-        of_hidden, of_weight, of_bias = self.gradients
-        tokens, self.tokens = self.tokens, None
-        assert tokens is not None
-        if of_hidden is not None and self.group is None:
-            torch.mm(gradient, self.weight, out=of_hidden[part])
-        elif of_hidden is not None and self.group is not None:
-            of_hidden[part] = wait(start_scatter(gradient @ self.weight, self.group))
-        if of_weight is not None:
-            of_weight.addmm_(gradient.t(), tokens)
-        if of_bias is not None:
-            of_bias.add_(gradient.sum(dim=0))
-
-
-class AdaptedHead:
-    """A head with an adapter, whose gradients come from the logits' by autograd, over a chunk alone."""
-
-    def __init__(
-        self, tensors: Sequence[Tensor | None], wanted: Sequence[bool], *, project: Callable[..., Tensor]
-    ) -> None:
-        hidden, *trained = tensors
-        assert hidden is not None
-        self.hidden, self.wanted, self.project = hidden.flatten(0, -2), wanted, project
-        self.rows = self.hidden.shape[0]
-        self.trained = [
-            None if one is None else one.detach().requires_grad_(wants)
-            for one, wants in zip(trained, wanted[1:], strict=True)
-        ]
-        self.gradients = [
-            None if one is None or not wants else torch.zeros_like(one)
-            for one, wants in zip((self.hidden, *trained), wanted, strict=True)
-        ]
-        self.made: tuple[Tensor, Tensor] | None = None
-
-    def logits(self, part: slice) -> Tensor:
-        """See StudentHead."""
-        tokens = self.hidden[part].detach().requires_grad_(self.wanted[0])
-        with torch.set_grad_enabled(any(self.wanted)):
-            logits = self.project(tokens, *self.trained)
-        self.made = (tokens, logits) if any(self.wanted) else None
-        return logits.detach()
-
-    def take(self, part: slice, gradient: Tensor) -> None:
-        """See StudentHead."""
-        assert self.made is not None
-        (tokens, logits), self.made = self.made, None
-        places = [number for number, one in enumerate(self.gradients) if one is not None]
-        found = torch.autograd.grad(logits, [(tokens, *self.trained)[at] for at in places], gradient)  # type: ignore[misc]
-        for at, grad in zip(places, found, strict=True):
-            total = self.gradients[at]
-            assert total is not None
-            (total[part] if at == 0 else total).add_(grad)
 
 
 class _Distilled(torch.autograd.Function):
@@ -195,7 +113,7 @@ class _Distilled(torch.autograd.Function):
     def forward(
         ctx: Any,
         loss: Distillation,
-        make_head: Callable[..., StudentHead],
+        make_head: Callable[..., ChunkedLogits],
         labels: Tensor,
         softcap: float | None,
         group: Group | None,
@@ -269,7 +187,7 @@ def likeliest_tokens(states: TeacherStates, count: int, temperature: float, voca
 
 def _run_chunks(
     loss: Distillation,
-    student: StudentHead,
+    student: ChunkedLogits,
     target: "ChunkTarget",
     labels: Tensor,
     softcap: float | None,
@@ -434,11 +352,6 @@ def log_sum(logits: Tensor, group: Group | None) -> Tensor:
 
 def _sum_rows(group: Group | None) -> SumRows:
     return lambda values: values.sum(1) if group is None else all_reduce(values.sum(1), "sum", group)
-
-
-def gathered(tokens: Tensor, group: Group | None) -> Tensor:
-    """Tokens `[m, d]` of each rank, of all ranks of a group."""
-    return tokens if group is None else wait(start_gather(tokens, group))
 
 
 def pieces(rows: int, chunks: int) -> Iterator[slice]:

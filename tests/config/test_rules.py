@@ -14,7 +14,7 @@ GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
 # Micro-batches enough for a pipeline.
 MANY = ("gradient_accumulation_steps=4", "batch_size=4", "parallel.pipeline_microbatches=4")
 PAIRS = "model: {path: x}\ndata: {source: rows.jsonl, format: preference}\n"
-TAUGHT = f"{GOOD}distill: {{teacher: y}}\n"
+TAUGHT = GOOD.replace("\n", "\ndistill: {teacher: y}\n", 1)
 
 
 def good(entry) -> str:

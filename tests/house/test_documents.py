@@ -90,7 +90,7 @@ def test_every_preset_is_in_the_table():
     shipped = {name for name in list_presets() if not name.startswith("demo/")}
     assert told - {"config.json", "transformers"} - {f"{family}/config.json", f"{family}/transformers"} >= shipped
     assert {name for name in told if name.split("/")[0] in {preset.split("/")[0] for preset in shipped}} == shipped
-    methods = ("full", "lora", "qlora", "dora", "dpo")
+    methods = ("full", "lora", "qlora", "dora", "dpo", "distill")
     assert {f"{name}_full" for name in shipped} <= set(NAMES)
     assert {f"{name}_qlora" for name in shipped} <= set(NAMES)
     assert {name for name in NAMES if not name.startswith("demo/")} <= {f"{n}_{m}" for n in shipped for m in methods}

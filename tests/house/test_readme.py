@@ -190,7 +190,10 @@ def state_bytes_of_adamw() -> None:
 
 def methods() -> None:
     """What recipes and losses there are."""
-    assert set(RECIPE_CONFIGS) == {"full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed"}
+    names = ("full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed", "distill_distributed")
+    assert set(RECIPE_CONFIGS) == set(names)
+    kinds = read_schema(RECIPE_CONFIGS["distill_distributed"]).keys["distill.divergence"].limits["choices"]
+    assert kinds == ("forward_kl", "reverse_kl", "jensen_shannon")
     losses = {name.upper() for name in KEYS["dpo.loss"].limits["choices"]}
     assert losses >= {"SIGMOID", "IPO", "SIMPO"}, losses  # the first is DPO, and cDPO by the next key
     assert "dpo.label_smoothing" in KEYS

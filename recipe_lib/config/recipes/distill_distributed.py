@@ -35,7 +35,7 @@ class DistillConfig:
         "Store the linears of the teacher's layers in 4 bits (`nf4`, arXiv 2305.14314) or 8.",
         choices=("none", "nf4", "int8"),
         needs=_LOADED,
-        known_as="HF load_in_4bit, of the teacher",
+        known_as="none has it: HF quantizes a teacher where it is loaded",
     )
     stream_teacher: bool = key(
         False,
@@ -74,7 +74,7 @@ class DistillConfig:
     )
     trainable: str = key(
         "all", "`all`: every parameter; `adapters`: those alone.", choices=("all", "adapters"),
-        known_as="LLaMA-Factory finetuning_type",
+        known_as="none has it: others have a recipe, or one key, for each way to train",
     )  # fmt: skip
 
     @property

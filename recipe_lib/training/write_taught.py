@@ -16,13 +16,6 @@ from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.distillation import TopTokens, likeliest_tokens
 from recipe_lib.parallel import World, start_world
 from recipe_lib.report.phases import phase
-from recipe_lib.training.distillation import (
-    check_same_ids,
-    load_teacher,
-    place_teacher,
-    resolve_teacher,
-    teacher_states,
-)
 from recipe_lib.training.resolve_model import resolve_model
 from recipe_lib.training.taught_tokens import (
     MANIFEST,
@@ -32,6 +25,13 @@ from recipe_lib.training.taught_tokens import (
     TaughtTokens,
     facts_text,
     read_facts,
+)
+from recipe_lib.training.teacher import (
+    check_same_ids,
+    load_teacher,
+    place_teacher,
+    resolve_teacher,
+    teacher_states,
 )
 from recipe_lib.training.training_data import TrainingData, prepare, prepared_or_raised
 from recipe_lib.units import counted

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.adapters import quantize_frozen
+from recipe_lib.adapters import init_adapters, quantize_frozen
+from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.config.recipes.distill_distributed import DistillConfig, DistillFinetuneConfig
 from recipe_lib.config.schema import ModelConfig
@@ -115,14 +116,26 @@ def place_teacher(source: ResolvedModel, cfg: DistillFinetuneConfig, world: "Wor
     return teacher, parallel
 
 
+def load_student(model: Decoder, source: ResolvedModel, cfg: DistillFinetuneConfig) -> None:
+    """The first values of the model that learns, as of any other: a checkpoint's or random ones, and adapters'."""
+    _load(model, source, derive_seed(cfg.seed, "model"))
+    if cfg.trained_adapters is not None:
+        init_adapters(model, derive_seed(cfg.seed, "adapters"))
+        if cfg.lora.adapter_path:
+            load_adapter(model, source.spec, Path(cfg.lora.adapter_path))
+
+
 def load_teacher(teacher: Decoder, source: ResolvedModel, cfg: DistillFinetuneConfig) -> None:
     """Its values: each rank reads, and quantizes, its own part; random ones for a preset."""
-    seed = derive_seed(cfg.seed, "teacher")
-    if source.folder:
-        load_weights(teacher, source.spec, source.folder, seed)
-    else:
-        init_weights(teacher, seed, source.spec)
+    _load(teacher, source, derive_seed(cfg.seed, "teacher"))
     teacher.eval()
+
+
+def _load(model: Decoder, source: ResolvedModel, seed: int) -> None:
+    if source.folder:
+        load_weights(model, source.spec, source.folder, seed)
+    else:
+        init_weights(model, seed, source.spec)
 
 
 @torch.no_grad()
