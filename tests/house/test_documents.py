@@ -131,7 +131,7 @@ def test_figures_of_levers_are_those_of_the_ladder():
 
 
 # Files of a reader's own in examples, and one that its design note announces.
-NOT_OURS = {"mine.py", "my_parts.py", "my_model.py", "test_wires.py", "distill_distributed.py", "lion.py"}
+NOT_OURS = {"mine.py", "my_parts.py", "my_model.py", "test_wires.py", "anchored_finetune.py", "lion.py"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)

@@ -329,7 +329,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "a preset `FAMILY/SIZE`": PRESETS,
     "in another size needs no preset": "tests/models/test_spec.py",
     "## What it does not do yet": methods,
-    "No distillation and no reinforcement learning": methods,
+    "No reinforcement learning": methods,
     "No ring attention": no_ring_attention,
     "No expert parallelism": no_expert_parallelism,
     "Of checkpoints that are quantized already": few_quantized_checkpoints,
