@@ -57,6 +57,8 @@ def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, pla
     if not faults:
         check(lambda: _note_earlier_run(cfg) if plans else check_earlier_run(cfg))
     check(lambda: _check_model(cfg, with_weights=not plans))
+    for key in cfg.other_models:
+        check(lambda key=key: _check_other_model(cfg, key, with_weights=not plans))  # type: ignore[misc]
     check(lambda: _check_adapter(cfg))
     check(lambda: _check_resume(cfg))
     for name in dict.fromkeys(cfg.log.trackers):
@@ -130,8 +132,7 @@ def _missing_on_this_machine(cfg: Any) -> Iterator[str]:
 
 def _check_model(cfg: Any, with_weights: bool) -> str | None:
     """Its folder and config.json, and the files of its weights; a native one is of a family that is known."""
-    from recipe_lib.checkpoint.weight_files import find_weights
-    from recipe_lib.models import preset_config, read_config, spec_from_config
+    from recipe_lib.models import preset_config, spec_from_config
 
     if cfg.model.implementation == "transformers":
         check_transformers()
@@ -140,13 +141,31 @@ def _check_model(cfg: Any, with_weights: bool) -> str | None:
         if cfg.model.implementation == "native" and cfg.model.preset:
             spec_from_config(preset_config(cfg.model.preset), cfg.model.preset)
         return None
+    return _check_checkpoint(name, cfg.model.implementation, with_weights)
+
+
+def _check_other_model(cfg: Any, key: str, with_weights: bool) -> str | None:
+    """A further checkpoint of the recipe, by the key that names it; in the words of `_check_model`."""
+    section, _, word = key.partition(".")
+    name = getattr(getattr(cfg, section), word)
+    try:
+        note = _check_checkpoint(name, "native", with_weights) if name else None
+    except UserError as error:
+        raise ConfigError(*(f"{key}: {fault}" for fault in error.faults)) from error
+    return f"{key}: {note}" if note else None
+
+
+def _check_checkpoint(name: str, implementation: str, with_weights: bool) -> str | None:
+    from recipe_lib.checkpoint.weight_files import find_weights
+    from recipe_lib.models import read_config, spec_from_config
+
     if _is_made_by_a_run(name, MODEL_FOLDER):
         return f"{name}: no such folder; expected the model that a run with output_dir={Path(name).parent} leaves there"
     folder = model_folder(name) or downloaded_model(name)
     if folder is None:
         return not_downloaded(name)
     config = read_config(folder)
-    if cfg.model.implementation == "native":
+    if implementation == "native":
         spec_from_config(config, str(folder))
     return _as_note(name, lambda: find_weights(folder)) if with_weights else None
 

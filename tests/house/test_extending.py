@@ -145,7 +145,9 @@ except ConfigError as error:
 def test_the_recipe_runs(copy: Path) -> None:
     """Its loss is cross-entropy with anchor.weight 0, and at its first step nothing with 1."""
     follow(sections()["A recipe"][1], copy)
-    assert "anchored_finetune: Anchored fine-tuning: every parameter is trained" in tune(copy, "ls", "anchored_finetune")
+    assert "anchored_finetune: Anchored fine-tuning: every parameter is trained" in tune(
+        copy, "ls", "anchored_finetune"
+    )
     tune(copy, "validate", "demo/anchored")
     short = ["data.max_samples=64", "batch_size=4", "optimizer.lr=1e-3"]
     plain = ["full_finetune_distributed", "--config", "demo/full", "~validation.source", "lr_scheduler.warmup_steps=0"]
