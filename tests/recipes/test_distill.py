@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
-from recipe_lib.memory import apply_levers
+from recipe_lib.memory import apply_levers, layer_stream
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.recipes.distill_models import RECORDED, SEQUENCES, STEPS, arguments, make_folder
 from tests.recipes.runs import DISTILL, metrics, run_here
@@ -169,6 +169,18 @@ def test_a_model_that_is_its_teacher_learns_nothing_from_it(folder: Path) -> Non
         assert run_here(arguments(folder, output, *words), recipe=DISTILL).code == 0
         first = metrics(output)[0]
         assert abs(first["divergence"]) < 1e-12 and first["grad_norm"] < 1e-10 and first["cross_entropy"] > 1
+
+
+def test_a_streamed_teacher_is_bitwise_the_resident_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_stream, "has_host", lambda device: True)
+    found, said = [], []
+    for name, words in {"streamed": ("distill.stream_teacher=true",), "resident": ()}.items():
+        run = run_here(arguments(folder, folder / name, "device=auto", *words), recipe=DISTILL)
+        assert run.code == 0, run.said
+        found.append([[line[name] for name in RECORDED] for line in metrics(folder / name)])
+        said.append(" ".join(run.said))
+    assert found[0] == found[1]
+    assert "in host memory per rank" in said[0] and "in host memory" not in said[1]
 
 
 def test_a_resumed_run_is_the_whole_one(folder: Path) -> None:
