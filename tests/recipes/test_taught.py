@@ -81,6 +81,7 @@ def test_a_few_tokens_are_less_of_a_divergence(folder: Path, taught: dict[int, P
         assert found["ids"].dtype == torch.int32 and found["ids"].max() < 512
 
 
+@pytest.mark.slow
 def test_two_ranks_record_what_one_records(folder: Path, taught: dict[int, Path]) -> None:
     words = (*WORDS, *from_disk(taught[8]))
 
