@@ -109,7 +109,7 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
         (
             ["zzz"],
             "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, validate, download, data, plan, tp-plan, "
-            "doctor, run, export, generate, completion",
+            "doctor, teach, run, export, generate, completion",
         ),
         (
             ["--verbos"],
