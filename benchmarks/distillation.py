@@ -1,13 +1,13 @@
 """A small student of the demo's task, trained on labels alone and with a teacher: `python -m benchmarks.distillation`.
 
-    python -m benchmarks.distillation                               writes the table of docs/distillation.md
-    python -m benchmarks.distillation --seeds 1 --kinds reverse_kl  something else; prints the table
+    python -m benchmarks.distillation                                      writes the table of docs/distillation.md
+    python -m benchmarks.distillation --wrong 0 0.3 --rows 2000 --epochs 4  something else; prints the table
 
 The teacher is the demo's model of 0.5 M parameters, trained as `make demo` does it. Students are `demo/0.1M`, from the
-same random start for each seed, on the same 2000 rows in the same order, with the same learning rate and steps; they
-differ in distill.weight alone, and with weight 0 the loss is the labels' cross-entropy. The rows are those of the demo,
-once as they are, and once with a share of their answers exchanged among each other, so that these are wrong. What is
-measured is the cross-entropy of the right answers to held-out questions.
+same random start for each seed, on the same rows in the same order, with the same learning rate and steps; they differ
+in distill.weight alone, and with weight 0 the loss is the labels' cross-entropy. The rows are the demo's, with a share
+of the answers exchanged among each other, so that these are wrong. What is measured is the cross-entropy of the right
+answers to held-out questions.
 """
 
 import argparse
@@ -24,11 +24,9 @@ from recipe_lib.cli.main import main as tune
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "distillation.md"
 BEGIN, END = "<!-- table: python -m benchmarks.distillation -->", "<!-- end of table -->"
-ROWS, EPOCHS, TEMPERATURE, WEIGHT = 2000, 4, 2.0, 0.9
-WRONG = {"all answers right": 0.0, "30 % of answers wrong": 0.3}
+TEMPERATURE, WEIGHT = 2.0, 0.9
 LABELS = "labels alone"
 KINDS = ("forward_kl", "reverse_kl", "jensen_shannon")
-DEFAULTS = (3, [KINDS[0]])
 
 Found = dict[str, dict[str, list[float]]]
 
@@ -36,35 +34,39 @@ Found = dict[str, dict[str, list[float]]]
 def main() -> None:
     """Trains teacher and students, and writes or prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=DEFAULTS[0])
-    parser.add_argument("--kinds", nargs="*", default=DEFAULTS[1], choices=KINDS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--kinds", nargs="*", default=[KINDS[0]], choices=KINDS)
+    parser.add_argument("--wrong", type=float, nargs="+", default=[0.3], help="shares of answers that are exchanged")
+    parser.add_argument("--rows", type=int, default=6000)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("outputs/distillation"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     teacher = train("full_finetune_distributed", "demo/full", arguments.folder / "teacher")
     found: Found = {}
-    for data, share in WRONG.items():
-        rows = write_rows(arguments.folder / f"{share:g}.jsonl", share)
+    for share in arguments.wrong:
+        data = f"{arguments.rows} rows, {share:.0%} wrong"
+        rows = write_rows(arguments.folder / f"{arguments.rows} {share:g}.jsonl", arguments.rows, share)
         for kind in (LABELS, *arguments.kinds):
-            for seed in range(1, arguments.seeds + 1):
-                words = [f"data.source={rows}", *student(kind, seed, teacher)]
-                output = arguments.folder / f"{share:g} {kind} {seed}"
+            for seed in arguments.seeds:
+                words = [f"data.source={rows}", *student(kind, seed, arguments.epochs, teacher)]
+                output = arguments.folder / f"{arguments.rows} {arguments.epochs} {share:g} {kind} {seed}"
                 loss = last_of(train("distill_distributed", "demo/distill", output, *words), "cross_entropy")
                 found.setdefault(kind, {}).setdefault(data, []).append(loss)
                 print(f"{data}, {kind}, seed {seed}: {loss:.4f}", file=sys.stderr, flush=True)
-    text = table(last_of(teacher, "loss"), found, arguments.seeds)
-    if (arguments.seeds, arguments.kinds) == DEFAULTS:
+    text = table(last_of(teacher, "loss"), found, arguments)
+    if len(sys.argv) == 1 or sys.argv[1:] == ["--folder", str(arguments.folder)]:
         before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
     print(text)
 
 
-def write_rows(path: Path, share: float) -> Path:
+def write_rows(path: Path, count: int, share: float) -> Path:
     """So many of the demo's rows, of which a share have the answer of another one."""
     lines = (ROOT / "examples" / "demo" / "train.jsonl").read_text(encoding="utf-8").splitlines()
     chance = random.Random(0)
-    rows = [json.loads(line) for line in chance.sample(lines, ROWS)]
-    wrong = chance.sample(range(ROWS), round(share * ROWS))
+    rows = [json.loads(line) for line in chance.sample(lines, count)]
+    wrong = chance.sample(range(count), round(share * count))
     answers = [rows[at]["output"] for at in wrong]
     for at, answer in zip(wrong, answers[1:] + answers[:1], strict=True):
         rows[at]["output"] = answer
@@ -72,10 +74,10 @@ def write_rows(path: Path, share: float) -> Path:
     return path
 
 
-def student(kind: str, seed: int, teacher: Path) -> list[str]:
+def student(kind: str, seed: int, epochs: int, teacher: Path) -> list[str]:
     """Overrides of configs/demo/distill.yaml."""
     loss = ["distill.weight=0"] if kind == LABELS else [f"distill.divergence={kind}", f"distill.weight={WEIGHT}"]
-    words = [f"epochs={EPOCHS}", f"distill.temperature={TEMPERATURE}", "data.cache=false"]
+    words = [f"epochs={epochs}", f"distill.temperature={TEMPERATURE}", "data.cache=false"]
     return [f"distill.teacher={teacher / 'model'}", f"seed={seed}", *words, *loss]
 
 
@@ -95,19 +97,20 @@ def last_of(run: Path, name: str) -> float:
     return float([line[f"validation_{name}"] for line in lines if f"validation_{name}" in line][-1])
 
 
-def table(teacher: float, found: Found, seeds: int) -> str:
+def table(teacher: float, found: Found, arguments: argparse.Namespace) -> str:
     """Markdown: a row of each way to train, means over seeds with the lowest and the highest."""
-    steps = ROWS // 32 * EPOCHS
+    data = list(found[LABELS])
+    steps = arguments.rows // 32 * arguments.epochs
     lines = [
-        f"Held-out cross-entropy of students `demo/0.1M`, {steps} steps on {ROWS} rows each, {seeds} seeds: mean, lowest "
-        f"to highest. With a teacher: temperature {TEMPERATURE:g}, weight {WEIGHT:g}. The teacher, `demo/0.5M`, has "
-        f"{teacher:.3f}. torch {torch.__version__}, fp32 on one CPU core.",
+        f"Held-out cross-entropy of students `demo/0.1M`, {steps} steps, {len(arguments.seeds)} seeds: mean, lowest"
+        f" to highest. With a teacher: temperature {TEMPERATURE:g}, weight {WEIGHT:g}. The teacher, `demo/0.5M`, has "
+        f"{teacher:.3f}. torch {torch.__version__}, fp32 on a CPU.",
         "",
-        f"| trained with | {' | '.join(WRONG)} |",
-        f"|---|{'---|' * len(WRONG)}",
+        f"| trained with | {' | '.join(data)} |",
+        f"|---|{'---|' * len(data)}",
     ]
     for kind, by_data in found.items():
-        cells = [spread(by_data[data]) for data in WRONG]
+        cells = [spread(by_data[each]) for each in data]
         lines.append(f"| {kind if kind == LABELS else f'labels and `{kind}`'} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
