@@ -10,6 +10,7 @@ import pytest
 from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import load_config, registered
 from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
+from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -63,9 +64,11 @@ def test_overrides_are_valid(path: Path, tmp_path: Path):
         base = BASE.replace("preset: demo/0.5M", "path: there") if override.startswith("lora.") else BASE
         (tmp_path / "config.yaml").write_text(base, encoding="utf-8")
         pairs = override.startswith("dpo.") or override == "data.format=preference"
-        schema = DpoFinetuneConfig if pairs else LoraFinetuneConfig
+        taught = override.startswith("distill.")
+        schema = DpoFinetuneConfig if pairs else DistillFinetuneConfig if taught else LoraFinetuneConfig
         schema = FullFinetuneConfig if override == "recipe=full_finetune_distributed" else schema
-        assert load_config(tmp_path / "config.yaml", [override, *(["data.format=preference"] * pairs)], schema)
+        needed = ["data.format=preference"] * pairs + ["distill.teacher_preset=demo/0.5M"] * taught
+        assert load_config(tmp_path / "config.yaml", [override, *needed], schema)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
