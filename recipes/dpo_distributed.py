@@ -1,23 +1,26 @@
-"""Preference optimization (DPO, IPO, SimPO) on pairs of chosen and rejected answers, on one process or many.
+"""Preference optimization on pairs of chosen and rejected answers (DPO, IPO, SimPO), or on answers that are wanted or
+not (KTO), on one process or many.
 
     tune run dpo_distributed --config llama3/8B_dpo                                           adapters on one GPU
     tune run --nproc_per_node 4 dpo_distributed --config llama3/8B_dpo dpo.trainable=all      every parameter on four
     tune run dpo_distributed --config llama3/8B_dpo dpo.loss=simpo dpo.beta=2 dpo.simpo_gamma=1  without a reference
+    tune run dpo_distributed --config llama3/8B_kto                                           single answers, labeled
 
 data.format=preference: samples of a prompt, a chosen and a rejected answer. A pair counts as one of batch_size and
 takes the memory of two sequences; both answers go through the model in one batch, with data.packing=true several pairs
-in a sequence.
+in a sequence. dpo.loss=kto: data.format=kto, samples of a prompt, an answer and a label; pairs are taken apart. It also
+runs each prompt with another sample's answer, without gradients (docs/preference.md).
 
-The losses sigmoid and ipo hold the model to a reference: with dpo.trainable=adapters the model without its adapters,
-which costs a forward pass and no memory; with dpo.trainable=all a frozen copy, sharded like the model, which costs its
-parameters once more. dpo.loss=simpo and dpo.reference_free=true need none. A run that starts from lora.adapter_path has
-the base without it as reference: merge it first (tune export --merge) to have both as reference. The other levers:
+The losses sigmoid, ipo and kto hold the model to a reference: with dpo.trainable=adapters the model without its
+adapters, which costs a forward pass and no memory; with dpo.trainable=all a frozen copy, sharded like the model, which
+costs its parameters once more. dpo.loss=simpo and dpo.reference_free=true need none. A run that starts from
+lora.adapter_path has the base without it as reference: merge it first (tune export --merge) to have both as reference.
 
     memory.activation_checkpointing=full   keep the layers' inputs only, recompute the rest in backward
     memory.loss_chunks=16                  logits of a sixteenth of the tokens at a time, in forward and in backward
     lora.quantize_base=nf4                 frozen weights in 4 bits
 
-Each step logs the answers' mean rewards, their difference (reward_margin) and how often it is above 0.
+Each step logs the answers' mean rewards and their difference (reward_margin).
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,15 +44,16 @@ from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import TokenLogProbs
 from recipe_lib.parallel import DTYPES, Parallel, World, all_reduce_gradients, describe_units, materialize, parallelize
 from recipe_lib.training.preference import (
-    NUMBERS,
     answer_log_probs,
-    check_pairs,
+    check_answers,
     check_reference,
+    count_of_numbers,
     describe_reference,
-    preference_loss,
-    preference_metrics,
+    loss_of_answers,
+    step_numbers,
     validation_preference,
 )
+from recipe_lib.training.unpaired import reference_point
 
 Config = DpoFinetuneConfig
 
@@ -68,9 +72,10 @@ class DpoFinetune:
             check_adapter(Path(cfg.lora.adapter_path), self.spec, cfg.lora, self.source.folder)
 
     def setup_data(self, prepared: PreparedData | None) -> None:
-        """Pairs: of item i sequence 2 i is the chosen answer, with its prompt, and 2 i + 1 the rejected one."""
+        """Pairs: of item i sequence 2 i is the chosen answer, with its prompt, and 2 i + 1 the rejected one; or answers
+        with labels."""
         self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
-        check_pairs(self.data.dataset, self.data.validation_dataset)
+        check_answers(self.data, self.cfg.dpo)
 
     def setup_model(self) -> None:
         """The model and, when all of it is trained, a frozen reference; neither has values yet."""
@@ -128,11 +133,8 @@ class DpoFinetune:
         lines += training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.levers, self.data)
         if self.adapts:
             lines.append(describe_adapters(self.model, self.cfg.lora))
-        return [
-            *lines,
-            describe_reference(self.cfg.dpo, self.reference),
-            describe_units(self.model, self.parallel),
-        ]
+        lines.append(describe_reference(self.cfg.dpo, self.reference))
+        return [*lines, describe_units(self.model, self.parallel)]
 
     def answers(self, model: Decoder, batch: Batch) -> torch.Tensor:
         """Log-probability of each answer of a micro-batch; logits exist for one chunk of its tokens at a time."""
@@ -148,35 +150,32 @@ class DpoFinetune:
         parallel = self.reference_parallel if self.reference else self.parallel
         return training.result_of_each(parallel, partial(self.answers, model), micro_batches, inside=off)
 
-    def compare(self, batch: Batch, reference: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss and NUMBERS, summed over the pairs of a micro-batch."""
-        return preference_loss(self.answers(self.model, batch), reference, self.cfg.dpo)
-
     def train_step(self, batches: StepBatches) -> training.Step:
-        """One optimizer step; gradients are sums over ranks, so losses are divided by the pairs of the global batch."""
-        sums = torch.zeros(len(NUMBERS), device=self.device, dtype=torch.float64)
-        references = self.reference_answers(batches.micro_batches)
+        """One optimizer step; gradients are sums over ranks, so losses are divided by the items of the global batch."""
+        cfg, own, others = self.cfg.dpo, partial(self.answers, self.model), self.reference_answers
+        sums = torch.zeros(count_of_numbers(cfg), device=self.device, dtype=torch.float64)
+        point = reference_point(self.parallel, own, others, batches, self.world)
+        references = others(batches.micro_batches)
 
         def loss_of(number: int, batch: Batch) -> torch.Tensor:
-            loss, numbers = self.compare(batch, next(references))
+            loss, numbers = loss_of_answers(own(batch), next(references), batch, point, cfg)
             sums.add_(numbers)
             return loss / batches.items
 
         sums = training.backward_each(self.parallel, loss_of, batches, sums)
-        means = self.world.all_reduce_sum(sums) / batches.items
+        loss, numbers = step_numbers(self.world.all_reduce_sum(sums), batches.items, point, cfg)
         all_reduce_gradients(self.model, self.parallel, self.world)
         grad_norm = training.clip_grad_norm(
             self.trained, self.cfg.clip_grad_norm, self.world, self.parallel, self.levers.norms
         )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return training.Step(means[0], grad_norm, preference_metrics(means))
+        return training.Step(loss, grad_norm, numbers)
 
     def validate(self) -> dict[str, float]:
-        """The same numbers over all validation pairs."""
-        return validation_preference(
-            self.model, self.parallel, self.reference_answers, self.compare, self.data, self.world
-        )
+        """The same numbers over all validation samples."""
+        own, others = partial(self.answers, self.model), self.reference_answers
+        return validation_preference(self.model, self.parallel, own, others, self.cfg.dpo, self.data, self.world)
 
     def train(self) -> None:
         """The loop over steps; at its end what was trained is on disk."""

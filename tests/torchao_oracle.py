@@ -106,3 +106,42 @@ def mxfp4_codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = matrix.shape
     scales, codes = to_mx(matrix.contiguous(), torch.float4_e2m1fn_x2, 32)
     return codes.view(torch.uint8).reshape(rows, columns // 32, 16), scales.view(torch.uint8)
+
+
+def base_config(kind: str, group_size: int = 32) -> Any:
+    """What an export in `kind` (int4, int8, fp8) is made by, as torchao's own pages write it."""
+    with _silently():
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, IntxWeightOnlyConfig, PerRow
+        from torchao.quantization.granularity import PerAxis, PerGroup
+    if kind == "fp8":
+        return Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+    if kind == "int8":
+        return IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
+    return IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(group_size))
+
+
+def export_linears(model: nn.Module, kind: str, group_size: int = 32) -> nn.Module:
+    """Quantizes the layers' linears, in place. fp8 takes a GPU that has it."""
+    with _silently():
+        from torchao.quantization import quantize_
+
+        quantize_(model, base_config(kind, group_size), is_plain_linear)
+    return model
+
+
+def prepare_linears(model: nn.Module, kind: str, group_size: int = 32) -> nn.Module:
+    """Lets torchao swap the layers' linears for its own fake-quantized ones, in place."""
+    with _silently():
+        from torchao.quantization import quantize_
+        from torchao.quantization.qat import QATConfig
+
+        quantize_(model, QATConfig(base_config(kind, group_size), step="prepare"), is_plain_linear)
+    return model
+
+
+def fp8_rows(matrix: Tensor) -> Tensor:
+    """A matrix `[o, i]` as an export in fp8 has it, in its own type again."""
+    with _silently():
+        from torchao.quantization import PerRow
+        from torchao.quantization.quantize_.workflows import Float8Tensor
+    return Float8Tensor.from_hp(matrix, torch.float8_e4m3fn, PerRow()).dequantize()

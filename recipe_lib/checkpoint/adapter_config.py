@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.adapters.peft_names import FileModule, spellings
-from recipe_lib.checkpoint.tensor_files import read_header
+from recipe_lib.adapters.peft_names import PREFIX, FileModule, spellings
+from recipe_lib.checkpoint.tensor_files import Header, read_header
 from recipe_lib.checkpoint.weights_in import extra_names
 from recipe_lib.config.local_files import check_adapter
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.spec import SCORE
 from recipe_lib.reading import read_json
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -137,7 +138,13 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 def saved_extras(folder: Path) -> set[str]:
     """The names of the extra parameters in an adapter's file, which a recipe added to the model."""
     path = folder / TENSOR_FILE
-    return extra_names(read_header(path)) if path.is_file() else set()
+    return saved_names(read_header(path)) if path.is_file() else set()
+
+
+def saved_names(header: Header) -> set[str]:
+    """The tensors of an adapter's file that are no adapter's: extra parameters, and the weight of a score head, which
+    PEFT writes without a mark."""
+    return extra_names(header) | ({SCORE} if f"{PREFIX}{SCORE}" in header.tensors else set())
 
 
 def _read_json(path: Path, folder: Path) -> dict[str, Any]:

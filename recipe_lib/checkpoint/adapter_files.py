@@ -1,9 +1,11 @@
 """A PEFT adapter's files: what is in them, from their headers, and whether it goes with a model and a config."""
 
+import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -21,10 +23,9 @@ from recipe_lib.adapters.peft_names import (
     split_name,
     targets_of,
 )
-from recipe_lib.checkpoint.adapter_config import TENSOR_FILE, AdapterConfig, read_adapter_config, scaling
+from recipe_lib.checkpoint.adapter_config import TENSOR_FILE, AdapterConfig, read_adapter_config, saved_names, scaling
 from recipe_lib.checkpoint.base_weights import base_fingerprint, check_copies
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, Header, TensorEntry, read_header
-from recipe_lib.checkpoint.weights_in import extra_names
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.external_spec import ExternalSpec
@@ -32,6 +33,8 @@ from recipe_lib.models.spec import ModelSpec
 
 # Metadata of that file, besides what PEFT reads: which base it was trained on, and how that was stored.
 BASE_FINGERPRINT, BASE_DTYPE, BASE_STORAGE = "tune_base", "tune_base_dtype", "tune_base_storage"
+SCORE_KEYS = "tune_score_head"  # what `score_config` adds to a config.json
+OF_SCORES = ("id2label", "label2id", "pad_token_id", "problem_type")
 _EXPERT_APART = re.compile(r"\.experts\.\d+\.")
 BASE_IMPLEMENTATION = "tune_base_implementation"  # of a model that was not the library's own decoder
 _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
@@ -86,7 +89,7 @@ def read_adapter(folder: Path) -> AdapterFile:
     header = read_header(path)
     tensors: dict[str, dict[str, tuple[str, TensorEntry]]] = {}
     extras: dict[str, tuple[str, TensorEntry]] = {}
-    saved = extra_names(header)
+    saved = saved_names(header)
     unknown = []
     for name, entry in header.tensors.items():
         split = split_name(name, of_text=BASE_IMPLEMENTATION not in header.metadata)
@@ -100,6 +103,15 @@ def read_adapter(folder: Path) -> AdapterFile:
     return AdapterFile(folder, config, tensors, header.metadata, extras)
 
 
+def score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The keys of config.json that an adapter with a score head keeps in its file: classes' names, padding."""
+    try:
+        found = json.loads(metadata.get(SCORE_KEYS, "{}"))
+    except ValueError:
+        return {}
+    return {name: found[name] for name in OF_SCORES if name in found} if isinstance(found, dict) else {}
+
+
 def _refuse_contents(path: Path, header: Header, unknown: list[str]) -> None:
     faults = []
     if unknown:
@@ -109,7 +121,7 @@ def _refuse_contents(path: Path, header: Header, unknown: list[str]) -> None:
         )
     if not header.tensors:
         faults.append(f"{path}: holds no tensors; export the adapter again")
-    saved = extra_names(header)
+    saved = saved_names(header)
     known = {name: entry for name, entry in header.tensors.items() if extra_name(name) not in saved}
     other = [name for name, entry in known.items() if entry.dtype not in _READABLE]
     if other:

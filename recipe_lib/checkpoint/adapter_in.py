@@ -22,7 +22,7 @@ from recipe_lib.checkpoint.adapter_files import AdapterFile, check_fits, read_ad
 from recipe_lib.checkpoint.weights_in import FileTensor, extras_to_read, read_part
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import own_parts
-from recipe_lib.models.extra_parameters import extra_tensors
+from recipe_lib.models.extra_parameters import saved_whole
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.spec import ModelSpec
 
@@ -57,7 +57,7 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
 
 def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
     found = {name: FileTensor(adapter.path, entry, extra=True) for name, (_, entry) in adapter.extras.items()}
-    tensors = extra_tensors(model, saved=True)
+    tensors = saved_whole(model)
     names = extras_to_read(model, adapter.folder, found)
     with safe_open(str(adapter.path), framework="pt") as file:
         for name in names:

@@ -1,5 +1,6 @@
 """A model's adapters as a PEFT folder, which PEFT, vLLM and we ourselves read."""
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -28,14 +29,21 @@ from recipe_lib.adapters.peft_names import (
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, write_fields
-from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, BASE_FINGERPRINT, BASE_IMPLEMENTATION, BASE_STORAGE
+from recipe_lib.checkpoint.adapter_files import (
+    BASE_DTYPE,
+    BASE_FINGERPRINT,
+    BASE_IMPLEMENTATION,
+    BASE_STORAGE,
+    OF_SCORES,
+    SCORE_KEYS,
+)
 from recipe_lib.checkpoint.base_weights import base_fingerprint
 from recipe_lib.checkpoint.model_card import write_card
 from recipe_lib.checkpoint.ownership import Holders, find_holders
 from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together, write_gathered
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor
-from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files
+from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files, write_padding
 from recipe_lib.checkpoint.weights_out import (
     begin_folder,
     extra_fault,
@@ -46,9 +54,11 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import in_file_order
 from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.extra_parameters import extra_modules, extra_tensors
+from recipe_lib.models.extra_parameters import extra_modules, extra_tensors, saved_whole
 from recipe_lib.models.meta_init import stored_weights
-from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.models.score_head import score_tensor
+from recipe_lib.models.scored_spec import has_score_head
+from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec
 
 
 def export_adapter(
@@ -91,15 +101,22 @@ def export_adapter(
     extras, saved = _extras(model, holders, world)
     if extras and not save_extra:
         raise CheckpointError(f"{out}: {extra_fault([extra.name for extra in extras])}")
+    if has_score_head(spec):  # trained whole, next to the adapters
+        weight, module = _score_head(model, holders, world)
+        extras, saved = [*extras, weight], [*saved, module]
     plan += [replace(extra, name=f"{PREFIX}{file_name(extra.name, multimodal)}") for extra in extras]
     saved = [file_name(name, multimodal) for name in saved]
     fields = write_fields(cfg, base, ranks, _target_modules(modules, spec, multimodal), saved)
     adapted = [module for module in model.modules() if isinstance(module, AdaptedModule)]
+    fields["task_type"] = "SEQ_CLS" if has_score_head(spec) else fields["task_type"]
     fields["target_parameters"] = sorted({module.parameter for module in modules if module.parameter}) or None
     fields["fan_in_fan_out"] = bool(adapted) and all(module.transposed for module in adapted)  # a stage may have none
     copied = tokenizer_files(tokenizer_folder)
     metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder))
-    metadata |= extra_metadata([extra.name for extra in extras])
+    metadata |= extra_metadata([extra.name for extra in extras if extra.name != SCORE])
+    if has_score_head(spec):
+        kept = {name: (source_config or {})[name] for name in OF_SCORES if name in (source_config or {})}
+        metadata[SCORE_KEYS] = json.dumps(kept)
     temporary = Path(decide(world, lambda: begin_folder(out, {TENSOR_FILE: plan}, copied)))
     try:
         pieces = chain.from_iterable(
@@ -113,6 +130,8 @@ def export_adapter(
         def finish() -> None:
             files.write_json(temporary / CONFIG_FILE, fields)
             copy_tokenizer(temporary, copied, chat_template, stop_ids)
+            if has_score_head(spec):
+                write_padding(temporary, (source_config or {}).get("pad_token_id"))
             write_card(temporary, card)
             publish(temporary, out)
 
@@ -139,11 +158,18 @@ def _extras(model: nn.Module, holders: Holders, world: RankGroup) -> tuple[list[
     return list(found.values()), list(dict.fromkeys(modules))
 
 
+def _score_head(model: nn.Module, holders: Holders, world: RankGroup) -> tuple[PlannedTensor, str]:
+    """The head's weight, and its module. Collective."""
+    own: list[Any] = [[DTYPE_NAMES[weight.dtype], list(weight.shape)] for weight in score_tensor(model).values()]
+    dtype, shape = next(found for part in holders.gather(own, world) for found in part)
+    return PlannedTensor(SCORE, DTYPES[dtype], tuple(shape)), SCORE.removesuffix(".weight")
+
+
 def _extra_pieces(model: nn.Module, name: str, holders: Holders) -> Iterator[torch.Tensor]:
-    """On rank 0 an extra parameter, whole. Collective."""
+    """On rank 0 an extra parameter, or that of a score head, whole. Collective."""
 
     def gather() -> Iterator[torch.Tensor]:
-        yield in_file_order(model, name, whole(extra_tensors(model, saved=True)[name].detach()))
+        yield in_file_order(model, name, whole(saved_whole(model)[name].detach()))
 
     return holders.relay(name, gather)
 

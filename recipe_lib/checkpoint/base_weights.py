@@ -11,7 +11,7 @@ from recipe_lib.checkpoint.converted import Reader, converted_rows
 from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.checkpoint.weights_in import read_headers
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.models.spec import SCORE, ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, weight_map
 
 _SAMPLE_COLUMNS = 64
@@ -22,7 +22,7 @@ def base_fingerprint(spec: ModelSpec, folder: Path) -> str:
     """A hash of some numbers of every weight, rounded to bf16: the same for files of other types, sizes or layouts."""
     digest = hashlib.sha256()
     found = read_headers(folder)
-    entries = weight_map(spec, found)
+    entries = [entry for entry in weight_map(spec, found) if entry.our_name != SCORE]  # it is trained
     for entry in sorted(entries, key=lambda entry: entry.our_name):
         if entry.made is not None:
             rows = converted_rows(entry.made, entry.our_name, found)

@@ -19,7 +19,7 @@ from recipe_lib.adapters.peft_names import (
     target_of,
 )
 from recipe_lib.adapters.quantized import can_quantize, dequantized
-from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter
+from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter, score_keys
 from recipe_lib.checkpoint.converted import Reader
 from recipe_lib.checkpoint.merged_experts import MergedExperts
 from recipe_lib.checkpoint.merged_external import merge_external, update_of
@@ -36,7 +36,8 @@ from recipe_lib.checkpoint.weights_out import (
 )
 from recipe_lib.models import DecoderSpec, read_config, read_trained_spec
 from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.models.scored_spec import scored_spec
+from recipe_lib.models.spec import SCORE, ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map, written_layout
 from recipe_lib.units import GIB
 
@@ -105,11 +106,11 @@ def merge_adapter(
             for name in sorted(shards)[ranks.rank :: ranks.size]:
                 pieces = _pieces(shards[name], written, base, adapter)
                 cast = (piece.to(stored) if piece.is_floating_point() else piece for piece in pieces)
-                held = {tensor.name for tensor in shards[name]} & adapter.extras.keys()
+                held = {tensor.name for tensor in shards[name]} & adapter.extras.keys() - {SCORE}
                 write_tensor_file(temporary / name, shards[name], cast, {"format": "pt"} | extra_metadata(held))
 
         together(ranks, write)
-        config = export_config(read_config(base_folder), written, stored)
+        config = export_config(read_config(base_folder) | score_keys(adapter.metadata), written, stored)
         decide(ranks, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids, card))
     except BaseException:
         if ranks.rank == 0:
@@ -118,9 +119,13 @@ def merge_adapter(
 
 
 def _checked(base_folder: Path, adapter_folder: Path, implementation: str | None) -> tuple[AdapterFile, ModelSpec]:
-    spec = read_trained_spec(read_config(base_folder), str(base_folder), implementation)
-    check_weights(spec, base_folder)
     adapter = read_adapter(adapter_folder)
+    if SCORE in adapter.extras:
+        rows = adapter.extras[SCORE][1].shape[0]
+        spec: ModelSpec = scored_spec(read_config(base_folder), str(base_folder), rows)
+    else:
+        spec = read_trained_spec(read_config(base_folder), str(base_folder), implementation)
+    check_weights(spec, base_folder)
     check_fits(adapter, spec)
     check_base(adapter, spec, base_folder)
     extras = {name for name, tensor in read_headers(base_folder).items() if tensor.extra}

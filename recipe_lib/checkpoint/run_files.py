@@ -16,6 +16,7 @@ from typing import Any
 from recipe_lib import files
 from recipe_lib.checkpoint.manifest import MANIFEST, DamagedState, read_manifest
 from recipe_lib.checkpoint.tensor_files import read_header
+from recipe_lib.config.local_files import BEST_FOLDER
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
 from recipe_lib.units import MIB
@@ -114,7 +115,10 @@ def unrecorded_states(states: Path) -> Path | None:
             return path
         if files.is_temporary(path, "step_*"):
             continue
-        found = unrecorded_in_state(path) if STATE_NAME.fullmatch(path.name) else path
+        if path.name == BEST_FOLDER:
+            found = unrecorded_states(path)
+        else:
+            found = unrecorded_in_state(path) if STATE_NAME.fullmatch(path.name) else path
         if found is not None:
             return found
     return None

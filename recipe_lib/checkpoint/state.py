@@ -35,7 +35,6 @@ from recipe_lib.checkpoint.manifest import (
     Manifest,
     check_presence,
     damaged_file,
-    read_manifest,
     write_manifest,
 )
 from recipe_lib.checkpoint.optimizer_state import (
@@ -52,7 +51,8 @@ from recipe_lib.checkpoint.optimizer_state import (
 )
 from recipe_lib.checkpoint.ownership import Holders, find_holders
 from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
-from recipe_lib.checkpoint.run_files import STATE_NAME, unrecorded_in_state
+from recipe_lib.checkpoint.run_files import STATE_NAME
+from recipe_lib.checkpoint.state_folders import PREFIX, STATE, free_state, prune_states, readable_states, state_folders
 from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.config.local_files import no_whole_state
 from recipe_lib.errors import CheckpointError, UserError
@@ -62,32 +62,30 @@ from recipe_lib.models.checkpoint_parts import all_runs, ordered, own_parts, run
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
 
-STATE = "state.json"
-_PREFIX = "step_"
-
 
 def save_state(
     root: Path,
     step: int,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     extra: dict[str, Any],
     world: RankGroup,
-    keep: int,
+    keep: int | None,
 ) -> Path:
     """Saves everything that a run needs to go on, as `root/step_N`, then removes all but the newest `keep`. Collective.
 
     Of a model with frozen parameters only the trained ones are saved, and a mark by which the others are known again.
-    root: `output_dir/state`, on a disk that all ranks share. step: optimizer steps done. extra: JSON values that
+    root: `output_dir/state`, on a disk that all ranks share. optimizer: None saves the weights alone, as of a best
+    step, which `load_trained` reads. keep: None removes nothing. step: optimizer steps done. extra: JSON values that
     `load_state` gives back. A step that is saved again becomes `step_N-2`, and so on: a folder is never written over.
     Returns the new folder. Raises StorageError on every rank if any rank fails; then nothing has changed on the disk.
     """
     holders = find_holders(model, world)
-    tensors = together(world, lambda: model_tensors(model, holders) | optimizer_tensors(model, optimizer))
+    tensors = together(world, lambda: model_tensors(model, holders) | _states_of(model, optimizer))
     tensors = {name: tensor for name, tensor in tensors.items() if holders.is_ours(name_of(name))}
     settings = {
         "extra": extra,
-        "optimizer": optimizer_settings(model, optimizer, world, holders),
+        "optimizer": None if optimizer is None else optimizer_settings(model, optimizer, world, holders),
         "adapters": adapter_use(model, world, holders),
         "frozen": frozen_mark(model, world, holders),
         "runs": all_runs(model),  # only models that are no pipeline's have any
@@ -99,7 +97,8 @@ def save_state(
     try:
         together(world, lambda: check_shared(temporary))
         records = _write_tensors(temporary, tensors, world)
-        records.append(together(world, lambda: rng.save_rng(temporary, world.rank, world.device)))
+        if optimizer is not None:
+            records.append(together(world, lambda: rng.save_rng(temporary, world.rank, world.device)))
         gathered = world.gather_json([asdict(record) for record in records])
         all_records = [FileRecord(**record) for part in gathered for record in part]
         decide(world, lambda: _publish(temporary, final, step, place["sequence"], world.size, all_records, settings))
@@ -107,8 +106,13 @@ def save_state(
         if world.rank == 0:
             files.discard(temporary)
         raise
-    decide(world, lambda: _prune(root, keep))
+    if keep is not None:
+        decide(world, lambda: prune_states(root, keep))
     return final
+
+
+def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    return {} if optimizer is None else optimizer_tensors(model, optimizer)
 
 
 def _bytes_saved_here(full_name: str, tensor: torch.Tensor, holders: Holders) -> int:
@@ -120,31 +124,13 @@ def _bytes_saved_here(full_name: str, tensor: torch.Tensor, holders: Holders) ->
 def _begin(root: Path, step: int, needed: int) -> dict[str, Any]:
     """Rank 0: room on the disk, a new name, a new sequence number, and an empty temporary folder."""
     root.mkdir(parents=True, exist_ok=True)
-    files.remove_leftovers(root, f"{_PREFIX}*")
+    files.remove_leftovers(root, f"{PREFIX}*")
     files.require_space(root, needed, f"the state of step {step}")
-    name, attempt = f"{_PREFIX}{step}", 1
-    while (root / name).exists():
-        attempt += 1
-        name = f"{_PREFIX}{step}-{attempt}"
-    sequence = 1 + max((manifest.sequence for _, manifest in _readable(root)), default=0)
+    name = free_state(root, step).name
+    sequence = 1 + max((manifest.sequence for _, manifest in readable_states(root)), default=0)
     temporary = files.temporary_path(root / name)
     files.make_folder(temporary)
     return {"temporary": temporary.name, "final": name, "sequence": sequence}
-
-
-def _readable(root: Path) -> list[tuple[Path, Manifest]]:
-    """Folders whose manifest reads, newest first."""
-    found = []
-    for path in _folders(root):
-        try:
-            found.append((path, read_manifest(path)))
-        except DamagedState:
-            continue
-    return sorted(found, key=lambda item: item[1].sequence, reverse=True)
-
-
-def _folders(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob(f"{_PREFIX}*") if STATE_NAME.fullmatch(path.name) and path.is_dir())
 
 
 def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor], world: RankGroup) -> list[FileRecord]:
@@ -187,26 +173,6 @@ def _publish(
     files.publish_folder(temporary, final)
 
 
-def _prune(root: Path, keep: int) -> None:
-    """Removes states older than the newest `keep`, counting those with all their files, so one is always left."""
-    kept = 0
-    for path, _ in _readable(root):
-        try:
-            if kept >= keep:
-                unrecorded = unrecorded_in_state(path)
-                if unrecorded is None:
-                    files.remove_folder(path)
-                else:
-                    get_logger().warning("warning: %s stays: %s was not written by a run", path, unrecorded)
-            else:
-                check_presence(path)
-                kept += 1
-        except DamagedState:
-            continue
-        except OSError as error:  # the new state is safe; an old one too many is no reason to end a run
-            get_logger().warning("warning: %s could not be removed: %s", path, error.strerror)
-
-
 def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
     """The state to go on from, verified byte by byte, the same on all ranks. Collective.
 
@@ -216,14 +182,14 @@ def find_state(root: Path, resume: str, world: RankGroup) -> Path | None:
     """
     if resume != "latest":
         path = Path(resume)
-        damage = _verify(path, world)
+        damage = verify_state(path, world)
         if damage:
             raise CheckpointError(no_whole_state(resume, damage))
         return path
     names = decide(world, lambda: _candidates(root))
     damages: list[str] = []
     for name in names:
-        damage = _verify(root / name, world)
+        damage = verify_state(root / name, world)
         if damage is None:
             if damages and world.rank == 0:
                 for line in damages:
@@ -246,16 +212,18 @@ def _candidates(root: Path) -> list[str]:
     if not root.is_dir():
         return []
     try:
-        files.remove_leftovers(root, f"{_PREFIX}*")
+        files.remove_leftovers(root, f"{PREFIX}*")
     except OSError:  # a disk that is read only may still be read
         get_logger().warning("warning: %s: what a killed save left could not be removed", root)
-    readable = [path for path, _ in _readable(root)]
-    unreadable = [path for path in _folders(root) if path not in readable]
+    readable = [path for path, _ in readable_states(root)]
+    unreadable = [path for path in state_folders(root) if path not in readable]
     return [path.name for path in [*unreadable, *readable]]
 
 
-def _verify(path: Path, world: RankGroup) -> str | None:
-    """What is wrong with the folder, or None; rank 0 looks at names and sizes, all ranks hash their share."""
+def verify_state(path: Path, world: RankGroup) -> str | None:
+    """What is wrong with a state's folder, or None. Collective.
+
+    Rank 0 looks at names and sizes, all ranks hash their share."""
     damage = decide(world, lambda: _presence_damage(path))
     if damage:
         return damage
@@ -271,7 +239,7 @@ def _presence_damage(path: Path) -> str | None:
         manifest = check_presence(path)
     except DamagedState as damage:
         return str(damage)
-    if STATE_NAME.fullmatch(path.name) and not re.fullmatch(rf"{_PREFIX}{manifest.step}(-\d+)?", path.name):
+    if STATE_NAME.fullmatch(path.name) and not re.fullmatch(rf"{PREFIX}{manifest.step}(-\d+)?", path.name):
         return f"its manifest is that of step {manifest.step}"
     return None
 
@@ -325,7 +293,7 @@ def _load_tensors(
 ) -> dict[str, Any]:
     """Fills model and optimizer with what was saved, once it is known to be theirs; returns what state.json holds."""
     names = [record.name for record in manifest.files if record.name.startswith("shard-")]
-    saved = together(world, lambda: json.loads((path / STATE).read_bytes()))
+    saved = together(world, lambda: _read_settings(path, optimizer is not None))
     holders = find_holders(model, world)
     adapters = adapter_use(model, world, holders)
     together(world, lambda: check_use(path, saved.get("adapters"), adapters))
@@ -335,6 +303,16 @@ def _load_tensors(
     together(world, lambda: check_mark(path, saved.get("frozen"), mark))
     together(world, lambda: _read_tensors(path, metadata, targets))
     _put_in_order(targets, saved.get("runs", {}), model)
+    return saved
+
+
+def _read_settings(path: Path, with_optimizer: bool) -> dict[str, Any]:
+    saved: dict[str, Any] = json.loads((path / STATE).read_bytes())
+    if with_optimizer and saved.get("optimizer") is None:
+        raise CheckpointError(
+            f"{path}: holds the weights of a best step and no optimizer, and cannot be resumed from; resume=latest "
+            "goes on from the newest state, `tune export` makes a model or an adapter of these weights"
+        )
     return saved
 
 

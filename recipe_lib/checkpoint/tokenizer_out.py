@@ -74,6 +74,20 @@ def copy_tokenizer(
     _write_settings(temporary, before, None if vocabulary is None else _loaded(vocabulary), text)
 
 
+def write_padding(folder: Path, number: int | None) -> None:
+    """Names the token of this id for padding in a folder's tokenizer_config.json, so that what a tokenizer pads with is
+    what the model's config.json takes for padding. Does nothing where the folder's tokenizer cannot be read."""
+    path = folder / TOKENIZER_CONFIG
+    vocabulary = next((folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), None)
+    tokenizer = None if vocabulary is None or number is None or not path.is_file() else _loaded(vocabulary)
+    config = _object(path) if tokenizer is not None else None
+    if tokenizer is None or config is None or number is None or number == tokenizer.pad_id:
+        return
+    text = tokenizer.token_bytes(number).decode("utf-8", errors="replace")
+    path.unlink()  # of a folder that nobody sees yet
+    files.write_json(path, config | {"pad_token": text})
+
+
 def _loaded(vocabulary: Path) -> Tokenizer | None:
     """The tokenizer; None for one that we cannot read, which is copied as it is."""
     try:

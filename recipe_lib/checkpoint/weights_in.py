@@ -16,11 +16,11 @@ from recipe_lib.checkpoint.weight_files import INDEX, SINGLE, find_weights
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
 from recipe_lib.models.checkpoint_parts import own_parts
-from recipe_lib.models.extra_parameters import extra_tensors, reset_extra
+from recipe_lib.models.extra_parameters import reset_extra, saved_whole
 from recipe_lib.models.file_views import OpenView
 from recipe_lib.models.language_model import LanguageModel, modules_elsewhere
-from recipe_lib.models.meta_init import persistent_buffers, stored_weights
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.models.meta_init import init_weight, persistent_buffers, stored_weights
+from recipe_lib.models.spec import SCORE, ModelSpec
 from recipe_lib.models.weight_names import (
     OTHER_PARTS,
     WeightEntry,
@@ -58,6 +58,7 @@ def _match(
     if fault:
         raise CheckpointError(fault)
     entries = weight_map(spec, [name for name in found if not found[name].extra])
+    entries = [entry for entry in entries if entry.our_name != SCORE or SCORE in found]  # which starts at random
     expected = file_shapes([entry for entry in entries if entry.made is None and entry.view is None], shapes)
     forms = {name: form for entry in entries if entry.view for name, form in entry.view.tensors().items()}
     expected |= {name: form.shape for name, form in forms.items()}
@@ -239,6 +240,8 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     load_converted(model, parameters, entries, found)
     _say_left_out(found, spec)
     read = {entry.our_name for entry in entries} & parameters.keys()
+    if SCORE in parameters.keys() - read:
+        init_weight(model, SCORE, seed, spec)
     if isinstance(model, LanguageModel):
         model.note_loaded_extras(extras)
     _check_finite({name: parameters[name] for name in sorted(read)}, folder)
@@ -298,8 +301,9 @@ def _lacking(folder: Path, names: Collection[str]) -> CheckpointError:
 
 
 def extras_to_read(model: nn.Module, folder: Path, found: dict[str, FileTensor]) -> list[str]:
-    """The extra parameters of the model that the folder has. Raises CheckpointError for those that only it has."""
-    own = extra_tensors(model, saved=True)
+    """The extra parameters of the model that the folder has, and the weight of a score head that an adapter has. Raises
+    CheckpointError for those that only it has."""
+    own = saved_whole(model)
     exported = {name: tensor for name, tensor in found.items() if tensor.extra}
     elsewhere = modules_elsewhere(model)
     strange = {name for name in exported.keys() - own.keys() if name.rpartition(".")[0] not in elsewhere}

@@ -15,7 +15,7 @@ from recipe_lib.checkpoint.ownership import Holders, find_holders
 from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, write_gathered
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor
-from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files
+from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files, write_padding
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE
 from recipe_lib.checkpoint.weights_in import EXTRA, file_shapes
 from recipe_lib.config.schema import CheckpointConfig
@@ -24,6 +24,7 @@ from recipe_lib.models.checkpoint_parts import in_file_order
 from recipe_lib.models.external_spec import Conversion, ExternalSpec
 from recipe_lib.models.families import FAMILIES, text_config
 from recipe_lib.models.meta_init import persistent_buffers
+from recipe_lib.models.scored_spec import has_score_head, score_architecture
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import weight_map, written_layout
 from recipe_lib.ops.dtensor_shards import gathered
@@ -283,6 +284,8 @@ def finish_model(
         files.write_json(temporary / INDEX, index)
     files.write_json(temporary / "config.json", config)
     copy_tokenizer(temporary, copied, chat_template, stop_ids)
+    if any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
+        write_padding(temporary, config.get("pad_token_id"))
     write_card(temporary, card)
     publish(temporary, out)
 
@@ -293,7 +296,8 @@ def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.d
     written = source_config if external else text_config(source_config)
     config = {key: value for key, value in written.items() if key not in _DROPPED_KEYS}
     if not external:
-        config["architectures"] = [FAMILIES[spec.family].architectures[0]]
+        causal = FAMILIES[spec.family].architectures[0]
+        config["architectures"] = [score_architecture(spec) if has_score_head(spec) else causal]
     config["tie_word_embeddings"] = spec.tied
     config.pop("dtype", None)  # the newer name; every release reads the older one
     config["torch_dtype"] = str(dtype).removeprefix("torch.")

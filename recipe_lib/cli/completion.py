@@ -46,13 +46,13 @@ def run(words: list[str]) -> int:
 
 def tree() -> argparse.ArgumentParser:
     """`tune` with all of its verbs, as one parser."""
-    from recipe_lib.cli.main import VERBS
+    from recipe_lib.cli.main import VERBS, module_of
 
     whole = argparse.ArgumentParser(prog="tune", description="Fine-tunes language models by recipes that you own.")
     whole.add_argument("-V", "--version", action="store_true", help="the version")
     verbs = whole.add_subparsers()
     for verb, text in VERBS.items():
-        own = importlib.import_module(f"recipe_lib.cli.{verb.replace('-', '_')}").parser()
+        own = importlib.import_module(module_of(verb)).parser()
         for action in own._actions:
             _mark(action)
         verbs.add_parser(verb, help=text, parents=[own], conflict_handler="resolve", add_help=False)

@@ -106,7 +106,7 @@ def read_datasets(cfg: Any, arguments: argparse.Namespace) -> tuple["Tokenizer",
     if cfg.tokenizer.path is None and (folder := _without_weights(cfg)):
         cfg = dataclasses.replace(cfg, tokenizer=dataclasses.replace(cfg.tokenizer, path=str(folder)))
     elif cfg.tokenizer.path is None:
-        source = resolve_model(cfg.model)
+        source = resolve_model(cfg.model, scored=cfg.scores_sequences, num_labels=cfg.num_labels)
     found = "".join(f"{visible(line)}\n" for line in settle_formats(cfg))
     found = "" if arguments.json else found
     sys.stdout.write(found if checks else "")

@@ -1,10 +1,11 @@
-"""`tune export CHECKPOINT --merge | --adapter | --hf`: what was trained, as others load it, and checked."""
+"""`tune export CHECKPOINT --merge | --adapter | --hf | --gguf | --quantize`: what was trained, as others load it."""
 
 import argparse
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipe_lib.checkpoint.export_kinds import GGUF_KINDS, GROUP_SIZE, QUANTIZED_KINDS
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.export_source import (
     ExportSource,
@@ -13,6 +14,7 @@ from recipe_lib.cli.export_source import (
     find_base,
     find_export,
     implementation_of,
+    write_merged,
 )
 from recipe_lib.config.local_files import base_name
 from recipe_lib.config.suggest import show
@@ -34,12 +36,27 @@ CHECKPOINT is a run's output_dir, one of its state/step_N, or the folder of a PE
   --merge    base and adapter as one Hugging Face model
   --hf       the model of a run that trained all weights, as a Hugging Face folder
 
+and for these also a model folder, of a run or not:
+
+  --gguf KIND      one file for llama.cpp and Ollama; of an adapter's folder, the adapter by itself
+  --quantize KIND  a Hugging Face folder with linears in 4 or 8 bits, by torchao
+
 An adapter's folder is only checked by --adapter without --out. The exit code is not 0 if the export differs."""
 
 
 def run(words: list[str]) -> int:
     """Exports and checks; prints what was written and how it compares."""
     arguments = read(words)
+    if arguments.gguf:
+        from recipe_lib.cli.export_gguf import export_gguf
+
+        export_gguf(arguments)
+        return DONE
+    if arguments.quantize:
+        from recipe_lib.cli.export_quantized import export_quantized
+
+        export_quantized(arguments)
+        return DONE
     found = find_export(arguments)
     if arguments.hf:
         export_hf(found, arguments)
@@ -54,8 +71,15 @@ def parser() -> Parser:
     options.add_argument("checkpoint", metavar="CHECKPOINT", help="output_dir, state/step_N, or an adapter's folder")
     for name, text in (("merge", "base and adapter as one model"), ("adapter", "the adapter"), ("hf", "all weights")):
         options.add_argument(f"--{name}", action="store_true", help=text)
+    options.add_argument("--gguf", choices=GGUF_KINDS, help="a GGUF file, its matrices in this type")
+    options.add_argument("--pre", metavar="NAME", help="--gguf: llama.cpp's pre-tokenizer, if it is not recognized")
+    options.add_argument("--quantize", choices=QUANTIZED_KINDS, help="a Hugging Face folder with quantized linears")
+    size = f"--quantize int4: weights that share a scale; default: {GROUP_SIZE}"
+    options.add_argument("--group-size", type=int, metavar="N", help=size)
     options.add_argument(
-        "--out", metavar="DIR", help="a new folder; default: next to the checkpoint, in the run's folder"
+        "--out",
+        metavar="PATH",
+        help="a new folder (--gguf: file); default: next to the checkpoint, in the run's folder",
     )
     options.add_argument(
         "--base", metavar="MODEL", help="the adapter's base; default: the one that run or adapter names"
@@ -71,8 +95,18 @@ def parser() -> Parser:
 def read(words: list[str]) -> argparse.Namespace:
     """The command line."""
     arguments = parser().parse(words)
-    if sum((arguments.merge, arguments.adapter, arguments.hf)) != 1:
-        raise ConfigError("tune export: expected one of --merge, --adapter and --hf; see `tune export --help`")
+    kinds = ("merge", "adapter", "hf", "gguf", "quantize")
+    if sum(bool(getattr(arguments, kind)) for kind in kinds) != 1:
+        *others, last = (f"--{kind}" for kind in kinds)
+        raise ConfigError(f"tune export: expected one of {', '.join(others)} and {last}; see `tune export --help`")
+    if arguments.pre and not arguments.gguf:
+        raise ConfigError("--pre: only a GGUF file names a pre-tokenizer; use it with --gguf, or leave it out")
+    if arguments.group_size is not None and arguments.quantize != "int4":
+        raise ConfigError("--group-size: is for --quantize int4; leave it out")
+    if arguments.device != "cpu" and (arguments.gguf or arguments.quantize):
+        raise ConfigError(
+            f"--device: found {arguments.device}, but this export is made and checked on cpu; leave it out"
+        )
     if arguments.dtype and not arguments.merge:
         raise ConfigError("--dtype: only a merged model may have another type; use it with --merge, or leave it out")
     if arguments.base and arguments.hf:
@@ -280,30 +314,16 @@ def _check_merged(
     device: "torch.device",
     trained: tuple["torch.Tensor", "torch.Tensor"],
 ) -> None:
-    from recipe_lib.checkpoint.adapter_files import BASE_STORAGE, read_adapter
-    from recipe_lib.checkpoint.merged import merge_adapter
-    from recipe_lib.checkpoint.rank_agreement import SingleRank
+    from recipe_lib.checkpoint.adapter_files import read_adapter
     from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
     from recipe_lib.models import read_config, read_trained_spec
     from recipe_lib.parallel import DTYPES
     from recipe_lib.training.next_commands import model_commands, print_next
 
-    implementation = implementation_of(found)
-    base_spec = read_trained_spec(read_config(base), str(base), implementation)
     held = read_adapter(adapter)
     wanted = DTYPES[arguments.dtype] if arguments.dtype else dtype
-    merge_adapter(
-        base,
-        adapter,
-        out,
-        quantize=held.metadata.get(BASE_STORAGE, "none"),
-        dtype=dtype,
-        out_dtype=wanted,
-        ranks=SingleRank(),
-        implementation=implementation,
-        **beside_weights(found, base, base_spec, is_adapter=False),
-    )
-    spec = read_trained_spec(read_config(out), str(out), implementation)
+    write_merged(found, base, adapter, out, dtype, wanted)
+    spec = read_trained_spec(read_config(out), str(out), implementation_of(found))
     print_wrapped(f"check: {len(held.tensors)} adapted modules are merged, every tensor of the model is there")
     comparison = compare(trained[0], prompt_logits(plain_model(spec, out, wanted, device)), trained[1])
     tell(f"model: {out}", comparison, min(dtype, wanted, key=lambda kind: kind.itemsize), out)

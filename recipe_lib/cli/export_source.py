@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.config.local_files import base_name
+from recipe_lib.config.local_files import BEST_FOLDER, base_name
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import print_wrapped
 
 if TYPE_CHECKING:
+    import torch
+
     from recipe_lib.models.spec import ModelSpec
 
 CONFIG, STATES = "config.yaml", "state"
@@ -37,7 +39,8 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
     if (path / "adapter_config.json").is_file():
         return ExportSource(*_run_at(path.parent, arguments, path.name == "adapter"), adapter=path, state=None)
     if (path / "manifest.json").is_file():
-        folder, cfg, records = _run_at(path.parent.parent, arguments)
+        is_best = path.absolute().parent.name == BEST_FOLDER
+        folder, cfg, records = _run_at(path.parent.parent.parent if is_best else path.parent.parent, arguments)
         if cfg is None:
             raise CheckpointError(f"{shown}: {CONFIG} of its run is missing; expected the state inside its output_dir")
         return ExportSource(folder, cfg, records, None, _state(path.parent, str(path)))
@@ -49,7 +52,7 @@ def find_export(arguments: argparse.Namespace) -> ExportSource:
         folder, cfg, records = _run_at(path, arguments, adapter=True)
         _tell_of_newer_state(path / STATES, path / "adapter" / "adapter_config.json")
         return ExportSource(folder, cfg, records, path / "adapter", None)
-    state = _state(path / STATES, "latest") if (path / STATES).is_dir() else None
+    state = _state_of_run(path / STATES, cfg) if (path / STATES).is_dir() else None
     if state is None:
         raise CheckpointError(f"{shown}: {_what_is_there(path)}")
     return ExportSource(folder, cfg, records, None, state)
@@ -103,6 +106,21 @@ def _state(root: Path, which: str) -> Path | None:
     return find_state(root, which, SingleRank())
 
 
+def _state_of_run(root: Path, cfg: Any) -> Path | None:
+    """Of a run that keeps its best step the weights of that, as the newest state has it; else the newest state."""
+    from recipe_lib.checkpoint.state_folders import best_state
+
+    best = best_state(root) if cfg.checkpoint.keep_best else None
+    if best is None:
+        return _state(root, "latest")
+    newer = [path.parent for path in root.glob("best/step_*/manifest.json") if path.parent != best]
+    newer = [path for path in newer if path.stat().st_mtime > best.stat().st_mtime]
+    print_wrapped(f"note: {best} is the best step of the run, and is taken")
+    for path in newer:
+        print_wrapped(f"note: {path} is newer, of steps after the last state; name it to export it")
+    return _state(best.parent, str(best))
+
+
 def implementation_of(found: ExportSource) -> str | None:
     """Of the run's model, or what the adapter says of its base; None: see `read_trained_spec`."""
     from recipe_lib.checkpoint.adapter_files import BASE_IMPLEMENTATION, read_adapter
@@ -132,15 +150,41 @@ def beside_weights(found: ExportSource, base: Path | None, spec: "ModelSpec", is
     folder = Path(cfg.tokenizer.path or base or find_base(cfg.model.path))
     tokenizer = load_tokenizer(folder, cfg.tokenizer.chat_template)
     template = trained_template(cfg, tokenizer)
-    step = int(found.state.name.split("_")[1].split("-")[0]) if found.state else None
+    step, exported = _exported_step(found.state) if found.state else _exported_by_run(run)
     shown = public_name(cfg.model.path, base) if cfg.model.path else cfg.model.preset
     commands = _commands(spec, shown, cfg.trained_adapters if is_adapter else None, template is not None)
     return {
         "tokenizer_folder": folder,
         "chat_template": template,
         "stop_ids": tokenizer.stop_ids,
-        "card": run_card(cfg, base, commands, is_adapter=is_adapter, run=run, step=step) if run else None,
+        "card": run_card(cfg, base, commands, is_adapter=is_adapter, run=run, step=step, exported=exported)
+        if run
+        else None,
     }
+
+
+def _exported_step(state: Path) -> tuple[int, str | None]:
+    """The step of a state and, if it holds the weights of a best one, by which number."""
+    import json
+
+    from recipe_lib.checkpoint.state_folders import STATE, step_of
+
+    extra = json.loads((state / STATE).read_bytes())["extra"]
+    is_best = state.absolute().parent.name == BEST_FOLDER
+    return step_of(state), f"best step {step_of(state)}: {extra['metric']} {extra['value']:.4f}" if is_best else None
+
+
+def _exported_by_run(records: Path | None) -> tuple[int | None, str | None]:
+    """The step of the adapter that a run has exported, where it looked for a best one; by its summary."""
+    import json
+
+    from recipe_lib.training.records.metrics import SUMMARY_FILE
+
+    try:
+        summary = json.loads((records / SUMMARY_FILE).read_bytes()) if records else {}
+        return summary.get("exported_step"), summary.get("outcome")
+    except (OSError, ValueError, AttributeError):  # it was killed before it had one
+        return None, None
 
 
 def _beside_strange_adapter(
@@ -188,3 +232,30 @@ def base_of(found: ExportSource, arguments: argparse.Namespace) -> Path:
     if not name:
         raise CheckpointError(f"{show(arguments.checkpoint)}: adapter_config.json names no base; give it with --base")
     return find_adapter_base(arguments.checkpoint, name)
+
+
+def write_merged(
+    found: ExportSource, base: Path, adapter: Path, out: Path, dtype: "torch.dtype", out_dtype: "torch.dtype"
+) -> None:
+    """The adapter merged into its base, as the folder `out`. dtype: of the base while the adapter was trained.
+
+    CheckpointError, StorageError; then there is no folder."""
+    from recipe_lib.checkpoint.adapter_files import BASE_STORAGE, read_adapter
+    from recipe_lib.checkpoint.merged import merge_adapter
+    from recipe_lib.checkpoint.rank_agreement import SingleRank
+    from recipe_lib.models import read_config, read_trained_spec
+
+    implementation = implementation_of(found)
+    merge_adapter(
+        base,
+        adapter,
+        out,
+        quantize=read_adapter(adapter).metadata.get(BASE_STORAGE, "none"),
+        dtype=dtype,
+        out_dtype=out_dtype,
+        ranks=SingleRank(),
+        implementation=implementation,
+        **beside_weights(
+            found, base, read_trained_spec(read_config(base), str(base), implementation), is_adapter=False
+        ),
+    )

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.draw_options import add_draw_options, draw_faults
+from recipe_lib.cli.prompt_file import SUFFIXES, answer_all, prompts_as_tokens, read_prompts
 from recipe_lib.cli.talk import talk
 from recipe_lib.config.local_files import MODEL_FOLDER, check_model_there
 from recipe_lib.config.suggest import show
@@ -31,6 +33,8 @@ WHAT is a model folder, the folder of a PEFT adapter (its base is found by its a
 
 With --prompt it gives one answer. Without, it is a conversation: what is typed is answered, and so is each line of a
 pipe. /reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer.
+
+--prompts answers those of a file in batches, one JSON object a line; with --out FILE a second start goes on with it.
 
 The prompt is a user's message: it is put into the tokenizer's chat template, or without one into the plain template
 that training uses. --raw takes it as the beginning of the text itself; --raw --prompt '' begins from nothing."""
@@ -58,7 +62,9 @@ def run(words: list[str]) -> int:
     tokenizer = load_tokenizer(source.tokenizer, by_key=False)
     if arguments.system is not None:
         check_system(tokenizer, arguments.system)
-    if arguments.prompt is None:
+    if arguments.prompts is not None:
+        answer_file(source, tokenizer, arguments)
+    elif arguments.prompt is None:
         converse(source, tokenizer, arguments)
     else:
         complete(source, tokenizer, arguments)
@@ -71,17 +77,15 @@ def parser() -> Parser:
     what = "model, adapter or output_dir, or a hub id that was downloaded"
     options.add_argument("checkpoint", metavar="WHAT", help=what)
     options.add_argument("--prompt", metavar="TEXT", help="what to answer or to continue; without it: a conversation")
+    options.add_argument("--prompts", metavar="FILE", help="prompts to answer: .txt, one a line, or .jsonl")
+    options.add_argument("--out", metavar="FILE", help="--prompts: where the answers go; default: standard output")
+    options.add_argument("--batch-size", type=int, metavar="N", help="--prompts: answered at a time; default: 8")
     options.add_argument("--system", metavar="TEXT", help="the system's message, before everything else")
     options.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without a template")
     options.add_argument("--base", metavar="MODEL", help="an adapter's base; default: the one that the adapter names")
     kept = "how an adapter's base is kept; auto: as it was trained"
     options.add_argument("--quantize-base", default="auto", choices=STORAGES, help=kept)
-    options.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: 256")
-    temperature = "0 (default): always the likeliest token; 1: draw as the model was trained"
-    options.add_argument("--temperature", type=float, default=0.0, metavar="T", help=temperature)
-    options.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
-    options.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest likeliest that sum to P")
-    options.add_argument("--seed", type=int, default=42, help="of the draws; default: 42")
+    add_draw_options(options)
     options.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the checkpoint's")
     options.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
     return options
@@ -94,24 +98,11 @@ def read(words: list[str]) -> argparse.Namespace:
 
 def check(arguments: argparse.Namespace) -> None:
     """Refuses numbers that make no sense, all at once."""
-    temperature, top_k, top_p = arguments.temperature, arguments.top_k, arguments.top_p
-    faults = []
-    if arguments.max_new_tokens < 1:
-        faults.append(f"--max-new-tokens: found {arguments.max_new_tokens}, expected a number >= 1")
-    if not 0 <= temperature < float("inf"):
-        faults.append(f"--temperature: found {temperature}, expected a number >= 0")
-    if top_k is not None and top_k < 1:
-        faults.append(f"--top-k: found {top_k}, expected a number >= 1")
-    if top_p is not None and not 0 < top_p <= 1:
-        faults.append(f"--top-p: found {top_p}, expected a number above 0 and up to 1")
-    if temperature == 0 and (top_k is not None or top_p is not None):
-        given = " and ".join(name for name, value in (("--top-k", top_k), ("--top-p", top_p)) if value is not None)
-        faults.append(f"{given}: without effect at temperature 0, which takes the likeliest token; add --temperature 1")
-    if not 0 <= arguments.seed < 2**63:
-        faults.append(f"--seed: found {arguments.seed}, expected a number from 0 to 2^63 - 1")
+    faults = draw_faults(arguments)
     if arguments.prompt == "" and not arguments.raw:
         faults.append("--prompt: is empty; give a text, or begin from nothing with --raw")
-    if arguments.raw and arguments.prompt is None:
+    faults += prompts_faults(arguments)
+    if arguments.raw and arguments.prompt is None and arguments.prompts is None:
         faults.append("--raw: continues a text, and there is none; give it with --prompt")
     if arguments.raw and arguments.system is not None:
         faults.append("--system: --raw writes no messages; leave one of the two out")
@@ -122,6 +113,24 @@ def check(arguments: argparse.Namespace) -> None:
             faults.append(f"{option}: is not UTF-8; give it in UTF-8 text")
     if faults:
         raise ConfigError(*faults)
+
+
+def prompts_faults(arguments: argparse.Namespace) -> list[str]:
+    """What is wrong with --prompts and what goes with it; the batch size gets its default."""
+    if arguments.prompts is None:
+        given = [
+            f"--{name.replace('_', '-')}" for name in ("out", "batch_size") if getattr(arguments, name) is not None
+        ]
+        return [f"{name}: is of --prompts, which is missing" for name in given]
+    faults = []
+    if arguments.prompt is not None:
+        faults.append("--prompt: --prompts has prompts already; leave one of the two out")
+    if Path(arguments.prompts).suffix not in SUFFIXES:
+        faults.append(f"--prompts: found {show(arguments.prompts)}, expected a file {' or '.join(SUFFIXES)}")
+    if arguments.batch_size is not None and arguments.batch_size < 1:
+        faults.append(f"--batch-size: found {arguments.batch_size}, expected a number >= 1")
+    arguments.batch_size = arguments.batch_size or 8
+    return faults
 
 
 def check_system(tokenizer: "Tokenizer", text: str) -> None:
@@ -170,6 +179,14 @@ def complete(source: "GenerationSource", tokenizer: "Tokenizer", arguments: argp
     print(last, flush=True)
     if is_empty and not last:
         get_logger().info("note: %s", NO_ANSWER)
+
+
+def answer_file(source: "GenerationSource", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
+    """Answers the prompts of a file."""
+    prompts = read_prompts(Path(arguments.prompts).expanduser())
+    tokens = prompts_as_tokens(prompts, source, tokenizer, raw=arguments.raw, system=arguments.system)
+    with loaded(source, arguments) as (model, device):
+        answer_all(model, source, tokenizer, prompts, tokens, arguments, device)
 
 
 def converse(source: "GenerationSource", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ VERBS = {
     "ls": "recipes and their configs",
     "cat": "show a config: its file, every resolved value, or every key explained",
     "cp": "copy a recipe or a config, to make it yours",
+    "import": "turn a config of torchtune, Axolotl or LLaMA-Factory into one of ours",
     "validate": "check a config, all faults at once",
     "download": "fetch a model from the Hugging Face hub",
     "data": "show a config's sequences as they will be trained, or check all of them",
@@ -28,10 +29,14 @@ VERBS = {
     "doctor": "look at this machine: GPUs, links, memory, disks; what is wrong, and what to set",
     "teach": "write a teacher's likeliest tokens of a dataset, to train from without the teacher",
     "run": "run a recipe, on one process or many",
+    "eval": "measure what was trained on held-out samples, and its base: loss, perplexity, answers",
     "export": "write what was trained as others load it: adapter, merged model, Hugging Face folder",
+    "upload": "put a trained model or adapter with its card on the Hugging Face hub",
     "generate": "talk to what was trained, or complete a prompt",
     "completion": "what a shell completes after `tune`",
 }
+# Verbs whose word cannot be the name of a module.
+MODULES = {"import": "import_config"}
 # What a verb does, for who waits; the others are done in a moment, or say it themselves.
 WAITS = {
     "validate": "checking the config",
@@ -40,7 +45,9 @@ WAITS = {
     "plan": "planning",
     "tp-plan": "planning",
     "doctor": "looking at this machine",
+    "eval": "evaluating",
     "export": "exporting",
+    "upload": "looking at the files",
 }
 
 
@@ -109,7 +116,12 @@ def _run_verb(words: list[str]) -> int:
         hint = did_you_mean(verb, known) or f"; one of: {', '.join(known)}"
         raise ConfigError(f"tune: unknown {what} {show(verb)!r}{hint}")
     with _shown(verb):
-        return importlib.import_module(f"recipe_lib.cli.{verb.replace('-', '_')}").run(rest)
+        return importlib.import_module(module_of(verb)).run(rest)
+
+
+def module_of(verb: str) -> str:
+    """The module that has a verb's `parser` and `run`."""
+    return f"recipe_lib.cli.{MODULES.get(verb, verb.replace('-', '_'))}"
 
 
 def _shown(verb: str) -> AbstractContextManager[Any]:

@@ -33,9 +33,10 @@ _RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILI
 _NO_DISTILLATION = "there is none for distillation"
 _ELSEWHERE = {
     "lora_dpo_single_device": "did you mean dpo_distributed? It runs on one device too",
+    "reward": "did you mean reward_distributed?",
     "generate": "did you mean `tune generate MODEL`?",
     "quantize": "weights are quantized while they are read: lora.quantize_base=nf4, or int8",
-    "eleuther_eval": "lm-eval loads what a run exports: lm_eval --model hf --model_args pretrained=OUTPUT_DIR/model",
+    "eleuther_eval": "did you mean `tune eval OUTPUT_DIR --lm-eval TASKS`?",
     "qat_distributed": "there is none for quantization-aware training",
     "qat_lora_finetune_distributed": "there is none for quantization-aware training",
     "knowledge_distillation_single_device": _NO_DISTILLATION,

@@ -133,8 +133,9 @@ def ranks_of(flags: Sequence[str]) -> int | None:
     return int(numbers[0]) * int(numbers[1])
 
 
-def take_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(torchrun's flags, the other words): they may stand anywhere, as `tune plan` starts nothing."""
+def take_flags(words: Sequence[str], verb: str = "plan") -> tuple[list[str], list[str]]:
+    """(torchrun's flags, the other words): they may stand anywhere, unlike those of `tune run`. verb: of ours, for
+    errors."""
     flags: list[str] = []
     others: list[str] = []
     given: dict[str, str] = {}
@@ -144,7 +145,7 @@ def take_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
         name, equals, _ = word.partition("=")
         flag = name.replace("_", "-") if name.startswith("-") else ""
         if flag in REFUSED:
-            raise ConfigError(f"tune plan: {name} cannot be used: RECIPE is the name of a recipe or a .py file")
+            raise ConfigError(f"tune {verb}: {name} cannot be used: RECIPE is the name of a recipe or a .py file")
         taken = 0
         if flag in WITHOUT_VALUE or (word[:2] in ("-r", "-t") and len(word) > 2):
             taken = 1
@@ -152,7 +153,7 @@ def take_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
             refuse_second(given, words[position : position + 2])
             taken = 1 if equals else 2
         if position + taken > len(words):
-            raise ConfigError(f"tune plan: {show(word)}: expected a value")
+            raise ConfigError(f"tune {verb}: {show(word)}: expected a value")
         (flags if taken else others).extend(words[position : position + max(1, taken)])
         position += max(1, taken)
     return flags, others

@@ -4,6 +4,7 @@ from recipe_lib.config.load import load_config, parse_arguments
 from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.recipes.reward_distributed import RewardFinetuneConfig
 from recipe_lib.config.registry import register, registered
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.schema_data import resolved_sources
@@ -13,6 +14,7 @@ __all__ = [
     "DpoFinetuneConfig",
     "FullFinetuneConfig",
     "LoraFinetuneConfig",
+    "RewardFinetuneConfig",
     "load_config",
     "parse_arguments",
     "register",

@@ -78,8 +78,12 @@ _ELSEWHERE = {
     "validation.source": "eval_dataset eval_file validation_file test_datasets eval_data_path dataset_val val_dataset "
     "valid_data_path validation.dataset validation.path validation.dataset_path dataset_validation",
     "validation.split": "dataset_test_split eval_split dataset_eval_split",
+    "validation.metrics": "compute_metrics eval_metrics",
+    "validation.max_new_tokens": "generation_max_length generation_max_new_tokens eval_max_new_tokens",
     "validation.every_n_steps": "eval_steps eval_interval eval_freq val_check_interval run_val_every_n_steps "
     "validation.freq validation.interval evals_per_epoch val_every_n_steps",
+    "validation.patience": "early_stopping_patience early_stopping_steps early_stopping",
+    "validation.min_delta": "early_stopping_threshold early_stopping_min_delta",
     "validation.max_samples": "max_eval_samples max_val_samples",
     "validation.batch_size": "per_device_eval_batch_size eval_batch_size batch_size_val validation.local_batch_size",
     "optimizer": "optim_args",
@@ -158,6 +162,9 @@ _ELSEWHERE = {
     "checkpoint_interval checkpoint_every checkpoint.every checkpoint.freq ckpt_interval",
     "checkpoint.keep_last_n": "save_total_limit keep_last_n_checkpoints keep_latest_k max_to_keep "
     "checkpoint.keep_last num_checkpoints_to_keep keep_last_n_steps",
+    "checkpoint.keep_best": "load_best_model_at_end save_best_model keep_best_checkpoint",
+    "checkpoint.best_metric": "metric_for_best_model monitor best_model_metric",
+    "checkpoint.greater_is_better": "metric_greater_is_better",
     "checkpoint.save_model": "save_final_model save_hf_model export_model last_save_model_only",
     "checkpoint.max_shard_gib": "max_shard_size shard_size",
     "log": "logging metrics metric_logger_config",
@@ -196,6 +203,9 @@ _ELSEWHERE = {
     "liger_glu_activation lora_mlp_kernel",
     "matmul_dtype": "float8 fp8 enable_fp8_training fp8_recipe fp8_format float8_recipe enable_fp8 "
     "float8.recipe_name quantize.linear.float8.recipe_name",
+    "qat": "qat_scheme qat_quantizer quantization_aware_training quantizer fake_quant qat.weight_dtype",
+    "qat_group_size": "qat.group_size quantizer.groupsize groupsize",
+    "qat_start_step": "fake_quant_after_n_steps qat.fake_quant_after_n_steps quantization_delay",
     "lora": "peft peft_config lora_config",
     "lora.rank": "lora_r lora_rank r",
     "lora.alpha": "lora_alpha",
@@ -309,6 +319,7 @@ CHOICE_ALIASES = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "output_proj": "o", "gate_proj": "gate",
     "up_proj": "up", "down_proj": "down", "w1": "gate", "w2": "down", "w3": "up",
     "embed_tokens": "embedding", "lm_head": "head", "output": "head",
+    "unpaired_preference": "kto",
     "dpo_sigmoid": "sigmoid", "cdpo": "sigmoid", "lora": "adapters", "full": "all", "time": "compute", "true": "full",
     "constant_with_warmup": "constant", "float8": "fp8",
     "interleaved1f1b": "interleaved_1f1b", "interleavedzerobubble": "interleaved_zero_bubble",

@@ -13,6 +13,7 @@ from typing import Any
 from recipe_lib.config.optimizer_facts import built_in_optimizers, optimizer_facts
 
 Condition = str | Callable[[Any], str | None]
+SCORED_METRICS = ("exact_match", "token_accuracy")  # of `validation.metrics`, measured of likelihoods
 
 
 def disable_idle(cfg: Any, keys: Iterable[Any], judged: Iterable[str]) -> list[str]:
@@ -98,7 +99,7 @@ def has_turns(cfg: Any) -> str | None:
 
 def has_earlier_answers(cfg: Any) -> str | None:
     """a format of conversations"""
-    return _only(cfg, {"text", "prompt_completion", "preference"})
+    return _only(cfg, {"text", "prompt_completion", "preference", "kto", "classification"})
 
 
 def may_exceed_length(cfg: Any) -> str | None:
@@ -108,7 +109,9 @@ def may_exceed_length(cfg: Any) -> str | None:
 
 def chooses_labels(cfg: Any) -> str | None:
     """a format whose samples leave open what is trained"""
-    return _only(cfg, {"preference"}) or (_only(cfg, {"text"}) if cfg.data.train_on != "all" else None)
+    return _only(cfg, {"preference", "kto", "classification"}) or (
+        _only(cfg, {"text"}) if cfg.data.train_on != "all" else None
+    )
 
 
 def reads_hub(cfg: Any) -> str | None:
@@ -121,6 +124,18 @@ def validates_on_hub(cfg: Any) -> str | None:
     """a hub dataset in `validation.source`"""
     is_hub = str(cfg.validation.source).startswith("hub:")
     return None if is_hub else "validation.source is no dataset of the hub"
+
+
+def generates_in_validation(cfg: Any) -> str | None:
+    """a plugin's metric in `validation.metrics`"""
+    if cfg.validation.source is None:
+        return "validation.source is null"
+    return None if generated_metrics(cfg) else "validation.metrics names no metric of a plugin"
+
+
+def generated_metrics(cfg: Any) -> list[str]:
+    """The names in `validation.metrics` that are measured of generated answers: a plugin's."""
+    return [name for name in cfg.validation.metrics if name not in SCORED_METRICS]
 
 
 def trained_dtype(cfg: Any) -> str:

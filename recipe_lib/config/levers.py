@@ -11,7 +11,7 @@ from recipe_lib.config.keys import read_schema
 # Sections, and single keys of others.
 LEVER_SECTIONS = ("lora", "dpo", "distill", "memory", "parallel")
 LEVERS = (
-    "compile", "fused_kernels", "matmul_dtype", "loss", "model.implementation", "data.packing",
+    "compile", "fused_kernels", "matmul_dtype", "qat", "qat_group_size", "loss", "model.implementation", "data.packing",
     "data.pad_to_multiple_of", "optimizer.name", "optimizer.momentum", "optimizer.state_bits",
     "optimizer.master_weights", "optimizer.stochastic_rounding", "optimizer.implementation",
 )  # fmt: skip
@@ -27,7 +27,7 @@ NO_LEVERS = (
 )  # fmt: skip
 # Keys whose text says nothing about a user's data, folders and accounts.
 _HARMLESS = re.compile(
-    r"(lora|dpo|memory|parallel|optimizer|lr_scheduler|model)\..*|dtype|matmul_dtype|loss|"
+    r"(lora|dpo|memory|parallel|optimizer|lr_scheduler|model)\..*|dtype|matmul_dtype|qat|loss|"
     r"distill\.(divergence|quantize_teacher|trainable)"
 )
 _PLAIN = re.compile(r"[+-]?[\d_.]+(e[+-]?\d+)?|true|false|null", re.IGNORECASE)

@@ -42,6 +42,7 @@ def install_line(extra: str) -> str:
 
 
 STATE_FOLDER = "state"
+BEST_FOLDER = "best"  # in it: weights of a best step, `checkpoint.keep_best`
 MODEL_FOLDER = "model"
 ADAPTER_FOLDER = "adapter"
 EARLIER_FOLDER = "earlier"  # of a run that `overwrite_output_dir=true` replaces, until the new model is whole
@@ -66,13 +67,15 @@ def check_earlier_run(cfg: Any) -> None:
     if cfg.overwrite_output_dir:
         return
     has_state = any((folder / STATE_FOLDER).glob("step_*"))
+    has_best = any((folder / STATE_FOLDER / BEST_FOLDER).glob("step_*"))
     kept = any(folder.glob(f"{EARLIER_FOLDER}*/{STATE_FOLDER}/step_*"))
     has_model = any(
         (folder / name).exists() or any(folder.glob(_HALF_EXCHANGED.format(name)))
         for name in (MODEL_FOLDER, ADAPTER_FOLDER)
     )
-    if cfg.resume is None and (has_state or has_model or kept):
+    if cfg.resume is None and (has_state or has_best or has_model or kept):
         held = "saved states" if has_state or (kept and not has_model) else "a trained model"
+        held = "the weights of a best step" if has_best and not (has_state or has_model or kept) else held
         remedy = "resume=latest goes on from them, " if has_state else ""
         raise ConfigError(
             f"output_dir: {folder} holds {held} of an earlier run; {remedy}overwrite_output_dir=true replaces what "

@@ -1,4 +1,4 @@
-"""Components chosen by name: dataset formats, optimizers, losses, trackers, models.
+"""Components chosen by name: dataset formats, optimizers, losses, metrics, trackers, models.
 
 A config holds a registered name and never an import path, so that nothing in a config runs. The names that
 ship are declared here, with the module that registers them; that module is imported when one is first
@@ -31,10 +31,11 @@ Component = TypeVar("Component", bound=Callable[..., Any])
 BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
     "data.format": (
         "recipe_lib.data.formats",
-        ("alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference"),
+        ("alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "kto", "classification"),
     ),
     "optimizer.name": ("recipe_lib.optim.algorithms", tuple(built_in_optimizers())),
     "loss": ("recipe_lib.ops.cross_entropy", ("cross_entropy",)),
+    "metric": ("recipe_lib.generation.answer_metrics", ("exact_match",)),
     "log.trackers": ("recipe_lib.training.records.trackers", ("tensorboard", "wandb", "trackio")),
     "model": ("recipe_lib.external.module_spec", ("native", "transformers")),
 }

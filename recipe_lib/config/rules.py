@@ -5,42 +5,21 @@ world (ranks, devices, files) can decide is not here: it is checked where the wo
 makes idle is no fault: `needs` at the key in the schema says so.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any
 
 from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.idle import formats, trained_dtype
 from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, micro_batches, schedule_fault, token_ranks
+from recipe_lib.config.recipe_facts import SAMPLES
 from recipe_lib.config.registry import BUILT_IN
+from recipe_lib.config.rule import Rule
+from recipe_lib.config.rules_of_qat import QAT_RULES
+from recipe_lib.config.rules_of_validation import VALIDATION_RULES
 from recipe_lib.config.schema import LINEARS
 from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
 from recipe_lib.config.schema_data import resolved_sources
 from recipe_lib.config.suggest import did_you_mean, quote
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One combination of settings that is refused.
-
-    keys: those it is about, whose places an error names. applies: true for a config that has it. example: overrides
-    that bring it about on a config of `recipe` with a checkpoint and local data. reads: further keys that it looks at.
-    found: what it has found, with its numbers and the remedy; None: reason and remedy say all.
-    """
-
-    keys: tuple[str, ...]
-    applies: Callable[[Any], Any]
-    reason: str
-    remedy: str
-    example: tuple[str, ...]
-    recipe: str = "full_finetune_distributed"
-    reads: tuple[str, ...] = ()
-    found: Callable[[Any], str] | None = None
-
-    def line(self, cfg: Any) -> str:
-        """`model.path, model.preset: both are set; keep ...`, for a config that has it."""
-        what = f"{self.reason}; {self.remedy}" if self.found is None else self.found(cfg)
-        return f"{', '.join(self.keys)}: {what}"
 
 
 def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
@@ -48,10 +27,9 @@ def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
     return [rule for rule in RULES if all(key in judged for key in (*rule.keys, *rule.reads)) and rule.applies(cfg)]
 
 
-_LORA, _DPO, _EXTERNAL = "lora_finetune_distributed", "dpo_distributed", "model.implementation=transformers"
-_DISTILL = "distill_distributed"
+_LORA, _DPO, _REWARD = "lora_finetune_distributed", "dpo_distributed", "reward_distributed"
+_EXTERNAL, _DISTILL = "model.implementation=transformers", "distill_distributed"
 _FORMATS = ("data.source", "data.sources", "data.format", "validation.source", "validation.format")
-_NO_PAIRS = {*BUILT_IN["data.format"][1]} - {"preference"}
 _TARGETS = (*LINEARS, "embedding", "head", *MIXTURE_TARGETS, "all-linear")
 _BATCH = ("batch_size", "gradient_accumulation_steps")
 _SCHEDULE = ("parallel.pipeline", "parallel.pipeline_schedule", "parallel.pipeline_stages_per_rank")
@@ -60,6 +38,12 @@ _SPLITTING = ", ".join(name for name, facts in SCHEDULES.items() if facts.splits
 _PIPELINE = ("parallel.pipeline=2", "gradient_accumulation_steps=4")
 _IN_BACKWARD = ("memory.optimizer_in_backward=true", "memory.optimizer_offload=true", "clip_grad_norm=null")
 _PIPELINE_IN_ONE = ("parallel.pipeline=2", "batch_size=4", "parallel.pipeline_microbatches=4")
+
+
+def _unused_formats(cfg: Any, samples: str) -> set[str]:
+    """The formats that a recipe for such samples has no use for; empty for another recipe."""
+    others = formats(cfg) & {*BUILT_IN["data.format"][1]} - {*SAMPLES[samples]}
+    return others if getattr(cfg, "samples", "answers") == samples else set()
 
 
 def _streams_trained(cfg: Any) -> bool:
@@ -289,12 +273,31 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.pad_to_multiple_of", "max_seq_len"), lambda cfg: cfg.data.pad_to_multiple_of > cfg.max_seq_len,
          "every sequence would be padded beyond the longest that there can be",
          "lower data.pad_to_multiple_of to max_seq_len or less", ("data.pad_to_multiple_of=4096",)),
-    Rule(("data.format",), lambda cfg: not getattr(cfg, "trains_on_pairs", False) and "preference" in formats(cfg),
+    Rule(("data.format",), lambda cfg: "preference" in _unused_formats(cfg, "answers"),
          "this recipe has no use for pairs of a chosen and a rejected answer",
          "choose another format, or run dpo_distributed", ("data.format=preference",), reads=_FORMATS),
-    Rule(("dpo.loss", "data.format"), lambda cfg: formats(cfg) & _NO_PAIRS,
+    Rule(("data.format",), lambda cfg: _unused_formats(cfg, "answers") & {"kto", "classification"},
+         "this recipe has no use for the labels of such samples",
+         "choose another format, or run dpo_distributed with dpo.loss=kto, or reward_distributed with "
+         "reward.loss=classification", ("data.format=kto",), reads=_FORMATS),
+    Rule(("dpo.loss", "data.format"), lambda cfg: _unused_formats(cfg, "pairs"),
          "the loss compares a chosen with a rejected answer, which samples of this format do not have",
          "set data.format to preference", ("data.format=alpaca",), recipe=_DPO, reads=_FORMATS),
+    Rule(("dpo.loss", "data.format"), lambda cfg: _unused_formats(cfg, "labeled answers"),
+         "the loss is one of answers that are wanted or not, which samples of this format do not say",
+         "set data.format to kto, or to preference, whose pairs are taken apart",
+         ("dpo.loss=kto", "data.format=alpaca"), recipe=_DPO, reads=_FORMATS),
+    Rule(("reward.loss", "data.format"), lambda cfg: _unused_formats(cfg, "pairs"),
+         "the loss compares a chosen with a rejected answer, which samples of this format do not have",
+         "set data.format to preference, or reward.loss=classification", ("data.format=alpaca",), _REWARD, _FORMATS),
+    Rule(("reward.loss", "data.format"), lambda cfg: _unused_formats(cfg, "classes"),
+         "samples of this format have no class", "set data.format to classification, or reward.loss=pairwise",
+         ("reward.loss=classification", "data.format=preference"), recipe=_REWARD, reads=_FORMATS),
+    Rule(("model.implementation", "reward.loss"), _external,
+         "the score head is one of our own decoder", "set model.implementation=native", (_EXTERNAL,), recipe=_REWARD),
+    Rule(("lora.target_modules", "reward.loss"), lambda cfg: "head" in cfg.lora.target_modules,
+         "a score head is in the place of the output head, and is trained whole",
+         "leave head out of lora.target_modules", ("lora.target_modules=[q, head]",), recipe=_REWARD),
     Rule(("distill.teacher", "distill.teacher_preset", "distill.from_disk"),
          lambda cfg: len(cfg.distill.sources) != 1,
          "the teacher's probabilities are from one of them", "set one",
@@ -357,6 +360,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("device", "matmul_dtype"), lambda cfg: cfg.matmul_dtype == "fp8" and cfg.device == "cpu",
          "FP8 matmuls take a GPU of compute capability 8.9 or more",
          "remove matmul_dtype, or choose int8, which runs anywhere", ("device=cpu", "matmul_dtype=fp8")),
+    *QAT_RULES,
     Rule(("parallel.pipeline_microbatches", "batch_size", "gradient_accumulation_steps"), _uneven,
          "the sequences of a step, batch_size x gradient_accumulation_steps, are no multiple of the micro-batches",
          "choose a divisor of them", (*_PIPELINE, "parallel.pipeline_microbatches=3"), reads=_SCHEDULE,
@@ -391,5 +395,6 @@ RULES: tuple[Rule, ...] = (
          "remove lora.merge_on_save, or set model.path",
          ("~model.path", "model.preset=llama3/8B", "tokenizer.path=x", "lora.merge_on_save=true"), recipe=_LORA,
          reads=("model.path",)),
+    *VALIDATION_RULES,
 )
 # fmt: on

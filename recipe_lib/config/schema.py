@@ -136,6 +136,24 @@ class CheckpointConfig:
         minimum=1,
         known_as="torchtune keep_last_n_checkpoints; HF save_total_limit",
     )
+    keep_best: bool = key(
+        False,
+        "Keep the weights of the step that is best by best_metric, in output_dir/state/best, and export those.",
+        known_as="HF load_best_model_at_end",
+    )
+    best_metric: str = key(
+        "validation_loss",
+        "The number of the recipe's validation that says which step is best; of a preference run also "
+        "validation_reward_accuracy, validation_reward_margin.",
+        needs="checkpoint.keep_best or validation.patience",
+        known_as="HF metric_for_best_model",
+    )
+    greater_is_better: bool | None = key(
+        None,
+        "Whether a higher best_metric is better; null: unless its name ends in loss, perplexity or error.",
+        needs="checkpoint.keep_best or validation.patience",
+        known_as="HF greater_is_better",
+    )
     save_model: bool = key(
         True, "Write the trained model as a Hugging Face folder at the end.", known_as="HF Trainer.save_model"
     )
@@ -279,4 +297,26 @@ class FullFinetuneConfig(RecipeFacts):
         "scaled row by row; weights stay in dtype. null: dtype.",
         choices=("fp8", "int8"),
         known_as="torchtitan float8; HF fp8 mixed_precision",
+    )
+    qat: str | None = key(
+        None,
+        "Quantization-aware training: the layers' linears compute with weights rounded to this type, fp8 with inputs "
+        "too, as an export in it will; what is trained and saved are the weights before rounding. null: off.",
+        choices=("int4", "int8", "fp8"),
+        known_as="torchao QATConfig; torchtune qat_distributed quantizer; Axolotl qat.weight_dtype",
+    )
+    qat_group_size: int = key(
+        32,
+        "int4: weights of a row that share a scale; divides the rows of every linear.",
+        minimum=2,
+        most=2**16,
+        needs="qat = int4",
+        known_as="torchao group_size; torchtune groupsize; Axolotl qat.group_size",
+    )
+    qat_start_step: int = key(
+        0,
+        "Optimizer steps that train without rounding first.",
+        minimum=0,
+        needs="qat",
+        known_as="torchtune and Axolotl fake_quant_after_n_steps",
     )

@@ -240,6 +240,36 @@ class ValidationConfig:
         needs="validation.source",
         known_as="HF per_device_eval_batch_size",
     )
+    metrics: list[str] = key(
+        [],
+        "Also measure: `token_accuracy`, label tokens that are the likeliest ones; `exact_match`, sequences of which "
+        "all are, as greedy decoding gives them; or a plugin's metric of generated answers.",
+        kind="metric",
+        also=("token_accuracy",),
+        needs="validation.source",
+        known_as="HF compute_metrics",
+    )
+    max_new_tokens: int = key(
+        256,
+        "Tokens of an answer that is generated for a plugin's metric.",
+        minimum=1,
+        most=2**20,
+        needs=idle.generates_in_validation,
+        known_as="HF generation_max_length",
+    )
+    patience: int | None = key(
+        None,
+        "Stop after this many validations in a row without a better checkpoint.best_metric; null: never.",
+        minimum=1,
+        known_as="HF early_stopping_patience; Lightning EarlyStopping.patience",
+    )
+    min_delta: float = key(
+        0.0,
+        "By how much more the number has to be better to count for patience.",
+        minimum=0,
+        needs="validation.patience",
+        known_as="HF early_stopping_threshold; Lightning EarlyStopping.min_delta",
+    )
 
 
 HUB = "hub:"

@@ -1,8 +1,8 @@
 """Datasets: samples out of files, chat templates and label masks, the order of samples, batches."""
 
-from recipe_lib.data.batches import Batch, StepBatches, make_step, validation_steps
+from recipe_lib.data.batches import Batch, StepBatches, make_step, validation_batch_size, validation_steps
 from recipe_lib.data.checks import check_vocabulary, warn_of_overlap, warn_of_positions
-from recipe_lib.data.dataset import Dataset, TokenSequence
+from recipe_lib.data.dataset import Dataset, TokenSequence, as_trained
 from recipe_lib.data.dataset_report import report_lines
 from recipe_lib.data.find_format import settle_formats
 from recipe_lib.data.loader import step_batches
@@ -27,6 +27,7 @@ __all__ = [
     "Packs",
     "TokenSequence",
     "StepBatches",
+    "as_trained",
     "build_dataset",
     "build_datasets",
     "build_validation_dataset",
@@ -41,6 +42,7 @@ __all__ = [
     "step_batches",
     "system_fault",
     "trained_template",
+    "validation_batch_size",
     "validation_steps",
     "warn_of_overlap",
     "warn_of_positions",

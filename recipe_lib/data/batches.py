@@ -4,14 +4,14 @@ b sequences, s tokens. One holds one document, or several when packed; padding i
 a pad id may be a real token. Items of two sequences (pairs) stay in one micro-batch, each a separate document.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from recipe_lib.data.dataset import Dataset
+from recipe_lib.data.dataset import Dataset, TokenSequence
 from recipe_lib.data.packing import pack
 from recipe_lib.ops.attention import AttentionInfo, document_positions, make_attention_info
 from recipe_lib.ops.fused_loss import IGNORED
@@ -25,8 +25,9 @@ class Batch:
 
     positions int64 `[b, s]` and attention: of packed sequences; None for right-padded ones of one document each, where
     causality is enough. segments int64 `[b, s]`: for items of several sequences, which of the micro-batch's
-    `num_segments` a token is of (of pair i the chosen is 2 i, the rejected 2 i + 1), -1 for padding; else None.
-    sequences: for each row the numbers of the dataset's sequences in it, in their order.
+    `num_segments` a token is of (of pair i the chosen is 2 i, the rejected 2 i + 1), -1 for padding; else None. values:
+    of labeled items, fp64 `[items of the micro-batch]`; they have segments too. sequences: for each row the numbers of
+    the dataset's sequences in it, in their order.
     """
 
     tokens: torch.Tensor
@@ -35,6 +36,7 @@ class Batch:
     attention: AttentionInfo | None = None
     segments: torch.Tensor | None = None
     num_segments: int = 0
+    values: torch.Tensor | None = None
     sequences: tuple[tuple[int, ...], ...] = ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
@@ -64,7 +66,8 @@ class StepBatches:
     """One step's micro-batches of this rank; the counts are those of all ranks together.
 
     trained_tokens: targets that the loss counts. total_tokens: tokens of sequences. padded_tokens: also padding.
-    items: sequences, or pairs.
+    items: sequences, or pairs. step: optimizer steps of the run before this one; None: of no run. mismatched: for each
+    micro-batch its prompts with other samples' answers, where those were asked for; the counts leave them out.
     """
 
     micro_batches: list[Batch]
@@ -72,14 +75,23 @@ class StepBatches:
     total_tokens: int
     padded_tokens: int
     items: int = 0
+    step: int | None = None
+    mismatched: list[Batch] = field(default_factory=list)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "StepBatches":
         """The same on another device."""
-        return replace(self, micro_batches=[batch.to(device, non_blocking) for batch in self.micro_batches])
+        return self._each(lambda batch: batch.to(device, non_blocking))
 
     def pin_memory(self) -> "StepBatches":
         """The same in host memory that a device can copy from by itself."""
-        return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])
+        return self._each(Batch.pin_memory)
+
+    def _each(self, change: Callable[[Batch], Batch]) -> "StepBatches":
+        return replace(
+            self,
+            micro_batches=[change(batch) for batch in self.micro_batches],
+            mismatched=[change(batch) for batch in self.mismatched],
+        )
 
 
 def make_step(
@@ -92,6 +104,7 @@ def make_step(
     pad_id: int | None = None,
     multiple: int = 1,
     pack_length: int | None = None,
+    mismatched: int | None = None,
 ) -> StepBatches:
     """This rank's part of a step whose slots, over all ranks, are `slots` (`DataPlan.slots`, or one item number each).
 
@@ -100,10 +113,12 @@ def make_step(
 
     multiple: sequences are padded to a multiple of so many tokens. pack_length: they are packs, padded to so many
     tokens before that; None: to the longest slot of their micro-batch, packs if any slot of the step holds several
-    items."""
+    items. mismatched: also each prompt with the answer of the item before it in the step (of the first, the last
+    one's), at most so many tokens of the two; whatever the division of the step, these are the same."""
     if len(slots) != batch_size * accumulation * data_ranks:
         raise ValueError(f"{len(slots)} slots for {data_ranks} ranks x {accumulation} micro-batches x {batch_size}")
-    step = _StepSlots(dataset, slots, batch_size, pad_id, multiple, pack_length)
+    answer_of = None if mismatched is None else _circle(slots)
+    step = _StepSlots(dataset, slots, batch_size, pad_id, multiple, pack_length, mismatched, answer_of)
     return step.batches(range(data_rank, data_ranks * accumulation, data_ranks))
 
 
@@ -115,10 +130,12 @@ def validation_steps(
     pad_id: int | None = None,
     multiple: int = 1,
     packing_capacity: int | None = None,
+    mismatched: int | None = None,
 ) -> Iterator[StepBatches]:
     """All items exactly once, one micro-batch a step: in file order, or with `packing_capacity` in packs of it.
 
     A rank that runs out of items gets sequences without labels, so that all ranks run the same number of batches.
+    mismatched: as for `make_step`, with the item before in the file.
     """
     slots = [np.array([item]) for item in range(len(dataset.item_lengths))]
     pack_length = None
@@ -126,13 +143,26 @@ def validation_steps(
         packs = pack(dataset.item_lengths, packing_capacity * dataset.group)
         slots = [packs[number] for number in range(len(packs))]
         pack_length = max(int(dataset.item_lengths[slot].sum()) for slot in slots)
-    batch_size = min(batch_size, max(1, -(-len(slots) // data_ranks)))  # more would be empty
+    batch_size = validation_batch_size(len(slots), data_ranks, batch_size)
     together = batch_size * data_ranks
     nothing = np.empty(0, dtype=np.int64)
+    answer_of = None if mismatched is None else _circle(range(dataset.items))
     for start in range(0, len(slots), together):
         part = slots[start : start + together]
         part += [nothing] * (together - len(part))
-        yield _StepSlots(dataset, part, batch_size, pad_id, multiple, pack_length).batches([data_rank])
+        step = _StepSlots(dataset, part, batch_size, pad_id, multiple, pack_length, mismatched, answer_of)
+        yield step.batches([data_rank])
+
+
+def _circle(order: Iterable[Any]) -> dict[int, int]:
+    """Of items, or slots of them, each one's and the one before it, of the first the last."""
+    circle = np.concatenate([np.atleast_1d(slot) for slot in order]).tolist()
+    return dict(zip(circle, circle[-1:] + circle[:-1], strict=True))
+
+
+def validation_batch_size(items: int, data_ranks: int, batch_size: int) -> int:
+    """Sequences of a rank's validation batch: no more than there are for it."""
+    return min(batch_size, max(1, -(-items // data_ranks)))
 
 
 class _StepSlots:
@@ -146,11 +176,16 @@ class _StepSlots:
         pad_id: int | None,
         multiple: int,
         pack_length: int | None,
+        most: int | None,
+        answer_of: Mapping[int, int] | None,
     ) -> None:
+        """answer_of: of mismatched sequences the prompt's item -> the answer's. most: tokens of one."""
         self.dataset, self.batch_size = dataset, batch_size
         self.slots = [np.atleast_1d(slot) for slot in slots]
         self.pad_id, self.multiple, self.pack_length = pad_id or 0, multiple, pack_length
         self.packed = pack_length is not None or any(len(slot) > 1 for slot in self.slots)
+        self.answer_of = answer_of or {}
+        self.most = most or 0  # tokens of a mismatched sequence
 
     def batches(self, own: Sequence[int]) -> StepBatches:
         """own: numbers of this rank's micro-batches."""
@@ -162,6 +197,7 @@ class _StepSlots:
             total_tokens=int(self.dataset.lengths[numbers].sum()),
             padded_tokens=sum(self.width(micro_batch) * len(micro_batch) for micro_batch in rows),
             items=len(numbers) // self.dataset.group,
+            mismatched=[self.mismatched(rows[number]) for number in own] if self.answer_of else [],
         )
 
     def sequences_of(self, number: int) -> list[list[int]]:
@@ -180,26 +216,46 @@ class _StepSlots:
 
     def batch(self, rows: list[list[int]]) -> Batch:
         """The dataset's sequences, one after the other in each row of the batch."""
-        width = self.width(rows)
+        batch = self._filled([[self.dataset[number] for number in row] for row in rows], self.width(rows))
+        batch = replace(batch, sequences=tuple(map(tuple, rows)))
+        if not self.dataset.labeled:
+            return batch
+        items = [number // self.dataset.group for row in rows for number in row][:: self.dataset.group]
+        return replace(batch, values=torch.from_numpy(self.dataset.values[items]))
+
+    def mismatched(self, rows: list[list[int]]) -> Batch:
+        """The prompts of the same sequences, each with the answer of another one."""
+        changed = [[self._mismatched(number) for number in row] for row in rows]
+        width = max([1, *(sum(len(sequence.tokens) for sequence in row) for row in changed)])
+        return self._filled(changed, -(-width // self.multiple) * self.multiple)
+
+    def _mismatched(self, number: int) -> TokenSequence:
+        """A prompt is what stands before the first label, an answer what comes from there on."""
+        own, other = self.dataset[number], self.dataset[self.answer_of[number]]
+        start, begin = (int(np.argmax(sequence.labels != IGNORED)) for sequence in (own, other))
+        tokens = np.concatenate([own.tokens[: start + 1], other.tokens[begin + 1 :]])
+        labels = np.concatenate([np.full(start, IGNORED, dtype=np.int32), other.labels[begin:]])
+        return TokenSequence(tokens[: self.most], labels[: self.most])
+
+    def _filled(self, rows: list[list[TokenSequence]], width: int) -> Batch:
         tokens = np.full((len(rows), width), self.pad_id, dtype=np.int64)
         labels = np.full((len(rows), width), IGNORED, dtype=np.int64)
         segments = np.full((len(rows), width), -1, dtype=np.int64)
         lengths: list[list[int]] = []
         segment = 0
-        for at, numbers in enumerate(rows):
+        for at, sequences in enumerate(rows):
             lengths.append([])
             start = 0
-            for number in numbers:
-                own = self.dataset[number]
+            for own in sequences:
                 end = start + len(own.tokens)
                 tokens[at, start:end], labels[at, start:end] = own.tokens, own.labels
                 segments[at, start:end] = segment
                 lengths[-1].append(len(own.tokens))
                 start, segment = end, segment + 1
-        batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels), sequences=tuple(map(tuple, rows)))
+        batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
         if self.packed:
             positions, info = document_positions(lengths, width), make_attention_info(lengths, width)
             batch = replace(batch, positions=positions, attention=info)
-        if self.dataset.group > 1:
+        if self.dataset.group > 1 or self.dataset.labeled:
             batch = replace(batch, segments=torch.from_numpy(segments), num_segments=segment)
         return batch

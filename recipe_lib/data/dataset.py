@@ -9,12 +9,21 @@ from typing import Any
 
 import numpy as np
 
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.ops.fused_loss import IGNORED
 
 # The arrays that a dataset is stored as, one file each, and the type of their numbers.
-ARRAYS = {"ids": "<i4", "trained": "u1", "offsets": "<i8", "file_of": "<i4", "sample_of": "<i8", "digests": "<u8"}
+ARRAYS = {
+    "ids": "<i4",
+    "trained": "u1",
+    "offsets": "<i8",
+    "file_of": "<i4",
+    "sample_of": "<i8",
+    "digests": "<u8",
+    "values": "<f8",
+}
 _PRINTED = ("ids", "trained", "offsets")  # what the fingerprint looks at
 
 
@@ -51,7 +60,8 @@ class Dataset:
     An item is what an order is made of: `group` sequences that stay together. group: 1, or 2 for preference pairs
     (sequence 2i is chosen, sequence 2i + 1 rejected). items: how many. item_lengths: int64 `[items]`, tokens of all
     sequences of an item. source_of: int16 `[items]`, number of the source an item came from. weights: one for each
-    source."""
+    source. values: fp64 `[items]`, a pair's margin, a class' number, 1 or 0 of an answer that is wanted or not;
+    labeled: whether batches have them."""
 
     def __init__(
         self,
@@ -66,22 +76,34 @@ class Dataset:
         weights: Sequence[float] = (1.0,),
         origin: Origin | None = None,
         checksums: Mapping[str, str] | None = None,
+        values: np.ndarray | None = None,
+        labeled: bool = False,
+        scored: int | None = None,
     ) -> None:
         """ids: int32 `[n]`; offsets: int64 `[sequences + 1]`; trained: uint8 `[n]`. settings: enter the fingerprint.
 
         source_of: None, if all items are from one source. checksums: SHA-256 of arrays by name, where they are known.
+        scored: a sequence's tokens are all its ids, so many at most, and its one label is at the last of them.
         """
         self.ids, self._offsets, self._trained, self._origin = ids, offsets, trained, origin
         self.report, self.group, self.weights = report, group, tuple(map(float, weights))
-        self.lengths = np.diff(offsets) - 1
-        self.trained_counts = np.add.reduceat(trained, offsets[:-1], dtype=np.int64)
+        self._settings, self._checksums, self._scored, self.labeled = settings, checksums, scored, labeled
+        if scored is None:
+            self.lengths = np.diff(offsets) - 1
+            self.trained_counts = np.add.reduceat(trained, offsets[:-1], dtype=np.int64)
+        else:
+            self.lengths = np.minimum(np.diff(offsets), scored)
+            self.trained_counts = np.ones(len(self.lengths), dtype=np.int64)
         self.item_lengths = self.lengths if group == 1 else self.lengths.reshape(-1, group).sum(axis=1)
         self.items = len(self.item_lengths)
         self.source_of = np.zeros(self.items, dtype=np.int16) if source_of is None else source_of
+        self.values = np.zeros(self.items) if values is None else values
         known = checksums or {
             name: checksum(part) for name, part in zip(_PRINTED, (ids, trained, offsets), strict=True)
         }
         printed = [settings, group, self.weights, [known[name] for name in _PRINTED], checksum(self.source_of)]
+        if labeled:
+            printed += [checksum(self.values), report.classes if report else [], scored]
         self.fingerprint = hashlib.sha256(json.dumps(printed, sort_keys=True).encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -92,6 +114,11 @@ class Dataset:
             raise IndexError(f"sequence {number} of {len(self)}")
         start, end = int(self._offsets[number]), int(self._offsets[number + 1])
         ids = self.ids[start:end]
+        if self._scored is not None:
+            ids = ids[: self._scored]
+            labels = np.full(len(ids), IGNORED, dtype=np.int32)
+            labels[-1] = ids[-1]
+            return TokenSequence(ids, labels)
         labels = np.where(self._trained[start + 1 : end], ids[1:], np.int32(IGNORED))
         return TokenSequence(ids[:-1], labels)
 
@@ -99,6 +126,51 @@ class Dataset:
     def label_counts(self) -> np.ndarray:
         """int64 `[sequences]`: labels of each sequence, which its first id, that no token comes before, is none of."""
         return self.trained_counts - self._trained[self._offsets[:-1]]
+
+    def labeled_answers(self) -> "Dataset":
+        """The same with their values in batches; of pairs an item for each answer, whose value is 1 for a chosen one
+        and 0 for a rejected one."""
+        if self.group == 1:
+            return self._seen(labeled=True)
+        once = self._origin
+        split = {
+            "group": 1,
+            "source_of": np.repeat(self.source_of, 2),
+            "values": np.tile([1.0, 0.0], self.items),
+            "origin": once and Origin(
+                once.files,
+                np.repeat(once.file_of, 2),
+                np.repeat(once.sample_of, 2),
+                np.repeat(once.digests, 2) ^ np.tile(np.array([0, 1], dtype=np.uint64), self.items),
+            ),
+        }  # fmt: skip
+        return self._seen(**split | {"labeled": True})
+
+    def scored(self, most: int) -> "Dataset":
+        """The same with their values in batches, and all ids of a sequence, `most` or fewer, as its tokens: a score is
+        read at the last one, whose label alone is none of -100."""
+        return self._seen(labeled=True, scored=most)
+
+    def with_values(self, values: np.ndarray) -> "Dataset":
+        """The same with other values, fp64 `[items]`."""
+        return self._seen(values=values)
+
+    def _seen(self, **changes: Any) -> "Dataset":
+        made: dict[str, Any] = {
+            "group": self.group,
+            "source_of": self.source_of,
+            "weights": self.weights,
+            "origin": self._origin,
+            "checksums": self._checksums,
+            "values": self.values,
+            "labeled": self.labeled,
+            "scored": self._scored,
+        }
+        return Dataset(self.ids, self._offsets, self._trained, self.report, self._settings, **made | changes)
+
+    def last_ids(self) -> set[int]:
+        """The ids that sequences end with, those that are only targets included."""
+        return set(np.unique(self.ids[self._offsets[1:] - 1]).tolist())
 
     def trained_tokens(self, number: int) -> int:
         """How many targets of a sequence the loss counts."""
@@ -137,6 +209,13 @@ class Dataset:
     def largest_id(self) -> int:
         """The largest id in any sequence."""
         return int(self.ids.max())
+
+
+def as_trained(cfg: FullFinetuneConfig, dataset: Dataset) -> Dataset:
+    """The dataset as the recipe of a config trains on it."""
+    if cfg.scores_sequences:
+        return dataset.scored(cfg.max_seq_len)
+    return dataset.labeled_answers() if cfg.samples == "labeled answers" else dataset
 
 
 def checksum(array: np.ndarray) -> str:

@@ -33,6 +33,9 @@ class DataReport:
     pairs: int = 0
     chats: int = 0  # samples that the template writes: conversations and preferences
     preferences: int = 0  # of them, those that became a pair, whatever is left of it
+    labels: int = 0  # answers that are said to be wanted or not
+    classified: int = 0  # samples that have a class
+    classes: list[str] = field(default_factory=list)  # their names, as items' values number them
     tokens: int = 0
     trained_tokens: int = 0
     prompt_tokens: int = 0  # tokens that the loss could count and does not, without BOS
@@ -217,6 +220,8 @@ class DataReport:
         return self.samples_read - sum(self.bad_samples.values()) - self.texts
 
     def _label_tokens(self) -> str:
+        if self.classified:
+            return "whole texts, each of which has a class"
         if self.train_on == "all" or (self.texts and not self._others):
             return "all tokens"
         return "answers incl. end-of-turn, and whole texts" if self.texts else "answers incl. end-of-turn"

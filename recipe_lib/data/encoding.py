@@ -12,7 +12,17 @@ from recipe_lib.data.dataset import digest_of
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.find_format import fitting
 from recipe_lib.data.sample_columns import Renamed, columns_section, overrides
-from recipe_lib.data.samples import Completion, Conversation, Document, Preference, Sample, SampleFault, located
+from recipe_lib.data.samples import (
+    Classified,
+    Completion,
+    Conversation,
+    Document,
+    LabeledAnswer,
+    Preference,
+    Sample,
+    SampleFault,
+    located,
+)
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.errors import DataError, UserError
@@ -32,7 +42,8 @@ class Task(NamedTuple):
 @dataclass
 class Chunk:
     """What a run of samples became. ids int32, trained uint8: of all its sequences in order. lengths: ids of each.
-    sample_of, digests: of each item. fault: why the run stops here; what came before it counts for nothing then."""
+    sample_of, digests, values: of each item. classes: by number, the names of those whose numbers are values. fault:
+    why the run stops here; what came before it counts for nothing then."""
 
     report: DataReport
     ids: array = field(default_factory=lambda: array("i"))
@@ -40,10 +51,13 @@ class Chunk:
     lengths: array = field(default_factory=lambda: array("q"))
     sample_of: array = field(default_factory=lambda: array("q"))
     digests: array = field(default_factory=lambda: array("Q"))
+    values: array = field(default_factory=lambda: array("d"))
+    classes: list[str] = field(default_factory=list)
     fault: UserError | None = None
 
-    def append(self, sample: int, *encoded: tuple[Sequence[int], Sequence[bool]]) -> None:
-        """An item of one sequence, or of two that stay together. sample: its number in the file."""
+    def append(self, sample: int, *encoded: tuple[Sequence[int], Sequence[bool]], value: float = 0.0) -> None:
+        """An item of one sequence, or of two that stay together. sample: its number in the file. value: a margin, a
+        class' number in `classes`, or 1 for an answer that is wanted."""
         ids, trained = array("i"), bytearray()
         for own_ids, own_trained in encoded:
             ids.extend(own_ids)
@@ -52,6 +66,7 @@ class Chunk:
         self.ids.extend(ids)
         self.trained.extend(trained)
         self.sample_of.append(sample)
+        self.values.append(value)
         self.digests.append(digest_of(ids.tobytes(), bytes(trained)))
 
 
@@ -119,7 +134,7 @@ class SourceEncoder:
             wanted = ", ".join(self.columns.get(name, name) for name in missing)
             found = ", ".join(sorted(map(str, sample))[:12]) or "none"
             (one,) = overrides(columns_section(self.section), {missing[0]: "NAME"})
-            others = fitting(sample, self.columns)
+            others = fitting(sample, self.columns)  # of those without labels
             remedy = f"these are of the format {others[0]}: set {self.section}.format={others[0]}" if others else ""
             raise SampleFault(
                 f"no column {wanted}",
@@ -134,26 +149,39 @@ class SourceEncoder:
             self._add_document(chunk, number, sample.text)
             return
         items = self._items(report, place, sample)
-        if isinstance(sample, Conversation | Preference):
+        content = sample.content if isinstance(sample, Classified) else sample
+        if isinstance(content, Conversation | Preference | LabeledAnswer):
             report.template = self.encoder.template
             report.chats += 1
             report.preferences += isinstance(sample, Preference)
         report.apart_samples += any(encoded.apart for item in items for encoded in item)
         report.unseen_samples += any(encoded.left_out for item in items for encoded in item)
+        report.labels += isinstance(sample, LabeledAnswer)
+        report.classified += isinstance(sample, Classified)
         for item in items:
             kept = self._shortened(report, place, item)
             if kept:
                 report.pairs += len(kept) == 2
+                if isinstance(sample, Classified):  # read as a whole, as a text is
+                    report.text_tokens += len(kept[0].ids) - 1
                 report.untrained_ends += sum(encoded.untrained_ends for encoded in kept)
                 report.prompt_tokens += sum(map(self._prompt_tokens, kept))
-                chunk.append(number, *((encoded.ids, encoded.trained) for encoded in kept))
+                found = ((encoded.ids, encoded.trained) for encoded in kept)
+                chunk.append(number, *found, value=_value(sample, chunk.classes))
 
     def _items(
-        self, report: DataReport, place: str, sample: Conversation | Completion | Preference
+        self,
+        report: DataReport,
+        place: str,
+        sample: Conversation | Completion | Preference | LabeledAnswer | Classified,
     ) -> list[tuple[Encoded, ...]]:
         """What a sample becomes: a pair, or its sequences one by one."""
         if isinstance(sample, Preference):
             return [self.encoder.encode_preference(sample)]
+        if isinstance(sample, LabeledAnswer):
+            return [(self.encoder.encode_answer(sample.prompt, sample.completion, sample.tools, sample.places),)]
+        if isinstance(sample, Classified):
+            return [(self.encoder.encode_whole(sample.content),)]
         whole = self.encoder.encode_sample(sample)
         if isinstance(sample, Conversation) and self.cfg.train_on != "all":
             report.openings += sample.messages[0]["role"] == "assistant"
@@ -216,3 +244,14 @@ class SourceEncoder:
                 return
             report.text_tokens += len(piece) - 1
             chunk.append(number, (piece, [False] + [True] * (len(piece) - 1)))
+
+
+def _value(sample: Sample, classes: list[str]) -> float:
+    """The number that an item keeps. classes: names that have a number; a new one is added."""
+    if isinstance(sample, Classified):
+        if sample.label not in classes:
+            classes.append(sample.label)
+        return float(classes.index(sample.label))
+    if isinstance(sample, LabeledAnswer):
+        return float(sample.label)
+    return sample.margin if isinstance(sample, Preference) else 0.0

@@ -7,7 +7,8 @@ from itertools import islice
 from typing import Any
 
 from recipe_lib.config.local_files import cache_root
-from recipe_lib.config.registry import names, registered
+from recipe_lib.config.recipe_facts import SAMPLES
+from recipe_lib.config.registry import BUILT_IN, names, registered
 from recipe_lib.config.schema import FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import resolved_sources, validation_source
 from recipe_lib.config.suggest import did_you_mean
@@ -16,7 +17,7 @@ from recipe_lib.data.samples import SampleFault
 from recipe_lib.data.sources import SampleFile, open_sources
 from recipe_lib.errors import ConfigError, DataError, visible
 
-AUTO, PAIRS = "auto", "preference"
+AUTO, PAIRS, LABELED = "auto", "preference", ("kto", "classification")
 LOOKED_AT, AMONG = 100, 1000  # samples that can be read, among the first of each file
 MOST_NAMED = 12  # columns that a line names
 # Of several formats whose columns are all there, the first: `text` is often one more column, the whole sample in a row.
@@ -24,24 +25,30 @@ _ORDER = ("preference", "messages", "sharegpt", "alpaca", "prompt_completion", "
 _LISTS = ("messages", "conversations")
 
 
-def fitting(sample: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:
-    """The formats whose columns a sample has, the likeliest first. columns: as `data.columns`."""
-    own = [name for name in names("data.format") if name not in _ORDER]  # of plugins
+def _order(samples: str) -> tuple[str, ...]:
+    """For a recipe that trains on such samples: those with labels are looked for where a recipe has a use for these."""
+    return _ORDER if set(SAMPLES[samples]) <= set(_ORDER) else tuple(dict.fromkeys((*SAMPLES[samples], *_ORDER)))
+
+
+def fitting(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str = "answers") -> list[str]:
+    """The formats whose columns a sample has, the likeliest first. columns: as `data.columns`. samples: see
+    RecipeFacts."""
+    own = [name for name in names("data.format") if name not in BUILT_IN["data.format"][1]]  # of plugins
     found, others = list[str](), list[str]()
-    for name in (*own, *_ORDER):
+    for name in (*own, *_order(samples)):
         required = _required(name)
         there = [sample.get(columns.get(column, column)) for column in required]
         is_list = [isinstance(value, list) or (isinstance(value, str) and is_json_list(value)) for value in there]
         lists = [column in _LISTS for column in required]
         if required and None not in there:
-            fits = name in own or name == PAIRS or is_list == lists
+            fits = name in (*own, PAIRS, *LABELED) or is_list == lists
             (found if fits else others).append(name)
     return found or others  # reading says what is wrong with a column that is no list, or is one
 
 
-def _with_nulls(sample: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:
+def _with_nulls(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str) -> list[str]:
     """The formats whose columns a sample has the names of, whatever they hold."""
-    found = [(name, _required(name)) for name in _ORDER]
+    found = [(name, _required(name)) for name in _order(samples)]
     return [name for name, own in found if all(columns.get(column, column) in sample for column in own)]
 
 
@@ -94,8 +101,8 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
     """The format of a source; `auto` where none of its samples can be read."""
     files = open_sources(source, cache=cache_root(cfg.data.cache_dir), section=section)
     section = columns_section(section)
-    found = find_format(files, source.columns or {}, section)
-    if (found == PAIRS) > cfg.trains_on_pairs:
+    found, usable = find_format(files, source.columns or {}, section, cfg.samples), SAMPLES[cfg.samples]
+    if found == PAIRS and PAIRS not in usable:
         raise ConfigError(
             f"{source.source}: found {PAIRS}s (chosen, rejected), which this recipe has no use for; choose other "
             "samples, or run dpo_distributed"
@@ -105,6 +112,12 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
             f"{source.source}: found the columns of the format {found}, expected those of {PAIRS} (chosen, rejected), "
             f"as the loss compares two answers; name yours with {section}.columns.chosen=NAME, or train with "
             "lora_finetune_distributed"
+        )
+    if not cfg.trains_on_pairs and found in (*_ORDER, *LABELED) and found not in usable:
+        raise ConfigError(
+            f"{source.source}: found the columns of the format {found}, expected those of {usable[0]} "
+            f"({', '.join(_required(usable[0]))}), as the loss needs a label; name yours with "
+            f"{section}.columns.label=NAME, or train with lora_finetune_distributed"
         )
     return found
 
@@ -127,21 +140,23 @@ def _optional(name: str) -> tuple[str, ...]:
     return tuple(getattr(registered("data.format", name), "optional", ()))
 
 
-def find_format(files: Sequence[SampleFile], columns: Mapping[str, str], section: str = "data") -> str:
+def find_format(
+    files: Sequence[SampleFile], columns: Mapping[str, str], section: str = "data", samples: str = "answers"
+) -> str:
     """The format that the most of the first samples of the files have the columns of.
 
-    section: of the config, for the error. `auto` where no sample can be read. Raises DataError if the samples are of no
-    format.
+    section: of the config, for the error. samples: what the recipe trains on, see RecipeFacts. `auto` where no sample
+    can be read. Raises DataError if the samples are of no format.
     """
     _check_names(columns, section)
     first = _first(files)
-    votes = Counter(name for _, sample in first for name in fitting(sample, columns)[:1])
-    if not votes and first and not _remedy(first[0][1], section):
-        votes = Counter(name for _, sample in first for name in _with_nulls(sample, columns)[:1])
+    votes = Counter(name for _, sample in first for name in fitting(sample, columns, samples)[:1])
+    if not votes and first and not _remedy(first[0][1], section, samples):
+        votes = Counter(name for _, sample in first for name in _with_nulls(sample, columns, samples)[:1])
     if votes or not first:  # of columns that hold null, reading says so
         return votes.most_common(1)[0][0] if votes else AUTO
     place, sample = first[0]
-    raise DataError(f"{place}: {no_format(sample, columns, section)}")
+    raise DataError(f"{place}: {no_format(sample, columns, section, samples)}")
 
 
 def _first(files: Sequence[SampleFile]) -> list[tuple[str, dict[str, Any]]]:
@@ -167,20 +182,20 @@ def _one_of(known: set[str]) -> str:
     return f", expected one of {', '.join(sorted(known))}"
 
 
-def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: str) -> str:
+def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: str, samples: str = "answers") -> str:
     """What is wrong with a sample that no format has the columns of, and what to set."""
     named = [f"{name} (null)" if value is None else str(name) for name, value in sample.items()]
     found = ", ".join(sorted(named)[:MOST_NAMED]) or "none"
-    own = {name: [columns.get(column, column) for column in _required(name)] for name in _ORDER}
+    own = {name: [columns.get(column, column) for column in _required(name)] for name in _order(samples)}
     known = "; ".join(f"{name}: {', '.join(names)}" for name, names in own.items())
-    remedy = "" if columns else _remedy(sample, section)
+    remedy = "" if columns else _remedy(sample, section, samples)
     remedy = remedy or f"say which column is which with {section}.format and {section}.columns"
     return f"found the columns {found}, which are those of no format ({known}); {remedy}"
 
 
-def _remedy(sample: Mapping[str, Any], section: str) -> str:
+def _remedy(sample: Mapping[str, Any], section: str, samples: str) -> str:
     """The overrides that name the sample's columns, where they are known by other names."""
-    for name in _ORDER:
+    for name in _order(samples):
         own = {column: called(column, sample, OTHER_NAMES.get(column, ())) for column in _required(name)}
         if not all(own.values()) or len(set(own.values())) < len(own):
             continue

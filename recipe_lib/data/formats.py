@@ -1,10 +1,12 @@
 """How a sample of a dataset is read, by the name in `data.format`.
 
 A format is a function from a sample (a dict, its columns renamed by `data.columns`) to a Conversation, a Completion, a
-Document or a Preference. A plugin registers its own with `@register("data.format", "name")`, and says with
-`@columns(...)` which columns it reads; it raises SampleFault for a sample that it cannot use.
+Document, a Preference, a LabeledAnswer or a Classified text. A plugin registers its own with
+`@register("data.format", "name")`, and says with `@columns(...)` which columns it reads; it raises SampleFault for a
+sample that it cannot use.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
@@ -32,14 +34,17 @@ from recipe_lib.data.sample_columns import (
     text_of,
 )
 from recipe_lib.data.samples import (
+    Classified,
     Completion,
     Conversation,
     Document,
+    LabeledAnswer,
     MessagePlace,
     Preference,
     Sample,
     SampleFault,
     SamplePlaces,
+    shown,
 )
 from recipe_lib.data.tool_calls import read_tools
 
@@ -115,12 +120,13 @@ def read_text(sample: RawSample) -> Document:
 
 
 @register("data.format", "preference")
-@columns("chosen", "rejected", optional=("prompt", "conversations", "system", "tools"))
+@columns("chosen", "rejected", optional=("prompt", "conversations", "system", "tools", "margin"))
 def read_preference(sample: RawSample) -> Preference:
     """`chosen` and `rejected`: two answers (text or a message each), or two conversations that begin alike.
 
     What comes before them is `prompt` (text, or messages) or `conversations`; where the conversations hold it already,
-    neither is needed. The prompt is all that both have in common, up to the answer in which they part.
+    neither is needed. The prompt is all that both have in common, up to the answer in which they part. `margin`: a
+    number, by how much the chosen one is better.
     """
     if sample.get("prompt") is not None and sample.get("conversations") is not None:
         raise SampleFault("two prompts", "found prompt and conversations, expected one of the two")
@@ -153,7 +159,89 @@ def read_preference(sample: RawSample) -> Preference:
             if messages[number]["role"] == "assistant":
                 check_answer(messages[number], places.text(number))
     both = SamplePlaces(chosen.places, path), SamplePlaces(rejected.places, path)
-    return Preference(chosen.messages[:shared], chosen.messages[shared:], rejected.messages[shared:], tools, both)
+    answers = chosen.messages[shared:], rejected.messages[shared:]
+    return Preference(chosen.messages[:shared], *answers, tools, both, _margin(sample.get("margin")))
+
+
+def _margin(value: object) -> float:
+    """0 where there is none, NaN for what is no number."""
+    if value is None:
+        return 0.0
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    try:
+        return float(value) if is_number or isinstance(value, str) else math.nan  # type: ignore[arg-type]
+    except (OverflowError, ValueError):
+        return math.nan
+
+
+@register("data.format", "kto")
+@columns("prompt", "completion", "label", optional=("system", "tools"))
+def read_kto(sample: RawSample) -> LabeledAnswer:
+    """`prompt` (text, or messages), `completion` (text, a message, or several) and `label`: whether the completion is
+    wanted (true) or not (false)."""
+    label = _truth(sample)
+    before = _system(sample) + _turns(sample, "prompt", "user")
+    whole = _continued(before, _turns(sample, "completion", "assistant"))
+    tools, path = read_tools(sample)
+    places, shared = SamplePlaces(whole.places, path), len(before.messages)
+    if not any(message["role"] != "system" for message in whole.messages[:shared]):
+        where = path_of(sample, "prompt")
+        raise SampleFault("no prompt", f"{where}: found no message of the user, expected what is answered")
+    last = whole.messages[-1]["role"] if len(whole.messages) > shared else "nothing"
+    if last != "assistant":
+        where = path_of(sample, "completion")
+        raise SampleFault("no answer", f"{where}: found {last} at its end, expected an answer")
+    check_order(whole.messages, places)
+    for number in range(shared, len(whole.messages)):
+        if whole.messages[number]["role"] == "assistant":
+            check_answer(whole.messages[number], places.text(number))
+    return LabeledAnswer(whole.messages[:shared], whole.messages[shared:], label, tools, places)
+
+
+_TRUTHS = {"true": True, "false": False, "1": True, "0": False}  # as JSON has them, and as tables' text
+
+
+def _truth(sample: RawSample) -> bool:
+    value = sample.get("label")
+    found = _TRUTHS.get(str(value).strip().lower()) if isinstance(value, (bool, int, str)) else None
+    if found is None:
+        where = path_of(sample, "label")
+        raise SampleFault("label is not true or false", f"{where}: found {shown(value)}, expected true or false")
+    return found
+
+
+@register("data.format", "classification")
+@columns("label", optional=("text", "prompt", "messages", "system", "tools"))
+def read_classification(sample: RawSample) -> Classified:
+    """`label`, a whole number from 0 on or the class' name, and what has it: `text` as it stands, `prompt` (text of the
+    user) or `messages`."""
+    given = [name for name in ("text", "prompt", "messages") if sample.get(name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none of them"
+        raise SampleFault("no one text", f"found {found}, expected one of text, prompt and messages")
+    label = _class(sample)
+    if given == ["text"]:
+        text = text_of(sample, "text")
+        if not text.strip():
+            raise SampleFault(
+                "empty text", f"{path_of(sample, 'text')}: found an empty text, expected one with a class"
+            )
+        return Classified(Document(text), label)
+    turns = _system(sample) + _turns(sample, given[0], "user")
+    tools, path = read_tools(sample)
+    places = SamplePlaces(turns.places, path)
+    check_order(turns.messages, places)
+    return Classified(Conversation(turns.messages, tools, places), label)
+
+
+def _class(sample: RawSample) -> str:
+    """The name of a class; that of a number is its digits."""
+    value = sample.get("label")
+    text = str(value).strip() if isinstance(value, (bool, int, str)) else ""
+    if not text or (isinstance(value, int) and value < 0):
+        where = path_of(sample, "label")
+        raise SampleFault("no class", f"{where}: found {shown(value)}, expected text or a whole number from 0 on")
+    return text.lower() if isinstance(value, bool) else text
 
 
 def _check_prompt(sample: RawSample, chosen: Turns, rejected: Turns, shared: int) -> None:

@@ -25,6 +25,7 @@ def step_batches(
     accumulation: int,
     pad_id: int | None = None,
     multiple: int = 1,
+    mismatched: int | None = None,
     workers: int = 0,
     device: torch.device | str = "cpu",
 ) -> Iterator[StepBatches]:
@@ -35,7 +36,7 @@ def step_batches(
     rest. To an accelerator, batches are copied out of pinned memory without waiting.
     """
     device = torch.device(device)
-    maker = _StepMaker(dataset, data_rank, data_ranks, batch_size, accumulation, pad_id, multiple)
+    maker = _StepMaker(dataset, data_rank, data_ranks, batch_size, accumulation, pad_id, multiple, mismatched)
     order = _Order(plan, first_step, last_step)
     if workers == 0:
         made: Iterator[StepBatches] = (maker[slots] for slots in order)
@@ -76,13 +77,14 @@ class _StepMaker(TorchDataset):
         accumulation: int,
         pad_id: int | None,
         multiple: int,
+        mismatched: int | None,
     ) -> None:
-        self.dataset = dataset
+        self.dataset, self.mismatched = dataset, mismatched
         self.settings = (data_rank, data_ranks, batch_size, accumulation, pad_id, multiple)
 
     def __getitem__(self, planned: Planned) -> StepBatches:
         slots, pack_length = planned
-        return make_step(self.dataset, slots, *self.settings, pack_length)
+        return make_step(self.dataset, slots, *self.settings, pack_length, self.mismatched)
 
 
 def _made_by_workers(maker: _StepMaker, order: _Order, workers: int) -> Iterator[StepBatches]:

@@ -23,6 +23,8 @@ OTHER_NAMES = {
     "rejected": ("dispreferred", "response_rejected", "lose"),
     "system": ("system_prompt",),
     "text": ("content", "document", "body"),
+    "completion": ("response", "answer", "output"),
+    "label": ("kto_tag", "class", "labels", "category", "target"),
 }
 
 

@@ -71,9 +71,29 @@ class Preference:
     rejected: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
     places: tuple[SamplePlaces, SamplePlaces] = field(default=(SamplePlaces(), SamplePlaces()), compare=False)
+    margin: float = 0.0  # by how much chosen is better; NaN: the sample has one that is no number
 
 
-Sample = Conversation | Completion | Document | Preference
+@dataclass(frozen=True)
+class LabeledAnswer:
+    """An answer that is wanted (label true) or not, after the messages of the prompt."""
+
+    prompt: Sequence[Message]
+    completion: Sequence[Message]
+    label: bool
+    tools: Sequence[Mapping[str, Any]] | None = None
+    places: SamplePlaces = field(default=SamplePlaces(), compare=False)
+
+
+@dataclass(frozen=True)
+class Classified:
+    """A text, or messages, and the name of their class."""
+
+    content: Conversation | Document
+    label: str
+
+
+Sample = Conversation | Completion | Document | Preference | LabeledAnswer | Classified
 
 
 class SampleFault(Exception):  # noqa: N818  (an outcome of reading a sample, turned into a DataError or a count)

@@ -26,6 +26,7 @@ class ArrayWriter:
         """Raises OSError."""
         self._folder, self._ids = folder, 0
         self.items = 0
+        self.classes: dict[str, int] = {}  # name -> its number, for all chunks
         self._hashes = {name: hashlib.sha256() for name in ARRAYS}
         self._files: dict[str, BinaryIO] = {}
         try:
@@ -51,6 +52,9 @@ class ArrayWriter:
         self._write("file_of", np.full(len(chunk.sample_of), file))
         self._write("sample_of", np.frombuffer(chunk.sample_of, dtype=np.int64))
         self._write("digests", np.frombuffer(chunk.digests, dtype=np.uint64))
+        values = np.frombuffer(chunk.values, dtype=np.float64)
+        numbers = [self.classes.setdefault(name, len(self.classes)) for name in chunk.classes]
+        self._write("values", np.array(numbers, dtype=np.float64)[values.astype(np.int64)] if numbers else values)
         self._ids += int(lengths.sum())
         self.items += len(chunk.sample_of)
 

@@ -17,6 +17,7 @@ from recipe_lib.data.plain_template import bos_text, eos_text, plain_or_fault
 from recipe_lib.data.samples import (
     Completion,
     Conversation,
+    Document,
     Message,
     Preference,
     SampleFault,
@@ -115,18 +116,32 @@ class Encoder:
     def encode_preference(self, sample: Preference) -> tuple[Encoded, Encoded]:
         """The prompt with the chosen answer, and with the rejected one; only the answers are trained, whatever
         `train_on` says. Raises SampleFault."""
-        both = []
-        for answer, places in zip((sample.chosen, sample.rejected), sample.places, strict=True):
-            ours = [message["role"] == "assistant" and message.get("train") is not False for message in answer]
-            mask = [False] * len(sample.prompt) + ours
-            whole = Conversation([*sample.prompt, *answer], sample.tools, places)
-            both.append(_only(self._conversation(whole, mask, only=True)))
-        chosen, rejected = both
+        chosen, rejected = (
+            self.encode_answer(sample.prompt, answer, sample.tools, places)
+            for answer, places in zip((sample.chosen, sample.rejected), sample.places, strict=True)
+        )
         if chosen.ids == rejected.ids:
             raise SampleFault(
                 "nothing to prefer", "found the same chosen and rejected answer, expected two that differ"
             )
         return chosen, rejected
+
+    def encode_answer(
+        self, prompt: Sequence[Message], answer: Sequence[Message], tools: Tools, places: SamplePlaces
+    ) -> Encoded:
+        """A prompt with an answer, which alone is trained, whatever `train_on` says. Raises SampleFault."""
+        ours = [message["role"] == "assistant" and message.get("train") is not False for message in answer]
+        whole = Conversation([*prompt, *answer], tools, places)
+        return _only(self._conversation(whole, [False] * len(prompt) + ours, only=True))
+
+    def encode_whole(self, content: Conversation | Document) -> Encoded:
+        """A text, or messages up to the end of the last one; all of it is trained. Raises SampleFault."""
+        if isinstance(content, Document):
+            ids = self.tokenizer.encode(content.text, add_bos=self.add_bos)
+            return Encoded(ids, [False] + [True] * (len(ids) - 1))
+        (messages, tools), literal = self._escape(self._prepared(content.messages, content.tools, content.places))
+        text = text_of(self._renders(messages, tools, [(len(messages), False, ())])[0])
+        return self._mark(text, [], literal, self.add_bos and self.template == "plain", inside=False)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """Ids of a conversation that the assistant is to go on with. Raises DataError."""

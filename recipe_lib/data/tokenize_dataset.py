@@ -186,6 +186,7 @@ class _Build:
             weights=[source.weight for source in self.sources],
             origin=Origin(self.files, arrays["file_of"], arrays["sample_of"], arrays["digests"]),
             checksums=stored.checksums,
+            values=arrays["values"],
         )
 
     def _decides(self) -> dict[str, Any]:
@@ -234,6 +235,13 @@ class _Build:
                 f"{report.source}: found {report.pairs} preference pairs among {writer.items} items, expected pairs "
                 "alone or none; give all sources the same kind of format"
             )
+        for count, noun in ((report.labels, "true or false"), (report.classified, "a class")):
+            if count and count != report.samples_read - sum(report.bad_samples.values()):
+                raise DataError(
+                    f"{report.source}: found samples with {noun} as label among others, expected such alone or none; "
+                    "give all sources the same kind of format"
+                )
+        report.classes = list(writer.classes)
         self._count_copies(report, writer)
         return report
 

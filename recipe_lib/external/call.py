@@ -22,6 +22,7 @@ from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.find_modules import embedding_and_head, other_parts
 from recipe_lib.external.forward_inputs import external_inputs
 from recipe_lib.external.run_stages import keep_parts, only, run_alone
+from recipe_lib.external.token_reader import logits_of, token_reader
 from recipe_lib.logs import get_logger
 from recipe_lib.models.external_spec import ExternalSpec, StageParts
 from recipe_lib.models.language_model import LanguageModel
@@ -29,7 +30,8 @@ from recipe_lib.models.linear_head import LinearHead, LogitsAfter
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.cross_entropy import cross_entropy
 from recipe_lib.ops.fused_loss import IGNORED
-from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss, TokenLogProbs
+from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss, TokenLogProbs, TokenScores
+from recipe_lib.ops.token_scores import token_scores
 
 # What changes a tensor's type or who owns it, not its values' meaning.
 _COPIES = frozenset({"aten::_to_copy", "aten::clone", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::slice",
@@ -168,28 +170,14 @@ class ExternalModel(LanguageModel):
         """
         self.class_forward, self.ranks, self.local_outputs = forward, ranks, local_outputs
 
-    def token_reader(self) -> Callable[[Tensor], Tensor]:
-        """A function of tokens `[1, s]` that follow one another, to the logits `[1, v]` after the last of them.
+    @property
+    def reads_padding(self) -> bool:
+        """Whether its class takes a mask of tokens that are padding."""
+        return "attention_mask" in self._division.accepted
 
-        Keys and values are kept in the cache that the class makes; a class that returns none reads everything again.
-        """
-        accepted, cache, seen = self._division.accepted, None, None
-
-        def read(unread: Tensor) -> Tensor:
-            nonlocal cache, seen
-            seen = unread if seen is None else torch.cat([seen, unread], dim=1)
-            inputs: dict[str, Any] = {"input_ids": seen if cache is None else unread}
-            if {"use_cache", "past_key_values"} <= accepted:
-                inputs |= {"use_cache": True, "past_key_values": cache}
-            elif "use_cache" in accepted:
-                inputs["use_cache"] = False
-            if "logits_to_keep" in accepted:
-                inputs["logits_to_keep"] = 1
-            output = self.class_forward(**inputs)
-            cache = getattr(output, "past_key_values", None)
-            return logits_of(output)[:, -1]
-
-        return read
+    def token_reader(self, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """See `ExternalSpec.token_reader`."""
+        return token_reader(self.class_forward, self._division.accepted, padding, self.spec)
 
     def forward(
         self,
@@ -258,17 +246,6 @@ def _dtype(model: ExternalModel) -> torch.dtype:
     )
 
 
-def logits_of(output: Any) -> Tensor:
-    """The logits of what a forward returns: a tensor, an object with `.logits`, or a tuple that begins with them."""
-    if isinstance(output, Tensor):
-        return output
-    found = getattr(output, "logits", None)
-    found = output[0] if found is None and isinstance(output, (tuple, list)) else found
-    if not isinstance(found, Tensor):
-        raise SetupError(f"model.implementation: forward returned {type(output).__name__}, expected logits or .logits")
-    return found
-
-
 def _loss_of_logits(logits: Tensor, labels: Tensor, head_loss: HeadLoss | None) -> Tensor:
     """The loss, or log-probabilities of the labels, of all logits at once. SetupError for a function of another kind:
     there is no weight to give it."""
@@ -276,6 +253,8 @@ def _loss_of_logits(logits: Tensor, labels: Tensor, head_loss: HeadLoss | None) 
     if isinstance(head_loss, TokenLogProbs):
         found = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
         return -found.view_as(labels)
+    if isinstance(head_loss, TokenScores):
+        return token_scores(wide, wide, labels, chunks=1, project=lambda rows: rows)
     if head_loss is not None and not isinstance(head_loss, CrossEntropy):
         raise SetupError(
             "head_loss: found a function of hidden states and weight for a model whose forward cannot be divided "

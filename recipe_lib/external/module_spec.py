@@ -64,9 +64,13 @@ class ModuleSpec(ExternalSpec):
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
         adapters.add_adapters(model, cfg, adapter_settings(cfg, dtype))
 
-    def token_reader(self, model: Any) -> Callable[[Tensor], Tensor]:
-        reader: Callable[[Tensor], Tensor] = model.token_reader()
+    def token_reader(self, model: Any, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        reader: Callable[[Tensor], Tensor] = model.token_reader(padding)
         return reader
+
+    def reads_padding(self, model: Any) -> bool:
+        reads: bool = model.reads_padding
+        return reads
 
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
         return shard_module(model, parallel, world)

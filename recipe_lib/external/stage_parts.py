@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.external.call import logits_of
 from recipe_lib.external.find_modules import embedding_and_head, other_parts
 from recipe_lib.external.run_stages import only, refusal, run_alone
 from recipe_lib.external.tensor_plan.transformers_models import randomize
+from recipe_lib.external.token_reader import logits_of
 from recipe_lib.external.transformers_config import TRANSFORMERS, one_line, transformers_config
 from recipe_lib.models.external_spec import StageParts
 from recipe_lib.models.find_layers import layer_names

@@ -1,13 +1,13 @@
 """Next tokens from logits, and the loop that appends them: `[1, s]` tokens in, ids out one by one."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from recipe_lib.generation.prompt_reader import prompt_reader
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.kv_cache import KVCache
-from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.models.spec import ModelSpec
 
 
 def next_probabilities(
@@ -72,7 +72,7 @@ def generate(
     if not tokens:
         raise ValueError("generate needs at least one token to begin from")
     count = min(max_new_tokens, spec.max_positions - len(tokens))
-    read = _reader(model, spec, len(tokens) + max(count, 0))
+    read = prompt_reader(model, spec, [len(tokens)], len(tokens) + max(count, 0))
     unread = torch.tensor([list(tokens)], device=next(model.parameters()).device)  # [1, s], later [1, 1]
     for _ in range(count):
         chosen = sample_next(read(unread), temperature, top_k, top_p, generator)
@@ -81,17 +81,3 @@ def generate(
             return
         yield token
         unread = chosen[:, None]
-
-
-def _reader(model: Decoder, spec: ModelSpec, length: int) -> Callable[[Tensor], Tensor]:
-    """What reads tokens `[1, s]`, those that follow each time, and gives the logits `[1, v]` after the last of them."""
-    if not isinstance(spec, DecoderSpec):
-        return spec.token_reader(model)
-    weight = model.lm_head.weight
-    cache = KVCache(spec, 1, length, weight.dtype, weight.device)
-
-    def read(unread: Tensor) -> Tensor:
-        hidden = model.model(unread, None, None, cache)
-        return model.lm_head(hidden[:, -1:])[:, 0]  # of the last token only: [1, v], not [1, s, v]
-
-    return read

@@ -14,11 +14,11 @@ from recipe_lib.checkpoint.adapter_files import (
     check_fits,
     read_adapter,
 )
+from recipe_lib.checkpoint.exported_folder import exported_folder
 from recipe_lib.checkpoint.huggingface import check_weights, find_adapter_base, find_checkpoint, load_weights
-from recipe_lib.checkpoint.manifest import MANIFEST
 from recipe_lib.checkpoint.tokenizer_out import TOKENIZER_FILES
 from recipe_lib.checkpoint.verify import model_of_adapter
-from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER, MODEL_FOLDER, STATE_FOLDER
+from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import Decoder, build_meta, read_config, read_trained_spec
@@ -49,34 +49,13 @@ def find_source(name: str, base: str | None = None) -> GenerationSource:
 
     Raises CheckpointError for what is none, or is damaged, by its headers.
     """
-    folder = _exported(find_checkpoint(name))
+    folder = exported_folder(find_checkpoint(name))
     if (folder / ADAPTER_CONFIG).is_file():
         return _of_adapter(folder, base)
     if base is not None:
         raise CheckpointError(f"--base: {show(name)} is a model, not an adapter; leave --base out")
     config, spec = _checked(folder)
     return GenerationSource(folder, config, spec, folder)
-
-
-def _exported(folder: Path) -> Path:
-    """The folder itself, or what the run whose output_dir it is has written: its model or its adapter, the newer one.
-
-    A model that was merged from an adapter is newer, unless the run was gone on with since.
-    """
-    if (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
-        return folder
-    both = (folder / MODEL_FOLDER / "config.json", folder / ADAPTER_FOLDER / ADAPTER_CONFIG)
-    written = [path for path in both if path.is_file()]
-    if written:
-        return max(written, key=lambda path: path.stat().st_mtime_ns).parent
-    write = "write one from its states with `tune export` (--hf, or --adapter)"
-    if (folder / STATE_FOLDER).is_dir() or (folder / "config.yaml").is_file():
-        raise CheckpointError(f"{show(str(folder))}: is a run without {MODEL_FOLDER}/ and {ADAPTER_FOLDER}/; {write}")
-    if (folder / MANIFEST).is_file():
-        raise CheckpointError(
-            f"{show(str(folder))}: is a state to resume from, no model; write one with `tune export` (--hf, --adapter)"
-        )
-    return folder
 
 
 def _checked(folder: Path, implementation: str | None = None) -> tuple[dict[str, Any], ModelSpec]:

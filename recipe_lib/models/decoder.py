@@ -6,6 +6,7 @@ families is chosen in the constructors; `forward` asks nothing about the family.
 
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from recipe_lib.models.external_spec import StageParts
 from recipe_lib.models.kv_cache import KVCache
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.mixture import Mixture
+from recipe_lib.models.score_head import ScoreHead
 from recipe_lib.models.spec import DecoderSpec, RopeSpec
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
 from recipe_lib.ops.fused_kernels import fuses
@@ -266,14 +268,19 @@ class OutputHead(nn.Module):
 
 
 class Decoder(LanguageModel):
-    """A causal language model; `spec` is its shape. Tied: `lm_head.weight` is `model.embed_tokens.weight`."""
+    """A causal language model; `spec` is its shape. Tied: `lm_head.weight` is `model.embed_tokens.weight`.
+
+    With `spec.num_labels` it has a score head, and no lm_head: what gives logits `[b, s, v]` gives scores `[b, s, n]`.
+    """
 
     spec: DecoderSpec
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.model = Trunk(spec)
-        self.lm_head = OutputHead(spec)
+        scored = spec.num_labels is not None
+        self.lm_head: Any = None if scored else OutputHead(spec)
+        self.score = ScoreHead(spec.num_labels, spec.width) if spec.num_labels is not None else None
         self.spec = spec
         self._tie()
 
@@ -285,7 +292,13 @@ class Decoder(LanguageModel):
         """Embedding, layers, final norm and head."""
         layers = tuple(f"model.layers.{number}" for number in range(self.spec.num_layers))
         embedding = "model.embed_tokens"
-        return StageParts((embedding,), layers, ("model.norm", "lm_head"), embedding, self.spec.width)
+        head = "lm_head" if self.spec.num_labels is None else "score"
+        return StageParts((embedding,), layers, ("model.norm", head), embedding, self.spec.width)
+
+    @property
+    def head(self) -> nn.Module | None:
+        """The output projection or the score head; None: another rank of a pipeline has it."""
+        return self.lm_head if self.spec.num_labels is None else self.score
 
     def run_stage(
         self,
@@ -307,7 +320,8 @@ class Decoder(LanguageModel):
         self, hidden: Tensor, tokens: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
     ) -> Tensor:
         """See `LanguageModel.run_head`; tokens are not read."""
-        return self.lm_head(self.model.norm(hidden), labels=labels, head_loss=head_loss)
+        head: Any = self.head
+        return head(self.model.norm(hidden), labels=labels, head_loss=head_loss)
 
     def hidden_states(
         self, tokens: Tensor, positions: Tensor | None = None, attention: AttentionInfo | None = None
@@ -323,7 +337,7 @@ class Decoder(LanguageModel):
         if not first:
             self.model.embed_tokens = self._holder_of_tied_weight() if last and self.spec.tied else None  # type: ignore[assignment]
         if not last:
-            self.model.norm = self.lm_head = None  # type: ignore[assignment]
+            self.model.norm = self.lm_head = self.score = None  # type: ignore[assignment]
         self.modules_elsewhere = frozenset(whole - {name for name, _ in self.named_modules()})
 
     def _holder_of_tied_weight(self) -> nn.Embedding:
@@ -347,12 +361,18 @@ class Decoder(LanguageModel):
         labels: Tensor | None = None,
         head_loss: HeadLoss | None = None,
         cache: KVCache | None = None,
+        logits_to_keep: int = 0,
     ) -> Tensor:
         """Logits `[b, s, v]` of tokens `[b, s]`, or, given labels `[b, s]`, what `head_loss` makes of them.
 
         positions: `[b, s]`; None: 0, 1, ... in each row, after what the cache holds. attention: the documents of each
         row; None: one. labels: `labels[b, i]` is the token that follows `tokens[b, i]`; -100 counts nothing.
         head_loss: `fn(hidden, weight, labels)`, see `recipe_lib.ops.head_losses`; None: the fp32 (fp64) sum of token
-        losses. cache: keys and values of earlier tokens; this call's are added to it.
+        losses. cache: keys and values of earlier tokens; this call's are added to it. logits_to_keep: of the last so
+        many tokens alone; 0: of all.
         """
-        return self.lm_head(self.model(tokens, positions, attention, cache), labels=labels, head_loss=head_loss)
+        head: Any = self.head
+        hidden = self.model(tokens, positions, attention, cache)
+        if logits_to_keep:
+            hidden = hidden[:, -logits_to_keep:]
+        return head(hidden, labels=labels, head_loss=head_loss)

@@ -162,8 +162,15 @@ class ExternalSpec(ABC):
         """Puts adapters on them, in place; see `recipe_lib.adapters.add_adapters`, which calls this."""
 
     @abstractmethod
-    def token_reader(self, model: Any) -> "Callable[[Tensor], Tensor]":
-        """For generating: a function of tokens `[1, s]` that follow one another, to the logits `[1, v]` after them."""
+    def token_reader(self, model: Any, padding: "Tensor | None" = None) -> "Callable[[Tensor], Tensor]":
+        """For generating: a function of tokens `[b, s]` that follow one another, to the logits `[b, v]` after them.
+
+        padding: int64 `[b]`, how many tokens each row begins with that are none; None: no row. SetupError for a class
+        that takes no mask of them."""
+
+    @abstractmethod
+    def reads_padding(self, model: Any) -> bool:
+        """Whether prompts of different lengths can be read together: its class takes a mask of what is padding."""
 
     @abstractmethod
     def stage_parts(self) -> StageParts:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from recipe_lib.errors import SetupError
 from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.language_model import LanguageModel, own_tensors
+from recipe_lib.models.spec import SCORE
 from recipe_lib.ops.device import holds_values
 
 _METHODS = ("reset_parameters", "_reset_parameters")  # torch's own modules have one or the other
@@ -43,6 +44,13 @@ def extra_tensors(model: nn.Module, *, saved: bool = False) -> dict[str, Tensor]
         if saved:
             others |= {inside + name for name in module._non_persistent_buffers_set}
     return {name: tensor for name, tensor in tensors.items() if name not in others}
+
+
+def saved_whole(model: nn.Module) -> dict[str, Tensor]:
+    """What the file of an adapter has besides it: the extra parameters, and the weight of a score head."""
+    return extra_tensors(model, saved=True) | {
+        name: weight for name, weight in model.named_parameters() if name == SCORE and weight.requires_grad
+    }
 
 
 def extra_modules(model: nn.Module) -> list[str]:

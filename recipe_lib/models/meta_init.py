@@ -113,6 +113,14 @@ def init_weights(model: nn.Module, seed: int, spec: ModelSpec) -> None:
                 _fill_normal(local, offset, parameter.shape, f"{seed}/{name}", spec.init_std)
 
 
+@torch.no_grad()
+def init_weight(model: nn.Module, name: str, seed: int, spec: ModelSpec) -> None:
+    """Fills one parameter of a materialized model as `init_weights` does."""
+    parameter = model.get_parameter(name)
+    for local, offset in own_parts(model, name, parameter):
+        _fill_normal(local, offset, parameter.shape, f"{seed}/{name}", spec.init_std)
+
+
 def _fill_stored(module: StoredWeight, key: str, std: float) -> None:
     shape = torch.Size((module.out_features, module.in_features))
 

@@ -14,6 +14,7 @@ from recipe_lib.reading import read_json
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PRESETS = Path(__file__).parent / "presets"
 MAX_BYTES = 2**26  # of a config.json
+SCORE = "score.weight"  # of a score head, in files too
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,12 @@ class DecoderSpec:
     qkv_clip: float | None = None  # queries, keys and values are clamped into +- this (OLMoE)
     sinks: bool = False  # each head has a score that takes part in the softmax and attends to nothing (gpt-oss)
     codes: FileCodes = FileCodes()
+    num_labels: int | None = None  # rows of a score head, which then is in place of the output projection
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the matrix that is behind the last norm."""
+        return self.num_labels or self.vocab_size
 
 
 ModelSpec = DecoderSpec | ExternalSpec

@@ -10,7 +10,8 @@ from recipe_lib.models.file_views import FileView, PlainTensor, SomeRows
 from recipe_lib.models.meta_init import build_meta
 from recipe_lib.models.mixture_files import fp8_view, mixture_place
 from recipe_lib.models.mixture_files import written_layout as mixture_layout
-from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.models.scored_spec import has_score_head
+from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec
 
 # Multimodal Gemma 3 files put the decoder under one of these, instead of `model.`; the second kind has no other head.
 _GEMMA3_PREFIXES = {"language_model.model.": "language_model.lm_head.", "model.language_model.": "lm_head."}
@@ -35,7 +36,10 @@ def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[Weight
     for name, shape in parameter_shapes(spec).items():
         place = _fused_place(name, spec) if spec.fused_file else None
         file_name, start, length, rows = place or (name, 0, None, shape[0])
-        body, own_prefix = (prefix, "model.") if file_name.startswith("model.") else (head, "lm_head.")
+        own = file_name == SCORE  # a name by itself
+        body, own_prefix = (
+            ("", "") if own else (prefix, "model.") if file_name.startswith("model.") else (head, "lm_head.")
+        )
         file_name = body + file_name.removeprefix(own_prefix)
         view = _view(spec, file_name, (rows, *shape[1:]), file_names)
         if isinstance(view, PlainTensor):
@@ -67,7 +71,7 @@ def ignorable(spec: ModelSpec, file_name: str) -> bool:
     """Whether a checkpoint may hold this tensor without the model having it: old buffers, a tied head, vision parts."""
     if isinstance(spec, ExternalSpec):
         return _BUFFERS.search(file_name) is not None or file_name in spec.layout().tied_names()
-    if spec.tied and file_name in ("lm_head.weight", "language_model.lm_head.weight"):
+    if (spec.tied or has_score_head(spec)) and file_name in ("lm_head.weight", "language_model.lm_head.weight"):
         return True
     return is_other_part(spec, file_name) or _BUFFERS.search(file_name) is not None
 

@@ -32,7 +32,7 @@ _VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters) if varlen
 class AttentionInfo:
     """Which tokens of a batch may see which, as tensors.
 
-    documents: int32 `[b, s]`, the document of each token within its row (padding is one of its own); None: a row is
+    documents: int32 `[b, t]`, the document of each key within its row (padding is one of its own); None: a row is
     one document. boundaries: int32 `[n + 1]`, where documents start and end in the flattened `[b * s]` tokens.
     longest: tokens of the longest document, rounded up. masks: per window, what is added to the scores; None: nothing
     beyond causality. flattened: documents and windows go through the varlen kernel, there are no masks.
@@ -105,8 +105,8 @@ def prepare_attention(
     one; without the varlen kernel, and but for a CPU, masks are made piece by piece too.
     """
     info = info or AttentionInfo()
-    if info.documents is not None and keys != queries:
-        raise ValueError(f"documents are for whole rows, found {queries} queries and {keys} keys")
+    if info.documents is not None and info.documents.shape[1] != keys:
+        raise ValueError(f"documents are of every key, found those of {info.documents.shape[1]} and {keys} keys")
     if capped:
         return info
     needs_mask = {

@@ -19,12 +19,13 @@ CAPPED_SCORES = 2**24  # scores that exist at a time: 64 MiB in fp32, in which a
 def reaches(documents: Tensor | None, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Int32 `[b or 1, queries]`: how many keys each of the last `queries` of a row sees, back from its own.
 
-    documents: int32 `[b, keys]`, rising from one to the next, with as many queries; None: a row is one. window: a token
-    sees so many, its own included.
+    documents: int32 `[b, keys]`, rising from one to the next; None: a row is one. window: a token sees so many, its
+    own included.
     """
     found = torch.arange(keys - queries + 1, keys + 1, dtype=torch.int32, device=device).unsqueeze(0)
     if documents is not None:
-        found = found - torch.searchsorted(documents, documents, out_int32=True)  # where its document starts
+        own = documents[:, keys - queries :].contiguous()
+        found = found - torch.searchsorted(documents, own, out_int32=True)  # where its document starts
     return found if window is None else found.clamp(max=window)
 
 
@@ -40,7 +41,7 @@ def capped_attention(
 ) -> Tensor:
     """Causal attention of q `[b, h, s, e]` over k, v `[b, k, t, e]`; returns `[b, h, s, e]`.
 
-    Scores are `softcap * tanh(scores * scale / softcap)`. documents: int32 `[b, s]`, see `reaches`.
+    Scores are `softcap * tanh(scores * scale / softcap)`. documents: int32 `[b, t]`, see `reaches`.
     """
     return cast(Tensor, _CappedAttention.apply(q, k, v, documents, window, softcap, scale))
 

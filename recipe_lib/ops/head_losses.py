@@ -1,8 +1,8 @@
 """What an output head makes of hidden states and labels: one callable, `head_loss(hidden, weight, labels)`.
 
-The head owns the output projection, and hands it on: `CrossEntropy`, `TokenLogProbs` and `Distillation` go through the
-tokens in chunks, so that logits of all of them never exist; a function of one's own (a contrastive loss) takes hidden
-states `[b, s, d]`, the weight `[v, d]` and labels `[b, s]`, and returns what the model is to return.
+The head owns the output projection, and hands it on: `CrossEntropy`, `TokenLogProbs`, `TokenScores` and `Distillation`
+go through the tokens in chunks, so that logits of all of them never exist; a function of one's own (a contrastive loss)
+takes hidden states `[b, s, d]`, the weight `[v, d]` and labels `[b, s]`, and returns what the model is to return.
 
 A head that is more than a weight says so by keywords, and only then: `softcap`, `bias` and `finish` (what is done to
 logits), `group` (ranks that share vocabulary and tokens), `adapter`. A function that does not take one of them is
@@ -13,6 +13,7 @@ refused for such a head, rather than computing with a part of it. `CrossEntropy(
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -30,6 +31,7 @@ from recipe_lib.ops.gathered import Group
 from recipe_lib.ops.loss_kernels import KERNELS
 from recipe_lib.ops.row_gradients import RowGradients
 from recipe_lib.ops.token_log_probs import projected_token_log_probs, token_log_probs
+from recipe_lib.ops.token_scores import token_scores
 
 
 class HeadLoss(Protocol):
@@ -105,10 +107,28 @@ class TokenLogProbs:
         if adapter is None:
             return token_log_probs(hidden, weight, labels, chunks=self.chunks, softcap=softcap, **head)
 
-        def project(tokens: Tensor) -> Tensor:
-            return adapter.project(tokens, *adapter.trained, frozen=adapter.frozen)
-
+        project = partial(_with_adapter, adapter)
         return projected_token_log_probs(project, hidden, labels, chunks=self.chunks, softcap=softcap)
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Log-probabilities of each label and of the likeliest token `[b, s, 2]`, in `chunks` pieces, without gradients
+    (see `token_scores`)."""
+
+    chunks: int = 1
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, *, adapter: OutputAdapter | None = None, **head: Any
+    ) -> Tensor:
+        """In fp32 (fp64). head: `softcap`, `group`, `bias`, `finish` as in `token_scores`."""
+        if adapter is not None:
+            head["project"] = partial(_with_adapter, adapter)
+        return token_scores(hidden, weight, labels, chunks=self.chunks, **head)
+
+
+def _with_adapter(adapter: OutputAdapter, tokens: Tensor) -> Tensor:
+    return adapter.project(tokens, *adapter.trained, frozen=adapter.frozen)
 
 
 def makes_gradients_in_forward(head_loss: HeadLoss | None) -> bool:
@@ -135,7 +155,7 @@ def run_head_loss(
     head_loss = head_loss or CrossEntropy()
     found = {"softcap": softcap, "group": group, "bias": bias, "finish": finish, "adapter": adapter}
     needs: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
-    if needs and not isinstance(head_loss, (CrossEntropy, TokenLogProbs)):
+    if needs and not isinstance(head_loss, (CrossEntropy, TokenLogProbs, TokenScores)):
         _check_takes(head_loss, needs)
     return head_loss(hidden, weight, labels, **needs)
 

@@ -53,7 +53,7 @@ def projected_token_log_probs(
     in backward with the same random numbers. Whatever it computes with gets its gradient. The rest: see there.
     """
     rows, targets = hidden.flatten(0, -2), labels.flatten()
-    sizes = [part.stop - part.start for part in _pieces(rows.shape[0], chunks)]
+    sizes = [part.stop - part.start for part in row_pieces(rows.shape[0], chunks)]
     parts = [
         checkpoint(_label_log_probs, project, piece, target, softcap, use_reentrant=False)
         for piece, target in zip(rows.split(sizes), targets.split(sizes), strict=True)
@@ -86,12 +86,12 @@ class _TokenLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         finish: Finish | None,
     ) -> Tensor:
-        rows, targets = hidden.flatten(0, -2), _by_rank(labels, group)
+        rows, targets = hidden.flatten(0, -2), labels_by_rank(labels, group)
         picked = torch.empty(labels.shape, dtype=_wide(hidden.dtype), device=hidden.device)
         log_sums = torch.empty(targets.shape, dtype=picked.dtype, device=hidden.device)
         ignored, one_kernel = targets == IGNORED, _in_one_kernel(hidden, group, finish)
-        for part in _pieces(rows.shape[0], chunks):
-            logits = _logits(rows[part], weight, bias, group)
+        for part in row_pieces(rows.shape[0], chunks):
+            logits = head_logits(rows[part], weight, bias, group)
             if one_kernel:
                 found = label_log_probs(logits, targets[0, part], cap_of(logits, softcap))
                 picked.view(targets.shape)[0, part], log_sums[0, part] = found
@@ -123,23 +123,23 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_sums = ctx.saved_tensors
         group = ctx.group
-        rows, targets = hidden.flatten(0, -2), _by_rank(labels, group)
+        rows, targets = hidden.flatten(0, -2), labels_by_rank(labels, group)
         hidden_grad = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         bias_grad = torch.zeros_like(bias) if ctx.needs_input_grad[6] else None
         slopes = gradients[0].reshape(targets.shape)
         one_kernel = _in_one_kernel(hidden, group, ctx.finish)
-        for part in _pieces(rows.shape[0], ctx.chunks):
+        for part in row_pieces(rows.shape[0], ctx.chunks):
             tokens = rows[part] if group is None else wait(start_gather(rows[part], group))
             if one_kernel:
-                logits, of_rows = _logits(tokens, weight, bias, None), (targets[0, part], log_sums[0, part])
+                logits, of_rows = head_logits(tokens, weight, bias, None), (targets[0, part], log_sums[0, part])
                 cap = cap_of(logits, ctx.softcap)
                 narrow = label_log_prob_gradients(logits, *of_rows, slopes[0, part], cap)
                 del logits
             else:  # the function alone holds the logits
                 rows_of = targets[:, part].flatten(), log_sums[:, part].flatten(), slopes[:, part].flatten()
                 wide = partial(_gradients, softcap=ctx.softcap, group=group, finish=ctx.finish)
-                narrow = wide(_logits(tokens, weight, bias, None).to(log_sums.dtype), *rows_of).to(hidden.dtype)
+                narrow = wide(head_logits(tokens, weight, bias, None).to(log_sums.dtype), *rows_of).to(hidden.dtype)
             if hidden_grad is not None and group is None:
                 torch.mm(narrow, weight, out=hidden_grad[part])
             elif hidden_grad is not None and group is not None:
@@ -187,18 +187,19 @@ def _gradients(
     return grad if finish is None else torch.autograd.grad(finished, leaf, grad)[0]
 
 
-def _by_rank(labels: Tensor, group: Group | None) -> Tensor:
+def labels_by_rank(labels: Tensor, group: Group | None) -> Tensor:
     """The labels of the tokens that each rank of the group has, a row each; without one, one row."""
     return labels.reshape(1 if group is None else group.size, -1)
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> Tensor:
+def head_logits(rows: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> Tensor:
     """Rows `[m, d]`, gathered over the group, to logits `[m, v]` in storage of their own."""
     tokens = rows if group is None else wait(start_gather(rows, group))
     return F.linear(tokens, weight, bias)
 
 
-def _pieces(rows: int, chunks: int) -> Iterator[slice]:
+def row_pieces(rows: int, chunks: int) -> Iterator[slice]:
+    """The rows in `chunks` pieces, even to within one of them."""
     pieces = max(1, min(chunks, rows))
     for piece in range(pieces):
         yield slice(rows * piece // pieces, rows * (piece + 1) // pieces)

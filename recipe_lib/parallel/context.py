@@ -45,8 +45,8 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
     if trunk.embed_tokens is not None:  # else another stage of a pipeline has it
         embedding: Any = trunk.embed_tokens
         embedding.forward = partial(_embed_own, embedding.forward, group)
-    if model.lm_head is not None:
-        head: Any = model.lm_head
+    head: Any = model.head
+    if head is not None:  # else another stage has it
         head.forward = partial(_head_of_own, head.forward, group)
     whole: Any = model
     if world.pipeline is None:

@@ -11,6 +11,7 @@ from recipe_lib.memory.activation_offload import Window
 from recipe_lib.memory.apply_levers import apply_memory_levers
 from recipe_lib.memory.expert_offload import ExpertFetcher
 from recipe_lib.memory.layer_stream import LayerStream
+from recipe_lib.memory.qat import FakeQuantization
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.mixture import BalanceLoss, Load, Mixture
 from recipe_lib.models.spec import DecoderSpec
@@ -37,6 +38,7 @@ class Parallel:
     the host and back. accumulation: how the gradients of a step's micro-batches are added up; None: as backward does
     it. experts, layers: what copies them from the host. balance: the auxiliary loss of a mixture's routers. data_ranks:
     that have batches of their own. token_ranks: that share the tokens of a sequence, whose number they divide.
+    quantization: what linears are rounded to while they train, and since when.
     """
 
     pipeline: Pipeline | None = None
@@ -52,6 +54,7 @@ class Parallel:
     balance: BalanceLoss | None = None
     data_ranks: int = 1
     token_ranks: int = 1
+    quantization: FakeQuantization | None = None
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -92,6 +95,7 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
         _balance(model, cfg, world) if for_training else None,
         world.data_ranks,
         token_ranks(cfg.parallel),
+        levers.quantization,
     )
 
 

@@ -37,6 +37,7 @@ from recipe_lib.models.decoder import (
 )
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.mixture import Mixture
+from recipe_lib.models.score_head import ScoreHead
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import linear as linear_of
 from recipe_lib.ops.gated import gated
@@ -44,6 +45,7 @@ from recipe_lib.ops.gathered import Group, NormedFrom, gated_linear, gather, gat
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.rope import apply_rotation
+from recipe_lib.ops.sequence_shards import gather_tokens
 from recipe_lib.parallel.modified_model import refuse_for_tensor
 from recipe_lib.parallel.tensor_mixture import (
     expert_placement,
@@ -119,6 +121,8 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
         _replace_forward(model.model.embed_tokens, _given(_embedding, group))
     if model.lm_head is not None:
         _replace_forward(model.lm_head, _given(_head, group))
+    if model.score is not None:
+        _replace_forward(model.score, _given(_score_head, group))
     model.forward = _in_rows(model.forward)  # type: ignore[method-assign]
     return gradients
 
@@ -352,6 +356,14 @@ def _head(
         logits = F.linear(gather(hidden, group), weight)
         return head.finish(gather(logits.t(), group).t())
     return run_head_loss(head_loss, hidden, weight, labels, softcap=head.softcap, group=group)
+
+
+def _score_head(
+    head: ScoreHead, group: Group, hidden: Tensor, *, labels: Tensor | None = None, head_loss: object = None
+) -> Tensor:
+    """As `ScoreHead.forward`, of `[n, d]`: scores of all N tokens, of which each rank made its own."""
+    weight = local(head.weight)
+    return gather_tokens(F.linear(hidden.to(weight.dtype), weight).unsqueeze(0), group).squeeze(0)
 
 
 def _in_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,13 +1,17 @@
 """The card of a run's export: its config, how it was trained, and the results that metrics.jsonl has of it."""
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.checkpoint.model_card import model_card
 from recipe_lib.config.local_files import base_name
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.training.records.metrics import METRICS_FILE, read_metrics
+from recipe_lib.report.planned import planned_figures
+from recipe_lib.training.records.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
+from recipe_lib.units import format_bytes
 
 
 def run_card(
@@ -18,9 +22,10 @@ def run_card(
     is_adapter: bool,
     run: Path,
     step: int | None = None,
+    exported: str | None = None,
 ) -> str:
     """The text. commands: what to do with the export. run: the folder with the run's metrics. step: the last one of
-    what is exported; None: the run's."""
+    what is exported; None: the run's. exported: why it is that one, where a best step was looked for."""
     path = run / METRICS_FILE
     lines = [line for line in (read_metrics(path) if path.is_file() else []) if step is None or line["step"] <= step]
     return model_card(
@@ -30,9 +35,25 @@ def run_card(
         lora=cfg.trained_adapters,
         is_adapter=is_adapter,
         commands=commands,
-        plan=plan_of(cfg, lines),
-        results=results_of(lines),
+        plan=plan_of(cfg, lines) | planned_memory(run, lines),
+        results=({"exported": exported} if exported else {}) | results_of(lines),
     )
+
+
+def planned_memory(run: Path, lines: list[dict[str, Any]]) -> dict[str, str]:
+    """What a rank's device was planned to take, where the run has taken it; empty without a plan. run: its folder."""
+    if not any(line.get("memory_kind") == "device" for line in lines):
+        return {}
+    figures = planned_figures(run) or _summary(run).get("planned")
+    reserved = figures.get("reserved") if isinstance(figures, Mapping) else None
+    return {"peak memory of a rank, planned": format_bytes(int(reserved))} if isinstance(reserved, (int, float)) else {}
+
+
+def _summary(run: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        found = json.loads((run / SUMMARY_FILE).read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def plan_of(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> dict[str, str]:
@@ -43,6 +64,9 @@ def plan_of(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> dict[str, s
     found["sequences"] = f"up to {cfg.max_seq_len:,} tokens" + (", packed" if cfg.data.packing else "")
     found["optimizer"] = f"{cfg.optimizer.name}, learning rate {cfg.optimizer.lr:g}, then {cfg.lr_scheduler.type}"
     found["weights"] = cfg.dtype
+    if cfg.qat is not None:
+        scales = f"{cfg.qat_group_size} weights" if cfg.qat == "int4" else "each row"
+        found["rounding"] = f"linears trained in {cfg.qat}, a scale for {scales}; saved are the weights before rounding"
     last: Mapping[str, Any] = steps[-1] if steps else {}
     if last.get("tokens_per_second_per_device"):
         found["devices"] = f"{round(last['tokens_per_second'] / last['tokens_per_second_per_device'])}"

@@ -15,6 +15,7 @@ from recipe_lib.optim.lr_scheduler import warmup_steps
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.added_parameters import describe_extra
+from recipe_lib.training.best_step import describe_best
 from recipe_lib.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ def derived_numbers(
         *describe_extra(model, world),
         *_other_parts(model),
         *([parallel.kernels] if parallel.kernels else []),
+        *describe_best(cfg),
         *([f"checkpointing: {parallel.checkpointing}"] if parallel.checkpointing else []),
+        *([parallel.quantization.describe()] if parallel.quantization else []),
     ]
 
 

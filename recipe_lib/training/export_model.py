@@ -14,6 +14,7 @@ from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConf
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import trained_template
 from recipe_lib.logs import get_logger
+from recipe_lib.memory.qat import describe_export
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.parallel import DTYPES
 from recipe_lib.training.added_parameters import warn_of_export
@@ -50,10 +51,11 @@ def export_trained_model(
         world=world,
         **_trained_with(cfg, data),
         save_extra=cfg.checkpoint.extra_parameters == "save",
-        card=_card(cfg, source, world, model_commands(ANYWHERE) if usable else [], is_adapter=False),
+        card=_card(cfg, source, data, world, model_commands(ANYWHERE) if usable else [], is_adapter=False),
     )
     warn_of_export(model, world, folder)
     get_logger().info("model: %s", folder)
+    _tell_rounding(cfg, is_adapter=False)
     if usable:
         tell_next(model_commands(folder))
 
@@ -85,7 +87,7 @@ def export_trained_adapter(
         tokenizer_folder=data.tokenizer_path,
         **beside,
         save_extra=cfg.checkpoint.extra_parameters == "save",
-        card=_card(cfg, source, world, commands(ANYWHERE, shown) if usable else [], is_adapter=True),
+        card=_card(cfg, source, data, world, commands(ANYWHERE, shown) if usable else [], is_adapter=True),
     )
     warn_of_export(model, world, folder)
     get_logger().info("adapter: %s", folder)
@@ -102,14 +104,20 @@ def export_trained_adapter(
             tokenizer_folder=data.tokenizer_path,
             **beside,
             max_shard_bytes=_shard_bytes(cfg),
-            card=_card(cfg, source, world, model_commands(ANYWHERE) if usable else [], is_adapter=False),
+            card=_card(cfg, source, data, world, model_commands(ANYWHERE) if usable else [], is_adapter=False),
         )
         get_logger().info("model: %s", merged)
+    _tell_rounding(cfg, is_adapter=not cfg.lora.merge_on_save or source.folder is None)
     if usable:
         merge = [merge_command(Path(cfg.output_dir), recipe=own_recipe(cfg))]
         stays = merged.exists() and not cfg.overwrite_output_dir  # of a run that is gone on with
         then = model_commands(merged) if cfg.lora.merge_on_save else [] if stays else merge
         tell_next([*commands(folder, source.name), *then])
+
+
+def _tell_rounding(cfg: FullFinetuneConfig, *, is_adapter: bool) -> None:
+    if cfg.qat is not None:
+        get_logger().info("%s", describe_export(cfg.qat, cfg.qat_group_size, is_adapter=is_adapter))
 
 
 def _trained_with(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]:
@@ -118,16 +126,33 @@ def _trained_with(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]
 
 
 def _card(
-    cfg: FullFinetuneConfig, source: ResolvedModel, world: "World", commands: list[str], *, is_adapter: bool
+    cfg: FullFinetuneConfig,
+    source: ResolvedModel,
+    data: TrainingData,
+    world: "World",
+    commands: list[str],
+    *,
+    is_adapter: bool,
 ) -> str | None:
     """On rank 0, which has the records of the run and writes the export."""
     if not world.is_main:
         return None
-    return run_card(cfg, source.folder, commands, is_adapter=is_adapter, run=Path(cfg.output_dir))
+    return run_card(
+        cfg,
+        source.folder,
+        commands,
+        is_adapter=is_adapter,
+        run=Path(cfg.output_dir),
+        step=data.best.exported_step,
+        exported=data.best.sentence(data.total_steps),
+    )
 
 
 def _can_generate(cfg: FullFinetuneConfig, model: nn.Module) -> bool:
-    """Whether `tune generate` loads what was written: no model of a plugin, and none with parameters of a recipe."""
+    """Whether `tune generate` loads what was written: no model of a plugin, none with parameters of a recipe, and none
+    with a score head."""
+    if cfg.scores_sequences:
+        return False
     return cfg.model.implementation in ("native", "transformers") and not extra_tensors(model, saved=True)
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import StepBatches
-from recipe_lib.errors import DivergedError, StoppedAndSaved
+from recipe_lib.errors import ConfigError, DivergedError, StoppedAndSaved
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.memory.peaks import Peaks
@@ -25,7 +25,7 @@ from recipe_lib.training.records.communication import CommunicationProbe, descri
 from recipe_lib.training.records.expert_load import expert_load
 from recipe_lib.training.records.metrics import step_metrics
 from recipe_lib.training.records.run_facts import data_facts
-from recipe_lib.training.records.run_log import RunLog
+from recipe_lib.training.records.run_log import STOPPED_EARLY, RunLog
 from recipe_lib.training.resume import save_run
 from recipe_lib.training.same_on_all_ranks import check_same_batches
 from recipe_lib.training.stop import StopSignal
@@ -80,6 +80,7 @@ class TrainingLoop:
         self._peak = PeakMemory(world.device)
         self._probe = CommunicationProbe(cfg.log.communication_step, world)
         self._probe.check(self.total_steps)
+        _check_start(cfg, self.total_steps)
         self._began = 0.0
         self._told_of_zero = False
 
@@ -97,13 +98,17 @@ class TrainingLoop:
         self._probe.close()
         self._world.heartbeat.is_ending = exception[0] is not None
         if exception[0] is None:
-            self._log.close("done")
+            best, is_early = self._data.best, self.step < self.total_steps and self._data.best.is_waited_out
+            self._log.close(STOPPED_EARLY if is_early else "done", best.facts(self.total_steps))
         return self._stack.__exit__(*exception)
 
     def steps(self) -> Iterator[StepBatches]:
-        """The batches of the steps that are left, each when its learning rate is set; `finish` ends a step."""
+        """The batches of the steps that are left, each when its learning rate is set; `finish` ends a step.
+
+        With `checkpoint.keep_best` the model has the weights of the best step when there are no more.
+        """
         source, first = self._data.batches(self.step), True
-        while self.step < self.total_steps:
+        while not self._is_over():
             self._world.heartbeat.enter(
                 f"step {self.step + 1}", beats.FIRST_STEP_SECONDS if first else beats.STEP_SECONDS
             )
@@ -112,19 +117,25 @@ class TrainingLoop:
             self._peak.reset()
             self._lr = learning_rate(self._cfg.lr_scheduler, self._cfg.optimizer.lr, self.step, self.total_steps)
             set_learning_rate(self._optimizer, self._lr)
-            batches = next(source)
+            batches = replace(next(source), step=self.step)
             if first:
                 check_same_batches(batches, self._world)
                 first = False
             yield batches
             del batches
+        self._world.heartbeat.enter("loading the best step")
+        self._data.best.load(self._model, self.step, self.total_steps, self._world)
         self._world.heartbeat.enter("exporting")
+
+    def _is_over(self) -> bool:
+        return self.step >= self.total_steps or self._data.best.is_waited_out
 
     def finish(self, step: Step, batches: StepBatches, validate: Callable[[], Mapping[str, float]]) -> None:
         """Records a step, then validates and saves where that is due.
 
         validate: gives the numbers of a validation: at each `validation.every_n_steps`-th step, else at the end of each
-        epoch, and after the last. Raises DivergedError if loss or gradient are not finite, or what would be saved or
+        epoch, and after the last; by one of them it is known which step is best (`checkpoint.best_metric`). Raises
+        DivergedError if loss or gradient are not finite, or what would be saved or
         exported; StoppedAndSaved once any rank was asked to stop.
         """
         heartbeat = self._world.heartbeat
@@ -134,9 +145,10 @@ class TrainingLoop:
             with phase("validating"):
                 numbers = dict(validate())
             self._log.validation({"step": self.step} | numbers)
+            self._judge(numbers)
             heartbeat.enter(f"end of step {self.step}")
         stopped = self._stop.agreed(self._world)
-        is_last, every = self.step == self.total_steps, self._cfg.checkpoint.save_every_n_steps
+        is_last, every = self._is_over(), self._cfg.checkpoint.save_every_n_steps
         saves = stopped or (every is not None and (self.step % every == 0 or is_last))
         if saves or is_last:
             self._check_weights()
@@ -182,6 +194,15 @@ class TrainingLoop:
         if not (abs(loss) < float("inf") and abs(grad_norm) < float("inf")):
             self._diverged(f"loss {loss} and grad_norm {grad_norm}")
 
+    def _judge(self, numbers: Mapping[str, float]) -> None:
+        """Keeps the weights of this step, if its validation is the best so far and the config asks for it."""
+        best = self._data.best
+        if best.is_asked_for and best.judge(self.step, numbers, self._world) and best.keeps:
+            self._check_weights()
+            self._world.heartbeat.enter(f"keeping the best step {self.step}")
+            with phase("keeping the weights of the best step"):
+                best.keep(self.step, self._model, self._world)
+
     def _check_weights(self) -> None:
         """The last update shows in no loss of a step: what it left is looked at. On every rank; a collective."""
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
@@ -208,6 +229,15 @@ class TrainingLoop:
         every = self._cfg.validation.every_n_steps
         due = self.step % every == 0 if every else self._data.plan.locate(self.step)[1] == 0
         return due or self.step == self.total_steps
+
+
+def _check_start(cfg: FullFinetuneConfig, total_steps: int) -> None:
+    """ConfigError for a run that would end before what it asks for begins."""
+    if cfg.qat is not None and cfg.qat_start_step >= total_steps:
+        raise ConfigError(
+            f"qat_start_step: found {cfg.qat_start_step} for a run of {total_steps} steps, none of which would train "
+            f"in {cfg.qat}; choose less, or remove qat"
+        )
 
 
 def _peaks_of_places(own: Peaks, world: "World") -> tuple[Peaks, dict[str, float]]:

@@ -34,6 +34,18 @@ def adapter_commands(
     return commands
 
 
+def gguf_commands(file: Path, *, is_adapter: bool = False) -> list[str]:
+    """What to do with a GGUF file; an adapter goes with the file of its base."""
+    if is_adapter:
+        return [_line("llama-cli", "-m", "BASE.gguf", "--lora", file)]
+    return [_line("llama-cli", "-m", file)]
+
+
+def quantized_commands(folder: Path) -> list[str]:
+    """What to do with a folder whose linears are quantized, which `tune` itself does not read."""
+    return [_line("vllm", "serve", folder)]
+
+
 def merge_command(checkpoint: Path, base: str | None = None, recipe: str | None = None) -> str:
     """How the adapter of a run or a folder is merged. base: given where it is not found. recipe: of one's own."""
     options = [word for option, value in (("--base", base), ("--recipe", recipe)) if value for word in (option, value)]

@@ -12,7 +12,6 @@ Sums are made in fp64: an answer's log-probability is in the hundreds, and what 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +25,17 @@ from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.ops.fused_loss import IGNORED
 from recipe_lib.optim.optimizers import local_bytes
 from recipe_lib.parallel.parallelize import Parallel
-from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.training_data import TrainingData
-from recipe_lib.training.validation import validation_groups
+from recipe_lib.training.unpaired import (
+    SUMS,
+    check_labels,
+    compared_numbers,
+    labels_of,
+    unpaired_loss,
+    unpaired_metrics,
+    validation_unpaired,
+)
+from recipe_lib.training.validation import validation_sums
 from recipe_lib.units import format_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +46,7 @@ NUMBERS = ("loss", "reward_chosen", "reward_rejected", "reward_accuracy")
 
 
 def answer_log_probs(log_probs: Tensor, batch: Batch, cfg: DpoConfig) -> Tensor:
-    """Log-probability of each answer of a micro-batch of pairs, fp64 `[2 p]`: chosen and rejected by turns.
+    """Log-probability of each answer of a micro-batch, fp64: of pairs `[2 p]`, chosen and rejected by turns.
 
     log_probs: `[b, s]` of the tokens, 0 where there is no label. The sum over an answer; for ipo and simpo the mean.
     """
@@ -78,6 +85,29 @@ def _pair_losses(margin: Tensor, cfg: DpoConfig) -> Tensor:
     return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
 
 
+def loss_of_answers(
+    policy: Tensor, reference: Tensor | None, batch: Batch, point: Tensor | None, cfg: DpoConfig
+) -> tuple[Tensor, Tensor]:
+    """The loss summed over the items of a micro-batch, and what `step_numbers` reads: of pairs, or of single answers,
+    as the loss takes them. point: KTO's point of reference."""
+    if not cfg.takes_single_answers:
+        return preference_loss(policy, reference, cfg)
+    return unpaired_loss(policy, reference, labels_of(batch), point, cfg)
+
+
+def count_of_numbers(cfg: DpoConfig) -> int:
+    """How many numbers `loss_of_answers` gives."""
+    return len(SUMS if cfg.takes_single_answers else NUMBERS)
+
+
+def step_numbers(sums: Tensor, items: int, point: Tensor | None, cfg: DpoConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean loss of a step, and what it records besides. sums: of the numbers, over all ranks."""
+    if cfg.takes_single_answers:
+        return unpaired_metrics(sums, items, point)
+    means = sums / items
+    return means[0], preference_metrics(means)
+
+
 def preference_metrics(means: Tensor) -> dict[str, Tensor]:
     """What a step records besides its loss: means of the rewards, of their difference, and of how often it is above 0.
 
@@ -108,6 +138,14 @@ def check_reference(cfg: DpoConfig, model: nn.Module, reference: nn.Module | Non
         )
 
 
+def check_answers(data: TrainingData, cfg: DpoConfig) -> None:
+    """ConfigError unless the samples are what the loss takes."""
+    if cfg.takes_single_answers:
+        check_labels(data, cfg)
+    else:
+        check_pairs(data.dataset, data.validation_dataset)
+
+
 def check_pairs(dataset: Dataset, validation: Dataset | None) -> None:
     """ConfigError unless the samples are pairs of answers."""
     for key, found in (("data.format", dataset), ("validation.format", validation)):
@@ -118,36 +156,27 @@ def check_pairs(dataset: Dataset, validation: Dataset | None) -> None:
             )
 
 
-@torch.no_grad()
 def validation_preference(
     model: nn.Module,
     parallel: Parallel,
+    answers: Callable[[Batch], Tensor],
     references_of: Callable[[Sequence[Batch]], Iterator[Any]],
-    compare: Callable[[Batch, Any], tuple[Tensor, Tensor]],
+    cfg: DpoConfig,
     data: TrainingData,
     world: "World",
 ) -> dict[str, float]:
-    """Means over all validation pairs, each counted once; without dropout. Collective.
+    """Means over all validation pairs, or single answers, each counted once; without dropout. Collective.
 
-    references_of: what the reference makes of each micro-batch. compare: one and that, to what `preference_loss`
-    returns.
+    answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each.
     """
-    model.eval()
-    sums, pairs = torch.zeros(len(NUMBERS), device=world.device, dtype=torch.float64), 0
-    for together in validation_groups(parallel, data):
-        micro_batches = [batches.micro_batches[0] for batches in together]
-        references = references_of(micro_batches)
-        compared = partial(_numbers_of, compare, references)
-        for numbers in result_of_each(parallel, compared, micro_batches):
-            sums += 0 if numbers is None else numbers
-        pairs += sum(batches.items for batches in together)
-    model.train()
-    means = world.all_reduce_sum(sums) / max(1, pairs)
+    if cfg.takes_single_answers:
+        return validation_unpaired(model, parallel, answers, references_of, cfg, data, world)
+
+    def compare(batch: Batch, reference: Tensor | None) -> tuple[Tensor, Tensor]:
+        return preference_loss(answers(batch), reference, cfg)
+
+    numbers_of = compared_numbers(parallel, references_of, compare)
+    sums, pairs = validation_sums(model, numbers_of, len(NUMBERS), parallel, data, world)
+    means = sums / max(1, pairs)
     numbers = {"loss": means[0]} | preference_metrics(means)
     return {f"validation_{name}": value.item() for name, value in numbers.items()} | {"validation_pairs": pairs}
-
-
-def _numbers_of(
-    compare: Callable[[Batch, Any], tuple[Tensor, Tensor]], references: Iterator[Any], batch: Batch
-) -> Tensor:
-    return compare(batch, next(references))[1]

@@ -28,7 +28,7 @@ from recipe_lib.checkpoint.run_files import (
 )
 from recipe_lib.checkpoint.tokenizer_out import SETTINGS_FILES, TOKENIZER_FILES
 from recipe_lib.checkpoint.weight_files import INDEX
-from recipe_lib.config.local_files import ADAPTER_FOLDER, EARLIER_FOLDER, MODEL_FOLDER, STATE_FOLDER
+from recipe_lib.config.local_files import ADAPTER_FOLDER, BEST_FOLDER, EARLIER_FOLDER, MODEL_FOLDER, STATE_FOLDER
 from recipe_lib.logs import get_logger
 from recipe_lib.training.records.metrics import METRICS_FILE, SUMMARY_FILE
 from recipe_lib.training.report_page import REPORT_FILE
@@ -171,7 +171,7 @@ def keep_earlier(root: Path) -> None:
     """Makes room for a run that replaces the one in `root`, which stays until `drop_earlier`."""
     record = read_record(root) or OutputRecord()
     there = [name for name in PUBLISHED if (root / name).exists()]
-    has_states = any((root / STATE_FOLDER).glob("step_*"))
+    has_states = any(chain((root / STATE_FOLDER).glob("step_*"), (root / STATE_FOLDER / BEST_FOLDER).glob("step_*")))
     record.earlier = there
     if has_states or (there and not record.kept):
         folder = _folder_for(root, record)

@@ -191,6 +191,8 @@ def _headline(summary: Mapping[str, Any]) -> str:
         parts.append(f"loss {summary['first_loss']:.4f} → {summary['final_loss']:.4f}")
     if summary.get("final_validation_loss") is not None:
         parts.append(f"validation loss {summary['final_validation_loss']:.4f}")
+    if summary.get("outcome"):
+        parts.append(str(summary["outcome"]))
     return ", ".join(parts)
 
 

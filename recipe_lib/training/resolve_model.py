@@ -8,7 +8,8 @@ from recipe_lib.adapters import add_adapters
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.config.local_files import base_name, downloaded_model
 from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
-from recipe_lib.models import build_meta, preset_config, read_config, read_spec, spec_from_config
+from recipe_lib.models import build_meta, preset_config, read_config, read_spec
+from recipe_lib.models.scored_spec import scored_spec, spec_of_run
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.parallel.context import check_context
@@ -27,15 +28,19 @@ class ResolvedModel:
     spec: ModelSpec
 
 
-def resolve_model(cfg: ModelConfig) -> ResolvedModel:
+def resolve_model(cfg: ModelConfig, *, scored: bool = False, num_labels: int | None = None) -> ResolvedModel:
     """The model that `model.path` or `model.preset` names; of a checkpoint the headers of all weights are checked.
 
-    Raises CheckpointError; for a model that is not native also SetupError and ConfigError.
+    scored: with a score head of num_labels rows, None: as many as the checkpoint's has. Raises CheckpointError; for a
+    model that is not native also SetupError and ConfigError.
     """
     name = cfg.path or cfg.preset or ""
     folder = find_checkpoint(name) if cfg.path else None
     config = read_config(folder) if folder else preset_config(name)
-    spec = read_spec(config, str(folder or name), cfg.implementation)
+    if scored:
+        spec: ModelSpec = scored_spec(config, str(folder or name), num_labels)
+    else:
+        spec = read_spec(config, str(folder or name), cfg.implementation)
     if folder:
         check_weights(spec, folder)
     return ResolvedModel(base_name(name, folder) if folder else name, folder, config, spec)
@@ -66,4 +71,4 @@ def validate_parallelism_if_local(cfg: FullFinetuneConfig) -> None:
     if cfg.model.path and (folder is None or not (folder / "config.json").is_file()):
         return
     config = read_config(folder) if folder else preset_config(cfg.model.preset or "")
-    validate_parallelism(cfg, spec_from_config(config, str(folder or cfg.model.preset)))
+    validate_parallelism(cfg, spec_of_run(cfg, config, str(folder or cfg.model.preset)))

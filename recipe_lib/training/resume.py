@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from recipe_lib.checkpoint.manifest import read_manifest
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
+from recipe_lib.checkpoint.state_folders import BEST_RECORD
 from recipe_lib.config.local_files import STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError
@@ -42,8 +43,11 @@ def resume_run(
     saved = load_state(found, model, optimizer, world, levers.place_state)
     set_numbers(optimizer, cfg.optimizer)  # a changed config is what the run goes on with
     check_same_data(saved, data.identity(), found)
+    data.best.restore(saved, found, world)
     get_logger().info("resume: %s, %d of %d steps done", found, saved["step"], data.total_steps)
-    if saved["step"] == data.total_steps:
+    if saved["step"] == data.total_steps and data.best.folder is not None:
+        get_logger().info("resume: no step is left to train; the best step is exported")
+    elif saved["step"] == data.total_steps:
         get_logger().info("resume: no step is left to train; the model of that state is exported as it is")
     return saved["step"]
 
@@ -65,7 +69,9 @@ def save_run(
     cfg: FullFinetuneConfig, step: int, model: nn.Module, optimizer: Optimizer, data: TrainingData, world: "World"
 ) -> Path:
     """Saves output_dir/state/step_N: what is trained, the optimizer, and where in the data we are. Collective."""
-    extra = {"step": step, **data.identity()}
-    return save_state(
+    extra = {"step": step, **data.identity(), BEST_RECORD: data.best.record()}
+    path = save_state(
         Path(cfg.output_dir) / STATE_FOLDER, step, model, optimizer, extra, world, cfg.checkpoint.keep_last_n
     )
+    data.best.remove_others(world)
+    return path

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipe_lib.config.idle import SCORED_METRICS, generated_metrics
 from recipe_lib.config.mesh import micro_batches, padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import (
     DataPlan,
     PreparedData,
     StepBatches,
+    as_trained,
     build_datasets,
     check_vocabulary,
     prepare_data,
@@ -21,11 +23,13 @@ from recipe_lib.data import (
     warn_of_overlap,
     warn_of_positions,
 )
-from recipe_lib.errors import UserError
+from recipe_lib.errors import ConfigError, UserError
+from recipe_lib.generation.answer_questions import Question, questions_of
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.tokenizers.template_process import DATE
+from recipe_lib.training.best_step import BestStep
 from recipe_lib.training.output import check_output
 from recipe_lib.training.resolve_model import ResolvedModel, resolve_model, validate_parallelism
 
@@ -38,7 +42,8 @@ class TrainingData:
 
     tokenizer, tokenizer_path; chat_template: a file in place of the tokenizer's own, or None. dataset,
     validation_dataset (or None): datasets. plan: which sequences each step takes, a function of (seed, epoch, step)
-    alone; total_steps: of the run.
+    alone; total_steps: of the run. questions: those of the validation that answers are generated to. best: the best
+    step until now, by its validations.
     """
 
     def __init__(
@@ -53,7 +58,9 @@ class TrainingData:
         self.tokenizer_path = _tokenizer_path(cfg, source)
         self.chat_template = Path(cfg.tokenizer.chat_template) if cfg.tokenizer.chat_template else None
         self.tokenizer = load_tokenizer_of(cfg, source)
-        self.dataset, self.validation_dataset = build_datasets(cfg, self.tokenizer, prepared)
+        training, validation = build_datasets(cfg, self.tokenizer, prepared)
+        self.dataset = as_trained(cfg, training)
+        self.validation_dataset = None if validation is None else as_trained(cfg, validation)
         check_vocabulary(self.tokenizer, source.spec.vocab_size, self.dataset, self.validation_dataset)
         warn_of_positions(source.spec.max_positions, self.dataset, self.validation_dataset)
         warn_of_overlap(self.dataset, self.validation_dataset)
@@ -68,6 +75,40 @@ class TrainingData:
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
         )
         self.total_steps = self.plan.total_steps(cfg.epochs, cfg.max_steps)
+        self.questions = self._questions()
+        self.best = BestStep(cfg)
+
+    def _questions(self) -> dict[int, Question]:
+        """What validation generates answers to. ConfigError where a metric of answers finds none to measure."""
+        if self.validation_dataset is None or not self.generated_metrics:
+            return {}
+        found = questions_of(self.validation_dataset, self.tokenizer.stop_ids)
+        if not found:
+            raise ConfigError(
+                f"validation.metrics: {self.generated_metrics[0]} is measured of answers, and no sequence of "
+                f"{self._cfg.validation.source} has a question before one; remove it, or choose other samples"
+            )
+        return found
+
+    @property
+    def scored_metrics(self) -> list[str]:
+        """Of `validation.metrics` those that likelihoods tell."""
+        return [name for name in self._cfg.validation.metrics if name in SCORED_METRICS]
+
+    @property
+    def generated_metrics(self) -> list[str]:
+        """Of `validation.metrics` those of generated answers."""
+        return generated_metrics(self._cfg)
+
+    def generation_options(self) -> dict[str, Any]:
+        """How validation generates answers, for `generate_answers`: the likeliest tokens."""
+        validation = self._cfg.validation
+        return {
+            "batch_size": validation.batch_size or self._cfg.batch_size,
+            "seed": self._cfg.seed,
+            "max_new_tokens": validation.max_new_tokens,
+            "stop_ids": self.tokenizer.stop_ids,
+        }
 
     def identity(self) -> dict[str, Any]:
         """What has to be the same for a step to mean the same sequences."""
@@ -94,6 +135,7 @@ class TrainingData:
             accumulation=count,
             pad_id=self.tokenizer.pad_id,
             multiple=padded_multiple(cfg),
+            mismatched=cfg.max_seq_len if cfg.compares_mismatched else None,
             workers=cfg.data.num_workers,
             device=world.device,
         )
@@ -111,6 +153,7 @@ class TrainingData:
             self.tokenizer.pad_id,
             multiple=padded_multiple(cfg),
             packing_capacity=cfg.max_seq_len if cfg.data.packing else None,
+            mismatched=cfg.max_seq_len if cfg.compares_mismatched else None,
         ):
             yield batches.to(world.device)
 
@@ -134,7 +177,7 @@ def prepare(cfg: FullFinetuneConfig) -> PreparedData | UserError:
     """
     try:
         check_output(cfg)
-        source = resolve_model(cfg.model)
+        source = resolve_model(cfg.model, scored=cfg.scores_sequences, num_labels=cfg.num_labels)
         validate_parallelism(cfg, source.spec)
         found = settle_formats(cfg)
         prepared = prepare_data(cfg, load=lambda: load_tokenizer_of(cfg, source))

@@ -1,15 +1,18 @@
-"""The loss on data that are not trained on."""
+"""What a model makes of data that are not trained on: the loss, and metrics of likelihoods and of answers."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recipe_lib.data import Batch, StepBatches
+from recipe_lib.generation.answer_questions import generate_answers, metric_of_answers
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.micro_batches import result_of_each
+from recipe_lib.training.sequence_scores import scores_by, sequence_sums
 from recipe_lib.training.training_data import TrainingData
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ def validation_loss(
 ) -> dict[str, float]:
     """Mean loss of the trained tokens of all validation sequences, each counted once; without dropout. Collective.
 
-    summed_loss: the sum of the token losses of a micro-batch.
+    summed_loss: the sum of the token losses of a micro-batch. Also the numbers that `validation.metrics` names.
     """
     model.eval()
     loss, tokens = torch.zeros((), device=world.device, dtype=torch.float64), 0
@@ -37,11 +40,39 @@ def validation_loss(
         for batches, part in zip(together, found, strict=True):
             loss += 0 if part is None else part
             tokens += batches.trained_tokens
-    model.train()
-    return {
+    numbers = {
         "validation_loss": world.all_reduce_sum(loss).item() / max(1, tokens),
         "validation_tokens": tokens,
     }
+    if data.scored_metrics:
+        numbers |= _metrics_of_scores(model, parallel, data, world)
+    if data.generated_metrics:
+        numbers |= _metrics_of_answers(model, data, world)
+    model.train()
+    return numbers
+
+
+@torch.no_grad()
+def validation_sums(
+    model: nn.Module,
+    numbers_of: Callable[[Sequence[Batch]], Iterator[Any]],
+    count: int,
+    parallel: Parallel,
+    data: TrainingData,
+    world: "World",
+) -> tuple[torch.Tensor, int]:
+    """Numbers summed over all validation items, fp64 `[count]`, and how many items; without dropout. Collective.
+
+    numbers_of: micro-batches to the numbers of each; None where another rank of the pipeline has them.
+    """
+    model.eval()
+    sums, items = torch.zeros(count, device=world.device, dtype=torch.float64), 0
+    for together in validation_groups(parallel, data):
+        for numbers in numbers_of([batches.micro_batches[0] for batches in together]):
+            sums += 0 if numbers is None else numbers
+        items += sum(batches.items for batches in together)
+    model.train()
+    return world.all_reduce_sum(sums), items
 
 
 def validation_groups(parallel: Parallel, data: TrainingData) -> Iterator[list[StepBatches]]:
@@ -49,3 +80,30 @@ def validation_groups(parallel: Parallel, data: TrainingData) -> Iterator[list[S
     batches = data.validation_batches()
     while together := list(islice(batches, _TOGETHER if parallel.pipeline is not None else 1)):
         yield together
+
+
+def _metrics_of_scores(model: nn.Module, parallel: Parallel, data: TrainingData, world: "World") -> dict[str, float]:
+    """The share of label tokens that are the likeliest, and of sequences in which all are."""
+    sums = torch.zeros(4, device=world.device, dtype=torch.float64)  # label tokens, right ones, sequences, right ones
+
+    def sums_of(batch: Batch) -> Tensor:
+        _, tokens, right = sequence_sums(scores_by(model)(batch), batch).unbind(dim=1)
+        real = tokens > 0
+        return torch.stack([tokens.sum(), right.sum(), real.sum(), (real & (right == tokens)).sum()])
+
+    for together in validation_groups(parallel, data):
+        for found in result_of_each(parallel, sums_of, [batches.micro_batches[0] for batches in together]):
+            sums += 0 if found is None else found
+    tokens, right, sequences, exact = world.all_reduce_sum(sums).tolist()
+    numbers = {"token_accuracy": right / max(1.0, tokens), "exact_match": exact / max(1.0, sequences)}
+    return {f"validation_{name}": numbers[name] for name in data.scored_metrics}
+
+
+def _metrics_of_answers(model: Any, data: TrainingData, world: "World") -> dict[str, float]:
+    """The means of a plugin's metrics of the answers to all validation questions."""
+    answers = generate_answers(model, model.spec, data.questions, world, **data.generation_options())
+    found = {}
+    for name in data.generated_metrics:
+        numbers = metric_of_answers(name, answers, data.questions, data.tokenizer)
+        found[f"validation_{name}"] = math.fsum(numbers.values()) / len(numbers)
+    return found

@@ -28,6 +28,7 @@ CHEAP = [
     ["validate", CONFIG],
     ["validate", CONFIG, "batch_sice=3"],
     ["cp", CONFIG, "--help"],
+    ["import", f"{ROOT}/tests/config/other_tools/axolotl/lora_alpaca.yaml"],
     ["run", "--help"],
     ["run", "full_finetune_distributed", "--config", CONFIG, "optimizer.lrr=1"],
     ["run", "--nproc_per_node", "4", "full_finetune_distributed", "--config", CONFIG, "optimizer.lrr=1"],
@@ -108,8 +109,8 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
         (["generat", "x"], "error: tune: unknown verb 'generat'; did you mean generate?"),
         (
             ["zzz"],
-            "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, validate, download, data, plan, tp-plan, "
-            "doctor, teach, run, export, generate, completion",
+            "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, import, validate, download, data, plan, "
+            "tp-plan, doctor, teach, run, eval, export, upload, generate, completion",
         ),
         (
             ["--verbos"],

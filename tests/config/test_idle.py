@@ -10,6 +10,7 @@ from recipe_lib.config import (
     DpoFinetuneConfig,
     FullFinetuneConfig,
     LoraFinetuneConfig,
+    RewardFinetuneConfig,
     load_config,
 )
 from recipe_lib.config.idle import needs_text, why_idle
@@ -93,6 +94,20 @@ CASES = [
     ("validation.every_n_steps=1", [], "validation.source is null"),
     ("validation.max_samples=1", [], "validation.source is null"),
     ("validation.batch_size=1", [], "validation.source is null"),
+    ("validation.metrics=[exact_match]", [], "validation.source is null"),
+    ("validation.max_new_tokens=9", [], "validation.source is null"),
+    (
+        "validation.max_new_tokens=9",
+        ["validation.source=own.jsonl", "validation.metrics=[exact_match]"],
+        "validation.metrics names no metric of a plugin",
+    ),
+    ("validation.min_delta=0.1", ["validation.source=own.jsonl"], "validation.patience is null"),
+    ("checkpoint.best_metric=validation_reward_margin", ["validation.source=own.jsonl"],
+     "checkpoint.keep_best is false, validation.patience is null"),
+    ("checkpoint.greater_is_better=true", ["validation.source=own.jsonl"],
+     "checkpoint.keep_best is false, validation.patience is null"),
+    ("qat_group_size=16", ["qat=int8"], "qat is int8"),
+    ("qat_start_step=5", [], "qat is null"),
     ("lora.merge_on_save=true", ["checkpoint.save_model=false"], "checkpoint.save_model is false", LORA),
     *((f"lora.{word}", ["dpo.trainable=all"], "dpo.trainable is all", DPO)
       for word in ("rank=4", "alpha=8", "dropout=0.1", "target_modules=[q]", "rslora=true", "dora=true",
@@ -100,6 +115,11 @@ CASES = [
     ("dpo.label_smoothing=0.1", ["dpo.loss=ipo"], "dpo.loss is ipo", DPO),
     ("dpo.simpo_gamma=1.0", [], "dpo.loss is sigmoid", DPO),
     ("dpo.reference_free=true", ["dpo.loss=simpo"], "dpo.loss is simpo", DPO),
+    ("dpo.desirable_weight=2.0", [], "dpo.loss is sigmoid", DPO),
+    ("dpo.undesirable_weight=2.0", ["dpo.loss=simpo"], "dpo.loss is simpo", DPO),
+    ("reward.num_labels=3", [], "reward.loss is pairwise", RewardFinetuneConfig),
+    ("reward.center_rewards_coefficient=0.1", ["reward.loss=classification", "data.format=classification"],
+     "reward.loss is classification", RewardFinetuneConfig),
     ("memory.loss_kernel=torch", [], "the loss of pairs is dpo.loss, sigmoid", DPO),
     ("data.train_on=all", [], "data.format is preference", DPO),
     ("memory.loss_kernel=torch", [], "the loss is distillation, distill.divergence forward_kl", DISTILL),
@@ -116,7 +136,8 @@ CASES = [
 def test_idle_keys_are_told_and_have_their_defaults(write, case):
     override, others, reason, *rest = case
     schema = rest[0] if rest else FullFinetuneConfig
-    path, name = write({DPO: PAIRS, DISTILL: TAUGHT}.get(schema, GOOD)), override.partition("=")[0]
+    samples = {DPO: PAIRS, DISTILL: TAUGHT, RewardFinetuneConfig: PAIRS}
+    path, name = write(samples.get(schema, GOOD)), override.partition("=")[0]
     loaded = load_all(path, [override, *others], schema)
     assert loaded.idle == [f"{name} has no effect: {reason}"]
     assert dataclasses.asdict(loaded.cfg) == dataclasses.asdict(load_config(path, others, schema))

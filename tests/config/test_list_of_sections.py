@@ -64,7 +64,7 @@ def test_all_faults_of_a_file_in_its_order(faults):
         "    - 3\n    - path: b\n    - {source: c, weight: 0, max_samples: 1.5, columns: x}\n    - weight: 1\n"
         "    - {source: a, source: b}\n    - [a]\nseed: x\n"
     )
-    formats = "auto, alpaca, sharegpt, messages, prompt_completion, text, preference"
+    formats = "auto, alpaca, sharegpt, messages, prompt_completion, text, preference, kto, classification"
     assert faults(text, whole=True) == [
         "c.yaml:5: data.sources[0].wieght: unknown key; did you mean data.sources[0].weight?",
         f"c.yaml:6: data.sources[0].format: found 'alpacca', expected one of {formats}, or null; did you mean alpaca?",

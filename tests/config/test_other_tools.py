@@ -63,6 +63,9 @@ HUGGING_FACE = {
     "use_liger_kernel": "memory.loss_kernel", "label_smoothing_factor": None, "deepspeed": None, "push_to_hub": None,
     "dataloader_num_workers": "data.num_workers", "fsdp_auto_wrap_policy": "parallel.fsdp_wrap_policy",
     "tp_size": "parallel.tensor", "cp_size": "parallel.context", "dp_replicate_size": "parallel.data_replicate",
+    "load_best_model_at_end": "checkpoint.keep_best", "metric_for_best_model": "checkpoint.best_metric",
+    "greater_is_better": "checkpoint.greater_is_better", "early_stopping_patience": "validation.patience",
+    "early_stopping_threshold": "validation.min_delta",
     "eval_accumulation_steps": None, "overwrite_output_dir": "overwrite_output_dir",
     "dataset_num_proc": "data.num_proc", "max_length": "max_seq_len", "assistant_only_loss": "data.train_on",
     "dataset_text_field": "data.columns", "loss_type": "dpo.loss", "beta": "dpo.beta", "reference_free":

@@ -159,5 +159,23 @@ def test_an_unknown_annotation(write):
 def test_the_schema_is_read_in_order():
     names = list(read_schema(FullFinetuneConfig).keys)
     assert names[0] == "recipe"
-    assert names[-1] == "matmul_dtype"
+    assert names[-1] == "qat_start_step"
     assert len(names) == len(set(names)) > 55
+
+
+@dataclass
+class Measured(FullFinetuneConfig):
+    """A config of a recipe whose validation measures more."""
+
+    @property
+    def validation_numbers(self) -> tuple[str, ...]:
+        return ("validation_loss", "validation_accuracy")
+
+
+def test_the_best_step_may_be_found_by_an_own_number(load):
+    text = "validation: {source: y}\ncheckpoint: {keep_best: true, best_metric: validation_accuracy}\n"
+    assert load(text, schema=Measured).checkpoint.best_metric == "validation_accuracy"
+    with pytest.raises(
+        ConfigError, match="found 'validation_accuracy', expected validation_loss; .* names others as its"
+    ):
+        load(text, schema=Mine)

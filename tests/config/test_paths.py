@@ -42,6 +42,7 @@ def test_by_name(checkout):
         "full_finetune_distributed": ["llama3/8B_full", "qwen2_5/0.5B_full"],
         "lora_finetune_distributed": [],
         "other": [],
+        "reward_distributed": [],
     }
 
 

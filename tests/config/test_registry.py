@@ -57,7 +57,7 @@ def test_a_name_is_printable(name):
 
 
 def test_unknown_kind_and_name():
-    kinds = "data.format, optimizer.name, loss, log.trackers, model"
+    kinds = "data.format, optimizer.name, loss, metric, log.trackers, model"
     for ask in (lambda: register("lost", "x"), lambda: registered("lost", "x"), lambda: registry.names("lost")):
         with pytest.raises(ConfigError, match=f"^register: found the kind 'lost', expected one of {kinds}$"):
             ask()

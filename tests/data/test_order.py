@@ -95,6 +95,7 @@ class Items:
     source_of: np.ndarray
     weights: tuple[float, ...] = (1.0,)
     group: int = 1
+    labeled: bool = False
 
     @property
     def lengths(self) -> np.ndarray:

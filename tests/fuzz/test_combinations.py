@@ -21,6 +21,8 @@ NOT_DRAWN = {
     "model.preset": "the models are drawn, tied and not",
     "data.max_samples": "which rows there are",
     "matmul_dtype": "rounds too much for a comparison; test_levers",
+    "qat": "rounds too much for a comparison; test_levers, test_qat_worlds",
+    "qat_group_size": "as qat",
     "loss": "a plugin's; test_levers",
 }
 

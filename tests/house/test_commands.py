@@ -29,6 +29,7 @@ from recipe_lib.cli import plan as plan_verb
 from recipe_lib.cli import plan_request, torchrun_flags
 from recipe_lib.cli import run as run_verb
 from recipe_lib.cli import tp_plan as tp_plan_verb
+from recipe_lib.cli import upload as upload_verb
 from recipe_lib.cli.main import main as tune
 from recipe_lib.cli.recipes import check_arguments
 from tests.house.documents import Block, blocks, documents
@@ -151,6 +152,8 @@ def check_tune(words: list[str]) -> None:
             assert tune(["validate", arguments.config, *arguments.overrides]) == 0, line
     elif verb == "export":
         export_verb.read(rest)
+    elif verb == "upload":
+        upload_verb.parser().parse(rest)
     elif verb == "plan":
         arguments = plan_request.read(rest)
         if arguments.receipts:
@@ -164,7 +167,7 @@ def check_tune(words: list[str]) -> None:
     elif verb == "tp-plan":
         tp_plan_verb.config_of(tp_plan_verb.read(rest).model)
     else:
-        assert verb in ("ls", "cat", "cp", "validate", "help", "completion"), f"no rule for: {line}"
+        assert verb in ("ls", "cat", "cp", "import", "validate", "help", "completion"), f"no rule for: {line}"
         assert tune(words) == 0, line
 
 

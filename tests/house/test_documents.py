@@ -11,8 +11,9 @@ from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import load_config, registered
 from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
 from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
-from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
+from recipe_lib.config.recipes.dpo_distributed import UNPAIRED, DpoFinetuneConfig
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.recipes.reward_distributed import RewardFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.units import gib
@@ -67,8 +68,11 @@ def test_overrides_are_valid(path: Path, tmp_path: Path):
         taught = override.startswith("distill.")
         schema = DpoFinetuneConfig if pairs else DistillFinetuneConfig if taught else LoraFinetuneConfig
         schema = FullFinetuneConfig if override == "recipe=full_finetune_distributed" else schema
-        needed = ["data.format=preference"] * pairs + ["distill.teacher_preset=demo/0.5M"] * taught
-        assert load_config(tmp_path / "config.yaml", [override, *needed], schema)
+        schema = RewardFinetuneConfig if override.startswith("reward.") else schema
+        single = any(loss in override for loss in UNPAIRED)
+        given = [f"data.format={'kto' if single else 'preference'}"] * pairs
+        given += ["distill.teacher_preset=demo/0.5M"] * taught
+        assert load_config(tmp_path / "config.yaml", [override, *given], schema)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)
@@ -93,7 +97,7 @@ def test_every_preset_is_in_the_table():
     shipped = {name for name in list_presets() if not name.startswith("demo/")}
     assert told - {"config.json", "transformers"} - {f"{family}/config.json", f"{family}/transformers"} >= shipped
     assert {name for name in told if name.split("/")[0] in {preset.split("/")[0] for preset in shipped}} == shipped
-    methods = ("full", "lora", "qlora", "dora", "dpo", "distill")
+    methods = ("full", "lora", "qlora", "dora", "dpo", "kto", "reward", "qat", "distill")
     assert {f"{name}_full" for name in shipped} <= set(NAMES)
     assert {f"{name}_qlora" for name in shipped} <= set(NAMES)
     assert {name for name in NAMES if not name.startswith("demo/")} <= {f"{n}_{m}" for n in shipped for m in methods}

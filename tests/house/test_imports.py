@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli.main import VERBS
+from recipe_lib.cli.main import VERBS, module_of
 from tests.house.files import ROOT, place, python_files, tree
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -34,7 +34,7 @@ def test_import_layers_are_kept():
 
 def test_no_verb_imports_another():
     """What two verbs need stands in a file of its own, so that each verb is read by itself."""
-    verbs = {f"recipe_lib.cli.{verb.replace('-', '_')}" for verb in VERBS}
+    verbs = {module_of(verb) for verb in VERBS}
     for path in python_files("recipe_lib/cli"):
         for node, module in imports(tree(path)):
             named = {alias.name for alias in node.names} if module == "recipe_lib.cli" else set()
@@ -73,6 +73,7 @@ LATE = {
     ("recipe_lib/plan/world/compiled_code.py", "torch"): "inductor: 1 s, which plans of compiled layers alone need",
     ("recipe_lib/external/compiled_layers.py", "recipe_lib"): "torch's partitioner: 0.7 s, 590 modules; few compile",
     ("recipe_lib/external/transformers_config.py", "huggingface_hub"): "0.3 s of `tune tp-plan --help`",
+    ("recipe_lib/memory/qat.py", "torchao"): "1.3 s, which only runs with qat need",
     ("recipe_lib/training/records/trackers.py", "torch"): "torch.utils.tensorboard needs the extra tensorboard",
     ("recipe_lib/parallel/pipeline/schedules.py", "torch"): "1 s, 834 modules; few runs have such a schedule",
 }
@@ -106,11 +107,13 @@ def test_ten_dependencies():
 
 
 def test_torchao_is_named_in_one_module_for_each_use():
-    """Its modules move: NF4's quantizing, what `tune doctor` looks at, what tests and benchmarks compare with."""
+    """Its modules move: NF4's quantizing, rounded linears, what `tune doctor` looks at, what tests and benchmarks
+    compare with."""
     named = re.compile(r"^\s*(?:from torchao[\w.]* import|import torchao[\w.]*$)|[\"']torchao\.\w", re.MULTILINE)
     paths = [path for path in (*python_files(), *python_files("tests")) if path != Path(__file__)]
     found = {path.relative_to(ROOT).as_posix() for path in paths if named.search(path.read_text())}
-    expected = {"recipe_lib/adapters/nf4.py", "recipe_lib/cli/doctor_probes.py", "tests/torchao_oracle.py"}
+    expected = {"recipe_lib/adapters/nf4.py", "recipe_lib/cli/doctor_probes.py", "recipe_lib/memory/qat.py"}
+    expected |= {"tests/torchao_oracle.py"}
     assert found == expected
 
 

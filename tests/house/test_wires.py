@@ -34,7 +34,8 @@ DUCKS = {"adapter_tensors", "fill_weight"}
 # A second forward method, which `register_fsdp_forward_method` takes by name; the file that sets it calls it.
 FORWARDS = {"run_as_output"}
 # The library knows recipes by name in tables of the config and in examples of commands.
-NAMING = ("recipe_lib/config/", "recipe_lib/cli/", "recipe_lib/training/preference.py")
+NAMING = ("recipe_lib/config/", "recipe_lib/cli/")
+NAMING += ("recipe_lib/training/preference.py", "recipe_lib/training/unpaired.py")
 
 
 def classes() -> Iterator[ast.ClassDef]:

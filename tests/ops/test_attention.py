@@ -25,12 +25,14 @@ def tensors(dtype: torch.dtype = torch.float64, queries: int = S) -> tuple[Tenso
     return tuple(torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes)
 
 
-def prepared(info: AttentionInfo | None, window: int | None, capped: bool, queries: int = S) -> AttentionInfo:
+def prepared(
+    info: AttentionInfo | None, window: int | None, capped: bool, queries: int = S, keys: int = S
+) -> AttentionInfo:
     return prepare_attention(
         info,
         rows=B,
         queries=queries,
-        keys=S,
+        keys=keys,
         windows=(window, None),
         head_width=E,
         capped=capped,
@@ -207,9 +209,21 @@ def test_lengths_that_do_not_fit_a_row(lengths: list[list[int]]) -> None:
         make_attention_info(lengths, 4)
 
 
-def test_documents_with_a_cache_are_refused() -> None:
-    with pytest.raises(ValueError, match="documents are for whole rows, found 6 queries and 24 keys"):
-        prepared(make_attention_info(LENGTHS, S), None, False, queries=6)
+def test_documents_of_other_keys_are_refused() -> None:
+    with pytest.raises(ValueError, match="documents are of every key, found those of 24 and 25 keys"):
+        prepared(make_attention_info(LENGTHS, S), None, False, keys=25)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_last_queries_see_their_document(window: int | None, cap: float | None) -> None:
+    """As with a cache, whose keys are those of all tokens."""
+    q, k, v = (tensor.detach() for tensor in tensors())
+    info = make_attention_info(LENGTHS, S)
+    whole = definition(q, k, v, info.documents, window, cap)
+    settled = prepared(info, window, cap is not None, queries=6)
+    last = attention(q[:, :, -6:], k, v, settled, window=window, softcap=cap, scale=0.3)
+    torch.testing.assert_close(last, whole[:, :, -6:], atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])

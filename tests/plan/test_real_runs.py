@@ -26,7 +26,7 @@ from recipe_lib.plan.trace import ALLOC, FREE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import MIXTURES, write_mixture
-from tests.recipes.runs import DISTILL, DPO, FULL, LORA, PLAIN, ROOT, recipe_class, recipe_module
+from tests.recipes.runs import DISTILL, DPO, FULL, LORA, PLAIN, REWARD, ROOT, recipe_class, recipe_module
 from tests.selection import selected, slow_except
 
 TIED = str(ROOT / "tests" / "recipes" / "tiny.json")
@@ -41,6 +41,8 @@ BASE = (
     "memory.loss_chunks=2",
 )
 PAIRS, TEACHER = "data.format=preference", f"distill.teacher_preset={TIED}"
+KTO = ("dpo.loss=kto", "data.format=kto")
+CLASSES = ("reward.loss=classification", "reward.num_labels=3", "data.format=classification")
 ADAPTED = "lora.target_modules=[all-linear,experts,router]"
 # Ranks, recipe, model, overrides; of every wrapping, checkpointing and accumulation of full fine-tuning, and of most
 # of LoRA's.
@@ -107,6 +109,15 @@ CASES = GRID | {
     "int8": (2, LORA, TIED, "lora.quantize_base=int8", "lora.dora=true"),
     "pairs": (2, DPO, TIED, PAIRS),
     "pairs, full": (2, DPO, TIED, PAIRS, "dpo.trainable=all", "optimizer.name=sgd", "optimizer.momentum=0.9"),
+    "labeled answers": (2, DPO, TIED, *KTO, "gradient_accumulation_steps=4"),
+    "labeled answers, full": (2, DPO, TIED, *KTO, "dpo.trainable=all", "memory.activation_checkpointing=full"),
+    "packed labeled answers, one rank": (1, DPO, TIED, *KTO, "data.packing=true"),
+    "shared sequences, labeled answers": (2, DPO, TIED, CONTEXT, *KTO),
+    "rewards": (2, REWARD, TIED, PAIRS),
+    "rewards, full": (2, REWARD, UNTIED, PAIRS, "reward.trainable=all", "memory.activation_checkpointing=selective"),
+    "classes": (2, REWARD, TIED, *CLASSES, "gradient_accumulation_steps=4"),
+    "packed classes, one rank": (1, REWARD, TIED, *CLASSES, "data.packing=true"),
+    "shared sequences, rewards": (2, REWARD, TIED, CONTEXT, PAIRS),
     "teacher": (2, DISTILL, UNTIED, TEACHER, "distill.divergence=jensen_shannon", "gradient_accumulation_steps=2"),
     "teacher, layers": (2, DISTILL, TIED, TEACHER, "dtype=bf16", "parallel.fsdp_wrap_policy=layers"),
     "teacher, one rank": (1, DISTILL, UNTIED, TEACHER, "dtype=bf16", "distill.temperature=2"),
@@ -137,6 +148,11 @@ CASES = GRID | {
     "shared sequences, pairs": (2, DPO, TIED, CONTEXT, PAIRS),
     "shared sequences, copies": (2, FULL, TIED, CONTEXT, "parallel.strategy=ddp", "gradient_accumulation_steps=4"),
     "shared sequences, sinks": (2, FULL, "gpt_oss", CONTEXT, "dtype=bf16", "memory.activation_checkpointing=selective"),
+    "rounded weights": (2, FULL, TIED, "qat=int4"),
+    "rounded weights, bf16": (2, FULL, UNTIED, "qat=int8", "dtype=bf16", "memory.activation_checkpointing=full"),
+    "rounded weights and inputs": (1, FULL, TIED, "qat=fp8", "memory.activation_checkpointing=selective"),
+    "rounded adapters": (2, LORA, TIED, "qat=int4", "qat_group_size=16", "dtype=bf16"),
+    "rounded adapters, tiles": (1, LORA, TIED, "qat=int8", "lora.target_modules=[q,up]", "memory.mlp_tiles=2"),
     "experts": (2, FULL, "qwen3_moe"),
     "experts, bf16": (2, FULL, "qwen3_moe", "dtype=bf16", "memory.activation_checkpointing=selective"),
     "experts and others, bf16, one rank": (
@@ -190,9 +206,11 @@ CASES = GRID | {
 
 COMPARED = [name for name in GRID if name.endswith(" 1")]
 COMPARED += ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "4 bits", "teacher", "teacher, one rank"]
+COMPARED += ["labeled answers, full", "rewards", "rewards, full"]
 # Not what is packed or in 4 bits: masks are made on the host, and a loop over blocks is traced for two turns of it.
 COMPARED += ["experts", "experts, bf16", "experts, one rank", "experts and others, bf16, one rank"]
 COMPARED += ["adapted experts", "adapted experts, bf16", "sinks"]
+COMPARED += ["rounded weights", "rounded weights and inputs", "rounded adapters"]
 COMPARED += [
     "shared sequences",
     "shared sequences, checkpointed",
@@ -200,17 +218,9 @@ COMPARED += [
     "shared sequences, pairs",
 ]
 QUICK = ["full memory_efficient selective 1", "full layers none 4", "lora layers full 1", "foreach, one rank", "nf4"]
-QUICK += [
-    "teacher",
-    "pairs",
-    "8 bits",
-    "packed",
-    "zero-1",
-    "experts, bf16",
-    "adapted experts",
-    "experts in nf4, one rank",
-]
-QUICK += ["shared sequences", "shared sequences, adapters"]
+QUICK += ["pairs", "8 bits", "packed", "zero-1", "experts, bf16", "adapted experts", "experts in nf4, one rank"]
+QUICK += ["shared sequences", "shared sequences, adapters", "rounded weights", "rounded adapters", "labeled answers"]
+QUICK += ["rewards", "teacher"]
 
 # As releases of torch name them.
 COLLECTIVES = (

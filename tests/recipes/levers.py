@@ -103,6 +103,7 @@ LEVERS = [
         "validation.every_n_steps=1",
         "validation.max_samples=5",
         "validation.batch_size=2",
+        "validation.metrics=[token_accuracy, exact_match]",
     ),
     _same("saving", "checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3"),
     _other("packing", "data.packing=true", "data.max_samples=300"),
@@ -118,6 +119,8 @@ LEVERS = [
     _other("rounding", "optimizer.stochastic_rounding=true", "dtype=bf16", tolerance=BF16),
     _other("rounding", "optimizer.master_weights=true", "dtype=bf16", tolerance=BF16),
     _other("matmuls", "matmul_dtype=int8", tolerance=BF16),
+    # Sums in another order turn some weights to the next code.
+    _other("qat", "qat=int4", "qat_group_size=16", tolerance=BF16),
     _other("decay", "optimizer.weight_decay=0.1"),
     _other("clipping", "clip_grad_norm=0.1"),
     _other("clipping", "clip_grad_norm=null"),
@@ -131,12 +134,14 @@ NOT_LEVERS = {
     "memory.expert_offload": "of models with experts; tests/recipes/test_mixture_runs",
     "router_aux_loss_coef": "of models with experts; tests/recipes/test_mixture_runs, tests/models/test_mixture",
     "fused_kernels": "there are none on a CPU; test_fused_runs",
+    "qat_start_step": "when rounding begins; test_qat_runs",
     "recipe": "a name",
     "model.path": "where weights come from; test_worlds",
     "model.implementation": "another model; test_external_runs runs those of transformers on one rank and on two",
     "tokenizer.*": "how rows are read",
     "data.*": "which rows there are",
     "validation.split": "which rows of the hub there are; tests/data/test_dataset",
+    "validation.max_new_tokens": "of a plugin's metric; test_validation_metrics",
     "parallel.tensor_regather_in_backward": "both values with every kind of model; tests/parallel/test_tensor",
     "parallel.tensor_replicate_kv_heads": "for models with few kv heads; tests/parallel/test_tensor",
     "parallel.pipeline_schedule": "each with every kind of model; tests/parallel/pipeline, test_pipeline_runs",
@@ -151,6 +156,11 @@ NOT_LEVERS = {
     "optimizer.lr": "a number of the optimizer's formula",
     "optimizer.betas": "a number of the optimizer's formula",
     "optimizer.eps": "a number of the optimizer's formula",
+    "checkpoint.keep_best": "which weights are exported; tests/recipes/test_best_runs",
+    "checkpoint.best_metric": "which step is best; tests/training/test_best_step",
+    "checkpoint.greater_is_better": "which step is best; tests/training/test_best_step",
+    "validation.patience": "how many steps; tests/recipes/test_best_runs",
+    "validation.min_delta": "how many steps; tests/training/test_best_step",
     "checkpoint.save_model": "written after the last step; test_worlds",
     "checkpoint.max_shard_gib": "written after the last step; tests/checkpoint",
     "log.*": "what is shown",
@@ -172,7 +182,7 @@ GPU_ONLY = {
 }
 # Overrides that are refused together -> words of the line. Everything else must run.
 PIPELINE, TENSOR, DDP = "parallel.pipeline=2", "parallel.tensor=2", "parallel.strategy=ddp"
-IN_BACKWARD, INT8 = "memory.optimizer_in_backward=true", "matmul_dtype=int8"
+IN_BACKWARD, INT8, INT4 = "memory.optimizer_in_backward=true", "matmul_dtype=int8", "qat=int4"
 TORCH_LOSS = "memory.loss_kernel=torch"
 REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
     (
@@ -191,6 +201,8 @@ REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
         "FSDP reduces once a step what it has added up",
     ),
     ({INT8, TENSOR}, "gather and multiply in one, in dtype"),
+    ({INT4, TENSOR}, "of rows cut in pieces none has the scale"),
+    ({INT4, INT8}, "rounded once more are not those of the export"),
     *(
         (
             {"memory.activation_offload=true", f"memory.activation_checkpointing={kind}"},

@@ -50,8 +50,9 @@ from tests.recipes.runs import ROOT, arguments, furthest, metrics, offload_on_a_
 from tests.recipes.watched import Watch, distance, trained_weights
 from tests.selection import selected, slow_except
 
-# Values that no run here has: fp32 is the demo's; fp64 is tried in test_equality; `auto` is decided by `tune run`.
-ELSEWHERE = {"dtype": ["fp32", "fp64"], "parallel.strategy": ["auto"]}
+# Values that no run here has: fp32 is the demo's; fp64 is tried in test_equality; `auto` is decided by `tune run`;
+# what else linears are rounded to, in tests/memory/test_qat and test_qat_worlds.
+ELSEWHERE = {"dtype": ["fp32", "fp64"], "parallel.strategy": ["auto"], "qat": ["int8", "fp8"]}
 PLAIN: Settings = ()
 SUMMED_IN_BF16: Settings = next(row for row in SINGLES if "parallel.reduce_dtype=bf16" in row[0].overrides)
 # The other levers say more in company.

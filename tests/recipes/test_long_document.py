@@ -52,7 +52,7 @@ def loss_by_transformers(model: Any, ids: list[int]) -> float:
 @pytest.mark.slow
 def test_two_ranks_train_on_it_four_go_on_and_others_open_the_model(realdata: Path, tmp_path: Path) -> None:
     shape = json.loads((ROOT / "tests" / "recipes" / "tiny.json").read_text())
-    shape |= {"num_hidden_layers": 1, "hidden_size": 64, "max_position_embeddings": 131072, "initializer_range": 0.1}
+    shape |= {"num_hidden_layers": 1, "max_position_embeddings": 131072, "initializer_range": 0.1}
     (tmp_path / "tiny.json").write_text(json.dumps(shape))
     text = (realdata / "datasets" / "text" / "tinyshakespeare.txt").read_text()
     (tmp_path / "text.txt").write_text(text)

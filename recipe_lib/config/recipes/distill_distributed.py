@@ -93,6 +93,11 @@ class DistillFinetuneConfig(LoraFinetuneConfig):
     distill: DistillConfig = field(default_factory=DistillConfig)
 
     @property
+    def validation_numbers(self) -> tuple[str, ...]:
+        """Means over label tokens."""
+        return ("validation_loss", "validation_divergence", "validation_cross_entropy")
+
+    @property
     def own_loss(self) -> str | None:
         """The divergence, and cross-entropy."""
         return f"the loss is distillation, distill.divergence {self.distill.divergence}"

@@ -6,17 +6,22 @@ from recipe_lib.config.keys import key
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig
 
+UNPAIRED = ("kto", "apo_zero_unpaired")  # losses of single answers
+_OF_SINGLE_ANSWERS = f"dpo.loss in {', '.join(UNPAIRED)}"
+
 
 @dataclass
 class DpoConfig:
-    """Preference optimization on pairs of a chosen and a rejected answer (DPO, arXiv 2305.18290)."""
+    """Preference optimization on pairs of a chosen and a rejected answer (DPO, arXiv 2305.18290), or on answers that
+    are wanted or not (KTO)."""
 
     loss: str = key(
         "sigmoid",
         "`sigmoid`: DPO, with label_smoothing conservative DPO; `ipo` (arXiv 2310.12036); `simpo`: mean "
-        "log-probabilities, no reference (arXiv 2405.14734).",
-        choices=("sigmoid", "ipo", "simpo"),
-        known_as="TRL DPOConfig.loss_type",
+        "log-probabilities, no reference (arXiv 2405.14734); of single answers `kto` (arXiv 2402.01306) and "
+        "`apo_zero_unpaired` (arXiv 2408.06266).",
+        choices=("sigmoid", "ipo", "simpo", *UNPAIRED),
+        known_as="TRL loss_type (DPOConfig, KTOConfig)",
     )
     beta: float = key(
         0.1,
@@ -42,8 +47,22 @@ class DpoConfig:
     reference_free: bool = key(
         False,
         "sigmoid, ipo: take a reference that finds both answers equally likely.",
-        needs="dpo.loss != simpo",
+        needs="dpo.loss in sigmoid, ipo",
         known_as="TRL reference_free (before 1)",
+    )
+    desirable_weight: float = key(
+        1.0,
+        "kto, apo_zero_unpaired: what the loss of an answer that is wanted counts.",
+        minimum=0,
+        needs=_OF_SINGLE_ANSWERS,
+        known_as="TRL KTOConfig.desirable_weight",
+    )
+    undesirable_weight: float = key(
+        1.0,
+        "kto, apo_zero_unpaired: what the loss of an answer that is not wanted counts.",
+        minimum=0,
+        needs=_OF_SINGLE_ANSWERS,
+        known_as="TRL KTOConfig.undesirable_weight",
     )
     trainable: str = key(
         "adapters",
@@ -52,6 +71,11 @@ class DpoConfig:
         choices=("adapters", "all"),
         known_as="LLaMA-Factory finetuning_type",
     )
+
+    @property
+    def takes_single_answers(self) -> bool:
+        """Whether a sample of the loss is an answer with a label, not a pair."""
+        return self.loss in UNPAIRED
 
     @property
     def needs_reference(self) -> bool:
@@ -69,14 +93,20 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
     dpo: DpoConfig = field(default_factory=DpoConfig)
 
     @property
-    def trains_on_pairs(self) -> bool:
-        """A chosen answer and a rejected one."""
-        return True
+    def samples(self) -> str:
+        """A chosen answer and a rejected one, or single answers, as the loss takes them."""
+        return "labeled answers" if self.dpo.takes_single_answers else "pairs"
+
+    @property
+    def compares_mismatched(self) -> bool:
+        """KTO's point of reference is what they give."""
+        return self.dpo.loss == "kto"
 
     @property
     def own_loss(self) -> str | None:
         """That of `dpo.loss`."""
-        return f"the loss of pairs is dpo.loss, {self.dpo.loss}"
+        what = "answers" if self.dpo.takes_single_answers else "pairs"
+        return f"the loss of {what} is dpo.loss, {self.dpo.loss}"
 
     @property
     def trained_adapters(self) -> LoraConfig | None:
@@ -92,6 +122,13 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
     def runs_reference(self) -> bool:
         """As the loss needs one."""
         return self.dpo.needs_reference
+
+    @property
+    def validation_numbers(self) -> tuple[str, ...]:
+        """Means over all pairs, or answers."""
+        rewards = ["chosen", "rejected", "margin"] + ([] if self.dpo.takes_single_answers else ["accuracy"])
+        numbers = ["loss", *(f"reward_{name}" for name in rewards), *(["kl"] if self.compares_mismatched else [])]
+        return tuple(f"validation_{name}" for name in numbers)
 
     @property
     def sums_losses(self) -> bool:

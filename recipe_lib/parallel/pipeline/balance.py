@@ -81,6 +81,10 @@ class _Sizes:
     def head_width(self) -> int:
         return self.width
 
+    @property
+    def head_rows(self) -> int:
+        return self.vocab_size
+
 
 Sizes = DecoderSpec | _Sizes  # what times and bytes are counted by
 
@@ -235,7 +239,7 @@ def time_of(spec: Sizes, cfg: Any) -> tuple[float, float]:
     layer = 2 * computing_weights(spec) * (passes + _AGAIN[run.again]) + attention * (
         4.5 if run.again == "full" else 3.5
     )
-    return layer, 2.0 * spec.vocab_size * spec.width * passes
+    return layer, 2.0 * spec.head_rows * spec.width * passes
 
 
 def _time_cost(parallel: ParallelConfig, layer: float, head: float) -> Cost:
@@ -261,8 +265,9 @@ def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     layer = layer_weights(spec) * (per_weight if run.trained else run.layer_width / parts)
     layer += _adapter_weights(spec, run.adapters, run.adapted_experts) * (2 * run.width + run.states) / parts
     kept, deferred = kept_of_layer(spec, run.again), deferred_of_layer(spec) if run.trained else 0
-    logits = run.tokens * parallel.tensor / run.chunks * spec.vocab_size * (run.width + 8) / parallel.tensor
-    head = vocabulary * per_entry + logits + (vocabulary * run.width / parallel.tensor if run.trained else 0)
+    matrix = spec.head_rows * spec.width
+    logits = run.tokens * parallel.tensor / run.chunks * spec.head_rows * (run.width + 8) / parallel.tensor
+    head = matrix * per_entry + logits + (matrix * run.width / parallel.tensor if run.trained else 0)
     ends = {rank_of_stage(parallel, 0): vocabulary * per_entry}
     last = rank_of_stage(parallel, stage_count(parallel) - 1)
     # A tied head on the first rank, as a V has it, is the embedding itself.

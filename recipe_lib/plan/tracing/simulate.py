@@ -44,6 +44,7 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
     affordable,
     estimate_text,
     is_shipped,
+    last_stand_for_all,
     likeness,
 )
 from recipe_lib.plan.tracing.simulated_works import following_works
@@ -197,9 +198,9 @@ def _run(
         label_sums(tracer, recipe, models)
         return len(tracer.trace.events), tracer.alive()
 
-    passes = Passes(now)
+    passes, others = Passes(now), Passes(now)
     tracer.between_actions = lambda: label_sums(tracer, recipe, models)
-    recipe.data = PlannedData(cfg, world, shape, traced, passes)
+    recipe.data = PlannedData(cfg, world, shape, traced, passes, others)
     left: list[int] = []
     tokens = 0
     for name in steps:
@@ -225,6 +226,7 @@ def _run(
     if "save" in phases and cfg.checkpoint.save_model:
         _try_phase("save", lambda: [_gather_trained(model) for model in list(models.values())[-1:]], tracer, notes)
     _interpret(tracer.trace, cfg, stage if world.pipeline is not None else None, None if alone else traced)
+    last_stand_for_all(tracer.trace, others, micro_batches(cfg)[1], 0 if alone else traced or 0)
     mesh, place = mesh_and_place(world, cfg.parallel)
     modules = [facts for name, model in models.items() for facts in module_facts(name, model)]
     divided = [each.pipeline for each in vars(recipe).values() if isinstance(each, Parallel) and each.pipeline]

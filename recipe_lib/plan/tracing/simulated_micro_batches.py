@@ -109,6 +109,20 @@ def _done(trace: Trace, begin: int, end: int) -> list[tuple[Any, ...]]:
     return found
 
 
+def last_stand_for_all(trace: Trace, passes: Passes, count: int, traced: int) -> None:
+    """Of passes that are no part of a micro-batch's, such as those over mismatched answers, the operators of the last
+    one that was gone through count for all that were not too, `count` in all. traced: 0: each stands for itself."""
+    if not traced or count <= traced:
+        return
+    last: set[int] = set()  # two models may go through them side by side
+    for marks in passes.found:
+        if len(marks) == traced + 1:
+            events = trace.events[marks[-2][0] : marks[-1][0]]
+            last |= {number for kind, number in events if kind == OP}
+    for number in last:
+        trace.ops[number].repeats *= count - traced + 1
+
+
 def affordable(found: Likeness, count: int, fewest: int) -> int:
     """How many of `count` micro-batches there is time for, `fewest` at least."""
     return max(fewest, min(count, MAX_EVENTS // max(1, found.events)))

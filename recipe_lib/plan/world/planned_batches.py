@@ -13,7 +13,7 @@ from recipe_lib.config.mesh import micro_batches, padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.data.batches import make_step
-from recipe_lib.data.dataset import Dataset
+from recipe_lib.data.dataset import Dataset, as_trained
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.parallel import World
 from recipe_lib.plan.tracing.simulated_micro_batches import Passes
@@ -49,9 +49,11 @@ class PlannedData:
         shape: SequenceShape,
         traced_micro_batches: int | None = None,
         passes: Passes | None = None,
+        others: Passes | None = None,
     ) -> None:
         """traced_micro_batches: all of a step's are there, but so many are gone through; None: all of them, plainly.
-        passes: notes where each of those begins and ends."""
+        passes, others: note where each of those begins and ends, and each of the mismatched ones."""
+        self._others = others
         self._cfg, self._world, self._shape, self._traced = cfg, world, shape, traced_micro_batches
         self._passes = passes
         self.dataset = self.validation_dataset = _dataset(cfg, shape)
@@ -81,13 +83,23 @@ class PlannedData:
         with unset_fake_temporarily():  # lengths are read from them
             step = make_step(
                 self.dataset, slots, 0, 1, batch_size, accumulation, 0, multiple, length if packed else None,
+                self._cfg.max_seq_len if self._cfg.compares_mismatched else None,
             )  # fmt: skip
-        counted = (step.trained_tokens, step.total_tokens, step.padded_tokens, step.items)
-        whole = StepBatches(step.micro_batches, *(ranks * count for count in counted))
+        whole = replace(
+            step,
+            trained_tokens=ranks * step.trained_tokens,
+            total_tokens=ranks * step.total_tokens,
+            padded_tokens=ranks * step.padded_tokens,
+            items=ranks * step.items,
+        )
         on_device = _without_bytes(whole).to(self._world.device)
         if self._traced is None or self._traced >= len(on_device.micro_batches):
             return on_device
-        return replace(on_device, micro_batches=_FirstOnes(on_device.micro_batches, self._traced, self._passes))
+        return replace(
+            on_device,
+            micro_batches=_FirstOnes(on_device.micro_batches, self._traced, self._passes),
+            mismatched=_FirstOnes(on_device.mismatched, self._traced, self._others),
+        )
 
 
 class _FirstOnes(list[Batch]):
@@ -118,10 +130,10 @@ def _without_bytes(step: StepBatches) -> StepBatches:
             return replace(value, **{name: convert(held) for name, held in vars(value).items()})
         return value
 
-    batches = [
-        replace(batch, **{name: convert(held) for name, held in vars(batch).items()}) for batch in step.micro_batches
-    ]
-    return replace(step, micro_batches=batches)
+    def each(batches: list[Batch]) -> list[Batch]:
+        return [replace(batch, **{name: convert(held) for name, held in vars(batch).items()}) for batch in batches]
+
+    return replace(step, micro_batches=each(step.micro_batches), mismatched=each(step.mismatched))
 
 
 def _dataset(cfg: FullFinetuneConfig, shape: SequenceShape) -> Dataset:
@@ -130,14 +142,16 @@ def _dataset(cfg: FullFinetuneConfig, shape: SequenceShape) -> Dataset:
     documents = max(1, min(shape.documents, shape.tokens // 2)) if cfg.data.packing else 1
     bounds = np.linspace(0, shape.tokens, documents + 1).astype(np.int64)
     lengths = np.repeat(np.diff(bounds), group)
-    offsets = np.concatenate([[0], np.cumsum(lengths + 1)]).astype(np.int64)
+    scored = cfg.scores_sequences
+    offsets = np.concatenate([[0], np.cumsum(lengths + (0 if scored else 1))]).astype(np.int64)
     report: Any = None
     ids = np.zeros(int(offsets[-1]), dtype=np.int32)
-    return Dataset(ids, offsets, np.ones(len(ids), dtype=np.uint8), report, "planned", group=group)
+    return as_trained(cfg, Dataset(ids, offsets, np.ones(len(ids), dtype=np.uint8), report, "planned", group=group))
 
 
 def batch_tensors(batches: StepBatches) -> list[torch.Tensor]:
     """The tensors of a step's micro-batches."""
-    holders = [vars(batch) for batch in batches.micro_batches]
-    holders += [vars(batch.attention) for batch in batches.micro_batches if batch.attention is not None]
+    every = [*batches.micro_batches, *batches.mismatched]
+    holders = [vars(batch) for batch in every]
+    holders += [vars(batch.attention) for batch in every if batch.attention is not None]
     return [value for holder in holders for value in holder.values() if isinstance(value, torch.Tensor)]

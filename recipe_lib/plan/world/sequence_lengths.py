@@ -6,6 +6,7 @@ all packs of an epoch are padded to.
 
 import sys
 import time
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from recipe_lib.checkpoint.huggingface import find_checkpoint
 from recipe_lib.config.local_files import cache_root, find_files
 from recipe_lib.config.schema_data import is_hub, resolved_sources
 from recipe_lib.config.suggest import show
-from recipe_lib.data import DataPlan, build_dataset, build_validation_dataset
+from recipe_lib.data import DataPlan, as_trained, build_dataset, build_validation_dataset, settle_formats
 from recipe_lib.data import tokenize_dataset as data_build
 from recipe_lib.data.cache import MANIFEST, cache_key
 from recipe_lib.data.sources import open_sources
@@ -70,6 +71,7 @@ def planned_sequence(cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: fl
     to. Nothing comes over the network. Raises ConfigError.
     """
     group = 2 if has_pairs(cfg) else 1
+    cfg = _with_formats(cfg)
     tokens = _number(choice, cfg.max_seq_len)
     if tokens is not None or choice == "max":
         _check_steps(cfg, _few_samples(cfg) if wait is None else _stored_dataset(cfg), ranks)
@@ -77,13 +79,25 @@ def planned_sequence(cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: fl
         return Sequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
     dataset, reason = _dataset(cfg, wait)
     if dataset is not None:
-        return _of_dataset(cfg, dataset, choice, ranks)
+        return _of_dataset(cfg, as_trained(cfg, dataset), choice, ranks)
     if choice != "auto":
         raise ConfigError(
             f"--sequence {choice}: sequence lengths are not available ({reason}); give a number of tokens, or max"
         )
     source = f"max_seq_len, as the dataset is not available: {reason}"
     return Sequence(cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
+
+
+def _with_formats(cfg: Any) -> Any:
+    """The config with the formats that its recipe finds; of samples with labels, which others would read too."""
+    if cfg.samples not in ("labeled answers", "classes"):
+        return cfg
+    cfg = deepcopy(cfg)
+    try:
+        settle_formats(cfg)
+    except UserError:
+        pass  # reading says it
+    return cfg
 
 
 def check_choice(choice: str) -> None:
@@ -137,6 +151,7 @@ def _check_steps(cfg: Any, dataset: "Dataset | None", ranks: int) -> int | None:
     step."""
     if dataset is None:
         return None
+    dataset = as_trained(cfg, dataset)
     capacity = cfg.max_seq_len if cfg.data.packing else None
     per_step = cfg.batch_size * cfg.gradient_accumulation_steps * ranks
     order = DataPlan(

@@ -19,9 +19,10 @@ from huggingface_hub.errors import HFValidationError
 from recipe_lib.config.paths import configs_folder, list_presets
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import ConfigError
-from recipe_lib.models import preset_config, read_config, read_spec
+from recipe_lib.models import preset_config, read_config
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.families import text_config
+from recipe_lib.models.scored_spec import spec_of_run
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 CONFIG_FILE = "config.json"
@@ -177,7 +178,7 @@ def _config_of(cfg: Any) -> Mapping[str, Any]:
 
 def spec_of(cfg: Any) -> ModelSpec:
     """The shape of a plannable config's model."""
-    return read_spec(preset_config(cfg.model.preset), cfg.model.preset, cfg.model.implementation)
+    return spec_of_run(cfg, preset_config(cfg.model.preset), cfg.model.preset)
 
 
 @cache

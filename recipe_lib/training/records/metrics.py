@@ -128,9 +128,10 @@ def write_summary(
 ) -> dict[str, Any]:
     """Writes summary.json from the run's metrics.jsonl and returns what it wrote.
 
-    status: `done`, `stopped`, `diverged` or `failed`. settings: the resolved config as a dict. wall_seconds: of this
-    process, set-up included; the seconds of the steps, those before a resume included, are summed from the metrics.
-    facts: `data`, `planned` and `changed_settings`, as far as they are known.
+    status: `done`, `stopped early`, `stopped`, `diverged` or `failed`. settings: the resolved config as a dict.
+    wall_seconds: of this process, set-up included; the seconds of the steps, those before a resume included, are
+    summed from the metrics. facts: `data`, `planned` and `changed_settings`, as far as they are known, and what
+    `BestStep` says.
     """
     path = Path(output_dir) / METRICS_FILE
     lines = read_metrics(path) if path.exists() else []

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SHORTEST_BAR, LONGEST_BAR = 8, 60  # columns
 RECENT = 0.9  # weight of the steps before in the mean seconds of a step
 _NOT_FINITE = "not finite"
+_NOT_SHOWN = ("validation_tokens", "validation_pairs")  # of a validation: the same each time
 # Which numbers are left out first where the room is short; the loss never is.
 _LEFT_OUT = ("labels", "lr", "grad norm", "tokens/s/device", "GiB")
 
@@ -64,7 +65,9 @@ class Progress:
     def validation(self, line: Mapping[str, Any]) -> None:
         """Shows one validation; a line of its own."""
         if self._shown:
-            get_logger().info(f"step {line['step']}/{self._total}  validation loss {_number(line['validation_loss'])}")
+            rest = [name for name in line if name.startswith("validation_") and name not in _NOT_SHOWN]
+            numbers = [f"{name.removeprefix('validation_').replace('_', ' ')} {_number(line[name])}" for name in rest]
+            get_logger().info(f"step {line['step']}/{self._total}  validation {'  '.join(numbers)}")
 
     def close(self) -> None:
         """Takes the rows away; the lines stay."""

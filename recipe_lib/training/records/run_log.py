@@ -22,6 +22,8 @@ from recipe_lib.training.report_page import write_report
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
 
+STOPPED_EARLY = "stopped early"  # all that was to be done is, since validation.patience ended the steps
+
 
 class RunLog:
     """Opens the output folder of a run and records its steps; ranks other than the main one record nothing."""
@@ -67,9 +69,9 @@ class RunLog:
             self._metrics.append(line)
         self._trackers.log(line, line["step"])
 
-    def close(self, status: str) -> None:
+    def close(self, status: str, facts: Mapping[str, Any] | None = None) -> None:
         """Ends the progress line and the trackers, and writes summary.json and report.html; with all steps done and the
-        model written, removes the run that this one replaces. status: how it ended."""
+        model written, removes the run that this one replaces. status: how it ended. facts: more for the summary."""
         self._closed = True
         self._progress.close()
         self._trackers.close()
@@ -83,6 +85,7 @@ class RunLog:
                 total_steps=self._total,
                 world_size=self._world.size,
                 facts={
+                    **(facts or {}),
                     "data": self._data,
                     "planned": planned_figures(self._folder),
                     "changed_settings": changed_settings(self._cfg),
@@ -93,7 +96,7 @@ class RunLog:
                 get_logger().info("report: %s", report)
             with storage_faults():
                 previous_run.note_trackers(self._folder)
-                if status == "done":
+                if status in ("done", STOPPED_EARLY):
                     previous_run.drop_earlier(self._folder)
                 else:
                     previous_run.say_kept(self._folder)

@@ -1,0 +1,96 @@
+"""What `tune import` makes of other tools' configs: `python -m benchmarks.imported_configs FOLDER ... [--counts]`.
+
+Prints a Markdown table with a row for each YAML file under the folders: the recipe, and how many of its keys were
+carried, carried with another effect, or dropped; or the line that refuses it. --counts: a row for each tool and
+recipe, and how many files were refused for what. No folder: the configs of torchtune's wheel, installed or in the
+folder that TORCHTUNE_CONFIGS names.
+"""
+
+import argparse
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from recipe_lib.config.other_configs import Imported, import_file
+from recipe_lib.errors import ConfigError
+
+KINDS = ("carried", "other effect", "dropped")
+# Words of refusals -> what the table of counts calls them.
+REASONS = ("there are no images here", "it measures a model", "it generates", "it quantizes a model",
+           "reinforcement learning", "no quantization-aware training", "no recipe for distillation")  # fmt: skip
+
+
+def torchtune_configs() -> Path | None:
+    """The folder of torchtune's configs, named by TORCHTUNE_CONFIGS or of the installed wheel; None if it is not here.
+
+    The wheel puts them into a folder `recipes` at the top, which is not imported: that would be another one's here.
+    """
+    named = os.environ.get("TORCHTUNE_CONFIGS")
+    if named:
+        return Path(named) if Path(named).is_dir() else None
+    try:
+        folder = Path(str(distribution("torchtune").locate_file("recipes/configs")))
+    except PackageNotFoundError:
+        return None
+    return folder if folder.is_dir() else None
+
+
+def outcomes(folder: Path) -> Iterator[tuple[str, Imported | str]]:
+    """(name, what was imported, or why it was refused) of every config in a folder."""
+    for path in sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")]):
+        name = path.relative_to(folder).as_posix()
+        try:
+            yield name, import_file(str(path))
+        except ConfigError as error:
+            yield name, str(error).replace(f"{path}: ", "").replace(f"{path}:", "line ")
+
+
+def table(found: Iterable[tuple[str, Imported | str]]) -> str:
+    """A row a file. found: what `outcomes` gives."""
+    lines = ["| config | recipe | carried | other effect | dropped |", "|---|---|---|---|---|"]
+    for name, outcome in found:
+        if isinstance(outcome, str):
+            lines.append(f"| {name} | refused: {outcome.partition(chr(10))[0]} | | | |")
+        else:
+            counts = outcome.counts()
+            lines.append(f"| {name} | {outcome.recipe} | {' | '.join(str(counts[kind]) for kind in KINDS)} |")
+    return "\n".join(lines) + "\n"
+
+
+def count_table(found: Iterable[tuple[str, Imported | str]]) -> str:
+    """A row a tool and recipe, then one a reason of refusal. found: what `outcomes` gives."""
+    files: Counter[tuple[str, str]] = Counter()
+    keys: dict[tuple[str, str], Counter[str]] = {}
+    refused: Counter[str] = Counter()
+    for _, outcome in found:
+        if isinstance(outcome, str):
+            refused[next((reason for reason in REASONS if reason in outcome), outcome)] += 1
+            continue
+        kind = (outcome.tool, outcome.recipe)
+        files[kind] += 1
+        keys.setdefault(kind, Counter()).update(outcome.counts())
+    lines = ["| tool | recipe | files | keys carried | other effect | dropped |", "|---|---|---|---|---|---|"]
+    for kind in sorted(files):
+        counts = " | ".join(str(keys[kind][name]) for name in KINDS)
+        lines.append(f"| {kind[0]} | `{kind[1]}` | {files[kind]} | {counts} |")
+    lines += [f"| | refused: {reason} | {count} | | | |" for reason, count in sorted(refused.items())]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path)
+    parser.add_argument("--counts", action="store_true", help="a row for each tool and recipe")
+    arguments = parser.parse_args()
+    folders = arguments.folders or [folder for folder in [torchtune_configs()] if folder]
+    if not folders:
+        parser.error("torchtune's configs are not here: name a folder, or set TORCHTUNE_CONFIGS")
+    found = [pair for folder in folders for pair in outcomes(folder)]
+    print(count_table(found) if arguments.counts else table(found), end="")
+
+
+if __name__ == "__main__":
+    main()

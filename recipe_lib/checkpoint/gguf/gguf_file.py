@@ -1,0 +1,240 @@
+"""A GGUF file, written a part of a tensor at a time, and read back.
+
+The package `gguf` writes the head of the file and knows the block formats of up to 32 weights.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipe_lib import files
+from recipe_lib.checkpoint.gguf.k_quants import encode_blocks
+from recipe_lib.checkpoint.gguf.tensor_types import TypeChoice
+from recipe_lib.config.local_files import install_line
+from recipe_lib.errors import CheckpointError, SetupError
+from recipe_lib.report.phases import phase
+from recipe_lib.units import MIB
+
+_PIECE = 2**22  # weights that are converted at a time
+_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# The most that a weight may change, as a share of the largest in its block: half a step of the codes, a whole one where
+# the outermost codes stop short of it, and what rounding the scales of its parts adds.
+_MOST = {"Q8_0": 0.5 / 127, "Q6_K": 0.045, "Q5_0": 1 / 16, "Q5_1": 0.04, "Q5_K": 0.09, "Q4_K": 0.17}
+_F16_ROUNDING = 2.0**-10  # of the scales of blocks, which are in fp16
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of the file: its name and shape there, rows first, its type, and what gives its values as they are in
+    the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    choice: TypeChoice
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class TypeReport:
+    """What reading the file back found of the tensors of one type: how many, and how much their values differ from the
+    model's, as root mean squares."""
+
+    name: str
+    count: int
+    difference: float
+    size: float
+
+    def __str__(self) -> str:
+        share = self.difference / self.size if self.size else 0.0
+        differ = f"differ by {share:.2g} of their size" if share else "equal"
+        return f"{self.count} in {self.name.lower()} ({differ})"
+
+
+def package() -> Any:
+    """The package `gguf`. SetupError: it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise SetupError(f"--gguf: found no package gguf; {install_line('gguf')}") from None
+    return gguf
+
+
+def write_gguf(out: Path, architecture: str, fields: Mapping[str, Any], tensors: Sequence[GgufTensor]) -> None:
+    """Writes the file `out`, which takes its name when it is whole. StorageError, CheckpointError: there is no file.
+
+    fields: metadata by their full keys; an int is written as 32 bits without a sign, a float as fp32.
+    """
+    gguf = package()
+    sizes = {tensor.name: _num_bytes(gguf, tensor) for tensor in tensors}
+    with files.storage_faults():
+        files.remove_leftovers(out.parent, out.name)
+        files.require_space(out.parent, sum(sizes.values()) + 64 * MIB, "the GGUF file")
+        temporary = files.temporary_path(out)
+        writer = gguf.GGUFWriter(None, architecture)
+        _put_fields(writer, fields)
+        for tensor in tensors:
+            _announce(gguf, writer, tensor, sizes[tensor.name])
+        try:
+            files.before_operation("open", temporary)
+            _write_all(writer, temporary, tensors, sizes)
+            files.rename(temporary, out)
+        except BaseException:
+            writer.close()
+            files.discard(temporary)
+            raise
+
+
+def _num_bytes(gguf: Any, tensor: GgufTensor) -> int:
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.choice.name]]
+    return int(torch.Size(tensor.shape).numel() // block * size)
+
+
+def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in fields.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            add[type(value)](key, value)
+
+
+def _announce(gguf: Any, writer: Any, tensor: GgufTensor, num_bytes: int) -> None:
+    kind = gguf.GGMLQuantizationType[tensor.choice.name]
+    writer.add_tensor_info(tensor.name, tensor.shape, torch.empty(0).numpy().dtype, num_bytes, raw_dtype=kind)
+
+
+def _write_all(writer: Any, temporary: Path, tensors: Sequence[GgufTensor], sizes: Mapping[str, int]) -> None:
+    writer.write_header_to_file(temporary)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    stream = writer.fout[0]
+    writer.write_padding(stream, stream.tell())
+    with phase("writing the GGUF file", sum(sizes.values()), "bytes") as going:
+        for tensor in tensors:
+            written = 0
+            for piece in _encoded(tensor):
+                files.before_operation("write", temporary)
+                stream.write(memoryview(piece.numpy()))
+                written += piece.numel()
+                going.advance(piece.numel())
+            if written != sizes[tensor.name]:
+                raise RuntimeError(f"{tensor.name}: {written} bytes do not fill the planned {sizes[tensor.name]}")
+            writer.write_padding(stream, written)
+    stream.flush()
+    files.before_operation("flush", temporary)
+    os.fsync(stream.fileno())
+    writer.close()
+
+
+def _pieces(values: Tensor) -> Iterator[Tensor]:
+    """The rows, some at a time."""
+    rows = values.reshape(-1, values.shape[-1])
+    yield from rows.split(max(1, _PIECE // max(1, rows.shape[1])))
+
+
+def _encoded(tensor: GgufTensor) -> Iterator[Tensor]:
+    """The tensor's bytes, some rows at a time."""
+    kind = tensor.choice.name
+    values = tensor.read()
+    for piece in _pieces(values):
+        if not bool(torch.isfinite(piece).all()):
+            raise CheckpointError(f"{tensor.name}: found NaN or an infinity among the weights; use an earlier state")
+        yield encode(piece, kind, tensor.name).contiguous().view(-1)
+
+
+def encode(rows: Tensor, kind: str, name: str) -> Tensor:
+    """The bytes `[rows, bytes of a row]` of weights `[rows, columns]`. CheckpointError: beyond the range of fp16."""
+    if kind in _TORCH:
+        cast = rows.to(_TORCH[kind])
+        if kind == "F16" and not bool(torch.isfinite(cast).all()):
+            raise CheckpointError(f"{name}: has weights beyond the range of fp16; write it as bf16 (--gguf bf16)")
+        return cast.contiguous().view(torch.uint8)
+    if kind.endswith("_K"):
+        return encode_blocks(rows, kind.replace("Q", "q"))
+    gguf = package()
+    return torch.from_numpy(gguf.quants.quantize(rows.float().numpy(), gguf.GGMLQuantizationType[kind]))
+
+
+def check_gguf(out: Path, fields: Mapping[str, Any], tensors: Sequence[GgufTensor]) -> list[TypeReport]:
+    """Reads the file and compares its metadata and every tensor with what it was made of; what each type changes.
+
+    CheckpointError: it differs by more than the rounding of its types.
+    """
+    gguf = package()
+    reader = gguf.GGUFReader(out)
+    for key, value in fields.items():
+        held = reader.get_field(key)
+        if held is None or not _same(held.contents(), value):
+            raise _wrong(out, f"{key} differs")
+    found = {held.name: held for held in reader.tensors}
+    if list(found) != [tensor.name for tensor in tensors]:
+        raise _wrong(out, "has other tensors")
+    sums: dict[str, list[float]] = {}
+    with phase("reading the GGUF file back", len(tensors), "tensors") as going:
+        for tensor in tensors:
+            entry = sums.setdefault(tensor.choice.name, [0, 0.0, 0.0, 0])
+            for at, number in enumerate((1, *_compare(gguf, out, tensor, found[tensor.name]))):
+                entry[at] += number
+            going.advance(1)
+    return [
+        TypeReport(name, int(count), (squares / weights) ** 0.5, (sizes / weights) ** 0.5)
+        for name, (count, squares, sizes, weights) in sums.items()
+    ]
+
+
+def _same(held: Any, value: Any) -> bool:
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float32).item() == held
+    if isinstance(value, list) and value and isinstance(value[0], float):
+        return torch.equal(torch.tensor(held, dtype=torch.float32), torch.tensor(value, dtype=torch.float32))
+    if isinstance(value, list) and value and isinstance(value[0], bytes):
+        return [one.decode("utf-8", errors="replace") for one in value] == held
+    return bool(held == value)
+
+
+def _compare(gguf: Any, out: Path, tensor: GgufTensor, held: Any) -> tuple[float, float, int]:
+    """Squares of the differences and of the weights, and how many there are."""
+    kind = tensor.choice.name
+    if held.tensor_type.name != kind or [*reversed(held.shape.tolist())] != list(tensor.shape):
+        raise _wrong(out, f"{tensor.name} has another type or shape")
+    stored = held.data.reshape(-1).view("uint8")
+    squares = sizes = 0.0
+    at, weights = 0, 0
+    for rows in _pieces(tensor.read()):
+        block, size = gguf.GGML_QUANT_SIZES[held.tensor_type]
+        length = rows.numel() // block * size
+        piece, at = torch.from_numpy(stored[at : at + length].copy()), at + length
+        weights += rows.numel()
+        wide = rows.float()
+        sizes += float(wide.square().sum(dtype=torch.float64))
+        if kind in _TORCH:
+            read = piece.view(_TORCH[kind]).view(rows.shape)
+            if not torch.equal(read, rows.to(_TORCH[kind])):
+                raise _wrong(out, f"{tensor.name} has other weights")
+            if torch.equal(read.to(rows.dtype), rows):
+                continue  # nothing was rounded
+            read = read.float()
+        else:
+            codes = piece.view(rows.shape[0], -1).numpy()
+            read = torch.from_numpy(gguf.quants.dequantize(codes, held.tensor_type))
+            if not _within(read, wide, kind):
+                raise _wrong(out, f"{tensor.name} differs by more than {kind.lower()} rounds")
+        squares += float((read - wide).square().sum(dtype=torch.float64))
+    return squares, sizes, weights
+
+
+def _within(read: Tensor, rows: Tensor, kind: str) -> bool:
+    """Whether no weight has changed by more than its type rounds."""
+    width = 256 if kind.endswith("_K") else 32
+    largest = rows.reshape(-1, width).abs().amax(1, keepdim=True)
+    allowed = largest * (_MOST[kind] + _F16_ROUNDING) + 32 * 2.0**-24  # a scale of fp16 may be as small as that
+    return bool(((read - rows).reshape(-1, width).abs() <= allowed).all())
+
+
+def _wrong(out: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{out}: {what} from what was written; do not use it, and report this")

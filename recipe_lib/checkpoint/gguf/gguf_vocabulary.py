@@ -1,0 +1,203 @@
+"""A tokenizer's pieces and special tokens as GGUF files have them. No torch.
+
+A byte-level tokenizer.json is kept with its merges (`gpt2`), a sentencepiece model with the scores of its pieces
+(`llama`), which stand in its own file or follow from the order of the merges in a tokenizer.json made of it.
+"""
+
+import re
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.checkpoint.gguf.pre_tokenizers import find_pre_tokenizer
+from recipe_lib.errors import CheckpointError, DataError
+from recipe_lib.tokenizers import Tokenizer, load_tokenizer
+from recipe_lib.tokenizers.special_tokens import read_json
+from recipe_lib.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary
+
+_PHI3 = {b"<unk>", b"<s>", b"</s>", b"<|endoftext|>"}
+_SAYS_PHI3 = re.compile("phi-?3", re.IGNORECASE)
+_ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0  # below any piece's: they are never made of others
+
+
+class PieceKind(IntEnum):
+    """The format's numbers for kinds of pieces."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass
+class GgufVocabulary:
+    """What a file says of its tokenizer.
+
+    model: `gpt2` (byte-level merges) or `llama` (sentencepiece). pre: how text is cut, see `find_pre_tokenizer`.
+    tokens, kinds: of each id. scores: of `llama`; merges: of `gpt2`. ids: a role, such as `bos`, -> id.
+    strips: special tokens drop white space after them. notes: what differs from the tokenizer, a line each.
+    """
+
+    model: str
+    pre: str
+    tokens: list[bytes]
+    kinds: list[int]
+    scores: list[float] | None = None
+    merges: list[str] | None = None
+    ids: dict[str, int] = field(default_factory=dict)
+    add_bos: bool = False
+    add_space: bool | None = None
+    template: str | None = None
+    strips: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def name_for(self, name: str) -> str:
+        """The model's name in the file. llama.cpp goes by it: with Phi-3 in it, special tokens drop white space after
+        them, and a vocabulary without Phi-3's is not loaded."""
+        if not (self.strips and _PHI3.issubset(self.tokens)):
+            return _SAYS_PHI3.sub("Phi 3", name)
+        return name if _SAYS_PHI3.search(name) else f"{name} (Phi-3)"
+
+
+def read_vocabulary(folder: Path, size: int, pre: str | None = None) -> GgufVocabulary:
+    """The tokenizer of a model folder. size: rows of the model's embedding, of which each gets a piece.
+
+    pre: llama.cpp's name of the pre-tokenizer, where it is not known. CheckpointError: no tokenizer, or one that the
+    format has no place for.
+    """
+    try:
+        tokenizer = load_tokenizer(folder, by_key=False)
+        if not isinstance(tokenizer.vocabulary, (SentencePieceVocabulary, JsonVocabulary)):
+            other = folder / "tokenizer.json"  # next to the tiktoken vocabulary of Llama 3
+            tokenizer = load_tokenizer(other, by_key=False) if other.is_file() else tokenizer
+    except DataError as error:
+        raise CheckpointError(*error.args) from error
+    if isinstance(tokenizer.vocabulary, SentencePieceVocabulary):
+        found = _of_sentencepiece(tokenizer, tokenizer.vocabulary, size)
+    elif isinstance(tokenizer.vocabulary, JsonVocabulary):
+        content = read_json(Path(tokenizer.place))
+        found = _of_json(tokenizer, content, size, pre)
+    else:
+        raise CheckpointError(
+            f"{tokenizer.place}: is a tiktoken vocabulary, whose merges a GGUF file has and it has not; put the "
+            "tokenizer.json of the model's own repository next to it"
+        )
+    if pre is not None and found.model != "gpt2":
+        raise CheckpointError(f"--pre: {tokenizer.place} is a sentencepiece model, which cuts no text; leave it out")
+    _put_special(found, tokenizer, size)
+    return found
+
+
+def _put_special(found: GgufVocabulary, tokenizer: Tokenizer, size: int) -> None:
+    """Added tokens, the ids of those with a role, and the chat template."""
+    beyond = 0
+    for token in tokenizer.added_tokens:
+        if token.id >= size:
+            beyond += 1
+            continue
+        kind = PieceKind.CONTROL if token.special else PieceKind.USER_DEFINED
+        if found.kinds[token.id] == PieceKind.UNKNOWN:
+            continue
+        found.kinds[token.id] = kind
+        text = token.content if token.special or found.model == "gpt2" else token.content.replace("▁", " ")
+        found.tokens[token.id] = text.encode()
+        if found.scores is not None:
+            found.scores[token.id] = _ADDED_SCORE
+    if beyond:
+        found.notes.append(f"{beyond} tokens of the tokenizer have no row in the model, and are left out")
+    roles = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "padding": tokenizer.pad_id}
+    end = tokenizer.turn_end.token
+    stops = {token.content: token.id for token in tokenizer.added_tokens}
+    if end is not None and stops.get(end) != tokenizer.eos_id:
+        roles["eot"] = stops.get(end)
+    unknown = next((at for at, kind in enumerate(found.kinds) if kind == PieceKind.UNKNOWN), None)
+    if unknown is not None:
+        roles["unknown"] = unknown
+    found.ids = {role: token for role, token in roles.items() if token is not None and token < size}
+    found.add_bos = tokenizer.add_bos_by_default
+    found.template = tokenizer.chat_template
+    found.strips = any(token.special and token.rstrip for token in tokenizer.added_tokens)
+    if found.strips and not _PHI3.issubset(found.tokens):
+        found.notes.append("llama.cpp keeps white space after special tokens, which this tokenizer drops")
+
+
+def _empty(model: str, pre: str, size: int) -> GgufVocabulary:
+    """Ids that no piece has are written as unused ones of a name that no text has."""
+    tokens = [f"[PAD{at}]".encode() for at in range(size)]
+    return GgufVocabulary(model, pre, tokens, [PieceKind.UNUSED] * size)
+
+
+def _of_sentencepiece(tokenizer: Tokenizer, vocabulary: SentencePieceVocabulary, size: int) -> GgufVocabulary:
+    model, found = vocabulary.model, _empty("llama", "default", size)
+    found.scores = [_UNUSED_SCORE] * size
+    kinds = {
+        PieceKind.UNKNOWN: model.is_unknown,
+        PieceKind.CONTROL: model.is_control,
+        PieceKind.UNUSED: model.is_unused,
+        PieceKind.BYTE: model.is_byte,
+    }
+    pieces = min(size, len(model))
+    for at in range(pieces):
+        found.tokens[at] = model.id_to_piece(at).encode()
+        found.scores[at] = model.get_score(at)
+        found.kinds[at] = next((kind for kind, test in kinds.items() if test(at)), PieceKind.NORMAL)
+    normal = [found.scores[at] for at in range(pieces) if found.kinds[at] == PieceKind.NORMAL]
+    if any(score != int(score) for score in normal):
+        raise CheckpointError(
+            f"{tokenizer.place}: is a sentencepiece model of the kind unigram, which llama.cpp does not merge as it "
+            "does; expected one of byte pairs"
+        )
+    _put_spaces(found, tokenizer)
+    return found
+
+
+def _put_spaces(found: GgufVocabulary, tokenizer: Tokenizer) -> None:
+    vocabulary = tokenizer.vocabulary
+    found.add_space = vocabulary.eats_first_space
+    if isinstance(vocabulary, SentencePieceVocabulary) and vocabulary.collapses_spaces:
+        found.notes.append("llama.cpp keeps several spaces in a row, which this tokenizer makes one")
+    if vocabulary.eats_first_space and not vocabulary.eats_space_after_special:
+        found.notes.append(
+            "llama.cpp puts a space before text after special tokens too, which this tokenizer does at the start alone"
+        )
+
+
+def _of_json(tokenizer: Tokenizer, content: dict[str, Any], size: int, pre: str | None) -> GgufVocabulary:
+    place, model = Path(tokenizer.place), content.get("model") or {}
+    if model.get("type", "BPE") != "BPE":
+        raise CheckpointError(
+            f"{place}: found a model of type {model.get('type')!r}, which llama.cpp does not merge as it does; "
+            "expected BPE"
+        )
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or []]
+    if model.get("byte_fallback"):
+        found = _empty("llama", "default", size)
+        _put_spaces(found, tokenizer)
+        found.scores = [_UNUSED_SCORE] * size
+        ranks: dict[str, int] = {}
+        for rank, merge in enumerate(merges):
+            ranks.setdefault(merge.replace(" ", "", 1), rank)
+        for piece, at in model["vocab"].items():
+            if at < size:
+                is_byte = len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+                found.kinds[at] = PieceKind.BYTE if is_byte else PieceKind.NORMAL
+                found.tokens[at] = piece.encode()
+                found.scores[at] = -float(ranks.get(piece, len(merges) + at))
+        unknown = model["vocab"].get(model.get("unk_token"))
+        if unknown is not None and unknown < size:
+            found.kinds[unknown] = PieceKind.UNKNOWN
+        return found
+    found = _empty("gpt2", find_pre_tokenizer(content, place, pre), size)
+    found.merges = merges
+    if content.get("normalizer"):
+        found.notes.append(
+            f"llama.cpp does not normalize text ({content['normalizer'].get('type')}), as this tokenizer does: letters "
+            "that are written as several signs are other tokens there"
+        )
+    for piece, at in model["vocab"].items():
+        if at < size:
+            found.tokens[at], found.kinds[at] = piece.encode(), PieceKind.NORMAL
+    return found

@@ -1,0 +1,177 @@
+"""A Hugging Face folder with the linears of its layers in 4 or 8 bits, by torchao, as transformers and vLLM load it.
+
+    int4   symmetric, a scale for each `group_size` weights of a row
+    int8   symmetric, a scale for each row
+
+Codes of 4 bits have a byte each in the file: torchao 0.18 packs two into one for GPUs only, and by other rounding.
+Embedding and output head stay as they are.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipe_lib import files
+from recipe_lib.checkpoint.model_card import CARD
+from recipe_lib.checkpoint.run_files import publish
+from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
+from recipe_lib.checkpoint.weights_in import read_headers
+from recipe_lib.config.local_files import install_line
+from recipe_lib.errors import CheckpointError, SetupError
+from recipe_lib.logs import silence_torchao
+from recipe_lib.memory.qat import base_config
+from recipe_lib.models import read_config, read_trained_spec
+from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.report.phases import phase
+from recipe_lib.units import MIB
+
+_ROWS, _LENGTH = 2, 32  # of the prompt that both models are compared on
+
+
+@dataclass(frozen=True)
+class QuantizedReport:
+    """How many linears were quantized; and on a fixed prompt, of random tokens, the mean divergence of the quantized
+    model's next tokens from the model's (in nats), the largest difference of logits, and the largest logit."""
+
+    linears: int
+    divergence: float
+    difference: float
+    largest: float
+
+    @property
+    def check(self) -> str:
+        """The line that says so."""
+        return (
+            f"transformers opens it and computes what was quantized, {self.linears} linears; next tokens diverge from "
+            f"the model's by {self.divergence:.2g} nats, logits by {self.difference:.2g} at most (the largest is "
+            f"{self.largest:.3g})"
+        )
+
+
+def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> QuantizedReport:
+    """Writes the folder `out`, opens it again and compares logits. The model is in host memory, twice for a moment.
+
+    folder: a Hugging Face model, not quantized. Raises CheckpointError, StorageError, or SetupError without
+    transformers; then there is no `out`, but where the check of the whole folder fails.
+    """
+    transformers = _transformers()
+    check_quantizable(folder, kind, group_size)
+    needed = sum(tensor.entry.end - tensor.entry.start for tensor in read_headers(folder).values())
+    with files.storage_faults(), _quiet(transformers):
+        files.remove_leftovers(out.absolute().parent, out.name)
+        files.require_space(out.absolute().parent, needed + 64 * MIB, "the quantized model")
+        with phase("quantizing"):
+            expected = _logits(_opened(transformers, folder))
+            config = transformers.TorchAoConfig(base_config(kind, group_size))
+            model = _opened(transformers, folder, quantization_config=config)
+        quantized, linears = _logits(model), _count(model)
+        temporary = files.temporary_path(out)
+        try:
+            files.make_folder(temporary)
+            model.save_pretrained(temporary)
+            del model
+            _copy_rest(folder, temporary)
+            publish(temporary, out)
+        except BaseException:
+            files.discard(temporary)
+            raise
+        found = _logits(_opened(transformers, out))
+    if not torch.equal(found, quantized):
+        raise CheckpointError(
+            f"{out}: does not compute what was quantized: logits differ by "
+            f"{float((found - quantized).abs().max()):.2g}; do not use it, and report this"
+        )
+    return _compare(expected, found, linears)
+
+
+def _transformers() -> Any:
+    silence_torchao()
+    try:
+        import transformers
+    except ImportError:
+        raise SetupError(f"--quantize: found no package transformers; {install_line('transformers')}") from None
+    return transformers
+
+
+def check_quantizable(folder: Path, kind: str, group_size: int) -> None:
+    """Refuses a model that torchao would leave as it is, or fail at. CheckpointError."""
+    config = read_config(folder)
+    spec = read_trained_spec(config, str(folder))
+    if isinstance(spec, DecoderSpec) and spec.mixture is not None:
+        raise CheckpointError(
+            f"{folder}: is a mixture of experts, whose weights are stacked and no linears to torchao; serve it as it is"
+        )
+    if kind != "int4":
+        return
+    for name, tensor in read_headers(folder).items():
+        shape = tensor.entry.shape
+        if ".layers." in name and name.endswith("proj.weight") and len(shape) == 2 and shape[1] % group_size:
+            raise CheckpointError(
+                f"--group-size: found {group_size} for {name}, whose rows have {shape[1]} weights, expected a divisor "
+                "of them; choose one, or --quantize int8, which takes rows as they are"
+            )
+
+
+def _opened(transformers: Any, folder: Path, **more: Any) -> nn.Module:
+    try:
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **more)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise CheckpointError(f"{folder}: transformers does not open it ({said})") from error
+    return model.eval()
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without the bars and advice that transformers prints."""
+    logging = transformers.utils.logging
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@torch.no_grad()
+def _logits(model: nn.Module) -> Tensor:
+    """Logits `[2, 32, v]` of random tokens, in fp32."""
+    vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+    tokens = torch.randint(0, vocabulary, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(0))
+    with phase("computing logits of a fixed prompt"):
+        logits: Tensor = model(tokens).logits
+    return logits.float()
+
+
+def _count(model: nn.Module) -> int:
+    """Linears whose weight is no plain tensor any more."""
+    kinds = (torch.Tensor, nn.Parameter)
+    return sum(isinstance(module, nn.Linear) and type(module.weight.data) not in kinds for module in model.modules())
+
+
+def _copy_rest(folder: Path, temporary: Path) -> None:
+    """The tokenizer's files and the card, then everything is flushed to the disk."""
+    card = [folder / CARD] if (folder / CARD).is_file() else []
+    for path in [*tokenizer_files(folder), *card]:
+        shutil.copyfile(path, temporary / path.name)
+    for path in temporary.iterdir():
+        files.before_operation("flush", path)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _compare(expected: Tensor, found: Tensor, linears: int) -> QuantizedReport:
+    before, after = expected.double().log_softmax(-1), found.double().log_softmax(-1)
+    divergence = float((before.exp() * (before - after)).sum(-1).mean())
+    difference = float((expected - found).abs().max())
+    return QuantizedReport(linears, divergence, difference, float(expected.abs().max()))

@@ -1,0 +1,210 @@
+"""What each rank of `tune eval` does. torchrun starts this file by its path; without it `evaluate` is called."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipe_lib.checkpoint.huggingface import find_checkpoint
+from recipe_lib.cli.eval_config import eval_config, run_of, settings_of
+from recipe_lib.cli.eval_options import check, read
+from recipe_lib.config.suggest import show
+from recipe_lib.data import Dataset, build_validation_dataset, settle_formats
+from recipe_lib.errors import ConfigError, OutOfMemoryError, send_nowhere
+from recipe_lib.evaluation.harness import harness_model, metric_rows, run_tasks
+from recipe_lib.evaluation.measure import Measured, score_sequences
+from recipe_lib.evaluation.placed_model import PlacedModel, place_model
+from recipe_lib.evaluation.results import BASE, TUNED, Evaluation
+from recipe_lib.generation.answer_questions import Question, generate_answers, metric_of_answers, questions_of
+from recipe_lib.generation.source import GenerationSource, find_source
+from recipe_lib.logs import get_logger, is_quiet
+from recipe_lib.parallel import World
+from recipe_lib.parallel.world import start_world
+from recipe_lib.report.phases import phase
+from recipe_lib.report.terminal import Table, open_console, put_table, terminal_width, text_of
+from recipe_lib.tokenizers import Tokenizer, load_tokenizer
+
+FOLDER = "eval"
+
+
+def main(argv: list[str]) -> None:
+    """One rank."""
+    arguments = read(argv)
+    check(arguments)
+    try:
+        evaluate(arguments)
+    except BrokenPipeError:  # the reader of the numbers is gone (`| head`)
+        send_nowhere(sys.stdout)
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    """Measures, prints and writes; rank 0 does both. Raises UserError."""
+    run = run_of(arguments.what)
+    source = find_source(arguments.what, arguments.base if _names_adapter(arguments) else None)
+    if arguments.lm_eval:
+        run_harness(arguments, source, run)
+        return
+    cfg = eval_config(arguments, source, run)
+    for line in settle_formats(cfg):
+        get_logger().info(line)
+    tokenizer = load_tokenizer(Path(cfg.tokenizer.path or ""), cfg.tokenizer.chat_template)
+    with phase("reading the data"):
+        dataset = build_validation_dataset(cfg, tokenizer)
+    assert dataset is not None
+    if dataset.group != 1:
+        raise ConfigError(
+            f"validation.source: {cfg.validation.source} holds pairs of answers, expected one answer a sample; give "
+            "others with --data FILE"
+        )
+    questions = {} if arguments.no_generate else _questions(dataset, tokenizer)
+    with start_world(cfg) as world:
+        _check_generates(cfg, questions)
+        placed = _placed(arguments, cfg, source, world)
+        with _fits(source, world):
+            models = _measure(placed, cfg, arguments, dataset, questions, tokenizer, world)
+        if not world.is_main:
+            return
+        names = {TUNED: str(source.adapter or source.folder)} | ({BASE: str(placed.base)} if BASE in models else {})
+        settings = settings_of(cfg, arguments, world.size)
+        _show(Evaluation(models, names, dataset, questions, tokenizer, settings), arguments, run)
+
+
+def _placed(arguments: argparse.Namespace, cfg: Any, source: GenerationSource, world: World) -> PlacedModel:
+    storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
+    with _fits(source, world), phase("loading weights"):
+        return place_model(cfg, source, world, storage, _base_folder(arguments, cfg, source))
+
+
+def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Path | None) -> None:
+    """Runs tasks of lm-evaluation-harness, and prints their numbers."""
+    cfg = eval_config(arguments, source, run)
+    tokenizer = load_tokenizer(Path(cfg.tokenizer.path or ""), cfg.tokenizer.chat_template)
+    tasks = [name.strip() for name in arguments.lm_eval.split(",") if name.strip()]
+    options = {name: getattr(arguments, name) for name in ("include_path", "num_fewshot", "limit")}
+    with start_world(cfg) as world:
+        placed = _placed(arguments, cfg, source, world)
+        size = cfg.validation.batch_size or cfg.batch_size
+
+        def measured(model: Any, which: str) -> dict[tuple[str, str], float]:
+            ours = harness_model(
+                model, spec=source.spec, tokenizer=tokenizer, device=world.device, batch_size=size, seed=arguments.seed
+            )
+            with _fits(source, world), phase(f"tasks ({which})"):
+                return metric_rows(run_tasks(ours, tasks, **options))
+
+        found = {TUNED: measured(placed.model, TUNED)}
+        if placed.base is not None and not arguments.no_base:
+            with placed.as_base() as base:
+                found = {BASE: measured(base, BASE), **found}
+    if arguments.json:
+        numbers = {which: {f"{task} {name}": value for (task, name), value in rows.items()}
+                   for which, rows in found.items()}  # fmt: skip
+        sys.stdout.write(json.dumps(numbers) + "\n")
+        return
+    rows = [[task, name, *(f"{each[task, name]:.4f}" for each in found.values())] for task, name in found[TUNED]]
+    console = open_console(terminal_width())
+    put_table(console, Table("Tasks", ["task", "metric", *found], rows, left=("task", "metric")))
+    sys.stdout.write(text_of(console))
+
+
+def _names_adapter(arguments: argparse.Namespace) -> bool:
+    """Whether --base is that of an adapter, which `find_source` reads; a full model's is read later."""
+    folder = Path(arguments.what).expanduser()
+    return any((each / "adapter_config.json").is_file() for each in (folder, folder / "adapter"))
+
+
+def _base_folder(arguments: argparse.Namespace, cfg: Any, source: GenerationSource) -> Path | None:
+    """Of a model without adapters what its training began from: --base, or the run's model.path."""
+    if source.adapter is not None or arguments.no_base:
+        return None
+    named = arguments.base or (cfg.model.path if run_of(arguments.what) is not None else None)
+    return None if named is None else find_checkpoint(named)
+
+
+def _questions(dataset: Dataset, tokenizer: Tokenizer) -> dict[int, Question]:
+    """The questions of all sequences that have one, and a line about those that have none."""
+    asked = questions_of(dataset, tokenizer.stop_ids)
+    if len(asked) < len(dataset):
+        get_logger().info(
+            "note: %d of %d sequences have no question to answer (plain text, or an answer that max_seq_len has cut); "
+            "they count in loss and perplexity alone", len(dataset) - len(asked), len(dataset),
+        )  # fmt: skip
+    return asked
+
+
+def _check_generates(cfg: Any, questions: dict[int, Question]) -> None:
+    for name in ("tensor", "context", "pipeline"):
+        if questions and getattr(cfg.parallel, name) > 1:
+            raise ConfigError(
+                f"parallel.{name}={getattr(cfg.parallel, name)}: answers are generated by whole layers on each rank; "
+                f"measure likelihoods alone with --no-generate, or leave parallel.{name} at 1"
+            )
+
+
+@contextmanager
+def _fits(source: GenerationSource, world: World) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"{show(str(source.folder))}: the evaluation does not fit on {world.device}; try a smaller "
+            "validation.batch_size, fewer --max-new-tokens, --no-generate, or more ranks (--nproc_per_node)"
+        ) from error
+
+
+def _measure(
+    placed: PlacedModel,
+    cfg: Any,
+    arguments: argparse.Namespace,
+    dataset: Dataset,
+    questions: dict[int, Question],
+    tokenizer: Tokenizer,
+    world: World,
+) -> dict[str, Measured]:
+    """The tuned model, then its base, whose weights may take the place of the tuned ones; in the order of the table."""
+
+    def measured(model: Any, which: str) -> Measured:
+        found = Measured()
+        with phase(f"likelihoods ({which})"):
+            found.scores = score_sequences(model, placed.parallel, dataset, cfg, world, tokenizer.pad_id)
+        if questions:
+            options = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+            with phase(f"answers ({which})"):
+                found.answers = generate_answers(
+                    model, placed.source.spec, questions, world,
+                    batch_size=cfg.validation.batch_size, seed=arguments.seed,
+                    stop_ids=tokenizer.stop_ids, **options,
+                )  # fmt: skip
+        for name in ("exact_match", *arguments.metric) if questions else ():
+            found.metrics[name] = metric_of_answers(name, found.answers, questions, tokenizer)
+        return found
+
+    tuned = measured(placed.model, TUNED)
+    if arguments.no_base or placed.base is None:
+        return {TUNED: tuned}
+    with placed.as_base() as base:
+        return {BASE: measured(base, BASE), TUNED: tuned}
+
+
+def _show(evaluation: Evaluation, arguments: argparse.Namespace, run: Path | None) -> None:
+    out = Path(arguments.out).expanduser() if arguments.out else run / FOLDER if run is not None else None
+    if out is not None:
+        evaluation.write(out)
+    if arguments.json:
+        sys.stdout.write(json.dumps(evaluation.summary()) + "\n")
+        return
+    console = open_console(terminal_width())
+    put_table(console, evaluation.table())
+    sys.stdout.write(text_of(console))
+    if not is_quiet():
+        summary = evaluation.summary()
+        print(f"{summary['sequences']} sequences, {summary['label_tokens']} label tokens, {summary['answers']} answers")
+        for which, name in evaluation.names.items():
+            print(f"{which}: {name}")
+        if out is not None:
+            print(f"each example: {out / 'examples.jsonl'}\npage: {out / 'report.html'}")

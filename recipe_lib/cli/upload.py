@@ -1,0 +1,177 @@
+"""`tune upload WHAT REPO`: what a run has made, with its model card, to the Hugging Face hub; never states or data."""
+
+import argparse
+import glob
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.checkpoint.exported_folder import exported_folder
+from recipe_lib.cli.arguments import Parser
+from recipe_lib.config.local_files import ADAPTER_CONFIG
+from recipe_lib.config.suggest import show
+from recipe_lib.errors import DONE, CheckpointError, ConfigError, SetupError
+from recipe_lib.logs import print_wrapped
+from recipe_lib.redaction import redact
+from recipe_lib.units import MIB, format_bytes
+
+DESCRIPTION = """Puts a model or an adapter into a repository on the Hugging Face hub, and makes the repository.
+
+WHAT is a run's output_dir (its model/ or adapter/, the newer one), or such a folder. Weights, config, tokenizer and the
+model card (README.md) are sent, each listed with its bytes before; other files in the folder are named and stay.
+It takes a token that may write: `hf auth login`, or HF_TOKEN."""
+
+_CARD = "README.md"
+# All that is ever sent. States, optimizer states, metrics, logs and data have other names and other folders.
+_SENT = (
+    "config.json", "generation_config.json", ADAPTER_CONFIG, "*.safetensors", "*.safetensors.index.json",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v*", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", _CARD,
+)  # fmt: skip
+_READ = (_CARD, "config.json", "generation_config.json", ADAPTER_CONFIG, "tokenizer_config.json", "chat_template.jinja")
+_LARGEST_READ = 16 * MIB
+
+
+def parser() -> Parser:
+    """The options of the verb."""
+    options = Parser("upload", DESCRIPTION)
+    options.add_argument("checkpoint", metavar="WHAT", help="output_dir, or the folder of a model or an adapter")
+    options.add_argument("repo", metavar="REPO", help="OWNER/NAME on the hub; made if there is none")
+    options.add_argument("--private", action="store_true", help="a new repository is yours alone to see")
+    options.add_argument("--revision", metavar="BRANCH", help="the branch to put it on, made if there is none")
+    options.add_argument("--dry-run", action="store_true", help="list the files, send nothing and ask nothing")
+    return options
+
+
+def run(words: list[str]) -> int:
+    """Lists the files, sends them in one commit and prints its address."""
+    arguments = parser().parse(words)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", arguments.repo):
+        raise ConfigError(f"{show(arguments.repo)}: is not a repository on the hub; expected OWNER/NAME")
+    folder = find_folder(arguments.checkpoint)
+    names = choose_files(folder)
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    width = max(len(format_bytes(size)) for size in sizes.values())
+    for name, size in sizes.items():
+        print(f"{format_bytes(size):>{width}}  {name}")
+    print_wrapped(f"{len(sizes)} files of {folder}, {format_bytes(sum(sizes.values()))}, to {arguments.repo}")
+    for note in _notes(folder, names):
+        print_wrapped(f"note: {note}")
+    if arguments.dry_run:
+        print("dry run: nothing was sent")
+        return DONE
+    print_wrapped(f"uploaded: {send(folder, names, arguments)}")
+    return DONE
+
+
+def find_folder(name: str) -> Path:
+    """The folder of a model or an adapter that is named, or the newer of a run's. CheckpointError."""
+    named = Path(name).expanduser()
+    if not named.is_dir():
+        raise CheckpointError(f"{show(name)}: no such folder; expected a run's output_dir, a model or an adapter")
+    folder = exported_folder(named)
+    for file, kind in ((ADAPTER_CONFIG, "adapter"), ("config.json", "model")):
+        if (folder / file).is_file():
+            if not any(folder.glob("*.safetensors")):
+                raise CheckpointError(f"{show(str(folder))}: is a {kind} without weights; expected .safetensors files")
+            return folder
+    raise CheckpointError(f"{show(name)}: is no model, adapter or run; expected config.json or {ADAPTER_CONFIG} in it")
+
+
+def choose_files(folder: Path) -> list[str]:
+    """The names of what is sent. ConfigError: a text among them that holds a secret."""
+    names = sorted(path.name for path in folder.iterdir() if _is_sent(path))
+    for name in names:
+        path = folder / name
+        if name in _READ and path.stat().st_size <= _LARGEST_READ:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if redact(text) != text:
+                raise ConfigError(f"{path}: holds what looks like a token or a password; take it out, nothing was sent")
+    return names
+
+
+def _is_sent(path: Path) -> bool:
+    return path.is_file() and any(path.match(pattern) for pattern in _SENT)
+
+
+def _notes(folder: Path, names: list[str]) -> Iterator[str]:
+    """What stays here, and what whoever loads it will miss."""
+    others = sorted(path.name + ("/" if path.is_dir() else "") for path in folder.iterdir() if path.name not in names)
+    if others:
+        yield f"stays here, being neither weights, tokenizer nor card: {', '.join(others)}"
+    if _CARD not in names:
+        yield f"there is no model card; write {folder / _CARD}, or export again from the run, which writes one"
+    if ADAPTER_CONFIG in names:
+        from recipe_lib.reading import read_json
+
+        base = str(read_json(folder / ADAPTER_CONFIG, _LARGEST_READ).get("base_model_name_or_path") or "")
+        if Path(base).is_absolute() or Path(base).exists():
+            yield (
+                f"{ADAPTER_CONFIG} names the base by a folder of this machine, {base}; others find it by "
+                "base_model_name_or_path, an id on the hub"
+            )
+
+
+def send(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
+    """Makes the repository and one commit; returns the commit's address. ConfigError, SetupError."""
+    from huggingface_hub import HfApi, get_token
+
+    repo, revision = arguments.repo, arguments.revision
+    if get_token() is None:
+        raise SetupError(f"{repo}: there is no token to write with; `hf auth login`, or set HF_TOKEN")
+    api: Any = HfApi()
+    with one_line_of_upload(repo):
+        api.create_repo(repo, private=arguments.private, exist_ok=True)
+        if arguments.private and not api.model_info(repo).private:
+            raise ConfigError(f"{repo}: is there already and is public; make it private on its page, or choose another")
+        if revision:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            allow_patterns=[glob.escape(name) for name in names],
+            revision=revision,
+            commit_message=f"{'Adapter' if ADAPTER_CONFIG in names else 'Model'} trained with tune-recipes",
+        )
+    return str(done.commit_url)
+
+
+@contextmanager
+def one_line_of_upload(repo: str) -> Iterator[None]:
+    """Turns what the hub or the network refuses into one line with the remedy."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        yield
+    except HFValidationError as error:
+        raise ConfigError(f"{show(repo)}: is not a repository on the hub; expected OWNER/NAME") from error
+    except OfflineModeIsEnabled as error:
+        raise SetupError(f"{repo}: HF_HUB_OFFLINE is set; unset it to upload") from error
+    except RepositoryNotFoundError as error:
+        owner = repo.partition("/")[0]
+        raise SetupError(
+            f"{repo}: the token's account may not write to {show(owner)}; check REPO and the token"
+        ) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status == 401:
+            raise SetupError(f"{repo}: the hub refused the token (401); renew it with `hf auth login`") from error
+        if status == 403:
+            owner = repo.partition("/")[0]
+            raise SetupError(
+                f"{repo}: the token may not write to {show(owner)} (403); take one with write access, or another REPO"
+            ) from error
+        raise SetupError(f"{repo}: {constants.ENDPOINT} answered {status}; try again later") from error
+    except HTTPError as error:
+        raise SetupError(
+            f"{repo}: cannot reach {constants.ENDPOINT}; check the network, a proxy, and HF_ENDPOINT"
+        ) from error

@@ -1,0 +1,85 @@
+"""A model on the disk, or an adapter and its base, in the memory of all ranks: to be evaluated, not trained."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from recipe_lib.adapters import adapters_off, add_adapters, init_adapters
+from recipe_lib.checkpoint.adapter_files import check_fits, read_adapter
+from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.checkpoint.huggingface import load_weights
+from recipe_lib.checkpoint.verify import adapter_settings_of
+from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.generation.source import GenerationSource
+from recipe_lib.models import build_meta, init_weights
+from recipe_lib.models.decoder import Decoder
+from recipe_lib.parallel import DTYPES, Parallel, World, materialize, parallelize
+from recipe_lib.parallel.seeds import derive_seed
+
+
+@dataclass
+class PlacedModel:
+    """model: frozen, in this rank's memory. parallel: how it is divided. base: the name of what it was trained from,
+    None where that is not known; `as_base` has it in place of what was trained."""
+
+    model: Decoder
+    parallel: Parallel
+    source: GenerationSource
+    base: str | None
+    _load_base: Callable[[], None] | None = None
+
+    @contextmanager
+    def as_base(self) -> Iterator[nn.Module]:
+        """The model before training. Without adapters its weights replace the trained ones, for good."""
+        if self._load_base is not None:
+            self._load_base()
+        with adapters_off(self.model) if self.source.adapter is not None else nullcontext():
+            yield self.model
+
+
+def place_model(
+    cfg: FullFinetuneConfig, source: GenerationSource, world: World, storage: str, base: Path | None
+) -> PlacedModel:
+    """Reads the weights, each rank its part as `cfg.parallel` divides them.
+
+    storage: how an adapter's base is kept, as `lora.quantize_base`. base: of a model without adapters, the folder that
+    its training began from; None with cfg.model.preset: random weights of cfg.seed.
+    """
+    dtype = DTYPES[cfg.dtype]
+    model = build_meta(source.spec, dtype)
+    if source.adapter is not None:
+        held = read_adapter(source.adapter)
+        check_fits(held, source.spec)
+        lora = adapter_settings_of(held, source.spec)
+        kept = replace(lora, quantize_base=storage, dtype=None if cfg.dtype == "fp64" else "fp32")
+        assert isinstance(cfg, LoraFinetuneConfig)
+        cfg = replace(cfg, lora=kept)
+        add_adapters(model, kept, dtype)
+    model.requires_grad_(False)
+    parallel = parallelize(model, cfg, world, for_training=False)
+    materialize(model, cfg.memory, world.device)
+    load_weights(model, source.spec, source.folder)
+    if source.adapter is not None:
+        init_adapters(model, 0)
+        load_adapter(model, source.spec, source.adapter, some=True)
+        return PlacedModel(model.eval(), parallel, source, str(source.folder))
+    load = _loader_of_base(cfg, source, model, base)
+    name = str(base) if base is not None else cfg.model.preset
+    return PlacedModel(model.eval(), parallel, source, name if load is not None else None, load)
+
+
+def _loader_of_base(
+    cfg: FullFinetuneConfig, source: GenerationSource, model: Any, base: Path | None
+) -> Callable[[], None] | None:
+    if base is not None:
+        folder = base
+        return lambda: load_weights(model, source.spec, folder)
+    if cfg.model.preset is not None:
+        seed = derive_seed(cfg.seed, "model")
+        return lambda: init_weights(model, seed, source.spec)
+    return None

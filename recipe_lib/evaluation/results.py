@@ -1,0 +1,116 @@
+"""The results of an evaluation: as a table, as JSON lines, and as a page."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipe_lib import files
+from recipe_lib.data import Dataset
+from recipe_lib.evaluation.measure import Measured
+from recipe_lib.generation.answer_questions import Question
+from recipe_lib.redaction import redact
+from recipe_lib.report.page import Section, render_page
+from recipe_lib.report.terminal import Table
+from recipe_lib.tokenizers import Tokenizer
+
+EXAMPLES_FILE, SUMMARY_FILE, PAGE_FILE = "examples.jsonl", "summary.json", "report.html"
+BASE, TUNED = "base", "tuned"
+_SHOWN = 50  # examples on the page
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """models: what was measured of each, by `base` and `tuned`. names: of the models. questions: by number of the
+    sequence, those that were answered. settings: what it was done with, as text."""
+
+    models: Mapping[str, Measured]
+    names: Mapping[str, str]
+    dataset: Dataset
+    questions: Mapping[int, Question]
+    tokenizer: Tokenizer
+    settings: Mapping[str, Any]
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers, as JSON has them."""
+        scores = next(iter(self.models.values())).scores
+        return {
+            "models": dict(self.names),
+            "sequences": len(scores),
+            "label_tokens": sum(score.tokens for score in scores.values()),
+            "answers": len(self.questions),
+            **{which: measured.numbers() for which, measured in self.models.items()},
+            "settings": dict(self.settings),
+        }
+
+    def table(self) -> Table:
+        """A row for each number, a column for each model."""
+        numbers = {which: measured.numbers() for which, measured in self.models.items()}
+        both = BASE in numbers and TUNED in numbers
+        rows = []
+        for name in next(iter(numbers.values())):
+            row = [name, *(_shown(each[name]) for each in numbers.values())]
+            rows.append([*row, f"{numbers[TUNED][name] - numbers[BASE][name]:+.4f}"] if both else row)
+        header = ["metric", *numbers, *(["change"] if both else [])]
+        return Table("Evaluation", header, rows, left=("metric",))
+
+    def example(self, number: int) -> dict[str, Any]:
+        """What is known of one sequence."""
+        question = self.questions.get(number)
+        found: dict[str, Any] = {"sequence": number, "place": self.dataset.place(number)}
+        if question is not None:
+            found["prompt"] = self.tokenizer.decode(question.prompt)
+            found["reference"] = self.tokenizer.decode(question.reference, skip_special=True)
+        for which, measured in self.models.items():
+            score = measured.scores[number]
+            own: dict[str, Any] = {
+                "log_likelihood": score.log_likelihood,
+                "label_tokens": score.tokens,
+                "likeliest_tokens": score.right,
+            }
+            if number in measured.answers:
+                answer = measured.answers[number]
+                own["prediction"] = self.tokenizer.decode(answer.tokens, skip_special=True)
+                own["ended_by"] = answer.ended
+                own |= {name: each[number] for name, each in measured.metrics.items()}
+            found[which] = own
+        return found
+
+    def write(self, folder: Path) -> None:
+        """examples.jsonl, summary.json and report.html in `folder`, each whole or not at all. StorageError."""
+        examples = [self.example(number) for number in sorted(next(iter(self.models.values())).scores)]
+        with files.storage_faults():
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
+            files.replace_text(folder / EXAMPLES_FILE, redact(lines))
+            files.replace_text(folder / SUMMARY_FILE, redact(json.dumps(self.summary(), indent=1) + "\n"))
+            files.replace_text(folder / PAGE_FILE, redact(self.page(examples[:_SHOWN])))
+
+    def page(self, examples: list[dict[str, Any]]) -> str:
+        """The page: numbers, the first examples, settings."""
+        name = self.names.get(TUNED) or next(iter(self.names.values()))
+        summary = self.summary()
+        counts = [(key.replace("_", " "), summary[key]) for key in ("sequences", "label_tokens", "answers")]
+        sections = [
+            Section("Numbers", table=self.table()),
+            Section("Held-out samples", facts=[*counts, ("source", self.dataset.report.source)]),
+            Section(f"Answers (the first {_SHOWN} sequences)", table=_answers(examples, list(self.models))),
+            Section("Settings", facts=[*self.names.items(), *self.settings.items()]),
+        ]
+        headline = ", ".join(f"{key} {_shown(value)}" for key, value in list(summary.values())[-2].items())
+        return render_page("evaluation", f"{name}: evaluation", name, headline, sections)
+
+
+def _answers(examples: list[dict[str, Any]], models: list[str]) -> Table | None:
+    rows = [
+        [example["prompt"], example["reference"], *(example[which].get("prediction", "") for which in models)]
+        for example in examples
+        if "prompt" in example
+    ]
+    header = ["prompt", "reference", *models]
+    return Table("Answers", header, rows, left=tuple(header)) if rows else None
+
+
+def _shown(number: float) -> str:
+    return f"{number:.4f}" if abs(number) < 1e6 else f"{number:.3e}"

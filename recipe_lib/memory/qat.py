@@ -1,0 +1,319 @@
+"""Quantization-aware training: linears compute with weights rounded as an export will round them (arXiv 1712.05877).
+
+`qat` names the export: what torchao's `quantize_` makes of a linear by the config that `base_config` gives. Forward
+rounds the weight by torchao's own fake quantizer for that config; backward treats rounding as the identity (the
+straight-through estimator, arXiv 1308.3432), but for weights that were clipped, which get no gradient.
+
+    int4   weights, symmetric, a scale for each `qat_group_size` of a row
+    int8   weights, symmetric, a scale for each row
+    fp8    weights and inputs in e4m3, a scale for each row of either
+
+What trains, and is saved, is the weight before rounding. Rounding it again gives the same codes, which rounding what
+was rounded does not: torchao's scale is 2/15 of a group's largest magnitude, and the largest code is 7.
+
+A linear with an adapter rounds `W + scaling * B A` (arXiv 2406.06385), as the merged weight will be rounded. An adapter
+next to a rounded base would compute something else than the two merged and rounded.
+
+Nothing but the weight and the input is kept for backward, which rounds again. Embedding and output head stay as they
+are. This is the one module that calls torchao's quantization; it imports it only when `qat` is set.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import MethodType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipe_lib.adapters.layers import AdaptedLinear, AdaptedMatrix
+from recipe_lib.adapters.quantized import QuantizedLinear
+from recipe_lib.errors import ConfigError
+from recipe_lib.logs import silence_torchao
+from recipe_lib.memory.checkpointing import outside_selection
+from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.mixture import Mixture
+from recipe_lib.ops.deferred import linear
+
+KINDS = ("int4", "int8", "fp8")
+
+
+@dataclass
+class FakeQuantization:
+    """What the linears of a model are rounded to, and whether they are at this step.
+
+    kind: of KINDS. start_step: optimizer steps before rounding begins. linears: how many there are.
+    """
+
+    kind: str
+    group_size: int
+    start_step: int
+    linears: int = 0
+    is_on: bool = True
+
+    def begin(self, step: int | None) -> None:
+        """Before a step; step: optimizer steps done. None: of nobody's run, as a plan's, which takes the dearer."""
+        self.is_on = step is None or step >= self.start_step
+
+    def describe(self) -> str:
+        """For the log: `qat: 14 linears computed in int4, a scale for 32 weights, from step 11 on`."""
+        scales = f"{self.group_size} weights" if self.kind == "int4" else "each row"
+        begins = f", from step {self.start_step + 1} on" if self.start_step else ""
+        inputs = ", inputs too" if self.kind == "fp8" else ""
+        return f"qat: {self.linears} linears computed in {self.kind}, a scale for {scales}{inputs}{begins}"
+
+
+def describe_export(kind: str, group_size: int, *, is_adapter: bool) -> str:
+    """For the log, what is saved, and what makes of it the model that was trained."""
+    made_by = {
+        "int4": f"IntxWeightOnlyConfig(torch.int4, PerGroup({group_size}))",
+        "int8": "IntxWeightOnlyConfig(torch.int8, PerAxis(0))",
+        "fp8": "Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())",
+    }
+    what = "merge the adapter, then quantize the model" if is_adapter else "weights are those before rounding: quantize"
+    return f"qat: {what} by torchao's {made_by[kind]}, all but the output head"
+
+
+def base_config(kind: str, group_size: int) -> Any:
+    """torchao's config for a kind of KINDS, which `quantize_`, and transformers' TorchAoConfig, export by."""
+    silence_torchao()
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, IntxWeightOnlyConfig, PerRow
+    from torchao.quantization.granularity import PerAxis, PerGroup
+
+    if kind == "int4":
+        return IntxWeightOnlyConfig(torch.int4, PerGroup(group_size))
+    if kind == "int8":
+        return IntxWeightOnlyConfig(torch.int8, PerAxis(0))
+    return Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+
+
+def fake_quantize_linears(model: nn.Module, kind: str | None, group_size: int, start: int) -> FakeQuantization | None:
+    """Lets the layers' linears compute with rounded weights, in place, on a meta model; None: as they did.
+
+    Names and types of parameters stay. Called after the adapters and before layers are checkpointed and compiled.
+    start: optimizer steps before it begins. Raises ConfigError for weights that are quantized already, for mixtures of
+    experts, for rows that are no multiple of the group, and where there is no linear to change.
+    """
+    if kind is None:
+        return None
+    if any(isinstance(module, Mixture) for module in model.modules()):
+        raise ConfigError(
+            f"qat: found {kind} for a mixture of experts, whose weights are stacked and no linears to torchao; remove "
+            "qat"
+        )
+    inside = tuple(f"{name}." for name in layer_names(model))
+    scheme = FakeQuantization(kind, group_size, start)
+    _quantizers(kind, group_size)  # imports torchao before a step is timed
+    forwards = {nn.Linear: _given(_plain_forward, scheme), AdaptedLinear: _given(_adapted_forward, scheme)}
+    for name, module in model.named_modules():
+        if not name.startswith(inside) or name.endswith((".lora_A", ".lora_B")):
+            continue
+        if isinstance(module, QuantizedLinear):
+            raise ConfigError(
+                f"qat: found {kind} for weights that are kept in {module.kind}, expected weights in dtype; set "
+                "lora.quantize_base=none, or remove qat"
+            )
+        if type(module) not in forwards:
+            continue
+        linear_ = cast(nn.Linear, module)
+        if kind == "int4" and linear_.in_features % group_size:
+            raise ConfigError(
+                f"qat_group_size: found {group_size} for {name}, whose rows have {linear_.in_features} weights, "
+                "expected a divisor of them; choose one, or qat=int8, which takes rows as they are"
+            )
+        linear_.forward = MethodType(forwards[type(module)], module)  # type: ignore[method-assign]
+        scheme.linears += 1
+    if not scheme.linears and inside:
+        raise ConfigError(f"qat: found {kind} for a model whose layers have no plain linear; remove qat")
+    return scheme
+
+
+def _given(forward: Callable[..., Tensor], scheme: FakeQuantization) -> Callable[..., Tensor]:
+    """One function for all linears of a kind, so that torch.compile compiles alike layers once."""
+
+    def run(module: Any, hidden: Tensor) -> Tensor:
+        return forward(module, scheme, hidden)
+
+    return run
+
+
+def _plain_forward(module: Any, scheme: FakeQuantization, hidden: Tensor) -> Tensor:
+    if not scheme.is_on:
+        return linear(hidden, module.weight, module.bias)
+    return _rounded_linear(scheme, hidden, module.bias, 1.0, module.weight)
+
+
+def _adapted_forward(module: Any, scheme: FakeQuantization, hidden: Tensor) -> Tensor:
+    if not scheme.is_on or module.is_off:
+        return AdaptedMatrix.forward(module, hidden)
+    parts = (module.weight, module.lora_A.weight, module.lora_B.weight)
+    return _rounded_linear(scheme, hidden, module.bias, module.settings.scaling, *parts)
+
+
+def _rounded_linear(
+    scheme: FakeQuantization, hidden: Tensor, bias: Tensor | None, scaling: float, *parts: Tensor
+) -> Tensor:
+    """Hidden `[.., i]` to `[.., o]`. parts: the weight, or weight, A and B."""
+    out = cast(Tensor, _RoundedLinear.apply(scheme.kind, scheme.group_size, scaling, hidden, *parts))
+    return out if bias is None else out + bias
+
+
+class _RoundedLinear(torch.autograd.Function):
+    """Keeps what a plain linear keeps, and rounds again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: str, group_size: int, scaling: float, hidden: Tensor, *parts: Tensor) -> Tensor:
+        ctx.settings = scaling, kind, group_size
+        ctx.save_for_backward(hidden if any(ctx.needs_input_grad[4:]) else None, *parts)
+        return F.linear(rounded_inputs(hidden, kind), rounded_weight(parts, *ctx.settings))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        hidden, *parts = ctx.saved_tensors
+        scaling, kind, _ = ctx.settings
+        (gradient,), wants, hidden_grad = gradients, ctx.needs_input_grad[4:], None
+        weight, unclipped = rounded_again(parts, *ctx.settings)
+        if ctx.needs_input_grad[3]:
+            hidden_grad = gradient @ weight
+        del weight
+        if hidden is None:
+            return None, None, None, hidden_grad, *(None for _ in parts)
+        inputs = rounded_inputs(hidden, kind)
+        weight_grad = gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)
+        del inputs
+        if kind != "fp8":
+            weight_grad = weight_grad.mul_(unclipped)
+        del unclipped
+        return None, None, None, hidden_grad, *_gradients_of(parts, weight_grad, scaling, wants)
+
+
+def _gradients_of(parts: list[Tensor], whole: Tensor, scaling: float, wants: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients of the weight, or of weight, A and B, from that of their sum `[o, i]`."""
+    if len(parts) == 1:
+        return [whole]
+    _, first, second = parts
+    wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
+    first_grad = (second.to(wide.dtype).t() @ wide).mul_(scaling).to(first.dtype) if wants[1] else None
+    second_grad = (wide @ first.to(wide.dtype).t()).mul_(scaling).to(second.dtype) if wants[2] else None
+    return [whole if wants[0] else None, first_grad, second_grad]
+
+
+# What rounds, by torchao. Compiled code calls each as one operator: fused, what is rounded would not first be a number
+# of its own type, and the codes of every hundredth weight in bf16 would be others than those of the export.
+
+
+def rounded_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
+    """The weight `[o, i]`, with the adapter if parts have one, on its grid."""
+    if torch.compiler.is_compiling():
+        return cast(Tensor, torch.ops.tune_recipes.rounded_weight(list(parts), scaling, kind, group_size))
+    with outside_selection():  # which counts the layer's own products
+        return _rounded_weight(parts, scaling, kind, group_size)
+
+
+def rounded_again(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> tuple[Tensor, Tensor]:
+    """The same, and a mask `[o, i]` of what was not clipped; empty for fp8, which clips nothing."""
+    if torch.compiler.is_compiling():
+        found = torch.ops.tune_recipes.rounded_again(list(parts), scaling, kind, group_size)
+        return found[0], found[1]
+    return _rounded_again(parts, scaling, kind, group_size)
+
+
+def rounded_inputs(hidden: Tensor, kind: str) -> Tensor:
+    """Hidden `[.., i]`, each row on its grid for fp8; else as it came."""
+    if kind != "fp8":
+        return hidden
+    if torch.compiler.is_compiling():
+        return cast(Tensor, torch.ops.tune_recipes.rounded_inputs(hidden, kind))
+    return _rounded_inputs(hidden, kind)
+
+
+def _merged(scaling: float, weight: Tensor, *adapter: Tensor) -> Tensor:
+    """The weight as `recipe_lib.adapters.merging` merges it: in fp32, then in the weight's type."""
+    if not adapter:
+        return weight
+    first, second = adapter
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return torch.addmm(weight.to(wide), second.to(wide), first.to(wide), alpha=scaling).to(weight.dtype)
+
+
+def _rounded_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
+    return _fake_quantize(_merged(scaling, *parts), _quantizers(kind, group_size)[0])
+
+
+def _rounded_inputs(hidden: Tensor, kind: str) -> Tensor:
+    return _fake_quantize(hidden.contiguous(), _quantizers(kind, 1)[1])
+
+
+def _fake_quantize(tensor: Tensor, config: Any) -> Tensor:
+    from torchao.quantization.qat import FakeQuantizerBase
+
+    with torch.no_grad():
+        return cast(Tensor, FakeQuantizerBase.from_config(config)(tensor))  # one that is kept would keep its scales
+
+
+def _rounded_again(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> tuple[Tensor, Tensor]:
+    from torchao.quantization.qat import FakeQuantizerBase
+    from torchao.quantization.quant_primitives import _DTYPE_TO_QVALUE_BOUNDS as BOUNDS
+    from torchao.quantization.quant_primitives import _fake_quantize_affine
+
+    config, merged = _quantizers(kind, group_size)[0], _merged(scaling, *parts)
+    if kind == "fp8":
+        weight = _fake_quantize(merged, config)
+        return weight, weight.new_empty(0, dtype=torch.bool)
+    quantizer = cast(Any, FakeQuantizerBase.from_config(config))
+    with torch.no_grad():
+        weight = quantizer(merged)
+        # The largest of a group is at code 7.5 of 7, which rounds to 8: with that code nothing is clipped.
+        least, largest = BOUNDS[config.dtype]
+        block = (1, group_size if kind == "int4" else merged.shape[1])
+        scales = quantizer.scale, quantizer.zero_point
+        wider = _fake_quantize_affine(merged, block, *scales, torch.int32, least, largest + 1)
+        return weight, wider.eq(weight)
+
+
+@cache
+def _quantizers(kind: str, group_size: int) -> tuple[Any, Any]:
+    """Configs of what torchao itself puts into a linear for its weight and for its inputs (None: as they come)."""
+    silence_torchao()
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
+
+    sample = nn.Sequential(nn.Linear(group_size, 1, device="meta"))
+    quantize_(sample, QATConfig(base_config(kind, group_size), step="prepare"))
+    prepared = cast(Any, sample[0])
+    of_inputs = prepared.activation_fake_quantizer
+    return prepared.weight_fake_quantizer.config, None if of_inputs is None else of_inputs.config
+
+
+@torch.library.custom_op("tune_recipes::rounded_weight", mutates_args=())
+def _weight_operator(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
+    return _rounded_weight(parts, scaling, kind, group_size)
+
+
+@_weight_operator.register_fake
+def _(parts: Any, scaling: float, kind: str, group_size: int) -> Tensor:
+    return torch.empty_like(parts[0])
+
+
+@torch.library.custom_op("tune_recipes::rounded_again", mutates_args=())
+def _again_operator(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> list[Tensor]:
+    return list(_rounded_again(parts, scaling, kind, group_size))
+
+
+@_again_operator.register_fake
+def _(parts: Any, scaling: float, kind: str, group_size: int) -> list[Tensor]:
+    mask = parts[0].new_empty(0 if kind == "fp8" else parts[0].shape, dtype=torch.bool)
+    return [torch.empty_like(parts[0]), mask]
+
+
+@torch.library.custom_op("tune_recipes::rounded_inputs", mutates_args=())
+def _inputs_operator(hidden: Tensor, kind: str) -> Tensor:
+    return _rounded_inputs(hidden, kind)
+
+
+@_inputs_operator.register_fake
+def _(hidden: Any, kind: str) -> Tensor:
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format)

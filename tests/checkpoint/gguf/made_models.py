@@ -1,0 +1,159 @@
+"""Tiny random transformers models of the families that GGUF files are written of, and llama.cpp to run them."""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.tokenizers.made import write_json
+
+# Rows of 256 and more, which blocks of 256 need, and a vocabulary with more rows than the tokenizer has ids.
+SMALL: dict[str, Any] = {
+    "vocab_size": 336,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * pair for pair in range(32)],
+    "long_factor": [2.0 + 0.5 * pair for pair in range(32)],
+}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 6}
+
+# name -> (transformers' config class, what differs from SMALL)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama3.1": ("LlamaConfig", {"rope_theta": 500000.0, "rope_scaling": LLAMA3, "tie_word_embeddings": True}),
+    "llama-linear": ("LlamaConfig", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
+    "llama-yarn": ("LlamaConfig", {"rope_scaling": YARN | {"attention_factor": 0.7}}),
+    "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 48}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {"rope_theta": 1000000.0, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32, "rope_theta": 1000000.0}),
+    "gemma": ("GemmaConfig", {"head_dim": 64, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        GEMMA
+        | {
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3Config", {"sliding_window": None}),
+    "phi4-mini": ("Phi3Config", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+    "phi3.5-long": ("Phi3Config", {"rope_scaling": LONG, "original_max_position_embeddings": 64}),
+    "phi3.5-short": ("Phi3Config", {"rope_scaling": LONG, "original_max_position_embeddings": 256}),
+}
+
+
+def make_model(case: str, **changes: Any) -> transformers.PreTrainedModel:
+    """The model, norms and biases random too."""
+    class_name, options = CASES[case]
+    config = getattr(transformers, class_name)(**SMALL | options | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator) * (0.3 if "norm" in name else 0.06)
+            parameter.copy_(values + 1.0 if "norm" in name and "Gemma" not in class_name else values)
+    return model.eval()
+
+
+def save_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """The model with a tokenizer of 320 ids in a folder."""
+    model = make_model(case, **changes).to(dtype)
+    model.save_pretrained(folder)
+    write_json(folder)
+    return model
+
+
+def tokens(length: int = 40) -> list[int]:
+    """Ids of the tokenizer, none of them special."""
+    return torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def llama_cpp() -> Any:
+    """llama.cpp's Python package, quiet; the test is skipped where it is not installed."""
+    library = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: no llama.cpp to compare with")
+    library.llama_log_set(_quiet(library), None)
+    return library
+
+
+_KEPT: list[Any] = []  # llama.cpp calls it as long as the process lives
+
+
+def _quiet(library: Any) -> Any:
+    if not _KEPT:
+        _KEPT.append(library.llama_log_callback(lambda *_: None))
+    return _KEPT[0]
+
+
+def llama_logits(file: Path, ids: list[int], adapter: Path | None = None) -> np.ndarray:
+    """Logits `[s, v]` that llama.cpp computes; its cache of keys and values is in fp32."""
+    library = llama_cpp()
+    options = library.llama_model_default_params()
+    options.use_mmap = False
+    model = library.llama_model_load_from_file(str(file).encode(), options)
+    assert model, f"llama.cpp does not load {file}"
+    settings = library.llama_context_default_params()
+    settings.n_ctx = settings.n_batch = 256
+    settings.n_threads = settings.n_threads_batch = 1
+    settings.flash_attn_type, settings.type_k, settings.type_v = 0, 0, 0
+    context = library.llama_init_from_model(model, settings)
+    if adapter is not None:
+        loaded = library.llama_adapter_lora_init(model, str(adapter).encode())
+        assert loaded, f"llama.cpp does not load {adapter}"
+        held = (library.llama_adapter_lora_p_ctypes * 1)(loaded)
+        library.llama_set_adapters_lora(context, held, 1, (ctypes.c_float * 1)(1.0))
+    batch = library.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for at, token in enumerate(ids):
+        batch.token[at], batch.pos[at], batch.n_seq_id[at], batch.logits[at] = token, at, 1, 1
+        batch.seq_id[at][0] = 0
+    assert library.llama_decode(context, batch) == 0
+    width = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+    rows = [np.ctypeslib.as_array(library.llama_get_logits_ith(context, at), (width,)).copy() for at in range(len(ids))]
+    library.llama_free(context)
+    library.llama_model_free(model)
+    return np.stack(rows)
+
+
+def llama_tokens(file: Path, texts: list[str], special: bool) -> list[list[int]]:
+    """Ids of each text by llama.cpp, without BOS. special: special tokens in it are found."""
+    library = llama_cpp()
+    options = library.llama_model_default_params()
+    options.vocab_only = True
+    model = library.llama_model_load_from_file(str(file).encode(), options)
+    assert model, f"llama.cpp does not load {file}"
+    vocabulary, found = library.llama_model_get_vocab(model), []
+    for text in texts:
+        written = text.encode()
+        ids = (library.llama_token * (len(written) + 16))()
+        count = library.llama_tokenize(vocabulary, written, len(written), ids, len(ids), False, special)
+        assert count >= 0
+        found.append(list(ids[:count]))
+    library.llama_model_free(model)
+    return found

@@ -1,0 +1,117 @@
+"""The best step's weights, put back into models of every form: what is exported is what a run of so many steps
+exports."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.ranks import run_ranks
+from tests.recipes.runs import DPO, FULL, LORA, ROOT, latest, offload_on_a_cpu, run_here
+from tests.recipes.test_best_runs import command, equal, validations, weights
+from tests.recipes.test_dpo import arguments as preference_arguments
+from tests.recipes.test_dpo import write_pairs
+from tests.recipes.test_resume import stop_after
+from tests.selection import selected, slow_except
+
+TWO = "batch_size=2"
+STEPPING = ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "device=auto")
+OFFLOADED = ("memory.stream_layers=true", "memory.optimizer_offload=true")
+# Recipe, ranks and overrides.
+FORMS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "fsdp": (FULL, 2, (TWO,)),
+    "ddp": (FULL, 2, (TWO, "parallel.strategy=ddp")),
+    "tensor": (FULL, 2, ("parallel.tensor=2",)),
+    "pipeline": (FULL, 2, ("parallel.pipeline=2", "batch_size=1", "gradient_accumulation_steps=4")),
+    "unsharded after forward": (FULL, 2, (TWO, "parallel.reshard_after_forward=false", "dtype=bf16")),
+    "cpu offload": (FULL, 2, (TWO, "memory.cpu_offload=true", "device=auto")),
+    "stepping in backward": (FULL, 2, (TWO, *STEPPING)),
+    "streamed": (FULL, 1, (*STEPPING, *OFFLOADED)),
+    "master weights": (FULL, 1, ("dtype=bf16", "optimizer.master_weights=true")),
+    "of transformers": (FULL, 2, (TWO, "model.implementation=transformers")),
+    "context": (FULL, 2, (TWO, "parallel.context=2", "gradient_accumulation_steps=2")),
+    "adapters": (LORA, 2, (TWO, "lora.dora=true")),
+    "adapters on nf4": (LORA, 1, ("lora.quantize_base=nf4", "memory.stream_layers=true", "device=auto")),
+    "pairs": (DPO, 1, ("checkpoint.best_metric=validation_reward_accuracy",)),
+    "pairs, all weights": (DPO, 2, ("dpo.trainable=all", TWO, "checkpoint.greater_is_better=true")),
+}
+QUICK = ["fsdp", "pipeline", "streamed", "adapters", "pairs"]
+STEPS = 6
+
+
+def argv_of(form: str, folder: Path, name: str, *more: str) -> list[str]:
+    recipe, _, overrides = FORMS[form]
+    output = folder / form.replace(" ", "_").replace(",", "") / name
+    if recipe == DPO:
+        pairs = folder / "pairs.jsonl"
+        validation = (f"validation.source={pairs}", "validation.every_n_steps=1", "validation.max_samples=9")
+        words = preference_arguments(pairs, output, "batch_size=4", "optimizer.lr=3e-2", *validation)
+        return latest(*words, "checkpoint.save_model=true", *overrides, *more)
+    if recipe == FULL:
+        return command(output, *overrides, *more)
+    data = ("data.source=examples/demo/train.jsonl", "data.format=alpaca", "tokenizer.path=examples/demo/tokenizer")
+    config = str(ROOT / "tests" / "recipes" / "adapters.yaml")
+    return command(output, "dtype=fp32", "device=cpu", *data, *overrides, *more, config=config)
+
+
+def train(form: str, folder: Path) -> dict[str, Any]:
+    """A run that keeps its best step, and one that ends there; what they exported, by rank 0."""
+    recipe, ranks, _ = FORMS[form]
+
+    def run(name: str, *more: str) -> tuple[Path, Any]:
+        argv = argv_of(form, folder, name, *more)
+        found = run_here(argv, recipe=recipe)
+        assert found.code == 0, found.said
+        if ranks > 1:
+            dist.barrier()
+        output = Path(argv[-1 - [word.partition("=")[0] for word in reversed(argv)].index("output_dir")][11:])
+        return output, weights(next(each for each in (output / "adapter", output / "model") if each.is_dir()))
+
+    output, kept = run("kept", "checkpoint.keep_best=true", f"max_steps={STEPS}")
+    numbers = validations(output, metric_of(form))
+    step = numbers[[one for one, _ in numbers].index((max if recipe == DPO else min)(numbers)[0])][1]
+    short = run("short", f"max_steps={step}")[1]
+    return {"step": step, "is_best": equal(kept, short), "exported": kept}
+
+
+def metric_of(form: str) -> str:
+    chosen = [word.partition("=")[2] for word in FORMS[form][2] if word.startswith("checkpoint.best_metric=")]
+    return next(iter(chosen), "validation_loss")
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By form; all of as many ranks in one go."""
+    folder, wanted = tmp_path_factory.mktemp("forms"), selected(request, "form")
+    write_pairs(folder)
+
+    def together(ranks: int) -> dict[str, dict[str, Any]]:
+        offload_on_a_cpu()
+        return {form: train(form, folder) for form in wanted if FORMS[form][1] == ranks}
+
+    return run_ranks(together, 1, 1)[0] | run_ranks(together, 2, 2)[0]
+
+
+@pytest.mark.parametrize("form", slow_except(FORMS, QUICK))
+def test_what_is_exported_is_the_best_step(trained: dict[str, dict[str, Any]], form: str):
+    found = trained[form]
+    assert found["step"] < STEPS and found["is_best"], found["step"]
+
+
+def test_two_ranks_keep_what_one_goes_on_with(trained: dict[str, dict[str, Any]], tmp_path: Path):
+    """Stopped after the best step of two ranks; one rank has the same, and exports it."""
+    best = trained["fsdp"]["step"]
+
+    def stop() -> int:
+        argv = command(tmp_path / "run", TWO, "checkpoint.keep_best=true", f"max_steps={STEPS}")
+        return run_here(argv, stop_after(best + 1, rank=1)).code
+
+    def go_on() -> tuple[int, Any]:
+        argv = command(tmp_path / "run", "checkpoint.keep_best=true", f"max_steps={STEPS}", "resume=latest")
+        return run_here(argv).code, weights(tmp_path / "run" / "model")
+
+    assert run_ranks(stop, 2) == [3, 3]
+    code, found = run_ranks(go_on, 1, process_group=False)[0]
+    assert code == 0 and min(validations(tmp_path / "run"))[1] == best
+    assert equal(found, trained["fsdp"]["exported"])

@@ -1,0 +1,114 @@
+"""Runs that train rounded weights: what they export, rounded, computes what they computed; when rounding begins."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import torchao_oracle
+from tests.recipes.runs import DPO, LORA, arguments, done, metrics, probe, run_here, steps, stories
+from tests.recipes.test_dpo import write_pairs
+from tests.recipes.test_resume import everything, stop_after
+
+GROUP, START, STEPS = 4, 3, 6  # the MLPs of the real model have 172 channels
+# Recipe's file by name, and what its run sets besides.
+RUNS: dict[str, tuple[str, ...]] = {
+    "int4": ("qat=int4", f"qat_group_size={GROUP}"),
+    "int8": ("qat=int8", "dtype=bf16", "qat_start_step=1"),
+    "int4, adapters": (f"recipe={LORA}", "qat=int4", f"qat_group_size={GROUP}", "lora.merge_on_save=true"),
+}
+
+
+def quantized(folder: Path, kind: str, dtype: torch.dtype) -> Any:
+    """The exported folder as transformers loads it in `kind`."""
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    rounding = TorchAoConfig(quant_type=torchao_oracle.base_config(kind, GROUP))
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=rounding, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_transformers_loads_quantized_computes_what_training_computed(realdata: Path, tmp_path: Path, name: str):
+    rows = f"data.source={realdata / 'datasets' / 'text' / 'tinyshakespeare.txt'}"
+    overrides = (rows, "data.format=text", "max_steps=3", "batch_size=2", *RUNS[name])
+    recipe = LORA if "adapters" in name else "full_finetune_distributed"
+    run = done(run_here(stories(realdata, tmp_path / "run", *overrides), recipe=recipe))
+    assert any("by torchao's IntxWeightOnlyConfig(torch.int" in line for line in run.said)
+    assert "saved are the weights before rounding" in (tmp_path / "run" / "model" / "README.md").read_text()
+    model, dtype = run.recipe.model, torch.bfloat16 if "dtype=bf16" in overrides else torch.float32
+    with torch.no_grad():
+        trained = model(probe())
+        theirs = quantized(tmp_path / "run" / "model", name.partition(",")[0], dtype)
+        found = theirs(probe()).logits
+        linears = [at for at, module in theirs.named_modules() if at.endswith("_proj")]
+        assert len(linears) == run.recipe.parallel.quantization.linears == 5 * 7
+        for at in linears:
+            layer = theirs.get_submodule(at)
+            assert layer.weight.qdata.dtype == torch.int8
+            one_each = torch.eye(layer.in_features, dtype=dtype)
+            assert torch.equal(layer(one_each), model.get_submodule(at)(one_each)), at
+    assert float((found - trained).norm() / trained.norm()) < (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+def command(output: Path, *overrides: str) -> list[str]:
+    """Six steps that are validated each, of a small model."""
+    own = ("validation.source=examples/demo/heldout.jsonl", "validation.format=alpaca", "validation.every_n_steps=1",
+           "validation.max_samples=4", f"max_steps={STEPS}", "log.every_n_steps=1000", "optimizer.lr=1e-2")  # fmt: skip
+    return [word for word in arguments(output) if word != "~validation"] + [*own, *overrides]
+
+
+def validations(output: Path) -> list[float]:
+    """Loss of each validation."""
+    return [line["validation_loss"] for line in metrics(output) if "validation_loss" in line]
+
+
+def test_rounding_begins_at_its_step_and_a_run_goes_on_bitwise_across_it(tmp_path: Path):
+    late = ("qat=int4", f"qat_start_step={START}")
+    for name, overrides in {"plain": (), "rounded": ("qat=int4",), "late": late}.items():
+        done(run_here(command(tmp_path / name, *overrides)))
+    plain, rounded, begun = (steps(tmp_path / name) for name in ("plain", "rounded", "late"))
+    assert begun[:START] == plain[:START] and rounded[0] != plain[0]
+    assert all(one[1] != other[1] for one, other in zip(begun[START:], plain[START:], strict=True))
+    # A validation is by the forward of the step before it.
+    assert validations(tmp_path / "late")[:START] == validations(tmp_path / "plain")[:START]
+    assert validations(tmp_path / "late")[START] != validations(tmp_path / "plain")[START]
+    whole = run_here(command(tmp_path / "whole", *late))
+    for stop in (START - 1, START):  # the next step is the last without rounding, or the first with it
+        output = tmp_path / f"stopped{stop}"
+        halted = run_here(command(output, *late), stop_after(stop))
+        assert halted.code == 3, halted.said
+        gone_on = done(run_here(command(output, *late, "resume=latest")))
+        assert steps(output) == begun and validations(output) == validations(tmp_path / "late")
+        wanted = everything(whole.recipe)
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in everything(gone_on.recipe).items())
+
+
+def test_a_start_that_never_comes_is_refused(tmp_path: Path):
+    run = run_here(command(tmp_path / "run", "qat=int8", f"qat_start_step={STEPS}"))
+    assert run.code == 2 and run.said[-1].startswith("error: qat_start_step: found 6 for a run of 6 steps, none of")
+    assert not (tmp_path / "run" / "model").exists() and not metrics_of(tmp_path / "run")
+
+
+def metrics_of(output: Path) -> list[Any]:
+    return metrics(output) if (output / "metrics.jsonl").exists() else []
+
+
+def test_a_reference_is_not_rounded(tmp_path: Path):
+    """Adapters that begin at zero and a copy of the model are the same reference to the same rounded policy."""
+    rows = write_pairs(tmp_path)
+    found = {}
+    for name, overrides in {
+        "adapters": ("qat=int4", "lora.rank=4"),
+        "all": ("qat=int4", "dpo.trainable=all"),
+        "unrounded": ("dpo.trainable=all",),
+    }.items():
+        words = [word for word in arguments(tmp_path / name) if not word.startswith("data.max_samples")]
+        own = [f"recipe={DPO}", f"data.source={rows}", "data.format=preference", "max_steps=1"]
+        done(run_here([*words, *own, "checkpoint.save_model=false", *overrides], recipe=DPO))
+        found[name] = metrics(tmp_path / name)[0]
+    assert found["unrounded"]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert abs(found["all"]["loss"] - math.log(2)) > 1e-6
+    for name in ("loss", "reward_chosen", "reward_margin"):
+        assert found["adapters"][name] == pytest.approx(found["all"][name], rel=1e-4, abs=1e-8)
