@@ -140,6 +140,7 @@ def header(text: str, plans: Plans, fastest: dict[str, Any] | None = None) -> st
     joined = " ".join(line.strip("# ") for line in old[0].splitlines())
     sentences = [f"Meant for {ranks} {'GPUs' if ranks > 1 else 'GPU'} of {size} GB{on}{also}: {_total(joined, ranks)}"]
     sentences += [_VISION] if "vision part" in joined else []
+    sentences += re.findall(r"The frozen teacher takes \S+ GiB\.", joined)
     sentences += ["The same command on each node; HOST is the first one."] if nodes > 1 else []
     lines = [f"# {line}" for line in textwrap.wrap(" ".join(sentences), 117, break_on_hyphens=False)]
     lines += [_peak(plans[str(ranks)], ranks), *(_fastest(fastest, size, ranks) if fastest else []), "#", ""]

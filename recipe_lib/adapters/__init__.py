@@ -8,6 +8,7 @@ from recipe_lib.adapters.lora import (
     has_adapters,
     init_adapters,
     is_adapter,
+    quantize_frozen,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "has_adapters",
     "init_adapters",
     "is_adapter",
+    "quantize_frozen",
 ]

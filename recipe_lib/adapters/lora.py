@@ -95,6 +95,14 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
         model.lm_head = AdaptedHead(model.lm_head, settings)
 
 
+def quantize_frozen(model: Decoder, kind: str, dtype: torch.dtype) -> None:
+    """Freezes a meta model and keeps its layers' linears in `kind`, as `lora.quantize_base` says it, without adapters.
+
+    Raises ConfigError where that would leave most of their weights as they are.
+    """
+    add_adapters(model, LoraConfig(target_modules=[], quantize_base=kind), dtype)
+
+
 def _adapt_mixtures(layers: list[nn.Module], cfg: LoraConfig, settings: AdapterSettings) -> None:
     """Routers and experts of the layers. Raises ConfigError where one is a target and no layer has it."""
     mixtures = [module for layer in layers for module in layer.modules() if isinstance(module, Mixture)]

@@ -27,6 +27,7 @@ VERBS = {
     "plan": "estimate a run's memory, communication and time before it starts; needs no GPU",
     "tp-plan": "show how tensor parallel would shard a model; needs no weights and no GPU",
     "doctor": "look at this machine: GPUs, links, memory, disks; what is wrong, and what to set",
+    "teach": "write a teacher's likeliest tokens of a dataset, to train from without the teacher",
     "run": "run a recipe, on one process or many",
     "eval": "measure what was trained on held-out samples, and its base: loss, perplexity, answers",
     "export": "write what was trained as others load it: adapter, merged model, Hugging Face folder",

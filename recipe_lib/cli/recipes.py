@@ -30,7 +30,6 @@ from recipe_lib.report.phases import importing
 
 _RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILINE)
 # What torchtune has recipes for, and here is something else.
-_NO_DISTILLATION = "there is none for distillation"
 _ELSEWHERE = {
     "lora_dpo_single_device": "did you mean dpo_distributed? It runs on one device too",
     "reward": "did you mean reward_distributed?",
@@ -40,8 +39,8 @@ _ELSEWHERE = {
     "qat_distributed": "did you mean full_finetune_distributed with qat=int4?",
     "qat_single_device": "did you mean full_finetune_distributed with qat=int4? It runs on one device too",
     "qat_lora_finetune_distributed": "did you mean lora_finetune_distributed with qat=int4?",
-    "knowledge_distillation_single_device": _NO_DISTILLATION,
-    "knowledge_distillation_distributed": _NO_DISTILLATION,
+    "knowledge_distillation_single_device": "did you mean distill_distributed? It runs on one device too",
+    "knowledge_distillation_distributed": "did you mean distill_distributed?",
     "ppo_full_finetune_single_device": "there is none for reinforcement learning; dpo_distributed trains on pairs",
 }
 

@@ -6,6 +6,7 @@ before torch is imported. Whether a model fits the ranks that share it, its shap
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, pla
     if not faults:
         check(lambda: _note_earlier_run(cfg) if plans else check_earlier_run(cfg))
     check(lambda: _check_model(cfg, with_weights=not plans))
+    for key in cfg.other_models:
+        check(lambda key=key: _check_other_model(cfg, key, with_weights=not plans))  # type: ignore[misc]
     check(lambda: _check_adapter(cfg))
     check(lambda: _check_resume(cfg))
     for name in dict.fromkeys(cfg.log.trackers):
@@ -130,8 +133,7 @@ def _missing_on_this_machine(cfg: Any) -> Iterator[str]:
 
 def _check_model(cfg: Any, with_weights: bool) -> str | None:
     """Its folder and config.json, and the files of its weights; a native one is of a family that is known."""
-    from recipe_lib.checkpoint.weight_files import find_weights
-    from recipe_lib.models import preset_config, read_config
+    from recipe_lib.models import preset_config
     from recipe_lib.models.scored_spec import spec_of_run
 
     if cfg.model.implementation == "transformers":
@@ -141,14 +143,37 @@ def _check_model(cfg: Any, with_weights: bool) -> str | None:
         if cfg.model.implementation == "native" and cfg.model.preset:
             spec_of_run(cfg, preset_config(cfg.model.preset), cfg.model.preset)
         return None
+    read_spec = partial(spec_of_run, cfg) if cfg.model.implementation == "native" else None
+    return _check_checkpoint(name, read_spec, with_weights)
+
+
+def _check_other_model(cfg: Any, key: str, with_weights: bool) -> str | None:
+    """A further checkpoint of the recipe, by the key that names it; in the words of `_check_model`."""
+    from recipe_lib.models import spec_from_config
+
+    section, _, word = key.partition(".")
+    name = getattr(getattr(cfg, section), word)
+    try:
+        note = _check_checkpoint(name, spec_from_config, with_weights) if name else None
+    except UserError as error:
+        raise ConfigError(*(f"{key}: {fault}" for fault in error.faults)) from error
+    return f"{key}: {note}" if note else None
+
+
+def _check_checkpoint(
+    name: str, read_spec: Callable[[dict[str, Any], str], Any] | None, with_weights: bool
+) -> str | None:
+    from recipe_lib.checkpoint.weight_files import find_weights
+    from recipe_lib.models import read_config
+
     if _is_made_by_a_run(name, MODEL_FOLDER):
         return f"{name}: no such folder; expected the model that a run with output_dir={Path(name).parent} leaves there"
     folder = model_folder(name) or downloaded_model(name)
     if folder is None:
         return not_downloaded(name)
     config = read_config(folder)
-    if cfg.model.implementation == "native":
-        spec_of_run(cfg, config, str(folder))
+    if read_spec is not None:
+        read_spec(config, str(folder))
     return _as_note(name, lambda: find_weights(folder)) if with_weights else None
 
 

@@ -1,6 +1,7 @@
 """The typed config of every recipe: its schema, loading, checks, and the names a config may use. No torch."""
 
 from recipe_lib.config.load import load_config, parse_arguments
+from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.recipes.reward_distributed import RewardFinetuneConfig
@@ -9,6 +10,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.schema_data import resolved_sources
 
 __all__ = [
+    "DistillFinetuneConfig",
     "DpoFinetuneConfig",
     "FullFinetuneConfig",
     "LoraFinetuneConfig",

@@ -226,6 +226,10 @@ _ELSEWHERE = {
     "dpo.simpo_gamma": "cpo_simpo_gamma gamma",
     "dpo.trainable": "finetuning_type",
     "dpo.reference_free": "rl_reference_free",
+    "distill": "kd kd_config distillation",
+    "distill.teacher": "teacher_model teacher_model_name_or_path teacher_model_path",
+    "distill.temperature": "kd_temperature",
+    "distill.weight": "kd_alpha kd_ratio",
 }
 
 # Our key -> names of torchtune, whose configs name Python code.

@@ -183,3 +183,11 @@ def steps_with_torch(cfg: Any) -> str | None:
 def sums_over_tokens(cfg: Any) -> str | None:
     """a recipe without its own loss"""
     return getattr(cfg, "own_loss", None)
+
+
+def trains_adapters(cfg: Any) -> str | None:
+    """`dpo.trainable, distill.trainable = adapters`"""
+    if getattr(cfg, "trained_adapters", None) is not None or not cfg.adapters_instead:
+        return None
+    ((name, _),) = cfg.adapters_instead.items()
+    return f"{name} is {_value(cfg, name)}"

@@ -9,7 +9,7 @@ from recipe_lib.config.describe import value_text
 from recipe_lib.config.keys import read_schema
 
 # Sections, and single keys of others.
-LEVER_SECTIONS = ("lora", "dpo", "memory", "parallel")
+LEVER_SECTIONS = ("lora", "dpo", "distill", "memory", "parallel")
 LEVERS = (
     "compile", "fused_kernels", "matmul_dtype", "qat", "qat_group_size", "loss", "model.implementation", "data.packing",
     "data.pad_to_multiple_of", "optimizer.name", "optimizer.momentum", "optimizer.state_bits",
@@ -19,13 +19,17 @@ LEVERS = (
 NO_LEVERS = (
     "lora.alpha", "lora.rslora", "lora.adapter_path", "lora.merge_on_save",
     "dpo.beta", "dpo.label_smoothing", "dpo.simpo_gamma",
-    "memory.host_memory_limit_gib",
+    "distill.teacher", "distill.teacher_preset", "distill.from_disk", "distill.beta", "distill.temperature",
+    "distill.weight", "memory.host_memory_limit_gib",
     "parallel.data_shard", "parallel.data_replicate", "parallel.context", "parallel.tensor",
     "parallel.pipeline",
     "parallel.heartbeat_timeout_seconds",
 )  # fmt: skip
 # Keys whose text says nothing about a user's data, folders and accounts.
-_HARMLESS = re.compile(r"(lora|dpo|memory|parallel|optimizer|lr_scheduler|model)\..*|dtype|matmul_dtype|qat|loss")
+_HARMLESS = re.compile(
+    r"(lora|dpo|memory|parallel|optimizer|lr_scheduler|model)\..*|dtype|matmul_dtype|qat|loss|"
+    r"distill\.(divergence|quantize_teacher|trainable)"
+)
 _PLAIN = re.compile(r"[+-]?[\d_.]+(e[+-]?\d+)?|true|false|null", re.IGNORECASE)
 
 

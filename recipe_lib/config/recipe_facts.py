@@ -68,6 +68,11 @@ class RecipeFacts:
         return False
 
     @property
+    def other_models(self) -> dict[str, str]:
+        """Keys that name the checkpoints of further models, and for each the key of a preset in its place."""
+        return {}
+
+    @property
     def copies_model(self) -> bool:
         """Whether that is a second copy of the model, as there are no adapters that could be turned off."""
         return self.runs_reference and self.trained_adapters is None

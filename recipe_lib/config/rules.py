@@ -9,11 +9,10 @@ from collections.abc import Collection
 from typing import Any
 
 from recipe_lib.config.aliases import CHOICE_ALIASES
-from recipe_lib.config.idle import formats, trained_dtype
+from recipe_lib.config.idle import trained_dtype
 from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, micro_batches, schedule_fault, token_ranks
-from recipe_lib.config.recipe_facts import SAMPLES
-from recipe_lib.config.registry import BUILT_IN
 from recipe_lib.config.rule import Rule
+from recipe_lib.config.rules_of_methods import METHOD_RULES
 from recipe_lib.config.rules_of_qat import QAT_RULES
 from recipe_lib.config.rules_of_validation import VALIDATION_RULES
 from recipe_lib.config.schema import LINEARS
@@ -27,9 +26,7 @@ def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
     return [rule for rule in RULES if all(key in judged for key in (*rule.keys, *rule.reads)) and rule.applies(cfg)]
 
 
-_LORA, _DPO, _REWARD = "lora_finetune_distributed", "dpo_distributed", "reward_distributed"
-_EXTERNAL = "model.implementation=transformers"
-_FORMATS = ("data.source", "data.sources", "data.format", "validation.source", "validation.format")
+_LORA, _EXTERNAL = "lora_finetune_distributed", "model.implementation=transformers"
 _TARGETS = (*LINEARS, "embedding", "head", *MIXTURE_TARGETS, "all-linear")
 _BATCH = ("batch_size", "gradient_accumulation_steps")
 _SCHEDULE = ("parallel.pipeline", "parallel.pipeline_schedule", "parallel.pipeline_stages_per_rank")
@@ -38,12 +35,6 @@ _SPLITTING = ", ".join(name for name, facts in SCHEDULES.items() if facts.splits
 _PIPELINE = ("parallel.pipeline=2", "gradient_accumulation_steps=4")
 _IN_BACKWARD = ("memory.optimizer_in_backward=true", "memory.optimizer_offload=true", "clip_grad_norm=null")
 _PIPELINE_IN_ONE = ("parallel.pipeline=2", "batch_size=4", "parallel.pipeline_microbatches=4")
-
-
-def _unused_formats(cfg: Any, samples: str) -> set[str]:
-    """The formats that a recipe for such samples has no use for; empty for another recipe."""
-    others = formats(cfg) & {*BUILT_IN["data.format"][1]} - {*SAMPLES[samples]}
-    return others if getattr(cfg, "samples", "answers") == samples else set()
 
 
 def _streams_trained(cfg: Any) -> bool:
@@ -273,31 +264,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.pad_to_multiple_of", "max_seq_len"), lambda cfg: cfg.data.pad_to_multiple_of > cfg.max_seq_len,
          "every sequence would be padded beyond the longest that there can be",
          "lower data.pad_to_multiple_of to max_seq_len or less", ("data.pad_to_multiple_of=4096",)),
-    Rule(("data.format",), lambda cfg: "preference" in _unused_formats(cfg, "answers"),
-         "this recipe has no use for pairs of a chosen and a rejected answer",
-         "choose another format, or run dpo_distributed", ("data.format=preference",), reads=_FORMATS),
-    Rule(("data.format",), lambda cfg: _unused_formats(cfg, "answers") & {"kto", "classification"},
-         "this recipe has no use for the labels of such samples",
-         "choose another format, or run dpo_distributed with dpo.loss=kto, or reward_distributed with "
-         "reward.loss=classification", ("data.format=kto",), reads=_FORMATS),
-    Rule(("dpo.loss", "data.format"), lambda cfg: _unused_formats(cfg, "pairs"),
-         "the loss compares a chosen with a rejected answer, which samples of this format do not have",
-         "set data.format to preference", ("data.format=alpaca",), recipe=_DPO, reads=_FORMATS),
-    Rule(("dpo.loss", "data.format"), lambda cfg: _unused_formats(cfg, "labeled answers"),
-         "the loss is one of answers that are wanted or not, which samples of this format do not say",
-         "set data.format to kto, or to preference, whose pairs are taken apart",
-         ("dpo.loss=kto", "data.format=alpaca"), recipe=_DPO, reads=_FORMATS),
-    Rule(("reward.loss", "data.format"), lambda cfg: _unused_formats(cfg, "pairs"),
-         "the loss compares a chosen with a rejected answer, which samples of this format do not have",
-         "set data.format to preference, or reward.loss=classification", ("data.format=alpaca",), _REWARD, _FORMATS),
-    Rule(("reward.loss", "data.format"), lambda cfg: _unused_formats(cfg, "classes"),
-         "samples of this format have no class", "set data.format to classification, or reward.loss=pairwise",
-         ("reward.loss=classification", "data.format=preference"), recipe=_REWARD, reads=_FORMATS),
-    Rule(("model.implementation", "reward.loss"), _external,
-         "the score head is one of our own decoder", "set model.implementation=native", (_EXTERNAL,), recipe=_REWARD),
-    Rule(("lora.target_modules", "reward.loss"), lambda cfg: "head" in cfg.lora.target_modules,
-         "a score head is in the place of the output head, and is trained whole",
-         "leave head out of lora.target_modules", ("lora.target_modules=[q, head]",), recipe=_REWARD),
+    *METHOD_RULES,
     Rule(("tokenizer.chat_template", "data.template"),
          lambda cfg: cfg.tokenizer.chat_template is not None and cfg.data.template == "plain",
          "the built-in plain template would be used in place of the file", "remove one of the two",

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from recipe_lib.config import idle
 from recipe_lib.config.keys import key
 
 # The linears of a native model's layers, and what PEFT's files call the parts that may have an adapter.
@@ -21,14 +22,14 @@ class LoraConfig:
         "Rank of the two matrices.",
         minimum=1,
         most=2**16,
-        needs="dpo.trainable = adapters",
+        needs=idle.trains_adapters,
         known_as="PEFT r; torchtune lora_rank",
     )
     alpha: float = key(
         32.0,
         "The product is multiplied by alpha / rank.",
         above=0,
-        needs="dpo.trainable = adapters",
+        needs=idle.trains_adapters,
         known_as="PEFT lora_alpha",
     )
     dropout: float = key(
@@ -36,7 +37,7 @@ class LoraConfig:
         "Share of the adapter's inputs set to zero in training.",
         minimum=0,
         below=1,
-        needs="dpo.trainable = adapters",
+        needs=idle.trains_adapters,
         known_as="PEFT lora_dropout",
     )
     target_modules: list[str] = key(
@@ -46,46 +47,46 @@ class LoraConfig:
         "mean the same), of a mixture of experts router and experts (each expert's factors are its own), `all-linear`: "
         "every linear of the layers, which routers and experts are not; of a model that is not native, ends of its "
         "linears' names, as `c_attn`.",
-        needs="dpo.trainable = adapters",
+        needs=idle.trains_adapters,
         known_as="PEFT target_modules",
     )
     rslora: bool = key(
         False,
         "Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732).",
-        needs="dpo.trainable = adapters",
+        needs=idle.trains_adapters,
         known_as="PEFT use_rslora",
     )
     dora: bool = key(
         False,
         "Also train the length of each output's weights (DoRA, arXiv 2402.09353).",
-        needs="dpo.trainable = adapters",
+        needs=idle.trains_adapters,
         known_as="PEFT use_dora",
     )
     quantize_base: str = key(
         "none",
         "Store the layers' frozen weights in 4 bits (`nf4`, arXiv 2305.14314) or 8.",
         choices=("none", "nf4", "int8"),
-        needs="dpo.trainable = adapters",
+        needs=idle.trains_adapters,
         known_as="torchtune quantize_base; HF load_in_4bit",
     )
     dtype: str | None = key(
         None,
         "Type of the adapters' weights; null: dtype.",
         choices=("fp32", "bf16"),
-        needs="dpo.trainable = adapters",
+        needs=idle.trains_adapters,
         known_as="PEFT autocast_adapter_dtype",
     )
     adapter_path: str | None = key(
         None,
         "Folder of a PEFT adapter to go on training; null: a new one.",
         path=True,
-        needs="dpo.trainable = adapters",
+        needs=idle.trains_adapters,
         known_as="Axolotl lora_model_dir; LLaMA-Factory adapter_name_or_path",
     )
     merge_on_save: bool = key(
         False,
         "At the end also write the model with the adapter merged in, as output_dir/model.",
-        needs=("dpo.trainable = adapters", "checkpoint.save_model"),
+        needs=(idle.trains_adapters, "checkpoint.save_model"),
         known_as="PEFT merge_and_unload",
     )
 

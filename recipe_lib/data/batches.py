@@ -26,7 +26,8 @@ class Batch:
     positions int64 `[b, s]` and attention: of packed sequences; None for right-padded ones of one document each, where
     causality is enough. segments int64 `[b, s]`: for items of several sequences, which of the micro-batch's
     `num_segments` a token is of (of pair i the chosen is 2 i, the rejected 2 i + 1), -1 for padding; else None. values:
-    of labeled items, fp64 `[items of the micro-batch]`; they have segments too.
+    of labeled items, fp64 `[items of the micro-batch]`; they have segments too. sequences: for each row the numbers of
+    the dataset's sequences in it, in their order.
     """
 
     tokens: torch.Tensor
@@ -36,6 +37,7 @@ class Batch:
     segments: torch.Tensor | None = None
     num_segments: int = 0
     values: torch.Tensor | None = None
+    sequences: tuple[tuple[int, ...], ...] = ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """The same on another device."""
@@ -215,6 +217,7 @@ class _StepSlots:
     def batch(self, rows: list[list[int]]) -> Batch:
         """The dataset's sequences, one after the other in each row of the batch."""
         batch = self._filled([[self.dataset[number] for number in row] for row in rows], self.width(rows))
+        batch = replace(batch, sequences=tuple(map(tuple, rows)))
         if not self.dataset.labeled:
             return batch
         items = [number // self.dataset.group for row in rows for number in row][:: self.dataset.group]

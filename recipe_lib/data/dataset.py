@@ -122,6 +122,11 @@ class Dataset:
         labels = np.where(self._trained[start + 1 : end], ids[1:], np.int32(IGNORED))
         return TokenSequence(ids[:-1], labels)
 
+    @cached_property
+    def label_counts(self) -> np.ndarray:
+        """int64 `[sequences]`: labels of each sequence, which its first id, that no token comes before, is none of."""
+        return self.trained_counts - self._trained[self._offsets[:-1]]
+
     def labeled_answers(self) -> "Dataset":
         """The same with their values in batches; of pairs an item for each answer, whose value is 1 for a chosen one
         and 0 for a rejected one."""

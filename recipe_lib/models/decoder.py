@@ -323,6 +323,12 @@ class Decoder(LanguageModel):
         head: Any = self.head
         return head(self.model.norm(hidden), labels=labels, head_loss=head_loss)
 
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor | None = None, attention: AttentionInfo | None = None
+    ) -> Tensor:
+        """What the output head is given of tokens `[b, s]`: `[b, s, d]`, or this rank's where ranks share tokens."""
+        return self.model(tokens, positions, attention, None)
+
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         """See `LanguageModel.keep_stages`."""
         whole = {name for name, _ in self.named_modules() if name}

@@ -1,8 +1,8 @@
 """What an output head makes of hidden states and labels: one callable, `head_loss(hidden, weight, labels)`.
 
-The head owns the output projection, and hands it on: `CrossEntropy`, `TokenLogProbs` and `TokenScores` go through the
-tokens in chunks, so that logits of all of them never exist; a function of one's own takes hidden states `[b, s, d]`,
-the weight `[v, d]` and labels `[b, s]`, and returns what the model is to return.
+The head owns the output projection, and hands it on: `CrossEntropy`, `TokenLogProbs`, `TokenScores` and `Distillation`
+go through the tokens in chunks, so that logits of all of them never exist; a function of one's own (a contrastive loss)
+takes hidden states `[b, s, d]`, the weight `[v, d]` and labels `[b, s]`, and returns what the model is to return.
 
 A head that is more than a weight says so by keywords, and only then: `softcap`, `bias` and `finish` (what is done to
 logits), `group` (ranks that share vocabulary and tokens), `adapter`. A function that does not take one of them is
@@ -26,6 +26,7 @@ from recipe_lib.ops.cross_entropy import (
     linear_cross_entropy,
     projected_cross_entropy,
 )
+from recipe_lib.ops.distillation import Distillation
 from recipe_lib.ops.gathered import Group
 from recipe_lib.ops.loss_kernels import KERNELS
 from recipe_lib.ops.row_gradients import RowGradients
@@ -132,7 +133,7 @@ def _with_adapter(adapter: OutputAdapter, tokens: Tensor) -> Tensor:
 
 def makes_gradients_in_forward(head_loss: HeadLoss | None) -> bool:
     """Whether backward no longer reads the head's weight (None: the default); not known of a user's function."""
-    return head_loss is None or isinstance(head_loss, CrossEntropy)
+    return head_loss is None or isinstance(head_loss, CrossEntropy | Distillation)
 
 
 def run_head_loss(

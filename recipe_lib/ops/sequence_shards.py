@@ -58,6 +58,11 @@ def _exchange(blocks: Tensor, group: Group) -> Tensor:
     return wait(torch.ops._c10d_functional.all_to_all_single(blocks, splits, splits, group.name))
 
 
+def _gather(part: Tensor, group: Group) -> Tensor:
+    """`[c, ...]` of the `[...]` that each rank has."""
+    return wait(start_gather(part.unsqueeze(0), group))
+
+
 def _send_heads(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
     """`[b, h_i, n, e]` each to `[b, h_i / c, s, e]`, in one exchange."""
     blocks = torch.cat([part.unflatten(1, (group.size, -1)).permute(1, 0, 3, 2, 4) for part in parts], dim=3)
@@ -114,8 +119,7 @@ class _TokensOfAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        blocks = wait(start_gather(part.unsqueeze(0), group))  # [c, b, n, ...]
-        return blocks.transpose(0, 1).flatten(1, 2)
+        return _gather(part, group).transpose(0, 1).flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

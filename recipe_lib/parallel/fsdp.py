@@ -1,6 +1,7 @@
 """Sharding a model over the ranks with FSDP2, and giving it memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedHead
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.memory.layer_stream import host_parameters
-from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
+from recipe_lib.models.decoder import Decoder, OutputHead, ScaledEmbedding
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.language_model import LanguageModel, modules_elsewhere
 from recipe_lib.models.linear_head import LinearHead
@@ -82,6 +83,8 @@ def shard_model(
         else:
             _shard_module(members[0], parallel.reshard_after_forward, options)
     fully_shard(model, **options)
+    if isinstance(model, Decoder) and not any(parameter.requires_grad for parameter in model.parameters()):
+        register_fsdp_forward_method(model, "hidden_states")
     model.register_forward_hook(_free_after_evaluation)
     if world.pipeline is not None or not any(parameter.requires_grad for parameter in model.parameters()):
         model.register_forward_hook(_forget_order)
@@ -203,6 +206,28 @@ def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any)
         for module in model.modules():
             if isinstance(module, FSDPModule) and not is_kept(module):
                 module.reshard()
+
+
+@contextmanager
+def evaluated_in_parts(model: Decoder, *, head: bool = False) -> Iterator[None]:
+    """What a model's `hidden_states`, or its output head by itself, is called inside of, without gradients: all that
+    was gathered is freed at its end, as it is behind a forward. head: where the head's weight is in the root's unit, it
+    is gathered first."""
+    root = model if isinstance(model, FSDPModule) else None
+    if root is not None and head and not _gathers_itself(model):
+        root.unshard()
+    try:
+        yield
+    finally:
+        if root is not None:
+            _free_after_evaluation(model, (), None)
+            _forget_order(model, (), None)
+
+
+def _gathers_itself(model: Decoder) -> bool:
+    """Whether a call of the output head gathers its weight: as a unit, or as the embedding's second use."""
+    head, embedding = model.lm_head, model.model.embed_tokens
+    return isinstance(head, FSDPModule) or (isinstance(embedding, FSDPModule) and head.weight is embedding.weight)
 
 
 def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:

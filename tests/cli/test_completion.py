@@ -34,7 +34,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("tune pl", {"plan"}),
         ("tune cat qwen3/8B_q", {"qwen3/8B_qlora"}),
-        ("tune run demo/", {"demo/full", "demo/lora"}),
+        ("tune run demo/", {"demo/distill", "demo/full", "demo/lora"}),
         ("tune run --config qwen3/0.6B_l", {"qwen3/0.6B_lora"}),
         ("tune run dpo", {"dpo_distributed"}),
         ("tune data ch", {"check"}),

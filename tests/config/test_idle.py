@@ -6,6 +6,7 @@ import pytest
 
 from recipe_lib.cli.main import main
 from recipe_lib.config import (
+    DistillFinetuneConfig,
     DpoFinetuneConfig,
     FullFinetuneConfig,
     LoraFinetuneConfig,
@@ -21,7 +22,8 @@ from recipe_lib.errors import ConfigError
 
 GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
 PAIRS = "model: {path: x}\ndata: {source: rows.jsonl, format: preference}\n"
-LORA, DPO = LoraFinetuneConfig, DpoFinetuneConfig
+TAUGHT = f"{GOOD}distill: {{teacher: x}}\n"
+LORA, DPO, DISTILL = LoraFinetuneConfig, DpoFinetuneConfig, DistillFinetuneConfig
 
 # Override of the key, others, the line; schema.
 CASES = [
@@ -120,6 +122,13 @@ CASES = [
      "reward.loss is classification", RewardFinetuneConfig),
     ("memory.loss_kernel=torch", [], "the loss of pairs is dpo.loss, sigmoid", DPO),
     ("data.train_on=all", [], "data.format is preference", DPO),
+    ("memory.loss_kernel=torch", [], "the loss is distillation, distill.divergence forward_kl", DISTILL),
+    ("lora.rank=4", [], "distill.trainable is all", DISTILL),
+    ("distill.beta=0.3", [], "distill.divergence is forward_kl", DISTILL),
+    *((f"distill.{word}", ["distill.teacher=null", "distill.from_disk=y"], "distill.from_disk is y", DISTILL)
+      for word in ("quantize_teacher=nf4", "stream_teacher=true")),
+    ("distill.stream_teacher=true", ["device=cpu"], "device is cpu", DISTILL),
+    ("distill.stream_teacher=true", ["memory.cpu_offload=true", "device=cuda"], "memory.cpu_offload is true", DISTILL),
 ]  # fmt: skip
 
 
@@ -127,7 +136,8 @@ CASES = [
 def test_idle_keys_are_told_and_have_their_defaults(write, case):
     override, others, reason, *rest = case
     schema = rest[0] if rest else FullFinetuneConfig
-    path, name = write(PAIRS if schema in (DPO, RewardFinetuneConfig) else GOOD), override.partition("=")[0]
+    samples = {DPO: PAIRS, DISTILL: TAUGHT, RewardFinetuneConfig: PAIRS}
+    path, name = write(samples.get(schema, GOOD)), override.partition("=")[0]
     loaded = load_all(path, [override, *others], schema)
     assert loaded.idle == [f"{name} has no effect: {reason}"]
     assert dataclasses.asdict(loaded.cfg) == dataclasses.asdict(load_config(path, others, schema))
@@ -152,7 +162,7 @@ def test_conditions_name_keys_that_stand_before(write):
                 conditions = needs if isinstance(needs, tuple) else (needs,)
                 for one in (part for each in conditions if isinstance(each, str) for part in each.split(" or ")):
                     named = one.partition(" ")[0]
-                    assert named in read_schema(DPO).keys | keys, name
+                    assert any(named in read_schema(each).keys for each in RECIPE_CONFIGS.values()), name
                     if "needs" in getattr(keys.get(named), "limits", {}):
                         assert order.index(named) < order.index(name), f"{name} is judged before {named}"
 

@@ -3,12 +3,13 @@
 from recipe_lib.config import load_config
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.levers import LEVER_SECTIONS, LEVERS, NO_LEVERS, harmless_overrides, levers_of
+from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 
 
 def test_every_lever_is_a_key_of_the_schema():
-    keys = read_schema(DpoFinetuneConfig).keys
+    keys = dict(read_schema(DpoFinetuneConfig).keys) | dict(read_schema(DistillFinetuneConfig).keys)
     assert {*LEVERS, *NO_LEVERS} <= set(keys)
     assert {name.partition(".")[0] for name in NO_LEVERS} <= set(LEVER_SECTIONS)
     paths = {name for name, key in keys.items() if key.limits.get("path")}
@@ -28,12 +29,13 @@ def test_overrides_say_nothing_about_the_user():
         "batch_size=2", "lora.rank=8", "memory.activation_checkpointing=full", "~validation.source",
         "data.packing=true", "data.max_samples=200", "optimizer.lr=1e-4",
         "model.path=meta-llama/Meta-Llama-3-8B", "dtype=fp32",
+        "distill.divergence=reverse_kl", "distill.stream_teacher=true",
         "my_own_flag=true", "clip_grad_norm=null", "parallel.fsdp_wrap_policy=[layers]",
     ]  # fmt: skip
     dropped = [
         "data.source=/home/me/patients.jsonl", "data.sources=[{source: a}]", "validation.source=b", "output_dir=/x",
         "tokenizer.path=/home/me/t", "log.project=secret-plan", "log.run_name=x", "resume=/home/me/state/step_4",
         "lora.adapter_path=/home/me/a", "lora={adapter_path: /home/me/a}", "my_own_text=/home/me", "data.template=mine",
-        "data.split=train", "data={source: a}",
+        "data.split=train", "data={source: a}", "distill.teacher=/home/me/large", "distill.from_disk=/home/me/taught",
     ]  # fmt: skip
     assert harmless_overrides([*dropped[:5], *kept, *dropped[5:]]) == kept

@@ -37,6 +37,7 @@ def test_by_name(checkout):
     assert paths.find_recipe("other") == checkout / "recipes/other.py"
     assert paths.list_recipes() == ["full_finetune_distributed", "other"]
     assert paths.list_configs() == {
+        "distill_distributed": [],
         "dpo_distributed": [],
         "full_finetune_distributed": ["llama3/8B_full", "qwen2_5/0.5B_full"],
         "lora_finetune_distributed": [],

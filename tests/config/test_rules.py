@@ -14,11 +14,12 @@ GOOD = "model: {path: x}\ndata: {source: rows.jsonl}\n"
 # Micro-batches enough for a pipeline.
 MANY = ("gradient_accumulation_steps=4", "batch_size=4", "parallel.pipeline_microbatches=4")
 PAIRS = "model: {path: x}\ndata: {source: rows.jsonl, format: preference}\n"
+TAUGHT = GOOD.replace("\n", "\ndistill: {teacher: y}\n", 1)
 
 
 def good(entry) -> str:
     """A config of the entry's recipe that is right."""
-    return PAIRS if entry.recipe == "dpo_distributed" else GOOD
+    return {"dpo_distributed": PAIRS, "distill_distributed": TAUGHT}.get(entry.recipe, GOOD)
 
 
 @pytest.fixture(autouse=True)

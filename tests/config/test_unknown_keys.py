@@ -5,6 +5,7 @@ import pytest
 from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig
 from recipe_lib.config.aliases import CHOICE_ALIASES, KEY_ALIASES
 from recipe_lib.config.keys import read_schema
+from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.config.registry import names
 from recipe_lib.config.schema import LINEARS
 
@@ -96,8 +97,9 @@ def test_every_single_typo_finds_its_key(faults):
 
 
 def test_aliases_lead_to_keys_that_exist():
-    schema = read_schema(DpoFinetuneConfig)  # it has the sections of all recipes
-    assert set(KEY_ALIASES.values()) <= {*schema.keys, *schema.sections}
+    schema = read_schema(DpoFinetuneConfig)
+    every = [read_schema(each) for each in RECIPE_CONFIGS.values()]
+    assert set(KEY_ALIASES.values()) <= {name for each in every for name in (*each.keys, *each.sections)}
     assert not set(KEY_ALIASES) & set(schema.keys)
     choices = {*LINEARS, "embedding", "head", "router", "experts"} | {
         choice for key in schema.keys.values() for choice in key.limits.get("choices", ())

@@ -10,6 +10,7 @@ import pytest
 from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import load_config, registered
 from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
+from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
 from recipe_lib.config.recipes.dpo_distributed import UNPAIRED, DpoFinetuneConfig
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.recipes.reward_distributed import RewardFinetuneConfig
@@ -64,11 +65,13 @@ def test_overrides_are_valid(path: Path, tmp_path: Path):
         base = BASE.replace("preset: demo/0.5M", "path: there") if override.startswith("lora.") else BASE
         (tmp_path / "config.yaml").write_text(base, encoding="utf-8")
         pairs = override.startswith("dpo.") or override == "data.format=preference"
-        schema = DpoFinetuneConfig if pairs else LoraFinetuneConfig
+        taught = override.startswith("distill.")
+        schema = DpoFinetuneConfig if pairs else DistillFinetuneConfig if taught else LoraFinetuneConfig
         schema = FullFinetuneConfig if override == "recipe=full_finetune_distributed" else schema
         schema = RewardFinetuneConfig if override.startswith("reward.") else schema
         single = any(loss in override for loss in UNPAIRED)
         given = [f"data.format={'kto' if single else 'preference'}"] * pairs
+        given += ["distill.teacher_preset=demo/0.5M"] * taught
         assert load_config(tmp_path / "config.yaml", [override, *given], schema)
 
 
@@ -94,7 +97,7 @@ def test_every_preset_is_in_the_table():
     shipped = {name for name in list_presets() if not name.startswith("demo/")}
     assert told - {"config.json", "transformers"} - {f"{family}/config.json", f"{family}/transformers"} >= shipped
     assert {name for name in told if name.split("/")[0] in {preset.split("/")[0] for preset in shipped}} == shipped
-    methods = ("full", "lora", "qlora", "dora", "dpo", "kto", "reward", "qat")
+    methods = ("full", "lora", "qlora", "dora", "dpo", "kto", "reward", "qat", "distill")
     assert {f"{name}_full" for name in shipped} <= set(NAMES)
     assert {f"{name}_qlora" for name in shipped} <= set(NAMES)
     assert {name for name in NAMES if not name.startswith("demo/")} <= {f"{n}_{m}" for n in shipped for m in methods}
@@ -135,7 +138,7 @@ def test_figures_of_levers_are_those_of_the_ladder():
 
 
 # Files of a reader's own in examples, and one that its design note announces.
-NOT_OURS = {"mine.py", "my_parts.py", "my_model.py", "test_wires.py", "distill_distributed.py", "lion.py"}
+NOT_OURS = {"mine.py", "my_parts.py", "my_model.py", "test_wires.py", "anchored_finetune.py", "lion.py"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)

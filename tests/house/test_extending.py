@@ -143,24 +143,26 @@ except ConfigError as error:
 
 @pytest.mark.slow
 def test_the_recipe_runs(copy: Path) -> None:
-    """Its loss is cross-entropy with distill.weight 0, and with a teacher that is the model nothing more."""
+    """Its loss is cross-entropy with anchor.weight 0, and at its first step nothing with 1."""
     follow(sections()["A recipe"][1], copy)
-    assert "distill_distributed: Distillation: every parameter is trained" in tune(copy, "ls", "distill_distributed")
-    tune(copy, "validate", "demo/distill")
+    assert "anchored_finetune: Anchored fine-tuning: every parameter is trained" in tune(
+        copy, "ls", "anchored_finetune"
+    )
+    tune(copy, "validate", "demo/anchored")
     short = ["data.max_samples=64", "batch_size=4", "optimizer.lr=1e-3"]
     plain = ["full_finetune_distributed", "--config", "demo/full", "~validation.source", "lr_scheduler.warmup_steps=0"]
     tune(copy, "run", "--no-plan", *plain, *short, "max_steps=1", "output_dir=outputs/demo")
-    start = [*short, "max_steps=2", "~model.preset", "model.path=outputs/demo/model"]
-    tune(copy, "run", "--no-plan", *plain, *start, "output_dir=outputs/plain")
+    start = [*short, "max_steps=2", "model.path=outputs/demo/model"]
+    tune(copy, "run", "--no-plan", *plain, "~model.preset", *start, "output_dir=outputs/plain")
     losses = {}
     for share in (0, 0.5, 1):
-        options = [*start, f"distill.weight={share}", f"output_dir=outputs/share_{share}"]
-        tune(copy, "run", "--no-plan", "distill_distributed", "--config", "demo/distill", *options)
+        options = [*start, f"anchor.weight={share}", f"output_dir=outputs/share_{share}"]
+        tune(copy, "run", "--no-plan", "anchored_finetune", "--config", "demo/anchored", *options)
         lines = (copy / f"outputs/share_{share}/metrics.jsonl").read_text(encoding="utf-8").splitlines()
         losses[share] = [json.loads(line)["loss"] for line in lines]
     lines = (copy / "outputs/plain/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert losses[0] == pytest.approx([json.loads(line)["loss"] for line in lines], rel=1e-4)
-    assert losses[1][0] == pytest.approx(0, abs=1e-5)  # the teacher is what the model begins with
+    assert losses[1][0] == pytest.approx(0, abs=1e-5)  # the anchor is what the model begins with
     assert losses[0.5][0] == pytest.approx(losses[0][0] / 2, rel=1e-4)
 
 

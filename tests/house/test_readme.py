@@ -190,7 +190,9 @@ def state_bytes_of_adamw() -> None:
 def methods() -> None:
     """What recipes and losses there are."""
     names = {"full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed", "reward_distributed"}
-    assert set(RECIPE_CONFIGS) == names
+    assert set(RECIPE_CONFIGS) == names | {"distill_distributed"}
+    kinds = read_schema(RECIPE_CONFIGS["distill_distributed"]).keys["distill.divergence"].limits["choices"]
+    assert kinds == ("forward_kl", "reverse_kl", "jensen_shannon")
     losses = {name.upper() for name in KEYS["dpo.loss"].limits["choices"]}
     assert losses >= {"SIGMOID", "IPO", "SIMPO", "KTO"}, losses  # the first is DPO, and cDPO by the next key
     assert "dpo.label_smoothing" in KEYS
@@ -320,7 +322,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "a preset `FAMILY/SIZE`": PRESETS,
     "in another size needs no preset": "tests/models/test_spec.py",
     "## What it does not do yet": methods,
-    "No distillation and no reinforcement learning": methods,
+    "No reinforcement learning": methods,
     "No ring attention": no_ring_attention,
     "No expert parallelism": no_expert_parallelism,
     "Of checkpoints that are quantized already": few_quantized_checkpoints,

@@ -26,7 +26,7 @@ from recipe_lib.plan.trace import ALLOC, FREE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
 from tests.distributed.ranks import run_ranks
 from tests.plan.mixtures import MIXTURES, write_mixture
-from tests.recipes.runs import DPO, FULL, LORA, PLAIN, REWARD, ROOT, recipe_class, recipe_module
+from tests.recipes.runs import DISTILL, DPO, FULL, LORA, PLAIN, REWARD, ROOT, recipe_class, recipe_module
 from tests.selection import selected, slow_except
 
 TIED = str(ROOT / "tests" / "recipes" / "tiny.json")
@@ -40,7 +40,7 @@ BASE = (
     "batch_size=2",
     "memory.loss_chunks=2",
 )
-PAIRS = "data.format=preference"
+PAIRS, TEACHER = "data.format=preference", f"distill.teacher_preset={TIED}"
 KTO = ("dpo.loss=kto", "data.format=kto")
 CLASSES = ("reward.loss=classification", "reward.num_labels=3", "data.format=classification")
 ADAPTED = "lora.target_modules=[all-linear,experts,router]"
@@ -118,6 +118,20 @@ CASES = GRID | {
     "classes": (2, REWARD, TIED, *CLASSES, "gradient_accumulation_steps=4"),
     "packed classes, one rank": (1, REWARD, TIED, *CLASSES, "data.packing=true"),
     "shared sequences, rewards": (2, REWARD, TIED, CONTEXT, PAIRS),
+    "teacher": (2, DISTILL, UNTIED, TEACHER, "distill.divergence=jensen_shannon", "gradient_accumulation_steps=2"),
+    "teacher, layers": (2, DISTILL, TIED, TEACHER, "dtype=bf16", "parallel.fsdp_wrap_policy=layers"),
+    "teacher, one rank": (1, DISTILL, UNTIED, TEACHER, "dtype=bf16", "distill.temperature=2"),
+    "teacher in nf4, adapters": (
+        2,
+        DISTILL,
+        TIED,
+        TEACHER,
+        "distill.quantize_teacher=nf4",
+        "distill.trainable=adapters",
+        "distill.divergence=reverse_kl",
+        "lora.target_modules=[q,head]",
+    ),
+    "teacher, shared sequences": (2, DISTILL, UNTIED, TEACHER, CONTEXT),
     "8 bits": (2, FULL, TIED, "dtype=bf16", "optimizer.state_bits=8", "optimizer.stochastic_rounding=true"),
     "4 bits": (2, FULL, TIED, "dtype=bf16", "optimizer.state_bits=4", "optimizer.master_weights=true"),
     "muon": (2, FULL, TIED, "optimizer.name=muon"),
@@ -191,7 +205,7 @@ CASES = GRID | {
 }
 
 COMPARED = [name for name in GRID if name.endswith(" 1")]
-COMPARED += ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "4 bits"]
+COMPARED += ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "4 bits", "teacher", "teacher, one rank"]
 COMPARED += ["labeled answers, full", "rewards", "rewards, full"]
 # Not what is packed or in 4 bits: masks are made on the host, and a loop over blocks is traced for two turns of it.
 COMPARED += ["experts", "experts, bf16", "experts, one rank", "experts and others, bf16, one rank"]
@@ -205,8 +219,8 @@ COMPARED += [
 ]
 QUICK = ["full memory_efficient selective 1", "full layers none 4", "lora layers full 1", "foreach, one rank", "nf4"]
 QUICK += ["pairs", "8 bits", "packed", "zero-1", "experts, bf16", "adapted experts", "experts in nf4, one rank"]
-QUICK += ["shared sequences", "shared sequences, adapters", "rounded weights", "rounded adapters"]
-QUICK += ["shared sequences", "shared sequences, adapters", "labeled answers", "rewards"]
+QUICK += ["shared sequences", "shared sequences, adapters", "rounded weights", "rounded adapters", "labeled answers"]
+QUICK += ["rewards", "teacher"]
 
 # As releases of torch name them.
 COLLECTIVES = (
@@ -288,7 +302,7 @@ def collectives_let_go() -> AbstractContextManager[None]:
             found = operation(*args, **kwargs)
             found = found if isinstance(found, torch.Tensor) else None  # a Work would hold them too
             deadline = time.monotonic() + 10
-            while [holders(tensor) for tensor in tensors] != before:
+            while [holders(tensor) for tensor in tensors] != before or (found is not None and is_shared(found)):
                 assert time.monotonic() < deadline, "a collective's tensors are still held"
                 time.sleep(0)
             return found
@@ -302,7 +316,7 @@ def collectives_let_go() -> AbstractContextManager[None]:
 def collectives_within(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Each collective of torch.distributed, and those of shared sequences, is what `wrap` makes of it."""
     places: list[tuple[Any, str]] = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
-    places.append((sequence_shards, "_exchange"))
+    places += [(sequence_shards, name) for name in ("_exchange", "_gather", "all_reduce")]
     originals = [getattr(owner, name) for owner, name in places]
     for (owner, name), operation in zip(places, originals, strict=True):
         setattr(owner, name, wrap(operation))
@@ -311,6 +325,11 @@ def collectives_within(wrap: Callable[[Callable[..., Any]], Callable[..., Any]])
     finally:
         for (owner, name), operation in zip(places, originals, strict=True):
             setattr(owner, name, operation)
+
+
+def is_shared(new: torch.Tensor) -> bool:
+    """Whether what an operation has just made, or its memory, has another holder in C++ than a tensor alone has."""
+    return (holders(new)[0], holders(new)[2]) != (1, 2)
 
 
 def holders(tensor: torch.Tensor) -> tuple[int, ...]:

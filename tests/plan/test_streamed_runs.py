@@ -16,8 +16,8 @@ from recipe_lib.plan.tracing import tracer
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
 from recipe_lib.training.host_memory import offloaded_bytes
 from tests.distributed.ranks import run_ranks
-from tests.plan.test_real_runs import PAIRS, TIED, collectives_let_go, config_of
-from tests.recipes.runs import DPO, FULL, LORA
+from tests.plan.test_real_runs import PAIRS, TEACHER, TIED, collectives_let_go, config_of
+from tests.recipes.runs import DISTILL, DPO, FULL, LORA
 from tests.selection import slow_except
 
 WIDTH = 32
@@ -32,6 +32,10 @@ CASES: dict[str, tuple[Any, ...]] = {
         "gradient_accumulation_steps=4",
     ),
     "pairs": (1, DPO, TIED, PAIRS, NF4),
+    "teacher": (
+        1, DISTILL, TIED, TEACHER, "distill.trainable=adapters", "distill.stream_teacher=true",
+        "distill.quantize_teacher=nf4",
+    ),
     "transformers": (1, LORA, TIED, "model.implementation=transformers"),
     "full": (1, FULL, TIED, *STEPPING),
     "full, 8 bits, checkpointed": (1, FULL, TIED, *STEPPING, "dtype=bf16", "optimizer.state_bits=8", RECOMPUTE),
@@ -56,7 +60,7 @@ def planned(folder: Path, name: str) -> dict[str, Any]:
 
     class Judged(recipe):  # type: ignore[misc, valid-type]
         def train_step(self, batches: Any) -> Any:
-            judged.append(sum(offloaded_bytes(self.model, cfg).values()))
+            judged.append(sum(offloaded_bytes(self.model, cfg, getattr(self, "teacher", None)).values()))
             return super().train_step(batches)
 
     def run() -> Any:

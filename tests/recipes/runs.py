@@ -27,7 +27,7 @@ Hook = Callable[[Any], None]
 
 
 FULL, LORA, DPO = "full_finetune_distributed", "lora_finetune_distributed", "dpo_distributed"
-REWARD = "reward_distributed"
+REWARD, DISTILL = "reward_distributed", "distill_distributed"
 
 
 @cache

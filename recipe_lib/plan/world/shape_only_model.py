@@ -41,6 +41,14 @@ def plannable(cfg: Any) -> tuple[Any, list[str]]:
         cfg.model.preset, how = find_shape(cfg.model.path)
         cfg.model.path = None
         assumed += [how] if how else []
+    for path, preset in cfg.other_models.items():
+        (section, word), (_, other) = path.split("."), preset.split(".")
+        keys = getattr(cfg, section)
+        if getattr(keys, word) is not None:
+            shape, how = find_shape(getattr(keys, word), path, preset)
+            setattr(keys, other, shape)
+            setattr(keys, word, None)
+            assumed += [how] if how else []
     cfg.output_dir = str(Path(_folder()) / "output")
     cfg.resume, cfg.overwrite_output_dir, cfg.log.trackers = None, False, []
     adapters = getattr(cfg, "lora", None)
@@ -52,8 +60,8 @@ def plannable(cfg: Any) -> tuple[Any, list[str]]:
     return cfg, assumed
 
 
-def find_shape(name: str) -> tuple[str, str]:
-    """(value for model.preset, what was assumed or "") for a model.path: a folder, or a hub id.
+def find_shape(name: str, key: str = "model.path", preset: str = "model.preset") -> tuple[str, str]:
+    """(value for a preset's key, what was assumed or "") for a path's: a folder, or a hub id.
 
     Raises ConfigError where nothing on this machine says what shape it has.
     """
@@ -69,9 +77,9 @@ def find_shape(name: str) -> tuple[str, str]:
         return shipped[name], f"{name} is not on this machine: its shape is that of the preset {shipped[name]}"
     begun = [known for known in shipped if name.lower().startswith(known.lower())]  # `...-8B-Instruct` of `...-8B`
     like = max(begun, key=len, default=nearest(name, shipped, cutoff=0.8))
-    hint = f"or plan with model.path={like} if it has the same shape" if like else "or set model.preset to its shape"
+    hint = f"or plan with {key}={like} if it has the same shape" if like else f"or set {preset} to its shape"
     raise ConfigError(
-        f"model.path={show(name)}: found no folder, nothing in the hub cache and no shipped config of that model; "
+        f"{key}={show(name)}: found no folder, nothing in the hub cache and no shipped config of that model; "
         f"fetch it with `tune download {show(name)}`, {hint}"
     )
 

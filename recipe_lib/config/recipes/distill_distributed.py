@@ -1,0 +1,128 @@
+"""Config of the recipe for distillation, and its section `distill`."""
+
+from dataclasses import dataclass, field
+
+from recipe_lib.config.keys import key
+from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import LoraConfig
+
+_LOADED = "distill.from_disk = null"
+
+
+@dataclass
+class DistillConfig:
+    """Distillation: the model also learns a teacher's probabilities of each next token (arXiv 1503.02531)."""
+
+    teacher: str | None = key(
+        None,
+        "The teacher: folder or hub id of a model with the same tokenizer, frozen, next to the model.",
+        path=True,
+        known_as="TRL GKDTrainer teacher_model",
+    )
+    teacher_preset: str | None = key(
+        None,
+        "In place of it an architecture with random weights: for plans.",
+        known_as="none has it: others plan no teacher",
+    )
+    from_disk: str | None = key(
+        None,
+        "In place of it the folder that `tune teach` has written for the same data.",
+        path=True,
+        known_as="Axolotl kd_trainer's dataset of logprobs",
+    )
+    quantize_teacher: str = key(
+        "none",
+        "Store the linears of the teacher's layers in 4 bits (`nf4`, arXiv 2305.14314) or 8.",
+        choices=("none", "nf4", "int8"),
+        needs=_LOADED,
+        known_as="none has it: HF quantizes a teacher where it is loaded",
+    )
+    stream_teacher: bool = key(
+        False,
+        "Keep the teacher's layers in pinned host memory, each on the device while it runs.",
+        needs=(_LOADED, "device != cpu", "memory.cpu_offload = false"),
+        known_as="none has it: accelerate's cpu_offload is nearest",
+    )
+    divergence: str = key(
+        "forward_kl",
+        "Of teacher P and model Q: `forward_kl`: KL(P || Q); `reverse_kl`: KL(Q || P); `jensen_shannon`: "
+        "beta KL(P || M) + (1 - beta) KL(Q || M), with M = beta P + (1 - beta) Q (GKD, arXiv 2306.13649).",
+        choices=("forward_kl", "reverse_kl", "jensen_shannon"),
+        known_as="TRL GKDConfig.beta, 0 and 1 for the first two",
+    )
+    beta: float = key(
+        0.5,
+        "The teacher's share of the mixture M.",
+        above=0,
+        below=1,
+        needs="distill.divergence = jensen_shannon",
+        known_as="TRL GKDConfig.beta",
+    )
+    temperature: float = key(
+        1.0,
+        "What both models' logits are divided by; the divergence is multiplied by its square.",
+        above=0,
+        most=1000,
+        known_as="Axolotl kd_temperature; torchtune has none",
+    )
+    weight: float = key(
+        0.5,
+        "Share of the divergence in the loss; the rest is cross-entropy of the labels.",
+        minimum=0,
+        maximum=1,
+        known_as="Axolotl kd_alpha; torchtune kd_ratio",
+    )
+    trainable: str = key(
+        "all", "`all`: every parameter; `adapters`: those alone.", choices=("all", "adapters"),
+        known_as="none has it: others have a recipe, or one key, for each way to train",
+    )  # fmt: skip
+
+    @property
+    def sources(self) -> list[str]:
+        """The keys that say where the teacher's probabilities are from, of those that are set."""
+        return [f"distill.{name}" for name in ("teacher", "teacher_preset", "from_disk") if getattr(self, name)]
+
+
+@dataclass
+class DistillFinetuneConfig(LoraFinetuneConfig):
+    """Config of `distill_distributed`."""
+
+    recipe: str = key(
+        "distill_distributed", "The recipe this config is for.", known_as="torchtune: the first word of `tune run`"
+    )
+    distill: DistillConfig = field(default_factory=DistillConfig)
+
+    @property
+    def validation_numbers(self) -> tuple[str, ...]:
+        """Means over label tokens."""
+        return ("validation_loss", "validation_divergence", "validation_cross_entropy")
+
+    @property
+    def own_loss(self) -> str | None:
+        """The divergence, and cross-entropy."""
+        return f"the loss is distillation, distill.divergence {self.distill.divergence}"
+
+    @property
+    def trained_adapters(self) -> LoraConfig | None:
+        """As `distill.trainable` says."""
+        return self.lora if self.distill.trainable == "adapters" else None
+
+    @property
+    def adapters_instead(self) -> dict[str, str]:
+        """As everywhere."""
+        return {"distill.trainable": "adapters"}
+
+    @property
+    def runs_reference(self) -> bool:
+        """The teacher, unless it has run before."""
+        return self.distill.from_disk is None
+
+    @property
+    def other_models(self) -> dict[str, str]:
+        """The teacher's."""
+        return {"distill.teacher": "distill.teacher_preset"}
+
+    @property
+    def sums_losses(self) -> bool:
+        """It does, but makes no gradient by rows: that of the head's weight is whole."""
+        return False
