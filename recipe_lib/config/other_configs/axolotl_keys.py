@@ -33,7 +33,7 @@ METHODS = (
     ("reward_model", "reward.loss", "there is no recipe for reward models"),
     ("process_reward_model", "", "there is no recipe for rewards of steps"),
     ("gkd_trainer", "", "there is no recipe for distillation on a student's own samples"),
-    ("kd_trainer", "", "log-probabilities that a dataset has are not read; there is no recipe for it"),
+    ("kd_trainer", "", "distill_distributed reads what `tune teach` writes, no dataset of logprobs"),
     ("ebft", "", "there is no recipe for it"),
     ("qat", "qat", "there is no quantization-aware training"),
     ("relora_steps", "", "adapters are not merged and restarted while they train"),
