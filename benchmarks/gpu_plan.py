@@ -306,7 +306,8 @@ def run_steps(
     try:
         recipe: Any = recipe_class(cfg, world)
         recipe.setup_model()
-        fill_weights(recipe.model)
+        for model in filter(None, (recipe.model, getattr(recipe, "teacher", None))):
+            fill_weights(model)
         recipe.setup_optimizer()
         recipe.data = PlannedData(cfg, world, case.rows)
         for phase in (FIRST, *[STEADY] * steady):

@@ -3,13 +3,16 @@
 import dataclasses
 from typing import Any, Protocol
 
-from recipe_lib.cli.recipes import load_module, recipe_for
+from recipe_lib.cli.plan_request import recipe_class
+from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.plan.world.sequence_lengths import Sequence
 from recipe_lib.plan.world.shape_only_model import plannable
 
-RECIPE_CLASSES = {"full": "FullFinetune", "lora": "LoraFinetune", "qlora": "LoraFinetune"}
 TINY = "demo"
+# Of these the demo has no config: one of 8B with the demo's model.
+LABELED = ("dpo", "kto", "reward")
+UNREAD = ("~model.path", "model.preset=demo/0.5M", "tokenizer.path=unread")
 IN_BACKWARD = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
 # With what is on the host only where it is a GPU that computes; a CPU changes nothing then.
 STEPPING = (
@@ -71,7 +74,8 @@ class PlanCase:
     def config(self) -> str:
         """Its shipped config."""
         if self.model == TINY:
-            return f"demo/{'full' if self.method == 'full' else 'lora'}"
+            named = {"qat": "demo/full", "qlora": "demo/lora"} | {name: f"llama3/8B_{name}" for name in LABELED}
+            return named.get(self.method, f"demo/{self.method}")
         return f"{self.model}_{self.method}"
 
     @property
@@ -93,6 +97,8 @@ class PlanCase:
             *(["optimizer.name=sgd", "optimizer.momentum=0.9"] if name == "sgd" else []),
             *([f"parallel.pipeline={self.ranks}", f"parallel.pipeline_schedule={self.schedule}"] * bool(self.schedule)),
             *(["lora.quantize_base=nf4"] if self.method == "qlora" and self.model == TINY else []),
+            *(["qat=int4", "qat_start_step=0"] if self.method == "qat" else []),
+            *(UNREAD if self.method in LABELED and self.model == TINY else []),
             *self.levers,
         ]
 
@@ -105,7 +111,7 @@ class PlanCase:
         """The recipe's class, and the config with nothing but the model's shape; its recipe's module is imported."""
         recipe = recipe_for(self.config)
         cfg, _ = plannable(load_config(self.config, self.overrides, recipe.schema()))
-        return getattr(load_module(recipe.path), RECIPE_CLASSES[self.method]), cfg
+        return recipe_class(recipe), cfg
 
 
 def describe(case: PlanCase) -> str:
@@ -130,8 +136,9 @@ def cases(gpu: bool) -> list[PlanCase]:
             PlanCase("full", TINY, 2, 64, rank=1, schedule="1f1b"),
             PlanCase("lora", TINY, 2, 64, "none", schedule="gpipe"),
             *(PlanCase("full", TINY, 2, 64, levers=levers) for levers in (*STEPPING, *STATES, *REDUCED_ONCE)),
+            *(PlanCase(method, TINY, 2, 64) for method in ("distill", "qat", *LABELED)),
         ]
-    return [*_telling(), *_levers(), *_mixtures(), *_compiled(), *_pipelines(), *_full(), *_adapters()]
+    return [*_telling(), *_methods(), *_levers(), *_mixtures(), *_compiled(), *_pipelines(), *_full(), *_adapters()]
 
 
 def recorded() -> list[PlanCase]:
@@ -159,6 +166,20 @@ def _telling() -> list[PlanCase]:
         PlanCase("qlora", small, 2, 512, "none", "layers"),
         PlanCase("full", big, 2, 2048, "selective", optimizer="single"),
         PlanCase("full", middle, 8, 512, optimizer="sgd foreach"),
+    ]
+
+
+def _methods() -> list[PlanCase]:
+    """A teacher in 4 bits, in host memory, whole and sharded; rounded weights; pairs, labels and score heads."""
+    teacher = ("distill.quantize_teacher=none", "distill.stream_teacher=true")
+    small = "llama3_2/1B"
+    return [
+        PlanCase("distill", small, 1, 2048),
+        PlanCase("distill", small, 1, 2048, levers=teacher),
+        PlanCase("distill", small, 4, 4096, levers=("distill.divergence=jensen_shannon", "distill.trainable=adapters")),
+        PlanCase("qat", small, 1, 2048),
+        PlanCase("qat", small, 4, 2048, "selective", levers=("qat=fp8",)),
+        *(PlanCase(method, "llama3/8B", 1, 2048) for method in LABELED),
     ]
 
 

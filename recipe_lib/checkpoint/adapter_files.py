@@ -29,7 +29,8 @@ from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, Header, TensorEntry,
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.models.scored_spec import has_score_head
+from recipe_lib.models.spec import SCORE, ModelSpec
 
 # Metadata of that file, besides what PEFT reads: which base it was trained on, and how that was stored.
 BASE_FINGERPRINT, BASE_DTYPE, BASE_STORAGE = "tune_base", "tune_base_dtype", "tune_base_storage"
@@ -139,6 +140,12 @@ def _several(names: Collection[str]) -> str:
 
 def check_fits(adapter: AdapterFile, spec: ModelSpec) -> None:
     """Raises CheckpointError, all faults at once, if names or shapes are not those of an adapter for this model."""
+    if SCORE in adapter.extras and not has_score_head(spec):
+        raise CheckpointError(
+            f"{adapter.folder}: is an adapter with a score head, which predicts no tokens; expected one of a causal "
+            "language model; PEFT opens it on transformers' AutoModelForSequenceClassification, and a run with "
+            "lora.merge_on_save=true writes both as one model"
+        )
     known = file_modules(spec)
     strange = adapter.tensors.keys() - known.keys()
     faults = []

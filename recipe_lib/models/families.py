@@ -18,6 +18,7 @@ from recipe_lib.models.rope_config import read_rope
 from recipe_lib.models.sizes import check_sizes
 from recipe_lib.models.spec import DecoderSpec, FileCodes, ModelSpec
 
+SCORED = "ForSequenceClassification"  # how transformers names a decoder with a score head
 _GEMMA = COMMON | {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
 
 
@@ -85,6 +86,12 @@ def _family(config: Mapping[str, Any], where: str) -> str:
     names = architectures if isinstance(architectures, list) else []
     family = next((name for name, row in FAMILIES.items() if model_type in (name, *row.model_types)), None)
     if family is None or (names and not set(FAMILIES[family].architectures).intersection(map(str, names))):
+        if any(str(name).endswith(SCORED) for name in names):
+            raise CheckpointError(
+                f"{where}: config.json: {names[0]} has a score head, which predicts no tokens; expected a causal "
+                "language model; transformers' AutoModelForSequenceClassification opens it, and reward_distributed "
+                "goes on training it"
+            )
         kind = f" ({', '.join(map(str, names))})" if names else ""
         remedy = ""
         if family is None and isinstance(model_type, str):

@@ -9,17 +9,17 @@ from typing import Any, TypeGuard
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.families import FAMILIES, read_spec, spec_from_config, text_config
+from recipe_lib.models.families import FAMILIES, SCORED, read_spec, spec_from_config, text_config
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
-_CAUSAL, _SCORED = "ForCausalLM", "ForSequenceClassification"
+_CAUSAL = "ForCausalLM"
 _UNSCORED = ("olmoe",)  # families of which transformers has no such class
 
 
 def head_labels(config: Mapping[str, Any]) -> int | None:
     """The rows of the score head of a checkpoint, by its config.json; None: it has none."""
     names = config.get("architectures")
-    if not isinstance(names, list) or not any(str(name).endswith(_SCORED) for name in names):
+    if not isinstance(names, list) or not any(str(name).endswith(SCORED) for name in names):
         return None
     labels = config.get("id2label")
     count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)  # 2: transformers' default
@@ -50,7 +50,7 @@ def scored_spec(config: Mapping[str, Any], where: str, num_labels: int | None) -
         )
     causal = dict(config)
     if found is not None:
-        causal["architectures"] = [str(name).replace(_SCORED, _CAUSAL) for name in config["architectures"]]
+        causal["architectures"] = [str(name).replace(SCORED, _CAUSAL) for name in config["architectures"]]
         if causal["architectures"] == ["Gemma3TextForCausalLM"]:  # the one class whose two names differ
             causal["architectures"] = ["Gemma3ForCausalLM"]
     spec = spec_from_config(causal, where)
@@ -67,8 +67,8 @@ def spec_of_run(cfg: FullFinetuneConfig, config: Mapping[str, Any], where: str) 
 def score_architecture(spec: DecoderSpec) -> str:
     """The class of transformers that loads it."""
     if spec.family == "gemma3":
-        return f"Gemma3Text{_SCORED}"
-    return FAMILIES[spec.family].architectures[0].replace(_CAUSAL, _SCORED)
+        return f"Gemma3Text{SCORED}"
+    return FAMILIES[spec.family].architectures[0].replace(_CAUSAL, SCORED)
 
 
 def score_config(config: Mapping[str, Any], names: list[str], pad_id: int | None) -> dict[str, Any]:

@@ -361,9 +361,10 @@ def _head(
 def _score_head(
     head: ScoreHead, group: Group, hidden: Tensor, *, labels: Tensor | None = None, head_loss: object = None
 ) -> Tensor:
-    """As `ScoreHead.forward`, of `[n, d]`: scores of all N tokens, of which each rank made its own."""
+    """As `ScoreHead.forward`, of `[n, d]`: scores of all N tokens, of which each rank made its own, in labels' rows."""
     weight = local(head.weight)
-    return gather_tokens(F.linear(hidden.to(weight.dtype), weight).unsqueeze(0), group).squeeze(0)
+    found = gather_tokens(F.linear(hidden.to(weight.dtype), weight).unsqueeze(0), group).squeeze(0)
+    return found if labels is None else found.view(*labels.shape, -1)
 
 
 def _in_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

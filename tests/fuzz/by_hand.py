@@ -5,7 +5,7 @@ stands for. A row is alone in its forward; weights that adapters change are made
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,16 @@ from recipe_lib.adapters.quantized import dequantized
 from tests.recipes.watched import rate_of
 from tests.training.formulas import Formula, clipped
 
-Rows = list[list[tuple[Tensor, Tensor]]]  # of each step: (tokens, labels) of each row, of pairs by turns
+
+class Row(NamedTuple):
+    """One sequence. value: of its item: 1 or 0 of an answer that is wanted or not, a class, a pair's margin."""
+
+    tokens: Tensor
+    labels: Tensor
+    value: float
+
+
+Rows = list[list[tuple[Tensor, Tensor, float]]]  # of each step what a Row has; of pairs by turns
 
 
 class ByHand:
@@ -27,10 +36,12 @@ class ByHand:
         """start: every trained parameter of the run, where it begins, of which the adapters are taken over."""
         self.cfg = cfg
         self.dtype = {"fp64": torch.float64, "fp32": torch.float32}[cfg.dtype]
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            cfg.model.path, dtype=self.dtype, attn_implementation="eager"
-        ).eval()
+        self.model = self._read(cfg.model.path)
+        self.teacher: Any = self._read(cfg.distill.teacher) if hasattr(cfg, "distill") else None
         self.frozen = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        if hasattr(cfg, "reward"):  # a new head in place of the model's
+            self.frozen.pop("lm_head.weight", None)
+            self.frozen["score.weight"] = start["score.weight"].to(self.dtype)
         self.is_adapted = any("lora_" in name for name in start)
         if self.is_adapted:
             self._quantize(start)
@@ -39,13 +50,17 @@ class ByHand:
         self.losses: list[float] = []
         self.norms: list[float] = []
 
+    def _read(self, path: str) -> Any:
+        found = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype, attn_implementation="eager")
+        return found.eval()
+
     def train(self, steps: Rows) -> None:
         """Forward, backward, clipping and a step of the formula, for the rows of each step."""
         for number, rows in enumerate(steps):
             trained = {
                 name: one.stored().to(self.dtype).clone().requires_grad_() for name, one in self.formulas.items()
             }
-            loss = self._loss(self._effective(trained), rows)
+            loss = self._loss(self._effective(trained), [Row(*row) for row in rows])
             gradients = dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
             gradients, norm = clipped(gradients, self.cfg.clip_grad_norm)
             for name, formula in self.formulas.items():
@@ -74,6 +89,8 @@ class ByHand:
         found = dict(self.frozen)
         for name in trained:
             prefix, _, kind = name.rpartition(".lora_A")
+            if "lora_" not in name:
+                found[name] = trained[name]
             if kind != ".weight":
                 continue
             key = f"{prefix}.weight"
@@ -84,31 +101,41 @@ class ByHand:
             found[key] = adapted
         return found
 
-    def _loss(self, weights: dict[str, Tensor], rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _loss(self, weights: dict[str, Tensor], rows: list[Row]) -> Tensor:
+        """The mean over what a step has: labels, pairs, answers or classes."""
+        if hasattr(self.cfg, "reward"):
+            return self._rewards(weights, rows)
         if not hasattr(self.cfg, "dpo"):
-            count = sum(int((labels >= 0).sum()) for _, labels in rows)
-            return -sum(self._answer(weights, *row) for row in rows) / count  # type: ignore[return-value]
-        return (
-            sum(  # type: ignore[return-value]
-                self._pair(weights, chosen, rejected) for chosen, rejected in zip(rows[::2], rows[1::2], strict=True)
-            )
-            / (len(rows) // 2)
-        )
+            count = sum(int((row.labels >= 0).sum()) for row in rows)
+            each = self._taught if self.teacher is not None else self._answer
+            sign = 1 if self.teacher is not None else -1
+            return sign * sum(each(weights, row) for row in rows) / count  # type: ignore[return-value]
+        if self.cfg.dpo.loss in ("kto", "apo_zero_unpaired"):
+            return self._labeled(weights, rows)
+        pairs = zip(rows[::2], rows[1::2], strict=True)
+        return sum(self._pair(weights, *pair) for pair in pairs) / (len(rows) // 2)  # type: ignore[return-value]
 
-    def _answer(self, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor) -> Tensor:
+    def _outputs(self, weights: dict[str, Tensor], tokens: Tensor) -> Any:
+        options = {"input_ids": tokens.unsqueeze(0), "use_cache": False, "output_hidden_states": True}
+        weights = {name: value for name, value in weights.items() if name != "score.weight"}
+        return functional_call(self.model, weights, (), options)
+
+    def _answer(self, weights: dict[str, Tensor], row: Row) -> Tensor:
         """Sum of the log-probabilities of a row's labels."""
-        logits = functional_call(self.model, weights, (), {"input_ids": tokens.unsqueeze(0), "use_cache": False}).logits
-        return -F.cross_entropy(logits[0], labels, reduction="sum", ignore_index=-100)
+        logits = self._outputs(weights, row.tokens).logits
+        return -F.cross_entropy(logits[0], row.labels, reduction="sum", ignore_index=-100)
 
-    def _pair(self, weights: dict[str, Tensor], *answers: tuple[Tensor, Tensor]) -> Tensor:
+    def _ratio(self, weights: dict[str, Tensor], row: Row) -> Tensor:
+        """The same, less that of the reference, nothing of which requires a gradient."""
+        return self._answer(weights, row) - self._answer(self.frozen, row)
+
+    def _pair(self, weights: dict[str, Tensor], *answers: Row) -> Tensor:
         """arXiv 2305.18290 and the others that the config's `dpo.loss` names."""
         dpo = self.cfg.dpo
         found = []
-        for tokens, labels in answers:
-            answer = self._answer(weights, tokens, labels)
-            if dpo.loss != "simpo":
-                answer = answer - self._answer(self.frozen, tokens, labels)  # nothing of which requires a gradient
-            found.append(answer / int((labels >= 0).sum()) if dpo.loss in ("ipo", "simpo") else answer)
+        for row in answers:
+            answer = (self._answer if dpo.loss == "simpo" else self._ratio)(weights, row)
+            found.append(answer / int((row.labels >= 0).sum()) if dpo.loss in ("ipo", "simpo") else answer)
         margin = found[0] - found[1]
         if dpo.loss == "ipo":
             return (margin - 1 / (2 * dpo.beta)) ** 2
@@ -116,3 +143,57 @@ class ByHand:
             return -F.logsigmoid(dpo.beta * margin - dpo.simpo_gamma)
         wrong = dpo.label_smoothing
         return -(1 - wrong) * F.logsigmoid(dpo.beta * margin) - wrong * F.logsigmoid(-dpo.beta * margin)
+
+    def _labeled(self, weights: dict[str, Tensor], rows: list[Row]) -> Tensor:
+        """arXiv 2402.01306, equations 7 and 8; arXiv 2408.06266 without the point of reference."""
+        dpo, point = self.cfg.dpo, 0.0
+        if dpo.loss == "kto":
+            others = [with_answer_of(row, rows[at - 1]) for at, row in enumerate(rows)]
+            with torch.no_grad():
+                point = max(0.0, sum(float(self._ratio(weights, row)) for row in others) / len(rows))
+        total = torch.zeros((), dtype=self.dtype)
+        for row in rows:
+            distance = dpo.beta * (self._ratio(weights, row) - point)
+            good = dpo.desirable_weight * (1 - torch.sigmoid(distance))
+            total = total + (good if row.value else dpo.undesirable_weight * (1 - torch.sigmoid(-distance)))
+        return total / len(rows)
+
+    def _rewards(self, weights: dict[str, Tensor], rows: list[Row]) -> Tensor:
+        """Bradley and Terry's likelihood of pairs, or cross-entropy of classes."""
+        reward, scores = self.cfg.reward, []
+        for row in rows:
+            last = int((row.labels >= 0).nonzero()[-1])
+            scores.append(self._outputs(weights, row.tokens).hidden_states[-1][0, last] @ weights["score.weight"].T)
+        if reward.loss == "classification":
+            return F.cross_entropy(torch.stack(scores), torch.tensor([int(row.value) for row in rows]))
+        chosen, rejected = torch.cat(scores[::2]), torch.cat(scores[1::2])
+        margins = torch.tensor([row.value for row in rows[::2]], dtype=self.dtype)
+        centered = (reward.center_rewards_coefficient or 0) * (chosen + rejected) ** 2
+        return (centered - F.logsigmoid(chosen - rejected - margins)).mean()
+
+    def _taught(self, weights: dict[str, Tensor], row: Row) -> Tensor:
+        """arXiv 1503.02531, with the divergence that the config's section names, summed over a row's labels."""
+        distill, labels = self.cfg.distill, row.labels >= 0
+        own = self._outputs(weights, row.tokens).logits[0, labels]
+        with torch.no_grad():
+            other = self.teacher(row.tokens.unsqueeze(0)).logits[0, labels]
+        q, p = ((logits / distill.temperature).softmax(-1) for logits in (own, other))
+        if distill.divergence == "forward_kl":
+            apart = (p * (p / q).log()).sum()
+        elif distill.divergence == "reverse_kl":
+            apart = (q * (q / p).log()).sum()
+        else:
+            mixture = distill.beta * p + (1 - distill.beta) * q
+            apart = (
+                distill.beta * (p * (p / mixture).log()).sum() + (1 - distill.beta) * (q * (q / mixture).log()).sum()
+            )
+        entropy = F.cross_entropy(own, row.labels[labels], reduction="sum")
+        return distill.weight * distill.temperature**2 * apart + (1 - distill.weight) * entropy
+
+
+def with_answer_of(row: Row, other: Row) -> Row:
+    """The row's prompt, and the other's answer."""
+    first, answer = int((row.labels >= 0).nonzero()[0]), other.labels[other.labels >= 0]
+    tokens = torch.cat([row.tokens[: first + 1], answer[:-1]])
+    labels = torch.cat([torch.full((first,), -100), answer])
+    return Row(tokens, labels, row.value)

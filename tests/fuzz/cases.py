@@ -11,17 +11,34 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig, LoraFinetuneConfig, parse_arguments
+from recipe_lib.config import (
+    DistillFinetuneConfig,
+    DpoFinetuneConfig,
+    FullFinetuneConfig,
+    LoraFinetuneConfig,
+    RewardFinetuneConfig,
+    parse_arguments,
+)
 from recipe_lib.errors import ConfigError
-from tests.recipes.runs import DPO, FULL, LORA, ROOT
+from tests.recipes.runs import DISTILL, DPO, FULL, LORA, REWARD, ROOT
 
 STEPS = 4
 SLOTS = 8  # rows, pairs or packs of a step, over all ranks
 LEAST = 3  # levers of a combination
 LENGTH = 64  # tokens of the longest row
 MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2", "gemma3")
-CONFIGS = {FULL: FullFinetuneConfig, LORA: LoraFinetuneConfig, DPO: DpoFinetuneConfig}
-_PLAIN = {FULL: "plain.yaml", LORA: "adapters.yaml", DPO: "pairs.yaml"}
+TEACHER = "qwen3"
+CONFIGS = {
+    FULL: FullFinetuneConfig,
+    LORA: LoraFinetuneConfig,
+    DPO: DpoFinetuneConfig,
+    REWARD: RewardFinetuneConfig,
+    DISTILL: DistillFinetuneConfig,
+}
+# Of these, which rows they take by default, and how much of what is drawn is of them.
+_RECIPES = [FULL] * 4 + [LORA] * 2 + [DPO] * 3 + [REWARD] * 2 + [DISTILL] * 2
+_PAIRS, _LABELED, _CLASSES = (f"data.format={name}" for name in ("preference", "kto", "classification"))
+_ROWS = {_PAIRS: "pairs", _LABELED: "labeled", _CLASSES: "classes"}
 Chosen = Sequence[str]
 
 
@@ -51,14 +68,16 @@ class Case:
     def arguments(self, folder: Path, *, plain: bool) -> list[str]:
         """The command line behind the recipe's name. folder: of what the runs of this seed read and write. plain: of
         the run of one process."""
-        kind = "pairs" if self.recipe == DPO else "rows"
+        kind = next((kind for chosen, kind in _ROWS.items() if chosen in self.numbers), "rows")
         return [
             "--config",
-            str(ROOT / "tests" / "recipes" / _PLAIN[self.recipe]),
+            str(ROOT / "tests" / "recipes" / ("adapters.yaml" if self.recipe == LORA else "plain.yaml")),
+            f"recipe={self.recipe}",
             f"model.path={folder.parent / self.model}",
             f"tokenizer.path={ROOT / 'examples' / 'demo' / 'tokenizer'}",
             f"data.source={folder.parent / kind}.jsonl",
-            *(["data.template=plain"] if self.recipe == DPO else []),
+            *(["data.template=plain"] if kind in ("pairs", "labeled") else []),
+            *([f"distill.teacher={folder.parent / TEACHER}"] if self.recipe == DISTILL else []),
             "data.cache=false",
             f"max_seq_len={LENGTH}",
             f"max_steps={STEPS}",
@@ -114,7 +133,7 @@ class _Draw:
 def _draw(chance: random.Random, seed: int, redrawn: int) -> Case | None:
     """A combination; None if it has too few levers, or the ranks cannot be divided so."""
     draw = _Draw(chance)
-    recipe, model = draw.one([FULL] * 4 + [LORA] * 2 + [DPO] * 2), draw.one(MODELS)
+    recipe, model = draw.one(_RECIPES), draw.one(MODELS)
     dtype = draw.one(["fp64", "fp64", "fp64", "fp32", "fp32", "bf16"])
     ranks = draw.one([1, 2, 2, 4, 4])
     numbers = [f"dtype={dtype}", *_numbers(draw, recipe, model, dtype)]
@@ -148,11 +167,11 @@ def _numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
         0.3, [["lr_scheduler.type=linear", "lr_scheduler.min_lr_ratio=0.2"], ["lr_scheduler.type=constant"]]
     )
     found += draw.maybe(0.35, [["data.packing=true"]])
-    if recipe == DPO:
-        losses = [["dpo.loss=ipo"], ["dpo.label_smoothing=0.1"], ["dpo.loss=simpo", "dpo.beta=2"]]
-        found += draw.maybe(0.6, losses)
-        found += draw.one([[], ["dpo.trainable=all"]])
-    if recipe == LORA or (recipe == DPO and "dpo.trainable=all" not in found):
+    section = {DPO: "dpo", REWARD: "reward", DISTILL: "distill"}.get(recipe)
+    if section:
+        found += _method(draw, recipe)
+        found.append(f"{section}.trainable={draw.one(['adapters', 'all'])}")
+    if recipe == LORA or f"{section}.trainable=adapters" in found:
         found += ["lora.rank=8"]
         found += draw.maybe(0.3, [["lora.dora=true"]])
         found += draw.maybe(0.35, [["lora.quantize_base=nf4"], ["lora.quantize_base=int8"]])
@@ -161,6 +180,20 @@ def _numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
         found += draw.maybe(0.2, [["lora.rslora=true"]])
         found += draw.maybe(0.3, [["lora.dtype=fp32"]]) if dtype == "bf16" else []
     return found
+
+
+def _method(draw: _Draw, recipe: str) -> list[str]:
+    """What is trained for, and on which rows: pairs, answers with labels, classes, or a teacher's probabilities."""
+    if recipe == DISTILL:
+        divergences = [["distill.divergence=reverse_kl"], ["distill.divergence=jensen_shannon", "distill.beta=0.3"]]
+        found = [*draw.maybe(0.6, divergences), *draw.maybe(0.5, [["distill.temperature=2"]])]
+        return [*found, *draw.maybe(0.4, [["distill.weight=0.9"], ["distill.weight=1"]])]
+    if recipe == REWARD:
+        of_classes = ["reward.loss=classification", "reward.num_labels=3", _CLASSES]
+        return list(draw.one([of_classes, [_PAIRS, *draw.maybe(0.4, [["reward.center_rewards_coefficient=0.1"]])]]))
+    losses = [["dpo.loss=ipo"], ["dpo.label_smoothing=0.1"], ["dpo.loss=simpo", "dpo.beta=2"]]
+    unpaired = [["dpo.loss=kto", "dpo.undesirable_weight=0.7"], ["dpo.loss=apo_zero_unpaired", "dpo.beta=0.5"]]
+    return list(draw.one([[_PAIRS, *draw.maybe(0.6, losses)], [_LABELED, *draw.maybe(1.0, unpaired)]]))
 
 
 def _divided(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:

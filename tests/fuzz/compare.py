@@ -19,8 +19,8 @@ from torch import Tensor
 from recipe_lib.config import parse_arguments
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.fuzz.by_hand import ByHand, Rows
-from tests.fuzz.cases import CONFIGS, LENGTH, MODELS, STEPS, Case
-from tests.recipes.runs import offload_on_a_cpu, run_here, steps
+from tests.fuzz.cases import CONFIGS, LENGTH, MODELS, STEPS, TEACHER, Case
+from tests.recipes.runs import ROOT, offload_on_a_cpu, run_here, steps
 from tests.recipes.watched import Watch
 
 SECONDS = 240.0  # of a run
@@ -90,6 +90,8 @@ def prepare(folder: Path) -> None:
                 if "norm" in key:  # a norm whose weight is left out would not be seen with weights of 1
                     parameter.add_(0.2 * torch.randn_like(parameter))
         model.save_pretrained(folder / name)
+    for file in (ROOT / "examples" / "demo" / "tokenizer").iterdir():  # which is compared with the model's
+        (folder / TEACHER / file.name).write_bytes(file.read_bytes())
     chance = random.Random(0)
 
     def words(most: int) -> str:
@@ -97,7 +99,10 @@ def prepare(folder: Path) -> None:
 
     rows = [{"instruction": words(6), "input": "", "output": words(8)} for _ in range(160)]
     pairs = [{"prompt": words(5), "chosen": words(5), "rejected": words(5)} for _ in range(80)]
-    for name, found in (("rows", rows), ("pairs", pairs)):
+    # Prompts and answers that take no more than LENGTH tokens with each other's, and so are never cut.
+    labeled = [{"prompt": words(4), "completion": words(4), "label": chance.random() < 0.6} for _ in range(120)]
+    classes = [{"text": words(10), "label": f"class {chance.randrange(3)}"} for _ in range(120)]
+    for name, found in (("rows", rows), ("pairs", pairs), ("labeled", labeled), ("classes", classes)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
@@ -162,9 +167,10 @@ def _rows_of(data: Any) -> Rows:
     found: Rows = []
     for step in range(STEPS):
         items = [int(item) for slot in data.plan.slots(step) for item in slot]
-        rows = [data.dataset[item * data.dataset.group + at] for item in items for at in range(data.dataset.group)]
-        found.append([(torch.tensor(row.tokens).long(), torch.tensor(row.labels).long()) for row in rows])
-    assert all(len(tokens) <= LENGTH for rows in found for tokens, _ in rows)
+        group = data.dataset.group
+        rows = [(data.dataset[item * group + at], data.dataset.values[item]) for item in items for at in range(group)]
+        found.append([(torch.tensor(r.tokens).long(), torch.tensor(r.labels).long(), float(v)) for r, v in rows])
+    assert all(len(tokens) <= LENGTH for rows in found for tokens, _, _ in rows)
     return found
 
 

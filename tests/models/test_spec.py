@@ -85,8 +85,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "reward model": (
         {"architectures": ["LlamaForSequenceClassification"]},
-        "model_type 'llama' (LlamaForSequenceClassification) is not supported; expected a causal language model of "
-        "type gemma, gemma2, gemma3, gpt_oss, llama, mistral, mixtral, olmoe, phi3, qwen2, qwen3, qwen3_moe",
+        "LlamaForSequenceClassification has a score head, which predicts no tokens; expected a causal language model; "
+        "transformers' AutoModelForSequenceClassification opens it, and reward_distributed goes on training it",
     ),
     "no model_type": (
         {"model_type": None, "architectures": None},

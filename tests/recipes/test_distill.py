@@ -171,6 +171,17 @@ def test_a_model_that_is_its_teacher_learns_nothing_from_it(folder: Path) -> Non
         assert abs(first["divergence"]) < 1e-12 and first["grad_norm"] < 1e-10 and first["cross_entropy"] > 1
 
 
+def test_weights_of_the_teacher_are_not_rounded_with_those_of_the_model(folder: Path) -> None:
+    """Else a rounded model would be its rounded teacher, from which it learns nothing."""
+    found = {}
+    for kind in ("int8", "int4"):
+        words = ("distill.teacher={student}", "distill.weight=1", "dtype=fp32", f"qat={kind}", "qat_group_size=16")
+        run = run_here(arguments(folder, folder / kind, *words), recipe=DISTILL)
+        assert run.code == 0 and any("14 linears computed in" in line for line in run.said), run.said
+        found[kind] = metrics(folder / kind)[0]["divergence"]
+    assert 1e-7 < found["int8"] < found["int4"] / 10
+
+
 def test_a_streamed_teacher_is_bitwise_the_resident_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_stream, "has_host", lambda device: True)
     found, said = [], []

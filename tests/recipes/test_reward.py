@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from recipe_lib.cli.main import main
 from recipe_lib.training.scores import sequence_scores
 from tests.distributed.ranks import run_ranks
 from tests.recipes.labeled_runs import arguments, metrics_of, train_all, write, write_classes, write_margins
@@ -116,7 +117,9 @@ def test_transformers_opens_the_model_with_equal_scores(kind: str, realdata: Pat
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_peft_opens_the_adapter_and_the_merged_model_is_the_same(realdata: Path, tmp_path: Path) -> None:
+def test_peft_opens_the_adapter_and_the_merged_model_is_the_same(
+    realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     from peft import AutoPeftModelForSequenceClassification, PeftModel
     from transformers import AutoModelForSequenceClassification
 
@@ -146,7 +149,17 @@ def test_peft_opens_the_adapter_and_the_merged_model_is_the_same(realdata: Path,
         causal += ["data.source=examples/demo/train.jsonl", "data.format=alpaca", "device=cpu", "dtype=fp32"]
         refused = run_here([*causal, f"output_dir={tmp_path / 'no'}"], recipe=LORA)
     assert torch.allclose(scores_of(more, merged)[0], own_scores, atol=1e-5)
-    assert refused.code == 2 and "holds score.weight, which a recipe added to the model" in refused.said[-1]
+    assert refused.code == 2 and "is an adapter with a score head, which" in refused.said[-1]
+    for verb in (
+        ["eval"],
+        ["generate", "--prompt", "x"],
+        ["export", "--gguf", "f16"],
+        ["export", "--quantize", "int8"],
+    ):
+        for what in (adapter, tmp_path / "run" / "model"):
+            assert main([*verb, str(what)]) == 2
+            (line,) = capsys.readouterr().err.splitlines()[-1:]
+            assert "a score head, which predicts no tokens" in line
 
 
 @torch.no_grad()
