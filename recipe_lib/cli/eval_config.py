@@ -22,6 +22,8 @@ CONFIG = "config.yaml"
 _BATCH = 8  # sequences, where nothing else is said
 # What of a run's section `data` does not hold for held-out samples, or is said in another way.
 _NOT_CARRIED = ("source", "sources", "format", "split", "columns", "max_samples", "packing", "shuffle")
+# Of a run, besides its model: how its weights are computed with.
+_OF_RUNS = ("dtype", "seed", "max_seq_len", "device", "qat", "qat_group_size")
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 
 
@@ -62,7 +64,7 @@ def _of_model(source: "GenerationSource", trained: FullFinetuneConfig | None) ->
     if trained is not None:
         model = dataclasses.asdict(trained.model)
         words = [f"model.{name}={json.dumps(value)}" for name, value in model.items() if value is not None]
-        words += [f"{name}={json.dumps(getattr(trained, name))}" for name in ("dtype", "seed", "max_seq_len", "device")]
+        words += [f"{name}={json.dumps(getattr(trained, name))}" for name in _OF_RUNS]
         return words
     words = [f"model.path={_text(source.folder)}"]
     if isinstance(source.spec, ExternalSpec):
@@ -112,6 +114,7 @@ def settings_of(cfg: Any, arguments: argparse.Namespace, ranks: int) -> dict[str
         "data.format": cfg.data.format,
         "max_seq_len": cfg.max_seq_len,
         "dtype": cfg.dtype,
+        **({} if cfg.qat is None else {"qat": f"{cfg.qat}, the base's weights as they are"}),
         "ranks": ranks,
     }
     if not arguments.no_generate:

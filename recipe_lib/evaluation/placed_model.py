@@ -16,6 +16,8 @@ from recipe_lib.checkpoint.verify import adapter_settings_of
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.generation.source import GenerationSource
+from recipe_lib.logs import get_logger
+from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.parallel import DTYPES, Parallel, World, materialize, parallelize
@@ -25,17 +27,21 @@ from recipe_lib.parallel.seeds import derive_seed
 @dataclass
 class PlacedModel:
     """model: frozen, in this rank's memory. parallel: how it is divided. base: the name of what it was trained from,
-    None where that is not known; `as_base` has it in place of what was trained."""
+    None where that is not known; `as_base` has it in place of what was trained. rounding: of the trained weights, as
+    `qat` had it."""
 
     model: Decoder
     parallel: Parallel
     source: GenerationSource
     base: str | None
+    rounding: FakeQuantization | None
     _load_base: Callable[[], None] | None = None
 
     @contextmanager
     def as_base(self) -> Iterator[nn.Module]:
-        """The model before training. Without adapters its weights replace the trained ones, for good."""
+        """The model before training, in its own weights. Without adapters they replace the trained ones, for good."""
+        if self.rounding is not None:
+            self.rounding.is_on = False
         if self._load_base is not None:
             self._load_base()
         with adapters_off(self.model) if self.source.adapter is not None else nullcontext():
@@ -61,16 +67,19 @@ def place_model(
         cfg = replace(cfg, lora=kept)
         add_adapters(model, kept, dtype)
     model.requires_grad_(False)
+    rounding = fake_quantize_linears(model, cfg.qat, cfg.qat_group_size, 0)  # what the export rounds
+    if rounding is not None:
+        get_logger().info("%s", rounding.describe())
     parallel = parallelize(model, cfg, world, for_training=False)
     materialize(model, cfg.memory, world.device)
     load_weights(model, source.spec, source.folder)
     if source.adapter is not None:
         init_adapters(model, 0)
         load_adapter(model, source.spec, source.adapter, some=True)
-        return PlacedModel(model.eval(), parallel, source, str(source.folder))
+        return PlacedModel(model.eval(), parallel, source, str(source.folder), rounding)
     load = _loader_of_base(cfg, source, model, base)
     name = str(base) if base is not None else cfg.model.preset
-    return PlacedModel(model.eval(), parallel, source, name if load is not None else None, load)
+    return PlacedModel(model.eval(), parallel, source, name if load is not None else None, rounding, load)
 
 
 def _loader_of_base(

@@ -1,5 +1,6 @@
 """Runs that train rounded weights: what they export, rounded, computes what they computed; when rounding begins."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from recipe_lib.cli.main import main
 from tests import torchao_oracle
 from tests.recipes.runs import DPO, LORA, arguments, done, metrics, probe, run_here, steps, stories
 from tests.recipes.test_dpo import write_pairs
@@ -83,6 +85,28 @@ def test_rounding_begins_at_its_step_and_a_run_goes_on_bitwise_across_it(tmp_pat
         assert steps(output) == begun and validations(output) == validations(tmp_path / "late")
         wanted = everything(whole.recipe)
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in everything(gone_on.recipe).items())
+
+
+@pytest.mark.parametrize("name", ["int4", "int4, adapters"])
+def test_an_evaluation_of_a_run_rounds_as_its_validations_did(
+    realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture, name: str
+) -> None:
+    """And its base is measured as it was before training."""
+    recipe = LORA if "adapters" in name else "full_finetune_distributed"
+    text = ("data.source=examples/demo/train.jsonl", "validation.source=examples/demo/heldout.jsonl")
+    text += ("validation.every_n_steps=1", "validation.max_samples=4", "max_steps=3", "optimizer.lr=1e-2")
+    done(run_here(stories(realdata, tmp_path / "run", *text, *RUNS[name]), recipe=recipe))
+    still = ("optimizer.lr=1e-12", *(word for word in RUNS[name] if word.startswith("recipe")))
+    done(run_here(stories(realdata, tmp_path / "still", *text, *still), recipe=recipe))
+    capsys.readouterr()
+    found = {}
+    for words in ((), ("qat=null",)):
+        assert main(["eval", str(tmp_path / "run"), "--no-generate", "--json", *words]) == 0
+        found[words] = json.loads(capsys.readouterr().out)
+    rounded, unrounded = (numbers["tuned"]["loss"] for numbers in found.values())
+    assert rounded == pytest.approx(validations(tmp_path / "run")[-1], rel=1e-6) and abs(rounded - unrounded) > 1e-3
+    for numbers in found.values():
+        assert numbers["base"]["loss"] == pytest.approx(validations(tmp_path / "still")[-1], rel=1e-6)
 
 
 def test_a_start_that_never_comes_is_refused(tmp_path: Path):
