@@ -74,7 +74,7 @@ def parser() -> Parser:
     options.add_argument("--gguf", choices=GGUF_KINDS, help="a GGUF file, its matrices in this type")
     options.add_argument("--pre", metavar="NAME", help="--gguf: llama.cpp's pre-tokenizer, if it is not recognized")
     options.add_argument("--quantize", choices=QUANTIZED_KINDS, help="a Hugging Face folder with quantized linears")
-    size = f"--quantize int4: weights that share a scale; default: {GROUP_SIZE}"
+    size = f"--quantize int4: weights that share a scale; default: {GROUP_SIZE}, or a run's qat_group_size"
     options.add_argument("--group-size", type=int, metavar="N", help=size)
     options.add_argument(
         "--out",

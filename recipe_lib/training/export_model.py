@@ -25,6 +25,7 @@ from recipe_lib.training.next_commands import (
     merge_command,
     model_commands,
     own_recipe,
+    run_commands,
     tell_next,
 )
 from recipe_lib.training.resolve_model import ResolvedModel
@@ -57,7 +58,7 @@ def export_trained_model(
     get_logger().info("model: %s", folder)
     _tell_rounding(cfg, is_adapter=False)
     if usable:
-        tell_next(model_commands(folder))
+        tell_next([*model_commands(folder), *run_commands(cfg)])
 
 
 def export_trained_adapter(
@@ -112,7 +113,7 @@ def export_trained_adapter(
         merge = [merge_command(Path(cfg.output_dir), recipe=own_recipe(cfg))]
         stays = merged.exists() and not cfg.overwrite_output_dir  # of a run that is gone on with
         then = model_commands(merged) if cfg.lora.merge_on_save else [] if stays else merge
-        tell_next([*commands(folder, source.name), *then])
+        tell_next([*commands(folder, source.name), *then, *run_commands(cfg)])
 
 
 def _tell_rounding(cfg: FullFinetuneConfig, *, is_adapter: bool) -> None:

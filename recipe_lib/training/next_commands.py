@@ -46,6 +46,18 @@ def quantized_commands(folder: Path) -> list[str]:
     return [_line("vllm", "serve", folder)]
 
 
+def run_commands(cfg: FullFinetuneConfig) -> list[str]:
+    """What to do with a run: evaluate it, where it has held-out answers; quantize it as it was trained to be."""
+    output, recipe = Path(cfg.output_dir), own_recipe(cfg)
+    options = [] if recipe is None else ["--recipe", recipe]
+    found = []
+    if cfg.validation.source is not None and cfg.samples == "answers":
+        found.append(_line("tune", "eval", output, *options))
+    if cfg.qat in ("int4", "int8"):
+        found.append(_line("tune", "export", output, "--quantize", cfg.qat, *options))
+    return found
+
+
 def merge_command(checkpoint: Path, base: str | None = None, recipe: str | None = None) -> str:
     """How the adapter of a run or a folder is merged. base: given where it is not found. recipe: of one's own."""
     options = [word for option, value in (("--base", base), ("--recipe", recipe)) if value for word in (option, value)]

@@ -95,7 +95,11 @@ def test_an_evaluation_of_a_run_rounds_as_its_validations_did(
     recipe = LORA if "adapters" in name else "full_finetune_distributed"
     text = ("data.source=examples/demo/train.jsonl", "validation.source=examples/demo/heldout.jsonl")
     text += ("validation.every_n_steps=1", "validation.max_samples=4", "max_steps=3", "optimizer.lr=1e-2")
-    done(run_here(stories(realdata, tmp_path / "run", *text, *RUNS[name]), recipe=recipe))
+    run = done(run_here(stories(realdata, tmp_path / "run", *text, *RUNS[name]), recipe=recipe))
+    evaluated, exported = (
+        f"next: tune {words}" for words in (f"eval {tmp_path}/run", f"export {tmp_path}/run --quantize int4")
+    )
+    assert evaluated in run.said and exported in run.said
     still = ("optimizer.lr=1e-12", *(word for word in RUNS[name] if word.startswith("recipe")))
     done(run_here(stories(realdata, tmp_path / "still", *text, *still), recipe=recipe))
     capsys.readouterr()
@@ -104,6 +108,8 @@ def test_an_evaluation_of_a_run_rounds_as_its_validations_did(
         assert main(["eval", str(tmp_path / "run"), "--no-generate", "--json", *words]) == 0
         found[words] = json.loads(capsys.readouterr().out)
     rounded, unrounded = (numbers["tuned"]["loss"] for numbers in found.values())
+    assert main(exported.split()[2:]) == 0  # by the run's group size, which is not the default
+    assert "rounded as in training (qat=int4)" in capsys.readouterr().out
     assert rounded == pytest.approx(validations(tmp_path / "run")[-1], rel=1e-6) and abs(rounded - unrounded) > 1e-3
     for numbers in found.values():
         assert numbers["base"]["loss"] == pytest.approx(validations(tmp_path / "still")[-1], rel=1e-6)
