@@ -7,7 +7,7 @@ from torch import nn
 
 from recipe_lib.config.mesh import padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.data import Dataset, validation_batch_size, validation_steps
+from recipe_lib.data import Dataset, validation_steps
 from recipe_lib.generation.batch import Generated
 from recipe_lib.parallel import Parallel, World
 from recipe_lib.training import result_of_each
@@ -57,16 +57,14 @@ def score_sequences(
     steps = validation_steps(
         dataset, world.data_rank, world.data_ranks, batch_size, pad_id, multiple=padded_multiple(cfg)
     )
-    size = validation_batch_size(len(dataset), world.data_ranks, batch_size)
     own: list[tuple[int, float, int, int]] = []
-    for number, batches in enumerate(steps):
+    for batches in steps:
         micro_batch = batches.to(world.device).micro_batches[0]
         (scores,) = result_of_each(parallel, scores_by(model), [micro_batch])
         if scores is None:  # another stage of the pipeline has them
             continue
-        first = (number * world.data_ranks + world.data_rank) * size
-        for at, (likelihood, tokens, right) in enumerate(sequence_sums(scores, micro_batch).tolist()):
-            if first + at < len(dataset):
-                own.append((first + at, likelihood, int(tokens), int(right)))
+        sums = sequence_sums(scores, micro_batch).tolist()
+        for row, (likelihood, tokens, right) in zip(micro_batch.sequences, sums, strict=True):
+            own += [(number, likelihood, int(tokens), int(right)) for number in row]  # none in a row that fills up
     gathered = sorted(row for rows in world.gather_json(own) for row in rows)
     return {number: SequenceScore(*numbers) for number, *numbers in gathered}

@@ -15,6 +15,7 @@ from recipe_lib.config.keys import read_schema
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
+from tests.recipes import labeled_runs
 from tests.recipes.runs import DPO, ROOT, metrics, run_here
 from tests.selection import selected, slow_except
 
@@ -64,25 +65,7 @@ def write_pairs(folder: Path, number: int = 24) -> Path:
 
 def arguments(data: Path, output: Path, *overrides: str) -> list[str]:
     """Command line of a run of seconds on a model of two layers of width 32 and 64."""
-    return [
-        "--config",
-        str(Path(__file__).parent / "pairs.yaml"),
-        f"model.preset={ROOT / 'tests' / 'recipes' / 'tiny.json'}",
-        "tokenizer.path=examples/demo/tokenizer",
-        f"data.source={data}",
-        "data.template=plain",
-        "data.cache=false",
-        "max_seq_len=128",
-        "dtype=fp64",
-        "device=cpu",
-        "optimizer.lr=3e-3",
-        "lr_scheduler.type=constant",
-        "checkpoint.save_model=false",
-        "log.every_n_steps=1000",
-        f"max_steps={STEPS}",
-        f"output_dir={output}",
-        *overrides,
-    ]
+    return labeled_runs.arguments(data, output, DPO, "data.format=preference", f"max_steps={STEPS}", *overrides)
 
 
 def train(folder: Path, kind: str, overrides: tuple[str, ...], ranks: int) -> list[dict[str, Any]]:

@@ -126,8 +126,8 @@ def test_steps_are_those_of_a_plain_loop(tmp_path: Path) -> None:
         f"model.path={tmp_path / 'model'}",
         "optimizer.weight_decay=0",
     )
-    argv = arguments(write_answers(tmp_path), tmp_path / "run", DPO, *ALL, *given, "~validation")
-    run = run_here([word for word in argv if not word.startswith(("model.preset", "validation."))], recipe=DPO)
+    argv = arguments(write_answers(tmp_path), tmp_path / "run", DPO, *ALL, *given)
+    run = run_here([word for word in argv if not word.startswith("model.preset")], recipe=DPO)
     assert run.code == 0, run.said
     recorded = [line["loss"] for line in metrics_of(tmp_path / "run")]
     assert recorded == pytest.approx(
@@ -140,7 +140,7 @@ def test_bad_labels(tmp_path: Path) -> None:
 
     def refused(rows: list[dict[str, Any]], *overrides: str) -> str:
         argv = arguments(write(tmp_path / "rows.jsonl", rows), tmp_path / "run", DPO, "dpo.loss=kto", *overrides)
-        run = run_here([word for word in argv if not word.startswith("validation.")], recipe=DPO)
+        run = run_here(argv, recipe=DPO)
         assert run.code == 2, run.said
         return run.said[-1]
 

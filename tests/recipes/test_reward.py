@@ -11,7 +11,7 @@ import torch
 from recipe_lib.cli.main import main
 from recipe_lib.training.scores import sequence_scores
 from tests.distributed.ranks import run_ranks
-from tests.recipes.labeled_runs import arguments, metrics_of, train_all, write, write_classes, write_margins
+from tests.recipes.labeled_runs import arguments, metrics_of, train_all, validated, write, write_classes, write_margins
 from tests.recipes.runs import LORA, PLAIN, REWARD, run_here
 from tests.selection import selected, slow_except
 
@@ -69,7 +69,7 @@ def test_two_ranks_record_what_one_records(results: Any, case: tuple[str, tuple[
 
 def stories(realdata: Path, data: Path, output: Path, *overrides: str) -> list[str]:
     given = ("dtype=fp32", "batch_size=4", "checkpoint.save_model=true", f"model.path={realdata / 'stories260K-hf'}")
-    words = arguments(data, output, REWARD, *given, *overrides)
+    words = arguments(data, output, REWARD, *given, *validated(data), *overrides)
     return [word for word in words if not word.startswith(("model.preset", "tokenizer.path"))]
 
 
@@ -209,7 +209,7 @@ def test_accuracy_rises(realdata: Path, tmp_path: Path) -> None:
 def test_bad_samples(tmp_path: Path) -> None:
     def refused(rows: list[dict[str, Any]], *overrides: str) -> str:
         argv = arguments(write(tmp_path / "rows.jsonl", rows), tmp_path / "run", REWARD, *overrides)
-        run = run_here([word for word in argv if not word.startswith("validation.")], recipe=REWARD)
+        run = run_here(argv, recipe=REWARD)
         assert run.code == 2, run.said
         return run.said[-1]
 
