@@ -73,15 +73,22 @@ def _model(c: ConfigImport, key: str) -> None:
     """The builder: family and size are the folder's, adapters and quantization are keys of ours."""
     component = str(c.value(key))
     family, _, builder = component.removeprefix("torchtune.models.").partition(".")
-    size = re.sub(r"^q?lora_", "", builder)
     if not component.startswith("torchtune.models.") or family not in FAMILIES:
         c.refuse(key, f"expected a builder of one of {', '.join(FAMILIES)}", may_be_left_out=False)
         return
-    if preset := PRESETS.get(size):
-        without_weights = f"~model.path model.preset={preset} tokenizer.path=examples/demo/tokenizer"
-        c.notes.append(f"before the weights are here: tune plan CONFIG {without_weights}")
+    if preset := _preset(builder):
+        words = f"~model.path model.preset={preset} tokenizer.path=examples/demo/tokenizer"
+        teacher = _preset(str(c.value("teacher_model._component_")).rpartition(".")[2])
+        if teacher:
+            words += f" ~distill.teacher distill.teacher_preset={teacher}"
+        c.notes.append(f"before the weights are here: tune plan CONFIG {words}")
     quantized = {"lora.quantize_base": "nf4"} if builder.startswith("qlora_") else {}
     c.carry(key, quantized, "the folder's config.json has the architecture" if not quantized else "")
+
+
+def _preset(builder: str) -> str | None:
+    """The shipped architecture of a builder such as `lora_llama3_2_1b`."""
+    return PRESETS.get(re.sub(r"^q?lora_", "", builder))
 
 
 def _teacher(c: ConfigImport, key: str) -> None:

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from recipe_lib.models.scored_spec import spec_of_run
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 CONFIG_FILE = "config.json"
+_SIZE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?[bm]\b")  # of a model, in its lower-case name
 
 
 def plannable(cfg: Any) -> tuple[Any, list[str]]:
@@ -76,7 +78,8 @@ def find_shape(name: str, key: str = "model.path", preset: str = "model.preset")
     if name in shipped:
         return shipped[name], f"{name} is not on this machine: its shape is that of the preset {shipped[name]}"
     begun = [known for known in shipped if name.lower().startswith(known.lower())]  # `...-8B-Instruct` of `...-8B`
-    like = max(begun, key=len, default=nearest(name, shipped, cutoff=0.8))
+    of_its_size = [known for known in shipped if _SIZE.findall(known.lower()) == _SIZE.findall(name.lower())]
+    like = max(begun, key=len, default=nearest(name, of_its_size, cutoff=0.7))
     hint = f"or plan with {key}={like} if it has the same shape" if like else f"or set {preset} to its shape"
     raise ConfigError(
         f"{key}={show(name)}: found no folder, nothing in the hub cache and no shipped config of that model; "

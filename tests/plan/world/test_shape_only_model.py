@@ -62,6 +62,7 @@ def test_the_hub_cache_goes_before_the_shipped_shape(tmp_path: Path, monkeypatch
     ("path", "said"),
     [
         ("meta-llama/Meta-Llama-3-8B-Instruct", "model.path=meta-llama/Meta-Llama-3-8B if it has the same shape"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "-8B if it has the same shape"),  # not a 70B of a name more alike
         ("somebody/something", "tune download somebody/something"),
         ("no/such/folder", "found no folder"),
     ],
