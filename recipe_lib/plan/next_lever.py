@@ -127,7 +127,9 @@ def _levers(kind: str, cfg: Any, ranks: int) -> Iterator[Changes]:
         if ranks > 1 and cfg.parallel.fsdp_wrap_policy in ("auto", "layers"):
             yield {"parallel.fsdp_wrap_policy": "memory_efficient"}
     elif kind == "parameters":
-        adapters = cfg.trained_adapters
+        adapters, distill = cfg.trained_adapters, getattr(cfg, "distill", None)
+        if distill is not None and distill.from_disk is None and distill.quantize_teacher == "none":
+            yield {"distill.quantize_teacher": "nf4"}
         if adapters is not None and adapters.quantize_base == "none":
             yield {"lora.quantize_base": "nf4"}
         if adapters is None and cfg.dtype == "fp32":

@@ -279,6 +279,21 @@ def _weights(cfg: Any) -> list[Lever]:
             found.append(Lever({"lora.rank": adapters.rank // 2}, "smaller adapters"))
         if targets := other_targets(cfg):
             found.append(Lever({"lora.target_modules": targets}, compared_text(cfg, targets), weighed=True))
+    return found + _teacher(cfg)
+
+
+def _teacher(cfg: Any) -> list[Lever]:
+    """Of a run that has a teacher in memory."""
+    distill = getattr(cfg, "distill", None)
+    if distill is None or distill.from_disk is not None:
+        return []
+    found = [
+        Lever({"distill.quantize_teacher": kind}, "the teacher's weights are rounded")
+        for kind in QUANTIZED
+        if kind not in (distill.quantize_teacher, "none")
+    ]
+    if not distill.stream_teacher:
+        found.append(Lever({"distill.stream_teacher": True}, "the teacher's layers are in host memory"))
     return found
 
 

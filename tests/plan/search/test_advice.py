@@ -113,6 +113,31 @@ def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches(
     assert {"parallel.reduce_gradients=micro_batch", "parallel.reshard_after_forward=true"} <= back
 
 
+def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not() -> None:
+    from recipe_lib.plan.next_lever import _levers
+    from recipe_lib.plan.search.advice import levers
+    from recipe_lib.plan.search.trials import changed, override_text
+    from recipe_lib.plan.world.sequence_lengths import Sequence
+
+    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
+    of_teachers = {
+        f"distill.{text}" for text in ("quantize_teacher=nf4", "quantize_teacher=int8", "stream_teacher=true")
+    }
+
+    def offered(*overrides: str) -> set[str]:
+        cfg = load("llama3_2/1B_distill", *overrides)
+        assert all(changed(cfg, lever.changes) for lever in levers(cfg, wanted) if "teacher" in str(lever.changes))
+        return {override_text(lever.changes) for lever in levers(cfg, wanted)} & of_teachers
+
+    assert offered("distill.quantize_teacher=none") == of_teachers
+    assert offered() == of_teachers - {"distill.quantize_teacher=nf4"}
+    assert offered("distill.stream_teacher=true") == {"distill.quantize_teacher=int8"}
+    from_disk = ("~distill.teacher", "distill.quantize_teacher=none", "distill.from_disk=taught")
+    assert offered(*from_disk) == set()
+    whole = load("llama3_2/1B_distill", "distill.quantize_teacher=none")
+    assert next(iter(_levers("parameters", whole, 1))) == {"distill.quantize_teacher": "nf4"}
+
+
 def test_overrides_are_typed_as_they_stand():
     from recipe_lib.config import load_config
     from recipe_lib.plan.search.trials import override_text
