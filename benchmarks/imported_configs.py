@@ -2,8 +2,8 @@
 
 Prints a Markdown table with a row for each YAML file under the folders: the recipe, and how many of its keys were
 carried, carried with another effect, or dropped; or the line that refuses it. --counts: a row for each tool and
-recipe, and how many files were refused for what. No folder: the configs of torchtune's wheel, installed or in the
-folder that TORCHTUNE_CONFIGS names.
+recipe, and how many files were refused for what. --keys: a row for each key. No folder: the configs of torchtune's
+wheel, installed or in the folder that TORCHTUNE_CONFIGS names.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from recipe_lib.config.other_configs import Imported, import_file
+from recipe_lib.config.other_configs.conversion import KeyFate
 from recipe_lib.errors import ConfigError
 
 KINDS = ("carried", "other effect", "dropped")
@@ -79,17 +80,44 @@ def count_table(found: Iterable[tuple[str, Imported | str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def key_table(found: Iterable[tuple[str, Imported | str]]) -> str:
+    """A row a key of the files that are imported: in how many it was carried or dropped, and the line that is said of
+    it most often. found: what `outcomes` gives."""
+    kinds: dict[str, Counter[str]] = {}
+    said: dict[str, Counter[str]] = {}
+    for _, outcome in found:
+        if isinstance(outcome, str):
+            continue
+        for key, fate in outcome.fates.items():
+            if fate.kind in KINDS:
+                kinds.setdefault(key, Counter())[fate.kind] += 1
+                said.setdefault(key, Counter())[_in_words(fate)] += 1
+    lines = ["| key | carried | other effect | dropped | ours, or why |", "|---|---|---|---|---|"]
+    for key in sorted(kinds):
+        words = max(said[key].items(), key=lambda pair: (pair[1], pair[0]))[0]
+        lines.append(f"| `{key}` | {' | '.join(str(kinds[key][kind]) for kind in KINDS)} | {words} |")
+    return "\n".join(lines) + "\n"
+
+
+def _in_words(fate: KeyFate) -> str:
+    """Our keys, without the values that each file has, and why."""
+    ours = ", ".join(f"`{name}`" for name in sorted(fate.ours))
+    return "; ".join(part for part in (ours, fate.why) if part).replace("|", "\\|")
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path)
     parser.add_argument("--counts", action="store_true", help="a row for each tool and recipe")
+    parser.add_argument("--keys", action="store_true", help="a row for each key")
     arguments = parser.parse_args()
     folders = arguments.folders or [folder for folder in [torchtune_configs()] if folder]
     if not folders:
         parser.error("torchtune's configs are not here: name a folder, or set TORCHTUNE_CONFIGS")
     found = [pair for folder in folders for pair in outcomes(folder)]
-    print(count_table(found) if arguments.counts else table(found), end="")
+    shown = key_table if arguments.keys else count_table if arguments.counts else table
+    print(shown(found), end="")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.imported_configs import count_table, outcomes, table, torchtune_configs
+from benchmarks.imported_configs import count_table, key_table, outcomes, table, torchtune_configs
 from recipe_lib.cli.main import main
 from recipe_lib.config.other_configs import Imported, import_file
 from recipe_lib.config.other_configs.conversion import CHANGED
@@ -65,6 +65,8 @@ def test_all_of_the_wheel_are_imported_or_refused_in_one_line(tmp_path: Path, ca
     page = (ROOT / "docs" / "import.md").read_text(encoding="utf-8")
     rerun = "put what `python -m benchmarks.imported_configs --counts` prints into docs/import.md"
     assert count_table(found.items()) in page, rerun
+    keys = (ROOT / "docs" / "measurements" / "imported_keys.md").read_text(encoding="utf-8")
+    assert keys.endswith(f"\n\n{key_table(found.items())}"), "put what it prints with --keys into that page"
 
 
 def check_equal(theirs: dict[str, Any], imported: Imported) -> None:
