@@ -176,7 +176,7 @@ def _methods() -> list[PlanCase]:
     return [
         PlanCase("distill", small, 1, 2048),
         PlanCase("distill", small, 1, 2048, levers=teacher),
-        PlanCase("distill", small, 4, 4096, levers=("distill.divergence=jensen_shannon", "distill.trainable=adapters")),
+        PlanCase("distill", small, 4, 2048, levers=("distill.divergence=jensen_shannon", "distill.trainable=adapters")),
         PlanCase("qat", small, 1, 2048),
         PlanCase("qat", small, 4, 2048, "selective", levers=("qat=fp8",)),
         *(PlanCase(method, "llama3/8B", 1, 2048) for method in LABELED),
