@@ -22,6 +22,7 @@ SHARING: dict[str, Callable[[Any, int], Iterable[Any]]] = {
 }
 STRATEGY_KEY = "parallel.strategy"
 STATES_KEY = "optimizer.state_bits"
+TEACHER_KEYS = ("distill.quantize_teacher", "distill.stream_teacher")
 # The micro-batch, with as many of them as make up the batch of a step.
 SIZE_KEYS = {"batch_size", "gradient_accumulation_steps"}
 
@@ -48,10 +49,12 @@ def data_ranks(cfg: Any, ranks: int) -> int:
 
 def variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
     """Settings to begin with, group by group: a group is only tried if nothing of those before it fits."""
-    quantize = value_of(cfg, "lora.quantize_base")
+    quantize = cfg.trained_adapters.quantize_base if cfg.trained_adapters is not None else None
     free = quantize is not None and "lora.quantize_base" not in fixed
     stays = {} if "memory.cpu_offload" in fixed else {"memory.cpu_offload": False}
     yield [stays, *([stays | {"lora.quantize_base": "none"}] if free and quantize != "none" else [])]
+    if teacher := [stays | one for one in _teachers(cfg, fixed)]:
+        yield teacher
     rounded: list[Changes] = []
     if free:
         rounded = [
@@ -73,6 +76,15 @@ def variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
         on_host.insert(0, stays | {STREAM_KEY: True})
     if on_host:
         yield [held | one for held in on_host for one in (rounded or [{}])]
+
+
+def _teachers(cfg: Any, fixed: Collection[str]) -> Iterator[Changes]:
+    """Smaller ones, of a run that has one in memory whose weights are not rounded; then one in host memory."""
+    if value_of(cfg, TEACHER_KEYS[0]) != "none" or cfg.distill.from_disk is not None:
+        return
+    for changes in ({TEACHER_KEYS[0]: "int8"}, {TEACHER_KEYS[0]: "nf4"}, {TEACHER_KEYS[1]: True}):
+        if not set(changes) & set(fixed):
+            yield changes
 
 
 def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:

@@ -21,6 +21,7 @@ from recipe_lib.plan.search.search_space import (
     PIPELINE_KEY,
     SIZE_KEYS,
     STATES_KEY,
+    TEACHER_KEYS,
     batch_per_step_with,
     micro_batch,
     sizes,
@@ -289,7 +290,7 @@ def _parts(trials: Trials, changes: Changes) -> int:
 
 def variant_key(changes: Changes) -> str:
     """Of the part of the changes that is no way to share the model, and no micro-batch."""
-    names = ("memory.cpu_offload", STREAM_KEY, OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY)
+    names = ("memory.cpu_offload", STREAM_KEY, OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY, *TEACHER_KEYS)
     return key_of({key: value for key, value in changes.items() if key in names})
 
 

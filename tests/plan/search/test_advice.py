@@ -138,6 +138,33 @@ def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not()
     assert next(iter(_levers("parameters", whole, 1))) == {"distill.quantize_teacher": "nf4"}
 
 
+def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_what_is_trained() -> None:
+    from recipe_lib.plan.search.search_space import variants
+
+    cfg = load("llama3_2/1B_distill", "distill.quantize_teacher=none", "distill.trainable=all")
+    stays = {"memory.cpu_offload": False}
+    teacher = [
+        {"distill.quantize_teacher": "int8"},
+        {"distill.quantize_teacher": "nf4"},
+        {"distill.stream_teacher": True},
+    ]
+    first, second, third, *_ = variants(cfg, ())
+    assert (first, second) == ([stays], [stays | one for one in teacher])
+    assert {"optimizer.state_bits": 8} | stays in third  # every parameter has states
+    every = [one for group in variants(cfg, ()) for one in group]
+    assert not any("lora.quantize_base" in one for one in every)
+    given = list(variants(cfg, ("distill.stream_teacher",)))
+    assert given[1] == [stays | one for one in teacher[:2]]
+    for own in ("distill.quantize_teacher=nf4", "distill.from_disk=taught"):
+        words = [
+            "distill.trainable=adapters",
+            *([own] if "nf4" in own else [own, "~distill.teacher", "distill.quantize_teacher=none"]),
+        ]
+        found = [one for group in variants(load("llama3_2/1B_distill", *words), ()) for one in group]
+        assert not any(key.startswith("distill.") for one in found for key in one)
+        assert any("lora.quantize_base" in one for one in found)
+
+
 def test_overrides_are_typed_as_they_stand():
     from recipe_lib.config import load_config
     from recipe_lib.plan.search.trials import override_text
