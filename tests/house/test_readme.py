@@ -286,7 +286,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "no rank ever holds the model in 16 bits": "tests/adapters/test_quantized_sharded.py::"
     "test_loading_reads_a_ranks_blocks_in_pieces",
     "exit code 2 if there is a fault": "tests/cli/test_data.py::test_check_finds_every_fault",
-    "`checkpoint.keep_best=true` exports the best step": "tests/recipes/test_best_runs.py",
+    "`checkpoint.keep_best` exports the best step": "tests/recipes/test_best_runs.py",
     "A model goes to llama.cpp and Ollama": "tests/checkpoint/gguf/test_gguf_models.py",
     "`qat=int4` trains it for the bits": "tests/recipes/test_qat_runs.py::"
     "test_what_transformers_loads_quantized_computes_what_training_computed",
