@@ -110,6 +110,11 @@ def test_an_evaluation_of_a_run_rounds_as_its_validations_did(
     rounded, unrounded = (numbers["tuned"]["loss"] for numbers in found.values())
     assert main(exported.split()[2:]) == 0  # by the run's group size, which is not the default
     assert "rounded as in training (qat=int4)" in capsys.readouterr().out
+    other = ["--quantize", "int4", "--group-size", "2", "--out", str(tmp_path / "other")]
+    assert main(["export", str(tmp_path / "run"), *other]) == 0
+    assert "not rounded as in training, which was with qat=int4 qat_group_size=4" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert rounded == pytest.approx(validations(tmp_path / "run")[-1], rel=1e-6) and abs(rounded - unrounded) > 1e-3
     for numbers in found.values():
         assert numbers["base"]["loss"] == pytest.approx(validations(tmp_path / "still")[-1], rel=1e-6)
