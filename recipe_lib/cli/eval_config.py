@@ -39,7 +39,7 @@ def run_of(name: str) -> Path | None:
 
 def eval_config(arguments: argparse.Namespace, source: "GenerationSource", run: Path | None) -> FullFinetuneConfig:
     """The config; its validation.source is what is looked at. ConfigError if there is none."""
-    trained = config_of_run(run, arguments.recipe)
+    trained = _config_of(run, arguments.recipe)
     words = [f"tokenizer.path={_text(source.tokenizer)}"]
     words += _of_model(source, trained)
     words += _of_samples(arguments, trained)
@@ -48,8 +48,7 @@ def eval_config(arguments: argparse.Namespace, source: "GenerationSource", run: 
     return cfg
 
 
-def config_of_run(run: Path | None, recipe: str | None) -> FullFinetuneConfig | None:
-    """What a run was trained with; recipe: its own, of a config with keys of its own. ConfigError."""
+def _config_of(run: Path | None, recipe: str | None) -> FullFinetuneConfig | None:
     if run is None:
         return None
     path = run / CONFIG

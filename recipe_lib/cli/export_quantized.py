@@ -1,11 +1,13 @@
 """`tune export WHAT --quantize KIND`: a Hugging Face folder with linears in 4 or 8 bits, opened again and compared."""
 
 import argparse
+from dataclasses import dataclass
+from pathlib import Path
 
 from recipe_lib.checkpoint.export_kinds import GROUP_SIZE
-from recipe_lib.cli.eval_config import config_of_run, run_of
+from recipe_lib.cli.eval_config import CONFIG, run_of
 from recipe_lib.cli.exported_model import find_exported, merged_folder, target_of_export
-from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.read_yaml import read_file
 from recipe_lib.errors import CheckpointError
 from recipe_lib.files import bytes_in
 from recipe_lib.logs import print_wrapped
@@ -24,8 +26,9 @@ def export_quantized(arguments: argparse.Namespace) -> None:
             f"{found.adapter}: is an adapter; merge it first (tune export {found.adapter} --merge), and quantize the "
             "merged model"
         )
-    trained = config_of_run(run_of(arguments.checkpoint), arguments.recipe)
-    kind, group_size = arguments.quantize, _group_size(arguments, trained)
+    kind, trained = arguments.quantize, _rounding_of(run_of(arguments.checkpoint))
+    usual = trained.group_size if trained is not None and trained.kind == "int4" else GROUP_SIZE
+    group_size = usual if arguments.group_size is None else arguments.group_size
     if group_size < 1:
         raise CheckpointError(f"--group-size: found {group_size}, expected a number >= 1")
     out = target_of_export(found, arguments, f"-{kind}")
@@ -36,23 +39,32 @@ def export_quantized(arguments: argparse.Namespace) -> None:
     print_wrapped(f"model: {out} ({kind}, {scales}, {format_bytes(bytes_in(out))})")
     if kind == "int4":
         print_wrapped("note: torchao keeps codes of 4 bits in a byte each where there is no GPU")
-    if trained is not None and trained.qat is not None:
+    if trained is not None:
         print_wrapped(_compared(trained, kind, group_size))
     print_wrapped(f"check: {report.check}")
     print_next(quantized_commands(out))
 
 
-def _group_size(arguments: argparse.Namespace, trained: FullFinetuneConfig | None) -> int:
-    """--group-size, or that of a run with qat=int4, or the default."""
-    if arguments.group_size is not None:
-        return int(arguments.group_size)
-    return trained.qat_group_size if trained is not None and trained.qat == "int4" else GROUP_SIZE
+@dataclass(frozen=True)
+class _Rounding:
+    """What a run was trained with: `qat`, and `qat_group_size`."""
+
+    kind: str
+    group_size: int
 
 
-def _compared(trained: FullFinetuneConfig, kind: str, group_size: int) -> str:
+def _rounding_of(run: Path | None) -> _Rounding | None:
+    """Of the run's config as it is written, whatever other keys its recipe has; None without `qat`."""
+    entries = {} if run is None else read_file(run / CONFIG, str(run / CONFIG)).top.entries
+    found = {name: entries[name][1].text for name in ("qat", "qat_group_size") if name in entries}
+    if found.get("qat", "null") == "null":
+        return None
+    return _Rounding(found["qat"], int(found.get("qat_group_size", GROUP_SIZE)))
+
+
+def _compared(trained: _Rounding, kind: str, group_size: int) -> str:
     """Whether the weights are rounded as they were in training."""
-    same = trained.qat == kind and (kind != "int4" or trained.qat_group_size == group_size)
-    if same:
+    if trained == _Rounding(kind, group_size if kind == "int4" else trained.group_size):
         return f"rounded as in training (qat={kind})"
-    group = f" qat_group_size={trained.qat_group_size}" if trained.qat == "int4" else ""
-    return f"note: not rounded as in training, which was with qat={trained.qat}{group}"
+    group = f" qat_group_size={trained.group_size}" if trained.kind == "int4" else ""
+    return f"note: not rounded as in training, which was with qat={trained.kind}{group}"

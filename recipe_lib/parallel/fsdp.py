@@ -211,7 +211,7 @@ def _free_after_evaluation(model: nn.Module, args: tuple[Any, ...], output: Any)
 @contextmanager
 def evaluated_in_parts(model: Decoder, *, head: bool = False) -> Iterator[None]:
     """What a model's `hidden_states`, or its output head by itself, is called inside of, without gradients: all that
-    was gathered is freed at its end, as it is behind a forward. head: where the head's weight is in the root's unit, it
+    was gathered is freed at its end, as it is after a forward. head: where the head's weight is in the root's unit, it
     is gathered first."""
     root = model if isinstance(model, FSDPModule) else None
     if root is not None and head and not _gathers_itself(model):

@@ -11,12 +11,14 @@ from typing import Any
 from recipe_lib.plan.result import FITS, Plan
 from recipe_lib.plan.search.advice import EXPANDABLE, MAX_LOSS_CHUNKS
 from recipe_lib.plan.search.trials import (
+    QUANTIZE_TEACHER,
     Changes,
     changed,
     checkpointing,
     override_text,
     stepped_in_backward,
     streamed,
+    teacher_in_memory,
 )
 from recipe_lib.plan.tables import planned_reserved, unit_of
 from recipe_lib.units import format_bytes
@@ -127,9 +129,9 @@ def _levers(kind: str, cfg: Any, ranks: int) -> Iterator[Changes]:
         if ranks > 1 and cfg.parallel.fsdp_wrap_policy in ("auto", "layers"):
             yield {"parallel.fsdp_wrap_policy": "memory_efficient"}
     elif kind == "parameters":
-        adapters, distill = cfg.trained_adapters, getattr(cfg, "distill", None)
-        if distill is not None and distill.from_disk is None and distill.quantize_teacher == "none":
-            yield {"distill.quantize_teacher": "nf4"}
+        adapters, teacher = cfg.trained_adapters, teacher_in_memory(cfg)
+        if teacher is not None and teacher.quantize_teacher == "none":
+            yield {QUANTIZE_TEACHER: "nf4"}
         if adapters is not None and adapters.quantize_base == "none":
             yield {"lora.quantize_base": "nf4"}
         if adapters is None and cfg.dtype == "fp32":

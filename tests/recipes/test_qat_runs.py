@@ -110,6 +110,9 @@ def test_an_evaluation_of_a_run_rounds_as_its_validations_did(
     rounded, unrounded = (numbers["tuned"]["loss"] for numbers in found.values())
     assert main(exported.split()[2:]) == 0  # by the run's group size, which is not the default
     assert "rounded as in training (qat=int4)" in capsys.readouterr().out
+    if recipe != LORA:  # merging would ask for --recipe
+        with (tmp_path / "run" / "config.yaml").open("a") as config:  # of a recipe with keys of its own
+            config.write("shift: 2.0\n")
     other = ["--quantize", "int4", "--group-size", "2", "--out", str(tmp_path / "other")]
     assert main(["export", str(tmp_path / "run"), *other]) == 0
     assert "not rounded as in training, which was with qat=int4 qat_group_size=4" in " ".join(

@@ -10,7 +10,9 @@ from recipe_lib.plan.search.expert_adapters import compared_text, other_targets
 from recipe_lib.plan.search.long_sequences import LONG_SEQUENCE, is_long, traffic_text, ways_to_share
 from recipe_lib.plan.search.search_space import data_ranks
 from recipe_lib.plan.search.trials import (
+    QUANTIZE_TEACHER,
     STREAM_KEY,
+    STREAM_TEACHER,
     Changes,
     changed,
     checkpointing,
@@ -18,6 +20,7 @@ from recipe_lib.plan.search.trials import (
     override_text,
     stepped_in_backward,
     streamed,
+    teacher_in_memory,
     try_quick,
     usable_bytes,
     with_ranks,
@@ -284,16 +287,16 @@ def _weights(cfg: Any) -> list[Lever]:
 
 def _teacher(cfg: Any) -> list[Lever]:
     """Of a run that has a teacher in memory."""
-    distill = getattr(cfg, "distill", None)
-    if distill is None or distill.from_disk is not None:
+    teacher = teacher_in_memory(cfg)
+    if teacher is None:
         return []
     found = [
-        Lever({"distill.quantize_teacher": kind}, "the teacher's weights are rounded")
+        Lever({QUANTIZE_TEACHER: kind}, "the teacher's weights are rounded")
         for kind in QUANTIZED
-        if kind not in (distill.quantize_teacher, "none")
+        if kind not in (teacher.quantize_teacher, "none")
     ]
-    if not distill.stream_teacher:
-        found.append(Lever({"distill.stream_teacher": True}, "the teacher's layers are in host memory"))
+    if not teacher.stream_teacher:
+        found.append(Lever({STREAM_TEACHER: True}, "the teacher's layers are in host memory"))
     return found
 
 

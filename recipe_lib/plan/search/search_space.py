@@ -8,7 +8,15 @@ from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, mesh_shape, 
 from recipe_lib.errors import SetupError
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.long_sequences import CONTEXT_KEY, contexts, is_long
-from recipe_lib.plan.search.trials import STREAM_KEY, Changes, changed, value_of
+from recipe_lib.plan.search.trials import (
+    QUANTIZE_TEACHER,
+    STREAM_KEY,
+    STREAM_TEACHER,
+    Changes,
+    changed,
+    teacher_in_memory,
+    value_of,
+)
 from recipe_lib.plan.world.shape_only_model import layer_count
 
 REDUCE_KEY = "parallel.reduce_gradients"
@@ -22,7 +30,6 @@ SHARING: dict[str, Callable[[Any, int], Iterable[Any]]] = {
 }
 STRATEGY_KEY = "parallel.strategy"
 STATES_KEY = "optimizer.state_bits"
-TEACHER_KEYS = ("distill.quantize_teacher", "distill.stream_teacher")
 # The micro-batch, with as many of them as make up the batch of a step.
 SIZE_KEYS = {"batch_size", "gradient_accumulation_steps"}
 
@@ -51,10 +58,14 @@ def variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
     """Settings to begin with, group by group: a group is only tried if nothing of those before it fits."""
     quantize = cfg.trained_adapters.quantize_base if cfg.trained_adapters is not None else None
     free = quantize is not None and "lora.quantize_base" not in fixed
-    stays = {} if "memory.cpu_offload" in fixed else {"memory.cpu_offload": False}
+    may_offload = "memory.cpu_offload" not in fixed
+    stays: Changes = {"memory.cpu_offload": False} if may_offload else {}
     yield [stays, *([stays | {"lora.quantize_base": "none"}] if free and quantize != "none" else [])]
-    if teacher := [stays | one for one in _teachers(cfg, fixed)]:
-        yield teacher
+    rounded_teacher, streamed_teacher = _teachers(cfg, fixed)
+    if rounded_teacher or streamed_teacher:
+        yield [stays | one for one in (*rounded_teacher, *streamed_teacher)]
+    if rounded_teacher:  # alone it was not enough
+        stays = stays | rounded_teacher[-1]
     rounded: list[Changes] = []
     if free:
         rounded = [
@@ -64,27 +75,28 @@ def variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
         ]
         yield [stays | one for one in rounded]
     outside: list[Changes] = []
-    if stays and "memory.optimizer_offload" not in fixed:
+    if may_offload and "memory.optimizer_offload" not in fixed:
         outside += [stays | {"memory.optimizer_offload": True} | one for one in (rounded or [{}])]
     states = cfg.optimizer.name == "adamw" and cfg.optimizer.state_bits is None and not quantize
     if states and STATES_KEY not in fixed:  # adapters have few states
         outside.append(stays | {STATES_KEY: 8})
     if outside:
         yield outside
-    on_host: list[Changes] = [{"memory.cpu_offload": True}] if stays else []
+    on_host: list[Changes] = [{"memory.cpu_offload": True}] if may_offload else []
     if quantize is not None and not {STREAM_KEY, "memory.cpu_offload"} & set(fixed):  # layers that are not trained
         on_host.insert(0, stays | {STREAM_KEY: True})
     if on_host:
         yield [held | one for held in on_host for one in (rounded or [{}])]
 
 
-def _teachers(cfg: Any, fixed: Collection[str]) -> Iterator[Changes]:
-    """Smaller ones, of a run that has one in memory whose weights are not rounded; then one in host memory."""
-    if value_of(cfg, TEACHER_KEYS[0]) != "none" or cfg.distill.from_disk is not None:
-        return
-    for changes in ({TEACHER_KEYS[0]: "int8"}, {TEACHER_KEYS[0]: "nf4"}, {TEACHER_KEYS[1]: True}):
-        if not set(changes) & set(fixed):
-            yield changes
+def _teachers(cfg: Any, fixed: Collection[str]) -> tuple[list[Changes], list[Changes]]:
+    """Of a run that has a teacher in memory: with fewer bits, the fewest last; and in host memory."""
+    teacher = teacher_in_memory(cfg)
+    if teacher is None:
+        return [], []
+    rounds = teacher.quantize_teacher == "none" and QUANTIZE_TEACHER not in fixed
+    streams = not teacher.stream_teacher and STREAM_TEACHER not in fixed
+    return [{QUANTIZE_TEACHER: kind} for kind in ("int8", "nf4") if rounds], [{STREAM_TEACHER: True}] * streams
 
 
 def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:

@@ -21,13 +21,13 @@ from recipe_lib.plan.search.search_space import (
     PIPELINE_KEY,
     SIZE_KEYS,
     STATES_KEY,
-    TEACHER_KEYS,
     batch_per_step_with,
     micro_batch,
     sizes,
 )
 from recipe_lib.plan.search.trials import (
     STREAM_KEY,
+    TEACHER_KEYS,
     Changes,
     changed,
     checkpointing,

@@ -28,6 +28,7 @@ from recipe_lib.report.phases import phase
 Changes = dict[str, Any]
 
 STREAM_KEY = "memory.stream_layers"
+TEACHER_KEYS = QUANTIZE_TEACHER, STREAM_TEACHER = "distill.quantize_teacher", "distill.stream_teacher"
 
 _KILLED = "tune plan: one of the processes that try settings was killed (out of memory?); free some memory"
 
@@ -40,6 +41,12 @@ def value_of(cfg: Any, key: str) -> Any:
     for name in key.split("."):
         cfg = getattr(cfg, name, None)
     return cfg
+
+
+def teacher_in_memory(cfg: Any) -> Any | None:
+    """The section `distill` of a run whose teacher runs with the model; None where there is none, or none any more."""
+    distill = value_of(cfg, "distill")
+    return None if distill is None or distill.from_disk is not None else distill
 
 
 def changed(cfg: Any, changes: Changes) -> Any | None:
