@@ -6,6 +6,12 @@ Rows are GSM8K's, again and again, each with its number so that no two are alike
 chat template. Both are read from REALDATA_DIR. Each side runs in a process of its own, with two worker processes and an
 empty cache, then once more with what the first left. TRL's trainer prepares its rows when it is made (packing
 `bfd`, loss on the completion). Run it on a machine that does nothing else.
+
+    git worktree add ../before COMMIT
+    python -m benchmarks.data_path --against ../before --output docs/measurements/data_path_before.md
+
+compares with an earlier commit of this project instead: the same processes and `tune data check`, of both checkouts in
+turn, on rows of `messages` alone and on rows with columns beside them that change nothing.
 """
 
 import argparse
@@ -14,6 +20,7 @@ import json
 import os
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,11 +44,26 @@ keeps, and trains, the line break behind each answer's end token. Seconds are of
 included; for rows alone: {inside}. Memory is that of the process and of its largest worker. Versions: {versions}.
 """
 
+AGAINST = """# The data path against an earlier commit
+
+`{command}`: {rows:,} rows of GSM8K as in
+[data_path.md](data_path.md), {workers} workers, no cache. Both sides run in turn in one call, {repeats} times each; a ratio is
+the median over the pairs. Before: commit {before}. Seconds are of the whole process; CPU is that of all its processes;
+memory that of the largest. Each row of `with columns` has an `id`, a `source` and a list of `tags` beside its messages.
+
+| | before, s | now, s | ratio | before, CPU s | now, CPU s | ratio | before, MiB | now, MiB | ratio |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
+{lines}
+"""
+AGAINST_COMMAND = "python -m benchmarks.data_path --against CHECKOUT --output docs/measurements/data_path_before.md"
+COLUMNS = {"source": "gsm8k", "tags": ["arithmetic", "words"]}  # beside a row's number as its id
+
 
 def main() -> None:
     """Runs both sides and writes the page; with --side one of them, in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", type=Path, help="a Python that has trl")
+    parser.add_argument("--against", type=Path, help="a checkout of an earlier commit")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--repeats", type=int, default=3)
@@ -54,6 +76,12 @@ def main() -> None:
     realdata = os.environ.get("REALDATA_DIR")
     if not realdata:
         sys.exit("data_path: REALDATA_DIR is not set; it is the folder with datasets/gsm8k and tokenizers/qwen2_5")
+    if arguments.against:
+        page = compare_with(arguments.against.resolve(), Path(realdata), arguments.rows, arguments.repeats)
+        print(page)
+        if arguments.output:
+            arguments.output.write_text(page)
+        return
     pythons = {"ours": Path(sys.executable)} | ({"trl": arguments.trl} if arguments.trl else {})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -79,15 +107,19 @@ def main() -> None:
     )
 
 
-def write_rows(realdata: Path, folder: Path, rows: int) -> None:
-    """rows.jsonl with `messages`, and with `prompt` and `completion` as TRL has them; and the tokenizer's folder."""
+def write_rows(realdata: Path, folder: Path, rows: int, columns: dict[str, Any] | None = None) -> None:
+    """Write ours.jsonl with `messages`, trl.jsonl with `prompt` and `completion`, and the tokenizer's folder.
+
+    columns: what each row of ours.jsonl has besides, with its number as `id`.
+    """
     source = (realdata / "datasets/gsm8k/train.jsonl").read_text().splitlines()
     with open(folder / "ours.jsonl", "w") as ours, open(folder / "trl.jsonl", "w") as theirs:
         for number in range(rows):
             row = json.loads(source[number % len(source)])
             asked = {"role": "user", "content": f"{number}. {row['question']}"}
             answered = {"role": "assistant", "content": row["answer"]}
-            ours.write(json.dumps({"messages": [asked, answered]}) + "\n")
+            more = {"id": number} | columns if columns else {}
+            ours.write(json.dumps({"messages": [asked, answered]} | more) + "\n")
             theirs.write(json.dumps({"prompt": [asked], "completion": [answered]}) + "\n")
     (folder / "tokenizer").mkdir()
     for path in (realdata / "tokenizers/qwen2_5").iterdir():
@@ -95,6 +127,56 @@ def write_rows(realdata: Path, folder: Path, rows: int) -> None:
         (folder / "tokenizer" / path.name.removesuffix(".gz")).write_bytes(
             gzip.decompress(data) if path.suffix == ".gz" else data
         )
+
+
+def compare_with(before: Path, realdata: Path, rows: int, repeats: int) -> str:
+    """Return the page that compares the checkout `before` with this one, measured in turn."""
+    lines = []
+    checkouts = {"before": before, "now": Path(__file__).resolve().parents[1]}
+    for name, columns in (("messages alone", {}), ("with columns", COLUMNS)):
+        with tempfile.TemporaryDirectory() as folder_name:
+            folder = Path(folder_name)
+            write_rows(realdata, folder, rows, columns)
+            tokenize = ["-m", "benchmarks.data_path", "--side", "ours", "--folder", folder_name]
+            check = ["-m", "recipe_lib", "data", "check", *check_words(folder)]
+            for work, words in (("tokenize, mask and pack", tokenize), ("`tune data check`", check)):
+                runs: dict[str, list[tuple[float, ...]]] = {side: [] for side in checkouts}
+                for _ in range(repeats):
+                    for side, checkout in checkouts.items():
+                        shutil.rmtree(folder / "cache", ignore_errors=True)
+                        runs[side].append(measure_process(words, checkout, folder))
+                cells = []
+                for number, digits in enumerate((1, 1, 0)):  # seconds, CPU seconds, MiB
+                    pairs = [(old[number], new[number]) for old, new in zip(runs["before"], runs["now"], strict=True)]
+                    old, new = (statistics.median(values) for values in zip(*pairs, strict=True))
+                    ratio = statistics.median(new / old for old, new in pairs)
+                    cells += [f"{old:.{digits}f}", f"{new:.{digits}f}", f"{ratio:.3f}"]
+                lines.append(f"| {work}, {name} | {' | '.join(cells)} |")
+    commit = subprocess.run(["git", "-C", before, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True)
+    return AGAINST.format(
+        command=AGAINST_COMMAND,
+        rows=rows,
+        workers=WORKERS,
+        repeats=repeats,
+        before=commit.stdout.strip(),
+        lines="\n".join(lines),
+    )
+
+
+def measure_process(words: list[str], checkout: Path, folder: Path) -> tuple[float, float, float]:
+    """Run Python with the words in a checkout; return seconds, CPU seconds and the MiB of its largest process."""
+    environment = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
+    with open(folder / "said", "w+b") as said:
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=checkout, env=environment, stdout=said, stderr=subprocess.STDOUT
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - began
+        if status:
+            said.seek(0)
+            sys.exit(f"{checkout}: {' '.join(words)}: {said.read().decode(errors='replace')}")
+    return seconds, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 
 
 def run_side(side: str, python: Path, folder: Path, repeats: int) -> tuple[dict[str, float], dict[str, Any]]:
@@ -127,6 +209,25 @@ def one_side(side: str, folder: Path) -> dict[str, Any]:
     return found | {"mib": most / 1024}
 
 
+def check_words(folder: Path) -> list[str]:
+    """Return the config and the overrides that `tune data check` and a run are given."""
+    return [
+        "qwen2_5/0.5B_full",
+        "~model.path",
+        "model.preset=qwen2_5/0.5B",
+        f"tokenizer.path={folder}/tokenizer",
+        f"data.source={folder}/ours.jsonl",
+        "data.format=messages",
+        "data.packing=true",
+        f"data.num_proc={WORKERS}",
+        f"data.cache_dir={folder}/cache",
+        f"max_seq_len={LENGTH}",
+        "device=cpu",
+        "batch_size=1",
+        "gradient_accumulation_steps=1",
+    ]
+
+
 def ours(folder: Path) -> dict[str, Any]:
     """By the recipe's own calls."""
     import recipe_lib
@@ -136,24 +237,8 @@ def ours(folder: Path) -> dict[str, Any]:
     from recipe_lib.training.training_data import TrainingData, prepare
 
     began = time.perf_counter()
-    cfg = load_config(
-        "qwen2_5/0.5B_full",
-        [
-            "~model.path",
-            "model.preset=qwen2_5/0.5B",
-            f"tokenizer.path={folder}/tokenizer",
-            f"data.source={folder}/ours.jsonl",
-            "data.format=messages",
-            "data.packing=true",
-            f"data.num_proc={WORKERS}",
-            f"data.cache_dir={folder}/cache",
-            f"max_seq_len={LENGTH}",
-            "device=cpu",
-            "batch_size=1",
-            "gradient_accumulation_steps=1",
-            f"output_dir={folder}/run",
-        ],
-    )
+    config, *overrides = check_words(folder)
+    cfg = load_config(config, [*overrides, f"output_dir={folder}/run"])
     prepare(cfg)
     with start_world(cfg) as world:
         data = TrainingData(cfg, resolve_model(cfg.model), world)
