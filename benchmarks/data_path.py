@@ -47,7 +47,7 @@ included; for rows alone: {inside}. Memory is that of the process and of its lar
 AGAINST = """# The data path against an earlier commit
 
 `{command}`: {rows:,} rows of GSM8K as in
-[data_path.md](data_path.md), {workers} workers, no cache. Both sides run in turn in one call, {repeats} times each; a ratio is
+[data_path.md](data_path.md), {workers} workers, no cache. Both sides run in turn, {repeats} times each; a ratio is
 the median over the pairs. Before: commit {before}. Seconds are of the whole process; CPU is that of all its processes;
 memory that of the largest. Each row of `with columns` has an `id`, a `source` and a list of `tags` beside its messages.
 
