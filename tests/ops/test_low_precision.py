@@ -230,5 +230,5 @@ def test_one_compilation_serves_all_callers_of_a_device_that_compiles(monkeypatc
             scaled_linear(rows, parameter, None, "int8").sum().backward()
         with torch.no_grad():
             scaled_linear(hidden, parameter, None, "int8")
-    assert counters["_quantize_whole"].frame_count <= 3
+    assert counters["_quantize_whole"].frame_count <= 4
     assert counters["_scale_whole"].frame_count <= 5

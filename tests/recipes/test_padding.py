@@ -1,0 +1,78 @@
+"""Padding enters no number of a run: its batches are padded further, and whatever is recorded stays, and each gradient.
+
+The balance loss of routers is compared with transformers', which takes a mask of what is padding.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import run_ranks
+from tests.recipes.padded_runs import ACCUMULATED, BALANCED, KINDS, LONG_ROPE, Case, train_padded, write_presets
+from tests.selection import selected, slow_except
+
+EXTERNAL = "model.implementation=transformers"
+RECOMPUTE = "memory.activation_checkpointing=full"
+CASES = [
+    *(Case(kind) for kind in KINDS),
+    *(Case(kind, "qwen3_moe", 1, (BALANCED,)) for kind in KINDS),
+    *(Case("messages", family, 1, (BALANCED, RECOMPUTE)) for family in ("mixtral", "olmoe", "gpt_oss")),
+    Case("messages", LONG_ROPE),
+    Case("packed", LONG_ROPE),
+    Case("messages", "gpt_oss", 1, ("memory.mlp_tiles=3",)),
+    Case("messages", "tiny", 1, ("matmul_dtype=int8",)),
+    Case("messages", "tiny", 1, ("qat=int8",)),
+    Case("messages", "tiny", 1, ("memory.mlp_tiles=3", "memory.loss_chunks=3")),
+    Case("lora", "qwen3_moe", 1, ("lora.target_modules=[q, router, experts]", BALANCED)),
+    Case("messages", "tiny", 1, (EXTERNAL,)),
+    Case("packed", "tiny", 1, (EXTERNAL,)),
+    Case("messages", "mixtral", 1, (EXTERNAL,)),
+    Case("dpo", "mixtral", 1, (EXTERNAL,)),
+    Case("messages", "qwen3_moe", 2, (BALANCED,)),
+    Case("messages", "qwen3_moe", 2, (BALANCED, "parallel.strategy=ddp")),
+    Case("messages", "qwen3_moe", 2, (BALANCED, "parallel.tensor=2")),
+    Case("messages", "qwen3_moe", 2, (BALANCED, "parallel.context=2")),
+    Case("messages", "qwen3_moe", 2, (BALANCED, "parallel.pipeline=2", ACCUMULATED)),
+    Case("packed", "qwen3_moe", 2, (BALANCED, "parallel.context=2", RECOMPUTE)),
+    Case("packed", "gpt_oss", 2, (BALANCED, "parallel.tensor=2", RECOMPUTE)),
+    Case("dpo", "mixtral", 2, (BALANCED, "parallel.tensor=2")),
+    Case("messages", "mixtral", 2, ("parallel.tensor=2", "memory.mlp_tiles=3")),
+    Case("messages", "mixtral", 2, ("parallel.context=2", "memory.mlp_tiles=3")),
+    *(
+        Case(kind, "tiny", 2, words)
+        for kind in ("messages", "kto", "reward", "distillation")
+        for words in (("parallel.tensor=2",), ("parallel.context=2",), ())
+    ),
+    Case("dpo", "tiny", 2, ("parallel.pipeline=2", ACCUMULATED)),
+    Case("messages", LONG_ROPE, 2, ("parallel.context=2",)),
+    Case("messages", "mixtral", 4, (BALANCED, "parallel.tensor=2", "parallel.context=2")),
+]
+QUICK: list[Case] = CASES
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Any]:
+    """Of every selected case what both runs recorded, and how the parameters moved."""
+    folder = tmp_path_factory.mktemp("padding")
+    write_presets(folder)
+    cases = selected(request, "case")
+    found: dict[Case, Any] = {}
+    for ranks in (1, 2, 4):
+        mine = [case for case in cases if case.ranks == ranks]
+        if mine:
+            found |= dict(zip(mine, run_ranks(train_padded, ranks, folder, mine, timeout=500)[0], strict=True))
+    return found
+
+
+@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=str)
+def test_more_padding_changes_no_number(results: dict[Case, Any], case: Case) -> None:
+    (lines, moved), (padded_lines, padded_moved) = results[case]
+    assert len(lines) == len(padded_lines) > 0
+    for mine, wanted in zip(padded_lines, lines, strict=True):
+        assert mine.keys() == wanted.keys()
+        assert mine == pytest.approx(wanted, rel=1e-11, abs=1e-13)
+    assert moved.keys() == padded_moved.keys()
+    for name, change in moved.items():
+        bound = 1e-11 * max(1e-3, float(change.abs().max()))
+        assert float((padded_moved[name] - change).abs().max()) <= bound, name
