@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.recipes.runs import DISTILL, DPO, FULL, LORA, REWARD, ROOT, done, lat
 STEPS, SEQUENCES, LONGEST = 2, 4, 128
 # Of a line of metrics.jsonl, what is measured and not computed.
 MEASURED = ("seconds", "tokens_per_second", "peak_memory", "memory_kind", "communication", "scaling", "host_memory")
-FURTHER = "data.pad_to_multiple_of=128"  # of sequences of 10 to 100 tokens
+FURTHER = "data.pad_to_multiple_of=120"  # of sequences of 10 to 100 tokens, and of packs of up to LONGEST
 ACCUMULATED = "gradient_accumulation_steps=2"
 
 
@@ -131,13 +132,13 @@ def arguments(case: Case, folder: Path, output: Path) -> list[str]:
 
 
 def train(case: Case, folder: Path, *more: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """The numbers of each line of metrics.jsonl, and what each parameter has moved by: its gradients, times the rate."""
+    """The numbers of each line of metrics.jsonl, and how far each parameter moved: its gradients times the rate."""
     if KINDS[case.kind].recipe == DISTILL and not (folder / "teacher").exists():
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_models(folder)
         if dist.is_initialized():
             dist.barrier()
-    output = folder / f"{case} {' '.join(more)}".replace("/", "")
+    output = folder / re.sub(r"\W+", "_", f"{case} {more}")
     start: dict[str, torch.Tensor] = {}
     argv = latest(*arguments(case, folder, output), *more)
     run = done(run_here(argv, lambda recipe: start.update(parameters(recipe)), recipe=KINDS[case.kind].recipe))

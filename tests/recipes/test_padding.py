@@ -3,10 +3,10 @@
 The balance loss of routers is compared with transformers', which takes a mask of what is padding.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.padded_runs import ACCUMULATED, BALANCED, KINDS, LONG_ROPE, Case, train_padded, write_presets
@@ -21,14 +21,14 @@ CASES = [
     Case("messages", LONG_ROPE),
     Case("packed", LONG_ROPE),
     Case("messages", "gpt_oss", 1, ("memory.mlp_tiles=3",)),
-    Case("messages", "tiny", 1, ("matmul_dtype=int8",)),
-    Case("messages", "tiny", 1, ("qat=int8",)),
+    Case("messages", "tiny", 1, ("matmul_dtype=int8", "dtype=fp32")),
+    Case("messages", "tiny", 1, ("qat=int8", "dtype=fp32")),
     Case("messages", "tiny", 1, ("memory.mlp_tiles=3", "memory.loss_chunks=3")),
     Case("lora", "qwen3_moe", 1, ("lora.target_modules=[q, router, experts]", BALANCED)),
     Case("messages", "tiny", 1, (EXTERNAL,)),
     Case("packed", "tiny", 1, (EXTERNAL,)),
-    Case("messages", "mixtral", 1, (EXTERNAL,)),
-    Case("dpo", "mixtral", 1, (EXTERNAL,)),
+    Case("messages", "mixtral", 1, (EXTERNAL, "dtype=fp32")),
+    Case("dpo", "mixtral", 1, (EXTERNAL, "dtype=fp32")),
     Case("messages", "qwen3_moe", 2, (BALANCED,)),
     Case("messages", "qwen3_moe", 2, (BALANCED, "parallel.strategy=ddp")),
     Case("messages", "qwen3_moe", 2, (BALANCED, "parallel.tensor=2")),
@@ -68,11 +68,10 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=str)
 def test_more_padding_changes_no_number(results: dict[Case, Any], case: Case) -> None:
     (lines, moved), (padded_lines, padded_moved) = results[case]
+    bound = 5e-6 if "dtype=fp32" in case.words else 1e-11
     assert len(lines) == len(padded_lines) > 0
     for mine, wanted in zip(padded_lines, lines, strict=True):
-        assert mine.keys() == wanted.keys()
-        assert mine == pytest.approx(wanted, rel=1e-11, abs=1e-13)
+        assert mine == pytest.approx(wanted, rel=bound, abs=0.01 * bound)
     assert moved.keys() == padded_moved.keys()
     for name, change in moved.items():
-        bound = 1e-11 * max(1e-3, float(change.abs().max()))
-        assert float((padded_moved[name] - change).abs().max()) <= bound, name
+        torch.testing.assert_close(padded_moved[name], change, rtol=0, atol=0.02 * bound, msg=name)
