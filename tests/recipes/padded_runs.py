@@ -21,6 +21,7 @@ STEPS, SEQUENCES, LONGEST = 2, 4, 128
 MEASURED = ("seconds", "tokens_per_second", "peak_memory", "memory_kind", "communication", "scaling", "host_memory")
 FURTHER = "data.pad_to_multiple_of=120"  # of sequences of 10 to 100 tokens, and of packs of up to LONGEST
 ACCUMULATED = "gradient_accumulation_steps=2"
+ALONE = ("batch_size=1", "gradient_accumulation_steps=4", "validation.batch_size=1")  # no longer neighbor
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ KINDS = {
     "classes": Kind(REWARD, "classes", ("reward.loss=classification", "reward.num_labels=3")),
     "distillation": Kind(DISTILL, "messages", ("distill.temperature=2",)),
 }
-BALANCED = "router_aux_loss_coef=0.5"
+BALANCED, INT8 = "router_aux_loss_coef=0.5", "matmul_dtype=int8"
 LONG_ROPE = "phi3"  # whose rotations go by the longest position; sequences are shorter, padded ones longer
 
 
@@ -97,8 +98,6 @@ def arguments(case: Case, folder: Path, output: Path) -> list[str]:
         config.write_text(f"recipe: {kind.recipe}\n")
     shared = math.prod(2 for name in MODEL_DIMS if f"parallel.{name}=2" in case.words)
     accumulated = 2 if ACCUMULATED in case.words else 1
-    if "gradient_accumulation_steps=4" in case.words:
-        accumulated = 4
     rows = folder / f"{kind.rows}.jsonl"
     teacher = (f"distill.teacher={folder / 'teacher'}",) if kind.recipe == DISTILL else ()
     metrics_kept = ("validation.metrics=[token_accuracy, exact_match]",) if kind.recipe in (FULL, LORA) else ()
@@ -148,10 +147,14 @@ def train(case: Case, folder: Path, *more: str) -> tuple[list[dict[str, float]],
 
 
 def train_padded(folder: Path, cases: list[Case]) -> list[Any]:
-    """Of each case the run as it is and padded further."""
+    """Of each case the run as it is, padded further, and of one process each sequence alone.
+
+    Not of what goes by micro-batches: the loss of routers is their mean, and products in 8 bits have scales of each.
+    """
     found = []
     for case in cases:
-        found.append([train(case, folder, *more) for more in ((), (FURTHER,))])
+        is_divided = case.ranks == 1 and not {BALANCED, INT8} & {*case.words}
+        found.append([train(case, folder, *more) for more in ((), (FURTHER,), *[ALONE] * is_divided)])
         if dist.is_initialized():
             dist.barrier()
     return found
