@@ -58,5 +58,5 @@ class RealTokens:
         """Return bool `[count]`, True for real tokens. Nothing is copied from the host."""
         mask = torch.zeros(self.count, dtype=torch.bool, device=device)
         for first, last in self.spans:
-            mask[first:last] = True
+            mask[first:last].fill_(True)  # an assignment would make a tensor of the number
         return mask
