@@ -51,15 +51,10 @@ CASES = [
 QUICK = [
     Case("messages", "qwen3_moe", 1, (BALANCED,)),
     Case("packed", "qwen3_moe", 1, (BALANCED,)),
-    Case("dpo", "qwen3_moe", 1, (BALANCED,)),
     Case("kto"),
-    Case("reward"),
-    Case("distillation"),
     Case("messages", LONG_ROPE),
-    Case("packed", LONG_ROPE),
     Case("messages", "tiny", 1, (INT8, "dtype=fp32")),
     Case("messages", "qwen3_moe", 2, (BALANCED, "parallel.tensor=2")),
-    Case("packed", "qwen3_moe", 2, (BALANCED, "parallel.context=2", RECOMPUTE)),
 ]
 
 
