@@ -257,7 +257,8 @@ class FullFinetuneConfig(RecipeFacts):
     loss: str = key("cross_entropy", "The loss.", kind="loss", needs=idle.sums_over_tokens, known_as="torchtune loss")
     router_aux_loss_coef: float = key(
         0.0,
-        "Weight of the loss that evens the loads of a mixture's experts; of each layer and micro-batch, the mean.",
+        "Weight of the loss that evens the loads of a mixture's experts; of each layer and micro-batch, the mean, over "
+        "tokens that are no padding.",
         minimum=0,
         most=1000,
         known_as="HF router_aux_loss_coef; Megatron moe_aux_loss_coeff",

@@ -134,7 +134,7 @@ class DataConfig:
     )
     pad_to_multiple_of: int = key(
         1,
-        "Sequence lengths are rounded up to a multiple of it, with padding; at most max_seq_len.",
+        "Sequence lengths are rounded up to a multiple of it, by padding that enters no number; at most max_seq_len.",
         minimum=1,
         known_as="HF pad_to_multiple_of",
     )

@@ -15,6 +15,7 @@ from recipe_lib.data.dataset import Dataset, TokenSequence
 from recipe_lib.data.packing import pack
 from recipe_lib.ops.attention import AttentionInfo, document_positions, make_attention_info
 from recipe_lib.ops.fused_loss import IGNORED
+from recipe_lib.ops.real_tokens import RealTokens
 
 Slots = Sequence[np.ndarray] | np.ndarray
 
@@ -23,11 +24,12 @@ Slots = Sequence[np.ndarray] | np.ndarray
 class Batch:
     """tokens, labels: int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there is none.
 
-    positions int64 `[b, s]` and attention: of packed sequences; None for right-padded ones of one document each, where
-    causality is enough. segments int64 `[b, s]`: for items of several sequences, which of the micro-batch's
-    `num_segments` a token is of (of pair i the chosen is 2 i, the rejected 2 i + 1), -1 for padding; else None. values:
-    of labeled items, fp64 `[items of the micro-batch]`; they have segments too. sequences: for each row the numbers of
-    the dataset's sequences in it, in their order.
+    positions int64 `[b, s]`: of packed sequences; None for right-padded ones of one document each. attention: which
+    tokens are no padding, and of packed sequences the documents; for others causality is enough. segments int64
+    `[b, s]`: for items of several sequences, which of the micro-batch's `num_segments` a token is of (of pair i the
+    chosen is 2 i, the rejected 2 i + 1), -1 for padding; else None. values: of labeled items, fp64 `[items of the
+    micro-batch]`; they have segments too. sequences: for each row the numbers of the dataset's sequences in it, in
+    their order.
     """
 
     tokens: torch.Tensor
@@ -252,7 +254,8 @@ class _StepSlots:
                 segments[at, start:end] = segment
                 lengths[-1].append(len(own.tokens))
                 start, segment = end, segment + 1
-        batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+        info = AttentionInfo(real=RealTokens.from_lengths([sum(parts) for parts in lengths], width))
+        batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels), attention=info)
         if self.packed:
             positions, info = document_positions(lengths, width), make_attention_info(lengths, width)
             batch = replace(batch, positions=positions, attention=info)

@@ -157,7 +157,7 @@ class ExternalModel(LanguageModel):
         return external_inputs(division.accepted, division.windows, tokens, positions, attention, _dtype(self))
 
     def _run_packed(self, attention: AttentionInfo | None, run: Callable[[], Tensor]) -> Tensor:
-        if attention is None or self._division.packs:
+        if attention is None or attention.documents is None or self._division.packs:
             return run()
         output = _try_packing(self.spec.family, run)
         self._division.packs = True
@@ -196,7 +196,7 @@ class ExternalModel(LanguageModel):
                 f"{self.spec.family}: found a cache, expected none: only our own families generate with one"
             )
         inputs = self.inputs_of(tokens, positions, attention)
-        if attention is not None and not division.packs:
+        if attention is not None and attention.documents is not None and not division.packs:
             with torch.no_grad():
                 self._run_packed(attention, partial(self.class_forward, **inputs))
         if labels is None:

@@ -59,4 +59,4 @@ def _longer(info: AttentionInfo, length: int) -> AttentionInfo:
     assert info.documents is not None
     rows, known = info.documents.shape
     grown = info.documents[:, -1:].expand(rows, length - known)
-    return replace(info, documents=torch.cat([info.documents, grown], dim=1), boundaries=None)
+    return replace(info, documents=torch.cat([info.documents, grown], dim=1), boundaries=None, real=None)

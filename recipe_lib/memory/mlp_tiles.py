@@ -20,6 +20,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import MLP
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops import deferred
+from recipe_lib.ops.real_tokens import RealTokens
 
 _in_pieces = 0  # of the process: backward of a GPU runs in threads of autograd's own
 
@@ -89,13 +90,18 @@ def _all_pieces(
     found: Tensor | None = None
     with _computing():
         for part in _parts(hidden.shape[0], pieces):
-            piece = forward(others[0], hidden[part], *others[1:])
+            piece = forward(others[0], hidden[part], *_taken(others[1:], part, hidden.shape[0]))
             if found is None:
                 found = piece.new_empty(hidden.shape[0], piece.shape[-1])
             found[part] = piece
             del piece
     assert found is not None
     return found
+
+
+def _taken(others: Sequence[Any], part: slice, rows: int) -> list[Any]:
+    """What else a forward takes, of a piece of its tokens; of ranks that share tokens each has the same piece."""
+    return [other.take(part, rows) if isinstance(other, RealTokens) else other for other in others]
 
 
 @contextmanager
@@ -146,7 +152,7 @@ class _Pieces(torch.autograd.Function):
             for part in _parts(hidden.shape[0], pieces):
                 piece = hidden[part].requires_grad_(total is not None)
                 with torch.enable_grad():
-                    found = forward(others[0], piece, *others[1:])
+                    found = forward(others[0], piece, *_taken(others[1:], part, hidden.shape[0]))
                 wanted = [*leaves, piece] if total is not None else leaves
                 torch.autograd.backward(found, gradients[0][part], inputs=wanted)
                 del found

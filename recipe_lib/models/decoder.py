@@ -23,6 +23,7 @@ from recipe_lib.ops.fused_kernels import fuses
 from recipe_lib.ops.gated import ACTIVATIONS, gated
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
+from recipe_lib.ops.real_tokens import RealTokens
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, rotation
 
 Rotation = tuple[Tensor, Tensor]
@@ -148,8 +149,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(spec.mlp_width, spec.width, bias=spec.mlp_bias)
         self.activation = spec.activation
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[b, s, d]` to `[b, s, d]`."""
+    def forward(self, hidden: Tensor, real: RealTokens | None = None) -> Tensor:
+        """Hidden `[b, s, d]` to `[b, s, d]`, each token by itself: which are real is a mixture's to know."""
         if fuses(hidden.device):
             return self.down_proj(gated(self.gate_proj(hidden), self.up_proj(hidden), self.activation))
         # As it stands here gate is gone when up comes, where nothing is kept.
@@ -170,7 +171,7 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None = None) -> Tensor:
         """The stream `[b, s, d]` after this layer."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), turn, info, cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden), info.real)
 
 
 class SandwichLayer(DecoderLayer):
@@ -185,7 +186,7 @@ class SandwichLayer(DecoderLayer):
         """The stream `[b, s, d]` after this layer."""
         attended = self.self_attn(self.input_layernorm(hidden), turn, info, cache)
         hidden = hidden + self.post_attention_layernorm(attended)
-        return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+        return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden), info.real))
 
 
 class Trunk(nn.Module):
@@ -237,7 +238,10 @@ class Trunk(nn.Module):
         rows, length = shape
         past = cache.length if cache is not None else 0
         if positions is None:
-            positions = torch.arange(past, past + length, device=hidden.device).expand(rows, length)
+            positions = torch.arange(past, past + length, device=hidden.device)
+            if info is not None and info.real is not None:  # LongRoPE goes by the highest of all, which no padding has
+                positions.clamp_(max=info.real.longest - 1)
+            positions = positions.expand(rows, length)
         turns = [rotary(positions) for rotary in self.rotary]
         info = self.prepare(
             info, rows=rows, queries=length, keys=past + length, dtype=hidden.dtype, device=hidden.device

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec
 from recipe_lib.ops.expert_gated import Gate, scored_product
 from recipe_lib.ops.gathered import Group, all_reduce
-from recipe_lib.ops.grouped import Groups, group_tokens, grouped_linear, rows_of_choices, sum_choices
+from recipe_lib.ops.grouped import Groups, count_rows, group_tokens, grouped_linear, rows_of_choices, sum_choices
+from recipe_lib.ops.real_tokens import RealTokens
 
 
 class Router(nn.Linear):
@@ -123,9 +124,9 @@ class BalanceLoss:
     """The auxiliary loss that evens the experts' loads (arXiv 2101.03961, equation 4).
 
     Of a layer and a micro-batch it is E sum_e f_e P_e, with f_e the choices of expert e per token, and P_e the mean of
-    its probabilities; padding counts as tokens. Its gradient enters where the scores leave the router, so that layers
-    may be computed again, or on other ranks than the loss. sequences: the ranks that share sequences, of which each
-    knows the part of the loss that its tokens have. weight: of one layer's, in what goes backward now.
+    its probabilities, both over tokens that are no padding. Its gradient enters where the scores leave the router, so
+    that layers may be computed again, or on other ranks than the loss. sequences: the ranks that share sequences, of
+    which each knows the part of the loss that its tokens have. weight: of one layer's, in what goes backward now.
     """
 
     coefficient: float
@@ -156,8 +157,8 @@ class Load:
     """What the training forwards of a step have chosen, on the device; added up in place, so that a forward that is
     computed again for backward issues the same operators, and counts twice.
 
-    rows: int `[E]`, tokens that each expert computed. loss: sum of the balance losses of `calls` forwards. expected:
-    choices that there were.
+    rows: int `[E]`, tokens that each expert computed, without padding. loss: sum of the balance losses of `calls`
+    forwards. expected: choices that there were.
     """
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
@@ -166,9 +167,9 @@ class Load:
         self.expected = self.calls = 0
 
     @torch.no_grad()
-    def add(self, ends: Tensor, loss: Tensor | None, choices: int) -> None:
-        """A forward's groups of rows."""
-        self.rows.add_(ends.diff(prepend=ends.new_zeros(1)))
+    def add(self, rows: Tensor, loss: Tensor | None, choices: int) -> None:
+        """Adds a forward's rows `[E]`, of so many choices."""
+        self.rows.add_(rows)
         if loss is not None:
             self.loss.add_(loss)
         self.expected, self.calls = self.expected + choices, self.calls + 1
@@ -196,33 +197,42 @@ class Mixture(nn.Module):
         self.experts = Experts(spec)
         self.top_k, self.normalized = mixture.top_k, mixture.normalized
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[b, s, d]` to `[b, s, d]`."""
+    def forward(self, hidden: Tensor, real: RealTokens | None = None) -> Tensor:
+        """Hidden `[b, s, d]` to `[b, s, d]`. real: which tokens are counted; None: all."""
         tokens = hidden.flatten(0, -2)
         logits = self.router(tokens)
         scores, chosen = self.choose(logits)
         groups = group_tokens(chosen, logits.shape[1])
-        scores = self.note(logits, scores, groups)
+        scores = self.note(logits, scores, groups, real, real)
         return cast(Tensor, self.experts(tokens, scores, chosen, groups)).view_as(hidden)
 
-    def note(self, logits: Tensor, scores: Tensor, groups: Groups) -> Tensor:
+    def note(
+        self, logits: Tensor, scores: Tensor, groups: Groups, real: RealTokens | None, own_real: RealTokens | None
+    ) -> Tensor:
         """Adds to the load, where gradients are wanted; returns the scores, with the balance loss's gradient to come.
 
         logits, scores: of tokens of this rank. groups: of these tokens, and of those of ranks that it shares them with.
+        real, own_real: those of the groups' tokens, and of this rank's, that are counted.
         """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return scores
-        loss, choices = None, groups.tokens.shape[0]
+        rows, loss = count_rows(groups, real), None
         if self.balance is not None:
-            tokens, rows = choices // groups.choices, groups.ends.diff(prepend=groups.ends.new_zeros(1))
+            shared = rows
             if self.balance.sequences is not None:
-                tokens *= self.balance.sequences.size
-                rows = all_reduce(rows, "sum", self.balance.sequences)
-            shares = rows / tokens
-            loss = logits.shape[1] * (shares * logits.softmax(dim=-1).sum(dim=0)).sum() / tokens
+                shared = all_reduce(rows, "sum", self.balance.sequences)
+            # Each token has its choices, so that the rows of all ranks say how many tokens there are.
+            tokens = (shared.sum() / groups.choices).clamp(min=1)
+            probabilities = logits.softmax(dim=-1)
+            if own_real is not None:
+                is_padding = ~own_real.make_mask(logits.device)
+                probabilities = probabilities.masked_fill(is_padding.unsqueeze(1), 0)
+            shares = shared / tokens
+            loss = logits.shape[1] * (shares * probabilities.sum(dim=0)).sum() / tokens
             scores = cast(Tensor, _WithLoss.apply(scores, loss, self.balance))
         if self.load is not None:
-            self.load.add(groups.ends, loss, choices)
+            count = groups.tokens.shape[0] if real is None else real.total * groups.choices
+            self.load.add(rows, loss, count)
         return scores
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:

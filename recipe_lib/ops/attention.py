@@ -18,6 +18,7 @@ from torch import Tensor
 from recipe_lib.config.card_limits import VARLEN_CAPABILITY
 from recipe_lib.ops.capped_attention import capped_attention, reaches, visible
 from recipe_lib.ops.device import capability_of, kernels_of
+from recipe_lib.ops.real_tokens import RealTokens
 from recipe_lib.ops.sink_attention import sink_attention
 
 try:
@@ -35,7 +36,8 @@ class AttentionInfo:
     documents: int32 `[b, t]`, the document of each key within its row (padding is one of its own); None: a row is
     one document. boundaries: int32 `[n + 1]`, where documents start and end in the flattened `[b * s]` tokens.
     longest: tokens of the longest document, rounded up. masks: per window, what is added to the scores; None: nothing
-    beyond causality. flattened: documents and windows go through the varlen kernel, there are no masks.
+    beyond causality. flattened: documents and windows go through the varlen kernel, there are no masks. real: which
+    tokens are no padding; None: all.
     """
 
     documents: Tensor | None = None
@@ -43,6 +45,7 @@ class AttentionInfo:
     longest: int = 0
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
     flattened: bool = False
+    real: RealTokens | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionInfo":
         """The same on another device."""
@@ -61,6 +64,7 @@ def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> At
     """
     documents = torch.zeros(len(lengths), row_length, dtype=torch.int32)
     boundaries, longest = [0], 1
+    real = RealTokens.from_lengths([sum(parts) for parts in lengths], row_length)
     for row, parts in enumerate(lengths):
         padded = [*parts, row_length - sum(parts)] if sum(parts) < row_length else list(parts)
         if sum(padded) != row_length or min(padded) < 1:
@@ -70,18 +74,19 @@ def make_attention_info(lengths: Sequence[Sequence[int]], row_length: int) -> At
         boundaries += (sizes.cumsum(0) + row * row_length).tolist()
         longest = max(longest, *padded)
     # A multiple of 128, because compiled code is specialized for this number.
-    return AttentionInfo(documents, torch.tensor(boundaries, dtype=torch.int32), -(-longest // 128) * 128)
+    longest = -(-longest // 128) * 128
+    return AttentionInfo(documents, torch.tensor(boundaries, dtype=torch.int32), longest, real=real)
 
 
 def document_positions(lengths: Sequence[Sequence[int]], row_length: int) -> Tensor:
-    """Positions int64 `[b, s]` that start from 0 with each document (and with the padding after the last)."""
+    """Positions int64 `[b, s]` that start from 0 with each document; 0 in the padding after the last."""
     positions = torch.arange(row_length).repeat(len(lengths), 1)
     for row, parts in enumerate(lengths):
         start = 0
         for length in parts:
             positions[row, start : start + length] -= start
             start += length
-        positions[row, start:] -= start
+        positions[row, start:] = 0
     return positions
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import deferred
+from recipe_lib.ops.real_tokens import RealTokens
 
 _ALIGNED = 16  # bytes that rows of a grouped matmul's operands begin at multiples of
 
@@ -37,6 +38,14 @@ def group_tokens(chosen: Tensor, num_experts: int) -> Groups:
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     choices = chosen.shape[1]
     return Groups(experts, order // choices, places, ends, choices)
+
+
+def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
+    """Return how many rows each expert has, int64 `[E]`. real: the tokens whose rows are counted; None: all."""
+    if real is None:
+        return groups.ends.diff(prepend=groups.ends.new_zeros(1)).long()
+    is_counted = real.make_mask(groups.tokens.device).index_select(0, groups.tokens)
+    return groups.tokens.new_zeros(groups.ends.shape[0]).index_add_(0, groups.experts, is_counted.long())
 
 
 def rows_of_choices(values: Tensor, groups: Groups) -> Tensor:

@@ -4,7 +4,7 @@ Each of the three products of a linear, with X `[N, i]`, W `[o, i]` and the grad
 
     X W.T        rows of X, rows of W         scaled along i
     G W          rows of G, columns of W      along o
-    G.T X        columns of G, columns of X   along N
+    G.T X        columns of G, columns of X   along N, without tokens that have no gradient, such as padding
 
 Every row (column) is divided by its largest magnitude over that of the type, in fp32, and rounded to nearest; the
 product of codes is multiplied by both scales. `int8`: codes -127 to 127, exact sums in int32. `fp8`: e4m3 codes up to
@@ -54,11 +54,14 @@ def scaled_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, kind: str
     return out if bias is None else out + bias
 
 
-def scaled_product(left: Tensor, right: Tensor, kind: str) -> Tensor:
-    """`left [m, k] @ right.T [k, n]`, both rounded row by row, in left's type."""
+def scaled_product(left: Tensor, right: Tensor, kind: str, counted: Tensor | None = None) -> Tensor:
+    """`left [m, k] @ right.T [k, n]`, both rounded row by row, in left's type.
+
+    counted: bool `[k]`, False where left has zeros alone, so that what right has there does not scale its rows.
+    """
     rows, columns = left.shape[0], right.shape[0]
     left_codes, left_scales = quantize_rows(left, kind)
-    right_codes, right_scales = quantize_rows(right, kind)
+    right_codes, right_scales = quantize_rows(right, kind, counted)
     if kind == "int8":
         return _scale_sums(_whole_sums(left_codes, right_codes), left_scales, right_scales, left.dtype)
     # Scales of rows that only fill up are never looked at, and must be there.
@@ -77,23 +80,25 @@ def scaled_product(left: Tensor, right: Tensor, kind: str) -> Tensor:
     return found[:rows, :columns].to(left.dtype)
 
 
-def quantize_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def quantize_rows(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes `[m', k']` of a matrix `[m, k]`, with zeros up to what kernels take, and a scale for each row `[m]`, fp32.
 
     `codes[:m, :k] * scales[:, None]` is the matrix, each entry within half a step of its row: of its largest magnitude
-    over 254 in int8, of the entry's own magnitude over 16 in fp8.
+    over 254 in int8, of the entry's own magnitude over 16 in fp8. counted: bool `[k]`, the columns that are not taken
+    as zeros; None: all.
     """
     if torch.compiler.is_compiling():
-        return _quantize_whole(matrix, kind)
-    codes, scales = torch.ops.tune_recipes.quantize_rows(matrix, kind)
+        return _quantize_whole(matrix, kind, counted)
+    codes, scales = torch.ops.tune_recipes.quantize_rows(matrix, kind, counted)
     return codes, scales
 
 
-def _quantize_whole(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _quantize_whole(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """For code that is compiled, where steps one after the other make no temporaries.
 
     Filled up before it is converted: the compiler has no choice between numbers of FP8.
     """
+    matrix = matrix if counted is None else torch.where(counted, matrix, 0)
     scales, inverse = _scales_of(matrix, kind)
     rows, columns = _shape_of_codes(matrix)
     part = F.pad(matrix * inverse, (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
@@ -116,21 +121,23 @@ def _shape_of_codes(matrix: Tensor) -> tuple[int, int]:
 
 
 @torch.library.custom_op("tune_recipes::quantize_rows", mutates_args=())
-def _quantize(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _quantize(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if compiles(matrix):
-        return call_compiled(_quantize_whole, matrix, kind)
-    scales, inverse = _scales_of(matrix, kind)
+        return call_compiled(_quantize_whole, matrix, kind, counted)
+    scales = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
     zeros = torch.zeros(_shape_of_codes(matrix), dtype=torch.int8, device=matrix.device)
     codes = zeros.view(_TYPES[kind])  # zero in both types
     for first, last in _pieces(*matrix.shape):
-        part = matrix[first:last] * inverse[first:last]
+        part = matrix[first:last] if counted is None else torch.where(counted, matrix[first:last], 0)
+        scales[first:last], inverse = _scales_of(part, kind)
+        part = part * inverse
         codes[first:last, : matrix.shape[1]] = part.round_() if kind == "int8" else part
         del part
     return codes, scales
 
 
 @_quantize.register_fake
-def _(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
     codes = matrix.new_empty(_shape_of_codes(matrix), dtype=_TYPES[kind])
     return codes, matrix.new_empty(matrix.shape[0], dtype=torch.float32)
 
@@ -208,6 +215,12 @@ class _ScaledLinear(torch.autograd.Function):
             return hidden_grad, None, None
         flat = hidden.detach().reshape(-1, weight.shape[1])
         if ctx.parameter is not None and deferred.defers():
-            deferred.note([ctx.parameter], lambda: [scaled_product(gradient.t(), flat.t(), kind)])
+            deferred.note([ctx.parameter], lambda: [_weight_gradient(gradient, flat, kind)])
             return hidden_grad, None, None
-        return hidden_grad, scaled_product(gradient.t(), flat.t(), kind), None
+        return hidden_grad, _weight_gradient(gradient, flat, kind), None
+
+
+def _weight_gradient(gradient: Tensor, hidden: Tensor, kind: str) -> Tensor:
+    """G.T X, with X scaled by the tokens that have a gradient: padding has none."""
+    has_gradient = torch.linalg.vector_norm(gradient, ord=float("inf"), dim=1) != 0
+    return scaled_product(gradient.t(), hidden.t(), kind, has_gradient)

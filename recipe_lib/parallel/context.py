@@ -8,6 +8,7 @@ ranks that share a sequence are neighbors in the mesh's data dimension.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import Attention, Decoder, Rotary
 from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.gathered import Group
 from recipe_lib.ops.head_losses import HeadLoss
 from recipe_lib.ops.rope import rotation
@@ -42,6 +44,7 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
             module.to_heads, module.to_tokens = partial(to_heads, group=group), partial(to_tokens, group=group)
     trunk: Any = model.model
     trunk.rotary = [partial(_rotate_own, rotary, group) for rotary in trunk.rotary]
+    trunk.prepare = partial(_prepare_own, trunk.prepare, group)
     if trunk.embed_tokens is not None:  # else another stage of a pipeline has it
         embedding: Any = trunk.embed_tokens
         embedding.forward = partial(_embed_own, embedding.forward, group)
@@ -80,6 +83,16 @@ def _divides(heads: int, kv_heads: int, size: int) -> bool:
 def _rotate_own(rotary: Rotary, group: Group, positions: Tensor) -> tuple[Tensor, Tensor]:
     """As `Rotary`, of this rank's tokens: by frequencies that may depend on the longest position of all."""
     return rotation(own_tokens(positions, group), rotary.frequencies(positions), rotary.factor)
+
+
+def _prepare_own(
+    prepare: Callable[..., AttentionInfo], group: Group, info: AttentionInfo | None, **shape: Any
+) -> AttentionInfo:
+    """As `prepare_attention`, of whole rows; what is counted of tokens is this rank's."""
+    prepared = prepare(info, **shape)
+    return (
+        prepared if prepared.real is None else replace(prepared, real=prepared.real.shard_rows(group.rank, group.size))
+    )
 
 
 def _embed_own(forward: Callable[[Tensor], Tensor], group: Group, tokens: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ from recipe_lib.ops.gated import gated
 from recipe_lib.ops.gathered import Group, NormedFrom, gated_linear, gather, gather_linears, scatter
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm
+from recipe_lib.ops.real_tokens import RealTokens
 from recipe_lib.ops.rope import apply_rotation
 from recipe_lib.ops.sequence_shards import gather_tokens
 from recipe_lib.parallel.modified_model import refuse_for_tensor
@@ -214,7 +215,7 @@ def _norm(module: Norm, hidden: Tensor) -> Tensor:
 
 def _layer(layer: DecoderLayer, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: None = None) -> Tensor:
     hidden = hidden + layer.self_attn(hidden, turn, info, layer.input_layernorm)
-    return hidden + layer.mlp(hidden, layer.post_attention_layernorm)
+    return hidden + layer.mlp(hidden, layer.post_attention_layernorm, info.real)
 
 
 def _sandwich_layer(
@@ -222,7 +223,7 @@ def _sandwich_layer(
 ) -> Tensor:
     attended = layer.self_attn(hidden, turn, info, layer.input_layernorm)
     hidden = hidden + layer.post_attention_layernorm(attended)
-    return hidden + layer.post_feedforward_layernorm(layer.mlp(hidden, layer.pre_feedforward_layernorm))
+    return hidden + layer.post_feedforward_layernorm(layer.mlp(hidden, layer.pre_feedforward_layernorm, info.real))
 
 
 def _attention(
@@ -240,7 +241,9 @@ def _attention(
     return _row(module.o_proj, attended.transpose(1, 2).reshape(rows * length, -1), sharing.group)
 
 
-def _mlp(module: MLP, sharing: _Sharing, activation: str, hidden: Tensor, norm: Norm) -> Tensor:
+def _mlp(
+    module: MLP, sharing: _Sharing, activation: str, hidden: Tensor, norm: Norm, real: RealTokens | None = None
+) -> Tensor:
     gate, up = _columns([module.gate_proj, module.up_proj], hidden, norm, sharing)
     down, group = module.down_proj, sharing.group
     if isinstance(down, QuantizedLinear):

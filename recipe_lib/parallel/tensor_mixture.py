@@ -20,6 +20,7 @@ from recipe_lib.ops.dtensor_shards import Runs
 from recipe_lib.ops.expert_gated import scored_product
 from recipe_lib.ops.gathered import Group, gather, scatter, start_gather, wait
 from recipe_lib.ops.grouped import Groups, group_tokens, grouped_linear, rows_of_choices, sum_choices
+from recipe_lib.ops.real_tokens import RealTokens
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 
@@ -73,13 +74,18 @@ def _local(parameter: Tensor | None) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def shared_mixture(module: Mixture, group: Group, hidden: Tensor, norm: nn.Module) -> Tensor:
-    """The stream's tokens `[n, d]` of this rank to what the experts add to them, `[n, d]`."""
+def shared_mixture(
+    module: Mixture, group: Group, hidden: Tensor, norm: nn.Module, real: RealTokens | None = None
+) -> Tensor:
+    """The stream's tokens `[n, d]` of this rank to what the experts add to them, `[n, d]`. real: of all N tokens."""
     shard = norm(hidden)
     logits = _logits(module.router, shard)
     scores, chosen = module.choose(logits)
     groups = group_tokens(wait(start_gather(chosen, group)), logits.shape[1])
-    scores = module.note(logits, scores, groups)
+    count, own_real = shard.shape[0], None
+    if real is not None:
+        own_real = real.take(slice(group.rank * count, (group.rank + 1) * count), real.count)
+    scores = module.note(logits, scores, groups, real, own_real)
     tokens, all_scores = gather(shard, group), gather(scores, group)
     partial, bias = module.experts(tokens, all_scores, groups, scores, chosen)
     summed = scatter(partial, group)

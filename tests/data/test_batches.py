@@ -65,7 +65,7 @@ def test_padding_is_on_the_right_and_has_no_labels(dataset):
     rows = global_rows(len(dataset), 0, 0, 0, 4, False)
     (batch,) = make_step(dataset, rows, 0, 1, 4, 1, PAD).micro_batches
     assert batch.tokens.dtype == batch.labels.dtype == torch.int64
-    assert batch.positions is None and batch.attention is None
+    assert batch.positions is None and batch.attention.documents is None
     assert batch.tokens.shape == batch.labels.shape == (4, max(dataset.lengths[:4]))
     for at, length in enumerate(dataset.lengths[:4]):
         assert (batch.tokens[at, length:] == PAD).all() and (batch.labels[at, length:] == -100).all()
@@ -102,7 +102,7 @@ def test_the_wrong_number_of_rows_is_our_mistake(dataset):
 def test_moving_keeps_what_there_is(dataset):
     step = make_step(dataset, global_rows(len(dataset), 0, 0, 0, 4, True), 0, 1, 4, 1).to("meta")
     assert step.micro_batches[0].tokens.device.type == step.micro_batches[0].labels.device.type == "meta"
-    assert step.micro_batches[0].attention is None and step.trained_tokens > 0
+    assert step.micro_batches[0].attention.documents is None and step.trained_tokens > 0
 
 
 def made_dataset(rows: int, group: int = 1, longest: int = 16, seed: int = 0) -> Dataset:
@@ -156,7 +156,7 @@ def test_a_pack_of_one_is_packed_like_the_others():
     (batch,) = make_step(rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD, pack_length=20).micro_batches
     assert batch.tokens.shape == (2, 20) and batch.attention is not None
     (batch,) = make_step(rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD).micro_batches
-    assert batch.attention is None and batch.positions is None and batch.segments is None
+    assert batch.attention.documents is None and batch.positions is None and batch.segments is None
 
 
 def test_rows_are_as_long_as_a_multiple():

@@ -57,9 +57,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
     original = low_precision.scaled_product
 
-    def noted(left: torch.Tensor, right: torch.Tensor, kind: str) -> torch.Tensor:
+    def noted(left: torch.Tensor, right: torch.Tensor, *settings: Any) -> torch.Tensor:
         seen.append(tuple(right.shape))
-        return original(left, right, kind)
+        return original(left, right, *settings)
 
     monkeypatch.setattr(low_precision, "scaled_product", noted)
     return seen

@@ -13,8 +13,9 @@ import transformers
 from recipe_lib.generation.sample import generate
 from recipe_lib.models import Decoder
 from recipe_lib.models.mixture import BalanceLoss, Load, Mixture
-from recipe_lib.ops.attention import document_positions, make_attention_info
+from recipe_lib.ops.attention import AttentionInfo, document_positions, make_attention_info
 from recipe_lib.ops.head_losses import CrossEntropy
+from recipe_lib.ops.real_tokens import RealTokens
 from tests.models.reference import CASES, load_ours, reference_model
 
 MIXTURES = [case for case in CASES if case.startswith(("mixtral", "qwen3-moe", "olmoe", "gpt-oss"))]
@@ -130,21 +131,25 @@ def test_experts_without_a_token_and_some_with_all(case: str, tmp_path: Path) ->
             assert len(idle) - int(idle.sum()) == ours.spec.mixture.top_k
 
 
-def test_balance_loss_is_that_of_transformers(tmp_path: Path) -> None:
-    """Of a model with one layer that has experts: transformers multiplies means over all layers' tokens together."""
+@pytest.mark.parametrize("lengths", [(LENGTH, LENGTH), (LENGTH, 20), (9, 1)], ids=str)
+def test_balance_loss_is_that_of_transformers(lengths: tuple[int, int], tmp_path: Path) -> None:
+    """Of a model with one layer that has experts: transformers multiplies means over all layers' tokens together. What
+    is behind the lengths is padding, of which transformers has a mask."""
     ours, model = pair("qwen3-moe-unnormalized", tmp_path)
     (layer,) = (module for module in ours.modules() if isinstance(module, Mixture))
-    inputs, labels = tokens(), tokens().roll(-1, dims=1)
-    found = model(inputs, output_router_logits=True)
+    inputs, labels, real = tokens(), tokens().roll(-1, dims=1), RealTokens.from_lengths(lengths, LENGTH)
+    mask = real.make_mask(inputs.device).view_as(inputs)
+    labels[~mask] = -100
+    found = model(inputs, attention_mask=mask.long(), output_router_logits=True)
     plain = torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), labels.flatten())
     (plain + 0.3 * found.aux_loss).backward()
     layer.balance = BalanceLoss(0.3, 1)
     layer.balance.begin(1)
     layer.load = Load(4, torch.device("cpu"))
-    (ours(inputs, labels=labels) / labels.numel()).backward()
+    (ours(inputs, attention=AttentionInfo(real=real), labels=labels) / sum(lengths)).backward()
     load = layer.load
     torch.testing.assert_close(load.loss, found.aux_loss.detach().double())
-    assert int(load.rows.sum()) == load.expected == inputs.numel() and load.calls == 1
+    assert int(load.rows.sum()) == load.expected == sum(lengths) and load.calls == 1
     for name, parameter in ours.named_parameters():
         close(parameter.grad, gradient_of(model, name), name)
     load.clear()

@@ -199,7 +199,7 @@ def test_info_of_rows_with_documents() -> None:
     assert info.documents.tolist() == [[0, 0, 1, 2], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert info.boundaries.tolist() == [0, 2, 3, 4, 8, 12]
     assert info.longest == 128
-    assert document_positions([[2, 1], [4], []], 4).tolist() == [[0, 1, 0, 0], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert document_positions([[2, 1], [4], []], 4).tolist() == [[0, 1, 0, 0], [0, 1, 2, 3], [0, 0, 0, 0]]
     assert info.to("cpu").documents is info.documents
 
 

@@ -50,6 +50,23 @@ def step_of(matrix: Tensor, kind: str) -> Tensor:
     return torch.maximum(wide / 16, step * 2**-10)  # 3 bits of mantissa; below 2^-6 of a step subnormal numbers
 
 
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_tokens_without_a_gradient_scale_no_gradient_of_the_weight(kind: str):
+    """Such as padding, however large: the gradient is that without them, to the bit."""
+    dtype = torch.bfloat16 if kind == "fp8" else torch.float32
+    hidden, weight, _, gradient = operands(dtype)
+    padding = 1e4 * torch.ones(1, 11, IN, dtype=dtype)
+    found = []
+    for rows, slopes in (
+        (hidden, gradient),
+        (torch.cat([hidden, padding], dim=1), F.pad(gradient, (0, 0, 0, 11))),
+    ):
+        parameter = torch.nn.Parameter(weight.clone())
+        (scaled_linear(rows, parameter, None, kind)[0] * slopes).sum().backward()
+        found.append(parameter.grad)
+    assert torch.equal(*found) and found[0].abs().max() > 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_are_the_nearest_ones_of_their_rows(kind: str):
     matrix = operands()[0][0]
@@ -230,5 +247,5 @@ def test_one_compilation_serves_all_callers_of_a_device_that_compiles(monkeypatc
             scaled_linear(rows, parameter, None, "int8").sum().backward()
         with torch.no_grad():
             scaled_linear(hidden, parameter, None, "int8")
-    assert counters["_quantize_whole"].frame_count <= 3
+    assert counters["_quantize_whole"].frame_count <= 4
     assert counters["_scale_whole"].frame_count <= 5

@@ -1,0 +1,62 @@
+"""Which tokens of a micro-batch are no padding, in numbers of the host: what is averaged over tokens leaves it out.
+
+Rows are padded on the right, so a number for each row says it all. A mask on the device would be one more tensor that
+lives from forward to backward; here it is made where it is read, and is gone behind that.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class RealTokens:
+    """Spans of `count` tokens, rows one after the other.
+
+    No dataclass: torch.compile would look into a frozen one, and compile anew for every length.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int]], count: int) -> None:
+        """spans: of each row the first real token and the one after the last, as numbers among all tokens."""
+        self.spans, self.count = tuple(spans), count
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], row_length: int) -> "RealTokens":
+        """Those of rows of so many tokens, of which the first `lengths` are real."""
+        starts = [row * row_length for row in range(len(lengths))]
+        return cls([(start, start + length) for start, length in zip(starts, lengths, strict=True)],
+                   row_length * len(lengths))  # fmt: skip
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, 1 at the least."""
+        return max([1, *(last - first for first, last in self.spans)])
+
+    @property
+    def total(self) -> int:
+        """How many tokens are real."""
+        return sum(last - first for first, last in self.spans)
+
+    def take(self, part: slice, every: int) -> "RealTokens":
+        """Take the tokens in `part` of each `every` tokens."""
+        length = part.stop - part.start
+        spans = []
+        for number in range(self.count // every):
+            begin = number * every + part.start
+            for span in self.spans:
+                first, last = (min(max(place - begin, 0), length) for place in span)
+                spans.append((number * length + first, number * length + last))
+        return RealTokens(spans, length * (self.count // every))
+
+    def shard_rows(self, rank: int, ranks: int) -> "RealTokens":
+        """Take this rank's tokens of each row, as many as the other ranks have."""
+        row_length = self.count // len(self.spans)
+        length = row_length // ranks
+        return self.take(slice(rank * length, (rank + 1) * length), row_length)
+
+    def make_mask(self, device: torch.device) -> Tensor:
+        """Return bool `[count]`, True for real tokens. Nothing is copied from the host."""
+        mask = torch.zeros(self.count, dtype=torch.bool, device=device)
+        for first, last in self.spans:
+            mask[first:last].fill_(True)  # an assignment would make a tensor of the number
+        return mask
