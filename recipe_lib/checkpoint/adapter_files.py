@@ -28,7 +28,7 @@ from recipe_lib.checkpoint.adapter_config import TENSOR_FILE, AdapterConfig, rea
 from recipe_lib.checkpoint.adapter_targets import find_unselected
 from recipe_lib.checkpoint.base_weights import base_fingerprint, check_copies
 from recipe_lib.checkpoint.find_saved import find_saved
-from recipe_lib.checkpoint.saved_weights import SavedTensor, SavedWeights, add_saved, is_of_token_rows
+from recipe_lib.checkpoint.saved_weights import VOCABULARY, SavedTensor, SavedWeights, add_saved, is_of_token_rows
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, Header, TensorEntry, read_header
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
@@ -160,6 +160,7 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
             "language model; PEFT opens it on transformers' AutoModelForSequenceClassification, and a run with "
             "lora.merge_on_save=true writes both as one model"
         )
+    _check_finite(adapter)
     saved = find_saved(adapter, spec)
     known = file_modules(saved.spec)
     strange = adapter.tensors.keys() - known.keys()
@@ -259,9 +260,9 @@ def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
             + (f", {adapter.config.base}" if adapter.config.base else "")
         )
     frozen = {name: held.frozen for name, held in adapter.saved.items() if held.frozen is not None}
-    copies = {name: entry for name, (entry, header) in frozen.items() if header.shape[0] == spec.vocab_size}
+    resized = {name for name in VOCABULARY & frozen.keys() if frozen[name][1].shape[0] != spec.vocab_size}
+    copies = {name: entry for name, (entry, _) in frozen.items() if name not in resized}
     check_copies(adapter.path, copies, spec, base)
-    _check_finite(adapter)
 
 
 def _check_finite(adapter: AdapterFile) -> None:

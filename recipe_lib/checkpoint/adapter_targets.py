@@ -19,7 +19,8 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
     """
     excluded = _match(config, "exclude_modules", names)
     targeted = _match(config, "target_modules", names)
-    by_default = config.selection.get("target_modules") is None  # then PEFT's own table, or target_parameters
+    chosen: Any = config.selection.get("target_modules")
+    by_default = chosen is None  # then PEFT's own table, or target_parameters
     for number, name in enumerate(names):
         if excluded[number]:
             return name, "exclude_modules"
@@ -27,6 +28,8 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
             return name, "modules_to_save"
         if not (by_default or targeted[number]):
             return name, "target_modules"
+        if isinstance(chosen, list) and name in chosen:
+            continue  # by its whole name, whatever the layers
         if not _is_in_layers(config.selection.get("layers_to_transform"), _layer_of(config, name)):
             return name, "layers_to_transform"
     return None

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 
 from recipe_lib.adapters.peft_names import EMBEDDING, HEAD, extra_name, file_modules
-from recipe_lib.checkpoint.saved_weights import EMBEDDING_WEIGHT, HEAD_WEIGHT, SavedTensor, SavedWeights
+from recipe_lib.checkpoint.saved_weights import EMBEDDING_WEIGHT, HEAD_WEIGHT, VOCABULARY, SavedTensor, SavedWeights
 from recipe_lib.checkpoint.weights_in import file_shapes
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.external_spec import ExternalSpec
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _REMEDY = "merge the adapter with PEFT first (merge_and_unload)"
 _DOWNLOAD = "export or download the adapter again"
-_VOCABULARY = (EMBEDDING_WEIGHT, HEAD_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def _name_faults(adapter: "AdapterFile", base: ModelSpec, places: Mapping[str, _
             homeless.append(first)
         elif name in tied and not (held.copy is held.rows is None):
             faults.append(f"{adapter.path}: {first} is one of two tied matrices of the base; {_REMEDY}")
-        elif name not in places or (held.again is not None and held.copy is None):
+        elif name not in places or not _is_where_peft_looks(adapter, name, held):
             unknown.append(first)
     if homeless:
         faults.append(
@@ -111,6 +110,13 @@ def _name_faults(adapter: "AdapterFile", base: ModelSpec, places: Mapping[str, _
     return faults
 
 
+def _is_where_peft_looks(adapter: "AdapterFile", name: str, held: SavedTensor) -> bool:
+    """Return whether a copy has the name that it has beside an adapter, or the plain one where there is none."""
+    if held.copy is None:
+        return held.again is None
+    return (".base_layer." in held.copy[0]) == (name.rpartition(".")[0] in adapter.tensors)
+
+
 def _shape_faults(
     adapter: "AdapterFile", saved: Mapping[str, SavedTensor], places: Mapping[str, _Place], fixed: bool
 ) -> list[str]:
@@ -120,7 +126,7 @@ def _shape_faults(
         held, shape = saved[name], places[name].shape
         rows = _token_rows(adapter, name)
         count = held.copy[1].shape[0] if held.copy is not None and held.copy[1].shape else shape[0] if shape else 0
-        free = name in _VOCABULARY and not fixed
+        free = name in VOCABULARY and not fixed
         expected = [(held.copy, (count, *shape[1:]) if free else shape), (held.added, shape)]
         expected.append((held.rows, (len(rows or ()), *shape[1:])))
         for part, wanted in expected:
@@ -194,7 +200,7 @@ def _settle_vocabulary(
     """
     if isinstance(base, ExternalSpec):
         return saved, base
-    embedding, head = (saved.get(name, SavedTensor()) for name in _VOCABULARY)
+    embedding, head = (saved.get(name, SavedTensor()) for name in (EMBEDDING_WEIGHT, HEAD_WEIGHT))
     tied = base.tied
     if tied and (head != SavedTensor() or _is_listed(adapter, EMBEDDING_WEIGHT)):
         listed = _is_listed(adapter, EMBEDDING_WEIGHT) or _is_listed(adapter, HEAD_WEIGHT) or head.rows is not None
@@ -202,13 +208,13 @@ def _settle_vocabulary(
         alone = embedding == SavedTensor() or head == SavedTensor()
         if not (listed or same or alone):
             raise CheckpointError(
-                f"{adapter.path}: {_VOCABULARY[0]} and {_VOCABULARY[1]} differ, which are one matrix of the base, and "
+                f"{adapter.path}: {EMBEDDING_WEIGHT} and {HEAD_WEIGHT} differ, which are one matrix of the base, and "
                 f"modules_to_save names neither; name both in {adapter.config.path}, or {_DOWNLOAD}"
             )
         tied = same or not listed
     if tied:
         embedding = head if embedding == SavedTensor() else embedding
-        saved = {name: held for name, held in saved.items() if name not in _VOCABULARY}
+        saved = {name: held for name, held in saved.items() if name not in VOCABULARY}
         saved |= {} if embedding == SavedTensor() else {EMBEDDING_WEIGHT: embedding}
     copies = [held.copy for held in (embedding, head) if held.copy is not None]
     vocabulary = copies[0][1].shape[0] if copies else base.vocab_size

@@ -22,6 +22,7 @@ from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import parameter_shapes
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = f"{EMBEDDING}.weight", f"{HEAD}.weight"
+VOCABULARY = {EMBEDDING_WEIGHT, HEAD_WEIGHT}
 COPY, ROWS, ADDED, FROZEN, AGAIN = "copy", "rows", "added", "frozen", "again"
 # What follows a module's name -> what follows it in the base, and what the tensor is there. The first that fits counts.
 _ENDINGS = {
