@@ -249,7 +249,7 @@ def _bias_scalings(
     adapter: "AdapterFile", saved: Mapping[str, SavedTensor], places: Mapping[str, _Place], base: ModelSpec
 ) -> dict[str, float]:
     modules = file_modules(base)
-    scalings = {}
+    scalings: dict[str, float] = {}
     for name, held in saved.items():
         if held.added is not None:
             scaling = adapter.config.scaling_of(modules[name.removesuffix(".bias")])

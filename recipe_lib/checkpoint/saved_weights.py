@@ -124,8 +124,8 @@ class SavedWeights:
         for name in self.parts:
             if name in stored:
                 raise CheckpointError(
-                    f"{self.path}: {name} is saved as a whole, and cannot be kept in {stored[name].kind}; use "
-                    "--quantize-base none, or merge the adapter first (tune export --merge)"
+                    f"{self.path}: {name} is saved as a whole, and cannot be kept in 4 or 8 bits; use --quantize-base "
+                    "none, or merge the adapter first (tune export --merge)"
                 )
             own = model.get_parameter(name)
             if isinstance(own, DTensor):

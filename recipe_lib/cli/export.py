@@ -209,8 +209,8 @@ def _refuse_copy(adapter: Path) -> None:
     changing = sorted(name for name, held in saved.items() if held.copy or held.rows or held.added)
     if changing:
         raise CheckpointError(
-            f"{adapter}: brings {changing[0]} of its base along, which --adapter would not write; copy the folder as it "
-            "is, or merge it (--merge)"
+            f"{adapter}: brings {changing[0]} of its base along, which --adapter would not write; copy the folder as "
+            "it is, or merge it (--merge)"
         )
 
 

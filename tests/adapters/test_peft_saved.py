@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from recipe_lib.checkpoint.adapter_files import check_adapter
+from recipe_lib.checkpoint.gguf.gguf_adapter import write_gguf_adapter
+from recipe_lib.cli import main
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.generation.source import find_source, load_source
@@ -145,3 +147,18 @@ def test_biases_that_no_weight_can_take_up(tmp_path: Path, capsys: pytest.Captur
         ask_peft(base, adapter)
     code, err = merge(base, adapter, tmp_path / "out", capsys)
     assert code == 2 and "lora_B.bias" in err and "lora_bias" in err and err.count("\n") == 1
+
+
+def test_a_copy_would_lose_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    base, adapter, _ = make_case("llama: both", tmp_path)
+    words = ["export", str(adapter), "--adapter", "--base", str(base)]
+    assert main.main([*words, "--out", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert "lm_head.weight" in err and "--merge" in err and not (tmp_path / "out").exists()
+    assert main.main(words) == 0
+
+
+def test_an_adapter_in_gguf_has_no_place_for_it(tmp_path: Path) -> None:
+    base, adapter, _ = make_case("llama: rows of tokens", tmp_path)
+    with pytest.raises(CheckpointError, match="brings model.embed_tokens.weight of the base along.*--merge"):
+        write_gguf_adapter(adapter, base, tmp_path / "out.gguf", "f32", name="x")
