@@ -12,6 +12,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
+
+try:
+    import resource as _resource
+except ImportError:  # a system without limits still has the time limit
+    resource: Any = None
+else:
+    resource = _resource
 
 MAX_CHARACTERS = 10_000  # of a pattern: those that tools write have some hundreds
 SECONDS = 10  # that all patterns of a config may take with all names of a file
@@ -75,10 +83,9 @@ def _match(patterns: Sequence[str], names: Sequence[str], whole: bool) -> list[i
 
 def _serve() -> None:
     """Answers one request; the kernel ends the process where that takes too long."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # a system without limits still has the time limit
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    if resource is not None:
+        with contextlib.suppress(ValueError, OSError):  # a system may know a limit without allowing it
+            resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     patterns, names, whole, seconds = json.load(sys.stdin)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:

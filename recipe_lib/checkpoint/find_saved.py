@@ -25,7 +25,7 @@ _DOWNLOAD = "export or download the adapter again"
 
 
 @dataclass(frozen=True)
-class _Place:
+class _SavedPlace:
     """A tensor of the base under the name that PEFT has for it: our parameters in it, and its shape."""
 
     entries: tuple[WeightEntry, ...]
@@ -53,25 +53,27 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
     return SavedWeights(adapter.path, spec, parts, rows, _bias_scalings(adapter, saved, places, base))
 
 
-def _find_places(base: ModelSpec) -> dict[str, _Place]:
+def _find_places(base: ModelSpec) -> dict[str, _SavedPlace]:
     """Return what may be saved of a base, by PEFT's names."""
     if isinstance(base, ExternalSpec):
         shapes = parameter_shapes(base)
-        return {name: _Place((WeightEntry(name, name),), shapes[name]) for name in shapes.keys() - buffer_names(base)}
+        return {
+            name: _SavedPlace((WeightEntry(name, name),), shapes[name]) for name in shapes.keys() - buffer_names(base)
+        }
     spec = base if has_score_head(base) else replace(base, tied=False)
     entries = [entry for entry in weight_map(spec) if entry.view is None and entry.our_name != SCORE]
     shapes = file_shapes(entries, parameter_shapes(spec))
-    found: dict[str, _Place] = {}
+    found: dict[str, _SavedPlace] = {}
     for entry in entries:
         name = entry.file_name
         if ".mlp.router." in entry.our_name:  # PEFT has the name of the module, files may have an older one
             name = entry.our_name.replace(".mlp.router.", f".mlp.{router_name(spec)}.")
         before = found[name].entries if name in found else ()
-        found[name] = _Place((*before, entry), shapes[entry.file_name])
+        found[name] = _SavedPlace((*before, entry), shapes[entry.file_name])
     return found
 
 
-def _resolve_frozen(adapter: "AdapterFile", places: Mapping[str, _Place]) -> dict[str, SavedTensor]:
+def _resolve_frozen(adapter: "AdapterFile", places: Mapping[str, _SavedPlace]) -> dict[str, SavedTensor]:
     """Return what changes the base: of the copies that PEFT saves untrained, those with another number of rows."""
     found = {}
     for name, held in adapter.saved.items():
@@ -83,7 +85,7 @@ def _resolve_frozen(adapter: "AdapterFile", places: Mapping[str, _Place]) -> dic
     return found
 
 
-def _name_faults(adapter: "AdapterFile", base: ModelSpec, places: Mapping[str, _Place]) -> list[str]:
+def _name_faults(adapter: "AdapterFile", base: ModelSpec, places: Mapping[str, _SavedPlace]) -> list[str]:
     faults: list[str] = []
     unknown: list[str] = []
     homeless: list[str] = []
@@ -118,7 +120,7 @@ def _is_where_peft_looks(adapter: "AdapterFile", name: str, held: SavedTensor) -
 
 
 def _shape_faults(
-    adapter: "AdapterFile", saved: Mapping[str, SavedTensor], places: Mapping[str, _Place], fixed: bool
+    adapter: "AdapterFile", saved: Mapping[str, SavedTensor], places: Mapping[str, _SavedPlace], fixed: bool
 ) -> list[str]:
     """fixed: the vocabulary cannot have another size."""
     faults = []
@@ -144,7 +146,7 @@ def _shape_faults(
 
 
 def _missing_faults(
-    adapter: "AdapterFile", saved: Mapping[str, SavedTensor], places: Mapping[str, _Place]
+    adapter: "AdapterFile", saved: Mapping[str, SavedTensor], places: Mapping[str, _SavedPlace]
 ) -> list[str]:
     """Of tensors that the config promises, and of those that it does not know of."""
     faults, config = [], adapter.config
@@ -246,7 +248,7 @@ def _are_same(adapter: "AdapterFile", embedding: SavedTensor, head: SavedTensor)
 
 
 def _bias_scalings(
-    adapter: "AdapterFile", saved: Mapping[str, SavedTensor], places: Mapping[str, _Place], base: ModelSpec
+    adapter: "AdapterFile", saved: Mapping[str, SavedTensor], places: Mapping[str, _SavedPlace], base: ModelSpec
 ) -> dict[str, float]:
     modules = file_modules(base)
     scalings: dict[str, float] = {}
