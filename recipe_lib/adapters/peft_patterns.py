@@ -12,14 +12,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 try:
-    import resource as _resource
+    import resource
 except ImportError:  # a system without limits still has the time limit
-    resource: Any = None
-else:
-    resource = _resource
+    resource = None  # type: ignore[assignment]
 
 MAX_CHARACTERS = 10_000  # of a pattern: those that tools write have some hundreds
 SECONDS = 10  # that all patterns of a config may take with all names of a file
