@@ -4,13 +4,14 @@ import json
 import math
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.adapters.peft_names import PREFIX, FileModule, spellings
-from recipe_lib.checkpoint.tensor_files import Header, read_header
+from recipe_lib.adapters.peft_patterns import PatternError, first_matches
+from recipe_lib.checkpoint.tensor_files import Header
 from recipe_lib.checkpoint.weights_in import extra_names
 from recipe_lib.config.local_files import check_adapter
 from recipe_lib.config.schema import LoraConfig
@@ -21,41 +22,68 @@ from recipe_lib.reading import read_json
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_BYTES = 16 * 1024**2
 MAX_RANK = 2**20
-# Keys that change nothing for us: who made it, how A and B began, how the library is to run. What the others stand for
-# is either read below, or we do not have it: then any value but these is refused.
+MAX_ROWS = 2**31  # of a vocabulary
+SELECTING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+PATTERN_REMEDY = "write the modules' names in its place"
+_TYPE_REMEDY = "correct the key, or take the file from where the adapter was trained"
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {}, "none")
-_IRRELEVANT = {
+# Keys that change nothing of what a trained adapter computes: who made it, how it began, how PEFT is to run it.
+IRRELEVANT = {
     "auto_mapping",
-    "base_model_name_or_path",
-    "ensure_weight_tying",
+    "bias",  # which biases were trained: those are in the file
+    "corda_config",  # these four are read for a start that is refused, or that changed nothing but A
     "eva_config",
-    "exclude_modules",
-    "fan_in_fan_out",
+    "loftq_config",
+    "lora_ga_config",
+    "ensure_weight_tying",  # both matrices are in the file then
+    "fan_in_fan_out",  # the class of the base's module decides
     "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
     "lora_dropout",
-    "megatron_core",
+    "megatron_core",  # without megatron_config
     "peft_version",
-    "qalora_group_size",
+    "qalora_group_size",  # without use_qalora
     "revision",
     "runtime_config",
-    "target_modules",
     "task_type",
 }
-_READ = {
+READ = {
+    "alpha_pattern",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_bias",
+    "modules_to_save",
     "peft_type",
     "r",
-    "lora_alpha",
-    "use_rslora",
-    "use_dora",
     "rank_pattern",
-    "alpha_pattern",
-    "init_lora_weights",
+    "target_modules",
     "target_parameters",
+    "trainable_token_indices",
+    "use_dora",
+    "use_rslora",
 }
-# Other starts change the frozen weights, so that the adapter belongs to weights that are in no checkpoint.
+_AGAIN = "train an adapter without it"
+_WITH_PEFT = f"{_AGAIN}, or merge this one with PEFT first (merge_and_unload)"
+# What we do not compute, and what to do: PEFT merges some of it, and some it cannot merge either.
+REFUSED = {
+    "alora_invocation_tokens": _AGAIN,
+    "arrow_config": _AGAIN,
+    "kasa_config": _WITH_PEFT,
+    "layer_replication": _AGAIN,  # PEFT merges it into layers that share their weights, which it cannot save
+    "megatron_config": _AGAIN,
+    "monteclora_config": _WITH_PEFT,
+    "use_bdlora": _WITH_PEFT,
+    "use_qalora": _AGAIN,
+    "velora_config": _WITH_PEFT,
+}
+_UNKNOWN = "remove the key if it changes nothing, or merge the adapter with the release of PEFT that made it"
+# Other starts change the frozen weights, so that the adapter belongs to weights that are in no checkpoint. Two of them
+# PEFT repeats, to the bit, when it loads such an adapter.
 _STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+_REPEATED = ("pissa", "olora")
 
 
 @dataclass(frozen=True)
@@ -63,7 +91,9 @@ class AdapterConfig:
     """The numbers of an adapter.
 
     rank_pattern, alpha_pattern: pattern of a module's or parameter's name -> its own rank or alpha. parameters: ends of
-    the names of those that have an adapter by themselves, as experts'.
+    the names of those that have an adapter by themselves, as experts'. saved: ends of the names of modules that are in
+    the file as a whole. token_rows: end of a module's name -> the rows of its weight that are in the file; of the
+    embedding under an empty name. biases: B has a bias. selection: the keys that say which modules have an adapter.
     """
 
     rank: int
@@ -74,32 +104,50 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+    token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    biases: bool = False
+    selection: Mapping[str, Any] = field(default_factory=dict)
+    path: Path = Path(CONFIG_FILE)
+    _matches: dict[tuple[str, str], int | None] = field(default_factory=dict, compare=False, repr=False)
 
     def rank_of(self, module: FileModule) -> int:
         """The rank of a module's adapter."""
-        return int(_matching(self.rank_pattern, self._key(module), self.rank))
+        return int(self._matching("rank_pattern", module, self.rank))
 
     def scaling_of(self, module: FileModule) -> float:
         """What the product of its two matrices is multiplied by."""
-        return scaling(_matching(self.alpha_pattern, self._key(module), self.alpha), self.rank_of(module), self.rslora)
+        return scaling(self._matching("alpha_pattern", module, self.alpha), self.rank_of(module), self.rslora)
 
-    def _key(self, module: FileModule) -> str:
-        """The name that PEFT compares patterns with: of the parameter, where that has the adapter."""
+    def match_patterns(self, modules: Iterable[FileModule]) -> None:
+        """Matches all modules at once, so that `rank_of` need not start a process for each. Raises CheckpointError."""
+        names = [name for module in modules for name in self._spellings(module)]
+        for key in ("rank_pattern", "alpha_pattern"):
+            unmatched = [name for name in names if (key, name) not in self._matches]
+            try:
+                numbers = first_matches(list(getattr(self, key)), unmatched)
+            except PatternError as fault:
+                raise CheckpointError(f"{self.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
+            self._matches.update(zip([(key, name) for name in unmatched], numbers, strict=True))
+
+    def _spellings(self, module: FileModule) -> list[str]:
+        """The names that PEFT compares patterns with: of the parameter, where that has the adapter."""
         named = any(f".{module.full_name}".endswith(f".{end}") for end in self.parameters)
-        return module.full_name if named or module.experts else module.name
+        return spellings(module.full_name if named or module.experts else module.name)
+
+    def _matching(self, key: str, module: FileModule, default: float) -> float:
+        patterns: Mapping[str, float] = getattr(self, key)
+        if not patterns:
+            return default
+        self.match_patterns([module])
+        numbers = [self._matches[key, name] for name in self._spellings(module)]
+        found = [number for number in numbers if number is not None]
+        return list(patterns.values())[min(found)] if found else default
 
 
 def scaling(alpha: float, rank: int, rslora: bool) -> float:
     """alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     return alpha / (math.sqrt(rank) if rslora else rank)
-
-
-def _matching(patterns: Mapping[str, float], name: str, default: float) -> float:
-    names = spellings(name)
-    for pattern, value in patterns.items():
-        if any(re.fullmatch(rf"(.*\.)?({pattern})", other) for other in names):
-            return value
-    return default
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
@@ -108,37 +156,66 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     fields = _read_json(path, folder)
     kind = fields.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(f'{path}: peft_type: found {json.dumps(kind)[:80]}, expected "LORA" (LoRA or DoRA)')
-    ignored = _IRRELEVANT | _READ | ({"modules_to_save"} if saved_extras(folder) else set())
-    faults = [_unsupported(path, key, value) for key, value in sorted(fields.items()) if key not in ignored]
-    start = fields.get("init_lora_weights", True)
-    if start not in _STARTS or isinstance(start, int) and not isinstance(start, bool):
-        faults.append(
-            f"{path}: init_lora_weights: {json.dumps(start)[:80]} changes the frozen weights as well, so the adapter "
-            "does not fit the base; convert it with PEFT (path_initial_model_for_weight_conversion)"
+        raise CheckpointError(
+            f'{path}: peft_type: found {_show(kind)}, expected "LORA" (LoRA or DoRA); merge it into its base with the '
+            "tool that made it, and take the merged model"
         )
-    for key, test, expected in _NUMBERS:
+    faults = [_unsupported(path, key, value) for key, value in sorted(fields.items()) if key not in IRRELEVANT | READ]
+    faults += [_start_fault(path, fields.get("init_lora_weights", True)), _layers_fault(path, fields)]
+    for key, test, expected in _TYPES:
         if key in fields and not test(fields[key]) or key in ("r", "lora_alpha") and key not in fields:
-            found = json.dumps(fields[key])[:80] if key in fields else "no such key"
-            faults.append(f"{path}: {key}: found {found}, expected {expected}; export the adapter again")
+            found = _show(fields[key]) if key in fields else "no such key"
+            faults.append(f"{path}: {key}: found {found}, expected {expected}; {_TYPE_REMEDY}")
     if any(faults):
         raise CheckpointError(*(fault for fault in faults if fault))
-    return AdapterConfig(
+    rows = fields.get("trainable_token_indices") or {}
+    config = AdapterConfig(
         rank=fields["r"],
         alpha=fields["lora_alpha"],
         rslora=fields.get("use_rslora", False),
         dora=fields.get("use_dora", False),
-        base=str(fields.get("base_model_name_or_path") or ""),
+        base=fields.get("base_model_name_or_path") or "",
         rank_pattern=fields.get("rank_pattern") or {},
         alpha_pattern=fields.get("alpha_pattern") or {},
         parameters=tuple(fields.get("target_parameters") or ()),
+        saved=tuple(fields.get("modules_to_save") or ()),
+        token_rows={name: tuple(numbers) for name, numbers in (rows if isinstance(rows, dict) else {"": rows}).items()},
+        biases=fields.get("lora_bias", False),
+        selection={key: fields.get(key) for key in SELECTING},
+        path=path,
+    )
+    config.match_patterns([])  # which sees what is no pattern
+    return config
+
+
+def _start_fault(path: Path, start: Any) -> str | None:
+    if start in _STARTS and not (isinstance(start, int) and not isinstance(start, bool)):
+        return None
+    remedy = "save it again with path_initial_model_for_weight_conversion where it was trained, or train with true"
+    if start in _REPEATED:
+        remedy = "merge it with PEFT first (merge_and_unload), which repeats that start"
+    return (
+        f"{path}: init_lora_weights: {_show(start)} changes the frozen weights as well, so the adapter does not fit "
+        f"the base; {remedy}"
     )
 
 
-def saved_extras(folder: Path) -> set[str]:
-    """The names of the extra parameters in an adapter's file, which a recipe added to the model."""
-    path = folder / TENSOR_FILE
-    return saved_names(read_header(path)) if path.is_file() else set()
+def _layers_fault(path: Path, fields: Mapping[str, Any]) -> str | None:
+    """Of what PEFT refuses to load."""
+    keys = [key for key in ("layers_to_transform", "layers_pattern") if fields.get(key) is not None]
+    if keys and isinstance(fields.get("target_modules"), str):
+        return f"{path}: {keys[0]}: found it beside a pattern of target_modules, which says them; remove {keys[0]}"
+    if (
+        isinstance(fields.get("layers_pattern"), (str, list))
+        and fields["layers_pattern"]
+        and "layers_to_transform" not in keys
+    ):
+        return f"{path}: layers_pattern: found no layers_to_transform, whose numbers it is for; remove layers_pattern"
+    return None
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value)[:80]
 
 
 def saved_names(header: Header) -> set[str]:
@@ -161,10 +238,10 @@ def _read_json(path: Path, folder: Path) -> dict[str, Any]:
 def _unsupported(path: Path, key: str, value: Any) -> str | None:
     if any(value is empty or (value == empty and type(value) is type(empty)) for empty in _EMPTY):
         return None
-    return (
-        f"{path}: {key}: found {json.dumps(value)[:80]}, expected none: this feature of PEFT is not supported; train "
-        "an adapter without it, or merge this one with PEFT first"
-    )
+    if key in REFUSED:
+        fault = "expected none: this feature of PEFT is not supported"
+        return f"{path}: {key}: found {_show(value)}, {fault}; {REFUSED[key]}"
+    return f"{path}: {key}: found {_show(value)}, expected no such key: what it changes is not known; {_UNKNOWN}"
 
 
 def _is_number(value: Any) -> bool:
@@ -181,39 +258,61 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[\w.]+", value) is not None
+
+
 def _are_names(value: Any) -> bool:
     return value is None or isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _is_pattern_of(value: Any, test: Any) -> bool:
-    return (
-        value is None or isinstance(value, dict) and all(_compiles(key) and test(item) for key, item in value.items())
-    )
+def _are_plain_names(value: Any) -> bool:
+    return value is None or isinstance(value, list) and all(map(_is_name, value))
 
 
-def _compiles(pattern: str) -> bool:
-    """A plain part of a name, after anything or not: a pattern of a stranger's file may run for hours, so only these
-    few signs are taken."""
-    return re.fullmatch(r"\^?(\.\*\\\.)?[\w.\\]+\$?", pattern) is not None and _is_regex(pattern)
+def _select_modules(value: Any) -> bool:
+    return isinstance(value, str) or _are_names(value)
 
 
-def _is_regex(pattern: str) -> bool:
-    try:
-        re.compile(pattern)
-    except re.error:
-        return False
-    return True
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_ROWS
 
 
-_NUMBERS = (
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+def _are_token_rows(value: Any) -> bool:
+    parts = [*value.values()] if isinstance(value, dict) else [value]
+    names_fit = not isinstance(value, dict) or all(map(_is_name, value))
+    return value is None or names_fit and all(_are_counts(part) and len({*part}) == len(part) for part in parts)
+
+
+def _is_pattern_of(value: Any, test: Callable[[Any], bool]) -> bool:
+    return value is None or isinstance(value, dict) and all(map(test, value.values()))
+
+
+_TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("r", _is_rank, "a positive integer"),
     ("lora_alpha", _is_number, "a number above 0"),
+    ("base_model_name_or_path", lambda value: value is None or isinstance(value, str), "a name"),
     ("use_rslora", _is_flag, "true or false"),
     ("use_dora", _is_flag, "true or false"),
+    ("lora_bias", _is_flag, "true or false"),
+    ("ensure_weight_tying", _is_flag, "true or false"),
+    ("fan_in_fan_out", _is_flag, "true or false"),
+    ("bias", lambda value: value in (None, "none", "all", "lora_only"), "none, all or lora_only"),
     ("target_parameters", _are_names, "a list of parameters' names"),
-    ("rank_pattern", lambda value: _is_pattern_of(value, _is_rank), "module names with positive integers"),
-    ("alpha_pattern", lambda value: _is_pattern_of(value, _is_number), "module names with numbers above 0"),
-)
+    ("target_modules", _select_modules, "a list of modules' names, or a pattern"),
+    ("exclude_modules", _select_modules, "a list of modules' names, or a pattern"),
+    ("modules_to_save", _are_plain_names, "a list of modules' names"),
+    ("layers_to_transform", lambda value: value is None or _is_count(value) or _are_counts(value), "numbers of layers"),
+    ("layers_pattern", lambda value: _are_plain_names([value] if value and isinstance(value, str) else value or None),
+     "names of lists of layers"),
+    ("trainable_token_indices", _are_token_rows, "numbers of tokens, none twice"),
+    ("rank_pattern", lambda value: _is_pattern_of(value, _is_rank), "patterns with positive integers"),
+    ("alpha_pattern", lambda value: _is_pattern_of(value, _is_number), "patterns with numbers above 0"),
+)  # fmt: skip
 
 
 def write_fields(

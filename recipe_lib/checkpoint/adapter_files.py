@@ -13,6 +13,7 @@ from safetensors import safe_open
 from recipe_lib.adapters.peft_names import (
     FROZEN,
     LENGTHS,
+    PREFIX,
     SECOND,
     FileModule,
     adapted_modules,
@@ -24,7 +25,10 @@ from recipe_lib.adapters.peft_names import (
     targets_of,
 )
 from recipe_lib.checkpoint.adapter_config import TENSOR_FILE, AdapterConfig, read_adapter_config, saved_names, scaling
+from recipe_lib.checkpoint.adapter_targets import find_unselected
 from recipe_lib.checkpoint.base_weights import base_fingerprint, check_copies
+from recipe_lib.checkpoint.find_saved import find_saved
+from recipe_lib.checkpoint.saved_weights import VOCABULARY, SavedTensor, SavedWeights, add_saved, is_of_token_rows
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, Header, TensorEntry, read_header
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
@@ -46,7 +50,7 @@ class AdapterFile:
     """An adapter on disk.
 
     tensors: module as files name it -> what follows its name -> (name in the file, header). extras: what a recipe added
-    to the model, by our name -> the same.
+    to the model, by our name -> the same. saved: tensors of the base, by the name that PEFT has for them.
     """
 
     folder: Path
@@ -54,6 +58,7 @@ class AdapterFile:
     tensors: Mapping[str, Mapping[str, tuple[str, TensorEntry]]]
     metadata: Mapping[str, str]
     extras: Mapping[str, tuple[str, TensorEntry]] = field(default_factory=dict)
+    saved: Mapping[str, SavedTensor] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -62,7 +67,9 @@ class AdapterFile:
 
     def modules(self, spec: ModelSpec) -> list[FileModule]:
         """The modules that have an adapter; all of them are the model's, once `check_fits` has said so."""
-        return [module for name, module in file_modules(spec).items() if name in self.tensors]
+        modules = [module for name, module in file_modules(spec).items() if name in self.tensors]
+        self.config.match_patterns(modules)
+        return modules
 
     def read(self, module: str, suffix: str) -> torch.Tensor:
         """A whole tensor."""
@@ -90,18 +97,21 @@ def read_adapter(folder: Path) -> AdapterFile:
     header = read_header(path)
     tensors: dict[str, dict[str, tuple[str, TensorEntry]]] = {}
     extras: dict[str, tuple[str, TensorEntry]] = {}
-    saved = saved_names(header)
+    saved: dict[str, SavedTensor] = {}
+    added = saved_names(header)
     unknown = []
     for name, entry in header.tensors.items():
         split = split_name(name, of_text=BASE_IMPLEMENTATION not in header.metadata)
-        if extra_name(name) in saved:
+        if extra_name(name) in added:
             extras[extra_name(name)] = (name, entry)
-        elif split is None:
-            unknown.append(name)
-        else:
+        elif split is not None and not is_of_token_rows(name):
             tensors.setdefault(in_full(split[0], config.parameters), {})[split[1]] = (name, entry)
+            if split[1] == FROZEN:
+                add_saved(saved, name, entry)
+        elif not add_saved(saved, name, entry):
+            unknown.append(name)
     _refuse_contents(path, header, unknown)
-    return AdapterFile(folder, config, tensors, header.metadata, extras)
+    return AdapterFile(folder, config, tensors, header.metadata, extras, saved)
 
 
 def score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -138,15 +148,21 @@ def _several(names: Collection[str]) -> str:
     return f"{min(names)} is" if len(names) == 1 else f"{min(names)} and {len(names) - 1} more are"
 
 
-def check_fits(adapter: AdapterFile, spec: ModelSpec) -> None:
-    """Raises CheckpointError, all faults at once, if names or shapes are not those of an adapter for this model."""
+def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
+    """Returns what the adapter has of the base's weights. spec: of the base as it is.
+
+    Raises CheckpointError, all faults at once, if names or shapes are not those of an adapter for this model, and for
+    numbers that are none.
+    """
     if SCORE in adapter.extras and not has_score_head(spec):
         raise CheckpointError(
             f"{adapter.folder}: is an adapter with a score head, which predicts no tokens; expected one of a causal "
             "language model; PEFT opens it on transformers' AutoModelForSequenceClassification, and a run with "
             "lora.merge_on_save=true writes both as one model"
         )
-    known = file_modules(spec)
+    _check_finite(adapter)
+    saved = find_saved(adapter, spec)
+    known = file_modules(saved.spec)
     strange = adapter.tensors.keys() - known.keys()
     faults = []
     apart = sorted(name for name in strange if _EXPERT_APART.search(name))
@@ -161,16 +177,34 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> None:
             f"{adapter.path}: {_several(strange)} no module of this model; the adapter was made for another base"
             + (f" ({adapter.config.base})" if adapter.config.base else "")
         )
+    unselected = _selection_fault(adapter, [module for module in adapter.modules(saved.spec) if not module.parameter])
+    faults += [unselected] if unselected else []
     for name in sorted(adapter.tensors.keys() - strange):
-        fault = _module_fault(adapter, known[name], spec)
+        fault = _module_fault(adapter, known[name])
         if fault:
             faults.append(fault)
             break  # one is enough: the others have the same cause
     if faults:
         raise CheckpointError(*faults)
+    return saved
 
 
-def _module_fault(adapter: AdapterFile, module: FileModule, spec: ModelSpec) -> str | None:
+def _selection_fault(adapter: AdapterFile, modules: list[FileModule]) -> str | None:
+    names = []
+    for module in modules:
+        suffix, (name, _) = next(iter(adapter.tensors[module.name].items()))
+        names.append(name.removeprefix(PREFIX).removesuffix(f".{suffix}"))
+    found = find_unselected(adapter.config, names)
+    if found is None:
+        return None
+    name, key = found
+    return (
+        f"{adapter.config.path}: {key}: leaves out {name}, which {adapter.path.name} has an adapter for, and PEFT "
+        f"would drop; make {key} fit the file, or remove the module's tensors from it"
+    )
+
+
+def _module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
     config, found = adapter.config, adapter.tensors[module.name]
     expected = module.shapes(config.rank_of(module), config.dora)
     missing = expected.keys() - found.keys()
@@ -202,7 +236,12 @@ def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | N
     adapter was trained on where its file says which that was. Reads headers, and little more.
     """
     adapter = read_adapter(folder)
-    check_fits(adapter, spec)
+    saved = check_fits(adapter, spec)
+    if saved.parts:
+        raise CheckpointError(
+            f"{adapter.path}: brings {min(saved.parts)} along, and only the matrices of adapters are trained further; "
+            f"merge it into its base first (tune export {folder} --merge), and train the merged model"
+        )
     faults = [_kind_fault(adapter, cfg), _target_fault(adapter, spec, cfg)]
     if not any(faults):
         faults = [_rank_fault(adapter, spec, cfg)]
@@ -220,8 +259,23 @@ def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
             f"{adapter.folder}: was trained on other weights than those of {base}; use its own base model"
             + (f", {adapter.config.base}" if adapter.config.base else "")
         )
-    copies = {f"{name}.weight": entries[FROZEN][0] for name, entries in adapter.tensors.items() if FROZEN in entries}
+    frozen = {name: held.frozen for name, held in adapter.saved.items() if held.frozen is not None}
+    resized = {name for name in VOCABULARY & frozen.keys() if frozen[name][1].shape[0] != spec.vocab_size}
+    copies = {name: entry for name, (entry, _) in frozen.items() if name not in resized}
     check_copies(adapter.path, copies, spec, base)
+
+
+def _check_finite(adapter: AdapterFile) -> None:
+    """CheckpointError for numbers that are none: all that is computed with them would be NaN."""
+    with safe_open(str(adapter.path), framework="pt") as file:
+        names = [*file.keys()]
+        bad = [name for name in names if not file.get_tensor(name).isfinite().all()]
+    if bad:
+        more = f" and {len(bad) - 1} more hold" if len(bad) > 1 else " holds"
+        raise CheckpointError(
+            f"{adapter.path}: {bad[0]}{more} NaN or infinite numbers; take an earlier state of its training, or "
+            "download it again"
+        )
 
 
 def _kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:

@@ -35,10 +35,13 @@ def load_adapter(model: nn.Module, spec: ModelSpec, folder: Path, *, some: bool 
     zeros, and stays at its rank: where A and B are both zero, so are their gradients. One that is scaled by another
     number has the ratio put into B. some: a module that has no adapter in the folder (those of some layers) is left as
     `init_adapters` made it, which changes nothing; without it that is a fault. Extra parameters, which a recipe added,
-    are read too, and the model must have those that the folder has. Raises CheckpointError.
+    are read too, and the model must have those that the folder has. Weights of the base that the folder brings along
+    take their places (see `SavedWeights`). Raises CheckpointError.
     """
     adapter = read_adapter(folder)
-    check_fits(adapter, spec)
+    saved = check_fits(adapter, spec)
+    if isinstance(model, LanguageModel):
+        saved.put_into(model)
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, AdaptedModule)}
     filled = set()
     for module in adapter.modules(spec):

@@ -24,6 +24,7 @@ from recipe_lib.checkpoint.converted import Reader
 from recipe_lib.checkpoint.merged_experts import MergedExperts
 from recipe_lib.checkpoint.merged_external import merge_external, update_of
 from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
+from recipe_lib.checkpoint.saved_weights import SavedWeights
 from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
 from recipe_lib.checkpoint.weights_in import check_weights, read_headers, unknown_extras
@@ -46,12 +47,13 @@ _Reader = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Base:
-    """The frozen weights in their files. storage, dtype: how the run kept them."""
+    """The frozen weights in their files. storage, dtype: how the run kept them. saved: what the adapter has of them."""
 
     found: dict[str, FileTensor]
     places: dict[str, WeightEntry]  # by our name
     storage: str
     dtype: torch.dtype
+    saved: SavedWeights
 
 
 def merge_adapter(
@@ -80,14 +82,15 @@ def merge_adapter(
     Raises StorageError or CheckpointError on every rank; then `out` is as it was.
     """
     stored = out_dtype or dtype
-    adapter, spec = together(ranks, lambda: _checked(base_folder, adapter_folder, implementation))
+    adapter, spec, saved = together(ranks, lambda: _checked(base_folder, adapter_folder, implementation))
     if isinstance(spec, ExternalSpec):
         beside = {"tokenizer_folder": tokenizer_folder or base_folder, "chat_template": chat_template,
                   "stop_ids": stop_ids, "max_shard_bytes": max_shard_bytes, "card": card}  # fmt: skip
-        merge = partial(merge_external, base_folder, adapter, spec, out, quantize, dtype, stored, **beside)
+        merge = partial(merge_external, base_folder, adapter, saved, spec, out, quantize, dtype, stored, **beside)
         decide(ranks, merge)
         return
-    written = _untied(spec, adapter)
+    assert isinstance(saved.spec, DecoderSpec)
+    written = _untied(saved.spec, adapter)
     parameters = {
         name: torch.empty(shape, dtype=stored, device="meta") for name, shape in parameter_shapes(written).items()
     }
@@ -96,7 +99,7 @@ def merge_adapter(
         parameters[name] = torch.empty(entry.shape, dtype=kept, device="meta")
     shards = plan_shards(written, parameters, max_shard_bytes, adapter.extras)
     found = read_headers(base_folder)
-    base = _Base(found, {entry.our_name: entry for entry in weight_map(spec, found)}, quantize, dtype)
+    base = _Base(found, {entry.our_name: entry for entry in weight_map(spec, found)}, quantize, dtype, saved)
     copied = tokenizer_files(tokenizer_folder or base_folder)
     temporary = Path(decide(ranks, lambda: begin_folder(out, shards, copied)))
     try:
@@ -111,6 +114,7 @@ def merge_adapter(
 
         together(ranks, write)
         config = export_config(read_config(base_folder) | score_keys(adapter.metadata), written, stored)
+        config |= {"vocab_size": written.vocab_size} if written.vocab_size != spec.vocab_size else {}
         decide(ranks, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids, card))
     except BaseException:
         if ranks.rank == 0:
@@ -118,7 +122,9 @@ def merge_adapter(
         raise
 
 
-def _checked(base_folder: Path, adapter_folder: Path, implementation: str | None) -> tuple[AdapterFile, ModelSpec]:
+def _checked(
+    base_folder: Path, adapter_folder: Path, implementation: str | None
+) -> tuple[AdapterFile, ModelSpec, SavedWeights]:
     adapter = read_adapter(adapter_folder)
     if SCORE in adapter.extras:
         rows = adapter.extras[SCORE][1].shape[0]
@@ -126,12 +132,12 @@ def _checked(base_folder: Path, adapter_folder: Path, implementation: str | None
     else:
         spec = read_trained_spec(read_config(base_folder), str(base_folder), implementation)
     check_weights(spec, base_folder)
-    check_fits(adapter, spec)
+    saved = check_fits(adapter, spec)
     check_base(adapter, spec, base_folder)
     extras = {name for name, tensor in read_headers(base_folder).items() if tensor.extra}
     if extras - adapter.extras.keys():
         raise unknown_extras(base_folder, extras - adapter.extras.keys())
-    return adapter, spec
+    return adapter, spec, saved
 
 
 def _untied(spec: DecoderSpec, adapter: AdapterFile) -> DecoderSpec:
@@ -175,16 +181,23 @@ def _pieces(
 
 
 def _reader(base: _Base, name: str) -> _Reader:
-    """Reads rows of one of our parameters as the run had them: `(start, stop)` to `[stop - start, m]`."""
+    """Reads rows of one of our parameters as the run had them: `(start, stop)` to `[stop - start, m]`.
+
+    What the adapter brings along is read as it has it.
+    """
     entry = base.places.get(name) or base.places[f"{EMBEDDING}.weight"]  # the head of a base that ties it
     offset = entry.start
 
     def read(start: int, stop: int) -> torch.Tensor:
         with Reader(base.found) as files_of:
-            return files_of.opened(entry, base.dtype)[offset + start : offset + stop].to(base.dtype)
+            source = files_of.opened(entry, base.dtype)
+            rows = base.saved.read_rows(name, start, stop, lambda: source[offset + start : offset + stop])
+            return rows.to(base.dtype)
 
     target = target_of(name.removesuffix(".weight"))
     if base.storage == "none" or target in (None, "router", "embedding", "head") or not name.endswith(".weight"):
+        return read
+    if name in base.saved.parts:  # which was trained as it is
         return read
     shape = base.found[entry.file_name].entry.shape if entry.view is None else entry.view.shape
     rows = entry.length or shape[0]

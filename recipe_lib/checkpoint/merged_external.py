@@ -1,6 +1,7 @@
 """An adapter merged into a model of another library, in memory: its files need not have its parameters one by one."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from recipe_lib.adapters.peft_names import EMBEDDING_FIRST, EMBEDDING_SECOND, FI
 from recipe_lib.adapters.quantized import can_quantize, dequantized
 from recipe_lib.checkpoint.adapter_files import AdapterFile
 from recipe_lib.checkpoint.rank_agreement import SingleRank
+from recipe_lib.checkpoint.saved_weights import SavedWeights
 from recipe_lib.checkpoint.weights_in import load_weights
 from recipe_lib.checkpoint.weights_out import export_model
 from recipe_lib.errors import CheckpointError
@@ -24,6 +26,7 @@ from recipe_lib.models.meta_init import allocate
 def merge_external(
     base_folder: Path,
     adapter: AdapterFile,
+    saved: SavedWeights,
     spec: ExternalSpec,
     out: Path,
     quantize: str,
@@ -33,8 +36,9 @@ def merge_external(
 ) -> None:
     """Writes the folder `out`: the base with the adapter added, on one rank; the model is in host memory meanwhile.
 
-    quantize, dtype: how the run that trained the adapter kept the base. stored: the type of what is written. beside: as
-    for `export_model`. Raises StorageError or CheckpointError; then `out` is as it was.
+    saved: what the adapter has of the base's weights. quantize, dtype: how the run that trained the adapter kept the
+    base. stored: the type of what is written. beside: as for `export_model`. Raises StorageError or CheckpointError;
+    then `out` is as it was.
     """
     if adapter.extras:
         raise CheckpointError(f"{adapter.path}: holds {min(adapter.extras)}, which a recipe added; it cannot be merged")
@@ -45,7 +49,7 @@ def merge_external(
     adapted = {module.name: module for module in adapter.modules(spec)}
     for name, parameter in model.named_parameters():
         module = name.removesuffix(".weight")
-        weight: Tensor = parameter.detach()
+        weight = saved.read_rows(name, 0, len(parameter) if parameter.dim() else 1, partial(parameter.detach))
         if module != name and module in layout.linears:
             weight = _merged(weight, module, adapter, adapted, quantize, layout)
         parameter.data = weight.to(stored) if weight.is_floating_point() else weight

@@ -184,6 +184,8 @@ def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
         out = _target(found, "model", arguments)
     elif rewrite:
         out = _target(found, "adapter", arguments)
+    if rewrite and found.adapter is not None:
+        _refuse_copy(found.adapter)
     model, dtype = _trained_model(found, spec, base, config, device)
     trained = prompt_logits_of(model)
     with tempfile.TemporaryDirectory(prefix="tune-export-") as scratch:
@@ -197,6 +199,19 @@ def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
         else:
             _check_adapter(found, base, spec, adapter, dtype, device, trained, written=bool(rewrite))
             _tell_next(found, arguments, spec, adapter)
+
+
+def _refuse_copy(adapter: Path) -> None:
+    """CheckpointError for an adapter whose file has more than what is written of a model: A, B and lengths."""
+    from recipe_lib.checkpoint.adapter_files import read_adapter
+
+    saved = read_adapter(adapter).saved
+    changing = sorted(name for name, held in saved.items() if held.copy or held.rows or held.added)
+    if changing:
+        raise CheckpointError(
+            f"{adapter}: brings {changing[0]} of its base along, which --adapter would not write; copy the folder as "
+            "it is, or merge it (--merge)"
+        )
 
 
 def _trained_model(
@@ -293,7 +308,7 @@ def _tell_next(found: ExportSource, arguments: argparse.Namespace, spec: "ModelS
     from recipe_lib.training.next_commands import adapter_commands, merge_command, print_next
 
     held = read_adapter(adapter)
-    if held.extras:
+    if held.extras or held.config.saved:  # which vLLM does not load
         return
     lora, base = adapter_settings_of(held, spec), arguments.base or held.config.base
     template = (adapter / CHAT_TEMPLATE).is_file()

@@ -57,11 +57,12 @@ def place_model(
     its training began from; None with cfg.model.preset: random weights of cfg.seed.
     """
     dtype = DTYPES[cfg.dtype]
-    model = build_meta(source.spec, dtype)
+    spec = source.base_spec or source.spec
+    model = build_meta(spec, dtype)
     if source.adapter is not None:
         held = read_adapter(source.adapter)
-        check_fits(held, source.spec)
-        lora = adapter_settings_of(held, source.spec)
+        check_fits(held, spec)
+        lora = adapter_settings_of(held, spec)
         kept = replace(lora, quantize_base=storage, dtype=None if cfg.dtype == "fp64" else "fp32")
         assert isinstance(cfg, LoraFinetuneConfig)
         cfg = replace(cfg, lora=kept)
@@ -72,10 +73,10 @@ def place_model(
         get_logger().info("%s", rounding.describe())
     parallel = parallelize(model, cfg, world, for_training=False)
     materialize(model, cfg.memory, world.device)
-    load_weights(model, source.spec, source.folder)
+    load_weights(model, spec, source.folder)
     if source.adapter is not None:
         init_adapters(model, 0)
-        load_adapter(model, source.spec, source.adapter, some=True)
+        load_adapter(model, spec, source.adapter, some=True)
         return PlacedModel(model.eval(), parallel, source, str(source.folder), rounding)
     load = _loader_of_base(cfg, source, model, base)
     name = str(base) if base is not None else cfg.model.preset

@@ -32,7 +32,7 @@ class GenerationSource:
 
     folder: of the model, or of the base of an adapter. adapter: its folder, None without one. tokenizer: the folder
     with the tokenizer. dtype, storage: how the base was kept while the adapter was trained, as its file says; empty and
-    `none` if it does not.
+    `none` if it does not. spec: of the model with the adapter; base_spec: of the base of one, as it is in the folder.
     """
 
     folder: Path
@@ -42,6 +42,7 @@ class GenerationSource:
     adapter: Path | None = None
     dtype: str = ""
     storage: str = "none"
+    base_spec: ModelSpec | None = None
 
 
 def find_source(name: str, base: str | None = None) -> GenerationSource:
@@ -80,17 +81,18 @@ def _of_adapter(folder: Path, base: str | None) -> GenerationSource:
             f"{trained_on} with --base"
         )
     config, spec = _checked(base_folder, adapter.metadata.get(BASE_IMPLEMENTATION))
-    check_fits(adapter, spec)
+    saved = check_fits(adapter, spec)
     check_base(adapter, spec, base_folder)
     own = any((folder / file).is_file() for file in TOKENIZER_FILES)
     return GenerationSource(
         base_folder,
         config,
-        spec,
+        saved.spec,
         folder if own else base_folder,
         folder,
         adapter.metadata.get(BASE_DTYPE, ""),
         adapter.metadata.get(BASE_STORAGE, "none"),
+        spec,
     )
 
 
@@ -98,7 +100,8 @@ def load_source(source: GenerationSource, dtype: torch.dtype, device: torch.devi
     """The model with its weights, ready to generate. storage: how the frozen weights beside an adapter are kept:
     `none`, `nf4` or `int8`."""
     if source.adapter is not None:
-        return model_of_adapter(source.adapter, source.spec, source.folder, dtype, device, storage)[0]
+        spec = source.base_spec or source.spec
+        return model_of_adapter(source.adapter, spec, source.folder, dtype, device, storage)[0]
     model = build_meta(source.spec, dtype)
     allocate(model, device)
     load_weights(model, source.spec, source.folder)

@@ -31,6 +31,7 @@ class LanguageModel(nn.Module):
     parameters whose parts on the ranks are not in the file's order. unwritten: the marks of tensors at the moment at
     which they were given memory. on_host: names of parameters in host memory, on the device while their module runs.
     compile_layer: compiles the layer of a name by a backend, where torch.compile of its forward would not do.
+    base_weights: parameters of the base that an adapter's file brought others for, by name.
     """
 
     spec: Any
@@ -43,6 +44,7 @@ class LanguageModel(nn.Module):
     unwritten: Mapping[str, WriteMark] = MappingProxyType({})
     on_host: frozenset[str] = frozenset()
     compile_layer: Callable[[str, Any], None] | None = None
+    base_weights: Mapping[str, nn.Parameter] = MappingProxyType({})
 
     @abstractmethod
     def stage_parts(self) -> StageParts:

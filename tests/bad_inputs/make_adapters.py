@@ -89,7 +89,14 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "config_cut_short": (EXPORT, config_cut_short),
     "features_that_we_lack": (
         EXPORT,
-        lambda folder: write(folder, bias="lora_only", modules_to_save=["lm_head"], fan_in_fan_out=True),
+        lambda folder: write(folder, layer_replication=[[0, 1]], kasa_config={"beta": 0.1}, use_new_feature=True),
+    ),
+    "saved_module_missing": (EXPORT, lambda folder: write(folder, modules_to_save=["lm_head"])),
+    "layers_left_out": (EXPORT, lambda folder: write(folder, layers_to_transform=[1])),
+    "pattern_that_is_none": (EXPORT, lambda folder: write(folder, rank_pattern={"*q_proj": 2})),
+    "numbers_that_are_none": (
+        EXPORT,
+        lambda folder: write(folder, {name: value * float("nan") for name, value in adapter().items()}),
     ),
     "frozen_copy_of_another_base": (EXPORT, other_copy),
     "made_for_a_wider_base": (EXPORT, lambda folder: write(folder, adapter(width=16))),

@@ -11,6 +11,7 @@ from recipe_lib.checkpoint.gguf.architectures import Architecture, architecture_
 from recipe_lib.checkpoint.gguf.gguf_file import GgufTensor, check_gguf, package, write_gguf
 from recipe_lib.checkpoint.gguf.gguf_model import GgufReport, gguf_names, permuted
 from recipe_lib.checkpoint.gguf.tensor_types import TypeChoice
+from recipe_lib.checkpoint.saved_weights import SavedWeights
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import read_config, read_trained_spec
 from recipe_lib.models.spec import DecoderSpec
@@ -27,9 +28,9 @@ def write_gguf_adapter(adapter_folder: Path, base: Path, out: Path, kind: str, *
     architecture = architecture_of(spec, str(base))
     assert isinstance(spec, DecoderSpec)
     adapter = read_adapter(adapter_folder)
-    check_fits(adapter, spec)
+    saved = check_fits(adapter, spec)
     check_base(adapter, spec, base)
-    _refuse(adapter, spec)
+    _refuse(adapter, spec, saved)
     modules = adapter.modules(spec)
     rank = adapter.config.rank_of(modules[0])
     alpha = usual_scaling(adapter, spec) * rank
@@ -45,13 +46,15 @@ def write_gguf_adapter(adapter_folder: Path, base: Path, out: Path, kind: str, *
     return GgufReport((), tuple(check_gguf(out, fields, tensors)), len(fields))
 
 
-def _refuse(adapter: AdapterFile, spec: DecoderSpec) -> None:
+def _refuse(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights) -> None:
     """CheckpointError for what llama.cpp has no place for."""
     fault = None
     if adapter.config.dora:
         fault = "is a DoRA adapter"
     elif adapter.extras:
         fault = f"has the extra parameter {min(adapter.extras)}"
+    elif saved.parts:
+        fault = f"brings {min(saved.parts)} of the base along"
     elif spec.tied and (HEAD in adapter.tensors or any(module.is_embedding for module in adapter.modules(spec))):
         fault = "adapts the embedding or the output projection of a model that has one matrix for both"
     if fault:

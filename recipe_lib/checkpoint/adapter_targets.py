@@ -1,0 +1,65 @@
+"""Which modules PEFT puts an adapter on, by the keys of a config: it leaves others out when it loads a file."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from recipe_lib.adapters.peft_patterns import PatternError, first_matches
+from recipe_lib.checkpoint.adapter_config import PATTERN_REMEDY, AdapterConfig
+from recipe_lib.errors import CheckpointError
+
+_ALL_LINEAR = "all-linear"  # but for the head, which is a linear too
+_NO_LINEARS = ("embed_tokens", "lm_head")
+
+
+def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first module that PEFT would leave out, and the key by which it does; None: it leaves out none.
+
+    names: of modules, as the file has them. Raises CheckpointError for a pattern that cannot be matched.
+    """
+    excluded = _match(config, "exclude_modules", names)
+    targeted = _match(config, "target_modules", names)
+    chosen: Any = config.selection.get("target_modules")
+    by_default = chosen is None  # then PEFT's own table, or target_parameters
+    for number, name in enumerate(names):
+        if excluded[number]:
+            return name, "exclude_modules"
+        if any(f".{saved}." in f".{name}." for saved in config.saved):
+            return name, "modules_to_save"
+        if not (by_default or targeted[number]):
+            return name, "target_modules"
+        if isinstance(chosen, list) and name in chosen:
+            continue  # by its whole name, whatever the layers
+        if not _is_in_layers(config.selection.get("layers_to_transform"), _layer_of(config, name)):
+            return name, "layers_to_transform"
+    return None
+
+
+def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
+    chosen: Any = config.selection.get(key)
+    if key == "target_modules" and isinstance(chosen, str) and chosen.lower() == _ALL_LINEAR:
+        return [not name.endswith(_NO_LINEARS) for name in names]
+    if isinstance(chosen, str) and chosen:
+        try:
+            return [match is not None for match in first_matches([chosen], names, whole=True)]
+        except PatternError as fault:
+            raise CheckpointError(f"{config.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
+    return [any(f".{name}".endswith(f".{end}") for end in chosen or ()) for name in names]
+
+
+def _layer_of(config: AdapterConfig, name: str) -> int | None:
+    """Return the number of the layer that a module is in; of several numbers in its name the first."""
+    lists: Any = config.selection.get("layers_pattern")
+    if not lists:
+        found = re.match(r".*?\.[^.]*\.(\d+)\.", name)
+    else:
+        patterns = [lists] if isinstance(lists, str) else lists
+        matches = (re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name) for pattern in patterns)
+        found = next((match for match in matches if match), None)
+    return int(found[1]) if found else None
+
+
+def _is_in_layers(layers: Any, number: int | None) -> bool:
+    if layers is None or layers == []:
+        return True
+    return number in (layers if isinstance(layers, list) else [layers])

@@ -1,0 +1,126 @@
+"""Regular expressions of adapter_config.json: matched as PEFT matches them, and never without end."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipe_lib.adapters import peft_patterns
+from recipe_lib.adapters.peft_patterns import MAX_CHARACTERS, first_matches
+from recipe_lib.checkpoint.adapter_files import check_adapter
+from recipe_lib.checkpoint.adapter_in import load_adapter
+from recipe_lib.errors import CheckpointError
+from tests.adapters.hugging_face import config, ours, save_with_peft
+from tests.adapters.peft_folders import (
+    ask_peft,
+    change_config,
+    make_base,
+    make_tokens,
+    merge,
+    read_merged,
+    relative,
+    train_with_peft,
+)
+from tests.selection import slow_except
+
+MODULES = [
+    f"model.layers.{layer}.{leaf}"
+    for layer in (0, 1, 11)
+    for leaf in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj")
+] + ["model.embed_tokens", "lm_head", "model.language_model.layers.1.self_attn.q_proj"]
+PATTERNS = [
+    "q_proj", "self_attn.q_proj", "layers.1.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "_proj", "proj",
+    "^q_proj", "^model.layers.0.mlp.gate_proj", "^layers.0.mlp.gate_proj", r".*layers\.1\..*q_proj", r".*q_proj",
+    r"layers\.(0|11)\.mlp\.(gate|up)_proj", r"layers\.\d+\.mlp\..*", r"layers\.\d\..*", "q_proj|k_proj", ".*", "",
+    "model.layers.1", "layers.1.*", r"(?:q|k)_proj", r"(?i:Q_PROJ)", r"(?<!self_attn\.)\w+_proj", r"q_proj$", "lm_head",
+    r"a)|(lm_head", r"(?P<x>q)_proj", r"[^k]_proj", r".*?\.1\..*?", "embed.tokens", r"\bq_proj\b", "Q_proj", "q_proj ",
+]  # fmt: skip
+ENDLESS = [r"([\w.]+)+!", "(.+.*)+!", "(_|[a-z_]|.)+!", "q" * (MAX_CHARACTERS + 1)]
+BROKEN = ["*q_proj", "(q_proj", "[q", "(?i)q_proj", "q{2,1}", r"(?P<x>q)(?P<x>k)"]
+
+
+def test_each_pattern_matches_what_peft_matches() -> None:
+    from peft.utils.other import get_pattern_key
+
+    for pattern in PATTERNS:
+        expected = [get_pattern_key([pattern], name) == pattern for name in MODULES]
+        assert [match == 0 for match in first_matches([pattern], MODULES)] == expected, pattern
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    from peft.utils.other import get_pattern_key
+
+    for order in (PATTERNS, PATTERNS[::-1], sorted(PATTERNS, key=len)):
+        used = [pattern for pattern in order if pattern not in ("", ".*")]
+        found = [None if match is None else used[match] for match in first_matches(used, MODULES)]
+        keys = [get_pattern_key(used, name) for name in MODULES]
+        assert found == [key if key in used and key != name or key == "lm_head" else None
+                         for key, name in zip(keys, MODULES, strict=True)]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", slow_except(BROKEN, ["(q_proj"]))
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules"])
+def test_what_is_no_regular_expression(key: str, pattern: str, tmp_path: Path, capsys: Any) -> None:
+    base = make_base(tmp_path / "base", "llama")
+    adapter = train_with_peft(base, tmp_path / "adapter")
+    change_config(adapter, **{key: {pattern: 4} if key.endswith("pattern") else pattern})
+    if not key.endswith("pattern") and pattern == "(?i)q_proj":  # which is one by itself
+        return
+    with pytest.raises(re.error):
+        ask_peft(base, adapter)
+    code, err = merge(base, adapter, tmp_path / "out", capsys)
+    assert code == 2 and f"{adapter}/adapter_config.json: {key}: " in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("pattern", slow_except(ENDLESS, ["(.+.*)+!"]))
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_modules"])
+def test_a_pattern_without_end_is_refused_by_name(
+    key: str, pattern: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peft_patterns, "SECONDS", 0.2)
+    base = make_base(tmp_path / "base", "llama")
+    adapter = train_with_peft(base, tmp_path / "adapter")
+    change_config(adapter, **{key: {pattern: 4} if key.endswith("pattern") else pattern})
+    code, err = merge(base, adapter, tmp_path / "out", capsys)
+    assert code == 2 and f"{adapter}/adapter_config.json: {key}: " in err and err.count("\n") == 1
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "rank": {"rank_pattern": {r".*layers\.1\..*q_proj": 2}},
+    "alpha": {"alpha_pattern": {r".*v_proj": 64}},
+    "order": {"rank_pattern": {r"layers\.0\..*": 2, "q_proj": 6}, "alpha_pattern": {"q_proj": 3, r".*\.1\..*": 9}},
+    "anchored": {"rank_pattern": {r"^model\.layers\.[01]\.self_attn\.q_proj": 2, "^q_proj": 7}},
+    "alternatives, rslora": {"alpha_pattern": {r"layers\.\d+\.self_attn\.(q|v)_proj": 12}, "use_rslora": True},
+    "dora": {"rank_pattern": {r".*(q|k)_proj": 2}, "use_dora": True},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_merged_generated_with_and_trained_on_as_peft_does(name: str, tmp_path: Path, capsys: Any) -> None:
+    base = make_base(tmp_path / "base", "llama")
+    adapter, settings = tmp_path / "adapter", {"r": 4, "lora_alpha": 8} | SETTINGS[name]
+    model = save_with_peft(base, adapter, target_modules=["q_proj", "v_proj"], **settings)
+    logits, tensors = ask_peft(base, adapter)
+    assert merge(base, adapter, tmp_path / "out", capsys) == (0, "")
+    own_logits, own_tensors, _ = read_merged(tmp_path / "out")
+    assert relative(own_logits, logits) < 1e-5
+    for key, tensor in tensors.items():
+        assert relative(own_tensors[key], tensor) < 1e-5, key
+    fields = json.loads((adapter / "adapter_config.json").read_text())
+    ranks = [parameter.shape[0] for key, parameter in model.named_parameters() if "lora_A" in key]
+    kind = {"dora": fields["use_dora"], "rslora": fields["use_rslora"]}
+    cfg = config(target_modules=["q", "v"], rank=max(ranks), **kind)
+    try:
+        check_adapter(adapter, ours(base, cfg, moved=0).spec, cfg, base)
+    except CheckpointError as error:  # its remedy is followed
+        alpha = re.search(r"lora\.alpha=([\d.]+)$", str(error))
+        assert alpha, error
+        cfg = config(target_modules=["q", "v"], rank=max(ranks), alpha=float(alpha[1]), **kind)
+        check_adapter(adapter, ours(base, cfg, moved=0).spec, cfg, base)
+    own = ours(base, cfg, moved=0)
+    load_adapter(own, own.spec, adapter)
+    with torch.no_grad():
+        assert relative(own(make_tokens()), logits) < 1e-5
