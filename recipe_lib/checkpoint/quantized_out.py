@@ -22,7 +22,7 @@ from recipe_lib import files
 from recipe_lib.checkpoint.model_card import CARD
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
-from recipe_lib.checkpoint.weights_in import read_headers
+from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.config.local_files import install_line
 from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.logs import silence_torchao
