@@ -184,7 +184,7 @@ def tell_left_out(spec: ModelSpec, folder: Path, what: str = "model") -> None:
     entries = weight_map(spec, [name for name in found if not found[name].extra])
     reasons: dict[str, list[str]] = defaultdict(list)
     for copy, entry in tied_copies(spec, entries, found).items():
-        reasons[f"the same numbers as {entry.file_name}, which is tied to it"].append(copy)
+        reasons[f"the same numbers as {entry.file_name}"].append(copy)
     used = {name for entry in entries for name in _file_names(entry)}.union(*reasons.values())
     for name in found.keys() - used:
         reason = _why_left_out(spec, name, found[name])
@@ -284,6 +284,7 @@ def _conversion_fault(
     result += f", {single} having no counterpart" if single else ""
     more = f" (and {others} more of another shape)" if others else ""
     return (
-        f"{folder}: {entry.our_name} is made of {len(names)} tensors ({entry.file_name} and others), {result}; config.json "
-        f"makes it {list(shapes[entry.our_name])}{more}; check that config.json and the weights are of one model"
+        f"{folder}: {entry.our_name} is made of {len(names)} tensors ({entry.file_name} and others), {result}; "
+        f"config.json makes it {list(shapes[entry.our_name])}{more}; check that config.json and the weights are of "
+        "one model"
     )

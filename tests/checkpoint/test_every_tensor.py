@@ -6,13 +6,30 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
+from recipe_lib.models import read_config, read_spec
+from recipe_lib.models.weight_names import weight_map
 from tests.checkpoint.tensor_faults import SINGLE, Fault, Tensors, load, load_theirs, make_folder, why_not_accounted
 from tests.models.reference import reference_model
+from tests.selection import slow_except
 
 LAYER = "model.layers.0"
 ATTENTION = f"{LAYER}.self_attn"
+_MIXTURE: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_attention_heads": 4, "vocab_size": 97,
+}  # fmt: skip
+EXTERNAL: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97},
+    "gpt_neox": {"num_hidden_layers": 2, "vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4},
+    "deepseek_v3": _MIXTURE
+    | {
+        "num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
 NATIVE = ["llama3.1", "llama-biases", "qwen2.5", "qwen3", "gemma2", "gemma3", "phi3", "qwen3-moe", "mixtral", "gpt-oss"]
 
 
@@ -221,7 +238,12 @@ def test_what_files_may_hold_besides(
 def check_each(folder: Path, implementation: str, tmp_path: Path) -> list[str]:
     """The faults of one family's tensors whose outcome is not one of the three."""
     bad = []
-    for at, (name, fault) in enumerate(faults_of_each(load_file(folder / SINGLE)).items()):
+    tensors = load_file(folder / SINGLE)
+    entries = weight_map(read_spec(read_config(folder), str(folder), implementation), tensors)
+    parameters = {entry.file_name: entry.our_name for entry in entries}
+    for at, (name, fault) in enumerate(faults_of_each(tensors).items()):
+        if implementation != "native":  # where transformers has another name, or makes one of several, that is named
+            fault.names += (parameters.get(name.split()[0], name), f"{name.partition('.experts.')[0]}.experts.")
         make_folder(folder, fault, tmp_path / str(at))
         why = why_not_accounted(tmp_path / str(at), fault, implementation)
         if why is not None:
@@ -232,6 +254,47 @@ def check_each(folder: Path, implementation: str, tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("case", ["llama3.1", "qwen3-moe"])
 def test_each_tensor(case: str, models: Callable[[str], Path], tmp_path: Path) -> None:
     assert not check_each(models(case), "native", tmp_path)
+
+
+@pytest.mark.parametrize("kind", slow_except(EXTERNAL, ["gpt_neox"]))
+def test_each_tensor_of_what_is_not_native(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **EXTERNAL[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(0.1 * torch.randn(value.shape))
+        for name, value in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                value.copy_(torch.arange(value.numel()) * 0.6 - 1)
+    model.save_pretrained(tmp_path / "model")
+    assert load(tmp_path / "model", "transformers").said == []
+    assert not check_each(tmp_path / "model", "transformers", tmp_path)
+
+
+def test_what_its_class_in_transformers_does_not_read_is_left_out(tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model("gpt_neox", **EXTERNAL["gpt_neox"])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "saved")
+    layer = "gpt_neox.layers.0.attention"
+    fault = add(f"{layer}.masked_bias", torch.ones(2, 2))  # by its class' pattern, whatever its shape
+    make_folder(tmp_path / "saved", fault, tmp_path / "model")
+    assert why_not_accounted(tmp_path / "model", fault, "transformers") is None
+    assert not load(tmp_path / "model", "transformers").refused
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@pytest.mark.parametrize("case", slow_except(["llama3.1", "qwen2.5", "gemma2", "gemma3"], ["llama3.1"]))
+def test_the_remedy_of_a_head_of_its_own(
+    case: str, implementation: str, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """transformers does not tie what differs: with the key that the refusal names we have its logits."""
+    make_folder(models(case), with_head(1.1), tmp_path / "tied")
+    assert "set tie_word_embeddings to false" in load(tmp_path / "tied", implementation).refused[0]
+    fault = Fault(lambda _, config: config.update(tie_word_embeddings=False))
+    make_folder(tmp_path / "tied", fault, tmp_path / "untied")
+    outcome = load(tmp_path / "untied", implementation)
+    assert outcome.logits is not None and not outcome.said
+    torch.testing.assert_close(outcome.logits, load_theirs(tmp_path / "tied"), rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
