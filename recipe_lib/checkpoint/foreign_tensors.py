@@ -11,7 +11,8 @@ from recipe_lib.models.spec import ModelSpec
 _WRAPPER = re.compile(
     r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^(module|base_model\.model)\."
 )
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_LAYER = re.compile(r"^(?:(?:model|transformer|gpt_neox|language_model)\.)*(?:layers|h)\.(\d+)\.")
+_UNTIED = "; if the embedding is the head, set tie_word_embeddings to true in config.json"
 _LEAVE_OUT = "if the model does not need it, leave it out of a copy of the folder"
 
 
@@ -48,14 +49,19 @@ _KINDS: dict[str, _Kind] = {
 }  # fmt: skip
 
 
-def foreign_faults(spec: ModelSpec, folder: Path, missing: Collection[str], foreign: Collection[str]) -> list[str]:
+def describe_foreign_tensors(
+    spec: ModelSpec, folder: Path, missing: Collection[str], foreign: Collection[str]
+) -> list[str]:
     """Return a line for parameters that the files lack, and one for each kind of tensors that the model has not."""
     kinds: dict[_Kind, list[str]] = defaultdict(list)
     for name in sorted(foreign):
         kinds[_find_kind(spec, name)].append(name)
     unwrapped = {_WRAPPER.sub(r"\1", name) for name in kinds[_WRAPPED]}
     lost = sorted(set(missing) - unwrapped)
-    lines = [f"{folder}: {_name_first(lost, 'is', 'are')} missing; download the folder again"] if lost else []
+    lines = []
+    if lost:
+        remedy = _UNTIED if lost[0].endswith("lm_head.weight") else ""
+        lines.append(f"{folder}: {_name_first(lost, 'is', 'are')} missing; download the folder again{remedy}")
     for kind, names in kinds.items():
         if names:
             what = f" ({kind.what})" if kind.what else ""

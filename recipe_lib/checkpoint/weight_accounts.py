@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from recipe_lib.checkpoint.converted import Reader, hold_same_numbers, made_for
-from recipe_lib.checkpoint.foreign_tensors import foreign_faults
+from recipe_lib.checkpoint.foreign_tensors import describe_foreign_tensors
 from recipe_lib.checkpoint.quantized_checks import quantized_fault
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, read_header
-from recipe_lib.checkpoint.weight_files import INDEX, SINGLE, find_weights, unread_weights
+from recipe_lib.checkpoint.weight_files import INDEX, SINGLE, find_weights, list_unread_weights
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
@@ -25,8 +25,8 @@ from recipe_lib.models.spec import SCORE, ModelSpec
 from recipe_lib.models.weight_names import (
     WeightEntry,
     buffer_names,
+    find_tied_copies,
     parameter_shapes,
-    tied_copies,
     weight_map,
     why_left_out,
 )
@@ -34,16 +34,6 @@ from recipe_lib.units import format_bytes
 
 EXTRA = "tune_extra_parameters"  # metadata of a file: names of those of its tensors that only a recipe's model has
 _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
-
-
-def _find_single(names: list[str]) -> str | None:
-    """Return the first name whose numbers are not those of a name of each kind: an expert that has not all matrices."""
-    kinds: dict[str, dict[tuple[str, ...], str]] = defaultdict(dict)
-    for name in names:
-        kinds[re.sub(r"\d+", "*", name)][tuple(re.findall(r"\d+", name))] = name
-    common = set.intersection(*(set(held) for held in kinds.values())) if kinds else set()
-    single = [name for held in kinds.values() for numbers, name in held.items() if numbers not in common]
-    return min(single, default=None)
 
 
 def read_headers(folder: Path) -> dict[str, FileTensor]:
@@ -122,7 +112,7 @@ def match_tensors(
     entries = weight_map(spec, [name for name in found if not found[name].extra])
     if SCORE not in found and head_labels(read_config(folder)) is None:
         entries = [entry for entry in entries if entry.our_name != SCORE]  # a new head, which starts at random
-    copies = tied_copies(spec, entries, found)
+    copies = find_tied_copies(spec, entries, found)
     expected = file_shapes([entry for entry in entries if entry.made is None and entry.view is None], shapes)
     forms = {name: form for entry in entries if entry.view for name, form in entry.view.tensors().items()}
     expected |= {name: form.shape for name, form in forms.items()}
@@ -133,7 +123,7 @@ def match_tensors(
     expected |= {copy: expected[entry.file_name] for copy, entry in copies.items() if entry.file_name in expected}
     unused = found.keys() - expected.keys() - taken
     faults = [
-        *foreign_faults(
+        *describe_foreign_tensors(
             spec,
             folder,
             missing=expected.keys() - found.keys(),
@@ -142,7 +132,7 @@ def match_tensors(
         _type_fault(
             folder, {name: found[name] for name in ((expected.keys() - counts) | taken) & found.keys()}, readable
         ),
-        shape_fault(
+        find_shape_fault(
             folder,
             expected,
             {name: found[name] for name in found if found[name].entry.dtype in readable.get(name, _READABLE)},
@@ -175,15 +165,15 @@ def _check_copy(folder: Path, copy: str, entry: WeightEntry, found: Mapping[str,
     )
 
 
-def tell_left_out(spec: ModelSpec, folder: Path, what: str = "model") -> None:
+def tell_left_out(spec: ModelSpec, folder: Path, what: str, found: Mapping[str, FileTensor] | None = None) -> None:
     """Log a line for each reason to leave tensors of a checked folder out, and for files that are not read.
 
-    what: begins the lines, `model` of what is loaded, `export` of what is written.
+    what: begins the lines, `model` of what is loaded, `export` of what is written. found: of `read_headers`.
     """
-    found = read_headers(folder)
+    found = read_headers(folder) if found is None else found
     entries = weight_map(spec, [name for name in found if not found[name].extra])
     reasons: dict[str, list[str]] = defaultdict(list)
-    for copy, entry in tied_copies(spec, entries, found).items():
+    for copy, entry in find_tied_copies(spec, entries, found).items():
         reasons[f"the same numbers as {entry.file_name}"].append(copy)
     used = {name for entry in entries for name in _file_names(entry)}.union(*reasons.values())
     for name in found.keys() - used:
@@ -194,7 +184,7 @@ def tell_left_out(spec: ModelSpec, folder: Path, what: str = "model") -> None:
         size = sum(found[name].entry.end - found[name].entry.start for name in names)
         counted = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
         get_logger().info("%s: left out: %s (%s, %s): %s", what, _shorten(names), counted, format_bytes(size), reason)
-    unread = unread_weights(folder, {tensor.file.name for tensor in found.values()})
+    unread = list_unread_weights(folder, {tensor.file.name for tensor in found.values()})
     if unread:
         get_logger().info("%s: not read: %s: other files have the weights", what, ", ".join(unread))
     kept = sorted(buffer_names(spec) - {entry.our_name for entry in entries})
@@ -250,7 +240,7 @@ def _type_fault(folder: Path, tensors: dict[str, FileTensor], readable: Mapping[
     return f"{folder}: {first}{more} of type {unreadable[first]}, expected {expected}; {remedy}"
 
 
-def shape_fault(
+def find_shape_fault(
     folder: Path, expected: dict[str, tuple[int, ...]], found: dict[str, FileTensor], by: str = "config.json"
 ) -> str | None:
     """Return a line for tensors of another shape than expected; None: there are none. by: what expects the shapes."""
@@ -262,6 +252,16 @@ def shape_fault(
         f"{folder}: {other[0]} has shape {list(found[other[0]].entry.shape)}, {by} makes it "
         f"{list(expected[other[0]])}{more}; check that {by} and the weights are of one model"
     )
+
+
+def _find_single(names: list[str]) -> str | None:
+    """Return the first name whose numbers are not those of a name of each kind: an expert that has not all matrices."""
+    kinds: dict[str, dict[tuple[str, ...], str]] = defaultdict(dict)
+    for name in names:
+        kinds[re.sub(r"\d+", "*", name)][tuple(re.findall(r"\d+", name))] = name
+    common = set.intersection(*(set(held) for held in kinds.values())) if kinds else set()
+    single = [name for held in kinds.values() for numbers, name in held.items() if numbers not in common]
+    return min(single, default=None)
 
 
 def _conversion_fault(

@@ -7,7 +7,7 @@ from typing import Any
 
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.other_formats import other_weights, weight_files
+from recipe_lib.models.other_formats import list_weight_files, other_weights
 from recipe_lib.reading import read_json
 from recipe_lib.units import MIB
 
@@ -31,9 +31,9 @@ def find_weights(folder: Path) -> dict[str, str]:
     return index
 
 
-def unread_weights(folder: Path, read: Collection[str]) -> list[str]:
+def list_unread_weights(folder: Path, read: Collection[str]) -> list[str]:
     """Return the names of files with weights, of this or other formats, besides those that are read."""
-    return [name for name in weight_files(folder) if name not in read]
+    return [name for name in list_weight_files(folder) if name not in read]
 
 
 def _no_weights(folder: Path) -> str:

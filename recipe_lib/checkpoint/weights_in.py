@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.checkpoint.converted import Reader, load_converted
 from recipe_lib.checkpoint.tensor_files import FileTensor
-from recipe_lib.checkpoint.weight_accounts import match_tensors, shape_fault, tell_left_out
+from recipe_lib.checkpoint.weight_accounts import find_shape_fault, match_tensors, tell_left_out
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.extra_parameters import reset_extra, saved_whole
@@ -67,7 +67,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
                     going.advance(1)
     _load_views(model, entries, found, parameters, stored)
     load_converted(model, parameters, entries, found)
-    tell_left_out(spec, folder)
+    tell_left_out(spec, folder, "model", found)
     read = {entry.our_name for entry in entries} & parameters.keys()
     if SCORE in parameters.keys() - read:
         init_weight(model, SCORE, seed, spec)
@@ -139,7 +139,7 @@ def extras_to_read(model: nn.Module, folder: Path, found: dict[str, FileTensor])
     if strange:
         raise unknown_extras(folder, strange)
     shapes = {name: tuple(own[name].shape) for name in own.keys() & exported.keys()}
-    fault = shape_fault(folder, shapes, exported, "the recipe")
+    fault = find_shape_fault(folder, shapes, exported, "the recipe")
     if fault:
         raise CheckpointError(fault)
     return list(shapes)

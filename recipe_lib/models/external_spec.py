@@ -155,6 +155,10 @@ class ExternalSpec(ABC):
         """See `recipe_lib.models.weight_names.weight_map`."""
 
     @abstractmethod
+    def tied_names(self, file_names: Collection[str]) -> dict[str, str]:
+        """Return the names that tied weights may have among those of a file, and their parameters."""
+
+    @abstractmethod
     def written_layout(self) -> WrittenLayout | None:
         """The layout of the files that are written; None: that of `weight_map`."""
 

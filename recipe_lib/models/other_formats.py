@@ -32,7 +32,7 @@ _FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
 _STATES = ("*.bin", "*.pt", "*.pth")  # beside a model these are optimizer.pt, training_args.bin and such
 
 
-def weight_files(folder: Path) -> list[str]:
+def list_weight_files(folder: Path) -> list[str]:
     """Return the names of a folder's files with weights of any format; not those of a trainer's state."""
     patterns = [pattern for kinds, _ in _FORMATS for pattern in kinds if pattern not in _STATES]
     return sorted({path.name for pattern in (*patterns, "pytorch_model*.bin") for path in folder.glob(pattern)})

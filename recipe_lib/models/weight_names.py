@@ -81,7 +81,8 @@ def why_left_out(spec: ModelSpec, file_name: str, dims: int) -> str | None:
     """Return why a checkpoint may hold this tensor without the model having it; None: it may not.
 
     Buffers that are computed, the head under a score head, vision parts, and what transformers' class says that it
-    does not read. Another name of a tied weight is not among them: see `tied_copies`. dims: the tensor's dimensions.
+    does not read. Another name of a tied weight is not among them: see `find_tied_copies`. dims: the tensor's
+    dimensions.
     """
     if any(re.search(pattern, file_name) and dims in sizes for pattern, sizes in _BUFFERS.items()):
         return "computed, not read"
@@ -95,7 +96,7 @@ def why_left_out(spec: ModelSpec, file_name: str, dims: int) -> str | None:
     return None
 
 
-def tied_copies(
+def find_tied_copies(
     spec: ModelSpec, entries: Collection[WeightEntry], file_names: Collection[str]
 ) -> dict[str, WeightEntry]:
     """Return tensors of a checkpoint that are a tied weight under another name than the one that is read.
@@ -105,7 +106,7 @@ def tied_copies(
     places = {entry.our_name: entry for entry in entries if entry.made is None}
     read = {entry.file_name for entry in places.values()}
     if isinstance(spec, ExternalSpec):
-        tied = spec.layout().tied_names()
+        tied = spec.tied_names(file_names)
     else:
         tied = dict.fromkeys(_HEADS if spec.tied and not has_score_head(spec) else (), _EMBEDDING)
     return {

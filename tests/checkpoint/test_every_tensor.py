@@ -297,6 +297,47 @@ def test_the_remedy_of_a_head_of_its_own(
     torch.testing.assert_close(outcome.logits, load_theirs(tmp_path / "tied"), rtol=0, atol=1e-4)
 
 
+@pytest.fixture(scope="session")
+def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma 3 with vision, whose config.json says twice that the head is tied."""
+    text = reference_model("gemma3", num_hidden_layers=2).config
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    folder = tmp_path_factory.mktemp("multimodal") / "model"
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+TIES: dict[str, tuple[bool | None, bool | None, bool]] = {  # outer key, the text's key; whether it loads
+    "differs": (None, None, False),
+    "outer": (False, True, True),
+    "text": (True, False, False),
+    "both": (False, False, True),
+}
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@pytest.mark.parametrize("case", slow_except(TIES, ["outer"]))
+def test_the_head_of_a_multimodal_model(case: str, implementation: str, multimodal: Path, tmp_path: Path) -> None:
+    """transformers reads the outer key."""
+    outer, text, loads = TIES[case]
+    embedding, head = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
+
+    def change(tensors: Tensors, config: dict[str, Any]) -> None:
+        tensors[head] = tensors[embedding] * 1.1
+        if outer is not None:
+            config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"] = outer, text
+
+    fault = Fault(change, (head,))
+    make_folder(multimodal, fault, tmp_path / "model")
+    assert why_not_accounted(tmp_path / "model", fault, implementation) is None
+    outcome = load(tmp_path / "model", implementation)
+    assert bool(outcome.refused) is not loads
+    assert loads or f"{head} differs from {embedding}, and config.json ties the two" in outcome.refused[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 @pytest.mark.parametrize("case", NATIVE)

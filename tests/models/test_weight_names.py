@@ -9,7 +9,7 @@ import transformers
 
 from recipe_lib.models import preset_config, preset_names, read_config, spec_from_config
 from recipe_lib.models.families import text_config
-from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, tied_copies, weight_map, why_left_out
+from recipe_lib.models.weight_names import WeightEntry, find_tied_copies, parameter_shapes, weight_map, why_left_out
 from tests.models.reference import load_ours
 
 INDEXED = ["gemma-2b-it", "llama-2-7b-chat", "mistral-7b-instruct-v0.3", "phi-3-mini-merge", "qwen2.5-14b-cogito"]
@@ -23,7 +23,7 @@ def test_every_name_of_a_real_index_is_known(name: str, realdata: Path) -> None:
     entries = weight_map(spec, index)
     mapped = {entry.file_name for entry in entries}
     assert mapped <= set(index)
-    unused = set(index) - mapped - tied_copies(spec, entries, index).keys()
+    unused = set(index) - mapped - find_tied_copies(spec, entries, index).keys()
     assert all(why_left_out(spec, other, 1) for other in unused)
 
 
@@ -54,8 +54,8 @@ def test_names_that_may_be_left_over() -> None:
     tied = spec_from_config(preset_config("llama3_2/1B"), "tied")
     untied = spec_from_config(preset_config("llama3/8B"), "untied")
     names = [entry.file_name for entry in weight_map(tied)] + ["lm_head.weight"]
-    assert tied_copies(tied, weight_map(tied, names), names).keys() == {"lm_head.weight"}
-    assert not tied_copies(untied, weight_map(untied, names), names)
+    assert find_tied_copies(tied, weight_map(tied, names), names).keys() == {"lm_head.weight"}
+    assert not find_tied_copies(untied, weight_map(untied, names), names)
     frequencies = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
     for name, dims in ((frequencies[0], 1), (frequencies[1], 1), ("h.0.attn.masked_bias", 0), ("h.0.attn.bias", 4)):
         assert why_left_out(untied, name, dims)
