@@ -186,7 +186,7 @@ def tell_left_out(spec: ModelSpec, folder: Path, what: str, found: Mapping[str, 
         get_logger().info("%s: left out: %s (%s, %s): %s", what, _shorten(names), counted, format_bytes(size), reason)
     unread = list_unread_weights(folder, {tensor.file.name for tensor in found.values()})
     if unread:
-        get_logger().info("%s: not read: %s: other files have the weights", what, ", ".join(unread))
+        get_logger().info("%s: not read: %s: other files have the weights", what, _shorten(unread))
     kept = sorted(buffer_names(spec) - {entry.our_name for entry in entries})
     if kept:
         get_logger().info("%s: not in the files: %s (%d): keep their first values", what, _shorten(kept), len(kept))
@@ -200,8 +200,8 @@ def _file_names(entry: WeightEntry) -> Collection[str]:
 
 
 def _shorten(names: Collection[str]) -> str:
-    """Return names without the numbers of their layers; of many the first."""
-    first, *others = sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in names})
+    """Return names without the numbers of their layers, as a line may show them; of many the first."""
+    first, *others = sorted({show(re.sub(r"\.\d+(?=\.)", ".*", name)) for name in names})
     return f"{first} and {len(others)} other names" if len(others) > 2 else ", ".join([first, *others])
 
 

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from recipe_lib.checkpoint.weight_accounts import EXTRA
 from recipe_lib.cli.main import main
 from tests.cli.adapter_runs import adapter_run
 from tests.recipes import distill_models
@@ -98,6 +100,31 @@ def test_verbs_refuse_a_head_of_its_own(
     assert run_verb(verb, folder, tmp_path) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {folder}: lm_head.weight differs from model.embed_tokens.weight, and config.json")
+
+
+def test_what_a_recipe_added_is_not_dropped_by_quantizing(
+    realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = shutil.copytree(realdata / "stories260K-hf", tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors") | {"model.gate": torch.ones(3)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt", EXTRA: "model.gate"})
+    assert run_verb("quantize", folder, tmp_path) == 2
+    assert "holds model.gate, which a recipe added to the model" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_only_the_head_is_exported_as_the_embedding(realdata: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(realdata / "stories260K-hf", tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors | {"lm_head.weight": embedding}, folder / "model.safetensors", {"format": "pt"})
+    adapter_run(realdata, tmp_path / "run", f"model.path={folder}", "lora.merge_on_save=true")
+    merged = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert torch.equal(merged["model.embed_tokens.weight"], embedding) and "lm_head.weight" not in merged
+    for verb in VERBS:
+        assert run_verb(verb, folder, tmp_path) == 0
+    written = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "x.gguf").tensors}
+    assert (written["token_embd.weight"].reshape(embedding.shape) == embedding.numpy()).all()
 
 
 def refusal(run: Any) -> str:
