@@ -256,7 +256,8 @@ def test_each_tensor(case: str, models: Callable[[str], Path], tmp_path: Path) -
     assert not check_each(models(case), "native", tmp_path)
 
 
-@pytest.mark.parametrize("kind", slow_except(EXTERNAL, ["gpt_neox"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", EXTERNAL)
 def test_each_tensor_of_what_is_not_native(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **EXTERNAL[kind])
