@@ -200,9 +200,11 @@ def _file_names(entry: WeightEntry) -> Collection[str]:
 
 
 def _shorten(names: Collection[str]) -> str:
-    """Return names without the numbers of their layers, as a line may show them; of many the first."""
-    first, *others = sorted({show(re.sub(r"\.\d+(?=\.)", ".*", name)) for name in names})
-    return f"{first} and {len(others)} other names" if len(others) > 2 else ", ".join([first, *others])
+    """Return names without the numbers of their layers, as a line may show them; of many the parts that they are of."""
+    shown = sorted({show(re.sub(r"\.\d+(?=\.)", ".*", name)) for name in names})
+    if len(shown) > 3:
+        shown = sorted({re.sub(r"^((model\.)?[^.]+)\..*", r"\1.*", name) for name in shown})
+    return ", ".join(shown)
 
 
 def file_shapes(entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
