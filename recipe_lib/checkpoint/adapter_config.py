@@ -12,7 +12,7 @@ from typing import Any
 from recipe_lib.adapters.peft_names import PREFIX, FileModule, spellings
 from recipe_lib.adapters.peft_patterns import PatternError, first_matches
 from recipe_lib.checkpoint.tensor_files import Header
-from recipe_lib.checkpoint.weights_in import extra_names
+from recipe_lib.checkpoint.weight_accounts import extra_names
 from recipe_lib.config.local_files import check_adapter
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError

@@ -19,7 +19,8 @@ from recipe_lib.adapters.peft_names import (
     targets_of,
 )
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_fits, read_adapter, stacked_rank, used_parts
-from recipe_lib.checkpoint.weights_in import FileTensor, extras_to_read, read_part
+from recipe_lib.checkpoint.tensor_files import FileTensor
+from recipe_lib.checkpoint.weights_in import extras_to_read, read_part
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.extra_parameters import saved_whole

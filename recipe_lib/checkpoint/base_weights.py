@@ -7,15 +7,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from recipe_lib.checkpoint.converted import Reader, converted_rows
-from recipe_lib.checkpoint.tensor_files import FileTensor
-from recipe_lib.checkpoint.weights_in import read_headers
+from recipe_lib.checkpoint.converted import Reader, converted_rows, hold_same_numbers
+from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.spec import SCORE, ModelSpec
-from recipe_lib.models.weight_names import WeightEntry, weight_map
+from recipe_lib.models.weight_names import weight_map
 
 _SAMPLE_COLUMNS = 64
-_ROWS = 4096  # rows of a copy that are compared at a time
 
 
 def base_fingerprint(spec: ModelSpec, folder: Path) -> str:
@@ -59,20 +57,11 @@ def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: P
     places = {entry.our_name: entry for entry in weight_map(spec, found)}
     for name, copy in copies.items():
         entry = places.get(name) or places["model.embed_tokens.weight"]  # a tied head
-        if not _equal(path, copy, found, entry):
+        with safe_open(str(path), framework="pt") as file, Reader(found) as read:
+            rows = file.get_slice(copy)
+            alike = hold_same_numbers(rows, read.opened(entry, rows[:1].dtype))
+        if not alike:
             raise CheckpointError(
                 f"{path}: {copy} differs from {entry.file_name} of {base}: the adapter was trained on other "
                 "weights (a resized or trained embedding); use its own base model"
             )
-
-
-def _equal(path: Path, copy: str, found: Mapping[str, FileTensor], entry: WeightEntry) -> bool:
-    """Whether a copy has the base's numbers: of codes what they stand for, in the copy's type."""
-    with safe_open(str(path), framework="pt") as ours, Reader(found) as read:
-        own = ours.get_slice(copy)
-        for start in range(0, own.get_shape()[0], _ROWS):
-            rows = own[start : start + _ROWS]
-            other = read.opened(entry, rows.dtype)
-            if not torch.equal(rows, other[start : start + _ROWS].to(rows.dtype)):
-                return False
-    return True

@@ -15,6 +15,7 @@ from recipe_lib.models.file_views import OpenView
 from recipe_lib.models.meta_init import stored_weights
 
 Made = TypeVar("Made")
+_ROWS = 4096  # rows of two tensors that are compared at a time
 
 
 class Reader:
@@ -48,6 +49,17 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+def hold_same_numbers(first: Any, second: Any) -> bool:
+    """Whether two opened tensors are equal, the second in the first's type; some rows at a time."""
+    shape = first.get_shape() if hasattr(first, "get_shape") else first.view.shape
+    parts: list[Any] = [slice(at, at + _ROWS) for at in range(0, shape[0], _ROWS)] if shape else [...]
+    for part in parts:
+        rows = first[part]
+        if not torch.equal(rows, second[part].to(rows.dtype)):
+            return False
+    return True
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from recipe_lib.checkpoint.converted import Reader
-from recipe_lib.checkpoint.weights_in import read_headers
+from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.models.weight_names import weight_map
 

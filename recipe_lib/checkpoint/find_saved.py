@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from recipe_lib.adapters.peft_names import EMBEDDING, HEAD, extra_name, file_modules
 from recipe_lib.checkpoint.saved_weights import EMBEDDING_WEIGHT, HEAD_WEIGHT, VOCABULARY, SavedTensor, SavedWeights
-from recipe_lib.checkpoint.weights_in import file_shapes
+from recipe_lib.checkpoint.weight_accounts import file_shapes
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.mixture_files import router_name

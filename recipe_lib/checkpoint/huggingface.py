@@ -5,7 +5,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from recipe_lib.checkpoint.weights_in import check_weights, load_weights
+from recipe_lib.checkpoint.weight_accounts import check_weights
+from recipe_lib.checkpoint.weights_in import load_weights
 from recipe_lib.checkpoint.weights_out import check_room, export_model
 from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED, model_folder, not_downloaded
 from recipe_lib.config.paths import list_presets

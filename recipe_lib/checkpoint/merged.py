@@ -27,7 +27,8 @@ from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide
 from recipe_lib.checkpoint.saved_weights import SavedWeights
 from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
-from recipe_lib.checkpoint.weights_in import check_weights, read_headers, unknown_extras
+from recipe_lib.checkpoint.weight_accounts import check_weights, read_headers, tell_left_out
+from recipe_lib.checkpoint.weights_in import unknown_extras
 from recipe_lib.checkpoint.weights_out import (
     begin_folder,
     export_config,
@@ -83,6 +84,8 @@ def merge_adapter(
     """
     stored = out_dtype or dtype
     adapter, spec, saved = together(ranks, lambda: _checked(base_folder, adapter_folder, implementation))
+    if ranks.rank == 0:
+        tell_left_out(spec, base_folder, "export")
     if isinstance(spec, ExternalSpec):
         beside = {"tokenizer_folder": tokenizer_folder or base_folder, "chat_template": chat_template,
                   "stop_ids": stop_ids, "max_shard_bytes": max_shard_bytes, "card": card}  # fmt: skip

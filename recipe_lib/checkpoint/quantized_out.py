@@ -22,7 +22,8 @@ from recipe_lib import files
 from recipe_lib.checkpoint.model_card import CARD
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
-from recipe_lib.checkpoint.weights_in import read_headers
+from recipe_lib.checkpoint.weight_accounts import read_headers
+from recipe_lib.checkpoint.weights_in import unknown_extras
 from recipe_lib.config.local_files import install_line
 from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.logs import silence_torchao
@@ -104,6 +105,9 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> None:
     """Refuses a model that torchao would leave as it is, or fail at. CheckpointError."""
     config = read_config(folder)
     spec = read_trained_spec(config, str(folder))
+    extras = [name for name, tensor in read_headers(folder).items() if tensor.extra]
+    if extras:
+        raise unknown_extras(folder, extras)  # transformers would drop them without a word
     if isinstance(spec, DecoderSpec) and spec.mixture is not None:
         raise CheckpointError(
             f"{folder}: is a mixture of experts, whose weights are stacked and no linears to torchao; serve it as it is"

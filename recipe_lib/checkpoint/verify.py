@@ -11,7 +11,8 @@ from recipe_lib.adapters.peft_names import HEAD, file_modules, targets_of
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, scaling
 from recipe_lib.checkpoint.adapter_files import BASE_STORAGE, AdapterFile, check_fits, read_adapter, usual_scaling
 from recipe_lib.checkpoint.adapter_in import load_adapter
-from recipe_lib.checkpoint.weights_in import load_weights, read_headers
+from recipe_lib.checkpoint.weight_accounts import read_headers
+from recipe_lib.checkpoint.weights_in import load_weights
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import Decoder, build_meta

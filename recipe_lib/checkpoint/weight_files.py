@@ -1,12 +1,13 @@
 """Which files of a checkpoint folder hold its weights; none of them is opened. No torch."""
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.other_formats import other_weights
+from recipe_lib.models.other_formats import list_weight_files, other_weights
 from recipe_lib.reading import read_json
 from recipe_lib.units import MIB
 
@@ -28,6 +29,11 @@ def find_weights(folder: Path) -> dict[str, str]:
     for name in sorted(set(index.values())):
         _check_named(folder, name)
     return index
+
+
+def list_unread_weights(folder: Path, read: Collection[str]) -> list[str]:
+    """Return the names of files with weights, of this or other formats, besides those that are read."""
+    return [name for name in list_weight_files(folder) if name not in read]
 
 
 def _no_weights(folder: Path) -> str:

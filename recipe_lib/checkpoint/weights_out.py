@@ -16,8 +16,8 @@ from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, write_gather
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor
 from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files, write_padding
+from recipe_lib.checkpoint.weight_accounts import EXTRA, file_shapes
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE
-from recipe_lib.checkpoint.weights_in import EXTRA, file_shapes
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import in_file_order

@@ -133,6 +133,7 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.state import holds_adapters, load_trained
     from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
+    from recipe_lib.checkpoint.weight_accounts import tell_left_out
     from recipe_lib.checkpoint.weights_out import export_model
     from recipe_lib.cli.inference_device import choose_device
     from recipe_lib.models import build_meta, preset_config, read_config, read_trained_spec
@@ -156,6 +157,8 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     sizes = int(cfg.checkpoint.max_shard_gib * GIB)
     beside = beside_weights(found, base, spec, is_adapter=False)
     export_model(model, spec, config, out, max_shard_bytes=sizes, world=SingleRank(), **beside)
+    if base:
+        tell_left_out(spec, base, "export")
     trained = prompt_logits(model)
     del model
     tell(f"model: {out}", compare(trained, prompt_logits(plain_model(spec, out, dtype, device))), dtype, out)

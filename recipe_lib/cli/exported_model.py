@@ -33,10 +33,13 @@ class ExportedModel:
 
 def find_exported(arguments: argparse.Namespace) -> ExportedModel:
     """The model or adapter that CHECKPOINT is, or the newer of those of a run. CheckpointError."""
+    from recipe_lib.checkpoint.weight_accounts import tell_left_out
     from recipe_lib.generation.source import find_source
 
     named = Path(arguments.checkpoint).expanduser()
     source: GenerationSource = find_source(str(named) if named.exists() else arguments.checkpoint, arguments.base)
+    if source.adapter is None:
+        tell_left_out(source.spec, source.folder, "export")
     folder = source.adapter or source.folder
     own = folder.absolute()
     if is_hub_snapshot(folder, arguments.checkpoint):

@@ -141,6 +141,7 @@ def layout(source: ModuleSource) -> TensorLayout:
         plain=frozenset(name for name, module in linears.items() if type(module) is nn.Linear),
         uncalled=uncalled_linears(model),
         modules=tuple(name for name, _ in model.named_modules() if name),
+        unread=tuple(sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())),
     )
 
 

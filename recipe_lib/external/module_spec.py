@@ -53,6 +53,9 @@ class ModuleSpec(ExternalSpec):
     def weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
         return weight_conversions.weight_map(self.source, file_names)
 
+    def tied_names(self, file_names: Collection[str]) -> dict[str, str]:
+        return weight_conversions.find_tied_names(self.source, file_names)
+
     def written_layout(self) -> WrittenLayout | None:
         return weight_conversions.writing(self.source)
 

@@ -110,6 +110,14 @@ def weight_map(source: ModuleSource, file_names: Collection[str]) -> list[Weight
     return entries
 
 
+def find_tied_names(source: ModuleSource, file_names: Collection[str]) -> dict[str, str]:
+    """Return the names that tied weights may have in these files, also where transformers renames them."""
+    tied = layout(source).tied_names()
+    read = reading(source, frozenset(file_names))
+    renamed = {} if read is None else read.renamed
+    return tied | {renamed[name]: parameter for name, parameter in tied.items() if name in renamed}
+
+
 @dataclass(frozen=True)
 class Reading:
     """Which tensors of a file make a model's parameters: by another name alone, or by a conversion; name -> either."""

@@ -65,7 +65,8 @@ class TensorLayout:
     parameter, of which those of a tied one are several. prefix: of the names of its body, which files may leave out.
     linears: those inside the layers that may have an adapter, as (outputs, inputs). transposed: those of them whose
     weight is `[in, out]`. plain: those of torch's own class, which can be quantized. uncalled: linears that are never
-    called as one, and why. modules: all names.
+    called as one, and why. modules: all names. unread: patterns of names that files may have and its class does not
+    read.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -77,11 +78,15 @@ class TensorLayout:
     plain: frozenset[str]
     uncalled: dict[str, str]
     modules: tuple[str, ...]
+    unread: tuple[str, ...] = ()
 
-    def tied_names(self) -> set[str]:
-        """Names of tied weights, with and without prefix: one of them is read, the others hold the same."""
-        tied = {other for names in self.names.values() if len(names) > 1 for other in names}
-        return tied | {name.removeprefix(self.prefix) for name in tied}
+    def tied_names(self) -> dict[str, str]:
+        """Return names of tied weights, with and without prefix, and their parameter: all have to hold the same."""
+        tied: dict[str, str] = {}
+        for parameter, names in self.names.items():
+            for name in names if len(names) > 1 else ():
+                tied[name] = tied[name.removeprefix(self.prefix)] = parameter
+        return tied
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,10 @@ class ExternalSpec(ABC):
     @abstractmethod
     def weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
         """See `recipe_lib.models.weight_names.weight_map`."""
+
+    @abstractmethod
+    def tied_names(self, file_names: Collection[str]) -> dict[str, str]:
+        """Return the names that tied weights may have among those of a file, and their parameters."""
 
     @abstractmethod
     def written_layout(self) -> WrittenLayout | None:

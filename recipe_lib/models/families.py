@@ -73,10 +73,12 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
     outer = {
         key: config[key]
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "tie_word_embeddings")
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype")
         if key in config
     }
-    own = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    own: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    if "tie_word_embeddings" in config:  # transformers ties by the outer key, whatever the text's own says
+        own["tie_word_embeddings"] = config["tie_word_embeddings"]
     return outer | dict(config["text_config"]) | own
 
 

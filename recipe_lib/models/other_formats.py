@@ -29,6 +29,13 @@ _FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
         "it if it is the whole model, or download the folder again",
     ),
 )
+_STATES = ("*.bin", "*.pt", "*.pth")  # beside a model these are optimizer.pt, training_args.bin and such
+
+
+def list_weight_files(folder: Path) -> list[str]:
+    """Return the names of a folder's files with weights of any format; not those of a trainer's state."""
+    patterns = [pattern for kinds, _ in _FORMATS for pattern in kinds if pattern not in _STATES]
+    return sorted({path.name for pattern in (*patterns, "pytorch_model*.bin") for path in folder.glob(pattern)})
 
 
 def other_weights(folder: Path, missing: str) -> str | None:

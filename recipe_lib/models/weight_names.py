@@ -15,9 +15,15 @@ from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec
 
 # Multimodal Gemma 3 files put the decoder under one of these, instead of `model.`; the second kind has no other head.
 _GEMMA3_PREFIXES = {"language_model.model.": "language_model.lm_head.", "model.language_model.": "lm_head."}
-_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.bias|masked_bias)$")
-OTHER_PARTS = ("vision_tower", "multi_modal_projector")  # of multimodal Gemma 3, next to the decoder
-_OTHER_PARTS = re.compile(rf"^(model\.)?({'|'.join(OTHER_PARTS)})\.")
+# Buffers of older files, and how many dimensions they have: a bias of a module `attn` has one, a mask has four.
+_BUFFERS = {
+    r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$": range(5),
+    r"(^|\.)(attn|attention)\.bias$": (4,),
+    r"(^|\.)masked_bias$": (0, 1),
+}
+_OTHER_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")  # of multimodal Gemma 3
+_EMBEDDING = "model.embed_tokens.weight"
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[WeightEntry]:
@@ -33,6 +39,8 @@ def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[Weight
         if spec.family == "gemma3" and any(name.startswith(other) for name in file_names):
             prefix, head = other, other_head
     entries, file_names = [], frozenset(file_names)
+    if _EMBEDDING not in file_names and _EMBEDDING.removeprefix("model.") in file_names:
+        prefix = ""  # the decoder was saved without its head
     for name, shape in parameter_shapes(spec).items():
         place = _fused_place(name, spec) if spec.fused_file else None
         file_name, start, length, rows = place or (name, 0, None, shape[0])
@@ -41,6 +49,8 @@ def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[Weight
             ("", "") if own else (prefix, "model.") if file_name.startswith("model.") else (head, "lm_head.")
         )
         file_name = body + file_name.removeprefix(own_prefix)
+        if name == _EMBEDDING and spec.tied and file_name not in file_names:
+            file_name = next((other for other in _HEADS if other in file_names), file_name)
         view = _view(spec, file_name, (rows, *shape[1:]), file_names)
         if isinstance(view, PlainTensor):
             entries.append(WeightEntry(name, view.name, start, length))
@@ -67,18 +77,43 @@ def written_layout(spec: ModelSpec) -> WrittenLayout | None:
     return mixture_layout(spec, parameter_shapes(spec), {entry.our_name: entry.file_name for entry in weight_map(spec)})
 
 
-def ignorable(spec: ModelSpec, file_name: str) -> bool:
-    """Whether a checkpoint may hold this tensor without the model having it: old buffers, a tied head, vision parts."""
+def why_left_out(spec: ModelSpec, file_name: str, dims: int) -> str | None:
+    """Return why a checkpoint may hold this tensor without the model having it; None: it may not.
+
+    Buffers that are computed, the head under a score head, vision parts, and what transformers' class says that it
+    does not read. Another name of a tied weight is not among them: see `find_tied_copies`. dims: the tensor's
+    dimensions.
+    """
+    if any(re.search(pattern, file_name) and dims in sizes for pattern, sizes in _BUFFERS.items()):
+        return "computed, not read"
     if isinstance(spec, ExternalSpec):
-        return _BUFFERS.search(file_name) is not None or file_name in spec.layout().tied_names()
-    if (spec.tied or has_score_head(spec)) and file_name in ("lm_head.weight", "language_model.lm_head.weight"):
-        return True
-    return is_other_part(spec, file_name) or _BUFFERS.search(file_name) is not None
+        unread = any(re.search(pattern, file_name) for pattern in spec.layout().unread)
+        return "its class in transformers does not read it" if unread else None
+    if has_score_head(spec) and file_name in _HEADS:
+        return "the score head takes its place"
+    if spec.family == "gemma3" and _OTHER_PARTS.match(file_name):
+        return "the text model alone is trained and exported"
+    return None
 
 
-def is_other_part(spec: ModelSpec, file_name: str) -> bool:
-    """Whether a tensor is of a part that a multimodal checkpoint has and its text model has not."""
-    return spec.family == "gemma3" and isinstance(spec, DecoderSpec) and _OTHER_PARTS.match(file_name) is not None
+def find_tied_copies(
+    spec: ModelSpec, entries: Collection[WeightEntry], file_names: Collection[str]
+) -> dict[str, WeightEntry]:
+    """Return tensors of a checkpoint that are a tied weight under another name than the one that is read.
+
+    entries: of `weight_map` for the same names. Returns name -> the entry that it has to have the numbers of.
+    """
+    places = {entry.our_name: entry for entry in entries if entry.made is None}
+    read = {entry.file_name for entry in places.values()}
+    if isinstance(spec, ExternalSpec):
+        tied = spec.tied_names(file_names)
+    else:
+        tied = dict.fromkeys(_HEADS if spec.tied and not has_score_head(spec) else (), _EMBEDDING)
+    return {
+        name: places[parameter]
+        for name, parameter in tied.items()
+        if name in file_names and name not in read and parameter in places
+    }
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

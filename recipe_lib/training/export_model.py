@@ -9,6 +9,7 @@ from recipe_lib.checkpoint.adapter_out import export_adapter, file_rank
 from recipe_lib.checkpoint.huggingface import export_model
 from recipe_lib.checkpoint.merged import merge_adapter
 from recipe_lib.checkpoint.model_card import public_name
+from recipe_lib.checkpoint.weight_accounts import tell_left_out
 from recipe_lib.config.local_files import ADAPTER_FOLDER, MODEL_FOLDER
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -56,6 +57,8 @@ def export_trained_model(
     )
     warn_of_export(model, world, folder)
     get_logger().info("model: %s", folder)
+    if source.folder is not None and world.is_main:
+        tell_left_out(source.spec, source.folder, "export")
     _tell_rounding(cfg, is_adapter=False)
     if usable:
         tell_next([*model_commands(folder), *run_commands(cfg)])

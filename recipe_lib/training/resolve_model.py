@@ -6,8 +6,9 @@ from typing import Any
 
 from recipe_lib.adapters import add_adapters
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
-from recipe_lib.config.local_files import base_name, downloaded_model
+from recipe_lib.config.local_files import ADAPTER_CONFIG, base_name, downloaded_model
 from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
+from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, preset_config, read_config, read_spec
 from recipe_lib.models.scored_spec import scored_spec, spec_of_run
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
@@ -36,6 +37,11 @@ def resolve_model(cfg: ModelConfig, *, scored: bool = False, num_labels: int | N
     """
     name = cfg.path or cfg.preset or ""
     folder = find_checkpoint(name) if cfg.path else None
+    if folder and (folder / "config.json").is_file() and (folder / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder}: has a model and an adapter ({ADAPTER_CONFIG}), expected one of them; set model.path to a "
+            "folder of the model alone, and lora.adapter_path to one of the adapter if it is to be trained on"
+        )
     config = read_config(folder) if folder else preset_config(name)
     if scored:
         spec: ModelSpec = scored_spec(config, str(folder or name), num_labels)

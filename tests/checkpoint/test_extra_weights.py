@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from recipe_lib.checkpoint.huggingface import check_weights, export_model, load_weights
+from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.checkpoint.weight_files import INDEX
-from recipe_lib.checkpoint.weights_in import read_headers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import Decoder, build_meta
 from recipe_lib.models.extra_parameters import extra_tensors

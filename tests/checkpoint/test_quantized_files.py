@@ -16,7 +16,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from recipe_lib.adapters import add_adapters
 from recipe_lib.checkpoint import converted, weights_in
-from recipe_lib.checkpoint.weights_in import check_weights, load_weights
+from recipe_lib.checkpoint.weight_accounts import check_weights
+from recipe_lib.checkpoint.weights_in import load_weights
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import Decoder, build_meta

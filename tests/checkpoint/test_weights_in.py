@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint import weights_in
+from recipe_lib.checkpoint import weight_accounts, weights_in
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint, load_weights
 from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.weight_names import parameter_shapes, weight_map
 from tests.checkpoint.tiny import full, tiny_model, tiny_world
 from tests.distributed.ranks import run_ranks
 from tests.models.reference import load_ours, reference_model
@@ -195,9 +196,7 @@ def test_real_llama_2_names_its_old_buffers_and_they_are_ignored(realdata: Path,
     index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
     config = read_config(source) | {"hidden_size": 8, "intermediate_size": 4, "num_attention_heads": 2, "vocab_size": 6}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shapes = weights_in.file_shapes(
-        weights_in.weight_map(spec_of(tmp_path), index), weights_in.parameter_shapes(spec_of(tmp_path))
-    )
+    shapes = weight_accounts.file_shapes(weight_map(spec_of(tmp_path), index), parameter_shapes(spec_of(tmp_path)))
     assert shapes.keys() <= index.keys()
     for file_name in set(index.values()):
         names = [name for name, file in index.items() if file == file_name]

@@ -25,6 +25,7 @@ TRANSFORMERS = {
     "get_text_config",
     "get_decoder",
     "_init_weights",
+    "_keys_to_ignore_on_load_unexpected",
     "base_model_prefix",
     "logits",
     "reset_parameters",

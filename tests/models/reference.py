@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from recipe_lib.models import Decoder, build_meta, read_config, spec_from_config
 from recipe_lib.models.file_views import OpenView
-from recipe_lib.models.weight_names import ignorable, weight_map, written_layout
+from recipe_lib.models.weight_names import find_tied_copies, weight_map, why_left_out, written_layout
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -175,7 +175,8 @@ def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
             parameter.copy_(tensor)
     taken = {name for entry in entries if entry.view is not None for name in entry.view.tensors()}
     unused = set(files) - taken - {entry.file_name for entry in entries}
-    assert all(ignorable(spec, name) for name in unused), unused
+    unused -= find_tied_copies(spec, entries, files).keys()
+    assert all(why_left_out(spec, name, files[name].dim()) for name in unused), unused
     return model
 
 

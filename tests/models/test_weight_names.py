@@ -9,7 +9,7 @@ import transformers
 
 from recipe_lib.models import preset_config, preset_names, read_config, spec_from_config
 from recipe_lib.models.families import text_config
-from recipe_lib.models.weight_names import WeightEntry, ignorable, parameter_shapes, weight_map
+from recipe_lib.models.weight_names import WeightEntry, find_tied_copies, parameter_shapes, weight_map, why_left_out
 from tests.models.reference import load_ours
 
 INDEXED = ["gemma-2b-it", "llama-2-7b-chat", "mistral-7b-instruct-v0.3", "phi-3-mini-merge", "qwen2.5-14b-cogito"]
@@ -20,9 +20,11 @@ def test_every_name_of_a_real_index_is_known(name: str, realdata: Path) -> None:
     folder = realdata / "hf-layouts" / name
     spec = spec_from_config(read_config(folder), name)
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    mapped = {entry.file_name for entry in weight_map(spec, index)}
+    entries = weight_map(spec, index)
+    mapped = {entry.file_name for entry in entries}
     assert mapped <= set(index)
-    assert all(ignorable(spec, other) for other in set(index) - mapped)
+    unused = set(index) - mapped - find_tied_copies(spec, entries, index).keys()
+    assert all(why_left_out(spec, other, 1) for other in unused)
 
 
 @pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith(("phi", "gemma3", "qwen3/0"))])
@@ -51,11 +53,15 @@ def test_fused_tensors_of_phi() -> None:
 def test_names_that_may_be_left_over() -> None:
     tied = spec_from_config(preset_config("llama3_2/1B"), "tied")
     untied = spec_from_config(preset_config("llama3/8B"), "untied")
-    assert ignorable(tied, "lm_head.weight") and not ignorable(untied, "lm_head.weight")
-    for name in ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "h.0.attn.masked_bias"):
-        assert ignorable(untied, name)
+    names = [entry.file_name for entry in weight_map(tied)] + ["lm_head.weight"]
+    assert find_tied_copies(tied, weight_map(tied, names), names).keys() == {"lm_head.weight"}
+    assert not find_tied_copies(untied, weight_map(untied, names), names)
+    frequencies = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+    for name, dims in ((frequencies[0], 1), (frequencies[1], 1), ("h.0.attn.masked_bias", 0), ("h.0.attn.bias", 4)):
+        assert why_left_out(untied, name, dims)
+    assert not why_left_out(untied, "h.0.attn.bias", 1)
     for name in ("score.weight", "model.layers.0.self_attn.q_proj.bias", "vision_tower.x", "base_model.lora_A.weight"):
-        assert not ignorable(untied, name)
+        assert not why_left_out(untied, name, 1)
 
 
 @pytest.mark.parametrize("newer_layout", [False, True])

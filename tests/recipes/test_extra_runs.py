@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from recipe_lib.checkpoint.weights_in import EXTRA
+from recipe_lib.checkpoint.weight_accounts import EXTRA
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import DPO, FULL, LORA, Run, done, furthest, losses, parameters, recipe_module, run_here
 from tests.recipes.test_adapter_runs import arguments as adapter_arguments

@@ -15,7 +15,7 @@ from recipe_lib.checkpoint.gguf.gguf_file import GgufTensor, TypeReport, check_g
 from recipe_lib.checkpoint.gguf.gguf_vocabulary import GgufVocabulary, read_vocabulary
 from recipe_lib.checkpoint.gguf.tensor_types import TypeChoice, choose_types
 from recipe_lib.checkpoint.tensor_files import FileTensor
-from recipe_lib.checkpoint.weights_in import check_weights, read_headers
+from recipe_lib.checkpoint.weight_accounts import check_weights, read_headers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import read_config, read_trained_spec
 from recipe_lib.models.spec import DecoderSpec
