@@ -28,7 +28,7 @@ def test_what_the_option_wrote_is_replaced(tmp_path: Path) -> None:
         "--json": json.dumps({"schema": 1, "verdict": "fits", "recipe": "x"}),
         "--calibrate": json.dumps({"version": 1, "device": "cpu", "matmul": {}}),
         "--write": json.dumps({"version": 1, "device": "cpu", "matmul": {}}),
-        "--html": "<!DOCTYPE html>\n<title>x</title>\n<style>\n:root {\n  color-scheme: light dark;\n",
+        "--html": '<!DOCTYPE html>\n<meta name="generator" content="tune-recipes: plan">\n',
     }.items():
         path.write_text(content)
         check_output(option, str(path))
@@ -37,7 +37,10 @@ def test_what_the_option_wrote_is_replaced(tmp_path: Path) -> None:
 def test_a_plan_is_not_written_over_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("recipe: full_finetune_distributed\n")
-    for command in (["plan", "full_finetune_distributed", "--config", str(path)], ["tp-plan", "llama3_8b"]):
+    for command, said in (
+        (["plan", "full_finetune_distributed", "--config", str(path)], "is the file of --config too"),
+        (["tp-plan", "llama3_8b"], "is there already and is no file that --json writes"),
+    ):
         assert main([*command, "--json", str(path)]) == 2
-        assert "is there already and is no file that --json writes" in capsys.readouterr().err
+        assert said in capsys.readouterr().err
     assert path.read_text() == "recipe: full_finetune_distributed\n"
