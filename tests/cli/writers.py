@@ -27,7 +27,7 @@ class Material:
         self.rows = write_rows(folder)
         self.prompts = folder / "prompts.jsonl"
         self.prompts.write_text('{"prompt": "Once"}\n{"prompt": "Twice"}')  # no newline at its end
-        self.config = folder / "config.yaml"
+        self.config = folder / "mine.yaml"
         self.config.write_text("recipe: full_finetune_distributed\n")
 
     @property
@@ -47,7 +47,7 @@ class Material:
     def adapted(self) -> Path:
         """Of an adapter."""
         out = self.folder / "adapted"
-        assert main(["run", *self.of_model, f"recipe={LORA}", f"output_dir={out}"]) == 0
+        assert main(["run", LORA, *self.of_model, f"recipe={LORA}", f"output_dir={out}"]) == 0
         return out
 
     @cached_property
