@@ -26,7 +26,7 @@ class Material:
         self.model = write_model("llama", folder / "model")
         self.rows = write_rows(folder)
         self.prompts = folder / "prompts.jsonl"
-        self.prompts.write_text('{"prompt": "Once"}\n{"prompt": "Twice"}')  # no newline at its end
+        self.prompts.write_text('{"prompt": "Once"}')  # no newline at its end
         self.config = folder / "mine.yaml"
         self.config.write_text("recipe: full_finetune_distributed\n")
 
@@ -72,7 +72,8 @@ Words = Callable[[Material, Path], Sequence[object]]
 class Writer:
     """verb, option: as they are typed; a key of the config where the option is none. words: of the command that writes
     a path. kind: a file, a folder that must not be there, or one that is gone on with. ending: of the path's name.
-    reads: attributes of `Material` that are read, which the path may not be. full: bytes of the disk that is full.
+    reads: attributes of `Material` that are read, which the path may not be. full: bytes that a file may have on
+    a full disk, to be tried one by one.
     names: of a folder's files that are written over. source: of `Material`, what is written. slow: takes seconds to get
     to the writing."""
 
@@ -82,7 +83,7 @@ class Writer:
     kind: str = FILE
     ending: str = ""
     reads: tuple[str, ...] = ()
-    full: int = 100
+    full: tuple[int, ...] = (100,)
     names: tuple[str, ...] = ()
     note: str = ""
     source: str = ""
@@ -111,21 +112,23 @@ def teach_words(material: Material, out: Path) -> list[object]:
 WRITERS = (
     Writer("cp", "DEST", lambda material, out: ["cp", "demo/full", out], ending=".yaml"),
     Writer("cp", "DEST", lambda material, out: ["cp", material.config, out, "--force"], ending=".yaml",
-           reads=("config",), note="--force", full=10),
-    Writer("import", "--out", lambda material, out: ["import", AXOLOTL, "--out", out], ending=".yaml", full=400),
+           reads=("config",), note="--force", full=(10,)),
+    Writer("import", "--out", lambda material, out: ["import", AXOLOTL, "--out", out], ending=".yaml", full=(400,)),
     Writer("plan", "--json", plan_words("--json"), source="plan"),
-    Writer("plan", "--json", lambda material, out: ["plan", "--receipts", "--json", out], note="--receipts", full=10),
+    Writer("plan", "--json", lambda material, out: ["plan", "--receipts", "--json", out], note="--receipts",
+           full=(10,)),
     Writer("plan", "--html", plan_words("--html"), source="plan"),
     Writer("plan", "--snapshot", plan_words("--snapshot"), source="plan"),
-    Writer("plan", "--calibrate", lambda material, out: ["plan", "--calibrate", out], full=10),
+    Writer("plan", "--calibrate", lambda material, out: ["plan", "--calibrate", out], full=(10,)),
     Writer("tp-plan", "--json", lambda material, out: ["tp-plan", material.model, "--tensor", 2, "--json", out]),
-    Writer("doctor", "--write", lambda material, out: ["doctor", "--write", out], full=10),
-    Writer("teach", "--out", teach_words, FOLDER, slow=True, names=("notes.txt",)),
+    Writer("doctor", "--write", lambda material, out: ["doctor", "--write", out], full=(10,)),
+    Writer("teach", "--out", teach_words, FOLDER, slow=True, names=("notes.txt",),
+           full=(100, 500)),
     Writer("run", "output_dir", lambda material, out: ["run", *arguments(out), "max_steps=1", "device=cpu"], FOLDER,
-           slow=True, names=("config.yaml", "metrics.jsonl", "summary.json", "report.html")),
+           slow=True, names=("config.yaml", "metrics.jsonl", "summary.json", "report.html"), full=(100, 20000)),
     Writer("eval", "--out", lambda material, out: ["eval", material.model, "--data", material.rows, "--no-generate",
                                                    "--out", out],
-           FOLDER, slow=True, names=("examples.jsonl", "summary.json", "report.html")),
+           FOLDER, slow=True, names=("examples.jsonl", "summary.json", "report.html"), full=(100, 5000)),
     Writer("export", "--out", export_words("adapted", "--merge"), NEW_FOLDER, slow=True, note="--merge",
            source="adapted"),
     Writer("export", "--out", export_words("adapted", "--adapter"), NEW_FOLDER, slow=True, note="--adapter",
@@ -135,7 +138,7 @@ WRITERS = (
     Writer("export", "--out", export_words("model", "--gguf", "f32", "--pre", "llama-bpe"), ending=".gguf",
            slow=True, note="--gguf"),
     Writer("export", "--out", export_words("model", "--quantize", "int8"), NEW_FOLDER, slow=True, note="--quantize",
-           full=4000),
+           full=(4000,)),
     Writer("generate", "--out", lambda material, out: ["generate", material.model, "--prompts", material.prompts,
                                                        "--out", out, "--max-new-tokens", 2, "--device", "cpu"],
            ending=".jsonl", reads=("prompts",)),

@@ -91,7 +91,7 @@ def test_files_are_written_by_one_module() -> None:
 def test_what_is_looked_for_is_found() -> None:
     """Each way to write is one that the rule sees."""
     for text in (
-        "open(p, 'w')", "open(p, mode='a')", "p.open('wb')", "gzip.open(p, 'x')", 
+        "open(p, 'w')", "open(p, mode='a')", "p.open('wb')", "gzip.open(p, 'x')",
         "os.open(p, os.O_WRONLY)", "os.open(p, os.O_RDWR | os.O_CREAT)", "p.write_text(t)", "p.write_bytes(b)",
         "shutil.copyfile(a, b)", "os.replace(a, b)", "a.replace(b)", "a.rename(b)", "model.save_pretrained(p)",
         "safetensors.torch.save_file(t, p)", "np.memmap(p, mode='w+')", "tempfile.mkstemp()",
