@@ -91,7 +91,7 @@ def _read_row(line: str, place: str) -> dict[str, Any]:
 def _read_prompt(row: dict[str, Any], place: str) -> Prompt:
     """Return what a row asks. DataError for a row that asks nothing, two things, or has a key that nobody reads."""
     from recipe_lib.data.messages import check_order, read_turns
-    from recipe_lib.data.samples import SampleFault, SamplePlaces
+    from recipe_lib.data.samples import SampleFault, SamplePlaces, kind_of
 
     asked = [name for name in ("prompt", "messages") if name in row]
     others = [name for name in row if name not in ("prompt", "messages", *_UNREAD)]
@@ -105,6 +105,8 @@ def _read_prompt(row: dict[str, Any], place: str) -> Prompt:
         if not value:
             raise DataError(f"{place}: prompt is empty; give a text, or remove the line")
         return value
+    if not isinstance(value, list):
+        raise DataError(f"{place}: {asked[0]}: found {kind_of(value)}, {_EXPECTED}")
     try:
         turns = read_turns(row, asked[0])
         check_order(turns.messages, SamplePlaces(turns.places))
