@@ -177,6 +177,7 @@ def _copy_rest(folder: Path, temporary: Path) -> None:
     """The tokenizer's files and the card, then everything is flushed to the disk."""
     card = [folder / CARD] if (folder / CARD).is_file() else []
     for path in [*tokenizer_files(folder), *card]:
+        files.remove_file(temporary / path.name)  # generation_config.json, which transformers writes in its own way
         files.copy_file(path, temporary / path.name)
     for path in temporary.iterdir():
         files.before_operation("flush", path)
