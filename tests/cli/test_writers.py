@@ -14,6 +14,7 @@ from recipe_lib import files
 from tests.cli.commands import ROOT
 from tests.cli.writers import FILE, FOLDER, WRITERS, Material, Writer, write
 from tests.forked import call_forked
+from tests.selection import slow_except
 
 MISTAKE, STORAGE = 2, 6
 FOREIGN = {
@@ -27,6 +28,7 @@ FOREIGN = {
     "a long line": b"x" * 2**20,
     "half a page": b"<!DOCTYPE html>",
 }
+TROUBLES = ("folder", "FIFO", "full device", "null device", "socket")
 FILES = [writer for writer in WRITERS if writer.kind == FILE]
 
 
@@ -94,7 +96,7 @@ def refused(writer: Writer, material: Material, folder: Path, out: Path, **limit
     return said
 
 
-@pytest.mark.parametrize("trouble", ["folder", "FIFO", "full device", "null device", "socket"])
+@pytest.mark.parametrize("trouble", slow_except(TROUBLES, ("folder", "FIFO", "null device")))
 @pytest.mark.parametrize("writer", parameters(slow=False))
 def test_what_is_no_file_stays_in_its_place(writer: Writer, trouble: str, material: Material, out_folder: Path) -> None:
     out = out_folder / f"out{writer.ending}"
@@ -124,10 +126,9 @@ def test_a_place_under_a_file_or_without_permission(writer: Writer, material: Ma
     assert refused(writer, material, out_folder, closed / f"out{writer.ending}", as_plain_user=True)
 
 
-@pytest.mark.parametrize("writer", parameters(FILES, slow=False))
+# With --force `cp` replaces what is there, as it is told.
+@pytest.mark.parametrize("writer", parameters([row for row in FILES if row.note != "--force"], slow=False))
 def test_a_file_of_the_users_stays_as_it_is(writer: Writer, material: Material, out_folder: Path) -> None:
-    if writer.note == "--force":
-        pytest.skip("replaces what is there: that is what it is told")
     out = out_folder / f"out{writer.ending}"
     for name, content in FOREIGN.items():
         if writer.verb == "generate" and not content:
