@@ -44,3 +44,33 @@ def test_a_plan_is_not_written_over_its_config(tmp_path: Path, capsys: pytest.Ca
         assert main([*command, "--json", str(path)]) == 2
         assert said in capsys.readouterr().err
     assert path.read_text() == "recipe: full_finetune_distributed\n"
+
+
+@pytest.mark.parametrize("way", ["the same", "a link"])
+def test_no_output_of_a_plan_is_another_one_or_an_input(
+    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, rates, same = tmp_path / "plan.json", tmp_path / "rates.json", tmp_path / "same"
+    plan.write_text(json.dumps({"schema": 1, "verdict": "fits"}))
+    rates.write_text(json.dumps({"version": 1, "device": "cpu", "matmul": {}}))
+    before = plan.read_bytes(), rates.read_bytes()
+    for read, written, path in (
+        ("--diff", "--json", plan),
+        ("--calibration", "--calibrate", rates),
+        ("--json", "--html", tmp_path / "new"),
+    ):
+        other = path
+        if way == "a link":
+            same.unlink(missing_ok=True)
+            same.symlink_to(path)
+            other = same
+        assert main(["plan", "demo/full", read, str(path), written, str(other)]) == 2
+        assert capsys.readouterr().err == (
+            f"error: {written}: {other} is the file of {read} too; choose another name\n"
+        )
+    assert (plan.read_bytes(), rates.read_bytes()) == before
+
+
+def test_a_harness_that_writes_nothing_takes_no_place_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "demo", "--lm-eval", "arc_easy", "--out", "results"]) == 2
+    assert "--out: --lm-eval prints its numbers and writes nothing" in capsys.readouterr().err
