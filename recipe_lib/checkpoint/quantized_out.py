@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from recipe_lib import files
@@ -132,8 +133,6 @@ def _save(model: nn.Module, folder: Path, out: Path) -> None:
 
     out: what the folder will be called.
     """
-    from safetensors import SafetensorError
-
     try:
         model.save_pretrained(folder)  # type: ignore[operator]
     except SafetensorError as error:
