@@ -2,6 +2,7 @@
 
 Everything a run publishes is written next to its final name under a temporary one (`.NAME.<nonce>.tmp`), flushed,
 and renamed. What a killed process leaves is therefore recognized by its name, and removed by the next one.
+A single file is written in `write_aside`, which removes the temporary one itself when the write fails.
 `before_operation` is called before each change of the disk: tests make it fail there.
 """
 
@@ -18,16 +19,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
 from recipe_lib.errors import StorageError
 from recipe_lib.logs import get_logger
+from recipe_lib.reading import check_regular
 from recipe_lib.units import MIB, format_bytes
 
 CHUNK_BYTES = 16 * MIB
 TEMPORARY_SUFFIX = ".tmp"
 REPLACED_SUFFIX = ".old"
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2  # of renameat2
 
 
 def before_operation(operation: str, path: Path) -> None:
@@ -72,10 +76,10 @@ def _free_text(path: Path) -> str:
 
 def require_space(folder: Path, needed: int, purpose: str) -> None:
     """Raises StorageError if the disk under `folder` has fewer than `needed` bytes free; nothing is written."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+    disk = shutil.disk_usage(folder)
+    if disk.total and disk.free < needed:  # /proc and its like have no size, and say themselves why they refuse
         raise StorageError(
-            f"{folder}: {purpose} needs {format_bytes(needed)}, {format_bytes(free)} are free; "
+            f"{folder}: {purpose} needs {format_bytes(needed)}, {format_bytes(disk.free)} are free; "
             "free some space, or choose another output_dir"
         )
 
@@ -142,12 +146,77 @@ def copy_file(source: Path, target: Path) -> FileRecord:
     return file.record()
 
 
+@contextmanager
+def write_aside(path: Path, *, replace: bool = True) -> Iterator[Path]:
+    """Gives a temporary name to write a file under, which becomes `path` when it is whole; after an error it is gone.
+
+    replace: a file that is there is replaced; without it one that has come meanwhile stays, and FileExistsError is
+    raised. An OSError names `path`, which the user knows.
+    """
+    temporary = temporary_path(path)
+    try:
+        yield temporary
+        rename(temporary, path, replace=replace)
+    except BaseException as error:
+        discard(temporary)
+        if isinstance(error, OSError) and error.filename in (temporary, str(temporary)):
+            error.filename = str(path)
+        raise
+
+
+def replace_bytes(path: Path, data: bytes, *, replace: bool = True) -> None:
+    """Writes a small file so that a reader sees the old content or the new one, never a part. StorageError.
+
+    replace: as in `write_aside`.
+    """
+    with storage_faults(), write_aside(path, replace=replace) as temporary:
+        write_bytes(temporary, data)
+
+
 def replace_text(path: Path, text: str) -> None:
-    """Writes a small text file so that a reader sees the old content or the new one, never a part. StorageError."""
-    with storage_faults():
-        temporary = temporary_path(path)
-        write_bytes(temporary, text.encode())
-        rename(temporary, path)
+    """Writes a small text file like `replace_bytes`."""
+    replace_bytes(path, text.encode())
+
+
+def open_to_append(path: Path, mode: int = 0o666) -> FileIO:
+    """Opens a file that only grows, or makes it; unbuffered, and readable too.
+
+    mode: of a new file, less the umask. Raises OSError for a FIFO, a device and a folder, without waiting.
+    """
+    with suppress(FileNotFoundError):
+        check_regular(path)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+    return FileIO(os.open(path, flags, mode), "a+")
+
+
+class LineFile:
+    """A file that only grows, a whole line at a time; this process alone writes it."""
+
+    def __init__(self, path: Path, size: int | None = None):
+        """Opens it, or makes it. size: bytes to keep of it; None: all. Raises OSError like `open_to_append`."""
+        self.path = path
+        self._is_new = not path.exists()
+        self._file = open_to_append(path)
+        if size is not None:
+            self._file.truncate(size)
+
+    def append(self, lines: bytes) -> None:
+        """Adds whole lines, or nothing: what a full disk has cut off is taken away. OSError with the file's name."""
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            before_operation("write", self.path)
+            if self._file.write(lines) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(size)
+                if self._is_new and not size:
+                    self.path.unlink()
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def close(self) -> None:
+        """Closes it."""
+        self._file.close()
 
 
 def sha256_of(path: Path) -> str:
@@ -172,10 +241,13 @@ def flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def rename(source: Path, target: Path) -> None:
-    """Renames within one folder, and flushes the folder."""
+def rename(source: Path, target: Path, *, replace: bool = True) -> None:
+    """Renames within one folder, and flushes the folder. Without `replace` FileExistsError where the name is taken."""
     before_operation("rename", target)
-    os.rename(source, target)
+    if replace or not _renameat2(source, target, _RENAME_NOREPLACE):
+        if not replace and os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+        os.rename(source, target)
     flush_folder(target.parent)
 
 
@@ -206,7 +278,8 @@ def discard(path: Path) -> None:
     try:
         remove_temporary(path)
     except OSError:
-        get_logger().warning("warning: %s could not be removed; the next save will try again", path)
+        if os.path.lexists(path):
+            get_logger().warning("warning: %s could not be removed; the next save will try again", path)
 
 
 def temporary_path(final: Path) -> Path:
@@ -250,7 +323,7 @@ def exchange(temporary: Path, final: Path) -> Path:
     Where it cannot, the other one is `.NAME.<nonce>.old` for a moment: `restore_replaced` finds it.
     """
     before_operation("rename", final)
-    if _exchange_names(temporary, final):
+    if _renameat2(temporary, final, _RENAME_EXCHANGE):
         flush_folder(final.parent)
         return temporary
     old = temporary_path(final).with_suffix(REPLACED_SUFFIX)
@@ -273,20 +346,20 @@ def restore_replaced(root: Path, name: str) -> None:
             rename(old, root / name)
 
 
-def _exchange_names(first: Path, second: Path) -> bool:
-    """Exchanges two names at once (Linux: renameat2); False where system or file system do not have that."""
+def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    """Renames as the flags of Linux's renameat2 say; False where system or file system do not have that."""
     if sys.platform != "linux":
         return False
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
-    at_working_folder, rename_exchange = -100, 2
-    if renameat2(at_working_folder, os.fsencode(first), at_working_folder, os.fsencode(second), rename_exchange) == 0:
+    at_working_folder = -100
+    if renameat2(at_working_folder, os.fsencode(source), at_working_folder, os.fsencode(target), flags) == 0:
         return True
     number = ctypes.get_errno()
     if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
-    raise OSError(number, os.strerror(number), str(second))
+    raise OSError(number, os.strerror(number), str(target))
 
 
 def is_plain_name(name: Any) -> bool:

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,11 +58,14 @@ def read_json(path: Path | str, limit: int = JSON_LIMIT) -> Any:
     return parse_json(read_bytes(path, limit))
 
 
-def parse_json(content: bytes | str) -> Any:
-    """The value of a JSON text. Raises ValueError, in one line, for whatever keeps it from being one."""
+def parse_json(content: bytes | str, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value of a JSON text. Raises ValueError, in one line, for whatever keeps it from being one.
+
+    make_object: makes the value of an object from its keys and values, in their order; default: `dict`.
+    """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=make_object)
     except UnicodeDecodeError as error:
         raise ValueError(f"a byte that is not UTF-8 at {error.start}") from None
     except json.JSONDecodeError as error:

@@ -8,7 +8,6 @@ Embedding and output head stay as they are.
 """
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from recipe_lib import files
@@ -25,7 +25,7 @@ from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
 from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.checkpoint.weights_in import unknown_extras
 from recipe_lib.config.local_files import install_line
-from recipe_lib.errors import CheckpointError, SetupError
+from recipe_lib.errors import CheckpointError, SetupError, StorageError
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.qat import base_config
 from recipe_lib.models import read_config, read_trained_spec
@@ -76,7 +76,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
         temporary = files.temporary_path(out)
         try:
             files.make_folder(temporary)
-            model.save_pretrained(temporary)
+            _save(model, temporary, out)
             del model
             _copy_rest(folder, temporary)
             publish(temporary, out)
@@ -132,6 +132,19 @@ def _opened(transformers: Any, folder: Path, **more: Any) -> nn.Module:
     return model.eval()
 
 
+def _save(model: nn.Module, folder: Path, out: Path) -> None:
+    """Writes config.json and the weights. StorageError: safetensors says in words of its own what the disk refuses.
+
+    out: what the folder will be called.
+    """
+    try:
+        model.save_pretrained(folder)  # type: ignore[operator]
+    except SafetensorError as error:
+        raise StorageError(
+            f"{out}: the weights cannot be written ({error}); free some space, or choose another --out"
+        ) from error
+
+
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
     """Without the bars and advice that transformers prints."""
@@ -167,7 +180,8 @@ def _copy_rest(folder: Path, temporary: Path) -> None:
     """The tokenizer's files and the card, then everything is flushed to the disk."""
     card = [folder / CARD] if (folder / CARD).is_file() else []
     for path in [*tokenizer_files(folder), *card]:
-        shutil.copyfile(path, temporary / path.name)
+        files.remove_file(temporary / path.name)  # generation_config.json, which transformers writes in its own way
+        files.copy_file(path, temporary / path.name)
     for path in temporary.iterdir():
         files.before_operation("flush", path)
         with open(path, "rb") as file:

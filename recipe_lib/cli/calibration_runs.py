@@ -10,6 +10,7 @@ from typing import Any
 
 from recipe_lib.cli.plan_request import recipe_class
 from recipe_lib.cli.recipes import RecipeFile
+from recipe_lib.files import replace_text
 
 _FULL, _CONFIG = "full_finetune_distributed", "llama3_2/1B_full"
 # Hidden width, layers, width of the MLP, vocabulary, tokens, rows: kernels from microseconds to tens of milliseconds.
@@ -51,7 +52,7 @@ def small_config(folder: Path, size: tuple[int, ...], *more: str, recipe: str = 
              "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner,
              "vocab_size": vocabulary, "num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64,
              "max_position_embeddings": 8192, "tie_word_embeddings": False}  # fmt: skip
-    shape.write_text(json.dumps(llama), encoding="utf-8")
+    replace_text(shape, json.dumps(llama))
     overrides = (
         "~model.path", f"model.preset={shape}", "tokenizer.path=unread", "data.source=unread", "device=cpu",
         f"max_seq_len={tokens}", f"batch_size={rows}", "gradient_accumulation_steps=1",

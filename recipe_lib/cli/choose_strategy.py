@@ -20,6 +20,7 @@ from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.cli.torchrun_flags import rank_count, ranks_of, shows_plan
 from recipe_lib.config import parse_arguments
 from recipe_lib.errors import DONE, UserError, end_process
+from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger
 from recipe_lib.report.phases import phase
 
@@ -104,7 +105,7 @@ def main(argv: list[str]) -> int:
     gpus = hide_gpus()
     choice = _choose(read(argv[1:]))
     line = str(choice) if gpus else f"{choice} (planned for that device, as there is no GPU here)"
-    Path(argv[0]).write_text(json.dumps({"strategy": choice.strategy, "line": line}), encoding="utf-8")
+    replace_text(Path(argv[0]), json.dumps({"strategy": choice.strategy, "line": line}))
     return DONE
 
 

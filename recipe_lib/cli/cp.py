@@ -1,10 +1,10 @@
 """`tune cp RECIPE|CONFIG DEST`: a copy of a shipped file that is yours to change."""
 
 import os
-import tempfile
 from pathlib import Path
 
 from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.outputs import check_replaceable
 from recipe_lib.config.paths import (
     CONFIG_SUFFIXES,
     find_config,
@@ -15,6 +15,7 @@ from recipe_lib.config.paths import (
 )
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError, StorageError
+from recipe_lib.files import copy_file, write_aside
 
 DESCRIPTION = """Copies a recipe or a config.
 
@@ -36,8 +37,7 @@ def run(words: list[str]) -> int:
     arguments = parser().parse(words)
     source = find_source(arguments.source)
     target = place(source, arguments.destination)
-    if target.is_dir():
-        raise ConfigError(f"{show(str(target))}: is a folder; give another name")
+    check_replaceable(show(str(target)), target)
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{show(str(target))}: is the file to copy; give another name")
     if target.exists() and not arguments.force:
@@ -46,7 +46,8 @@ def run(words: list[str]) -> int:
         raise ConfigError(f"{show(str(target.parent))}: no such folder; --make-parents creates it")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, source.read_bytes())
+        with write_aside(target, replace=arguments.force) as temporary:
+            copy_file(source, temporary)
     except OSError as error:
         raise StorageError(f"{show(str(target))}: cannot be written: {error.strerror}") from error
     print(target)
@@ -75,18 +76,3 @@ def place(source: Path, destination: str) -> Path:
     if target.suffix in (".py", *CONFIG_SUFFIXES):
         raise ConfigError(f"{show(destination)}: the copy of a {what} ends in {' or '.join(fitting)}")
     return target.with_name(target.name + source.suffix)
-
-
-def write_whole(target: Path, content: bytes) -> None:
-    """Writes a file so that `target` is the former one or the whole new one, never a part."""
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

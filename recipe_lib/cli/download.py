@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.cli.arguments import Parser
-from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED
+from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED, check_folder
 from recipe_lib.config.paths import find_config, list_configs
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError, SetupError, StorageError
@@ -78,8 +78,7 @@ def next_command(repo: str, output: Path | None) -> str:
 
 def check_output(output: Path) -> None:
     """Refuses a folder that holds something else than an earlier download."""
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"{show(str(output))}: is a file; --output-dir expects a folder")
+    check_folder(output, "--output-dir")
     if output.is_dir() and any(output.iterdir()) and not (output / ".cache" / "huggingface").is_dir():
         raise ConfigError(f"{show(str(output))}: holds other files; --output-dir expects a new or an empty folder")
 

@@ -74,6 +74,8 @@ def check(arguments: argparse.Namespace) -> None:
         faults.append("--metric: measures answers, which --no-generate leaves out; remove one of the two")
     harness = [f"--{name.replace('_', '-')}" for name in ("include_path", "num_fewshot", "limit")
                if getattr(arguments, name) is not None]  # fmt: skip
+    if arguments.lm_eval and arguments.out:
+        faults.append("--out: --lm-eval prints its numbers and writes nothing; leave one of the two out")
     if harness and not arguments.lm_eval:
         faults.append(f"{harness[0]}: is of --lm-eval, which is missing")
     if faults:

@@ -13,13 +13,14 @@ import torch
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.cli.eval_config import eval_config, run_of, settings_of
 from recipe_lib.cli.eval_options import check, read
+from recipe_lib.cli.outputs import check_output_folder
 from recipe_lib.config.suggest import show
 from recipe_lib.data import Dataset, build_validation_dataset, report_lines, settle_formats, warn_of_positions
 from recipe_lib.errors import ConfigError, OutOfMemoryError, send_nowhere
 from recipe_lib.evaluation.harness import harness_model, metric_rows, run_tasks
 from recipe_lib.evaluation.measure import Measured, score_sequences
 from recipe_lib.evaluation.placed_model import PlacedModel, place_model
-from recipe_lib.evaluation.results import BASE, TUNED, Evaluation
+from recipe_lib.evaluation.results import BASE, EXAMPLES_FILE, PAGE_FILE, SUMMARY_FILE, TUNED, Evaluation
 from recipe_lib.generation.answer_questions import Question, generate_answers, metric_of_answers, questions_of
 from recipe_lib.generation.source import GenerationSource, find_source
 from recipe_lib.logs import get_logger, is_quiet
@@ -49,6 +50,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
     if arguments.lm_eval:
         run_harness(arguments, source, run)
         return
+    out = _out(arguments, run)
+    if out is not None:
+        check_output_folder("--out", out, (EXAMPLES_FILE, SUMMARY_FILE, PAGE_FILE))
     cfg = eval_config(arguments, source, run)
     for line in settle_formats(cfg):
         get_logger().info(line)
@@ -74,7 +78,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
             return
         names = {TUNED: str(source.adapter or source.folder)} | ({BASE: str(placed.base)} if BASE in models else {})
         settings = settings_of(cfg, arguments, world.size)
-        _show(Evaluation(models, names, dataset, questions, tokenizer, settings), arguments, run)
+        _show(Evaluation(models, names, dataset, questions, tokenizer, settings), arguments, out)
 
 
 def _placed(arguments: argparse.Namespace, cfg: Any, source: GenerationSource, world: World) -> PlacedModel:
@@ -198,8 +202,14 @@ def _measure(
         return {BASE: measured(base, BASE), TUNED: tuned}
 
 
-def _show(evaluation: Evaluation, arguments: argparse.Namespace, run: Path | None) -> None:
-    out = Path(arguments.out).expanduser() if arguments.out else run / FOLDER if run is not None else None
+def _out(arguments: argparse.Namespace, run: Path | None) -> Path | None:
+    """Return the folder to write; None: none."""
+    if arguments.out:
+        return Path(arguments.out).expanduser()
+    return run / FOLDER if run is not None else None
+
+
+def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | None) -> None:
     if out is not None:
         evaluation.write(out)
     if arguments.json:

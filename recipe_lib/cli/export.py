@@ -123,7 +123,7 @@ def _target(found: ExportSource, kind: str, arguments: argparse.Namespace) -> Pa
     else:
         assert found.adapter is not None
         out = found.run / kind if found.run else found.adapter.with_name(f"{found.adapter.absolute().name}-{kind}")
-    if out.exists():
+    if os.path.lexists(out):
         raise ConfigError(f"{out}: exists; choose another folder with --out, or remove it")
     return out
 

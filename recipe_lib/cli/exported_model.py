@@ -1,6 +1,7 @@
 """The model folder that `tune export --gguf` and `--quantize` start from, and the name of what they write."""
 
 import argparse
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def target_of_export(found: ExportedModel, arguments: argparse.Namespace, ending
     else:
         own = MODEL_FOLDER if found.adapter and not found.alone else found.folder.absolute().name
         out = found.folder.parent / (own + ending)
-    if out.exists():
+    if os.path.lexists(out):
         raise ConfigError(f"{out}: exists; choose another name with --out, or remove it")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out: {show(str(out.parent))}: no such folder; make it, or choose another name")

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.draw_options import add_draw_options, draw_faults
-from recipe_lib.cli.prompt_file import SUFFIXES, answer_all, prompts_as_tokens, read_prompts
+from recipe_lib.cli.outputs import check_place
+from recipe_lib.cli.prompt_file import SUFFIXES, Answers, answer_all, prompts_as_tokens, read_prompts, settings_digest
 from recipe_lib.cli.talk import talk
 from recipe_lib.config.local_files import MODEL_FOLDER, check_model_there
 from recipe_lib.config.suggest import show
@@ -113,6 +114,9 @@ def check(arguments: argparse.Namespace) -> None:
             faults.append(f"{option}: is not UTF-8; give it in UTF-8 text")
     if faults:
         raise ConfigError(*faults)
+    if arguments.out is not None:
+        out = str(Path(arguments.out).expanduser())
+        check_place("--out", out, [("--prompts", arguments.prompts)], makes_folders=True)
 
 
 def prompts_faults(arguments: argparse.Namespace) -> list[str]:
@@ -185,8 +189,10 @@ def answer_file(source: "GenerationSource", tokenizer: "Tokenizer", arguments: a
     """Answers the prompts of a file."""
     prompts = read_prompts(Path(arguments.prompts).expanduser())
     tokens = prompts_as_tokens(prompts, source, tokenizer, raw=arguments.raw, system=arguments.system)
+    out = None if arguments.out is None else Path(arguments.out).expanduser()
+    answers = Answers(out, settings_digest(source, arguments, prompts))
     with loaded(source, arguments) as (model, device):
-        answer_all(model, source, tokenizer, prompts, tokens, arguments, device)
+        answer_all(model, source, tokenizer, prompts, tokens, answers, arguments, device)
 
 
 def converse(source: "GenerationSource", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from recipe_lib.config.other_configs import TOOLS, Imported, import_file
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError, say
-from recipe_lib.files import storage_faults, write_bytes
+from recipe_lib.files import replace_bytes
 from recipe_lib.logs import is_quiet, wrapped
 
 DESCRIPTION = f"""Turns a config of {", ".join(list(TOOLS)[:-1])} or {list(TOOLS)[-1]} into one of ours.
@@ -53,8 +53,7 @@ def run(words: list[str]) -> int:
     if out is None:
         sys.stdout.write(text)
         return DONE
-    with storage_faults():
-        write_bytes(out, text.encode())  # opened as a new file: one that has come meanwhile is not replaced
+    replace_bytes(out, text.encode(), replace=False)
     print(out)
     return DONE
 

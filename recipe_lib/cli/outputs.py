@@ -1,42 +1,103 @@
 """Files that a command writes where an option says: checked before the work is done, and never over another file."""
 
-import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
+from recipe_lib.config.local_files import check_folder
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
+from recipe_lib.reading import check_regular, parse_json, read_bytes
 
-# Keys that our JSON files have: a plan, rates of a device, a tensor-parallel plan, a list of receipts.
-_JSON = ({"schema", "verdict"}, {"matmul", "device"}, {"model", "tokens"}, {"receipts", "unreadable"})
+_RATES = ({"matmul", "device", "version"},)
+# By what a file of ours is known again: keys of its JSON object, or of the first line's.
+_KEYS: dict[str, tuple[set[str], ...]] = {
+    # A plan, a tensor-parallel plan, a list of receipts.
+    "--json": ({"schema", "verdict"}, {"model", "tokens", "legal_sizes"}, {"receipts", "unreadable"}),
+    "--calibrate": _RATES,
+    "--write": _RATES,
+    "summary.json": ({"models", "sequences", "label_tokens"},),
+    "examples.jsonl": ({"sequence", "place"},),
+}
+# By what it begins with, and what follows within the first bytes; of a snapshot, anywhere.
+_WORDS = {
+    "--html": (b"<!DOCTYPE html>", b'content="tune-recipes: plan"'),
+    "report.html": (b"<!DOCTYPE html>", b'content="tune-recipes: evaluation"'),
+    "--snapshot": (b"\x80", b"device_traces"),
+}
 _MOST_BYTES = 2**28  # a larger file is none of ours
 
 
-def check_output(option: str, path: str | None) -> None:
-    """Refuses a file that could not be written, and one that is there and that no earlier use of the option wrote."""
+def check_output(
+    option: str, path: str | None, inputs: Iterable[tuple[str, str | None]] = (), kind: str | None = None
+) -> None:
+    """Refuses a file that could not be written, one that the command reads, and one that no earlier use has written.
+
+    inputs: option and path of what the command reads, or writes elsewhere. kind: by which a file is known again;
+    default: the option. Raises ConfigError.
+    """
     if path is None or (option == "--json" and path == "-"):
         return
-    if os.path.isdir(path):
-        raise ConfigError(f"{option}: {show(path)} is a folder; expected the name of a file")
-    if not os.path.isdir(os.path.dirname(path) or "."):
-        raise ConfigError(f"{option}: {show(os.path.dirname(path))}: no such folder; make it, or choose another name")
-    if os.path.isfile(path) and not _is_ours(option, Path(path)):
+    check_place(option, path, inputs)
+    if os.path.exists(path) and not _is_ours(kind or option, path):
         raise ConfigError(
             f"{option}: {show(path)} is there already and is no file that {option} writes; move it away, or choose "
             "another name"
         )
 
 
-def _is_ours(option: str, path: Path) -> bool:
+def check_place(
+    option: str, path: str, inputs: Iterable[tuple[str, str | None]] = (), *, makes_folders: bool = False
+) -> None:
+    """Refuses a name that no file can be written under, and that of an input; see `check_output`.
+
+    makes_folders: the command makes the folders that the name lies in.
+    """
+    check_replaceable(f"{option}: {show(path)}", path)
+    folder = os.path.dirname(path) or "."
+    if not makes_folders and not os.path.isdir(folder):
+        raise ConfigError(f"{option}: {show(folder)}: no such folder; make it, or choose another name")
+    for name, read in inputs:
+        if read is not None and _is_same_file(path, read):
+            raise ConfigError(f"{option}: {show(path)} is the file of {name} too; choose another name")
+    check_folder(Path(folder), option)
+
+
+def check_replaceable(named: str, path: Path | str) -> None:
+    """Refuses a folder, a FIFO, a device and a socket in the place of a file. named: the path, for the error."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            return False
-        content = path.read_bytes()
-        if option == "--html":
-            return content.startswith(b"<!DOCTYPE html>") and b"color-scheme: light dark" in content[:4096]
-        if option == "--snapshot":
-            return content.startswith(b"\x80") and b"device_traces" in content
-        found = json.loads(content)
-    except (OSError, ValueError, RecursionError):
+        check_regular(path)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise ConfigError(f"{named}: lies under a file; choose another name") from None
+    except OSError as error:
+        raise ConfigError(f"{named}: {error.strerror}; choose another name") from None
+
+
+def check_output_folder(option: str, folder: Path, names: Iterable[str]) -> None:
+    """Refuses a folder that could not be written, and one that has other files of these names. ConfigError."""
+    check_folder(folder, option)
+    for name in names:
+        if os.path.lexists(folder / name):
+            check_output(option, str(folder / name), kind=name)
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    """Whether two names, which need not be there yet, are of one file."""
+    other = os.path.expanduser(other)
+    if os.path.exists(path) and os.path.exists(other):
+        return os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def _is_ours(kind: str, path: str) -> bool:
+    try:
+        content = read_bytes(path, _MOST_BYTES)
+        if kind in _WORDS:
+            begin, word = _WORDS[kind]
+            return content.startswith(begin) and word in (content if kind == "--snapshot" else content[:4096])
+        found = parse_json(content.partition(b"\n")[0] if Path(kind).suffix == ".jsonl" else content)
+    except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and any(keys <= found.keys() for keys in _JSON)
+    return isinstance(found, dict) and any(keys <= found.keys() for keys in _KEYS[kind])

@@ -35,6 +35,7 @@ from recipe_lib.cli.plan_request import (
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.cli.torchrun_flags import shows_plan
 from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, visible
+from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger, wrapped
 from recipe_lib.report.planned import FIGURES
 from recipe_lib.report.screen import ERASE
@@ -210,9 +211,7 @@ def main(argv: list[str]) -> int:
         arguments.wait = float(WAIT_SECONDS)
         figures, settings = _plan(arguments)
         figures |= {"device": settings.hardware.name, "ranks": settings.ranks, "own_device": gpus}
-        temporary = Path(argv[0]).with_suffix(".tmp")
-        temporary.write_text(json.dumps(figures), encoding="utf-8")
-        temporary.rename(argv[0])
+        replace_text(Path(argv[0]), json.dumps(figures))
         say(describe(figures, settings, gpus))
     except UserError:
         pass  # the run says it

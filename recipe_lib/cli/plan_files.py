@@ -32,7 +32,7 @@ def calibrate(path: Path) -> str:
 
 def write(plan: "Plan", trace: "Trace", arguments: argparse.Namespace) -> None:
     """The files that were asked for, each whole or not at all."""
-    from recipe_lib.files import discard, rename, replace_text, storage_faults, temporary_path
+    from recipe_lib.files import replace_text
 
     if arguments.json:
         text = json.dumps(plan.to_json(), indent=2) + "\n"
@@ -48,12 +48,4 @@ def write(plan: "Plan", trace: "Trace", arguments: argparse.Namespace) -> None:
         from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
         from recipe_lib.plan.allocation.snapshot import write_snapshot
 
-        path = Path(arguments.snapshot)
-        temporary = temporary_path(path)
-        with storage_faults():
-            try:
-                write_snapshot(trace, temporary, AllocatorSettings())
-                rename(temporary, path)
-            except BaseException:
-                discard(temporary)
-                raise
+        write_snapshot(trace, Path(arguments.snapshot), AllocatorSettings())

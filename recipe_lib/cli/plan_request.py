@@ -109,8 +109,12 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     if arguments.fit and (arguments.device or any(value_of(flags, name) for name in ("--nproc-per-node", "--nnodes"))):
         raise ConfigError("--fit: names processes and device; leave --device, --nproc_per_node and --nnodes out")
     _check_no_plan(arguments)
+    inputs = [(f"--{name}", getattr(arguments, name)) for name in ("calibration", "diff")]
+    inputs += [("--plugin", path) for path in arguments.plugin]
+    inputs += [("--config", path) for path in arguments.config or ()]
     for name in ("calibrate", "json", "html", "snapshot"):
-        check_output(f"--{name}", getattr(arguments, name))
+        check_output(f"--{name}", getattr(arguments, name), inputs)
+        inputs.append((f"--{name}", getattr(arguments, name)))
     return arguments
 
 

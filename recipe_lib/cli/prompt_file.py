@@ -7,16 +7,18 @@ says by `settings` what it was made with.
 
 import argparse
 import hashlib
+import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError, DataError
+from recipe_lib.files import LineFile, storage_faults
 from recipe_lib.logs import get_logger
+from recipe_lib.reading import JSON_LIMIT, open_regular, parse_json, read_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -25,51 +27,100 @@ if TYPE_CHECKING:
     from recipe_lib.generation.source import GenerationSource
     from recipe_lib.tokenizers import Tokenizer
 
+Prompt = str | list[Mapping[str, Any]]
+
 SUFFIXES = (".txt", ".jsonl")
+# Keys of a row that change nothing in its answer.
+_UNREAD = ("category", "id", "index", "source")
+_EXPECTED = 'expected {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
 _DRAWN = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "system", "raw", "dtype", "quantize_base")
 
 
-def read_prompts(path: Path) -> list[str | list[dict[str, Any]]]:
-    """Texts, or conversations. DataError with the line of what is neither."""
+def read_prompts(path: Path) -> list[Prompt]:
+    """Return texts, or conversations. DataError with the line of what is neither."""
+    named = show(str(path))
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        content = read_bytes(path, JSON_LIMIT)
+        text = content.decode("utf-8-sig")
     except OSError as error:
-        raise DataError(f"--prompts: {show(str(path))}: {error.strerror}") from error
+        raise DataError(f"--prompts: {named}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"--prompts: {show(str(path))}: is not UTF-8; give it in UTF-8 text") from error
-    found: list[str | list[dict[str, Any]]] = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            found.append(line if path.suffix == ".txt" else _prompt_of(line, f"{show(str(path))}:{number}"))
-    if not found:
-        raise DataError(f"--prompts: {show(str(path))}: found no prompt, expected one a line")
-    return found
+        raise DataError(f"--prompts: {named}: is not UTF-8; give it in UTF-8 text") from error
+    prompts: list[Prompt] = []
+    unread: set[str] = set()
+    # Lines end as those of a text file do; str.splitlines would also cut at U+2028, which a JSON text may hold.
+    for number, line in enumerate(io.StringIO(text, newline=None), start=1):
+        if not line.strip():
+            continue
+        if path.suffix == ".txt":
+            prompts.append(line.removesuffix("\n"))
+        else:
+            row = _read_row(line, f"{named}:{number}")
+            unread |= row.keys() & _UNREAD
+            prompts.append(_read_prompt(row, f"{named}:{number}"))
+    if not prompts:
+        raise DataError(f"--prompts: {named}: found no prompt, expected one a line")
+    if unread:
+        get_logger().info("prompts: %s: not read: %s", named, ", ".join(sorted(unread)))
+    return prompts
 
 
-def _prompt_of(line: str, place: str) -> str | list[dict[str, Any]]:
+def _read_row(line: str, place: str) -> dict[str, Any]:
+    """Return the JSON object of a line, each of its keys once and all of its text encodable. DataError."""
+    twice: list[str] = []
+
+    def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice.extend(name for name in names if names.count(name) > 1)
+        return dict(pairs)
+
     try:
-        row = json.loads(line)
+        row = parse_json(line, make_object)
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{place}: found half a surrogate pair, expected whole characters; write them out") from None
     except ValueError as error:
         raise DataError(f"{place}: is no JSON object: {error}") from error
-    wanted = 'expected {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
     if not isinstance(row, dict):
-        raise DataError(f"{place}: found {type(row).__name__}, {wanted}")
-    if isinstance(row.get("prompt"), str) and row["prompt"]:
-        return str(row["prompt"])
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages or not all(map(_is_turn, messages)):
-        raise DataError(f"{place}: found {', '.join(map(show, row)) or 'no keys'}, {wanted}")
-    if messages[-1]["role"] == "assistant":
+        raise DataError(f"{place}: found {type(row).__name__}, {_EXPECTED}")
+    if twice:
+        raise DataError(f"{place}: found the key {show(twice[0])} twice, expected each once; remove one")
+    return row
+
+
+def _read_prompt(row: dict[str, Any], place: str) -> Prompt:
+    """Return what a row asks. DataError for a row that asks nothing, two things, or has a key that nobody reads."""
+    from recipe_lib.data.messages import check_order, read_turns
+    from recipe_lib.data.samples import SampleFault, SamplePlaces, kind_of
+
+    asked = [name for name in ("prompt", "messages") if name in row]
+    others = [name for name in row if name not in ("prompt", "messages", *_UNREAD)]
+    if len(asked) != 1:
+        found = " and ".join(asked) if asked else ", ".join(map(show, row)) or "no keys"
+        raise DataError(f"{place}: found {found}, {_EXPECTED}")
+    if others:
+        raise DataError(f"{place}: found {', '.join(map(show, others))}, which no prompt is read with; {_EXPECTED}")
+    value = row[asked[0]]
+    if asked == ["prompt"] and isinstance(value, str):
+        if not value:
+            raise DataError(f"{place}: prompt is empty; give a text, or remove the line")
+        return value
+    if not isinstance(value, list):
+        raise DataError(f"{place}: {asked[0]}: found {kind_of(value)}, {_EXPECTED}")
+    try:
+        turns = read_turns(row, asked[0])
+        check_order(turns.messages, SamplePlaces(turns.places))
+    except SampleFault as fault:
+        raise DataError(f"{place}: {fault}") from None
+    if not turns.messages:
+        raise DataError(f"{place}: {asked[0]} is empty; {_EXPECTED}")
+    if turns.messages[-1]["role"] == "assistant":
         raise DataError(f"{place}: the last message is the assistant's, expected one to answer; remove it")
-    return messages
-
-
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+    return turns.messages
 
 
 def prompts_as_tokens(
-    prompts: Sequence[str | list[dict[str, Any]]], source: "GenerationSource", tokenizer: "Tokenizer", **how: Any
+    prompts: Sequence[Prompt], source: "GenerationSource", tokenizer: "Tokenizer", **how: Any
 ) -> list[list[int]]:
     """The ids of each prompt. how: `raw`, `system`. DataError for one that the model cannot take, by its number."""
     from recipe_lib.data import render_prompt
@@ -100,88 +151,112 @@ def settings_digest(source: "GenerationSource", arguments: argparse.Namespace, p
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
 
 
-def answered(path: Path, settings: str) -> int:
-    """How many answers a file of an earlier start holds; half a line at its end is taken away.
+class Answers:
+    """Where answers go: a file that a second start goes on with, or standard output."""
 
+    def __init__(self, path: Path | None, settings: str):
+        """Nothing is written yet. ConfigError for a file of other settings, or of something else."""
+        self.settings = settings
+        self.path = path
+        self.count, self._size = (0, 0) if path is None else count_answers(path, settings)
+        self._file: LineFile | None = None
+
+    def write(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Adds the next answers, a line each: all of them or none. StorageError."""
+        text = ""
+        for answer in answers:
+            self.count += 1
+            text += json.dumps({"number": self.count, "settings": self.settings, **answer}, ensure_ascii=False) + "\n"
+        if self.path is None:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            return
+        with storage_faults():
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = LineFile(self.path, self._size)
+            self._file.append(text.encode())
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def count_answers(path: Path, settings: str) -> tuple[int, int]:
+    """Return how many answers a file of an earlier start holds, and in how many bytes.
+
+    Half a line at its end, as a kill leaves it, counts only as ours if it begins as the next answer would begin.
     ConfigError for a file of other settings, or of something else.
     """
-    if not path.exists():
-        return 0
-    whole = 0
-    with open(path, "rb+") as file:
-        for number, line in enumerate(file):
-            if not line.endswith(b"\n"):
-                file.truncate(whole)
-                return number
-            try:
-                row = json.loads(line)
-                same = (row["number"], row["settings"]) == (number + 1, settings)
-            except (ValueError, KeyError, TypeError):
-                raise ConfigError(
-                    f"--out: {show(str(path))}:{number + 1}: is no answer of --prompts; choose another --out"
-                ) from None
-            if not same:
-                raise ConfigError(
-                    f"--out: {show(str(path))}:{number + 1}: was made with another model, other prompts or other "
-                    "options; choose another --out, or remove it"
-                )
-            whole += len(line)
-    return number + 1 if whole else 0
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        return 0, 0
+    except OSError as error:
+        raise ConfigError(f"--out: {show(str(path))}: {error.strerror}; choose another --out") from error
+    count = size = 0
+    with file:
+        while line := file.readline(JSON_LIMIT):
+            begin = json.dumps({"number": count + 1, "settings": settings})[:-1].encode()
+            if not line.endswith(b"\n") and begin.startswith(line[: len(begin)]):
+                break
+            _check_answer(line, count + 1, settings, f"--out: {show(str(path))}:{count + 1}")
+            count += 1
+            size += len(line)
+    return count, size
 
 
-@contextmanager
-def _opened(path: Path | None) -> Iterator[TextIO]:
-    from recipe_lib.files import storage_faults
-
-    if path is None:
-        yield sys.stdout
-        return
-    with storage_faults():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
-            yield file
+def _check_answer(line: bytes, number: int, settings: str, place: str) -> None:
+    """ConfigError for a line that is no answer, or another one."""
+    try:
+        row = parse_json(line)
+        is_same = (row["number"], row["settings"]) == (number, settings)
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{place}: is no answer of --prompts; choose another --out") from None
+    if not is_same:
+        raise ConfigError(
+            f"{place}: was made with another model, other prompts or other options; choose another --out, or remove it"
+        )
+    if not line.endswith(b"\n"):
+        raise ConfigError(f"{place}: ends in the midst of a line; choose another --out")
 
 
 def answer_all(
     model: Any,
     source: "GenerationSource",
     tokenizer: "Tokenizer",
-    prompts: Sequence[str | list[dict[str, Any]]],
+    prompts: Sequence[Prompt],
     tokens: Sequence[list[int]],
+    answers: Answers,
     arguments: argparse.Namespace,
     device: "torch.device",
 ) -> None:
-    """Answers the prompts that --out does not have yet, and writes a line for each, batch by batch."""
+    """Answers the prompts that have no answer yet, and writes a line for each, batch by batch."""
     from recipe_lib.generation.batch import generate_batch
     from recipe_lib.parallel.seeds import derive_seed
 
-    out = None if arguments.out is None else Path(arguments.out).expanduser()
-    settings = settings_digest(source, arguments, prompts)
-    first = 0 if out is None else answered(out, settings)
-    if first:
-        get_logger().info("resume: %d of %d prompts are answered", first, len(prompts))
+    if answers.count:
+        get_logger().info("resume: %d of %d prompts are answered", answers.count, len(prompts))
     options = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
-    with _opened(out) as file:
-        for start in range(first, len(prompts), arguments.batch_size):
-            numbers = range(start, min(start + arguments.batch_size, len(prompts)))
-            found = generate_batch(
-                model, source.spec, [tokens[number] for number in numbers], stop_ids=tokenizer.stop_ids,
-                device=device, seeds=[derive_seed(arguments.seed, f"answer {number}") for number in numbers], **options,
-            )  # fmt: skip
-            for number, answer in zip(numbers, found, strict=True):
-                line = _line(number, prompts[number], tokens[number], answer, tokenizer) | {"settings": settings}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            if out is not None:
-                get_logger().info("%d of %d prompts answered", numbers[-1] + 1, len(prompts))
+    for start in range(answers.count, len(prompts), arguments.batch_size):
+        numbers = range(start, min(start + arguments.batch_size, len(prompts)))
+        generated = generate_batch(
+            model, source.spec, [tokens[number] for number in numbers], stop_ids=tokenizer.stop_ids,
+            device=device, seeds=[derive_seed(arguments.seed, f"answer {number}") for number in numbers], **options,
+        )  # fmt: skip
+        pairs = zip(numbers, generated, strict=True)
+        answers.write([_describe(prompts[number], tokens[number], answer, tokenizer) for number, answer in pairs])
+        if answers.path is not None:
+            get_logger().info("%d of %d prompts answered", answers.count, len(prompts))
+    answers.close()
 
 
-def _line(
-    number: int, prompt: str | list[dict[str, Any]], read: list[int], answer: "Generated", tokenizer: "Tokenizer"
-) -> dict[str, Any]:
+def _describe(prompt: Prompt, read: list[int], answer: "Generated", tokenizer: "Tokenizer") -> dict[str, Any]:
+    """Return what a line says of an answer."""
     from recipe_lib.tokenizers import StreamDecoder
 
     text = StreamDecoder(tokenizer, read)
     said = "".join(map(text.push, answer.tokens)) + text.finish()
     asked = {"prompt" if isinstance(prompt, str) else "messages": prompt}
-    return {"number": number + 1, **asked, "answer": said, "tokens": len(answer.tokens), "ended_by": answer.ended}
+    return {**asked, "answer": said, "tokens": len(answer.tokens), "ended_by": answer.ended}

@@ -8,6 +8,7 @@ from typing import Any
 from recipe_lib.cli.arguments import Parser, add_configs, take_configs
 from recipe_lib.cli.start_checks import check_data
 from recipe_lib.config import DistillFinetuneConfig, load_config
+from recipe_lib.config.local_files import check_folder
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.errors import DONE, ConfigError
 
@@ -44,6 +45,8 @@ def run(words: list[str]) -> int:
     for plugin in arguments.plugin:
         load_plugin(plugin)
     cfg = read_config(arguments)
+    out = Path(arguments.out).expanduser()
+    check_folder(out, "--out")
     check_data(cfg)
 
     from recipe_lib.report.phases import importing
@@ -51,7 +54,7 @@ def run(words: list[str]) -> int:
     with importing("torch"):
         from recipe_lib.training.write_taught import teach
 
-    teach(cfg, Path(arguments.out).expanduser(), arguments.top_k, arguments.dtype, arguments.shard_sequences)
+    teach(cfg, out, arguments.top_k, arguments.dtype, arguments.shard_sequences)
     return DONE
 
 

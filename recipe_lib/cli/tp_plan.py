@@ -81,7 +81,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     arguments.tensor = read_sizes(arguments.tensor)
     if arguments.tokens < 1:
         raise ConfigError(f"--tokens: found {arguments.tokens}, expected a number >= 1")
-    check_output("--json", arguments.json)
+    check_output("--json", arguments.json, [("MODEL", arguments.model)])
     return arguments
 
 

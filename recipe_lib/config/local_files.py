@@ -49,16 +49,16 @@ EARLIER_FOLDER = "earlier"  # of a run that `overwrite_output_dir=true` replaces
 _HALF_EXCHANGED = ".{}.*.old"  # what an exchange of folders left, if a process ended in its midst
 
 
-def check_folder(folder: Path) -> None:
-    """ConfigError if output_dir is a file, or if nothing can be written there."""
+def check_folder(folder: Path, key: str = "output_dir") -> None:
+    """ConfigError if the folder to write is a file, or if nothing can be written there. key: that names it."""
     if os.path.lexists(folder) and not os.path.isdir(folder):
         what = "a file" if os.path.exists(folder) else "a link that leads nowhere"
-        raise ConfigError(f"output_dir: {folder} is {what}, expected a folder or a new name; choose another output_dir")
+        raise ConfigError(f"{key}: {folder} is {what}, expected a folder or a new name; choose another {key}")
     there = folder.absolute()
     while not os.path.exists(there) and there != there.parent:
         there = there.parent
     if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir: {folder}: {there} cannot be written to; choose another output_dir")
+        raise ConfigError(f"{key}: {folder}: {there} cannot be written to; choose another {key}")
 
 
 def check_earlier_run(cfg: Any) -> None:

@@ -8,13 +8,14 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable, Generator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.local_files import COMPRESSED, no_zstd
 from recipe_lib.data.sample_files import opened
 from recipe_lib.errors import DataError, StorageError
+from recipe_lib.files import write_aside
 from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes
 
@@ -39,12 +40,10 @@ def unpacked(path: Path, root: Path) -> Path:
     target = folder / f"{hashlib.sha256(state.encode()).hexdigest()[:24]}{path.with_suffix('').suffix}"
     if target.exists():
         return target
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with phase(f"unpacking {path.name}", unit="bytes") as progress:
+        with write_aside(target) as partial, phase(f"unpacking {path.name}", unit="bytes") as progress:
             _unpack(path, partial, progress.advance)
-        partial.replace(target)
     except OSError as error:
         if error.filename == str(path):
             raise DataError(f"{path}: the file cannot be read ({error.strerror}); check its permissions") from None
@@ -52,9 +51,6 @@ def unpacked(path: Path, root: Path) -> Path:
             f"{path}: cannot be unpacked into {folder} ({error.strerror or error}); free some space, or set "
             "data.cache_dir to another disk"
         ) from None
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
     return target
 
 

@@ -9,7 +9,6 @@ A model that is small already is proven as it is. The outcome is kept in the cac
 import hashlib
 import inspect
 import json
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from recipe_lib.adapters.layers import AdaptedModule, AdapterSettings
 from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.schema import LoraConfig, MemoryConfig
-from recipe_lib.errors import SetupError
+from recipe_lib.errors import SetupError, StorageError
 from recipe_lib.external.adapters import add_adapters
 from recipe_lib.external.tensor_plan.certificate import certify
 from recipe_lib.external.tensor_plan.gradient_proof import gradient_failures
@@ -32,6 +31,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.external.tensor_plan.summary import pattern_of
 from recipe_lib.external.tensor_plan.transformers_models import randomize
 from recipe_lib.external.transformers_config import TRANSFORMERS
+from recipe_lib.files import replace_text
 from recipe_lib.models import build_meta
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.find_layers import layer_names
@@ -150,11 +150,9 @@ def proof(model: Any, plan: ShardingPlan, size: int) -> str:
 
 def _keep(file: Path, text: str) -> None:
     """Writes the outcome, if the cache can be written: without it the next start proves the plan again."""
-    with suppress(OSError):
+    with suppress(OSError, StorageError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(text)
-        temporary.replace(file)
+        replace_text(file, text)
 
 
 def _check(small: Any, plan: ShardingPlan, ranks: int, family: str) -> int:

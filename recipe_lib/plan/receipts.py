@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from recipe_lib.errors import ConfigError
+from recipe_lib.files import open_to_append
 from recipe_lib.plan.typed_json import read_typed
 from recipe_lib.reading import parse_json, read_bytes
 from recipe_lib.redaction import redact_values
@@ -167,15 +168,12 @@ def append_receipt(path: Path, receipt: Receipt) -> bool:
         raise OSError(errno.ENOENT, "no home folder", str(path))
     line = json.dumps({"format": FORMAT, **redact_values(asdict(receipt))}, allow_nan=False) + "\n"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-    try:
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+    with open_to_append(path, 0o600) as file:
+        size = os.fstat(file.fileno()).st_size
+        torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
         data = (f"\n{line}" if torn else line).encode()
-        if os.write(descriptor, data) < len(data):
+        if os.write(file.fileno(), data) < len(data):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-    finally:
-        os.close(descriptor)
     return size == 0
 
 

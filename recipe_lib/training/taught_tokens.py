@@ -21,7 +21,7 @@ from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.data import Batch, Dataset
 from recipe_lib.errors import CheckpointError, ConfigError, DataError
-from recipe_lib.files import rename, temporary_path
+from recipe_lib.files import write_aside
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.distillation import TopTokens
 from recipe_lib.ops.fused_loss import IGNORED
@@ -123,13 +123,12 @@ class TaughtTokens:
     def write(self, part: str, shard: int, tops: list[TopTokens]) -> None:
         """A shard, of the likeliest tokens of its sequences in their order. Raises OSError."""
         path, planned = self.path(part, shard), self.planned(part, shard)
-        temporary = temporary_path(path)
         wanted = [[one.ids for one in tops], [one.log_probs for one in tops], [one.rest for one in tops]]
         pieces = (
             piece.to(tensor.dtype) for tensor, of in zip(planned, wanted, strict=True) for piece in of if len(piece)
         )
-        write_tensor_file(temporary, planned, pieces, {"part": part, "shard": str(shard)})
-        rename(temporary, path)
+        with write_aside(path) as temporary:
+            write_tensor_file(temporary, planned, pieces, {"part": part, "shard": str(shard)})
 
     def read(self, batch: Batch, world: "World", *, validation: bool = False) -> TopTokens:
         """Those of a micro-batch `[b, s, k]`, on the device, where ranks share sequences of this rank's tokens; zeros

@@ -205,7 +205,7 @@ def test_an_export_that_ends_at_every_operation(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch, replacing: bool, at_once: bool
 ) -> None:
     if not at_once:  # a file system that cannot exchange two names
-        monkeypatch.setattr(files, "_exchange_names", lambda first, second: False)
+        monkeypatch.setattr(files, "_renameat2", lambda source, target, flags: False)
 
     def export(seed: int, root: Path) -> None:
         with tiny_world() as world:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli import cp
+from recipe_lib import files
 from recipe_lib.cli.main import main
 from recipe_lib.config.paths import find_config, find_recipe
 from recipe_lib.config.suggest import show
@@ -73,7 +73,10 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture):
         (["zzz", "x"], "zzz: no such recipe or config; `tune ls` lists both"),
         ([CONFIG, str(tmp_path / "x.py")], f"{tmp_path}/x.py: the copy of a config ends in .yaml or .yml"),
         ([RECIPE, str(tmp_path / "x.yaml")], f"{tmp_path}/x.yaml: the copy of a recipe ends in .py"),
-        ([CONFIG, str(tmp_path / "mine")], f"{tmp_path}/mine.yaml: is a folder; give another name"),
+        (
+            [CONFIG, str(tmp_path / "mine")],
+            f"{tmp_path}/mine.yaml: is a folder, expected a regular file; choose another name",
+        ),
         ([str(own), str(own), "--force"], f"{own}: is the file to copy; give another name"),
     ]:
         assert main(["cp", *words]) == 2
@@ -85,10 +88,11 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch, capsys: py
     target = tmp_path / "mine.py"
     target.write_text("kept")
 
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
+    def full(operation: str, path: Path) -> None:
+        if operation == "rename":
+            raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cp.os, "replace", full)
+    monkeypatch.setattr(files, "before_operation", full)
     assert main(["cp", RECIPE, str(target), "--force"]) == 6
     assert capsys.readouterr().err == f"error: {show(str(target))}: cannot be written: No space left on device\n"
     assert target.read_text() == "kept"

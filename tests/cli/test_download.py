@@ -202,7 +202,7 @@ def test_refusals(download: Download, hub: Hub, tmp_path: Path):
             ["owner/good", "--output-dir", str(full / "thesis.txt")],
             {},
             2,
-            f"{full}/thesis.txt: is a file; --output-dir expects a folder",
+            f"--output-dir: {full}/thesis.txt is a file, expected a folder or a new name; choose another --output-dir",
         ),
     ]:
         result = download(*words, **changes)

@@ -28,7 +28,7 @@ def test_what_the_option_wrote_is_replaced(tmp_path: Path) -> None:
         "--json": json.dumps({"schema": 1, "verdict": "fits", "recipe": "x"}),
         "--calibrate": json.dumps({"version": 1, "device": "cpu", "matmul": {}}),
         "--write": json.dumps({"version": 1, "device": "cpu", "matmul": {}}),
-        "--html": "<!DOCTYPE html>\n<title>x</title>\n<style>\n:root {\n  color-scheme: light dark;\n",
+        "--html": '<!DOCTYPE html>\n<meta name="generator" content="tune-recipes: plan">\n',
     }.items():
         path.write_text(content)
         check_output(option, str(path))
@@ -37,7 +37,40 @@ def test_what_the_option_wrote_is_replaced(tmp_path: Path) -> None:
 def test_a_plan_is_not_written_over_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("recipe: full_finetune_distributed\n")
-    for command in (["plan", "full_finetune_distributed", "--config", str(path)], ["tp-plan", "llama3_8b"]):
+    for command, said in (
+        (["plan", "full_finetune_distributed", "--config", str(path)], "is the file of --config too"),
+        (["tp-plan", "llama3_8b"], "is there already and is no file that --json writes"),
+    ):
         assert main([*command, "--json", str(path)]) == 2
-        assert "is there already and is no file that --json writes" in capsys.readouterr().err
+        assert said in capsys.readouterr().err
     assert path.read_text() == "recipe: full_finetune_distributed\n"
+
+
+@pytest.mark.parametrize("way", ["the same", "a link"])
+def test_no_output_of_a_plan_is_another_one_or_an_input(
+    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, rates, same = tmp_path / "plan.json", tmp_path / "rates.json", tmp_path / "same"
+    plan.write_text(json.dumps({"schema": 1, "verdict": "fits"}))
+    rates.write_text(json.dumps({"version": 1, "device": "cpu", "matmul": {}}))
+    before = plan.read_bytes(), rates.read_bytes()
+    for read, written, path in (
+        ("--diff", "--json", plan),
+        ("--calibration", "--calibrate", rates),
+        ("--json", "--html", tmp_path / "new"),
+    ):
+        other = path
+        if way == "a link":
+            same.unlink(missing_ok=True)
+            same.symlink_to(path)
+            other = same
+        assert main(["plan", "demo/full", read, str(path), written, str(other)]) == 2
+        assert capsys.readouterr().err == (
+            f"error: {written}: {other} is the file of {read} too; choose another name\n"
+        )
+    assert (plan.read_bytes(), rates.read_bytes()) == before
+
+
+def test_a_harness_that_writes_nothing_takes_no_place_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "demo", "--lm-eval", "arc_easy", "--out", "results"]) == 2
+    assert "--out: --lm-eval prints its numbers and writes nothing" in capsys.readouterr().err

@@ -5,6 +5,7 @@ The package `gguf` writes the head of the file and knows the block formats of up
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,19 +75,13 @@ def write_gguf(out: Path, architecture: str, fields: Mapping[str, Any], tensors:
     with files.storage_faults():
         files.remove_leftovers(out.parent, out.name)
         files.require_space(out.parent, sum(sizes.values()) + 64 * MIB, "the GGUF file")
-        temporary = files.temporary_path(out)
         writer = gguf.GGUFWriter(None, architecture)
         _put_fields(writer, fields)
         for tensor in tensors:
             _announce(gguf, writer, tensor, sizes[tensor.name])
-        try:
+        with files.write_aside(out, replace=False) as temporary, closing(writer):
             files.before_operation("open", temporary)
             _write_all(writer, temporary, tensors, sizes)
-            files.rename(temporary, out)
-        except BaseException:
-            writer.close()
-            files.discard(temporary)
-            raise
 
 
 def _num_bytes(gguf: Any, tensor: GgufTensor) -> int:
@@ -128,7 +123,6 @@ def _write_all(writer: Any, temporary: Path, tensors: Sequence[GgufTensor], size
     stream.flush()
     files.before_operation("flush", temporary)
     os.fsync(stream.fileno())
-    writer.close()
 
 
 def _pieces(values: Tensor) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from recipe_lib.files import replace_bytes
 from recipe_lib.plan.allocation.blocks import Block
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Storage, Trace
@@ -17,7 +18,7 @@ def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None 
     https://pytorch.org/memory_viz shows the file, and `python -m torch.cuda._memory_viz trace_plot|segments|stats path`
     reads it. Where a real snapshot has a stack of calls, an allocation has its operator, its module, its part of the
     step and its kind of memory; its time is its place in the trace; phases are annotations. If memory runs out under
-    a cap, the snapshot ends there, with the entry `oom`. OSError if the file cannot be written.
+    a cap, the snapshot ends there, with the entry `oom`. StorageError if the file cannot be written.
     """
     settings = settings or AllocatorSettings()
     allocator = CachingAllocator(settings)
@@ -65,7 +66,7 @@ def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None 
         },
         "external_annotations": annotations,
     }
-    path.write_bytes(pickle.dumps(snapshot))
+    replace_bytes(path, pickle.dumps(snapshot))
 
 
 def _annotation(name: str, stage: str, time: int) -> dict[str, Any]:

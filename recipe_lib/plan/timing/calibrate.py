@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from recipe_lib.files import replace_text
 from recipe_lib.plan.timing.calibration import LARGE_MATMUL, MATMULS, TINY_MATMULS, VERSION
 from recipe_lib.plan.timing.cost import ATTENTION, TINY_ATTENTION
 from recipe_lib.units import MIB
@@ -45,7 +46,7 @@ def calibrate(device: str | None = None, path: Path | None = None) -> dict[str, 
         **(copy_rates(device) if on_gpu else {}),
     }
     if path is not None and (ranks == 1 or dist.get_rank() == 0):
-        Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        replace_text(Path(path), json.dumps(result, indent=2) + "\n")
     return result
 
 

@@ -20,6 +20,7 @@ from huggingface_hub.errors import HFValidationError
 from recipe_lib.config.paths import configs_folder, list_presets
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import ConfigError
+from recipe_lib.files import replace_text
 from recipe_lib.models import preset_config, read_config
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.families import text_config
@@ -134,7 +135,7 @@ def with_layers(cfg: Any, layers: int) -> Any:
             cut[key] = value[:layers]
     name = cfg.model.preset.replace(os.sep, "_")[-100:].removesuffix(".json")
     file = Path(_folder()) / f"{name}-{layers}-{os.getpid()}.json"
-    file.write_text(json.dumps(dict(config) | cut), encoding="utf-8")
+    replace_text(file, json.dumps(dict(config) | cut))
     cfg = copy.deepcopy(cfg)
     cfg.model = dataclasses.replace(cfg.model, path=None, preset=str(file))
     return cfg

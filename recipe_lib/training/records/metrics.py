@@ -3,18 +3,17 @@
 A number that is not finite is written as `null`, so that every line is JSON that any reader takes.
 """
 
-import errno
 import json
 import math
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 import recipe_lib
-from recipe_lib.files import replace_text, storage_faults
+from recipe_lib.files import LineFile, replace_text, storage_faults
 from recipe_lib.redaction import redact
 from recipe_lib.units import gib
 
@@ -65,7 +64,7 @@ class MetricsFile:
     def __init__(self, output_dir: Path) -> None:
         """output_dir: an existing folder. Nothing is written until the first `append`."""
         self.path = Path(output_dir) / METRICS_FILE
-        self._file: BinaryIO | None = None
+        self._file: LineFile | None = None
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Writes one line through to the operating system: a killed process loses no step that was recorded.
@@ -75,13 +74,8 @@ class MetricsFile:
         data = (_to_json(line) + "\n").encode()
         with storage_faults():
             if self._file is None:
-                self._file = open(self.path, "ab", buffering=0)
-            try:
-                written = self._file.write(data)
-            except OSError as error:  # writing to a descriptor names no file
-                raise OSError(error.errno, error.strerror, str(self.path)) from error
-            if written < len(data):
-                raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+                self._file = LineFile(self.path)
+            self._file.append(data)
 
     def truncate(self, step: int) -> None:
         """Drops the lines after `step`, and a last line that a kill has torn; all or nothing.

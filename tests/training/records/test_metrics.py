@@ -10,6 +10,7 @@ import pytest
 from recipe_lib.errors import StorageError
 from recipe_lib.training.records.metrics import MetricsFile, read_metrics, step_metrics, write_summary
 from recipe_lib.units import GIB
+from tests.forked import call_forked
 
 PEAK = {"active": 2 * GIB, "allocated": 3 * GIB, "reserved": 4 * GIB, "kind": "device"}
 
@@ -114,10 +115,24 @@ def test_a_disk_that_refuses_is_one_line() -> None:
         metrics.append(line(1))
 
 
+def test_a_full_disk_is_one_line_and_cuts_no_line(tmp_path: Path) -> None:
+    MetricsFile(tmp_path).append(line(1))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def append_on_a_full_disk() -> str:
+        with pytest.raises(StorageError) as caught:
+            MetricsFile(tmp_path).append(line(2))
+        return str(caught.value)
+
+    said = call_forked(append_on_a_full_disk, disk_bytes=len(before) + 9)
+    assert said.startswith(f"{tmp_path / 'metrics.jsonl'}: No space left on device (") and "free some space" in said
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+def test_a_device_in_the_place_of_the_metrics_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(StorageError, match=r"metrics\.jsonl: No space left on device .*free some space"):
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: is a device, expected a regular file"):
         MetricsFile(tmp_path).append(line(1))
 
 

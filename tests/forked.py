@@ -1,0 +1,59 @@
+"""A call in a fork of the test process, where the disk is full or where folders that forbid it are not written to."""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+_CAPABILITIES_VERSION = 0x20080522
+_MAY_WRITE_ANYWHERE = 0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+_SECONDS = 300  # after which the fork is ended
+
+
+def call_forked(function: Callable[[], Any], *, disk_bytes: int | None = None, as_plain_user: bool = False) -> Any:
+    """Return what `function` returns, as JSON has it, from a fork.
+
+    disk_bytes: a file may have no more bytes, as on a disk that is full from there on. as_plain_user: permissions hold
+    for root too. Raises AssertionError with the traceback of what the function raises, or when it does not end.
+    """
+    reading, writing = os.pipe()  # the limit holds for files, not for pipes
+    child = os.fork()
+    if child == 0:
+        signal.alarm(_SECONDS)
+        try:
+            os.close(reading)
+            if disk_bytes is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (disk_bytes, disk_bytes))
+            if as_plain_user:
+                drop_capabilities()
+            answer = [True, function()]
+        except BaseException:  # noqa: BLE001  (the parent raises it)
+            answer = [False, traceback.format_exc()]
+        with open(writing, "w", encoding="utf-8") as pipe:
+            json.dump(answer, pipe)
+        os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    assert text, f"the fork ended without an answer: {os.waitstatus_to_exitcode(status)}"
+    succeeded, value = json.loads(text)
+    assert succeeded, value
+    return value
+
+
+def drop_capabilities() -> None:
+    """Take from root the right to write where permissions forbid it. OSError where the system does not let us."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; of capabilities 0 to 31, and of further ones
+    if libc.capget(header, sets) != 0:
+        raise OSError(ctypes.get_errno(), "capget")
+    for number in range(3):
+        sets[number] &= ~_MAY_WRITE_ANYWHERE
+    if libc.capset(header, sets) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
