@@ -8,7 +8,6 @@ Embedding and output head stay as they are.
 """
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,7 +162,7 @@ def _copy_rest(folder: Path, temporary: Path) -> None:
     """The tokenizer's files and the card, then everything is flushed to the disk."""
     card = [folder / CARD] if (folder / CARD).is_file() else []
     for path in [*tokenizer_files(folder), *card]:
-        shutil.copyfile(path, temporary / path.name)
+        files.copy_file(path, temporary / path.name)
     for path in temporary.iterdir():
         files.before_operation("flush", path)
         with open(path, "rb") as file:

@@ -1,15 +1,14 @@
 """Files that a command writes where an option says: checked before the work is done, and never over another file."""
 
-import json
 import os
 from pathlib import Path
 
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
+from recipe_lib.reading import JSON_LIMIT, parse_json, read_bytes
 
 # Keys that our JSON files have: a plan, rates of a device, a tensor-parallel plan, a list of receipts.
 _JSON = ({"schema", "verdict"}, {"matmul", "device"}, {"model", "tokens"}, {"receipts", "unreadable"})
-_MOST_BYTES = 2**28  # a larger file is none of ours
 
 
 def check_output(option: str, path: str | None) -> None:
@@ -29,14 +28,12 @@ def check_output(option: str, path: str | None) -> None:
 
 def _is_ours(option: str, path: Path) -> bool:
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            return False
-        content = path.read_bytes()
+        content = read_bytes(path, JSON_LIMIT)  # a larger file is none of ours
         if option == "--html":
             return content.startswith(b"<!DOCTYPE html>") and b"color-scheme: light dark" in content[:4096]
         if option == "--snapshot":
             return content.startswith(b"\x80") and b"device_traces" in content
-        found = json.loads(content)
-    except (OSError, ValueError, RecursionError):
+        found = parse_json(content)
+    except (OSError, ValueError):
         return False
     return isinstance(found, dict) and any(keys <= found.keys() for keys in _JSON)

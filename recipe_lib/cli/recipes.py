@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from recipe_lib.cli.own_recipe import shipped_config_of
@@ -26,6 +26,7 @@ from recipe_lib.config.paths import (
 )
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError, exit_code_of
+from recipe_lib.reading import TEXT_LIMIT, read_bytes, read_text
 from recipe_lib.report.phases import importing
 
 _RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILINE)
@@ -82,7 +83,10 @@ def check_is_known(name: str) -> None:
 
 def recipe_of(config: Path) -> str | None:
     """The recipe that a config says it is for; None if it does not say. What is wrong with the file is found later."""
-    found = _RECIPE_KEY.search(config.read_text(encoding="utf-8", errors="replace"))
+    try:
+        found = _RECIPE_KEY.search(read_text(config))
+    except (OSError, ValueError):
+        return None
     return found[1] if found else None
 
 
@@ -122,6 +126,23 @@ class _ProgramLoader(SourceFileLoader):
     def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
         """Python would keep the compiled file in `__pycache__`."""
 
+    def get_data(self, path: str) -> bytes:
+        """Reads the file, as far as it has a recipe's size."""
+        try:
+            return read_bytes(path, TEXT_LIMIT)
+        except OSError as error:
+            if path != self.path:  # of a compiled file, which need not be there
+                raise
+            raise SyntaxError(error.strerror, (path, 1, 0, "")) from error
+
+    def source_to_code(self, data: Any, path: Any, **options: Any) -> CodeType:
+        """Compiles the file; what Python cannot even parse is one kind of error."""
+        try:
+            return super().source_to_code(data, path, **options)
+        except (ValueError, RecursionError, MemoryError) as error:  # a NUL, or nested too deep
+            why = str(error) or type(error).__name__
+            raise SyntaxError(f"cannot be read as Python ({why})", (path, 1, 0, "")) from error
+
 
 def load_module(path: Path) -> ModuleType:
     """Imports a recipe's file. Modules next to a user's recipe can be imported by it."""
@@ -143,6 +164,9 @@ def load_module(path: Path) -> ModuleType:
     except SyntaxError as error:
         del sys.modules[name]
         raise ConfigError(f"{show(str(error.filename))}:{error.lineno}: {error.msg}") from error
+    except SystemExit as error:  # its exit code would be taken for one of ours
+        del sys.modules[name]
+        raise ConfigError(f"{show(str(path))}: raised SystemExit: {show(str(error))}, expected a recipe") from error
     except BaseException:
         del sys.modules[name]
         raise
