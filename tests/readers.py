@@ -84,6 +84,13 @@ def put_adapter(folder: Path) -> None:
         (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
+def put_import(folder: Path) -> None:
+    """A config of LLaMA-Factory that names a dataset of its list."""
+    (folder / "c.yaml").write_text(
+        f"model_name_or_path: a/b\ndataset: x\ndataset_dir: {folder}\nstage: sft\nfinetuning_type: full\n"
+    )
+
+
 # Samples by the kind of their file.
 WHOLE = {".jsonl": SAMPLE, ".json": f"[{SAMPLE}]", ".txt": "a text", ".csv": "prompt,completion\na,b\n",
          ".tsv": "prompt\tcompletion\na\tb\n"}  # fmt: skip
@@ -149,5 +156,12 @@ READERS: Sequence[Reader] = (
     Reader("distill.from_disk", "teacher.json",
            "run distill_distributed --config {config} recipe=distill_distributed distill.from_disk={folder} "
            "output_dir={out}"),
+    *(
+        Reader("output_dir", name, "run {config} output_dir={folder}", None, ("missing",))
+        for name in ("config.yaml", "summary.json", "report.html")
+    ),
+    Reader("output_dir", "metrics.jsonl", "run {config} output_dir={folder}", None, ("missing", "empty")),
+    Reader("import file", "dataset_info.json", "import {folder}/c.yaml --from llama-factory", None, ("missing",),
+           beside=put_import),
     Reader("resume", "manifest.json", "run {config} resume={folder} output_dir={out}"),
 )  # fmt: skip

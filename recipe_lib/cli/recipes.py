@@ -163,7 +163,8 @@ def load_module(path: Path) -> ModuleType:
             spec.loader.exec_module(module)
     except SyntaxError as error:
         del sys.modules[name]
-        raise ConfigError(f"{show(str(error.filename))}:{error.lineno}: {error.msg}") from error
+        place = f"{show(str(error.filename or path))}:{error.lineno or 1}"  # a NUL has neither
+        raise ConfigError(f"{place}: {error.msg}") from error
     except SystemExit as error:  # its exit code would be taken for one of ours
         del sys.modules[name]
         raise ConfigError(f"{show(str(path))}: raised SystemExit: {show(str(error))}, expected a recipe") from error

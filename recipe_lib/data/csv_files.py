@@ -57,10 +57,11 @@ class CsvFile(LocalFile):
 
     def _sample(self, header: list[str], cells: list[str]) -> dict[str, Any] | SampleFault:
         if len(cells) != len(header):
+            names = show(", ".join(header))
             return SampleFault(
-                "number of cells", f"found {len(cells)} cells, expected {len(header)} ({show(', '.join(header))}); quote "
-                "cells that hold the delimiter"
-            )  # fmt: skip
+                "number of cells",
+                f"found {len(cells)} cells, expected {len(header)} ({names}); quote cells that hold the delimiter",
+            )
         size = sum(map(len, cells))
         if size > self.sample_limit:
             return self.too_large(size)

@@ -39,7 +39,7 @@ NOT_READ: dict[str, str] = {
     "run --nproc_per_node": _OURS,
 }  # fmt: skip
 KEYS_NOT_READ = {
-    "output_dir": _WRITTEN, "data.cache_dir": "a folder of our own, whose files have digests",
+    "data.cache_dir": "a folder of our own, whose files have digests",
     "distill.teacher": "as model.path",
 }  # fmt: skip
 
@@ -86,7 +86,8 @@ def check_refused(reader: Reader, kind: str, folder: Path, config: Path, capsys:
     said = capsys.readouterr().err
     assert (code, "Traceback" in said) == (2, False), f"{reader}: {kind}: {said}"
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert any(str(folder) in line for line in lines), f"{reader}: {kind}: {said}"
+    named = f"{folder.parent.name}/{folder.name}"  # from the working folder on, for some
+    assert any(named in line for line in lines), f"{reader}: {kind}: {said}"
     assert max(map(len, said.splitlines())) < 2000, f"{reader}: {kind}: a line without end"
 
 
