@@ -9,8 +9,9 @@ import errno
 import json
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 JSON_LIMIT = 2**28  # the largest tokenizer.json in use has some 35 MiB
 TEXT_LIMIT = 2**22  # of what a person has written: a config, a recipe, a template
@@ -32,7 +33,7 @@ def check_regular(path: Path | str) -> int:
     return _size(found, path)
 
 
-def open_regular(path: Path | str) -> BinaryIO:
+def open_regular(path: Path | str) -> BufferedReader:
     """A regular file, opened for reading. Raises OSError like `check_regular`, without waiting for a writer."""
     check_regular(path)  # before opening: opening a device may do something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

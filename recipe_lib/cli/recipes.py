@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from recipe_lib.cli.own_recipe import shipped_config_of
@@ -133,15 +133,15 @@ class _ProgramLoader(SourceFileLoader):
         except OSError as error:
             if path != self.path:  # of a compiled file, which need not be there
                 raise
-            raise SyntaxError(error.strerror, (path, 1, 0, "")) from error
+            raise SyntaxError(str(error.strerror)) from error
 
-    def source_to_code(self, data: Any, path: Any, **options: Any) -> CodeType:
-        """Compiles the file; what Python cannot even parse is one kind of error."""
-        try:
-            return super().source_to_code(data, path, **options)
-        except (ValueError, RecursionError, MemoryError) as error:  # a NUL, or nested too deep
-            why = str(error) or type(error).__name__
-            raise SyntaxError(f"cannot be read as Python ({why})", (path, 1, 0, "")) from error
+
+def _check_source(loader: _ProgramLoader, name: str) -> None:
+    """SyntaxError for a file that Python cannot even parse, told apart from one that fails while it is run."""
+    try:
+        loader.get_code(name)
+    except (ValueError, RecursionError, MemoryError) as error:  # a NUL, or nested too deep
+        raise SyntaxError(f"cannot be read as Python ({str(error) or type(error).__name__})") from error
 
 
 def load_module(path: Path) -> ModuleType:
@@ -153,17 +153,19 @@ def load_module(path: Path) -> ModuleType:
     folder = str(path.parent.resolve())
     if not _is_shipped(path) and folder not in sys.path:
         sys.path.append(folder)  # last, so that a file there cannot take an installed package's place
-    spec = importlib.util.spec_from_file_location(name, path, loader=_ProgramLoader(name, str(path)))
-    if spec is None or spec.loader is None:
+    loader = _ProgramLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    if spec is None:
         raise ConfigError(f"{show(str(path))}: is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     try:
         with importing("torch" if "torch" not in sys.modules else path.name):
-            spec.loader.exec_module(module)
+            _check_source(loader, name)
+            loader.exec_module(module)
     except SyntaxError as error:
         del sys.modules[name]
-        place = f"{show(str(error.filename or path))}:{error.lineno or 1}"  # a NUL has neither
+        place = f"{show(str(error.filename or path))}:{error.lineno or 1}"  # of one that could not be parsed
         raise ConfigError(f"{place}: {error.msg}") from error
     except SystemExit as error:  # its exit code would be taken for one of ours
         del sys.modules[name]

@@ -101,10 +101,10 @@ class _Numbers:
     def factors(self, name: str, length: int) -> tuple[float, ...]:
         """A list of `length` numbers above 0."""
         values = self.given.get(name)
-        are_numbers = isinstance(values, list) and all(is_within(one, ROPE_NUMBERS) for one in values)
-        if not are_numbers or len(values) != length:
+        numbers = values if isinstance(values, list) else []
+        if len(numbers) != length or not all(is_within(number, ROPE_NUMBERS) for number in numbers):
             raise self._fault(name, f"a list of {length} numbers {show_bounds(ROPE_NUMBERS)}")
-        return tuple(map(float, values))
+        return tuple(map(float, numbers))
 
     def original_positions(self) -> float:
         """Positions the model was first trained on, before its context was stretched."""
