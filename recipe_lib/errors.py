@@ -146,6 +146,11 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         name = error.filename if len(error.filename) <= 80 else f"{error.filename[:60]}...{error.filename[-17:]}"
         _say_once(f"error: {visible(name)}: {error.strerror}; choose another name\n")
         return USER_ERROR
+    except SystemExit as error:
+        if error.code != STOPPED_AND_SAVED:
+            raise
+        _say_once("error: a part of the run called SystemExit(3), the code of a run that has stopped and saved\n")
+        return USER_ERROR
     except StoppedAndSaved as stopped:
         if os.environ.get("RANK", "0") == "0":  # all ranks have stopped alike
             _say_once(f"{stopped}\n")

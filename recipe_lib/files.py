@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from recipe_lib.errors import StorageError
 from recipe_lib.logs import get_logger
-from recipe_lib.reading import check_regular
+from recipe_lib.reading import check_regular, open_regular
 from recipe_lib.units import MIB, format_bytes
 
 CHUNK_BYTES = 16 * MIB
@@ -140,7 +140,7 @@ def write_json(path: Path, value: Any) -> FileRecord:
 
 def copy_file(source: Path, target: Path) -> FileRecord:
     """Copies the bytes (not mode, not links) into a new file and flushes it to the disk."""
-    with open(source, "rb") as incoming, HashedFile(target) as file:
+    with open_regular(source) as incoming, HashedFile(target) as file:
         while chunk := incoming.read(CHUNK_BYTES):
             file.write(chunk)
     return file.record()
@@ -221,7 +221,7 @@ class LineFile:
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of the file's bytes as they are on the disk now."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

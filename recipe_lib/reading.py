@@ -10,10 +10,12 @@ import json
 import os
 import stat
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 JSON_LIMIT = 2**28  # the largest tokenizer.json in use has some 35 MiB
+TEXT_LIMIT = 2**22  # of what a person has written: a config, a recipe, a template
 _KINDS = (
     (stat.S_ISDIR, "is a folder", errno.EISDIR),
     (stat.S_ISFIFO, "is a FIFO", errno.EINVAL),
@@ -32,7 +34,7 @@ def check_regular(path: Path | str) -> int:
     return _size(found, path)
 
 
-def open_regular(path: Path | str) -> BinaryIO:
+def open_regular(path: Path | str) -> BufferedReader:
     """A regular file, opened for reading. Raises OSError like `check_regular`, without waiting for a writer."""
     check_regular(path)  # before opening: opening a device may do something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -47,10 +49,32 @@ def open_regular(path: Path | str) -> BinaryIO:
 def read_bytes(path: Path | str, limit: int) -> bytes:
     """All of a regular file of at most `limit` bytes. Raises OSError."""
     with open_regular(path) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise OSError(errno.EFBIG, f"is larger than {limit >> 20} MiB", str(path))
+        is_larger = os.fstat(file.fileno()).st_size > limit  # known without reading so much of it
+        content = b"" if is_larger else file.read(limit + 1)
+    if is_larger or len(content) > limit:
+        size = f"{limit >> 20} MiB" if limit >= 2**20 else f"{limit} bytes"
+        raise OSError(errno.EFBIG, f"is larger than {size}", str(path))
     return content
+
+
+def read_end(path: Path | str, limit: int) -> bytes:
+    """The last `limit` bytes of a regular file, all of a smaller one. Raises OSError."""
+    with open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
+        return file.read(limit)
+
+
+def read_text(path: Path | str, limit: int = TEXT_LIMIT) -> str:
+    """The text of a UTF-8 file, with or without a byte order mark. Raises OSError, and ValueError for another file."""
+    return _decode(read_bytes(path, limit))
+
+
+def read_object(path: Path | str, limit: int = JSON_LIMIT) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises OSError, and ValueError for any other file."""
+    value = read_json(path, limit)
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__}, expected an object")
+    return value
 
 
 def read_json(path: Path | str, limit: int = JSON_LIMIT) -> Any:
@@ -63,17 +87,27 @@ def parse_json(content: bytes | str, make_object: Callable[[list[tuple[str, Any]
 
     make_object: makes the value of an object from its keys and values, in their order; default: `dict`.
     """
+    text = content if isinstance(content, str) else _decode(content)
     try:
-        text = content if isinstance(content, str) else content.decode("utf-8-sig")
         return json.loads(text, object_pairs_hook=make_object)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"a byte that is not UTF-8 at {error.start}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno} column {error.colno}: invalid JSON ({error.msg})") from None
     except RecursionError:
         raise ValueError("JSON nested too deep") from None
     except ValueError:  # Python refuses integers of thousands of digits
         raise ValueError("a number of more digits than can be read") from None
+
+
+def describe_fault(error: OSError | ValueError) -> str:
+    """What keeps a file from being read, as the functions here raise it."""
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+def _decode(content: bytes) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a byte that is not UTF-8 at {error.start}") from None
 
 
 def _size(found: os.stat_result, path: Path | str) -> int:

@@ -17,7 +17,7 @@ from recipe_lib.config.local_files import check_adapter
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.spec import SCORE
-from recipe_lib.reading import read_json
+from recipe_lib.reading import describe_fault, read_json
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_BYTES = 16 * 1024**2
@@ -229,7 +229,9 @@ def _read_json(path: Path, folder: Path) -> dict[str, Any]:
     try:
         fields: Any = read_json(path, _MAX_BYTES)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a readable JSON file; fetch or export the adapter again") from error
+        raise CheckpointError(
+            f"{path}: not a readable JSON file ({describe_fault(error)}); fetch or export the adapter again"
+        ) from error
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path}: found a JSON {type(fields).__name__}, expected an object with peft_type")
     return fields

@@ -1,6 +1,5 @@
 """A PEFT adapter's files: what is in them, from their headers, and whether it goes with a model and a config."""
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -35,6 +34,7 @@ from recipe_lib.errors import CheckpointError
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.scored_spec import has_score_head
 from recipe_lib.models.spec import SCORE, ModelSpec
+from recipe_lib.reading import parse_json
 
 # Metadata of that file, besides what PEFT reads: which base it was trained on, and how that was stored.
 BASE_FINGERPRINT, BASE_DTYPE, BASE_STORAGE = "tune_base", "tune_base_dtype", "tune_base_storage"
@@ -117,7 +117,7 @@ def read_adapter(folder: Path) -> AdapterFile:
 def score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
     """The keys of config.json that an adapter with a score head keeps in its file: classes' names, padding."""
     try:
-        found = json.loads(metadata.get(SCORE_KEYS, "{}"))
+        found = parse_json(metadata.get(SCORE_KEYS, "{}"))
     except ValueError:
         return {}
     return {name: found[name] for name in OF_SCORES if name in found} if isinstance(found, dict) else {}

@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from recipe_lib.checkpoint.tensor_files import DTYPES, PlannedTensor, read_header, write_tensor_file
 from recipe_lib.files import FileRecord
+from recipe_lib.reading import parse_json
 
 SHARDING = "DCP_SHARDING_INFO"
 
@@ -101,7 +102,7 @@ def read_shards(folder: Path, names: Sequence[str]) -> Metadata:
     places: dict[MetadataIndex, str] = {}
     for file_name in names:
         header = read_header(folder / file_name)
-        sharding = json.loads(header.metadata[SHARDING])
+        sharding = parse_json(header.metadata[SHARDING])
         for name, entry in header.tensors.items():
             offsets = torch.Size(sharding[name]["saved_offsets"])
             shape = torch.Size(sharding[name]["global_shape"])

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from recipe_lib import files
 from recipe_lib.checkpoint.manifest import MANIFEST, DamagedState, read_manifest
@@ -19,6 +18,7 @@ from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.config.local_files import BEST_FOLDER
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
+from recipe_lib.reading import open_regular, read_object
 from recipe_lib.units import MIB
 
 RECORD = "written.json"
@@ -52,13 +52,13 @@ def read_record(root: Path) -> OutputRecord | None:
     if not path.is_file():
         return None
     try:
-        fields: Any = json.loads(path.read_bytes()) if path.stat().st_size <= _MAX_RECORD_BYTES else None
+        fields = read_object(path, _MAX_RECORD_BYTES)
         record = OutputRecord(**{name: fields[name] for name in OutputRecord.__dataclass_fields__})
         listings = [listing for listings in record.folders.values() for listing in listings]
         names = [*record.folders, *record.earlier, *record.kept, *(name for listing in listings for name in listing)]
         if all(isinstance(text, str) for text in (*names, *record.trackers)) and all(map(files.is_plain_name, names)):
             return record
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
     return OutputRecord()
 
@@ -77,7 +77,7 @@ def list_files(folder: Path) -> Listing:
 def describe(path: Path) -> str:
     """Size and SHA-256 of a file; of one above 4 MiB that of 64 blocks of 64 KiB, spread evenly over it."""
     size = path.stat().st_size
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         if size <= _WHOLE_BYTES:
             return f"{size}:{hashlib.file_digest(file, 'sha256').hexdigest()}"
         hashed = hashlib.sha256()

@@ -10,7 +10,6 @@ states. "Latest" is computed from the manifests, never stored. Another world siz
 load what one has saved.
 """
 
-import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -52,7 +51,15 @@ from recipe_lib.checkpoint.optimizer_state import (
 from recipe_lib.checkpoint.ownership import Holders, find_holders
 from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
 from recipe_lib.checkpoint.run_files import STATE_NAME
-from recipe_lib.checkpoint.state_folders import PREFIX, STATE, free_state, prune_states, readable_states, state_folders
+from recipe_lib.checkpoint.state_folders import (
+    PREFIX,
+    STATE,
+    free_state,
+    prune_states,
+    read_state_json,
+    readable_states,
+    state_folders,
+)
 from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.config.local_files import no_whole_state
 from recipe_lib.errors import CheckpointError, UserError
@@ -274,7 +281,7 @@ def load_state(
 
 def holds_adapters(path: Path) -> bool:
     """Whether a state that `find_state` has verified is one of adapters, without the frozen weights."""
-    return json.loads((path / STATE).read_bytes()).get("adapters") is not None
+    return read_state_json(path).get("adapters") is not None
 
 
 def load_trained(path: Path, model: nn.Module, world: RankGroup) -> None:
@@ -307,7 +314,7 @@ def _load_tensors(
 
 
 def _read_settings(path: Path, with_optimizer: bool) -> dict[str, Any]:
-    saved: dict[str, Any] = json.loads((path / STATE).read_bytes())
+    saved = read_state_json(path)
     if with_optimizer and saved.get("optimizer") is None:
         raise CheckpointError(
             f"{path}: holds the weights of a best step and no optimizer, and cannot be resumed from; resume=latest "

@@ -7,9 +7,9 @@ A state's `state.json` names the best step that its run had by then. So whicheve
 or by `resume=PATH`, the weights of that best step are there, though a later step was better.
 """
 
-import json
 import re
 from pathlib import Path
+from typing import Any
 
 from recipe_lib import files
 from recipe_lib.checkpoint.manifest import MANIFEST, DamagedState, Manifest, check_presence, read_manifest
@@ -17,6 +17,7 @@ from recipe_lib.checkpoint.run_files import STATE_NAME, unrecorded_in_state
 from recipe_lib.config.local_files import BEST_FOLDER
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger
+from recipe_lib.reading import describe_fault, read_object
 
 STATE = "state.json"
 BEST_RECORD = "best"  # in what a run adds to state.json
@@ -79,12 +80,20 @@ def prune_best(root: Path, current: str | None) -> None:
             _remove_state(path)
 
 
+def read_state_json(state: Path) -> dict[str, Any]:
+    """What a state's `state.json` holds. Raises CheckpointError."""
+    try:
+        return read_object(state / STATE)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{state / STATE}: cannot be read: {describe_fault(error)}") from error
+
+
 def best_named_in(state: Path) -> str | None:
     """The folder, in `best`, of the best step that a state's run had by then; None: it kept none, or is damaged."""
     try:
-        record = json.loads((state / STATE).read_bytes())["extra"].get(BEST_RECORD) or {}
+        record = read_state_json(state)["extra"].get(BEST_RECORD) or {}
         name = record.get("folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (CheckpointError, KeyError, TypeError, AttributeError):
         return None
     return name if isinstance(name, str) and STATE_NAME.fullmatch(name) else None
 

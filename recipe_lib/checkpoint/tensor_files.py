@@ -16,7 +16,7 @@ import torch
 
 from recipe_lib.errors import CheckpointError
 from recipe_lib.files import CHUNK_BYTES, FileRecord, HashedFile
-from recipe_lib.reading import check_regular, open_regular
+from recipe_lib.reading import check_regular, open_regular, parse_json
 from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes
 
@@ -92,8 +92,8 @@ def read_header(path: Path) -> Header:
         file.seek(8)
         text = file.read(length)
     try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        fields = parse_json(text)
+    except ValueError as error:
         raise _not_safetensors(path, "a header that is not JSON") from error
     return _check_header(path, fields, size - 8 - length, 8 + length)
 

@@ -1,6 +1,5 @@
 """A tokenizer's files in an export: with the template, the special tokens and the stop tokens of the training."""
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from recipe_lib.errors import DataError
 from recipe_lib.logs import get_logger
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.tokenizers.sentencepiece_json import tokenizer_json
-from recipe_lib.tokenizers.special_tokens import read_json
+from recipe_lib.tokenizers.special_tokens import read_json, read_template
 from recipe_lib.tokenizers.vocabulary import SentencePieceVocabulary
 
 GENERATION = "generation_config.json"
@@ -61,12 +60,12 @@ def copy_tokenizer(
     settings: dict[str, Any] = {}
     for path in copied:
         if path.name == GENERATION and stop_ids:
-            settings = json.loads(path.read_bytes())
+            settings = read_json(path)
         elif path.name != TOKENIZER_CONFIG and (chat_template is None or path.name not in _TEMPLATES):
             files.copy_file(path, temporary / path.name)
     if stop_ids:
         files.write_json(temporary / GENERATION, settings | {"eos_token_id": sorted(stop_ids)})
-    text = chat_template.read_text(encoding="utf-8") if isinstance(chat_template, Path) else chat_template
+    text = read_template(chat_template) if isinstance(chat_template, Path) else chat_template
     if text is not None:
         files.write_bytes(temporary / CHAT_TEMPLATE, text.encode())
     vocabulary = next((path for path in copied if path.name not in SETTINGS_FILES), None)

@@ -8,6 +8,7 @@ from recipe_lib.config.paths import find_config, list_recipes
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
+from recipe_lib.reading import describe_fault, read_text
 
 
 def parser(words: Sequence[str] = ()) -> Parser:
@@ -41,9 +42,9 @@ def run(words: list[str]) -> int:
         print_resolved(configs, arguments.overrides)
     else:
         try:
-            print(path.read_text(encoding="utf-8"), end="")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{show(str(path))}: is not UTF-8 text (byte {error.start})") from error
+            print(read_text(path), end="")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{show(str(path))}: cannot be read: {describe_fault(error)}") from error
     return DONE
 
 

@@ -22,6 +22,7 @@ from recipe_lib.config import parse_arguments
 from recipe_lib.errors import DONE, UserError, end_process
 from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger
+from recipe_lib.reading import read_object, read_text
 from recipe_lib.report.phases import phase
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ def _asks(recipe: RecipeFile, words: Sequence[str]) -> bool:
         return own[-1] == "auto"
     try:
         configs = read([str(recipe.path), *words]).config or []
-        return any(_IN_A_FILE.search(Path(config).read_text(encoding="utf-8")) for config in configs)
-    except (UserError, OSError, UnicodeDecodeError):
+        return any(_IN_A_FILE.search(read_text(config)) for config in configs)
+    except (UserError, OSError, ValueError):
         return False  # arguments of another kind than ours
 
 
@@ -82,7 +83,7 @@ def _choose_apart(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]
                 timeout=TIMEOUT_SECONDS,
                 check=False,
             )
-            found = json.loads(answer.read_text(encoding="utf-8"))
+            found = read_object(answer)
             return str(found["strategy"]), str(found["line"])
         except subprocess.TimeoutExpired:
             why = f"planning both took more than {TIMEOUT_SECONDS} s"

@@ -15,7 +15,8 @@ from recipe_lib.config.paths import (
 )
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError, StorageError
-from recipe_lib.files import copy_file, write_aside
+from recipe_lib.files import write_aside, write_bytes
+from recipe_lib.reading import TEXT_LIMIT, read_bytes
 
 DESCRIPTION = """Copies a recipe or a config.
 
@@ -45,9 +46,13 @@ def run(words: list[str]) -> int:
     if not target.parent.is_dir() and not arguments.make_parents:
         raise ConfigError(f"{show(str(target.parent))}: no such folder; --make-parents creates it")
     try:
+        content = read_bytes(source, TEXT_LIMIT)
+    except OSError as error:
+        raise ConfigError(f"{show(str(source))}: cannot be read: {error.strerror}") from error
+    try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with write_aside(target, replace=arguments.force) as temporary:
-            copy_file(source, temporary)
+            write_bytes(temporary, content)
     except OSError as error:
         raise StorageError(f"{show(str(target))}: cannot be written: {error.strerror}") from error
     print(target)

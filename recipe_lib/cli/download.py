@@ -16,6 +16,7 @@ from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED, check_f
 from recipe_lib.config.paths import find_config, list_configs
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError, SetupError, StorageError
+from recipe_lib.reading import open_regular, read_bytes, read_text
 from recipe_lib.units import format_bytes
 
 DESCRIPTION = """Fetches a model from the Hugging Face hub: safetensors weights, config and tokenizer files only.
@@ -67,7 +68,7 @@ def next_command(repo: str, output: Path | None) -> str:
     """What to type with the model: a config that was made for it, where there is one."""
     made = re.compile(rf"^ +path: {re.escape(repo)}$", re.MULTILINE)
     names = [name for configs in list_configs().values() for name in configs]
-    names = [name for name in names if made.search(find_config(name).read_text(encoding="utf-8"))]
+    names = [name for name in names if made.search(read_text(find_config(name)))]
     where = "" if output is None and names else f" model.path={repo if output is None else output}"
     if not names:
         return f"tune run CONFIG{where}"
@@ -97,7 +98,7 @@ def check_unchanged(output: Path, siblings: list[Any]) -> None:
 def _is_as_fetched(output: Path, name: str) -> bool:
     """Whether the file is as old as its download, of which the third line of the hub's own notes has the time."""
     try:
-        notes = (output / ".cache" / "huggingface" / "download" / f"{name}.metadata").read_text().splitlines()
+        notes = read_text(output / ".cache" / "huggingface" / "download" / f"{name}.metadata", 2**16).splitlines()
         return (output / name).stat().st_mtime <= float(notes[2]) + 1
     except (OSError, ValueError, IndexError):
         return False
@@ -108,9 +109,9 @@ def _is_the_hubs(path: Path, sibling: Any) -> bool:
     if path.stat().st_size != sibling.size:
         return False
     if sibling.lfs is not None:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == sibling.lfs.sha256
-    blob = hashlib.sha1(f"blob {sibling.size}\0".encode() + path.read_bytes(), usedforsecurity=False)
+    blob = hashlib.sha1(f"blob {sibling.size}\0".encode() + read_bytes(path, sibling.size), usedforsecurity=False)
     return blob.hexdigest() == sibling.blob_id
 
 

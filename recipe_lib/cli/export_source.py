@@ -10,6 +10,7 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import print_wrapped
+from recipe_lib.reading import read_object
 
 if TYPE_CHECKING:
     import torch
@@ -165,25 +166,21 @@ def beside_weights(found: ExportSource, base: Path | None, spec: "ModelSpec", is
 
 def _exported_step(state: Path) -> tuple[int, str | None]:
     """The step of a state and, if it holds the weights of a best one, by which number."""
-    import json
+    from recipe_lib.checkpoint.state_folders import read_state_json, step_of
 
-    from recipe_lib.checkpoint.state_folders import STATE, step_of
-
-    extra = json.loads((state / STATE).read_bytes())["extra"]
+    extra = read_state_json(state)["extra"]
     is_best = state.absolute().parent.name == BEST_FOLDER
     return step_of(state), f"best step {step_of(state)}: {extra['metric']} {extra['value']:.4f}" if is_best else None
 
 
 def _exported_by_run(records: Path | None) -> tuple[int | None, str | None]:
     """The step of the adapter that a run has exported, where it looked for a best one; by its summary."""
-    import json
-
     from recipe_lib.training.records.metrics import SUMMARY_FILE
 
     try:
-        summary = json.loads((records / SUMMARY_FILE).read_bytes()) if records else {}
+        summary = read_object(records / SUMMARY_FILE) if records else {}
         return summary.get("exported_step"), summary.get("outcome")
-    except (OSError, ValueError, AttributeError):  # it was killed before it had one
+    except (OSError, ValueError):  # it was killed before it had one
         return None, None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from recipe_lib.config.local_files import check_folder
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
-from recipe_lib.reading import check_regular, parse_json, read_bytes
+from recipe_lib.reading import JSON_LIMIT, check_regular, parse_json, read_bytes
 
 _RATES = ({"matmul", "device", "version"},)
 # By what a file of ours is known again: keys of its JSON object, or of the first line's.
@@ -25,7 +25,6 @@ _WORDS = {
     "report.html": (b"<!DOCTYPE html>", b'content="tune-recipes: evaluation"'),
     "--snapshot": (b"\x80", b"device_traces"),
 }
-_MOST_BYTES = 2**28  # a larger file is none of ours
 
 
 def check_output(
@@ -93,7 +92,7 @@ def _is_same_file(path: str, other: str) -> bool:
 
 def _is_ours(kind: str, path: str) -> bool:
     try:
-        content = read_bytes(path, _MOST_BYTES)
+        content = read_bytes(path, JSON_LIMIT)  # a larger file is none of ours
         if kind in _WORDS:
             begin, word = _WORDS[kind]
             return content.startswith(begin) and word in (content if kind == "--snapshot" else content[:4096])

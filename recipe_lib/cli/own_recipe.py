@@ -19,7 +19,7 @@ def shipped_config_of(path: Path) -> type | None:
     """
     try:
         module = ast.parse(read_bytes(path, MAX_BYTES))
-    except (OSError, SyntaxError, ValueError, RecursionError):  # importing says it
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # importing says it
         return None
     mains = [one for one in module.body if isinstance(one, ast.FunctionDef) and one.name == "main"]
     name = _parsed_with(mains[0]) if len(mains) == 1 else None

@@ -37,6 +37,7 @@ from recipe_lib.cli.torchrun_flags import shows_plan
 from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, visible
 from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger, wrapped
+from recipe_lib.reading import read_object, read_text
 from recipe_lib.report.planned import FIGURES
 from recipe_lib.report.screen import ERASE
 from recipe_lib.units import GIB, format_bytes, format_seconds
@@ -96,8 +97,8 @@ def plan_beside(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) 
 def _can_be_planned(recipe: RecipeFile) -> bool:
     """A recipe of the user's own may be any program; only one of our kind is imported once more."""
     try:
-        return recipe.shipped or "def train_step" in recipe.path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        return recipe.shipped or "def train_step" in read_text(recipe.path)
+    except (OSError, ValueError):
         return False
 
 
@@ -106,11 +107,11 @@ def _compare(figures: Path, began: float, code: int) -> None:
     its plan."""
     if code not in (DONE, STOPPED_AND_SAVED) or not figures.exists():
         return
-    planned = json.loads(figures.read_text(encoding="utf-8"))
+    planned = read_object(figures)
     summary = Path(planned["output_dir"]) / "summary.json"
     if not summary.is_file() or summary.stat().st_mtime < began:
         return
-    measured = json.loads(summary.read_text(encoding="utf-8"))
+    measured = read_object(summary)
     for line in comparison(planned, measured):
         get_logger().info(line)
     keep_receipt(planned, measured)

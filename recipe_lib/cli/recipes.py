@@ -26,6 +26,7 @@ from recipe_lib.config.paths import (
 )
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError, exit_code_of
+from recipe_lib.reading import TEXT_LIMIT, read_bytes, read_text
 from recipe_lib.report.phases import importing
 
 _RECIPE_KEY = re.compile(r"""^recipe[ \t]*:[ \t]*["']?([^\s"'#]+)""", re.MULTILINE)
@@ -82,7 +83,10 @@ def check_is_known(name: str) -> None:
 
 def recipe_of(config: Path) -> str | None:
     """The recipe that a config says it is for; None if it does not say. What is wrong with the file is found later."""
-    found = _RECIPE_KEY.search(config.read_text(encoding="utf-8", errors="replace"))
+    try:
+        found = _RECIPE_KEY.search(read_text(config))
+    except (OSError, ValueError):
+        return None
     return found[1] if found else None
 
 
@@ -122,6 +126,23 @@ class _ProgramLoader(SourceFileLoader):
     def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
         """Python would keep the compiled file in `__pycache__`."""
 
+    def get_data(self, path: str) -> bytes:
+        """Reads the file, as far as it has a recipe's size."""
+        try:
+            return read_bytes(path, TEXT_LIMIT)
+        except OSError as error:
+            if path != self.path:  # of a compiled file, which need not be there
+                raise
+            raise SyntaxError(str(error.strerror)) from error
+
+
+def _check_source(loader: _ProgramLoader, name: str) -> None:
+    """SyntaxError for a file that Python cannot even parse, told apart from one that fails while it is run."""
+    try:
+        loader.get_code(name)
+    except (ValueError, RecursionError, MemoryError) as error:  # a NUL, or nested too deep
+        raise SyntaxError(f"cannot be read as Python ({str(error) or type(error).__name__})") from error
+
 
 def load_module(path: Path) -> ModuleType:
     """Imports a recipe's file. Modules next to a user's recipe can be imported by it."""
@@ -132,17 +153,23 @@ def load_module(path: Path) -> ModuleType:
     folder = str(path.parent.resolve())
     if not _is_shipped(path) and folder not in sys.path:
         sys.path.append(folder)  # last, so that a file there cannot take an installed package's place
-    spec = importlib.util.spec_from_file_location(name, path, loader=_ProgramLoader(name, str(path)))
-    if spec is None or spec.loader is None:
+    loader = _ProgramLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    if spec is None:
         raise ConfigError(f"{show(str(path))}: is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     try:
         with importing("torch" if "torch" not in sys.modules else path.name):
-            spec.loader.exec_module(module)
+            _check_source(loader, name)
+            loader.exec_module(module)
     except SyntaxError as error:
         del sys.modules[name]
-        raise ConfigError(f"{show(str(error.filename))}:{error.lineno}: {error.msg}") from error
+        place = f"{show(str(error.filename or path))}:{error.lineno or 1}"  # of one that could not be parsed
+        raise ConfigError(f"{place}: {error.msg}") from error
+    except SystemExit as error:  # its exit code would be taken for one of ours
+        del sys.modules[name]
+        raise ConfigError(f"{show(str(path))}: raised SystemExit: {show(str(error))}, expected a recipe") from error
     except BaseException:
         del sys.modules[name]
         raise

@@ -3,10 +3,10 @@
 import argparse
 import glob
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from recipe_lib.checkpoint.exported_folder import exported_folder
 from recipe_lib.cli.arguments import Parser
@@ -14,6 +14,7 @@ from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError, SetupError
 from recipe_lib.logs import print_wrapped
+from recipe_lib.reading import describe_fault, read_bytes, read_object
 from recipe_lib.redaction import redact
 from recipe_lib.units import MIB, format_bytes
 
@@ -32,6 +33,8 @@ _SENT = (
 )  # fmt: skip
 _READ = (_CARD, "config.json", "generation_config.json", ADAPTER_CONFIG, "tokenizer_config.json", "chat_template.jinja")
 _LARGEST_READ = 16 * MIB
+
+Read = TypeVar("Read")
 
 
 def parser() -> Parser:
@@ -85,11 +88,18 @@ def choose_files(folder: Path) -> list[str]:
     names = sorted(path.name for path in folder.iterdir() if _is_sent(path))
     for name in names:
         path = folder / name
-        if name in _READ and path.stat().st_size <= _LARGEST_READ:
-            text = path.read_text(encoding="utf-8", errors="replace")
+        if name in _READ:
+            text = _read(read_bytes, path).decode(errors="replace")
             if redact(text) != text:
                 raise ConfigError(f"{path}: holds what looks like a token or a password; take it out, nothing was sent")
     return names
+
+
+def _read(reader: Callable[[Path, int], Read], path: Path) -> Read:
+    try:
+        return reader(path, _LARGEST_READ)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {describe_fault(error)}; nothing was sent") from error
 
 
 def _is_sent(path: Path) -> bool:
@@ -104,9 +114,7 @@ def _notes(folder: Path, names: list[str]) -> Iterator[str]:
     if _CARD not in names:
         yield f"there is no model card; write {folder / _CARD}, or export again from the run, which writes one"
     if ADAPTER_CONFIG in names:
-        from recipe_lib.reading import read_json
-
-        base = str(read_json(folder / ADAPTER_CONFIG, _LARGEST_READ).get("base_model_name_or_path") or "")
+        base = str(_read(read_object, folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
         if Path(base).is_absolute() or Path(base).exists():
             yield (
                 f"{ADAPTER_CONFIG} names the base by a folder of this machine, {base}; others find it by "

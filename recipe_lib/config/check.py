@@ -6,7 +6,18 @@ from typing import Any
 
 from recipe_lib.config.aliases import SECTION_ALIASES
 from recipe_lib.config.hints import hint_for
-from recipe_lib.config.interpolation import InterpolationError, check_form, fill_in, is_interpolated, names_in, tree_of
+from recipe_lib.config.interpolation import (
+    InterpolationError,
+    Room,
+    are_related,
+    check_form,
+    fill_in,
+    in_order,
+    is_interpolated,
+    names_in,
+    put,
+    tree_of,
+)
 from recipe_lib.config.keys import Key, Schema, item_schema
 from recipe_lib.config.read_yaml import YamlNode
 from recipe_lib.config.suggest import quote, show
@@ -189,13 +200,17 @@ def fill_pending(checked: Checked) -> None:
             checked.fault(one.place, "" if one.typed else name, str(fault))
     values = {name: key.default for name, key in keys.items() if not key.required}
     values |= {name: setting.value for name, setting in checked.settings.items()}
-    tree = tree_of(values, {name: one.node for name, one in waiting.items()})
-    for name, one in list(waiting.items()):
+    nodes = {name: one.node for name, one in waiting.items()}
+    tree, room = tree_of(values, nodes), Room()
+    for name in in_order(nodes):
+        one = waiting[name]
         try:
-            if names_in(one.node) & checked.doubtful:
+            if any(are_related(named, key) for named in names_in(one.node, name) for key in checked.doubtful):
                 raise MismatchError("")
-            node = fill_in(tree, one.node, name, checked.schema)
+            node = fill_in(tree, one.node, name, checked.schema, room)
             check_value(checked, keys[name], node, one.place, where=one.where, typed=one.typed, written=one.node.text)
+            if name in checked.settings:
+                put(tree, name, checked.settings[name].value)
         except InterpolationError as fault:
             file, _, _ = one.place.rpartition(":")
             place = one.place if one.typed else f"{file}:{fault.line}"

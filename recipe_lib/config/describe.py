@@ -33,8 +33,9 @@ has to be quoted in a file. `${section.key}` is the value of another key of the 
 inside a text or, relative, `${.key}`; in a list or mapping written with brackets it has to be in quotes. Of several
 files (`--config base.yaml --config mine.yaml`) the later ones win, key by key. A key that another one makes idle
 (`Only with ...` below) is named in one line of `tune validate` and at the start of a run, which uses its default.
-Refused: tags, anchors, aliases, duplicate keys, environment variables and resolvers in `${...}`, more than one
-document, more than 1 MiB. No key takes a Python import path; names of your own come from `--plugin FILE`.
+Refused: tags, anchors, aliases, duplicate keys, environment variables and resolvers in `${...}`, one name inside
+another, more than 1024 names or 256 K characters filled in, more than one document, more than 1 MiB. No key takes a
+Python import path; names of your own come from `--plugin FILE`.
 """
 
 _PLAIN_TEXT = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*(?:[:+][A-Za-z0-9_./-]+)*")

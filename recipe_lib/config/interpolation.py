@@ -7,6 +7,7 @@ refused: what a config means is to be read in its files.
 import dataclasses
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from recipe_lib.config.hints import hint_for
@@ -16,9 +17,12 @@ from recipe_lib.config.suggest import quote, show
 from recipe_lib.config.values import is_null
 
 _RESOLVER = re.compile(r"\$\{\s*[^${}]*:")
-_NAME = re.compile(r"\$\{\s*([A-Za-z_]\w*(?:\.\w+|\[\w+\])*)\s*\}")
 _PLAIN = re.compile(r"\$\{[^${}]*\}")
 _SCRATCH = "value being filled in"
+
+
+MOST_CHARACTERS = 2**18  # that all names of a config are filled in with
+_LEAST = 256  # that a name counts for, even if its value is shorter: each costs time
 
 
 def is_interpolated(node: YamlNode) -> bool:
@@ -27,14 +31,60 @@ def is_interpolated(node: YamlNode) -> bool:
     return (node.kind == "scalar" and "${" in node.text) or any(is_interpolated(part) for part in inner)
 
 
-def names_in(node: YamlNode) -> set[str]:
-    """The keys that a value names, but for relative ones."""
+def names_in(node: YamlNode, key: str) -> set[str]:
+    """The keys and sections that a value names. key: whose value it is, for relative names."""
     inner = [*node.items, *(value for _, value in node.entries.values())]
-    return set(_NAME.findall(node.text)).union(*(names_in(part) for part in inner))
+    names = {_full_name(found[2:-1].strip(), key) for found in _PLAIN.findall(node.text)}
+    return names.union(*(names_in(part, key) for part in inner))
+
+
+def _full_name(name: str, key: str) -> str:
+    """`${.lr}` of `optimizer.eps` is `optimizer.lr`; of `data.sources[0].weight` only the key counts."""
+    dots = len(name) - len(name.lstrip("."))
+    sections = key.split(".")[:-dots] if dots else []
+    return ".".join([*sections, name.lstrip(".").partition("[")[0]])
+
+
+def are_related(name: str, key: str) -> bool:
+    """Whether a name is a key, a section that holds it, or a part of its value."""
+    return name == key or key.startswith(f"{name}.") or name.startswith(f"{key}.")
+
+
+def in_order(pending: Mapping[str, YamlNode]) -> list[str]:
+    """The keys whose values name others, each after those that it names; of a circle in any order."""
+    order: dict[str, None] = {}
+    begun: set[str] = set()
+
+    def visit(key: str) -> None:
+        if key in begun:
+            return
+        begun.add(key)
+        for name in names_in(pending[key], key):
+            for other in pending:
+                if are_related(name, other):
+                    visit(other)
+        order[key] = None
+
+    for key in pending:
+        visit(key)
+    return list(order)
 
 
 class OmegaConfError(Exception):
     """OmegaConf's own complaint."""
+
+
+class Room:
+    """What is left of the characters that the names of a config may be filled in with."""
+
+    def __init__(self) -> None:
+        self.left = MOST_CHARACTERS
+
+    def take(self, value: Any) -> None:
+        """Counts a value. Raises OmegaConfError where it is one too many."""
+        self.left -= max(_LEAST, len(str(value)))
+        if self.left < 0:
+            raise OmegaConfError("too long")
 
 
 class InterpolationError(Exception):
@@ -60,6 +110,8 @@ def check_form(node: YamlNode) -> None:
         )
     if "\\${" in node.text:
         raise InterpolationError(f"found {quote(node.text)}, expected no ${{ that is meant as text", node.line)
+    if "${" in _PLAIN.sub("", node.text):
+        raise InterpolationError(f"found {quote(node.text)}, expected ${{section.key}}", node.line)
     import omegaconf  # 0.1 s of CPU, a third of `tune ls`; few configs name other keys
 
     try:
@@ -79,20 +131,31 @@ def tree_of(values: dict[str, Any], pending: dict[str, YamlNode]) -> Any:
     return omegaconf.OmegaConf.create(tree, flags={"allow_objects": True})
 
 
-def fill_in(tree: Any, node: YamlNode, key: str, schema: Schema) -> YamlNode:
-    """The node with the values of the keys that it names. key: whose value it is, for relative names (`${.lr}`)."""
+def put(tree: Any, key: str, value: Any) -> None:
+    """Sets a key of the tree to its value, in place of a text that names others."""
+    section, _, word = key.rpartition(".")
+    (tree[section] if section else tree)[word] = _plain(value)
+
+
+def fill_in(tree: Any, node: YamlNode, key: str, schema: Schema, room: Room) -> YamlNode:
+    """The node with the values of the keys that it names. key: whose value it is, for relative names (`${.lr}`).
+
+    What those name in turn has to be in the tree already: filled in anew each time, it could grow without bound.
+    """
     if not is_interpolated(node):
         return node
     if node.kind == "list":
-        return dataclasses.replace(node, items=[fill_in(tree, item, key, schema) for item in node.items])
+        return dataclasses.replace(node, items=[fill_in(tree, item, key, schema, room) for item in node.items])
     if node.kind == "mapping":
-        entries = {word: (line, fill_in(tree, value, key, schema)) for word, (line, value) in node.entries.items()}
+        entries = {
+            word: (line, fill_in(tree, value, key, schema, room)) for word, (line, value) in node.entries.items()
+        }
         return dataclasses.replace(node, entries=entries)
     try:
         if not _PLAIN.fullmatch(node.text.strip()):  # a part of a text: null and true as configs have them
-            text = _PLAIN.sub(lambda found: _word(_resolved(tree, found[0], key)), node.text)
-            return dataclasses.replace(node, text=text if "${" not in text else _resolved(tree, text, key))
-        return _node_of(_resolved(tree, node.text, key), node)
+            text = _PLAIN.sub(lambda found: _word(_resolved(tree, found[0], key, room)), node.text)
+            return dataclasses.replace(node, text=text)
+        return _node_of(_resolved(tree, node.text, key, room), node)
     except OmegaConfError as failed:
         raise InterpolationError(_plainly(node.text, failed, schema), node.line) from failed
 
@@ -103,7 +166,7 @@ def _word(value: Any) -> str:
     )
 
 
-def _resolved(tree: Any, text: str, key: str) -> Any:
+def _resolved(tree: Any, text: str, key: str, room: Room) -> Any:
     import omegaconf
 
     section = key.rpartition(".")[0]
@@ -111,7 +174,9 @@ def _resolved(tree: Any, text: str, key: str) -> Any:
     try:
         inner[_SCRATCH] = text
         value = inner[_SCRATCH]
-        return omegaconf.OmegaConf.to_container(value, resolve=True) if omegaconf.OmegaConf.is_config(value) else value
+        found = omegaconf.OmegaConf.to_container(value, resolve=True) if omegaconf.OmegaConf.is_config(value) else value
+        room.take(found)
+        return found
     except (omegaconf.errors.OmegaConfBaseException, RecursionError) as error:
         raise OmegaConfError(str(error) or "RecursionError") from error
     finally:
@@ -122,6 +187,8 @@ def _plainly(text: str, failed: Exception, schema: Schema) -> str:
     said = str(failed)
     if "recurs" in said.lower():
         return f"found {quote(text)}: the keys name each other in a circle; write one value itself"
+    if said == "too long":
+        return f"found {quote(text)}: the names of the config grow beyond {MOST_CHARACTERS} characters; write it out"
     unknown = re.search(r"Interpolation key '([^']*)' not found", said)
     if unknown:
         hint, _ = hint_for(unknown[1], "", schema, in_file=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 from recipe_lib.config.schema_data import HUB, is_hub
 from recipe_lib.errors import CheckpointError, ConfigError, DataError, SetupError
-from recipe_lib.reading import check_regular
+from recipe_lib.reading import check_regular, read_text
 
 DISTRIBUTION = "tune-recipes"
 
@@ -124,8 +124,8 @@ def downloaded_model(hub_id: str) -> Path | None:
     """The newest snapshot of a model in the hub's cache; None if there is none."""
     folder = hub_cache() / f"models--{hub_id.replace('/', '--')}"
     try:
-        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        commit = read_text(folder / "refs" / "main", 4096).strip()
+    except (OSError, ValueError):
         return None
     snapshot = folder / "snapshots" / commit
     return snapshot if os.path.isdir(snapshot) else None
@@ -342,6 +342,6 @@ def _wandb_can_log() -> bool:
 
 def _text(name: str) -> str:
     try:
-        return Path(name).expanduser().read_text(encoding="utf-8", errors="replace")
-    except (OSError, RuntimeError):
+        return read_text(Path(name).expanduser())
+    except (OSError, ValueError, RuntimeError):
         return ""

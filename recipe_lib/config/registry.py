@@ -24,6 +24,7 @@ from recipe_lib.config.optimizer_facts import OptimizerFacts, built_in_optimizer
 from recipe_lib.config.paths import expand
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError, UserError
+from recipe_lib.reading import TEXT_LIMIT
 
 Component = TypeVar("Component", bound=Callable[..., Any])
 
@@ -109,6 +110,8 @@ def load_plugin(path: str | Path) -> None:
     file = expand(path)
     if file.suffix != ".py" or not os.path.isfile(file):
         raise ConfigError(f"--plugin {quote(str(path))}: expected the path of an existing .py file")
+    if os.path.getsize(file) > TEXT_LIMIT:
+        raise ConfigError(f"--plugin {shown}: is larger than {TEXT_LIMIT >> 20} MiB; expected a Python file")
     file = file.resolve()
     if file in _loaded:
         return
@@ -123,7 +126,7 @@ def load_plugin(path: str | Path) -> None:
     except UserError as error:
         del sys.modules[name]
         raise ConfigError(*(f"{shown}: {fault}" for fault in error.faults)) from error
-    except Exception as error:  # whatever a user's file raises is his to correct
+    except (Exception, SystemExit) as error:  # an exit code of a plugin's own would be taken for one of ours
         del sys.modules[name]
         place = f"{shown}:{_line_in(error, file)}"
         raise ConfigError(f"{place}: raised {type(error).__name__}: {show(str(error))}") from error
@@ -135,7 +138,7 @@ def loaded_plugins() -> list[Path]:
     return sorted(_loaded)
 
 
-def _line_in(error: Exception, file: Path) -> int:
+def _line_in(error: BaseException, file: Path) -> int:
     """The line of the file at which it failed."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return error.lineno or 1

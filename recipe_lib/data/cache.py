@@ -33,6 +33,7 @@ from recipe_lib.data.store import ArrayWriter, difference, map_arrays
 from recipe_lib.errors import UserError
 from recipe_lib.files import flush_folder, write_bytes
 from recipe_lib.logs import get_logger, warn_on_first_rank
+from recipe_lib.reading import parse_json, read_object
 
 MANIFEST = "manifest.json"
 FIRST_RANK_SECONDS = 2.0  # how long the other ranks let the first one go ahead: it is the one that shows progress
@@ -139,7 +140,7 @@ def _read(folder: Path, say: bool = False) -> Stored | None:
     try:
         if not folder.exists():
             return None
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_object(folder / MANIFEST)
         content = manifest["content"]
         if _checksum(content) != manifest["sha256"]:
             fault: str | None = f"{MANIFEST} has other content than was written"
@@ -233,7 +234,7 @@ def _noted(lock: TextIO) -> dict[str, Any] | None:
     """The failure of another process of this launch."""
     lock.seek(0)
     try:
-        noted = json.load(lock)
+        noted = parse_json(lock.read(2**20))
     except (OSError, ValueError):
         return None
     return noted if isinstance(noted, dict) and noted.get("launch") == _launch() is not None else None

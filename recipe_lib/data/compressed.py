@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.local_files import COMPRESSED, no_zstd
-from recipe_lib.data.sample_files import opened
 from recipe_lib.errors import DataError, StorageError
 from recipe_lib.files import write_aside
+from recipe_lib.reading import open_regular
 from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes
 
@@ -55,8 +55,6 @@ def unpacked(path: Path, root: Path) -> Path:
 
 
 def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
-    with opened(path):  # or it is no regular file
-        pass
     blocks, damaged = (_gzip_blocks(path), _DAMAGED) if path.suffix == ".gz" else _zstd_blocks(path)
     size, most = 0, max(_SMALL, _MOST_TIMES * path.stat().st_size)
     try:
@@ -77,7 +75,7 @@ def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
 
 
 def _gzip_blocks(path: Path) -> Generator[bytes]:
-    with gzip.open(path) as source:
+    with open_regular(path) as file, gzip.GzipFile(fileobj=file) as source:
         while block := source.read(_BLOCK):
             yield block
 
@@ -94,7 +92,7 @@ def _zstd_blocks(path: Path) -> tuple[Generator[bytes], tuple[type[Exception], .
 def _frames(path: Path, new: Callable[[], Any]) -> Generator[bytes]:
     """One frame after the other. EOFError for a last one that is not whole, which the packages pass over."""
     frame, begun = new(), False
-    with path.open("rb") as source:
+    with open_regular(path) as source:
         while block := source.read(_BLOCK):
             while block:
                 if frame.eof:

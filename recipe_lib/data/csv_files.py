@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from recipe_lib.config.suggest import show
 from recipe_lib.data.sample_files import SAMPLE_LIMIT, LocalFile, Located, empty, not_utf8, opened
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.errors import DataError
@@ -56,10 +57,11 @@ class CsvFile(LocalFile):
 
     def _sample(self, header: list[str], cells: list[str]) -> dict[str, Any] | SampleFault:
         if len(cells) != len(header):
+            names = show(", ".join(header))
             return SampleFault(
-                "number of cells", f"found {len(cells)} cells, expected {len(header)} ({', '.join(header)}); quote "
-                "cells that hold the delimiter"
-            )  # fmt: skip
+                "number of cells",
+                f"found {len(cells)} cells, expected {len(header)} ({names}); quote cells that hold the delimiter",
+            )
         size = sum(map(len, cells))
         if size > self.sample_limit:
             return self.too_large(size)
@@ -91,10 +93,8 @@ class CsvFile(LocalFile):
             for _ in lines.rows(delimiter):
                 found.extend((lines.row_start, lines.row_line))
         if len(found) <= 2:
-            raise DataError(
-                f"{self.place}: found a header ({', '.join(filter(None, self._header[0]))}) and no rows, expected "
-                "samples below it"
-            )
+            names = show(", ".join(filter(None, self._header[0])))
+            raise DataError(f"{self.place}: found a header ({names}) and no rows, expected samples below it")
         return np.array(found, np.int64).reshape(-1, 2)[1:]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recipe_lib.data.samples import SampleFault, kind_of
+from recipe_lib.reading import parse_json
 
 RawSample = Mapping[str, Any]
 
@@ -123,13 +124,8 @@ def check_objects(items: list[Any], name: str, path: str) -> None:
 
 def _parsed(text: str, name: str, path: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        said = f"{error.msg} at character {error.pos + 1}"
-    except RecursionError:
-        said = "nested too deep"
-    except ValueError:  # Python refuses integers of thousands of digits
-        said = "a number of too many digits"
-    raise SampleFault(
-        f"{name} is no JSON", f"{path}: found text that is no JSON ({said}), expected a list of objects as JSON"
-    )
+        return parse_json(text)
+    except ValueError as error:
+        raise SampleFault(
+            f"{name} is no JSON", f"{path}: found text that is no JSON ({error}), expected a list of objects as JSON"
+        ) from None

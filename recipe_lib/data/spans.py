@@ -14,6 +14,7 @@ from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, Wanted, 
 from recipe_lib.data.template_behavior import THOUGHT_KEYS, Habits
 from recipe_lib.data.thoughts import under_its_name
 from recipe_lib.errors import DataError
+from recipe_lib.reading import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 CHOICES = ("assistant", "last", "all")
@@ -247,8 +248,8 @@ def prepared(message: Message, where: str, habits: Habits) -> dict[str, Any]:
 
 def _object(text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+        found = parse_json(text or "{}")
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise SampleFault(

@@ -7,6 +7,7 @@ from typing import Any
 
 from recipe_lib.data.sample_columns import RawSample, found_in, list_of, path_of
 from recipe_lib.data.samples import Message, SampleFault, kind_of, shown
+from recipe_lib.reading import parse_json
 
 _FUNCTION = '{"name": ..., "arguments": {...}}'
 _CALL = f'{{"function": {_FUNCTION}}}'
@@ -55,16 +56,16 @@ def check_arguments(function: RawSample, where: str) -> None:
 def is_object(text: str) -> bool:
     """Whether a text is a JSON object; an empty one stands for no arguments."""
     try:
-        return isinstance(json.loads(text or "{}"), dict)
-    except (ValueError, RecursionError):
+        return isinstance(parse_json(text or "{}"), dict)
+    except ValueError:
         return False
 
 
 def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
     """The calls that a `function_call` turn holds as JSON: one {name, arguments}, or a list of them."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_json(text)
+    except ValueError:
         found = None
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.rope_config import is_positive
+from recipe_lib.models.rope_config import NUMBERS, is_within, show_bounds
 
 # What files of most families leave out.
 COMMON: dict[str, Any] = {
@@ -43,11 +43,10 @@ class Fields:
         return value
 
     def number(self, key: str) -> float:
-        """A finite number above 0."""
-        value: Any = self.config.get(key)
-        if not is_positive(value):
-            raise self.fault(key, "a number above 0")
-        return float(value)
+        """A number above 0."""
+        if not is_within(self.config.get(key), NUMBERS):
+            raise self.fault(key, f"a number {show_bounds(NUMBERS)}")
+        return float(self.config[key])
 
     def flag(self, key: str) -> bool:
         """true or false."""
@@ -61,7 +60,7 @@ class Fields:
         return None if self.config.get(key) is None else self.integer(key)
 
     def optional_number(self, key: str) -> float | None:
-        """A finite number above 0, or null."""
+        """A number above 0, or null."""
         return None if self.config.get(key) is None else self.number(key)
 
 

@@ -1,7 +1,6 @@
 """The rotary embedding of a `config.json`: `rope_theta` and `rope_scaling`, or the newer `rope_parameters`."""
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,19 @@ _WITHOUT_ANY: dict[str, dict[str, Any]] = {
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
-def is_positive(value: Any) -> bool:
-    """Whether a value out of JSON is a finite number above 0 (true is not a number).
+NUMBERS = (1e-30, 1e30)  # of a config.json: what fp32 holds, and its square too
+ROPE_NUMBERS = (1e-9, 1e9)  # factors and lengths of a rotary embedding
+BASES = (1e-9, 1e12)
 
-    Compared with a float, since an integer of JSON may be too large to become one.
-    """
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+def is_within(value: Any, bounds: tuple[float, float]) -> bool:
+    """Whether a value out of JSON is a number of that size (true is not a number)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and bounds[0] <= value <= bounds[1]
+
+
+def show_bounds(bounds: tuple[float, float]) -> str:
+    """`from 1e-09 to 1e+09`, for an error."""
+    return f"from {bounds[0]:g} to {bounds[1]:g}"
 
 
 def read_rope(fields: "Fields", family: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
@@ -70,7 +76,7 @@ def _one_rope(fields: "Fields", key: str, given: Mapping[str, Any], base: float,
 
 
 class _Numbers:
-    """The numbers of a rope object; a missing or senseless one is one CheckpointError line."""
+    """The numbers of a rope object; a missing or absurd one is one CheckpointError line."""
 
     def __init__(self, fields: "Fields", key: str, given: Mapping[str, Any]) -> None:
         self.fields, self.key, self.given = fields, key, given
@@ -82,33 +88,33 @@ class _Numbers:
         )
 
     def optional(self, name: str) -> float | None:
-        """A finite number above 0, or None where the file has none."""
-        value = self.given.get(name)
-        if value is None:
-            return None
-        if not is_positive(value):
-            raise self._fault(name, "a number above 0")
-        return float(value)
+        """A number above 0, or None where the file has none."""
+        return None if self.given.get(name) is None else self.required(name)
 
     def required(self, name: str) -> float:
-        """A finite number above 0."""
-        value = self.optional(name)
-        if value is None:
-            raise self._fault(name, "a number above 0")
-        return value
+        """A number above 0."""
+        bounds = BASES if name == "rope_theta" else ROPE_NUMBERS
+        if not is_within(self.given.get(name), bounds):
+            raise self._fault(name, f"a number {show_bounds(bounds)}")
+        return float(self.given[name])
 
     def factors(self, name: str, length: int) -> tuple[float, ...]:
         """A list of `length` numbers above 0."""
         values = self.given.get(name)
-        if not isinstance(values, list) or len(values) != length or not all(map(is_positive, values)):
-            raise self._fault(name, f"a list of {length} numbers above 0")
-        return tuple(map(float, values))
+        numbers = values if isinstance(values, list) else []
+        if len(numbers) != length or not all(is_within(number, ROPE_NUMBERS) for number in numbers):
+            raise self._fault(name, f"a list of {length} numbers {show_bounds(ROPE_NUMBERS)}")
+        return tuple(map(float, numbers))
 
     def original_positions(self) -> float:
         """Positions the model was first trained on, before its context was stretched."""
-        outer = self.fields.optional_integer("original_max_position_embeddings")
-        own = self.optional("original_max_position_embeddings")
-        return float(outer or own or self.fields.integer("max_position_embeddings"))
+        name = "original_max_position_embeddings"
+        outer = self.fields.optional_integer(name)
+        own = self.optional(name)
+        positions = float(outer or own or self.fields.integer("max_position_embeddings"))
+        if positions < 2:  # its logarithm divides
+            raise (self.fields.fault if outer else self._fault)(name, "2 positions or more")
+        return positions
 
 
 def _default(fields: "Fields", numbers: _Numbers, width: int) -> tuple[dict[str, Any], float]:

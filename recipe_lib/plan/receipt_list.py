@@ -16,6 +16,7 @@ _JUDGED = {"reserved": "reserved memory", "tokens_per_second": "tokens per secon
 def render_list(receipts: Sequence[Receipt], unreadable: int, path: Path, *, width: int | None = None) -> str:
     """The table, the newest last, and how far off the plans were; of none a line that says how they come about.
 
+    Of a long file, these are the newest.
     unreadable: lines of the file that were passed over. width: columns, by default those of the terminal.
     """
     console = open_console(width or terminal_width())

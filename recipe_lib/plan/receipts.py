@@ -18,7 +18,7 @@ from typing import Any
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import open_to_append
 from recipe_lib.plan.typed_json import read_typed
-from recipe_lib.reading import parse_json, read_bytes
+from recipe_lib.reading import parse_json, read_end
 from recipe_lib.redaction import redact_values
 from recipe_lib.report.planned import KINDS
 from recipe_lib.units import GIB
@@ -27,7 +27,7 @@ VARIABLE = "TUNE_RECEIPTS"  # `off`: none is written, and no plan quotes one
 FORMAT = 1  # of a line; raised when a key changes its meaning or goes away
 _SOFTWARE = ("tune-recipes", "torch", "cuda")
 _LARGEST = 2**63  # no size that a run has is larger, nor is NaN less
-_MOST_BYTES = 2**28  # of the file: some 100,000 runs
+_NEWEST_BYTES, _NEWEST_LINES = 2**23, 10_000  # that are read of the file: some 3,000 runs
 
 
 @dataclass
@@ -178,13 +178,15 @@ def append_receipt(path: Path, receipt: Receipt) -> bool:
 
 
 def read_receipts(path: Path) -> tuple[list[Receipt], int]:
-    """The receipts of a file by their time, oldest first, and how many lines of it cannot be read: those that were cut
-    off, and those of another version. No file: none. OSError for one that cannot be read."""
+    """The newest receipts of a file by their time, oldest first, and how many lines of it cannot be read: those that
+    were cut off, and those of another version. No file: none. OSError for one that cannot be read."""
     try:
-        content = read_bytes(path, _MOST_BYTES)
+        content = read_end(path, _NEWEST_BYTES)
     except FileNotFoundError:
         return [], 0
-    lines = [line for line in content.split(b"\n") if line.strip()]
+    pieces = content.rsplit(b"\n", _NEWEST_LINES)
+    begins_inside = len(content) == _NEWEST_BYTES or len(pieces) > _NEWEST_LINES
+    lines = [line for line in pieces[begins_inside:] if line.strip()]
     found = []
     for line in lines:
         with suppress(ConfigError, ValueError, OverflowError):

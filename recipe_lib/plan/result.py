@@ -1,6 +1,5 @@
 """A plan: what a run will take, as numbers that a report, a search or another program reads. No torch in here."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.plan.cluster import DimensionPlan
 from recipe_lib.plan.receipts import NearestReceipt
 from recipe_lib.plan.typed_json import read_typed
+from recipe_lib.reading import describe_fault, read_json
 
 # Raised when a key changes its meaning or goes away; a new key does not raise it. 2: `active` counts whole blocks.
 SCHEMA_VERSION = 3
@@ -356,11 +356,9 @@ class Plan:
 def read_plan(path: Path) -> Plan:
     """The plan in a JSON file; ConfigError if there is none."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
+        data = read_json(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); expected a file of `tune plan --json`"
+            f"{path}: cannot be read ({describe_fault(error)}); expected a file of `tune plan --json`"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is no JSON ({error}); expected a file of `tune plan --json`") from error
     return Plan.from_json(data, str(path))

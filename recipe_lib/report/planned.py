@@ -1,12 +1,12 @@
 """What a run was planned to take, beside what it took: from the process that plans it to its summary and its page."""
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from recipe_lib.reading import read_object
 from recipe_lib.report.terminal import Table
 from recipe_lib.units import GIB, format_bytes, format_seconds
 
@@ -21,8 +21,8 @@ NO_PLAN = (
 def planned_figures(output_dir: Path) -> dict[str, Any] | None:
     """The figures of the plan of the run in `output_dir`, if `tune run` has made it by now."""
     with suppress(KeyError, OSError, ValueError):
-        figures = json.loads(Path(os.environ[FIGURES]).read_text(encoding="utf-8"))
-        if isinstance(figures, dict) and figures.get("output_dir") == os.path.abspath(output_dir):
+        figures = read_object(os.environ[FIGURES])
+        if figures.get("output_dir") == os.path.abspath(output_dir):
             return figures
     return None
 

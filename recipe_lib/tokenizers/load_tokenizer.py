@@ -5,6 +5,7 @@ Order: `tokenizer.model` (sentencepiece or tiktoken, which its content says), `t
 and because conversions to tokenizer.json differ from it on leading and double spaces.
 """
 
+import codecs
 import re
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def _read_vocabulary(file: Path, settings: Settings) -> Vocabulary:
 
 def _read(file: Path) -> bytes:
     try:
-        return read_bytes(file, MAX_BYTES)
+        return read_bytes(file, MAX_BYTES).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror}); copy the file again") from None
 

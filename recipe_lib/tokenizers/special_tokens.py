@@ -145,8 +145,8 @@ def _read_template(settings: Settings, folder: Path, config: dict[str, Any]) -> 
 def read_template(path: Path, remedy: str = "set tokenizer.chat_template to a Jinja file") -> str:
     """The text of a Jinja file. remedy: where there is none that can be read. Raises DataError."""
     try:
-        return reading.read_bytes(path, TEMPLATE_LIMIT).decode("utf-8")
+        return reading.read_text(path, TEMPLATE_LIMIT)
     except OSError as error:
         raise DataError(template_fault(path, error, remedy)) from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: found a byte that is not UTF-8 at {error.start}, expected a Jinja text") from None
+    except ValueError as error:
+        raise DataError(f"{path}: found {error}, expected a Jinja text") from None

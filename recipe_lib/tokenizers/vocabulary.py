@@ -5,6 +5,7 @@ text can produce one here. What all kinds share (special tokens, BOS, decoding) 
 """
 
 import base64
+import copy
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,9 @@ import tokenizers
 from sentencepiece import SentencePieceProcessor
 
 from recipe_lib.errors import DataError
+from recipe_lib.reading import parse_json
 from recipe_lib.tokenizers.special_tokens import MAX_VOCABULARY, AddedToken
+from recipe_lib.tokenizers.text_growth import check_length, read_growth
 
 
 class TextPosition(Enum):
@@ -179,13 +182,14 @@ class JsonVocabulary:
         self._path = path
         text = file.decode("utf-8", errors="replace")
         try:
+            content = parse_json(text)
+            self._growth = read_growth(path, content)
             with _no_panic(path):
                 self._first = tokenizers.Tokenizer.from_str(text)
         except DataError:
             raise
         except Exception as error:  # noqa: BLE001  (the library raises nothing narrower)
             raise DataError(f"{path}: found no tokenizer ({_first_line(error)}); copy the file again") from None
-        content = json.loads(text)
         self.added = tuple(AddedToken.read(entry, str(path)) for entry in content.get("added_tokens") or [])
         self._first.no_truncation()
         self._first.no_padding()
@@ -212,6 +216,7 @@ class JsonVocabulary:
             TextPosition.INSIDE: self._inner,
         }[place]
         with _no_panic(self._path):
+            check_length(self._path, chosen.normalizer, text, self._growth)
             return chosen.encode(text, add_special_tokens=False).ids
 
     def token_bytes(self, token: int) -> bytes:
@@ -230,7 +235,7 @@ class JsonVocabulary:
     def _variant(self, content: dict[str, Any], keep_always: bool) -> Any:
         """The same tokenizer without the space that it puts before a text; `keep_always`: only where it is put once."""
         parts = {name: content.get(name) for name in ("normalizer", "pre_tokenizer")}
-        changed = content | json.loads(json.dumps(parts))
+        changed = content | copy.deepcopy(parts)
         if not _drop_prefix(changed, keep_always):
             return self._first
         variant = tokenizers.Tokenizer.from_str(json.dumps(changed))

@@ -1,6 +1,5 @@
 """The card of a run's export: its config, how it was trained, and the results that metrics.jsonl has of it."""
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from recipe_lib.checkpoint.model_card import model_card
 from recipe_lib.config.local_files import base_name
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.reading import read_object
 from recipe_lib.report.planned import planned_figures
 from recipe_lib.training.records.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
 from recipe_lib.units import format_bytes
@@ -51,8 +51,7 @@ def planned_memory(run: Path, lines: list[dict[str, Any]]) -> dict[str, str]:
 
 def _summary(run: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        found = json.loads((run / SUMMARY_FILE).read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+        return read_object(run / SUMMARY_FILE)
     return {}
 
 

@@ -7,8 +7,8 @@ Both go when the new run has written its model; a run that stops, diverges or is
 wrote is never removed: it is refused before anything changes.
 """
 
-import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -30,6 +30,7 @@ from recipe_lib.checkpoint.tokenizer_out import SETTINGS_FILES, TOKENIZER_FILES
 from recipe_lib.checkpoint.weight_files import INDEX
 from recipe_lib.config.local_files import ADAPTER_FOLDER, BEST_FOLDER, EARLIER_FOLDER, MODEL_FOLDER, STATE_FOLDER
 from recipe_lib.logs import get_logger
+from recipe_lib.reading import open_regular, parse_json, read_object
 from recipe_lib.training.records.metrics import METRICS_FILE, SUMMARY_FILE
 from recipe_lib.training.report_page import REPORT_FILE
 
@@ -79,7 +80,7 @@ def is_record(path: Path) -> bool:
         return False
     if not path.exists():
         return True
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         begin = file.read(2**16).decode(errors="replace")
     if path.name == CONFIG_FILE:  # every key, and no comment: it was not written by hand
         return _CONFIG_KEYS <= set(re.findall(r"^(\w+):", begin, re.MULTILINE)) and "\n#" not in f"\n{begin}"
@@ -88,16 +89,22 @@ def is_record(path: Path) -> bool:
         torn = "\n" not in begin and begin.startswith('{"step": ')
         return not begin or torn or {"step", "tokens_per_second"} <= line.keys()
     if path.name == SUMMARY_FILE:
-        summary = _table(path.read_bytes())
+        summary = _table_in(path)
         return {"status", "settings", "versions"} <= summary.keys() and "tune-recipes" in summary["versions"]
     marks = ('content="tune-recipes: run"', "--c0:")  # the second: of pages that earlier versions wrote
     return begin.startswith("<!DOCTYPE html>") and any(mark in begin for mark in marks)
 
 
-def _table(text: str | bytes) -> dict[str, Any]:
+def _table_in(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        return read_object(path)
+    return {}
+
+
+def _table(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_json(text)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -115,7 +122,7 @@ def _listings_without_record(root: Path, name: str) -> list[Listing]:
     folder, begun, ended = root / name, root / CONFIG_FILE, root / SUMMARY_FILE
     if not folder.is_dir() or not (begun.is_file() and ended.is_file() and is_record(begun) and is_record(ended)):
         return []
-    if _table(ended.read_bytes())["status"] != "done":
+    if _table_in(ended)["status"] != "done":
         return []
     first, last = begun.stat().st_mtime_ns, ended.stat().st_mtime_ns
     if all(
@@ -200,7 +207,7 @@ def _folder_for(root: Path, record: OutputRecord) -> Path:
     free = not any((last / name).exists() and (root / name).exists() for name in (STATE_FOLDER, TRACKERS_FOLDER))
     if last.name in record.kept and last.is_dir() and free:
         configs = [folder / CONFIG_FILE for folder in (root, last)]
-        if all(path.is_file() for path in configs) and configs[0].read_bytes() == configs[1].read_bytes():
+        if all(path.is_file() for path in configs) and len(set(map(files.sha256_of, configs))) == 1:
             return last
     names = chain([root / EARLIER_FOLDER], free_names(root / EARLIER_FOLDER))
     return next(path for path in names if not path.exists() and not path.is_symlink())

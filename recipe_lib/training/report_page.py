@@ -1,6 +1,5 @@
 """report.html: what a run did, on one page that needs neither network nor script."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -8,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from recipe_lib.files import replace_text
+from recipe_lib.reading import read_object, read_text
 from recipe_lib.redaction import redact
 from recipe_lib.report.chart import Curve, line_figure
 from recipe_lib.report.page import Figure, Section, render_page
@@ -34,10 +34,10 @@ def write_report(output_dir: Path) -> Path:
     The summary must be there; missing metrics or config leave their part empty. StorageError if the disk refuses.
     """
     output_dir = Path(output_dir)
-    summary = json.loads((output_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    summary = read_object(output_dir / SUMMARY_FILE)
     metrics, config = output_dir / METRICS_FILE, output_dir / "config.yaml"
     lines = read_metrics(metrics) if metrics.exists() else []
-    text = config.read_text(encoding="utf-8") if config.exists() else ""
+    text = read_text(config) if config.exists() else ""
     path = output_dir / REPORT_FILE
     replace_text(path, redact(render_report(output_dir.name, summary, lines, text)))
     return path

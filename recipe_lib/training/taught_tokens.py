@@ -26,6 +26,7 @@ from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.distillation import TopTokens
 from recipe_lib.ops.fused_loss import IGNORED
 from recipe_lib.ops.sequence_shards import own_tokens
+from recipe_lib.reading import read_object
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -198,8 +199,7 @@ def read_facts(folder: Path, name: str = "distill.from_disk") -> TaughtFacts:
     """Raises CheckpointError."""
     path = folder / MANIFEST
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        facts = TaughtFacts(**found)
+        facts = TaughtFacts(**read_object(path))
         kinds = {"teacher": str, "top_k": int, "temperature": float, "vocabulary": int, "shard_sequences": int}
         right = all(isinstance(getattr(facts, word), kind) for word, kind in kinds.items()) and facts.dtype in DTYPES
         if not right or min(facts.top_k, facts.shard_sequences) < 1 or not isinstance(facts.data, dict):

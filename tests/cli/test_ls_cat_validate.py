@@ -127,7 +127,7 @@ def test_cat_mistakes(words: list[str], line: str, capsys: pytest.CaptureFixture
 def test_cat_of_a_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture):
     file = tmp_path / "x.yaml"
     file.write_bytes(b"seed: \xff\n")
-    assert run(capsys, "cat", file) == (2, "", f"error: {file}: is not UTF-8 text (byte 6)\n")
+    assert run(capsys, "cat", file) == (2, "", f"error: {file}: cannot be read: a byte that is not UTF-8 at 6\n")
 
 
 def test_validate_says_for_which_recipe(capsys: pytest.CaptureFixture):

@@ -71,7 +71,7 @@ def test_the_line_of_a_value_inside_a_list(faults):
 def test_a_circle_and_a_fault_elsewhere(faults):
     found = faults("max_steps: ${epochs}\nepochs: ${max_steps}\n")
     assert found[0] == (
-        "c.yaml:1: max_steps: found '${epochs}': the keys name each other in a circle; write one value itself"
+        "c.yaml:2: epochs: found '${max_steps}': the keys name each other in a circle; write one value itself"
     )
     assert faults("max_steps: ${epochs}\nepochs: many\n") == [
         "c.yaml:2: epochs: found 'many', expected an integer >= 1"
@@ -112,3 +112,28 @@ def test_on_the_command_line(tmp_path, capsys):
     assert any(line.startswith("output_dir: out/5 ") and line.endswith(f"# {mine}:2") for line in lines)
     assert main(["cat", "demo/full", "--config", str(mine)]) == 2
     assert main(["data", "check", "demo/full", "--config", str(tmp_path / "absent.yaml")]) == 2
+
+
+CHAIN = ("data.cache_dir", "tokenizer.path", "log.run_name", "output_dir", "model.path", "data.source", "resume")
+
+
+@pytest.mark.parametrize("start", ["x", "''", "${resume}", "[a, b]"])
+@pytest.mark.parametrize("written", ["${%s}" * 10, "a ${%s} ${%s} ${%s}"])
+def test_names_that_grow_end_in_a_line(faults, monkeypatch, start, written):
+    """Ten names of ten names: filled in anew each time they would be a million texts."""
+    monkeypatch.setattr("recipe_lib.config.interpolation.MOST_CHARACTERS", 2**12)
+    values = dict(zip(CHAIN, [start, *(written.replace("%s", name) for name in CHAIN[:-1])], strict=True))
+    sections: dict[str, list[str]] = {}
+    for key, value in values.items():
+        section, _, word = key.rpartition(".")
+        sections.setdefault(section, []).append(f"{word}: {value if value in ('[a, b]', chr(39) * 2) else repr(value)}")
+    lines = [line for section, inner in sections.items() for line in
+             (inner if not section else [f"{section}: {{{', '.join(inner)}}}"])]  # fmt: skip
+    found = faults("\n".join(reversed(lines)) + "\n")
+    assert found and all("\n" not in line and len(line) < 400 for line in found)
+
+
+def test_names_are_filled_in_within_bounds(faults, monkeypatch):
+    monkeypatch.setattr("recipe_lib.config.interpolation.MOST_CHARACTERS", 2**12)
+    (line,) = faults("log: {run_name: '" + "${seed}" * 20 + "'}\n")
+    assert "the names of the config grow beyond 4096 characters; write it out" in line

@@ -368,3 +368,20 @@ def test_tables_name_keys_of_ours(tool: str):
         assert meant_by(theirs, read_schema(DpoFinetuneConfig)) in ([ours], []), theirs  # as `tune validate` answers it
     rows = [*table.same, *table.converted, *table.without, *table.refused]
     assert {key for key in rows if rows.count(key) > 1} == set()
+
+
+@pytest.mark.parametrize("last", ["aaaaaaaaaa", "''", "[a, b]"])
+@pytest.mark.parametrize("written", ["{}" * 10, "[{}, {}, {}]", "x {} {} {}"])
+def test_names_that_grow_end_in_a_line(
+    last: str, written: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """Twelve names, each of several of the next: filled in anew each time they would be a billion texts."""
+    monkeypatch.setattr("recipe_lib.config.other_configs.their_file._LONGEST", 2**10)
+    lines = [f"a{n}: {written}".replace("{}", f"'${{a{n - 1}}}'" if "[" in written else f"${{a{n - 1}}}")
+             for n in range(9, 0, -1)]  # fmt: skip
+    (tmp_path / "theirs.yaml").write_text("\n".join(["base_model: a/b", *lines, f"a0: {last}", ""]))
+    from recipe_lib.cli.main import main
+
+    assert main(["import", str(tmp_path / "theirs.yaml"), "--from", "axolotl"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and len(said) < 600

@@ -94,10 +94,10 @@ def test_conversations_as_json_text(name: str, delimiter: str, column: str, tmp_
     expected = build_dataset(DataConfig(source=str(tmp_path / "a.jsonl"), **settings), plain, 99)
     assert dataset.ids.tolist() == expected.ids.tolist() and len(dataset) == 1
     assert [line.removeprefix(f"{tmp_path / name}:") for _, line in dataset.report.bad_lines] == [
-        f"3: .{column}: found text that is no JSON (Expecting ',' delimiter at character {len(texts[1]) + 1}), "
-        "expected a list of objects as JSON",
-        f"4: .{column}: found text that is no JSON (Expecting property name enclosed in double quotes at character 3), "
-        "expected a list of objects as JSON",
+        f"3: .{column}: found text that is no JSON (line 1 column {len(texts[1]) + 1}: invalid JSON (Expecting "
+        "',' delimiter)), expected a list of objects as JSON",
+        f"4: .{column}: found text that is no JSON (line 1 column 3: invalid JSON (Expecting property "
+        "name enclosed in double quotes)), expected a list of objects as JSON",
         f"5: .{column}: found empty text, expected a list of objects",
         f"6: .{column}|fromjson|.[1]: found text, expected an object",
     ]

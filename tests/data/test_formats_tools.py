@@ -178,7 +178,8 @@ NO_JSON = ".conversations[1].value: found a function_call that is no JSON object
         (
             "sharegpt",
             turns(("human", "a"), ("gpt", "b"), tools="[{"),
-            ".tools: found text that is no JSON (Expecting property name enclosed in double quotes at character 3)",
+            ".tools: found text that is no JSON (line 1 column 3: invalid JSON (Expecting property "
+            "name enclosed in double quotes))",
         ),
         (
             "sharegpt",

@@ -106,7 +106,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"hidden_size": ...}, "hidden_size: found no such key, expected a positive integer"),
     "text": ({"vocab_size": "97"}, "vocab_size: found '97', expected a positive integer"),
     "true": ({"vocab_size": True}, "vocab_size: found True, expected a positive integer"),
-    "nan": ({"rms_norm_eps": float("nan")}, "rms_norm_eps: found nan, expected a number above 0"),
+    "nan": ({"rms_norm_eps": float("nan")}, "rms_norm_eps: found nan, expected a number from 1e-30 to 1e+30"),
     "flag": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: found 'yes', expected true or false"),
     "width": ({"hidden_size": 50}, "hidden_size: found 50, expected a multiple of num_attention_heads = 4"),
     "kv heads": (
@@ -128,11 +128,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "rope list": ({"rope_scaling": [1]}, "rope_scaling: found [1], expected an object, or null"),
     "rope number": (
         {"rope_scaling": {"rope_type": "linear"}},
-        "rope_scaling.factor: found no such key, expected a number above 0",
+        "rope_scaling.factor: found no such key, expected a number from 1e-09 to 1e+09",
     ),
     "rope factors": (
         {"rope_scaling": LONGROPE},
-        "rope_scaling.short_factor: found [1.0], expected a list of 6 numbers above 0",
+        "rope_scaling.short_factor: found [1.0], expected a list of 6 numbers from 1e-09 to 1e+09",
     ),
     "bidirectional": (
         {"use_bidirectional_attention": True},

@@ -224,3 +224,24 @@ def test_a_list_of_none_is_a_line_that_says_where_they_would_be(file: Path, monk
     assert text.count("\n") == 1 and str(file) in text and "tune run" in text and "TUNE_RECEIPTS" not in text
     monkeypatch.setenv("TUNE_RECEIPTS", "off")
     assert "TUNE_RECEIPTS=off is set" in render_list([], 0, file)
+
+
+@pytest.mark.parametrize("line", ["{}", "", "x" * 300, '{"format": 1}'])
+def test_a_long_file_is_read_from_its_newest_end(file: Path, line: str, monkeypatch: pytest.MonkeyPatch):
+    append_receipt(file, made_receipt(config="old"))
+    with open(file, "a") as out:
+        out.write(f"{line}\n" * 5000)
+    append_receipt(file, made_receipt(config="new"))
+    monkeypatch.setattr("recipe_lib.plan.receipts._NEWEST_BYTES", 2**13)
+    monkeypatch.setattr("recipe_lib.plan.receipts._NEWEST_LINES", 100)
+    receipts, unreadable = read_receipts(file)
+    assert [receipt.run.config for receipt in receipts] == ["new"] and unreadable <= 100
+
+
+def test_a_whole_file_is_read_to_its_first_line(file: Path, monkeypatch: pytest.MonkeyPatch):
+    for config in ("a", "b"):
+        append_receipt(file, made_receipt(config=config))
+    monkeypatch.setattr("recipe_lib.plan.receipts._NEWEST_BYTES", file.stat().st_size + 1)
+    assert [receipt.run.config for receipt in read_receipts(file)[0]] == ["a", "b"]
+    monkeypatch.setattr("recipe_lib.plan.receipts._NEWEST_BYTES", file.stat().st_size - 1)
+    assert [receipt.run.config for receipt in read_receipts(file)[0]] == ["b"]

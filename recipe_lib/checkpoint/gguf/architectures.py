@@ -80,6 +80,9 @@ def architecture_of(spec: ModelSpec, where: str) -> Architecture:
         numbers["attention.sliding_window"] = window or 0  # llama.cpp tells Phi 4 from Phi 3 by it
     if spec.local_rope is not None:
         numbers["rope.freq_base_swa"] = float(spec.local_rope.base)
+    too_large = [f"{name} {value}" for name, value in numbers.items() if isinstance(value, int) and value >= 2**32]
+    if too_large:
+        raise CheckpointError(f"{where}: found {too_large[0]}, expected below 2^32, as a GGUF file has 32 bits for it")
     return Architecture(ARCHITECTURES[spec.family], numbers, _notes(spec, window), factors)
 
 

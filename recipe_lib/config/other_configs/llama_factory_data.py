@@ -8,7 +8,7 @@ from recipe_lib.config.paths import expand
 from recipe_lib.config.schema_data import HUB
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
-from recipe_lib.reading import read_json
+from recipe_lib.reading import describe_fault, read_json
 
 INFO = "dataset_info.json"
 _LIMIT = 2**24  # bytes
@@ -84,7 +84,7 @@ def _described(conversion: ConfigImport, key: str, names: list[str]) -> tuple[Pa
     try:
         found = read_json(folder / INFO, _LIMIT)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / INFO}: cannot be read: {error}") from error
+        raise ConfigError(f"{folder / INFO}: cannot be read: {describe_fault(error)}") from error
     return folder, found if isinstance(found, dict) else {}
 
 
@@ -100,7 +100,7 @@ def _source(
         source = {"source": f"{HUB}{hub}:{subset}" if subset else f"{HUB}{hub}"}
         if about.get("split", "train") != "train":
             source["split"] = about["split"]
-    elif about.get("file_name"):
+    elif about.get("file_name") and isinstance(about["file_name"], str):
         source = {"source": str(folder / about["file_name"])}
     else:
         conversion.refuse(key, f"{name} has neither hf_hub_url nor file_name in {INFO}", may_be_left_out=False)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand
-from recipe_lib.config.read_yaml import YamlNode, read_file
+from recipe_lib.config.read_yaml import MAX_BYTES, YamlNode, read_file
 from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError
+from recipe_lib.reading import read_text
 
 _NULL = ("", "~", "null")
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -21,6 +22,7 @@ _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?")
 _NAME = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*\}")
 _MOST_NESTED = 10  # names of keys within names of keys
+_LONGEST = 2**16  # characters of a value once it is filled in
 
 
 @dataclass
@@ -62,13 +64,19 @@ def read_their_file(path: str) -> TheirFile:
             raise ConfigError(f"{shown}:{line}: {show(key)}: found a list in a list, expected plain values")
     comments = [
         line.lstrip(" \t")[1:].strip()
-        for line in file.read_text(encoding="utf-8-sig").splitlines()
+        for line in read_text(file, MAX_BYTES).splitlines()
         if line.lstrip(" \t").startswith("#")
     ]
     theirs = TheirFile(file, shown, {key: value for key, value, _ in found}, {k: n for k, _, n in found}, comments)
     for key, value in theirs.values.items():
         theirs.values[key] = _filled(theirs, key, value, 0)
     return theirs
+
+
+def _fill_key(theirs: TheirFile, key: str, depth: int) -> Any:
+    """The value of a key that another one names, which keeps it: filled in anew each time, it could grow for ever."""
+    theirs.values[key] = _filled(theirs, key, theirs.values[key], depth)
+    return theirs.values[key]
 
 
 def _leaves(name: str, node: YamlNode) -> Iterator[tuple[str, Any, int]]:
@@ -105,7 +113,11 @@ def typed(text: str) -> Any:
 def _filled(theirs: TheirFile, key: str, value: Any, depth: int) -> Any:
     """The value with `${...}` filled in."""
     if isinstance(value, list):
-        return [_filled(theirs, key, item, depth) for item in value]
+        filled = [_filled(theirs, key, item, depth) for item in value]
+        if any(isinstance(item, list) for item in filled):
+            raise ConfigError(f"{theirs.place(key)}: {show(key)}: found a list in a list, expected plain values")
+        _check_length(theirs, key, filled)
+        return filled
     if not isinstance(value, str) or "${" not in value:
         return value
     if depth > _MOST_NESTED:
@@ -118,5 +130,15 @@ def _filled(theirs: TheirFile, key: str, value: Any, depth: int) -> Any:
         )
     whole = _NAME.fullmatch(value)
     if whole:
-        return _filled(theirs, key, theirs.values[whole[1]], depth + 1)
-    return _NAME.sub(lambda found: str(_filled(theirs, key, theirs.values[found[1]], depth + 1)), value)
+        return _fill_key(theirs, whole[1], depth + 1)
+    pieces = [str(_fill_key(theirs, name, depth + 1)) for name in dict.fromkeys(_NAME.findall(value))]
+    _check_length(theirs, key, pieces * max(1, value.count("${")))
+    return _NAME.sub(lambda found: str(theirs.values[found[1]]), value)
+
+
+def _check_length(theirs: TheirFile, key: str, pieces: list[Any]) -> None:
+    if sum(len(str(piece)) for piece in pieces) > _LONGEST:
+        raise ConfigError(
+            f"{theirs.place(key)}: {show(key)}: is longer than {_LONGEST} characters once its names are filled in; "
+            "write the value itself"
+        )

@@ -1,6 +1,5 @@
 """Reads a file of measured rates, which `calibrate` and `tune doctor` write. No torch in here."""
 
-import json
 import math
 from dataclasses import fields
 from itertools import accumulate
@@ -12,6 +11,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import Hardware, find_hardware
 from recipe_lib.plan.timing.cost import OPERATIONS, Calibration, Links, wire_bytes
 from recipe_lib.plan.timing.operator_times import OperatorTime
+from recipe_lib.reading import describe_fault, read_json
 
 VERSION = 1
 # What a file need not hold.
@@ -62,11 +62,9 @@ def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
     remedy = "measure again with --calibrate"
     values: Any
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{place} cannot be read ({error.strerror}); expected a file, {remedy}") from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{place} is not JSON; expected a calibration, {remedy}") from None
+        values = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{place} cannot be read ({describe_fault(error)}); expected a file, {remedy}") from None
     if not isinstance(values, dict) or values.get("version") != VERSION:
         raise ConfigError(f"{place} is no calibration of version {VERSION}; {remedy}")
     values = {**dict.fromkeys(_OPTIONAL), **values}

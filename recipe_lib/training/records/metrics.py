@@ -14,10 +14,12 @@ import torch
 
 import recipe_lib
 from recipe_lib.files import LineFile, replace_text, storage_faults
+from recipe_lib.reading import parse_json, read_bytes
 from recipe_lib.redaction import redact
 from recipe_lib.units import gib
 
 METRICS_FILE = "metrics.jsonl"
+METRICS_LIMIT = 2**31  # bytes; a step has some 500
 SUMMARY_FILE = "summary.json"
 
 
@@ -100,9 +102,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
     lines = []
-    for text in path.read_bytes().split(b"\n"):
+    for text in read_bytes(path, METRICS_LIMIT).split(b"\n"):
         try:
-            line = json.loads(text)
+            line = parse_json(text)
         except ValueError:  # of JSON or of UTF-8: torn
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int):

@@ -127,7 +127,7 @@ def test_a_missing_key_is_named(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '"x"', "[" * 100_000])
 def test_what_is_no_calibration(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not JSON|is no calibration"):
+    with pytest.raises(ConfigError, match="cannot be read|is no calibration"):
         read_calibration(written(tmp_path, text), HARDWARE["rtx4090"])
 
 
@@ -137,5 +137,5 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_calibration(tmp_path, HARDWARE["rtx4090"])
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="is not JSON"):
+    with pytest.raises(ConfigError, match="a byte that is not UTF-8 at 0"):
         read_calibration(tmp_path / "bytes.json", HARDWARE["rtx4090"])

@@ -1,0 +1,171 @@
+"""Every file that a user names and `tune` reads, and every way in which such a file can be none."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+BIG = 2**40  # bytes of a file that takes no room on the disk
+# Kind -> how to make it; a text is what the file holds.
+KINDS: dict[str, bytes | Callable[[Path], object]] = {
+    "a FIFO": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": Path.mkdir,
+    "missing": lambda path: None,
+    "too large": lambda path: (path.touch(), os.truncate(path, BIG)),
+    "deep": b"[" * 100_000,
+    "a huge number": b'{"a": ' + b"9" * 6000 + b"}",
+    "not UTF-8": b'a: "\xff\xfe\xfa"\n',
+    "empty": b"",
+}
+ROOT = Path(__file__).parent.parent
+TOKENIZER = ROOT / "examples/demo/tokenizer"
+SAMPLE = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+CONFIG = f"""recipe: full_finetune_distributed
+model: {{{{preset: demo/0.5M}}}}
+tokenizer: {{{{path: {TOKENIZER}}}}}
+data: {{{{source: {{source}}, cache: false}}}}
+max_seq_len: 64
+"""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A file that a verb reads.
+
+    option: what names it, as `cat config`, or a key of a config; inside: of a folder that it names. name: of the file.
+    words: the command line; `{file}` and `{folder}` are the file and its folder, `{config}` a whole config. whole: a
+    content that is right, None where only other files of the same reader have one. accepts: kinds that are legal there.
+    """
+
+    option: str
+    name: str
+    words: str
+    whole: str | None = None
+    accepts: tuple[str, ...] = ()
+    beside: Callable[[Path], object] = lambda folder: None
+
+    def __str__(self) -> str:
+        return f"{self.option} {self.name}"
+
+    def command(self, file: Path, config: Path) -> list[str]:
+        """The words of the command line."""
+        return [
+            word.format(file=file, folder=file.parent, config=config, out=file.parent.parent / "out")
+            for word in self.words.split()
+        ]
+
+
+def put_tokenizer(folder: Path) -> None:
+    """The files of a tokenizer, but for one that is there already."""
+    for file in TOKENIZER.iterdir():
+        if not os.path.lexists(folder / file.name):
+            shutil.copy(file, folder)
+
+
+def put_model(folder: Path) -> None:
+    """A config.json of a tiny model, without weights."""
+    if not os.path.lexists(folder / "config.json"):
+        shutil.copy(ROOT / "recipe_lib/models/presets/demo/0.5M.json", folder / "config.json")
+
+
+def put_adapter(folder: Path) -> None:
+    """An adapter's config."""
+    if not os.path.lexists(folder / "adapter_config.json"):
+        settings = {
+            "peft_type": "LORA",
+            "r": 2,
+            "lora_alpha": 4,
+            "target_modules": ["q_proj"],
+            "base_model_name_or_path": "x/y",
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def put_import(folder: Path) -> None:
+    """A config of LLaMA-Factory that names a dataset of its list."""
+    (folder / "c.yaml").write_text(
+        f"model_name_or_path: a/b\ndataset: x\ndataset_dir: {folder}\nstage: sft\nfinetuning_type: full\n"
+    )
+
+
+# Samples by the kind of their file.
+WHOLE = {".jsonl": SAMPLE, ".json": f"[{SAMPLE}]", ".txt": "a text", ".csv": "prompt,completion\na,b\n",
+         ".tsv": "prompt\tcompletion\na\tb\n"}  # fmt: skip
+ANY_TEXT = ("deep", "a huge number", "empty")
+LORA = "run lora_finetune_distributed --config {config} recipe=lora_finetune_distributed"
+DATA = "data check {config} data.source={file}"
+READERS: Sequence[Reader] = (
+    Reader("cat config", "c.yaml", "cat {file}", "seed: 1\n", ANY_TEXT),
+    Reader("cat --config", "c.yaml", "cat {config} --config {file} --resolved", "seed: 1\n", ("empty",)),
+    Reader("cat --plugin", "p.py", "cat {config} --plugin {file}", "a = 1\n", ("empty",)),
+    Reader("cp source", "c.yaml", "cp {file} {out}.yaml", "seed: 1\n", (*ANY_TEXT, "not UTF-8")),
+    Reader("import file", "c.yaml", "import {file} --from axolotl", "base_model: a/b\ndatasets: [{path: x.jsonl}]\n"),
+    Reader("validate config", "c.yaml", "validate {file}", CONFIG.format(source="x.jsonl"), ()),
+    Reader("validate --config", "c.yaml", "validate {config} --config {file}", "seed: 1\n", ("empty",)),
+    Reader("validate --plugin", "p.py", "validate {config} --plugin {file}", "a = 1\n", ("empty",)),
+    Reader("validate --recipe", "r.py", "validate {config} --recipe {file}", None),
+    Reader("data config", "c.yaml", "data check {file}"),
+    Reader("data --config", "c.yaml", "data check {config} --config {file}", "seed: 1\n", ("empty",)),
+    Reader("data --plugin", "p.py", "data check {config} --plugin {file}", "a = 1\n", ("empty",)),
+    Reader("data --recipe", "r.py", "data check {config} --recipe {file}"),
+    Reader("plan words", "c.yaml", "plan {file} --device 24GB"),
+    Reader("plan --config", "c.yaml", "plan {config} --config {file} --device 24GB", None, ("empty",)),
+    Reader("plan --plugin", "p.py", "plan {config} --plugin {file} --device 24GB", None, ("empty",)),
+    Reader("plan --diff", "p.json", "plan {config} --device 24GB --diff {file}"),
+    Reader("plan --calibration", "c.json", "plan {config} --device 24GB --calibration {file}"),
+    Reader("tp-plan model", "config.json", "tp-plan {file}"),
+    Reader("run words", "c.yaml", "run {file}"),
+    Reader("run --config", "c.yaml", "run full_finetune_distributed --config {file}"),
+    Reader("run --plugin", "p.py", "run full_finetune_distributed --config {config} --plugin {file}", None, ("empty",)),
+    Reader("teach config", "c.yaml", "teach {file} --out {out}"),
+    Reader("teach --config", "c.yaml", "teach --config {file} --out {out}"),
+    Reader("teach --plugin", "p.py", "teach {config} --out {out} --plugin {file}", None, ("empty",)),
+    Reader("eval --plugin", "p.py", "eval {folder} --plugin {file}", None, ("empty",)),
+    Reader("export checkpoint", "adapter_config.json", "export {folder} --merge --out {out}"),
+    Reader("generate --prompts", "p.jsonl", "generate {folder} --prompts {file} --device cpu", beside=put_model),
+    Reader("generate checkpoint", "config.json", "generate {folder} --prompt a --device cpu"),
+    Reader("generate --prompts", "p.jsonl", "generate {folder} --prompts {file} --device cpu", beside=put_model),
+    Reader("generate checkpoint", "adapter_config.json", "generate {folder} --prompt a --device cpu"),
+    Reader("generate --prompts", "p.jsonl", "generate {folder} --prompts {file} --device cpu", beside=put_model),
+    Reader("generate checkpoint", "model.safetensors", "generate {folder} --prompt a --device cpu", beside=put_model),
+    Reader("generate --prompts", "p.jsonl", "generate {folder} --prompts {file} --device cpu", beside=put_model),
+    Reader("generate checkpoint", "model.safetensors.index.json", "generate {folder} --prompt a --device cpu",
+           beside=put_model),
+    Reader("upload checkpoint", "adapter_config.json", "upload {folder} a/b --dry-run", None, (),
+           beside=lambda folder: (folder / "a.safetensors").touch()),
+    Reader("model.path", "config.json", "run {config} model.path={folder} model.preset=null output_dir={out}"),
+    Reader("model.preset", "m.json", "run {config} model.preset={file} output_dir={out}"),
+    Reader("tokenizer.path", "t.json", "data check {config} tokenizer.path={file}"),
+    *(
+        Reader("tokenizer.path", name, "data check {config} tokenizer.path={folder}",
+               (TOKENIZER / name).read_text() if (TOKENIZER / name).exists() else "{}", ("missing",),
+               beside=put_tokenizer)
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                     "generation_config.json", "config.json", "chat_template.jinja")
+    ),
+    Reader("tokenizer.chat_template", "t.jinja", "data check {config} tokenizer.chat_template={file}"),
+    *(
+        Reader("data.source", f"s{kind}", DATA, WHOLE.get(kind),
+               (*ANY_TEXT, "too large") if kind == ".txt" else ("too large",))
+        for kind in (*WHOLE, ".parquet", ".jsonl.gz", ".json.gz")
+    ),
+    Reader("validation.source", "s.jsonl", "data check {config} validation.source={file}", None, ("too large",)),
+    Reader("lora.adapter_path", "adapter_config.json",
+           LORA + " lora.adapter_path={folder} output_dir={out}"),
+    Reader("lora.adapter_path", "adapter_model.safetensors",
+           LORA + " lora.adapter_path={folder} output_dir={out}", beside=put_adapter),
+    Reader("distill.from_disk", "teacher.json",
+           "run distill_distributed --config {config} recipe=distill_distributed distill.from_disk={folder} "
+           "output_dir={out}"),
+    *(
+        Reader("output_dir", name, "run {config} output_dir={folder}", None, ("missing",))
+        for name in ("config.yaml", "summary.json", "report.html")
+    ),
+    Reader("output_dir", "metrics.jsonl", "run {config} output_dir={folder}", None, ("missing", "empty")),
+    Reader("import file", "dataset_info.json", "import {folder}/c.yaml --from llama-factory", None, ("missing",),
+           beside=put_import),
+    Reader("resume", "manifest.json", "run {config} resume={folder} output_dir={out}"),
+)  # fmt: skip
