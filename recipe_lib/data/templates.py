@@ -193,8 +193,10 @@ class Encoder:
 
     def _without_end(self, message: Message) -> Message:
         """An answer without the end token that its text ends with: the template writes it."""
-        if message["role"] != "assistant" or not self.texts.find_end(message["content"]):
+        end = self.texts.find_end(message["content"]) if message["role"] == "assistant" else ""
+        if not end:
             return message
+        self._special.note([end], parses=True)
         return {**message, "content": self.texts.take_end(message["content"])}
 
     def _shared_out(self, sample: Conversation, numbers: Sequence[int], escape: Escape, inside: bool) -> EncodedSample:
