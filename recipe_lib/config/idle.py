@@ -115,7 +115,7 @@ def chooses_labels(cfg: Any) -> str | None:
 
 
 def ends_texts(cfg: Any) -> str | None:
-    """a format of texts"""
+    """a format whose samples may be texts"""
     return _only(cfg, {"alpaca", "sharegpt", "messages", "classification"})
 
 
