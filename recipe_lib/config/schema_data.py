@@ -159,7 +159,7 @@ class DataConfig:
         "Special tokens that samples spell out become tokens; false: they stay text. null: by format: in the texts of "
         "`text`, `prompt_completion`, `preference`, `kto` and `classification`, and not in messages.",
         needs=idle.parses_otherwise,
-        known_as="HF, LLaMA-Factory split_special_tokens, the other way round",
+        known_as="LLaMA-Factory split_special_tokens; HF has it too: its opposite",
     )
     max_samples: int | None = key(
         None, "Use only the first samples of the source.", minimum=1, known_as="LLaMA-Factory max_samples"

@@ -29,7 +29,7 @@ from recipe_lib.data.spans import Span
 from recipe_lib.data.thoughts import TAGS
 from recipe_lib.errors import DataError
 
-_PROMPTS = ([], ["user"], ["system"], ["system", "user"])
+_PROMPTS: tuple[list[str], ...] = ([], ["user"], ["system"], ["system", "user"])
 _PROBES: tuple[Sequence[Message], ...] = (
     ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}),
     ({"role": "system", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}),
