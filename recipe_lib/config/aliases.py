@@ -70,6 +70,8 @@ _ELSEWHERE = {
     "data.truncation": "truncation_mode excess_length_strategy",
     "data.shuffle": "shuffle_dataset shuffle_merged_datasets",
     "data.add_bos": "add_bos_token prepend_bos",
+    "data.add_eos": "add_eos_token append_eos",
+    "data.parse_special_tokens": "split_special_tokens",
     "data.max_samples": "max_train_samples",
     "data.num_proc": "dataset_num_proc dataset_processes preprocessing_num_workers",
     "data.num_workers": "dataloader_num_workers num_data_workers num_loading_workers",
@@ -276,7 +278,7 @@ NOTHING_LIKE_IT = frozenset(
     "train_batch_size modules_to_save lora_modules_to_save zero_stage fsdp_sharding_strategy sharding_strategy min_lr "
     "lr_min pipeline_parallel_microbatch_size num_layers_per_virtual_pipeline_stage gamma_beta_ratio wandb_run_id "
     "run_id "
-    "dataset_config init_timeout_seconds adapter ref_model reference_model every_steps moe z_loss add_eos "
+    "dataset_config init_timeout_seconds adapter ref_model reference_model every_steps moe z_loss "
     "overwrite_cache "
     "devices neftune_noise_alpha group_by_length special_tokens max_prompt_length max_completion_length".split()
 )

@@ -114,6 +114,17 @@ def chooses_labels(cfg: Any) -> str | None:
     )
 
 
+def ends_texts(cfg: Any) -> str | None:
+    """a format whose samples may be texts"""
+    return _only(cfg, {"alpaca", "sharegpt", "messages", "classification"})
+
+
+def parses_otherwise(cfg: Any) -> str | None:
+    """another value than the format's own"""
+    alike = {"text", "prompt_completion"} if cfg.data.parse_special_tokens else {"alpaca", "sharegpt", "messages"}
+    return _only(cfg, alike)
+
+
 def reads_hub(cfg: Any) -> str | None:
     """a hub dataset"""
     sources = [*(source.source for source in cfg.data.sources), cfg.data.source, cfg.validation.source]

@@ -147,6 +147,20 @@ class DataConfig:
         "own.",
         known_as="torchtune add_bos",
     )
+    add_eos: bool = key(
+        True,
+        "End each `text`, each completion and each answer that is rendered already with EOS, unless an end token ends "
+        "it.",
+        needs=idle.ends_texts,
+        known_as="torchtune add_eos; Axolotl, TRL and LLaMA-Factory always do",
+    )
+    parse_special_tokens: bool | None = key(
+        None,
+        "Special tokens that samples spell out become tokens; false: they stay text. null: by format: in the texts of "
+        "`text`, `prompt_completion`, `preference`, `kto` and `classification`, and not in messages.",
+        needs=idle.parses_otherwise,
+        known_as="LLaMA-Factory split_special_tokens; HF has it too: its opposite",
+    )
     max_samples: int | None = key(
         None, "Use only the first samples of the source.", minimum=1, known_as="LLaMA-Factory max_samples"
     )

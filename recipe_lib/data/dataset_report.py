@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from recipe_lib.data.special_counts import SpecialCounts
 from recipe_lib.errors import DataError
 from recipe_lib.units import counted
 
@@ -52,8 +53,8 @@ class DataReport:
     untrained_ends: int = 0  # answers whose beginning is trained and whose end-of-turn token is not
     texts: int = 0  # documents, which are cut into sequences
     text_tokens: int = 0  # tokens of those sequences
-    dropped_pieces: int = 0  # last pieces of documents that do not fill a sequence
-    dropped_tokens: int = 0
+    lacks_eos: bool = False  # texts should end with EOS, and the tokenizer has none
+    special: SpecialCounts = field(default_factory=SpecialCounts)  # special tokens that the samples spell out
     apart_samples: int = 0
     unseen_samples: int = 0  # samples with a message of the system or the user that the template does not write
     openings: int = 0  # conversations that the assistant begins; that message is not trained
@@ -91,6 +92,7 @@ class DataReport:
         if self.template == "none":
             self.template = other.template
         self.first_mark = self.first_mark or other.first_mark
+        self.special.add(other.special)
         self.bad_samples.update(other.bad_samples)
         self.first_bad = other.first_bad | self.first_bad
         self.bad_lines = _first_of_all_and_each([*self.bad_lines, *other.bad_lines])
@@ -109,7 +111,7 @@ class DataReport:
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         parts = [part.to_json() for part in self.parts]
-        return vars(self) | {"bad_samples": dict(self.bad_samples), "parts": parts}
+        return vars(self) | {"bad_samples": dict(self.bad_samples), "special": vars(self.special), "parts": parts}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "DataReport":
@@ -117,7 +119,7 @@ class DataReport:
         parts = [DataReport.from_json(part) for part in content["parts"]]
         bad = [(cause, line) for cause, line in content["bad_lines"]]
         restored = {"bad_samples": Counter(content["bad_samples"]), "bad_lines": bad, "parts": parts}
-        return DataReport(**dict(content) | restored)
+        return DataReport(**dict(content) | restored | {"special": SpecialCounts.from_json(content["special"])})
 
     def check_share(self) -> None:
         """Raises DataError if, from some of the sources, no token or every token is a label token."""
@@ -193,7 +195,7 @@ class DataReport:
             *(f"data: {part.part_line()}" for part in self.parts),
             *([f"data: {self.bos_line()}"] if self.sequences else []),
         ]
-        lines += self._sequence_lines() + self._lost_lines() + self._odd_lines()
+        lines += self._sequence_lines() + self._lost_lines() + self.special.lines(self.chats) + self._odd_lines()
         return lines + self._bad_lines() if faults else lines
 
     def part_line(self) -> str:
@@ -272,17 +274,16 @@ class DataReport:
                 f"warning: data: {self.untrained_ends} answers end without their end-of-turn token, so nothing "
                 "teaches the model to stop there (they were cut, or their last token is none that generation stops at)"
             )
-        if self.dropped_pieces:
-            lines.append(
-                f"data: {self.dropped_pieces} last pieces of texts ({self.dropped_tokens} tokens) do not fill a "
-                "sequence of "
-                f"{self.max_seq_len} tokens and were left out"
-            )
         return lines
 
     def _odd_lines(self) -> list[str]:
         """What is not as most would expect, and no fault."""
         lines = []
+        if self.texts and self.lacks_eos:
+            lines.append(
+                "warning: data: the tokenizer has no EOS token, so that nothing says where a text ends; set eos_token "
+                "in tokenizer_config.json, or data.add_eos=false"
+            )
         if self.openings:
             lines.append(
                 f"data: in {counted(self.openings, 'conversation')} the assistant begins; no prompt asks for that "

@@ -10,6 +10,7 @@ from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.dataset import digest_of
 from recipe_lib.data.dataset_report import DataReport
+from recipe_lib.data.encoded import Encoded
 from recipe_lib.data.find_format import fitting
 from recipe_lib.data.sample_columns import Renamed, columns_section, overrides
 from recipe_lib.data.samples import (
@@ -24,7 +25,7 @@ from recipe_lib.data.samples import (
     located,
 )
 from recipe_lib.data.sources import SampleFile
-from recipe_lib.data.templates import Encoded, Encoder
+from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError, UserError
 
 
@@ -101,6 +102,7 @@ class SourceEncoder:
             adds_bos=encoder.add_bos,
             history=encoder.history,
             falls_back=cfg.template == "auto" and encoder.template == "plain",
+            lacks_eos=cfg.add_eos and encoder.tokenizer.eos_id is None,
         )
 
     def encode(self, file: SampleFile, start: int, stop: int | None) -> Chunk:
@@ -114,6 +116,7 @@ class SourceEncoder:
                         raise sample
                     self._add(chunk, number, place, self.read(self._renamed(sample, place)))
                 except SampleFault as fault:
+                    self.encoder.take_spelled()
                     chunk.report.add_bad(fault.cause, located(place, fault))
         except UserError as error:
             chunk.fault = error
@@ -147,13 +150,16 @@ class SourceEncoder:
         report = chunk.report
         if isinstance(sample, Document):
             self._add_document(chunk, number, sample.text)
+            report.special.note(place, self.encoder.take_spelled())
             return
         items = self._items(report, place, sample)
         content = sample.content if isinstance(sample, Classified) else sample
-        if isinstance(content, Conversation | Preference | LabeledAnswer):
+        spelled = self.encoder.take_spelled()
+        report.special.note(place, spelled)
+        report.preferences += isinstance(sample, Preference)
+        if isinstance(content, Conversation | Preference | LabeledAnswer) and not spelled.rendered:
             report.template = self.encoder.template
             report.chats += 1
-            report.preferences += isinstance(sample, Preference)
         report.apart_samples += any(encoded.apart for item in items for encoded in item)
         report.unseen_samples += any(encoded.left_out for item in items for encoded in item)
         report.labels += isinstance(sample, LabeledAnswer)
@@ -179,7 +185,7 @@ class SourceEncoder:
         if isinstance(sample, Preference):
             return [self.encoder.encode_preference(sample)]
         if isinstance(sample, LabeledAnswer):
-            return [(self.encoder.encode_answer(sample.prompt, sample.completion, sample.tools, sample.places),)]
+            return [(self.encoder.encode_labeled(sample),)]
         if isinstance(sample, Classified):
             return [(self.encoder.encode_whole(sample.content),)]
         whole = self.encoder.encode_sample(sample)
@@ -229,19 +235,16 @@ class SourceEncoder:
         return kept
 
     def _add_document(self, chunk: Chunk, number: int, text: str) -> None:
-        """Cuts a text into sequences of max_seq_len + 1 ids; the rest is dropped unless there is nothing else."""
-        encoder, report = self.encoder, chunk.report
-        ids = encoder.tokenizer.encode(text, add_bos=encoder.add_bos)
+        """Cuts a text into sequences of max_seq_len tokens, the last one of what is left.
+
+        Each begins with the last target of the one before: every id but the first is a target once."""
+        report = chunk.report
+        ids = self.encoder.texts.encode_document(text)
         if len(ids) < 2:
             raise SampleFault("nothing to predict", f"found a text of {len(ids)} tokens, expected at least 2")
         report.texts += 1
-        room = self.max_seq_len + 1
-        for start in range(0, len(ids), room):
-            piece = ids[start : start + room]
-            if len(piece) < room and start > 0:
-                report.dropped_pieces += 1
-                report.dropped_tokens += len(piece)
-                return
+        for start in range(0, len(ids) - 1, self.max_seq_len):
+            piece = ids[start : start + self.max_seq_len + 1]
             report.text_tokens += len(piece) - 1
             chunk.append(number, (piece, [False] + [True] * (len(piece) - 1)))
 

@@ -1,15 +1,101 @@
-"""Special tokens that a sample only writes must stay text: a private-use letter inside each keeps it from being
-found."""
+"""Special tokens that a sample spells out: which there are, and what keeps them from being taken for the template's.
+
+A private-use letter stands inside each of them while a template is rendered, so that none is found that the template
+has not written itself. After that they stay text, or become tokens all the same (`data.parse_special_tokens`).
+"""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
-from recipe_lib.data.samples import SampleFault
+from recipe_lib.data.samples import SampleFault, TextTokenizer
+from recipe_lib.data.thoughts import TAGS, with_tags
 
 # Unicode's private use areas, which no text should hold.
 PRIVATE_LETTERS = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
+
+
+class Escape(NamedTuple):
+    """How a sample's own special tokens are written. letter: stands in each of them; None: there are none. parses: they
+    become tokens once the letter is taken out again, and stay text otherwise."""
+
+    letter: str | None = None
+    parses: bool = False
+
+
+@dataclass
+class SpelledTokens:
+    """The special tokens that a sample spells out, by token: how many become tokens, how many stay text.
+
+    rendered: its texts hold the template's own already, and are encoded as they stand."""
+
+    parsed: Counter[str] = field(default_factory=Counter)
+    unparsed: Counter[str] = field(default_factory=Counter)
+    rendered: bool = False
+
+
+class SpecialTokens:
+    """Looks for a tokenizer's special tokens in samples, and counts them. pattern: finds any; None: there are none."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer, self._spelled = tokenizer, SpelledTokens()
+        self.pattern = special_pattern(tokenizer.special_texts)
+
+    def take(self) -> SpelledTokens:
+        """What was noted since this was asked for the last time."""
+        spelled, self._spelled = self._spelled, SpelledTokens()
+        return spelled
+
+    def note_rendered(self) -> None:
+        """Notes that the sample's texts are encoded as they stand."""
+        self._spelled.rendered = True
+
+    def note(self, texts: Sequence[str], parses: bool) -> None:
+        """Notes the tokens of texts that are encoded as they stand."""
+        self._add(count_special(texts, self.pattern), parses)
+
+    def note_once(self, content: list[Any], parses: bool) -> None:
+        """Takes off what was noted for content that stands in a second sequence as well."""
+        if self._spelled.parsed or self._spelled.unparsed:
+            noted = self._spelled.parsed if parses else self._spelled.unparsed
+            noted -= self._escaped(content)[2]
+
+    def escape(self, content: list[Any], parses: bool = False) -> tuple[Any, Escape]:
+        """The same with a private letter inside each special token that is only written in the text; they are noted.
+
+        Rendering puts the template's own special tokens between; these are found, the others are not.
+        """
+        changed, letter, counts = self._escaped(content)
+        self._add(counts, parses)
+        return changed, Escape(letter, parses)
+
+    def unused_letters(self, content: Any, count: int) -> list[str]:
+        """Letters that neither the content nor the chat template holds. Raises SampleFault: there are none left."""
+        return unused_letters(content, self._tokenizer.chat_template or "", count)
+
+    def _add(self, counts: Mapping[str, int], parses: bool) -> None:
+        if counts:
+            (self._spelled.parsed if parses else self._spelled.unparsed).update(counts)
+
+    def _escaped(self, content: list[Any]) -> tuple[Any, str | None, Counter[str]]:
+        """The content with a letter in each special token, the letter, and how many there are of each; the tags of an
+        answer's thought are none."""
+        counts = count_special(content, self.pattern)
+        if self.pattern is None or not counts:
+            return content, None, counts
+        special = self.pattern
+        letter = self.unused_letters(content, 1)[0]
+        changed = _changed(content, lambda text: special.sub(lambda m: m.group()[0] + letter + m.group()[1:], text))
+        if isinstance(changed[0], list):
+            tagged = [with_tags(message, letter) for message in changed[0]]
+            for before, after in zip(changed[0], tagged, strict=True):
+                if after is not before:
+                    counts.subtract(TAGS[: len(before["content"]) - len(after["content"])])
+            changed[0] = tagged
+        return changed, letter, +counts
 
 
 def special_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
@@ -30,13 +116,20 @@ def unused_letters(content: Any, template: str, count: int) -> list[str]:
     return letters
 
 
-def escaped(content: Any, special: re.Pattern[str] | None, find_letter: Callable[[], str]) -> tuple[Any, str | None]:
-    """The content with a letter after the first character of each special token, and the letter; or the same
-    content and None where there is nothing to escape."""
-    if special is None or not any(special.search(text) for text in texts_of(content)):
-        return content, None
-    letter = find_letter()
-    return _changed(content, lambda text: special.sub(lambda m: m.group()[0] + letter + m.group()[1:], text)), letter
+def count_special(content: Any, special: re.Pattern[str] | None) -> Counter[str]:
+    """How often nested lists and dicts spell out each special token."""
+    found: list[str] = []
+    if special is not None:
+        for text in texts_of(content):
+            found += special.findall(text)
+    return Counter(found)
+
+
+def encode_escaped(tokenizer: TextTokenizer, parts: Sequence[str], escape: Escape) -> list[list[int]]:
+    """Ids of each part of a rendering, without the letter of an escape."""
+    if escape.parses and escape.letter is not None:
+        return tokenizer.encode_pieces([part.replace(escape.letter, "") for part in parts])
+    return tokenizer.encode_pieces(parts, literal=escape.letter)
 
 
 def texts_of(content: Any) -> Iterator[str]:

@@ -139,7 +139,10 @@ def read_preference(sample: RawSample) -> Preference:
         raise SampleFault("equal answers", "found chosen equal to rejected, expected two different answers")
     pairs = zip(chosen.messages, rejected.messages, strict=False)
     shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    _check_prompt(sample, chosen, rejected, shared)
+    no_prompt = _why_no_prompt(sample, chosen, rejected, shared)
+    both_texts = isinstance(sample["chosen"], str) and isinstance(sample["rejected"], str)
+    if no_prompt and not (both_texts and sample["chosen"][:1] == sample["rejected"][:1]):
+        raise no_prompt  # of texts that begin alike the encoder raises it: it knows what a rendered prompt looks like
     tools, path = read_tools(sample)
     for name, turns in (("chosen", chosen), ("rejected", rejected)):
         where, messages, places = path_of(sample, name), turns.messages, SamplePlaces(turns.places, path)
@@ -160,7 +163,7 @@ def read_preference(sample: RawSample) -> Preference:
                 check_answer(messages[number], places.text(number))
     both = SamplePlaces(chosen.places, path), SamplePlaces(rejected.places, path)
     answers = chosen.messages[shared:], rejected.messages[shared:]
-    return Preference(chosen.messages[:shared], *answers, tools, both, _margin(sample.get("margin")))
+    return Preference(chosen.messages[:shared], *answers, tools, both, _margin(sample.get("margin")), no_prompt)
 
 
 def _margin(value: object) -> float:
@@ -244,16 +247,16 @@ def _class(sample: RawSample) -> str:
     return text.lower() if isinstance(value, bool) else text
 
 
-def _check_prompt(sample: RawSample, chosen: Turns, rejected: Turns, shared: int) -> None:
-    """Raises SampleFault for two answers that follow nothing, or a message of the system alone."""
+def _why_no_prompt(sample: RawSample, chosen: Turns, rejected: Turns, shared: int) -> SampleFault | None:
+    """What is wrong with two answers that follow nothing, or a message of the system alone; None: they do not."""
     both = [turns.messages[shared:] for turns in (chosen, rejected)]
     asked = any(message["role"] != "system" for message in chosen.messages[:shared])
     if asked or not all(messages and messages[0]["role"] == "assistant" for messages in both):
-        return
+        return None
     own = called("prompt", sample, OTHER_NAMES["prompt"])
     section = sample.section if isinstance(sample, Renamed) else "data"
     remedy = f"; if {own} is the prompt, set {overrides(section, {'prompt': own})[0]}" if own else ""
-    raise SampleFault(
+    return SampleFault(
         "no prompt",
         f"found answers without a prompt, expected prompt, or conversations that begin alike{remedy}",
     )

@@ -96,6 +96,10 @@ def _sample_counts(report: DataReport) -> dict[str, Any]:
         "marks_with_space_after": report.marks_with_space_after,
         "marks_differing": report.marks_differing,
         "samples_with_unseen_messages": report.unseen_samples,
+        "special_tokens_parsed": dict(report.special.parsed),
+        "special_tokens_unparsed": dict(report.special.unparsed),
+        "samples_with_unparsed_special_tokens": report.special.samples,
+        "samples_rendered_already": report.special.rendered,
         "duplicate_sequences": report.duplicate_sequences,
     }
 
@@ -143,6 +147,9 @@ def _report_findings(report: DataReport, max_seq_len: int) -> Iterable[Finding]:
             f"in {counted(report.unseen_samples, 'sample')} the chat template leaves out a system's or user's message"
         )
         yield Finding("unseen-messages", line, report.unseen_samples)
+    special = report.special
+    if special.samples:
+        yield _placed("split-special-tokens", special.unparsed_line(), special.samples, special.places)
     for part in report.parts or [report]:
         fault = part.share_fault()
         if fault:

@@ -17,6 +17,11 @@ class MessagePlace(NamedTuple):
     path: str
     text: str
 
+    @property
+    def is_text(self) -> bool:
+        """Whether a column is the content itself, and no message."""
+        return self.path == self.text
+
 
 @dataclass(frozen=True)
 class SamplePlaces:
@@ -30,6 +35,11 @@ class SamplePlaces:
         if number < len(self.messages):
             return self.messages[number].path + field
         return f"message {number} (the first is 0)" + (f": {field}" if field else "")
+
+    @property
+    def are_texts(self) -> bool:
+        """Whether each message is the text of a column."""
+        return bool(self.messages) and all(place.is_text for place in self.messages)
 
     def text(self, number: int) -> str:
         """Where the content of a message is."""
@@ -48,7 +58,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """Text as it stands, without a template; the loss counts the completion and the EOS after it."""
+    """Text as it stands, without a template; the loss counts the completion and the end token after it."""
 
     prompt: str
     completion: str
@@ -72,6 +82,7 @@ class Preference:
     tools: Sequence[Mapping[str, Any]] | None = None
     places: tuple[SamplePlaces, SamplePlaces] = field(default=(SamplePlaces(), SamplePlaces()), compare=False)
     margin: float = 0.0  # by how much chosen is better; NaN: the sample has one that is no number
+    no_prompt: "SampleFault | None" = field(default=None, compare=False)  # unless the texts are rendered already
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from recipe_lib.data.template_behavior import THOUGHT_KEYS, Habits
 # A prompt for an answer may end with a thought that is begun, or with one that is over.
 OPENED = re.compile(r"<think>\s*\Z")
 CLOSED = re.compile(r"<think>\s*</think>\s*\Z")
+TAGS = ("<think>", "</think>")
 _WRITTEN = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 

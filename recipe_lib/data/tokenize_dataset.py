@@ -152,7 +152,15 @@ class _Build:
             for (section, source), files in zip(sources.items(), opened, strict=True)
         }
         self.sources = list(sources.values())
-        encoder = Encoder(tokenizer, cfg.template, cfg.train_on, cfg.add_bos, cfg.history)
+        encoder = Encoder(
+            tokenizer,
+            template=cfg.template,
+            train_on=cfg.train_on,
+            add_bos=cfg.add_bos,
+            history=cfg.history,
+            add_eos=cfg.add_eos,
+            parse_special=cfg.parse_special_tokens,
+        )
         self.add_bos, self.template = encoder.add_bos, encoder.template
         self.encoders = [
             SourceEncoder(cfg, source, encoder, max_seq_len, section) for section, source in sources.items()
@@ -192,7 +200,9 @@ class _Build:
     def _decides(self) -> dict[str, Any]:
         """The settings that decide what the samples become."""
         cfg = self.cfg
-        return {
+        # At their defaults these change no sequence of an earlier version, whose runs can be resumed then.
+        newer = {"add_eos": (cfg.add_eos, True), "parse_special_tokens": (cfg.parse_special_tokens, None)}
+        return {name: value for name, (value, default) in newer.items() if value != default} | {
             "formats": [encoder.format for encoder in self.encoders],
             "template": self.template,
             "train_on": cfg.train_on,

@@ -306,3 +306,21 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[s
     code, _, err = tune(capsys, *words)
     assert code == 2
     assert line in err and err.count("\n") == 1
+
+
+def test_special_tokens_that_stay_text_are_a_fault_and_parsed_ones_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    rows = write(tmp_path / "rows.jsonl", [*ROWS, {"instruction": "Stop<|end|>", "output": "a<|end|><|user|>b<|end|>"}])
+    code, out, err = tune(capsys, "check", *arguments(rows))
+    assert code == 2 and "faults: split-special-tokens" in out
+    assert "error: split-special-tokens: 1 sample spells out special tokens that stay text" in err
+    assert f"  {rows}:4: found '<|end|>' 3 times, '<|user|>' once\n" in err
+    assert tune(capsys, "check", *arguments(rows), "--allow", "split-special-tokens")[0] == 0
+    _, out, _ = tune(capsys, "check", *arguments(rows), "--json")
+    numbers = json.loads(out)
+    assert numbers["special_tokens_unparsed"] == {"<|end|>": 3, "<|user|>": 1}
+    assert numbers["samples_with_unparsed_special_tokens"] == 1 and numbers["special_tokens_parsed"] == {}
+    code, out, err = tune(capsys, "check", *arguments(rows, "data.parse_special_tokens=true"))
+    assert (code, err) == (0, "") and "faults: none" in out  # what the fault's line tells to do
+    assert "special tokens that the samples spell out are parsed: '<|end|>' 3 times, '<|user|>' once" in out

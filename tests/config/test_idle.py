@@ -122,6 +122,8 @@ CASES = [
      "reward.loss is classification", RewardFinetuneConfig),
     ("memory.loss_kernel=torch", [], "the loss of pairs is dpo.loss, sigmoid", DPO),
     ("data.train_on=all", [], "data.format is preference", DPO),
+    ("data.add_eos=false", ["data.format=alpaca"], "data.format is alpaca"),
+    ("data.parse_special_tokens=true", ["data.format=text"], "data.format is text"),
     ("memory.loss_kernel=torch", [], "the loss is distillation, distill.divergence forward_kl", DISTILL),
     ("lora.rank=4", [], "distill.trainable is all", DISTILL),
     ("distill.beta=0.3", [], "distill.divergence is forward_kl", DISTILL),

@@ -187,7 +187,8 @@ Label tokens, those that the loss counts, are the answers of the assistant, each
 generation prompt up to and including the token that ends the turn. `data.train_on` chooses others: `last`, `all`, or a
 list of roles such as `[assistant, tool]`. A message with `train: false` is left out and one with `train: true` is
 included, whatever its role. In `prompt_completion` the labels are the completion and the EOS token after it, in `text`
-every token but the first, in `preference` the chosen and the rejected answer, whatever `data.train_on` says.
+every token but the first, the EOS token after it included, in `preference` the chosen and the rejected answer, whatever
+`data.train_on` says. A completion or text that ends with an end token has no second one after it.
 
 An answer is located by two renderings of the chat template: of the conversation before it, with the generation prompt,
 and of the conversation in which it comes last. What the second adds to the first is what a model must write, and it

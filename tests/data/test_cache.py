@@ -77,7 +77,7 @@ def test_whatever_changes_a_row_changes_the_key(chatml, plain, root, rows_file, 
     settings = [
         {"max_seq_len": 63}, {"train_on": "all"}, {"add_bos": False, "template": "plain"}, {"max_samples": 3},
         {"truncation": "drop"}, {"on_invalid": "skip"}, {"columns": {"prompt": "completion"}}, {"format": "text",
-        "columns": {"text": "prompt"}},
+        "columns": {"text": "prompt"}}, {"add_eos": False}, {"parse_special_tokens": False},
     ]  # fmt: skip
     for number, changed in enumerate(settings, start=2):
         build(chatml, root, source, **{"max_seq_len": 64} | changed)
@@ -89,7 +89,7 @@ def test_whatever_changes_a_row_changes_the_key(chatml, plain, root, rows_file, 
     build(chatml, root, source)
     rows_file(*ROWS, name="again.jsonl")
     build(chatml, root, str(tmp_path / "again.jsonl"))  # its places have another name
-    assert tokenized() == len(folders(root)) == 13
+    assert tokenized() == len(folders(root)) == 15
 
 
 def test_another_vocabulary_of_the_same_size_changes_the_key(root, rows_file, tmp_path, tokenized):

@@ -183,40 +183,34 @@ def test_text_is_cut_in_file_order(plain, tmp_path):
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.txt").write_text("dog cat")
     dataset = build(tmp_path, plain, max_seq_len=10, format="text")
-    ids = plain.encode(text, add_bos=True)
+    ids = [*plain.encode(text, add_bos=True), plain.eos_id]
     assert ids[0] == plain.bos_id
-    whole = len(ids) // 11
-    for at in range(whole):
-        piece = ids[at * 11 : at * 11 + 11]
+    starts = range(0, len(ids) - 1, 10)
+    for at, start in enumerate(starts):
+        piece = ids[start : start + 11]
         assert dataset[at].tokens.tolist() == piece[:-1] and dataset[at].labels.tolist() == piece[1:]
-    short = plain.encode("dog cat", add_bos=True)
-    assert len(dataset) == whole + 1 and dataset[whole].tokens.tolist() == short[:-1]
-    report = dataset.report
-    assert (report.dropped_pieces, report.dropped_tokens) == (1, len(ids) % 11)
-    assert f"data: {len(dataset)} sequences cut from 2 texts read from" in report.lines()[0]
-    assert f"1 last pieces of texts ({len(ids) % 11} tokens) do not fill a sequence of 10 tokens" in report.lines()[2]
-    assert "label tokens: all tokens, 100.0 %" in report.lines()[0]
+    short = [*plain.encode("dog cat", add_bos=True), plain.eos_id]
+    assert len(dataset) == len(starts) + 1 and dataset[len(starts)].tokens.tolist() == short[:-1]
+    assert f"data: {len(dataset)} sequences cut from 2 texts read from" in dataset.report.lines()[0]
+    assert "label tokens: all tokens, 100.0 %" in dataset.report.lines()[0]
     assert dataset.report.trained_tokens == dataset.trained_counts.sum() == dataset.lengths.sum()
     without = build(tmp_path, plain, max_seq_len=10, format="text", add_bos=False)
     assert without[0].tokens.tolist() == ids[1:11]
 
 
 def test_text_of_json_rows_and_of_one_token(plain, chatml, rows_file):
-    dataset = build(rows_file({"text": "the cat"}, {"text": "a"}), plain, format="text")
+    dataset = build(rows_file({"text": "the cat"}, {"text": "a"}), plain, format="text", add_eos=False)
     assert len(dataset) == 2 and dataset[1].tokens.tolist() == [plain.bos_id]
     source = rows_file({"text": "the cat"}, {"text": "a"})
-    refused(r"rows.jsonl:2: found a text of 1 tokens, expected at least 2", source, chatml, format="text")
+    assert build(source, chatml, format="text")[1].labels.tolist() == [chatml.eos_id]
+    line = r"rows.jsonl:2: found a text of 1 tokens, expected at least 2"
+    refused(line, source, chatml, format="text", add_eos=False)
 
 
 def test_a_text_file_for_another_format(chatml, tmp_path):
     (tmp_path / "a.txt").write_text("hello")
     line = r"a.txt: found a text file, expected .json or .jsonl for the format alpaca; set data.format to text"
     refused(line, tmp_path, chatml, format="alpaca")
-
-
-def test_special_tokens_in_text_are_not_parsed(plain, tmp_path):
-    (tmp_path / "a.txt").write_text("a<|im_end|>b")
-    assert plain.eos_id not in build(tmp_path, plain, format="text")[0].tokens
 
 
 def test_fingerprint_changes_with_rows_and_settings_only(chatml, plain, rows_file):
@@ -278,8 +272,8 @@ def test_rows_longer_than_the_model_are_warned_of(plain, tmp_path, caplog, monke
     warn_of_positions(10, dataset, None)
     assert not caplog.records
     warn_of_positions(9, dataset, None)
-    count = len(dataset)
-    assert f"warning: {count} of {count} sequences of {tmp_path} are longer than the 9 tokens" in caplog.text
+    long, count = (dataset.lengths > 9).sum(), len(dataset)
+    assert f"warning: {long} of {count} sequences of {tmp_path} are longer than the 9 tokens" in caplog.text
 
 
 def test_vocabulary_and_model(chatml, rows_file, tmp_path):
@@ -316,9 +310,9 @@ def test_real_sets_end_to_end(realdata):
     folder = realdata / "datasets"
     shakespeare = build(folder / "text" / "tinyshakespeare.txt", tokenizer, max_seq_len=256, format="text")
     ids = tokenizer.encode((folder / "text" / "tinyshakespeare.txt").read_bytes().decode(), add_bos=True)
-    assert len(shakespeare) == len(ids) // 257
-    assert shakespeare[3].tokens.tolist() == ids[3 * 257 : 4 * 257 - 1]
-    assert np.array_equal(shakespeare[3].labels, ids[3 * 257 + 1 : 4 * 257])
+    assert len(shakespeare) == -(-len(ids) // 256)
+    assert shakespeare[3].tokens.tolist() == ids[3 * 256 : 4 * 256]
+    assert np.array_equal(shakespeare[3].labels, ids[3 * 256 + 1 : 4 * 256 + 1])
     mapped = {"prompt": "question", "completion": "answer"}
     gsm = build(folder / "gsm8k" / "test.jsonl", tokenizer, max_seq_len=2048, columns=mapped, max_samples=50)
     rows = [json.loads(line) for line in (folder / "gsm8k" / "test.jsonl").read_text().splitlines()[:50]]

@@ -238,7 +238,7 @@ def test_an_answer_that_begins_like_the_prompt_ends_is_encoded_apart(tmp_path):
 
 
 def test_completion_is_text_as_it_stands(plain):
-    encoded = Encoder(plain, "auto").encode(Completion("the ", "cat<|im_end|>"))
+    encoded = Encoder(plain, "auto", parse_special=False).encode(Completion("the ", "cat<|im_end|>"))
     assert plain.decode(encoded.ids) == "<|bos|>the cat<|im_end|><|im_end|>"
     assert (
         plain.decode([i for i, t in zip(encoded.ids, encoded.trained, strict=True) if t]) == "cat<|im_end|><|im_end|>"

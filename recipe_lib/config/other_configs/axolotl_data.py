@@ -7,7 +7,7 @@ from recipe_lib.config.other_configs.conversion import ConfigImport, is_off
 from recipe_lib.config.other_configs.their_data import LOADERS, TEMPLATE, carry_split, find_source
 
 _WORDS = "the text is the tokenizer's chat template, without the words that Axolotl puts around an instruction"
-_DOCUMENTS = "texts are put one after the other and cut into sequences of max_seq_len"
+_DOCUMENTS = "a text longer than max_seq_len is cut into several sequences, the last of what is left"
 _NO_TYPE = "no such type; known are "
 
 # type -> (format, columns: theirs by ours, what is different).

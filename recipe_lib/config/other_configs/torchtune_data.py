@@ -21,7 +21,7 @@ class TorchtuneDataset:
 
 
 _ALPACA = "the text is the tokenizer's chat template, without Alpaca's own words around the instruction"
-_DOCUMENTS = "texts are put one after the other and cut into sequences of max_seq_len, none is padded"
+_DOCUMENTS = "a text longer than max_seq_len is cut into several sequences, the last of what is left"
 _IN_OUT = {"input": "instruction", "output": "output"}
 _PAIRS = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
 _SELF = {"instruction": "instruction", "input": "input", "output": "output"}
@@ -62,8 +62,8 @@ STYLES = {"sharegpt": ("sharegpt", "conversations"), "openai": ("messages", "mes
 
 # Of one dataset: why nothing is missed, or what is missing.
 WITHOUT = {
-    "add_eos": "an end token follows each text that has one",
-    "split_across_pack": "texts are cut where a sequence ends",
+    "add_eos": "an end token follows each text; data.add_eos=false leaves it out",
+    "split_across_pack": "a text that does not fit into a pack begins another",
     "data_files": "",
     "name": "",
     "subset": "",

@@ -1,0 +1,78 @@
+"""The special tokens that the samples of a dataset spell out, in numbers and in lines for the log."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipe_lib.data.escaping import SpelledTokens
+from recipe_lib.units import counted
+
+PLACES = 5  # samples that are named
+SHOWN = 5  # special tokens that a line names
+
+
+@dataclass
+class SpecialCounts:
+    """Counts by token. parsed: became tokens; unparsed: stay text, in so many `samples`, of which `places` has the
+    first. rendered: samples that hold the template's own tokens and are encoded as they stand."""
+
+    parsed: Counter[str] = field(default_factory=Counter)
+    unparsed: Counter[str] = field(default_factory=Counter)
+    samples: int = 0
+    places: list[str] = field(default_factory=list)
+    rendered: int = 0
+
+    def note(self, place: str, spelled: SpelledTokens) -> None:
+        """Adds what a sample spells out. place: of the sample."""
+        self.parsed.update(spelled.parsed)
+        self.rendered += spelled.rendered
+        if spelled.unparsed:
+            self.unparsed.update(spelled.unparsed)
+            self.samples += 1
+            if len(self.places) < PLACES:
+                self.places.append(f"{place}: found {_name_tokens(spelled.unparsed)}")
+
+    def add(self, other: "SpecialCounts") -> None:
+        """Adds the counts over samples that come later."""
+        self.parsed.update(other.parsed)
+        self.unparsed.update(other.unparsed)
+        self.samples += other.samples
+        self.places = [*self.places, *other.places][:PLACES]
+        self.rendered += other.rendered
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> "SpecialCounts":
+        """The counts whose `vars` were made into JSON values. Raises TypeError or KeyError for anything else."""
+        counters = {name: Counter(content[name]) for name in ("parsed", "unparsed")}
+        return SpecialCounts(**dict(content) | counters)
+
+    def lines(self, chats: int) -> list[str]:
+        """For the log. chats: how many samples the template writes."""
+        lines = []
+        if self.parsed:
+            lines.append(f"data: special tokens that the samples spell out are parsed: {_name_tokens(self.parsed)}")
+        if self.rendered:
+            before = "warning: data" if chats else "data"
+            lines.append(
+                f"{before}: {self.rendered} of {counted(self.rendered + chats, 'sample')} hold a chat template's "
+                "special tokens: their texts are taken as rendered already, and no template is applied"
+            )
+        if self.unparsed:
+            lines.append(f"warning: data: {self.unparsed_line()}")
+        return lines
+
+    def unparsed_line(self) -> str:
+        """Which special tokens stay text, and what to do."""
+        spell = "spells" if self.samples == 1 else "spell"
+        return (
+            f"{counted(self.samples, 'sample')} {spell} out special tokens that stay text, cut into pieces: "
+            f"{_name_tokens(self.unparsed)}; set data.parse_special_tokens=true if whoever wrote the samples is "
+            "trusted, or take them out of the samples"
+        )
+
+
+def _name_tokens(counts: Counter[str]) -> str:
+    """Return `'<|im_end|>' 12 times, '<s>' once`, the most frequent first."""
+    named = [f"{token!r} {'once' if count == 1 else f'{count} times'}" for token, count in counts.most_common(SHOWN)]
+    return ", ".join(named) + (", ..." if len(counts) > SHOWN else "")
