@@ -11,7 +11,7 @@ from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.dataset import digest_of
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.find_format import fitting
-from recipe_lib.data.sample_columns import Renamed, columns_section, overrides
+from recipe_lib.data.sample_columns import Renamed, columns_section, overrides, spellings
 from recipe_lib.data.samples import (
     Classified,
     Completion,
@@ -25,6 +25,7 @@ from recipe_lib.data.samples import (
 )
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.templates import Encoded, Encoder
+from recipe_lib.data.unread import UnreadNames, has_control_characters
 from recipe_lib.errors import DataError, UserError
 
 
@@ -83,6 +84,7 @@ class SourceEncoder:
         self.read = registered("data.format", self.format)
         self.required = tuple(getattr(self.read, "required", ()))
         known = (*self.required, *getattr(self.read, "optional", ()))
+        self.unread = UnreadNames(known, self.format, cfg.ignore_columns, encoder.reads_key, encoder.reads_variable)
         for name in self.columns:
             if known and name not in known:
                 raise DataError(
@@ -101,6 +103,7 @@ class SourceEncoder:
             adds_bos=encoder.add_bos,
             history=encoder.history,
             falls_back=cfg.template == "auto" and encoder.template == "plain",
+            ignored=list(cfg.ignore_columns),
         )
 
     def encode(self, file: SampleFile, start: int, stop: int | None) -> Chunk:
@@ -112,7 +115,7 @@ class SourceEncoder:
                 try:
                     if isinstance(sample, SampleFault):
                         raise sample
-                    self._add(chunk, number, place, self.read(self._renamed(sample, place)))
+                    self._read(chunk, number, place, sample)
                 except SampleFault as fault:
                     chunk.report.add_bad(fault.cause, located(place, fault))
         except UserError as error:
@@ -122,9 +125,23 @@ class SourceEncoder:
         chunk.report.trained_tokens = chunk.trained.count(1)
         return chunk
 
+    def _read(self, chunk: Chunk, number: int, place: str, row: Mapping[str, Any]) -> None:
+        """Adds what a row becomes, and counts what it holds that nobody reads."""
+        renamed = self._renamed(row, place)
+        self.unread.take_same(renamed)
+        sample = self.read(renamed)
+        idle = self.unread.find(renamed, sample)
+        self._add(chunk, number, place, sample)
+        chunk.report.add_idle(idle, place if has_control_characters(sample) else "")
+
     def _renamed(self, sample: Mapping[str, Any], place: str) -> Renamed:
         """The sample under the names that the format knows. Raises SampleFault for a column that is not there."""
-        missing = [name for name in self.required if self.columns.get(name, name) not in sample]
+        missing = [
+            name
+            for name in self.required
+            if self.columns.get(name, name) not in sample
+            and sample.keys().isdisjoint(spellings(self.read, name, self.columns))
+        ]
         if missing:
             if place.endswith(".txt"):
                 raise DataError(
@@ -179,7 +196,10 @@ class SourceEncoder:
         if isinstance(sample, Preference):
             return [self.encoder.encode_preference(sample)]
         if isinstance(sample, LabeledAnswer):
-            return [(self.encoder.encode_answer(sample.prompt, sample.completion, sample.tools, sample.places),)]
+            answered = self.encoder.encode_answer(
+                sample.prompt, sample.completion, sample.tools, sample.places, sample.variables
+            )
+            return [(answered,)]
         if isinstance(sample, Classified):
             return [(self.encoder.encode_whole(sample.content),)]
         whole = self.encoder.encode_sample(sample)

@@ -12,10 +12,10 @@ from recipe_lib.config.registry import BUILT_IN, names, registered
 from recipe_lib.config.schema import FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import resolved_sources, validation_source
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data.sample_columns import OTHER_NAMES, called, columns_section, is_json_list, overrides
+from recipe_lib.data.sample_columns import OTHER_NAMES, called, columns_section, is_json_list, overrides, spellings
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.data.sources import SampleFile, open_sources
-from recipe_lib.errors import ConfigError, DataError, visible
+from recipe_lib.errors import ConfigError, DataError
 
 AUTO, PAIRS, LABELED = "auto", "preference", ("kto", "classification")
 LOOKED_AT, AMONG = 100, 1000  # samples that can be read, among the first of each file
@@ -37,13 +37,19 @@ def fitting(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str 
     found, others = list[str](), list[str]()
     for name in (*own, *_order(samples)):
         required = _required(name)
-        there = [sample.get(columns.get(column, column)) for column in required]
+        there = [_value(name, column, sample, columns) for column in required]
         is_list = [isinstance(value, list) or (isinstance(value, str) and is_json_list(value)) for value in there]
         lists = [column in _LISTS for column in required]
         if required and None not in there:
-            fits = name in (*own, PAIRS, *LABELED) or is_list == lists
+            fits = name in (*own, PAIRS, *LABELED, "prompt_completion") or is_list == lists
             (found if fits else others).append(name)
     return found or others  # reading says what is wrong with a column that is no list, or is one
+
+
+def _value(form: str, column: str, sample: Mapping[str, Any], columns: Mapping[str, str]) -> Any:
+    """What a sample has for a column of a format, under the first of its names that holds something; None: nothing."""
+    found = (sample.get(name) for name in spellings(registered("data.format", form), column, columns))
+    return next((value for value in found if value is not None), None)
 
 
 def _with_nulls(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str) -> list[str]:
@@ -67,34 +73,11 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
             if section.format == AUTO:
                 continue
             lines.append(f"data: format {section.format}, found by the columns of {source.source}")
-        unused = _unused(cfg, source, section.format or data.format)
-        if unused:
-            used = section.format or data.format
-            lines.append(f"data: columns of {source.source} that the format {used} does not use: {', '.join(unused)}")
     if held_out is not None and finds_validation:
         validation.format = _settled(cfg, held_out, "validation")
         if validation.format not in {AUTO, *(one.format for one in resolved_sources(data))}:
             lines.append(f"data: format {validation.format}, found by the columns of {validation.source}")
     return lines
-
-
-def _unused(cfg: FullFinetuneConfig, source: SourceConfig, form: str) -> list[str]:
-    """The columns with text in the first samples that a format does not read; none, where it does not say which."""
-    columns, required = source.columns or {}, _required(form)
-    own = {columns.get(column, column) for column in required}
-    read = own | {columns.get(column, column) for column in _optional(form)}
-    found: dict[str, None] = {}
-    try:
-        for _, sample in _first(open_sources(source, cache=cache_root(cfg.data.cache_dir))) if required else ():
-            if own <= set(sample):
-                found |= {
-                    name: None
-                    for name, value in sample.items()
-                    if name not in read and isinstance(value, str) and value.strip()
-                }
-    except DataError:
-        return []  # reading says it, after the faults of the samples before
-    return sorted(map(visible, found))[:MOST_NAMED]
 
 
 def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:

@@ -96,6 +96,8 @@ def _sample_counts(report: DataReport) -> dict[str, Any]:
         "marks_with_space_after": report.marks_with_space_after,
         "marks_differing": report.marks_differing,
         "samples_with_unseen_messages": report.unseen_samples,
+        "columns_that_change_nothing": dict(report.idle_names),
+        "samples_with_control_characters": report.control_characters,
         "duplicate_sequences": report.duplicate_sequences,
     }
 
@@ -143,6 +145,10 @@ def _report_findings(report: DataReport, max_seq_len: int) -> Iterable[Finding]:
             f"in {counted(report.unseen_samples, 'sample')} the chat template leaves out a system's or user's message"
         )
         yield Finding("unseen-messages", line, report.unseen_samples)
+    if report.control_characters:
+        samples = counted(report.control_characters, "sample")
+        line = f"in {samples} a text holds a control character (JSON reads \\b as one; a backslash is two there)"
+        yield _placed("control-characters", line, report.control_characters, [report.first_control])
     for part in report.parts or [report]:
         fault = part.share_fault()
         if fault:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from recipe_lib.data.column_names import SAME_AS
 from recipe_lib.data.samples import SampleFault, kind_of
 
 RawSample = Mapping[str, Any]
@@ -14,9 +15,9 @@ _WORD = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
 
 # Columns by other names, for the remedy.
 OTHER_NAMES = {
-    "instruction": ("question", "query", "problem", "input", "prompt"),
-    "input": ("context",),
-    "output": ("response", "answer", "completion", "target", "solution"),
+    "instruction": ("question", "query", "problem", "input", "prompt", "inputs"),
+    "input": ("context", "query"),
+    "output": ("response", "answer", "completion", "target", "solution", "targets", "answers"),
     "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
     "prompt": ("question", "instruction", "query", "problem", "input"),
     "chosen": ("preferred", "accepted", "response_chosen", "win"),
@@ -26,6 +27,13 @@ OTHER_NAMES = {
     "completion": ("response", "answer", "output"),
     "label": ("kto_tag", "class", "labels", "category", "target"),
 }
+
+
+def spellings(reader: Any, column: str, columns: Mapping[str, str]) -> tuple[str, ...]:
+    """The names under which a format takes a column of a row, in this order. columns: as `data.columns`."""
+    if column in columns:
+        return (columns[column],)
+    return (column, *SAME_AS.get(column, ()), *getattr(reader, "instead", {}).get(column, ()))
 
 
 def called(column: str, sample: RawSample, others: Sequence[str]) -> str | None:
@@ -97,7 +105,7 @@ def list_of(sample: RawSample, name: str) -> tuple[list[RawSample], str]:
     """
     value, path = sample.get(name), path_of(sample, name)
     if isinstance(value, str) and is_json_list(value):
-        value, path = _parsed(value, name, path), f"{path}|fromjson|."
+        value, path = parse_json(value, name, path), f"{path}|fromjson|."
     if not isinstance(value, list):
         found = found_in(sample, name)
         if isinstance(value, str):
@@ -121,7 +129,8 @@ def check_objects(items: list[Any], name: str, path: str) -> None:
             )
 
 
-def _parsed(text: str, name: str, path: str) -> Any:
+def parse_json(text: str, name: str, path: str, expected: str = "a list of objects") -> Any:
+    """Return what the JSON text in a column holds. Raises SampleFault."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -130,6 +139,4 @@ def _parsed(text: str, name: str, path: str) -> Any:
         said = "nested too deep"
     except ValueError:  # Python refuses integers of thousands of digits
         said = "a number of too many digits"
-    raise SampleFault(
-        f"{name} is no JSON", f"{path}: found text that is no JSON ({said}), expected a list of objects as JSON"
-    )
+    raise SampleFault(f"{name} is no JSON", f"{path}: found text that is no JSON ({said}), expected {expected} as JSON")

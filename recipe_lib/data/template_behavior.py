@@ -56,6 +56,29 @@ def learn_habits(render: Render, source: str, special: re.Pattern[str] | None, l
     )
 
 
+def reads_key(render: Callable[..., Sequence[str | DataError]], role: str, key: str, value: Any) -> bool:
+    """Return whether a template writes another text where a message of this role has this key, or refuses it.
+
+    The message is tried as the last one of its role and as an earlier one, an answer also as a call.
+    """
+    answer, call = {"role": "assistant", "content": "b"}, _call("c", text=False)
+    chats: dict[str, list[tuple[list[Message], int]]] = {
+        "system": [([{"role": "system", "content": "s"}, _ASK, answer], 0)],
+        "user": [([_ASK, answer, _ASK, answer], at) for at in (0, 2)],
+        "assistant": [([_ASK, answer, _ASK, answer], at) for at in (1, 3)] + [([_ASK, call, _RESULT], 1)],
+        "tool": [([_ASK, call, _RESULT, answer], 2)],
+    }
+    for messages, at in chats[role]:
+        bare = {name: held for name, held in messages[at].items() if name != key}
+        texts = []
+        for one in (bare, {**bare, key: value}):
+            changed = [*messages[:at], one, *messages[at + 1 :]]
+            texts.append(_text(render(changed, [(len(changed), False, ())], [_TOOL])[0]))
+        if texts[0] != texts[1]:
+            return True
+    return False
+
+
 def has_marks(source: str) -> bool:
     """Whether a template says with `{% generation %}` what an answer is."""
     return bool(_GENERATION.search(source))

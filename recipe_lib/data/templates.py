@@ -4,6 +4,7 @@ An answer is trained from the first token after the prompt that generation would
 token that ends the turn; `recipe_lib.data.answers` finds it in the text, and here it becomes ids.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +27,7 @@ from recipe_lib.data.samples import (
     Wanted,
 )
 from recipe_lib.data.spans import Span
-from recipe_lib.data.template_behavior import Habits, learn_habits
+from recipe_lib.data.template_behavior import Habits, learn_habits, reads_key
 from recipe_lib.data.thoughts import with_tags
 from recipe_lib.errors import DataError
 
@@ -97,6 +98,7 @@ class Encoder:
         self._bos = bos_text(tokenizer, add_bos)  # written, so that what follows is encoded as it is after BOS
         self._stops = {tokenizer.token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids}
         self._special = special_pattern(tokenizer.special_texts)
+        self._keys_read = dict[tuple[str, str, Any], bool]()
 
     def encode(self, sample: Conversation | Completion) -> Encoded:
         """The one sequence of a sample. Raises SampleFault for a sample that does not fit the template, or that becomes
@@ -107,7 +109,10 @@ class Encoder:
         """Ids and trained targets of a sample's sequences. Raises SampleFault for one that does not fit the
         template."""
         if isinstance(sample, Conversation):
-            return self._conversation(sample, spans.picked(sample.messages, self.train_on, sample.places))
+            picked = spans.picked(sample.messages, self.train_on, sample.places)
+            if sample.asked and self.train_on != "all":
+                picked[: sample.asked] = [message.get("train") is True for message in sample.messages[: sample.asked]]
+            return self._conversation(sample, picked)
         (prompt, completion), literal = self._escape([sample.prompt, sample.completion])
         whole = prompt + completion + self._eos()
         found = [Span(0 if self.train_on == "all" else len(prompt), len(whole))]
@@ -117,7 +122,7 @@ class Encoder:
         """The prompt with the chosen answer, and with the rejected one; only the answers are trained, whatever
         `train_on` says. Raises SampleFault."""
         chosen, rejected = (
-            self.encode_answer(sample.prompt, answer, sample.tools, places)
+            self.encode_answer(sample.prompt, answer, sample.tools, places, sample.variables)
             for answer, places in zip((sample.chosen, sample.rejected), sample.places, strict=True)
         )
         if chosen.ids == rejected.ids:
@@ -127,11 +132,16 @@ class Encoder:
         return chosen, rejected
 
     def encode_answer(
-        self, prompt: Sequence[Message], answer: Sequence[Message], tools: Tools, places: SamplePlaces
+        self,
+        prompt: Sequence[Message],
+        answer: Sequence[Message],
+        tools: Tools,
+        places: SamplePlaces,
+        variables: Mapping[str, Any] | None = None,
     ) -> Encoded:
         """A prompt with an answer, which alone is trained, whatever `train_on` says. Raises SampleFault."""
         ours = [message["role"] == "assistant" and message.get("train") is not False for message in answer]
-        whole = Conversation([*prompt, *answer], tools, places)
+        whole = Conversation([*prompt, *answer], tools, places, variables or {})
         return _only(self._conversation(whole, [False] * len(prompt) + ours, only=True))
 
     def encode_whole(self, content: Conversation | Document) -> Encoded:
@@ -139,8 +149,9 @@ class Encoder:
         if isinstance(content, Document):
             ids = self.tokenizer.encode(content.text, add_bos=self.add_bos)
             return Encoded(ids, [False] + [True] * (len(ids) - 1))
-        (messages, tools), literal = self._escape(self._prepared(content.messages, content.tools, content.places))
-        text = text_of(self._renders(messages, tools, [(len(messages), False, ())])[0])
+        prepared = self._prepared(content.messages, content.tools, content.places)
+        (messages, tools, variables), literal = self._escape([*prepared, dict(content.variables)])
+        text = text_of(self._renders(messages, tools, [(len(messages), False, ())], _given(variables))[0])
         return self._mark(text, [], literal, self.add_bos and self.template == "plain", inside=False)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
@@ -168,8 +179,10 @@ class Encoder:
         inside = only or self.train_on != "all"
         numbers = [number for number, is_picked in enumerate(picked) if is_picked is inside]
         try:
-            (messages, tools), literal = self._escape(self._prepared(sample.messages, sample.tools, sample.places))
-            return self._shared_out(Conversation(messages, tools, sample.places), numbers, literal, inside)
+            prepared = self._prepared(sample.messages, sample.tools, sample.places)
+            (messages, tools, variables), literal = self._escape([*prepared, dict(sample.variables)])
+            whole = Conversation(messages, tools, sample.places, variables)
+            return self._shared_out(whole, numbers, literal, inside)
         except RecursionError:
             raise SampleFault(
                 "nested too deep", "found lists or objects nested too deep, expected plainer ones"
@@ -185,10 +198,10 @@ class Encoder:
         def renders(
             taken: Sequence[Message], wanted: Sequence[Wanted], options: Mapping[str, Any] | None = None
         ) -> Sequence[str | DataError]:
-            return self._renders(taken, tools, wanted, options)
+            return self._renders(taken, tools, wanted, _given(sample.variables, options))
 
         def letters() -> list[str]:
-            return self._letters([messages, tools], 2)
+            return self._letters([messages, tools, sample.variables], 2)
 
         answers = [number for number in numbers if messages[number]["role"] == "assistant"]
         finder = AnswerFinder(renders, messages, answers, self._writing(letters, literal), places)
@@ -223,9 +236,9 @@ class Encoder:
         others = [number for number in numbers if messages[number]["role"] != "assistant"]
         found: dict[int, Span] = {}
         if others:
-            letters = self._letters([messages, tools], 2)
+            letters = self._letters([messages, tools, sample.variables], 2)
             where = spans.find_others(
-                lambda wanted: self._renders(messages, tools, wanted),
+                lambda wanted: self._renders(messages, tools, wanted, _given(sample.variables)),
                 messages,
                 others,
                 self._special,
@@ -240,6 +253,21 @@ class Encoder:
             )
             found[number] = Span(answer.spans[0].start, min(answer.spans[0].end, len(finder.whole)))
         return [found[number] for number in numbers]
+
+    def reads_key(self, role: str, key: str, value: Any) -> bool:
+        """Whether the template writes another text for a message of this role with this key."""
+        asked = role, key, value if isinstance(value, bool) else type(value)
+        if self.template == "plain":
+            return False
+        if asked not in self._keys_read:
+            letter = self._letters([], 1)[0] if isinstance(value, str) else value
+            self._keys_read[asked] = reads_key(self.tokenizer.render_chats, role, key, letter)
+        return self._keys_read[asked]
+
+    def reads_variable(self, name: str) -> bool:
+        """Whether the template has a use for a variable of this name."""
+        words = re.findall(r"\w+", self.tokenizer.chat_template or "") if self.template == "chat" else ()
+        return name in words
 
     @cached_property
     def _habits(self) -> Habits:
@@ -349,6 +377,12 @@ class Encoder:
     def _with_bos(self, ids: list[int]) -> list[int]:
         bos = self.tokenizer.bos_id
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+
+def _given(variables: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
+    """The options of a rendering with the variables that a sample gives its template; these win."""
+    options = options or {}
+    return {**options, "variables": {**options.get("variables", {}), **variables}} if variables else options or None
 
 
 def _only(sample: EncodedSample) -> Encoded:

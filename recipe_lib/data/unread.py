@@ -1,0 +1,231 @@
+"""Columns of a row and keys of its messages that nobody reads: known to change nothing and counted, or a fault.
+
+`recipe_lib.data.column_names` knows names. Where a name says nothing, a text that only repeats what is read of the same
+row changes nothing either.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from recipe_lib.data.column_names import (
+    MESSAGE_READ,
+    RENDERED,
+    SAME_AS,
+    UNWANTED,
+    is_idle,
+    is_idle_key,
+    is_label,
+    plain,
+    says_nothing,
+    says_wanted,
+    why_not_column,
+    why_not_key,
+)
+from recipe_lib.data.sample_columns import RawSample, Renamed, is_json_list, path_of
+from recipe_lib.data.samples import (
+    Classified,
+    Completion,
+    Conversation,
+    Document,
+    LabeledAnswer,
+    Message,
+    Preference,
+    Sample,
+    SampleFault,
+    SamplePlaces,
+    kind_of,
+)
+from recipe_lib.data.template_behavior import THOUGHT_KEYS
+
+ReadsKey = Callable[[str, str, Any], bool]  # role, key, value -> whether the chat template writes other text for it
+ReadsVariable = Callable[[str], bool]
+_WORD = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # but tab, line feed and carriage return
+_NO_TEXT = ("role", "from", "type")  # fields of a message that are no text of it
+_BY_ROLE = {"assistant": (*MESSAGE_READ, *THOUGHT_KEYS), "tool": (*MESSAGE_READ, "tool_call_id")}
+
+
+class UnreadNames:
+    """What one source's rows hold beside what is read. Names are looked up once for all rows that have the same."""
+
+    def __init__(
+        self,
+        known: Sequence[str],
+        form: str,
+        ignored: Sequence[str],
+        reads_key: ReadsKey,
+        reads_variable: ReadsVariable,
+    ) -> None:
+        """known: columns that the format reads; none: it does not say, and nothing is looked at. ignored: as
+        data.ignore_columns has them."""
+        self.known, self.form, self.ignored = frozenset(known), form, tuple(ignored)
+        self._reads_key, self._reads_variable = reads_key, reads_variable
+        self._columns = dict[tuple[str, ...], tuple[list[tuple[str, str]], list[str]]]()
+        self._keys = dict[tuple[str, ...], list[str]]()
+
+    def take_same(self, row: Renamed) -> None:
+        """Put columns of other names under the one that the format reads, in place, where the row lacks that."""
+        for column, other in self._look_up(row)[0]:
+            value = row[other]
+            if says_nothing(value) or not says_nothing(row.get(column)):
+                continue
+            if column == "tools" and not (isinstance(value, list) or (isinstance(value, str) and is_json_list(value))):
+                continue
+            row[column] = row.pop(other)
+            row.own = {**row.own, column: other}
+
+    def find(self, row: Renamed, sample: Sample) -> list[str]:
+        """The names of what the row holds that is known to change nothing; `messages.KEY` is that of messages' keys.
+
+        Raises SampleFault for anything else that is not read.
+        """
+        if not self.known:
+            return []
+        idle, faults = list[str](), list[tuple[str, str]]()
+        for name in self._look_up(row)[1]:
+            if name not in row or says_nothing(row[name]):
+                continue
+            why = self._why_not_idle(name, row, sample)
+            if why:
+                faults.append((name, why))
+            else:
+                idle.append(name)
+        if faults:
+            raise self._fault(row, faults)
+        content = sample.content if isinstance(sample, Classified) else sample
+        if isinstance(content, (Conversation, Preference, LabeledAnswer)):
+            for places, messages in _lists_of(content):
+                idle += self._find_keys(messages, places)
+            idle += self._find_variables(content.variables, row)
+        return idle
+
+    def _look_up(self, row: RawSample) -> tuple[list[tuple[str, str]], list[str]]:
+        """(columns that are read, with other names of theirs that a row of these names has; names that are not
+        read)."""
+        names = tuple(row)
+        found = self._columns.get(names)
+        if found is None:
+            same = [
+                (column, other)
+                for column, others in SAME_AS.items()
+                for other in others
+                if column in self.known and other in names and other not in (*self.known, *self.ignored)
+            ]
+            found = self._columns[names] = same, [name for name in names if name not in self.known]
+        return found
+
+    def _why_not_idle(self, name: str, row: Renamed, sample: Sample) -> str:
+        """What a column holds that is not read; empty: it changes nothing."""
+        value, word = row[name], plain(name)
+        if name in self.ignored:
+            return ""
+        for column, others in SAME_AS.items():
+            if name in others and column in self.known and row.get(column) is not None:
+                return "" if row[column] == value else f"another {column} than the one in {path_of(row, column)}"
+        if why := why_not_column(name, value, is_text=isinstance(sample, Document)):
+            return why
+        texts = _texts_of(sample)
+        if word in UNWANTED:
+            chosen = row.get("chosen")
+            return "" if not says_nothing(chosen) and _repeats(chosen, texts) else "an answer that is not wanted"
+        if is_idle(name, value) or says_wanted(name, value) or not (isinstance(value, (str, dict, list, bool, bytes))):
+            return ""
+        if isinstance(value, str) and word in RENDERED and all(text.strip() in value for text in texts):
+            return ""
+        if not isinstance(value, bool) and _repeats(value, texts):
+            return ""
+        return kind_of(value)
+
+    def _fault(self, row: Renamed, faults: Sequence[tuple[str, str]]) -> SampleFault:
+        names = [name for name, _ in faults]
+        found = ", ".join(f"{path_of(row, name)}: {why}" for name, why in faults)
+        free = [name for name in sorted(self.known) if name not in row]
+        is_are = "column {} is" if len(names) == 1 else "columns {} are"
+        return SampleFault(
+            f"{is_are.format(', '.join(names))} not read",
+            f"{path_of(row, names[0])}: found {faults[0][1] if len(faults) == 1 else found}, which the format "
+            f"{self.form} does not read; {self._remedy(names)}"
+            + (f", or say with {row.section}.columns which of {', '.join(free)} it is" if free else ""),
+        )
+
+    def _remedy(self, names: Sequence[str]) -> str:
+        every = ",".join(
+            name if _WORD.match(name) else json.dumps(name, ensure_ascii=False) for name in (*self.ignored, *names)
+        )
+        return f"set data.ignore_columns=[{every}] if it changes nothing"
+
+    def _find_keys(self, messages: Sequence[Message], places: SamplePlaces) -> Iterator[str]:
+        for number, message in enumerate(messages):
+            names = tuple(message)
+            unread = self._keys.get(names)
+            if unread is None:
+                unread = self._keys[names] = [name for name in names if name not in MESSAGE_READ]
+            for key in unread:
+                role, value = message["role"], message[key]
+                if key in _BY_ROLE.get(role, ()) or self._reads_key(role, key, value):
+                    continue
+                if f"messages.{key}" not in self.ignored and not is_idle_key(key, value):
+                    raise SampleFault(
+                        f"key {key} of a message is not read",
+                        f"{places.at(number, f'.{key}')}: found {why_not_key(key) or kind_of(value)}, which neither "
+                        f"the format {self.form} nor the chat template reads; {self._remedy([f'messages.{key}'])}",
+                    )
+                yield f"messages.{key}"
+
+    def _find_variables(self, variables: Mapping[str, Any], row: Renamed) -> Iterator[str]:
+        for name, value in variables.items():
+            if says_nothing(value) or self._reads_variable(name):
+                continue
+            column = "documents" if name == "documents" else "chat_template_kwargs"
+            full = name if name == column else f"{column}.{name}"
+            if full not in self.ignored and (name == column or not is_label(value)):
+                raise SampleFault(
+                    f"{full} is not read",
+                    f"{path_of(row, column)}: found {name}, which the chat template does not read; "
+                    f"{self._remedy([full])}, or tokenizer.chat_template to one that does",
+                )
+            yield full
+
+
+def has_control_characters(sample: Sample) -> bool:
+    """Return whether a text that may be trained holds a control character, as `\\b` of JSON for `\\boxed`."""
+    return any(_CONTROL.search(text) for text in _texts_of(sample))
+
+
+def _lists_of(sample: Conversation | Preference | LabeledAnswer) -> Iterator[tuple[SamplePlaces, Sequence[Message]]]:
+    """The messages of a sample, with their places."""
+    if isinstance(sample, Conversation):
+        yield sample.places, sample.messages
+    elif isinstance(sample, LabeledAnswer):
+        yield sample.places, [*sample.prompt, *sample.completion]
+    else:
+        for places, answer in zip(sample.places, (sample.chosen, sample.rejected), strict=True):
+            yield places, [*sample.prompt, *answer]
+
+
+def _texts_of(sample: Sample) -> list[str]:
+    """Every text that is read of a sample, descriptions of tools left out."""
+    content = sample.content if isinstance(sample, Classified) else sample
+    if isinstance(content, Document):
+        return [content.text]
+    if isinstance(content, Completion):
+        return [content.prompt, content.completion]
+    found = list[str]()
+    for _, messages in _lists_of(content):
+        for message in messages:
+            found += [message[key] for key in ("content", *THOUGHT_KEYS) if isinstance(message.get(key), str)]
+    return found
+
+
+def _repeats(value: Any, texts: Sequence[str]) -> bool:
+    """Whether every text in a value stands in one of these."""
+    if isinstance(value, str):
+        said = value.strip()
+        return any(said in text for text in texts)
+    if isinstance(value, dict):
+        return all(_repeats(inner, texts) for key, inner in value.items() if key not in _NO_TEXT)
+    if isinstance(value, list):
+        return all(_repeats(item, texts) for item in value)
+    return not isinstance(value, bytes)
