@@ -127,12 +127,13 @@ class SourceEncoder:
 
     def _read(self, chunk: Chunk, number: int, place: str, row: Mapping[str, Any]) -> None:
         """Adds what a row becomes, and counts what it holds that nobody reads."""
+        row, left_out = self.unread.leave_out(row)
         renamed = self._renamed(row, place)
         self.unread.take_same(renamed)
         sample = self.read(renamed)
         idle = self.unread.find(renamed, sample)
         self._add(chunk, number, place, sample)
-        chunk.report.add_idle(idle, place if has_control_characters(sample) else "")
+        chunk.report.add_idle((*left_out, *idle), place if has_control_characters(sample) else "")
 
     def _renamed(self, sample: Mapping[str, Any], place: str) -> Renamed:
         """The sample under the names that the format knows. Raises SampleFault for a column that is not there."""

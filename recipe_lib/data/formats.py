@@ -13,7 +13,7 @@ from typing import Any
 
 from recipe_lib.config.registry import register
 from recipe_lib.data.column_names import read_truth, says_nothing
-from recipe_lib.data.messages import Turns, check_answer, check_order, conversation, read_turns, text_turn
+from recipe_lib.data.messages import WHOLE, Turns, check_answer, check_order, conversation, read_turns, text_turn
 from recipe_lib.data.prompts import (
     CHAT,
     read_column,
@@ -200,16 +200,13 @@ def _margin(value: object) -> float:
         return math.nan
 
 
-_WHOLE = ("messages", "conversations")
-
-
 @register("data.format", "kto")
 @columns(
     "prompt",
     "completion",
     "label",
-    optional=("instruction", "input", "output", "history", *_WHOLE, *CHAT),
-    instead={"prompt": ("instruction", *_WHOLE), "completion": ("output", *_WHOLE)},
+    optional=("instruction", "input", "output", "history", *WHOLE, *CHAT),
+    instead={"prompt": ("instruction", *WHOLE), "completion": ("output", *WHOLE)},
 )
 def read_kto(sample: RawSample) -> LabeledAnswer:
     """`prompt` (text, or messages), `completion` (text, a message, or several) and `label`: whether the completion is
@@ -219,11 +216,11 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
     is the completion.
     """
     label = _truth(sample)
-    before = _prompt(sample, ("prompt", "instruction", *_WHOLE))
+    before = _prompt(sample, ("prompt", "instruction", *WHOLE))
     ends = [name for name in ("completion", "output") if sample.get(name) is not None]
     if len(ends) > 1:
         raise SampleFault("two completions", f"found {' and '.join(ends)}, expected one of the two")
-    if ends or all(sample.get(name) is None for name in _WHOLE):
+    if ends or all(sample.get(name) is None for name in WHOLE):
         answer = read_column(sample, ends[0] if ends else "completion", "assistant")
         whole, shared = _continued(before, answer), len(before.messages)
     else:

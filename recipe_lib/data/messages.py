@@ -21,6 +21,7 @@ SPEAKERS = {
 # Keys by which tools say whether a message is trained: of the first ones true says so, of the others it says no.
 TRAINED, MASKED = ("train", "training", "loss"), ("mask", "masked")
 _FLAGS = frozenset((*TRAINED, *MASKED, "weight"))
+WHOLE = ("messages", "conversations")  # columns that hold a conversation up to its last answer
 CALLS = ("function_call", "tool_call")  # an assistant's turn that is a call, or a list of them, as JSON
 
 
@@ -45,7 +46,7 @@ def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
     messages: list[Message] = []
     places: list[MessagePlace] = []
     value = sample.get(name)
-    if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
+    if name in WHOLE and isinstance(value, list) and value and all(isinstance(text, str) for text in value):
         return _read_texts(value, path_of(sample, name))
     items, path = list_of(sample, name)
     for number, turn in enumerate(items):

@@ -52,12 +52,19 @@ class Renamed(dict[str, Any]):
         super().__init__({name: value for name, value in sample.items() if name not in taken})
         self.update({name: sample[column] for name, column in own.items() if column in sample})
         self.own, self.section = own, section
+        taken = set(own.values())
+        # Columns of the file that have the name of another one here.
+        self.hidden = {name: sample[name] for name in own if name in sample and name not in taken}
 
 
 def path_of(sample: RawSample, name: str) -> str:
     """Where a column is in the sample: `.messages`, `.["my column"]`."""
-    own = sample.own.get(name, name) if isinstance(sample, Renamed) else name
-    return f".{own}" if _WORD.match(own) else f".[{json.dumps(own, ensure_ascii=False)}]"
+    return name_path(sample.own.get(name, name) if isinstance(sample, Renamed) else name)
+
+
+def name_path(name: str) -> str:
+    """The path of a column by its name in the file."""
+    return f".{name}" if _WORD.match(name) else f".[{json.dumps(name, ensure_ascii=False)}]"
 
 
 def columns_section(section: str) -> str:

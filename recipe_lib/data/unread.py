@@ -23,7 +23,7 @@ from recipe_lib.data.column_names import (
     why_not_column,
     why_not_key,
 )
-from recipe_lib.data.sample_columns import RawSample, Renamed, is_json_list, path_of
+from recipe_lib.data.sample_columns import RawSample, Renamed, is_json_list, name_path, path_of
 from recipe_lib.data.samples import (
     Classified,
     Completion,
@@ -62,8 +62,16 @@ class UnreadNames:
         data.ignore_columns has them."""
         self.known, self.form, self.ignored = frozenset(known), form, tuple(ignored)
         self._reads_key, self._reads_variable = reads_key, reads_variable
+        self._not_read = f", which the format {form} does not read"
         self._columns = dict[tuple[str, ...], tuple[list[tuple[str, str]], list[str]]]()
         self._keys = dict[tuple[str, ...], list[str]]()
+
+    def leave_out(self, row: RawSample) -> tuple[RawSample, list[str]]:
+        """The row without what data.ignore_columns names, and the names of what was left out."""
+        if self.ignored:
+            left_out = [name for name in self.ignored if name in row and not says_nothing(row[name])]
+            return {name: value for name, value in row.items() if name not in self.ignored}, left_out
+        return row, []
 
     def take_same(self, row: Renamed) -> None:
         """Put columns of other names under the one that the format reads, in place, where the row lacks that."""
@@ -84,10 +92,11 @@ class UnreadNames:
         if not self.known:
             return []
         idle, faults = list[str](), list[tuple[str, str]]()
-        for name in self._look_up(row)[1]:
-            if name not in row or says_nothing(row[name]):
+        unread = [(name, row[name]) for name in self._look_up(row)[1]]
+        for name, value in (*unread, *row.hidden.items()):
+            if says_nothing(value):
                 continue
-            why = self._why_not_idle(name, row, sample)
+            why = self._why_not_idle(name, value, row, sample)
             if why:
                 faults.append((name, why))
             else:
@@ -111,16 +120,14 @@ class UnreadNames:
                 (column, other)
                 for column, others in SAME_AS.items()
                 for other in others
-                if column in self.known and other in names and other not in (*self.known, *self.ignored)
+                if column in self.known and other in names and other not in self.known
             ]
             found = self._columns[names] = same, [name for name in names if name not in self.known]
         return found
 
-    def _why_not_idle(self, name: str, row: Renamed, sample: Sample) -> str:
+    def _why_not_idle(self, name: str, value: Any, row: Renamed, sample: Sample) -> str:
         """What a column holds that is not read; empty: it changes nothing."""
-        value, word = row[name], plain(name)
-        if name in self.ignored:
-            return ""
+        word = plain(name)
         for column, others in SAME_AS.items():
             if name in others and column in self.known and row.get(column) is not None:
                 return "" if row[column] == value else f"another {column} than the one in {path_of(row, column)}"
@@ -136,43 +143,44 @@ class UnreadNames:
             return ""
         if not isinstance(value, bool) and _repeats(value, texts):
             return ""
-        return kind_of(value)
+        return kind_of(value) + self._not_read
 
     def _fault(self, row: Renamed, faults: Sequence[tuple[str, str]]) -> SampleFault:
         names = [name for name, _ in faults]
-        found = ", ".join(f"{path_of(row, name)}: {why}" for name, why in faults)
-        free = [name for name in sorted(self.known) if name not in row]
-        is_are = "column {} is" if len(names) == 1 else "columns {} are"
+        found = "; ".join(f"{name_path(name)}: found {why}" for name, why in faults)
+        free = [name for name in sorted(self.known) if says_nothing(row.get(name))]
+        may_be_mapped = free and any(why.endswith(self._not_read) for _, why in faults)
+        mapped = f", or say with {row.section}.columns which of {', '.join(free)} it is" if may_be_mapped else ""
         return SampleFault(
-            f"{is_are.format(', '.join(names))} not read",
-            f"{path_of(row, names[0])}: found {faults[0][1] if len(faults) == 1 else found}, which the format "
-            f"{self.form} does not read; {self._remedy(names)}"
-            + (f", or say with {row.section}.columns which of {', '.join(free)} it is" if free else ""),
+            f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not read",
+            f"{found}; {self._remedy(names)}{mapped}",
         )
 
     def _remedy(self, names: Sequence[str]) -> str:
         every = ",".join(
             name if _WORD.match(name) else json.dumps(name, ensure_ascii=False) for name in (*self.ignored, *names)
         )
-        return f"set data.ignore_columns=[{every}] if it changes nothing"
+        changes = "changes" if len(names) == 1 else "change"
+        return f"set data.ignore_columns=[{every}] if {'it' if len(names) == 1 else 'they'} {changes} nothing"
 
     def _find_keys(self, messages: Sequence[Message], places: SamplePlaces) -> Iterator[str]:
         for number, message in enumerate(messages):
             names = tuple(message)
-            unread = self._keys.get(names)
-            if unread is None:
-                unread = self._keys[names] = [name for name in names if name not in MESSAGE_READ]
-            for key in unread:
-                role, value = message["role"], message[key]
-                if key in _BY_ROLE.get(role, ()) or self._reads_key(role, key, value):
+            if names not in self._keys:
+                self._keys[names] = [name for name in names if name not in MESSAGE_READ]
+            for key in self._keys[names]:
+                role, value, name = message["role"], message[key], f"messages.{key}"
+                if name in self.ignored and isinstance(message, dict):
+                    del message[key]  # the reader's own copy
+                elif key in _BY_ROLE.get(role, ()) or self._reads_key(role, key, value):
                     continue
-                if f"messages.{key}" not in self.ignored and not is_idle_key(key, value):
+                elif not is_idle_key(key, value):
                     raise SampleFault(
                         f"key {key} of a message is not read",
-                        f"{places.at(number, f'.{key}')}: found {why_not_key(key) or kind_of(value)}, which neither "
-                        f"the format {self.form} nor the chat template reads; {self._remedy([f'messages.{key}'])}",
+                        f"{places.at(number, f'.{key}')}: found {why_not_key(key) or kind_of(value)}, which the chat "
+                        f"template does not read; {self._remedy([name])}",
                     )
-                yield f"messages.{key}"
+                yield name
 
     def _find_variables(self, variables: Mapping[str, Any], row: Renamed) -> Iterator[str]:
         for name, value in variables.items():
