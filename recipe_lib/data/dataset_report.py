@@ -322,7 +322,7 @@ class DataReport:
             named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))
             lines.append(f"data: columns that change nothing: {named}")
         if missing := [name for name in self.ignored if name not in self.idle_names]:
-            lines.append(f"warning: data: data.ignore_columns: no sample has {', '.join(missing)}, or it is read")
+            lines.append(f"warning: data: data.ignore_columns: no sample has {', '.join(missing)}")
         return lines
 
     def _bad_lines(self) -> list[str]:

@@ -83,8 +83,16 @@ class SourceEncoder:
         self.format, self.columns = source.format or cfg.format, source.columns or {}
         self.read = registered("data.format", self.format)
         self.required = tuple(getattr(self.read, "required", ()))
-        known = (*self.required, *getattr(self.read, "optional", ()))
-        self.unread = UnreadNames(known, self.format, cfg.ignore_columns, encoder.reads_key, encoder.reads_variable)
+        optional = tuple(getattr(self.read, "optional", ()))
+        known = (*self.required, *optional)
+        self.unread = UnreadNames(
+            required=self.required,
+            optional=optional,
+            form=self.format,
+            ignored=cfg.ignore_columns,
+            reads_key=encoder.reads_key,
+            reads_variable=encoder.reads_variable,
+        )
         for name in self.columns:
             if known and name not in known:
                 raise DataError(
@@ -129,7 +137,7 @@ class SourceEncoder:
         """Adds what a row becomes, and counts what it holds that nobody reads."""
         row, left_out = self.unread.leave_out(row)
         renamed = self._renamed(row, place)
-        self.unread.take_same(renamed)
+        self.unread.tidy(renamed)
         sample = self.read(renamed)
         idle = self.unread.find(renamed, sample)
         self._add(chunk, number, place, sample)

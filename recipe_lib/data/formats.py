@@ -173,7 +173,8 @@ def read_preference(sample: RawSample) -> Preference:
 
 def _prompt(sample: RawSample, names: Sequence[str]) -> Turns:
     """What comes before an answer: the system message, earlier turns, and the question under one of these names."""
-    given = [name for name in names if sample.get(name) is not None]
+    given = [name for name in names if not says_nothing(sample.get(name))]
+    given = given or [name for name in names if sample.get(name) is not None][:1]
     if len(given) > 1:
         raise SampleFault("two prompts", f"found {' and '.join(given)}, expected one of the two")
     before = read_history(sample)

@@ -106,7 +106,7 @@ def read_turn(turn: RawSample, where: str) -> Message:
         calls = calls_in_text(text_of(turn, "value", where=where), f"{where}.value")
         return kept | {"role": "assistant", "content": "", "tool_calls": calls}
     role = _role(turn, "from", where, "human, gpt, system, tool, function_call or observation")
-    return kept | {"role": role, "content": text_of(turn, "value", where=where)}
+    return _read_calls(kept, role, where) | {"role": role, "content": text_of(turn, "value", where=where)}
 
 
 def is_call(turn: RawSample) -> bool:
@@ -121,25 +121,28 @@ def read_message(message: RawSample, where: str) -> Message:
         calls = calls_in_text(text_of(message, "content", where=where), f"{where}.content")
         return kept | {"role": "assistant", "content": "", "tool_calls": calls}
     role = _role(message, "role", where, ", ".join(ROLES))
-    calls = message.get("tool_calls")
-    if "function_call" in kept:
-        if calls:
-            raise SampleFault(_TWO_CALLS, f"{where}: found tool_calls and function_call, expected one of the two")
-        calls = [read_function_call(kept.pop("function_call"), f"{where}.function_call")]
-        kept["tool_calls"] = calls
-    elif calls:
-        kept["tool_calls"] = read_calls(calls, f"{where}.tool_calls")
+    kept = _read_calls(kept, role, where)
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_text_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
-    elif content is None and calls:
+    elif content is None and "tool_calls" in kept:
         content = ""
     else:
         content = text_of(message, "content", where=where)
     return kept | {"role": role, "content": content}
 
 
-_TWO_CALLS = "calls in two spellings"
+def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
+    """What a message holds, its calls as chat APIs have them. Raises SampleFault."""
+    keys = [key for key in ("tool_calls", "function_call") if key in kept]
+    if not keys:
+        return kept
+    if len(keys) > 1 or role != "assistant":
+        found = " and ".join(keys) + ("" if role == "assistant" else f" of the {role}")
+        raise SampleFault("calls of a message", f"{where}: found {found}, expected one of the two, of the assistant")
+    value, path = kept[keys[0]], f"{where}.{keys[0]}"
+    calls = read_calls(value, path) if keys == ["tool_calls"] else [read_function_call(value, path)]
+    return {key: held for key, held in kept.items() if key not in keys} | {"tool_calls": calls}
 
 
 def _role(message: RawSample, key: str, where: str, expected: str) -> str:

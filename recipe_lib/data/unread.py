@@ -52,15 +52,17 @@ class UnreadNames:
 
     def __init__(
         self,
-        known: Sequence[str],
+        required: Sequence[str],
+        optional: Sequence[str],
         form: str,
         ignored: Sequence[str],
         reads_key: ReadsKey,
         reads_variable: ReadsVariable,
     ) -> None:
-        """known: columns that the format reads; none: it does not say, and nothing is looked at. ignored: as
-        data.ignore_columns has them."""
-        self.known, self.form, self.ignored = frozenset(known), form, tuple(ignored)
+        """required, optional: columns that the format reads; none: it does not say, and nothing is looked at. ignored:
+        as data.ignore_columns has them."""
+        self.known, self.form, self.ignored = frozenset((*required, *optional)), form, tuple(ignored)
+        self._optional = frozenset(optional)
         self._reads_key, self._reads_variable = reads_key, reads_variable
         self._not_read = f", which the format {form} does not read"
         self._columns = dict[tuple[str, ...], tuple[list[tuple[str, str]], list[str]]]()
@@ -73,8 +75,12 @@ class UnreadNames:
             return {name: value for name, value in row.items() if name not in self.ignored}, left_out
         return row, []
 
-    def take_same(self, row: Renamed) -> None:
-        """Put columns of other names under the one that the format reads, in place, where the row lacks that."""
+    def tidy(self, row: Renamed) -> None:
+        """Drop optional columns that say nothing, in place, and put columns of other names under the one that the
+        format reads, where the row lacks that."""
+        for name in self._optional & row.keys():
+            if says_nothing(row[name]):
+                del row[name]
         for column, other in self._look_up(row)[0]:
             value = row[other]
             if says_nothing(value) or not says_nothing(row.get(column)):
