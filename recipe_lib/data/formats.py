@@ -16,6 +16,8 @@ from recipe_lib.data.column_names import read_truth, says_nothing
 from recipe_lib.data.messages import WHOLE, Turns, check_answer, check_order, conversation, read_turns, text_turn
 from recipe_lib.data.prompts import (
     CHAT,
+    open_request,
+    read_answer,
     read_column,
     read_history,
     read_question,
@@ -134,16 +136,16 @@ def read_text(sample: RawSample) -> Document:
 @register("data.format", "preference")
 @columns("chosen", "rejected", optional=("prompt", "conversations", "instruction", "input", "history", "margin", *CHAT))
 def read_preference(sample: RawSample) -> Preference:
-    """`chosen` and `rejected`: two answers (text or a message each), or two conversations that begin alike.
+    """`chosen` and `rejected`: two answers (text or a message each), or two conversations that begin alike (also as
+    text of Human and Assistant).
 
     What comes before them is `prompt` (text, or messages), `conversations`, or `instruction` with `input`; where the
     conversations hold it already, none is needed. The prompt is all that both have in common, up to the answer in which
     they part. `margin`: a number, by how much the chosen one is better.
     """
+    sample = open_request(sample)
     before = _prompt(sample, ("prompt", "conversations", "instruction"))
-    chosen, rejected = (
-        _continued(before, read_column(sample, answer, "assistant")) for answer in ("chosen", "rejected")
-    )
+    chosen, rejected = (_continued(before, read_answer(sample, name)) for name in ("chosen", "rejected"))
     if chosen.messages == rejected.messages:
         raise SampleFault("equal answers", "found chosen equal to rejected, expected two different answers")
     pairs = zip(chosen.messages, rejected.messages, strict=False)

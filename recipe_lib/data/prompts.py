@@ -1,11 +1,12 @@
 """What comes before an answer, out of the columns of a row: a system message, earlier turns, the question; and what the
 chat template is given besides messages and tools."""
 
+import re
 from typing import Any
 
-from recipe_lib.data.column_names import says_nothing
+from recipe_lib.data.column_names import is_idle, says_nothing
 from recipe_lib.data.messages import Turns, place_of_turn, read_turn, read_turns, text_turn
-from recipe_lib.data.sample_columns import RawSample, found_in, is_json_list, parse_json, path_of, text_of
+from recipe_lib.data.sample_columns import RawSample, Renamed, found_in, is_json_list, parse_json, path_of, text_of
 from recipe_lib.data.samples import MessagePlace, SampleFault, kind_of
 
 CHAT = ("system", "tools", "chat_template_kwargs", "documents")  # columns of every format that a template writes
@@ -81,6 +82,41 @@ def read_column(sample: RawSample, name: str, role: str) -> Turns:
         found = found_in(sample, name)
         raise SampleFault(f"{name} is no text", f"{path}: found {found}, expected text or messages")
     return text_turn(sample, name, role)
+
+
+def open_request(sample: RawSample) -> RawSample:
+    """Return the sample with `input` in the columns prompt and tools, where that is a request as OpenAI's pairs have
+    it: {messages, tools}. Raises SampleFault."""
+    given, path = sample.get("input"), path_of(sample, "input")
+    if not isinstance(given, dict):
+        return sample
+    for key, value in given.items():
+        if key not in ("messages", "tools") and not says_nothing(value) and not is_idle(key, value):
+            raise SampleFault(
+                f"key {key} of input", f"{path}.{key}: found {kind_of(value)}, expected messages and tools"
+            )
+    taken = {name: given[key] for name, key in (("prompt", "messages"), ("tools", "tools")) if key in given}
+    for name in taken:
+        if not says_nothing(sample.get(name)):
+            raise SampleFault("two prompts", f"{path_of(sample, name)}: found it beside input, expected one of the two")
+    opened = Renamed({**sample, "input": None} | taken, {}, "data")
+    own = sample.own if isinstance(sample, Renamed) else {}
+    opened.own = {**own, "prompt": f"{path}.messages", "tools": f"{path}.tools"}
+    return opened
+
+
+_SPEAKER = re.compile(r"\n\n(Human|Assistant):[ ]?")
+
+
+def read_answer(sample: RawSample, name: str) -> Turns:
+    """Return a column as messages of the assistant; a text that begins with `\\n\\nHuman:` is a whole conversation."""
+    text, path = sample.get(name), path_of(sample, name)
+    if not isinstance(text, str) or not text.startswith("\n\nHuman:"):
+        return read_column(sample, name, "assistant")
+    parts = _SPEAKER.split(text_of(sample, name))[1:]
+    roles = ["user" if speaker == "Human" else "assistant" for speaker in parts[::2]]
+    messages = [{"role": role, "content": said} for role, said in zip(roles, parts[1::2], strict=True)]
+    return Turns(messages, [MessagePlace(path, path)] * len(messages))
 
 
 def read_variables(sample: RawSample) -> dict[str, Any]:

@@ -63,7 +63,9 @@ def path_of(sample: RawSample, name: str) -> str:
 
 
 def name_path(name: str) -> str:
-    """The path of a column by its name in the file."""
+    """The path of a column by its name in the file; one that begins with a dot is a path already."""
+    if name.startswith("."):
+        return name
     return f".{name}" if _WORD.match(name) else f".[{json.dumps(name, ensure_ascii=False)}]"
 
 
