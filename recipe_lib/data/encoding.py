@@ -90,8 +90,7 @@ class SourceEncoder:
             optional=optional,
             form=self.format,
             ignored=cfg.ignore_columns,
-            reads_key=encoder.reads_key,
-            reads_variable=encoder.reads_variable,
+            fields=encoder.fields,
         )
         for name in self.columns:
             if known and name not in known:

@@ -12,7 +12,15 @@ from recipe_lib.config.registry import BUILT_IN, names, registered
 from recipe_lib.config.schema import FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import resolved_sources, validation_source
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data.sample_columns import OTHER_NAMES, called, columns_section, is_json_list, overrides, spellings
+from recipe_lib.data.sample_columns import (
+    OTHER_NAMES,
+    Renamed,
+    called,
+    columns_section,
+    is_json_list,
+    overrides,
+    spellings,
+)
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.data.sources import SampleFile, open_sources
 from recipe_lib.errors import ConfigError, DataError
@@ -172,7 +180,10 @@ def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: st
     own = {name: [columns.get(column, column) for column in _required(name)] for name in _order(samples)}
     known = "; ".join(f"{name}: {', '.join(names)}" for name, names in own.items())
     remedy = "" if columns else _remedy(sample, section, samples)
-    remedy = remedy or f"say which column is which with {section}.format and {section}.columns"
+    remedy = remedy or (
+        f"say which column is which with {section}.format and {section}.columns, or write the rows in one of these "
+        "layouts (docs/your_data.md)"
+    )
     return f"found the columns {found}, which are those of no format ({known}); {remedy}"
 
 
@@ -187,6 +198,17 @@ def _remedy(sample: Mapping[str, Any], section: str, samples: str) -> str:
             found = None if column in own.values() else called(column, sample, others)
             own |= {column: found} if found and found not in own.values() else {}
         renamed = {column: str(other) for column, other in own.items() if other != column}
+        if not _reads(name, sample, renamed, section):
+            continue
         words = [f"{section}.format={name}", *overrides(section, renamed)]
         return f"set {' '.join(words)}, if that is what they are"
     return ""
+
+
+def _reads(form: str, sample: Mapping[str, Any], renamed: Mapping[str, str], section: str) -> bool:
+    """Whether a format reads a sample under these names; one with an empty text is of the right kind."""
+    try:
+        registered("data.format", form)(Renamed(sample, renamed, section, _required(form)))
+    except SampleFault as fault:
+        return fault.cause.startswith("empty")
+    return True

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.data.samples import Message, Wanted
+from recipe_lib.data.samples import Message, TextTokenizer, Wanted
 from recipe_lib.errors import DataError
 
 # Where samples have the thought of an answer apart from its words.
@@ -19,6 +19,8 @@ _TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
+
+_UNUSED = "zqj"  # a text that no template holds
 
 Render = Callable[[Sequence[Message], Sequence[Wanted], Sequence[Mapping[str, Any]] | None], Sequence[str | DataError]]
 
@@ -56,27 +58,48 @@ def learn_habits(render: Render, source: str, special: re.Pattern[str] | None, l
     )
 
 
-def reads_key(render: Callable[..., Sequence[str | DataError]], role: str, key: str, value: Any) -> bool:
-    """Return whether a template writes another text where a message of this role has this key, or refuses it.
+class TemplateFields:
+    """Which keys of a message, and which variables, a chat template has a use for."""
 
-    The message is tried as the last one of its role and as an earlier one, an answer also as a call.
-    """
-    answer, call = {"role": "assistant", "content": "b"}, _call("c", text=False)
-    chats: dict[str, list[tuple[list[Message], int]]] = {
-        "system": [([{"role": "system", "content": "s"}, _ASK, answer], 0)],
-        "user": [([_ASK, answer, _ASK, answer], at) for at in (0, 2)],
-        "assistant": [([_ASK, answer, _ASK, answer], at) for at in (1, 3)] + [([_ASK, call, _RESULT], 1)],
-        "tool": [([_ASK, call, _RESULT, answer], 2)],
-    }
-    for messages, at in chats[role]:
-        bare = {name: held for name, held in messages[at].items() if name != key}
-        texts = []
-        for one in (bare, {**bare, key: value}):
-            changed = [*messages[:at], one, *messages[at + 1 :]]
-            texts.append(_text(render(changed, [(len(changed), False, ())], [_TOOL])[0]))
-        if texts[0] != texts[1]:
-            return True
-    return False
+    def __init__(self, tokenizer: TextTokenizer | None) -> None:
+        """tokenizer: the one that has the template; None: no template reads anything but roles and contents."""
+        self._tokenizer = tokenizer
+        self._source = (tokenizer.chat_template if tokenizer else None) or ""
+        self._words = frozenset(re.findall(r"\w+", self._source))
+        self._keys = dict[tuple[str, str, Any], bool]()
+
+    def reads_variable(self, name: str) -> bool:
+        """Return whether the template speaks of a variable of this name."""
+        return name in self._words
+
+    def reads_key(self, role: str, key: str, value: Any) -> bool:
+        """Return whether the template writes another text for a message of this role with this key, or refuses it."""
+        if self._tokenizer is None:
+            return False
+        asked = role, key, value if isinstance(value, bool) else type(value)
+        if asked not in self._keys:
+            self._keys[asked] = self._writes(role, key, _UNUSED if isinstance(value, str) else value)
+        return self._keys[asked]
+
+    def _writes(self, role: str, key: str, value: Any) -> bool:
+        """The message is tried as the last one of its role and as an earlier one, an answer also as a call."""
+        assert self._tokenizer is not None
+        answer, call = {"role": "assistant", "content": "b"}, _call("c", text=False)
+        chats: dict[str, list[tuple[list[Message], int]]] = {
+            "system": [([{"role": "system", "content": "s"}, _ASK, answer], 0)],
+            "user": [([_ASK, answer, _ASK, answer], at) for at in (0, 2)],
+            "assistant": [([_ASK, answer, _ASK, answer], at) for at in (1, 3)] + [([_ASK, call, _RESULT], 1)],
+            "tool": [([_ASK, call, _RESULT, answer], 2)],
+        }
+        for messages, at in chats[role]:
+            bare = {name: held for name, held in messages[at].items() if name != key}
+            texts = []
+            for one in (bare, {**bare, key: value}):
+                changed = [*messages[:at], one, *messages[at + 1 :]]
+                texts.append(_text(self._tokenizer.render_chats(changed, [(len(changed), False, ())], [_TOOL])[0]))
+            if texts[0] != texts[1]:
+                return True
+        return False
 
 
 def has_marks(source: str) -> bool:

@@ -4,7 +4,6 @@ An answer is trained from the first token after the prompt that generation would
 token that ends the turn; `recipe_lib.data.answers` finds it in the text, and here it becomes ids.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +26,7 @@ from recipe_lib.data.samples import (
     Wanted,
 )
 from recipe_lib.data.spans import Span
-from recipe_lib.data.template_behavior import Habits, learn_habits, reads_key
+from recipe_lib.data.template_behavior import Habits, TemplateFields, learn_habits
 from recipe_lib.data.thoughts import with_tags
 from recipe_lib.errors import DataError
 
@@ -98,7 +97,7 @@ class Encoder:
         self._bos = bos_text(tokenizer, add_bos)  # written, so that what follows is encoded as it is after BOS
         self._stops = {tokenizer.token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids}
         self._special = special_pattern(tokenizer.special_texts)
-        self._keys_read = dict[tuple[str, str, Any], bool]()
+        self.fields = TemplateFields(tokenizer if self.template == "chat" else None)
 
     def encode(self, sample: Conversation | Completion) -> Encoded:
         """The one sequence of a sample. Raises SampleFault for a sample that does not fit the template, or that becomes
@@ -253,21 +252,6 @@ class Encoder:
             )
             found[number] = Span(answer.spans[0].start, min(answer.spans[0].end, len(finder.whole)))
         return [found[number] for number in numbers]
-
-    def reads_key(self, role: str, key: str, value: Any) -> bool:
-        """Whether the template writes another text for a message of this role with this key."""
-        asked = role, key, value if isinstance(value, bool) else type(value)
-        if self.template == "plain":
-            return False
-        if asked not in self._keys_read:
-            letter = self._letters([], 1)[0] if isinstance(value, str) else value
-            self._keys_read[asked] = reads_key(self.tokenizer.render_chats, role, key, letter)
-        return self._keys_read[asked]
-
-    def reads_variable(self, name: str) -> bool:
-        """Whether the template has a use for a variable of this name."""
-        words = re.findall(r"\w+", self.tokenizer.chat_template or "") if self.template == "chat" else ()
-        return name in words
 
     @cached_property
     def _habits(self) -> Habits:

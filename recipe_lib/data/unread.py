@@ -6,7 +6,7 @@ row changes nothing either.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from recipe_lib.data.column_names import (
@@ -37,10 +37,8 @@ from recipe_lib.data.samples import (
     SamplePlaces,
     kind_of,
 )
-from recipe_lib.data.template_behavior import THOUGHT_KEYS
+from recipe_lib.data.template_behavior import THOUGHT_KEYS, TemplateFields
 
-ReadsKey = Callable[[str, str, Any], bool]  # role, key, value -> whether the chat template writes other text for it
-ReadsVariable = Callable[[str], bool]
 _WORD = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # but tab, line feed and carriage return
 _NO_TEXT = ("role", "from", "type")  # fields of a message that are no text of it
@@ -56,14 +54,13 @@ class UnreadNames:
         optional: Sequence[str],
         form: str,
         ignored: Sequence[str],
-        reads_key: ReadsKey,
-        reads_variable: ReadsVariable,
+        fields: TemplateFields,
     ) -> None:
         """required, optional: columns that the format reads; none: it does not say, and nothing is looked at. ignored:
         as data.ignore_columns has them."""
         self.known, self.form, self.ignored = frozenset((*required, *optional)), form, tuple(ignored)
         self._optional = frozenset(optional)
-        self._reads_key, self._reads_variable = reads_key, reads_variable
+        self._fields = fields
         self._not_read = f", which the format {form} does not read"
         self._columns = dict[tuple[str, ...], tuple[list[tuple[str, str]], list[str]]]()
         self._keys = dict[tuple[str, ...], list[str]]()
@@ -178,7 +175,7 @@ class UnreadNames:
                 role, value, name = message["role"], message[key], f"messages.{key}"
                 if name in self.ignored and isinstance(message, dict):
                     del message[key]  # the reader's own copy
-                elif key in _BY_ROLE.get(role, ()) or self._reads_key(role, key, value):
+                elif key in _BY_ROLE.get(role, ()) or self._fields.reads_key(role, key, value):
                     continue
                 elif not is_idle_key(key, value):
                     raise SampleFault(
@@ -190,7 +187,7 @@ class UnreadNames:
 
     def _find_variables(self, variables: Mapping[str, Any], row: Renamed) -> Iterator[str]:
         for name, value in variables.items():
-            if says_nothing(value) or self._reads_variable(name):
+            if says_nothing(value) or self._fields.reads_variable(name):
                 continue
             column = "documents" if name == "documents" else "chat_template_kwargs"
             full = name if name == column else f"{column}.{name}"
