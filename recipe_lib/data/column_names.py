@@ -53,7 +53,8 @@ _IDLE = frozenset(
     "timestamps created updated modified created_utc year version revision status stage state tree_state turn turns "
     "n_turns length len size count token_count word_count char_count temperature top_p max_tokens seed "
     "skip_prompt_formatting custom_instruction deleted synthetic toxic redacted nsfw flagged title order usage "
-    "dataset_name task_name source_name finish_reason stop_reason object".split()
+    "dataset_name task_name source_name finish_reason finish_reasons stop_reason object label_text label_name dump "
+    "crawl pile_set_name repo_name hexsha added seed_data audience".split()
 )
 _IDLE_ENDS = tuple(
     "_id _ids _idx _index _uuid _hash _url _urls _uri _link _score _scores _rating _ratings _rank _model _source "
@@ -91,13 +92,14 @@ def plain(name: str) -> str:
 
 
 def says_nothing(value: Any) -> bool:
-    """Return whether a value is as good as absent: null, blank text, or a list or object of such alone."""
+    """Return whether a value is as good as absent: null, blank text, an object of such, or a list of nothing or
+    nulls."""
     if isinstance(value, str):
         return not value or value.isspace()
     if isinstance(value, dict):
         return all(map(says_nothing, value.values()))
     if isinstance(value, (list, tuple)):
-        return all(map(says_nothing, value))
+        return all(item is None for item in value)
     return value is None
 
 

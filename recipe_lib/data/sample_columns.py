@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recipe_lib.data.column_names import SAME_AS
-from recipe_lib.data.samples import SampleFault, kind_of
+from recipe_lib.data.samples import SampleFault, kind_of, shown
 
 RawSample = Mapping[str, Any]
 
@@ -27,6 +27,19 @@ OTHER_NAMES = {
     "completion": ("response", "answer", "output"),
     "label": ("kto_tag", "class", "labels", "category", "target"),
 }
+
+
+def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises SampleFault for a key that stands in it twice: the last one would win unsaid."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise SampleFault("key twice", f"found the key {shown(twice)} twice in an object, expected it once")
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_as_object)  # made once: json.loads makes one for each text
 
 
 def spellings(reader: Any, column: str, columns: Mapping[str, str]) -> tuple[str, ...]:
@@ -141,7 +154,7 @@ def check_objects(items: list[Any], name: str, path: str) -> None:
 def parse_json(text: str, name: str, path: str, expected: str = "a list of objects") -> Any:
     """Return what the JSON text in a column holds. Raises SampleFault."""
     try:
-        return json.loads(text)
+        return DECODER.decode(text)
     except json.JSONDecodeError as error:
         said = f"{error.msg} at character {error.pos + 1}"
     except RecursionError:

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from recipe_lib.data.samples import SampleFault, kind_of, shown
+from recipe_lib.data.sample_columns import DECODER
+from recipe_lib.data.samples import SampleFault, kind_of
 from recipe_lib.errors import DataError
 from recipe_lib.reading import open_regular
 from recipe_lib.units import MIB, format_bytes
@@ -212,23 +213,10 @@ def _is_blank(file: BinaryIO, start: int) -> bool:
     return True
 
 
-def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises SampleFault for a key that stands in it twice: the last one would win unsaid."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise SampleFault("key twice", f"found the key {shown(twice)} twice in an object, expected it once")
-    return found
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_as_object)  # made once: json.loads makes one for each text
-
-
 def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
     """The object that a line, or an item of a list, holds; or the fault."""
     try:
-        sample = _DECODER.decode(line.rstrip(b"\r\n").decode("utf-8"))
+        sample = DECODER.decode(line.rstrip(b"\r\n").decode("utf-8"))
     except SampleFault as fault:
         return fault
     except UnicodeDecodeError as error:

@@ -20,6 +20,10 @@ _TOOL = {
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
 
+# Jinja's blocks of a template, texts in quotes, and names that are no attributes.
+_BLOCKS = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_TEXTS = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'", re.DOTALL)
+_NAMES = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
 _UNUSED = "zqj"  # a text that no template holds
 
 Render = Callable[[Sequence[Message], Sequence[Wanted], Sequence[Mapping[str, Any]] | None], Sequence[str | DataError]]
@@ -64,13 +68,14 @@ class TemplateFields:
     def __init__(self, tokenizer: TextTokenizer | None) -> None:
         """tokenizer: the one that has the template; None: no template reads anything but roles and contents."""
         self._tokenizer = tokenizer
-        self._source = (tokenizer.chat_template if tokenizer else None) or ""
-        self._words = frozenset(re.findall(r"\w+", self._source))
+        source = (tokenizer.chat_template if tokenizer else None) or ""
+        code = " ".join(_TEXTS.sub("", block) for block in _BLOCKS.findall(source))
+        self._names = frozenset(_NAMES.findall(code))
         self._keys = dict[tuple[str, str, Any], bool]()
 
     def reads_variable(self, name: str) -> bool:
         """Return whether the template speaks of a variable of this name."""
-        return name in self._words
+        return name in self._names
 
     def reads_key(self, role: str, key: str, value: Any) -> bool:
         """Return whether the template writes another text for a message of this role with this key, or refuses it."""

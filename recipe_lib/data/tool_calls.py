@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recipe_lib.data.column_names import is_idle, says_nothing
-from recipe_lib.data.sample_columns import RawSample, found_in, list_of, path_of
+from recipe_lib.data.sample_columns import RawSample, found_in, list_of, parse_json, path_of
 from recipe_lib.data.samples import Message, SampleFault, kind_of, shown
 
 _FUNCTION = '{"name": ..., "arguments": {...}}'
@@ -135,6 +135,9 @@ def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
     tools: Any = sample.get("tools")
     if says_nothing(tools) or (isinstance(tools, str) and tools.strip() == "null"):
         return None, path
+    if isinstance(tools, list) and all(isinstance(tool, str) and tool.lstrip().startswith("{") for tool in tools):
+        tools = [parse_json(tool, "tools", f"{path}[{number}]", "an object") for number, tool in enumerate(tools)]
+        sample = {"tools": tools}
     described, path = list_of(sample, "tools")
     return [_read_tool(tool) for tool in described] or None, path
 

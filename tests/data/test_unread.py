@@ -129,6 +129,20 @@ def test_what_repeats_the_row_changes_nothing(form: str, row: Any, idle: list[st
     assert text and not report.bad_samples and sorted(report.idle_names) == idle
 
 
+@pytest.mark.parametrize(
+    "case", ["alpaca", "sharegpt", "messages", "prompt_completion", "prompt_completion of messages"]
+)
+def test_answers_that_are_not_wanted_are_not_trained(case: str, qwen3: Tokenizer) -> None:
+    for name in ("label", "kto_tag", "is_correct", "train"):
+        for value in (False, "false", 0) if name in ("label", "kto_tag") else (False,):
+            _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {name: value})
+            assert not trained and list(report.bad_samples) == [f"{name} is not read"], (name, value)
+        _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {name: True})
+        assert trained and report.idle_names == {name: 1}
+    _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {"rejected": "Lima."})
+    assert not trained and list(report.bad_samples) == ["rejected is not read"]
+
+
 def test_it_holds_for_each_row_and_is_counted(qwen3: Tokenizer) -> None:
     rows = [ROWS["messages"] | {"id": number} for number in range(150)]
     rows[120] = rows[120] | {"history": [["a", "b"]]}
