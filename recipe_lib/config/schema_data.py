@@ -101,7 +101,7 @@ class DataConfig:
         [],
         "Columns of the rows that change nothing, and keys of their messages as `messages.KEY`: they are not read, and "
         "counted; any other that is not read and not known to change nothing makes a sample invalid.",
-        known_as="HF remove_unused_columns, which drops them unsaid",
+        known_as="none has it: others leave columns out unsaid",
     )
     template: str = key(
         "auto",

@@ -91,6 +91,7 @@ class SourceEncoder:
             form=self.format,
             ignored=cfg.ignore_columns,
             fields=encoder.fields,
+            same=getattr(self.read, "same", {}),
         )
         for name in self.columns:
             if known and name not in known:
@@ -110,7 +111,7 @@ class SourceEncoder:
             adds_bos=encoder.add_bos,
             history=encoder.history,
             falls_back=cfg.template == "auto" and encoder.template == "plain",
-            ignored=list(cfg.ignore_columns),
+            ignored=[] if self.section == "validation" else list(cfg.ignore_columns),
         )
 
     def encode(self, file: SampleFile, start: int, stop: int | None) -> Chunk:

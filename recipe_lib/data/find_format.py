@@ -92,7 +92,7 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
     """The format of a source; `auto` where none of its samples can be read."""
     files = open_sources(source, cache=cache_root(cfg.data.cache_dir), section=section)
     section = columns_section(section)
-    found, usable = find_format(files, source.columns or {}, section, cfg.samples), SAMPLES[cfg.samples]
+    found, usable = _find(cfg, files, source, section), SAMPLES[cfg.samples]
     if found == PAIRS and PAIRS not in usable:
         raise ConfigError(
             f"{source.source}: found {PAIRS}s (chosen, rejected), which this recipe has no use for; choose other "
@@ -113,11 +113,17 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
     return found
 
 
-def with_format(source: SourceConfig, files: Sequence[SampleFile], section: str) -> SourceConfig:
+def _find(cfg: FullFinetuneConfig, files: Sequence[SampleFile], source: SourceConfig, section: str) -> str:
+    return find_format(files, source.columns or {}, section, cfg.samples, cfg.data.ignore_columns)
+
+
+def with_format(
+    source: SourceConfig, files: Sequence[SampleFile], section: str, ignored: Sequence[str]
+) -> SourceConfig:
     """The source with the format of its files in the place of `auto`. Raises DataError if there is none."""
     if source.format != AUTO:
         return source
-    found = find_format(files, source.columns or {}, section)
+    found = find_format(files, source.columns or {}, section, ignored=ignored)
     return replace(source, format="messages" if found == AUTO else found)  # any will do: reading says what is wrong
 
 
@@ -132,15 +138,20 @@ def _optional(name: str) -> tuple[str, ...]:
 
 
 def find_format(
-    files: Sequence[SampleFile], columns: Mapping[str, str], section: str = "data", samples: str = "answers"
+    files: Sequence[SampleFile],
+    columns: Mapping[str, str],
+    section: str = "data",
+    samples: str = "answers",
+    ignored: Sequence[str] = (),
 ) -> str:
     """The format that the most of the first samples of the files have the columns of.
 
-    section: of the config, for the error. samples: what the recipe trains on, see RecipeFacts. `auto` where no sample
+    section: of the config, for the error. samples: what the recipe trains on, see RecipeFacts. ignored: columns that
+    are not looked at. `auto` where no sample
     can be read. Raises DataError if the samples are of no format.
     """
     _check_names(columns, section)
-    first = _first(files)
+    first = [(place, {name: row[name] for name in row if name not in ignored}) for place, row in _first(files)]
     votes = Counter(name for _, sample in first for name in fitting(sample, columns, samples)[:1])
     if not votes and first and not _remedy(first[0][1], section, samples):
         votes = Counter(name for _, sample in first for name in _with_nulls(sample, columns, samples)[:1])

@@ -8,11 +8,12 @@ sample that it cannot use.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
 from recipe_lib.config.registry import register
-from recipe_lib.data.column_names import read_truth, says_nothing
+from recipe_lib.data.column_names import SAME_AS, read_truth, says_nothing
 from recipe_lib.data.messages import WHOLE, Turns, check_answer, check_order, conversation, read_turns, text_turn
 from recipe_lib.data.prompts import (
     CHAT,
@@ -54,16 +55,23 @@ Reader = Callable[[RawSample], Sample]
 
 
 def columns(
-    *required: str, optional: Sequence[str] = (), instead: Mapping[str, Sequence[str]] | None = None
+    *required: str,
+    optional: Sequence[str] = (),
+    instead: Mapping[str, Sequence[str]] | None = None,
+    same: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[[Reader], Reader]:
-    """Decorator: the columns that a format reads. instead: those that may stand in the place of a required one."""
+    """Decorator: the columns that a format reads. instead: those that may stand in the place of a required one, which
+    the format looks for itself. same: other names of a column, put under its own before the format sees the row."""
 
     def add(reader: Reader) -> Reader:
         reader.required, reader.optional = required, tuple(optional)  # type: ignore[attr-defined]
-        reader.instead = instead or {}  # type: ignore[attr-defined]
+        reader.instead, reader.same = instead or {}, same or {}  # type: ignore[attr-defined]
         return reader
 
     return add
+
+
+_columns = partial(columns, same=SAME_AS)  # of the formats here
 
 
 def _chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
@@ -80,7 +88,7 @@ def _chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
 
 
 @register("data.format", "alpaca")
-@columns("instruction", "output", optional=("input", "history", *CHAT))
+@_columns("instruction", "output", optional=("input", "history", *CHAT))
 def read_alpaca(sample: RawSample) -> Conversation:
     """`instruction`, `output`, and perhaps `input` (put under the instruction), `system`, and `history`: the turns
     before, as pairs of texts."""
@@ -92,14 +100,14 @@ def read_alpaca(sample: RawSample) -> Conversation:
 
 
 @register("data.format", "sharegpt")
-@columns("conversations", optional=CHAT)
+@_columns("conversations", optional=CHAT)
 def read_sharegpt(sample: RawSample) -> Conversation:
     """`conversations`: a list of {from, value} or {role, content}; and perhaps `system`, and `tools` (may be JSON)."""
     return _chat(sample, read_turns(sample, "conversations"))
 
 
 @register("data.format", "messages")
-@columns("messages", optional=CHAT)
+@_columns("messages", optional=CHAT)
 def read_messages(sample: RawSample) -> Conversation:
     """`messages`: a list of {role, content} as chat APIs have it; and perhaps `system`, `tools` for the chat
     template."""
@@ -107,7 +115,7 @@ def read_messages(sample: RawSample) -> Conversation:
 
 
 @register("data.format", "prompt_completion")
-@columns("prompt", "completion", optional=CHAT)
+@_columns("prompt", "completion", optional=CHAT)
 def read_prompt_completion(sample: RawSample) -> Completion | Conversation:
     """`prompt` and `completion`: two texts, put together as they stand, with no template and no space between them; or
     messages (one of the two may be text), of which the completion is trained."""
@@ -123,7 +131,7 @@ def read_prompt_completion(sample: RawSample) -> Completion | Conversation:
 
 
 @register("data.format", "text")
-@columns("text")
+@_columns("text")
 def read_text(sample: RawSample) -> Document:
     """`text`, or a whole .txt file."""
     text = text_of(sample, "text")
@@ -134,7 +142,9 @@ def read_text(sample: RawSample) -> Document:
 
 
 @register("data.format", "preference")
-@columns("chosen", "rejected", optional=("prompt", "conversations", "instruction", "input", "history", "margin", *CHAT))
+@_columns(
+    "chosen", "rejected", optional=("prompt", "conversations", "instruction", "input", "history", "margin", *CHAT)
+)
 def read_preference(sample: RawSample) -> Preference:
     """`chosen` and `rejected`: two answers (text or a message each), or two conversations that begin alike (also as
     text of Human and Assistant).
@@ -204,7 +214,7 @@ def _margin(value: object) -> float:
 
 
 @register("data.format", "kto")
-@columns(
+@_columns(
     "prompt",
     "completion",
     "label",
@@ -253,7 +263,7 @@ def _truth(sample: RawSample) -> bool:
 
 
 @register("data.format", "classification")
-@columns("label", optional=("text", "prompt", "messages", *CHAT))
+@_columns("label", optional=("text", "prompt", "messages", *CHAT))
 def read_classification(sample: RawSample) -> Classified:
     """`label`, a whole number from 0 on or the class' name, and what has it: `text` as it stands, `prompt` (text of the
     user) or `messages`."""

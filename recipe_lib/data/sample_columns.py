@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipe_lib.data.column_names import SAME_AS
 from recipe_lib.data.samples import SampleFault, kind_of, shown
 
 RawSample = Mapping[str, Any]
@@ -46,7 +45,8 @@ def spellings(reader: Any, column: str, columns: Mapping[str, str]) -> tuple[str
     """The names under which a format takes a column of a row, in this order. columns: as `data.columns`."""
     if column in columns:
         return (columns[column],)
-    return (column, *SAME_AS.get(column, ()), *getattr(reader, "instead", {}).get(column, ()))
+    others = getattr(reader, "same", {}), getattr(reader, "instead", {})
+    return (column, *(name for names in others for name in names.get(column, ())))
 
 
 def called(column: str, sample: RawSample, others: Sequence[str]) -> str | None:

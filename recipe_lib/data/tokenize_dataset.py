@@ -148,7 +148,7 @@ class _Build:
         limit, cache = int(cfg.max_sample_mib * MIB), cache_root(cfg.cache_dir)
         opened = [open_sources(source, limit, cache, section) for section, source in sources.items()]
         sources = {
-            section: with_format(source, files, columns_section(section))
+            section: with_format(source, files, columns_section(section), cfg.ignore_columns)
             for (section, source), files in zip(sources.items(), opened, strict=True)
         }
         self.sources = list(sources.values())

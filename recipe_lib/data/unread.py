@@ -12,7 +12,6 @@ from typing import Any
 from recipe_lib.data.column_names import (
     MESSAGE_READ,
     RENDERED,
-    SAME_AS,
     UNWANTED,
     is_idle,
     is_idle_key,
@@ -55,9 +54,11 @@ class UnreadNames:
         form: str,
         ignored: Sequence[str],
         fields: TemplateFields,
+        same: Mapping[str, Sequence[str]],
     ) -> None:
         """required, optional: columns that the format reads; none: it does not say, and nothing is looked at. ignored:
-        as data.ignore_columns has them."""
+        as data.ignore_columns has them. same: other names of columns, read where these are absent."""
+        self._same = same
         self.known, self.form, self.ignored = frozenset((*required, *optional)), form, tuple(ignored)
         self._optional = frozenset(optional)
         self._fields = fields
@@ -108,8 +109,7 @@ class UnreadNames:
             raise self._fault(row, faults)
         content = sample.content if isinstance(sample, Classified) else sample
         if isinstance(content, (Conversation, Preference, LabeledAnswer)):
-            for places, messages in _lists_of(content):
-                idle += self._find_keys(messages, places)
+            idle += self._find_keys(content)
             idle += self._find_variables(content.variables, row)
         return idle
 
@@ -121,7 +121,7 @@ class UnreadNames:
         if found is None:
             same = [
                 (column, other)
-                for column, others in SAME_AS.items()
+                for column, others in self._same.items()
                 for other in others
                 if column in self.known and other in names and other not in self.known
             ]
@@ -131,7 +131,7 @@ class UnreadNames:
     def _why_not_idle(self, name: str, value: Any, row: Renamed, sample: Sample) -> str:
         """What a column holds that is not read; empty: it changes nothing."""
         word = plain(name)
-        for column, others in SAME_AS.items():
+        for column, others in self._same.items():
             if name in others and column in self.known and row.get(column) is not None:
                 return "" if row[column] == value else f"another {column} than the one in {path_of(row, column)}"
         if why := why_not_column(name, value, is_text=isinstance(sample, Document)):
@@ -155,7 +155,7 @@ class UnreadNames:
         may_be_mapped = free and any(why.endswith(self._not_read) for _, why in faults)
         mapped = f", or say with {row.section}.columns which of {', '.join(free)} it is" if may_be_mapped else ""
         return SampleFault(
-            f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not read",
+            _name_all(names),
             f"{found}; {self._remedy(names)}{mapped}",
         )
 
@@ -166,24 +166,30 @@ class UnreadNames:
         changes = "changes" if len(names) == 1 else "change"
         return f"set data.ignore_columns=[{every}] if {'it' if len(names) == 1 else 'they'} {changes} nothing"
 
-    def _find_keys(self, messages: Sequence[Message], places: SamplePlaces) -> Iterator[str]:
-        for number, message in enumerate(messages):
-            names = tuple(message)
-            if names not in self._keys:
-                self._keys[names] = [name for name in names if name not in MESSAGE_READ]
-            for key in self._keys[names]:
-                role, value, name = message["role"], message[key], f"messages.{key}"
-                if name in self.ignored and isinstance(message, dict):
-                    del message[key]  # the reader's own copy
-                elif key in _BY_ROLE.get(role, ()) or self._fields.reads_key(role, key, value):
-                    continue
-                elif not is_idle_key(key, value):
-                    raise SampleFault(
-                        f"key {key} of a message is not read",
-                        f"{places.at(number, f'.{key}')}: found {why_not_key(key) or kind_of(value)}, which the chat "
-                        f"template does not read; {self._remedy([name])}",
-                    )
-                yield name
+    def _find_keys(self, sample: Conversation | Preference | LabeledAnswer) -> list[str]:
+        """As `find`, of the messages' keys; those that data.ignore_columns names are taken out."""
+        idle, faults = list[str](), dict[str, str]()
+        for places, messages in _lists_of(sample):
+            for number, message in enumerate(messages):
+                for key in self._unread_keys(message):
+                    role, value, name = message["role"], message[key], f"messages.{key}"
+                    if name in self.ignored and isinstance(message, dict):
+                        del message[key]  # the reader's own copy
+                    elif key in _BY_ROLE.get(role, ()) or self._fields.reads_key(role, key, value):
+                        continue
+                    elif not is_idle_key(key, value):
+                        found = why_not_key(key) or f"{kind_of(value)}, which the chat template does not read"
+                        faults.setdefault(name, f"{places.at(number, f'.{key}')}: found {found}")
+                    idle.append(name)
+        if faults:
+            raise SampleFault(_name_all(list(faults)), f"{'; '.join(faults.values())}; {self._remedy(list(faults))}")
+        return idle
+
+    def _unread_keys(self, message: Message) -> list[str]:
+        names = tuple(message)
+        if names not in self._keys:
+            self._keys[names] = [name for name in names if name not in MESSAGE_READ]
+        return self._keys[names]
 
     def _find_variables(self, variables: Mapping[str, Any], row: Renamed) -> Iterator[str]:
         for name, value in variables.items():
@@ -198,6 +204,11 @@ class UnreadNames:
                     f"{self._remedy([full])}, or tokenizer.chat_template to one that does",
                 )
             yield full
+
+
+def _name_all(names: Sequence[str]) -> str:
+    """The cause by which faults are counted."""
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not read"
 
 
 def has_control_characters(sample: Sample) -> bool:

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from recipe_lib.config import registry
+from recipe_lib.config.registry import register
+from recipe_lib.data.formats import columns, conversation
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from tests.data.row_cases import COLUMNS, CONTENT, IDLE, KEYS, NOTHING, ROWS, TOOL, encode, format_of, tokenizer_folder
 
@@ -163,6 +166,35 @@ def test_ignored_names_that_no_row_has_are_told(qwen3: Tokenizer) -> None:
     text, _, report = encode(qwen3, "messages", row, ignore_columns=names)
     assert "pirate" not in text and sorted(report.idle_names) == ["foo", "messages.bar", "system"]
     assert "warning: data: data.ignore_columns: no sample has gone" in report.lines()
+
+
+def test_all_keys_of_a_row_are_named_at_once(qwen3: Tokenizer) -> None:
+    chat = [CHAT[5] | {"foo": "a"}, CHAT[6] | {"bar": True, "foo": "b"}]
+    _, _, report = encode(qwen3, "messages", {"messages": chat})
+    (line,) = report.first_bad.values()
+    assert line == (
+        "rows.jsonl:1: .messages[0].foo: found text, which the chat template does not read; .messages[1].bar: found "
+        "true or false, which the chat template does not read; set data.ignore_columns=[messages.foo,messages.bar] if they "
+        "change nothing"
+    )
+
+
+def test_formats_of_plugins_that_do_not_say_what_they_read(qwen3: Tokenizer, monkeypatch: Any) -> None:
+    monkeypatch.setitem(registry._components, "data.format", dict(registry._components["data.format"]))
+    row = {"q": "Dry?", "a": "No.", "images": ["a.jpg"], "query": "Hot?", "id": 3}
+
+    def read(row: dict[str, Any]) -> Any:
+        chat = [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"], "mood": "calm"}]
+        return conversation(chat)
+
+    register("data.format", "silent quiz")(read)
+    register("data.format", "quiz")(columns("q", "a", optional=["input"])(lambda row: conversation(CHAT[5:])))
+    _, trained, report = encode(qwen3, "silent quiz", row)
+    assert len(trained) == 1 and not report.idle_names and not report.bad_samples
+    _, _, report = encode(qwen3, "quiz", row)
+    assert list(report.bad_samples) == ["images, query are not read"]
+    _, trained, report = encode(qwen3, "quiz", row, ignore_columns=["images", "query"])
+    assert len(trained) == 1 and sorted(report.idle_names) == ["id", "images", "query"]
 
 
 def test_control_characters_are_counted(qwen3: Tokenizer) -> None:

@@ -56,7 +56,12 @@ def read_whole(form: str, row: dict[str, Any]) -> Sample:
     """What a row becomes; nothing of it may be left over."""
     reader = registered("data.format", form)
     names = UnreadNames(
-        required=reader.required, optional=reader.optional, form=form, ignored=(), fields=TemplateFields(None)
+        required=reader.required,
+        optional=reader.optional,
+        form=form,
+        ignored=(),
+        fields=TemplateFields(None),
+        same=reader.same,
     )
     renamed = Renamed(row, {}, "data")
     names.tidy(renamed)
