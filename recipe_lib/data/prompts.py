@@ -55,7 +55,7 @@ def read_question(sample: RawSample, name: str) -> Turns:
 
     One line end stands between them, as LLaMA-Factory writes it.
     """
-    if not isinstance(sample.get(name), (str, type(None))):
+    if name != "instruction" and not isinstance(sample.get(name), (str, type(None))):
         turns = read_column(sample, name, "user")
         if not says_nothing(sample.get("input")):
             raise SampleFault(
@@ -64,7 +64,8 @@ def read_question(sample: RawSample, name: str) -> Turns:
                 "it inside of them",
             )
         return turns
-    parts = [text_of(sample, one, may_be_missing=True) for one in (name, "input")]
+    more = text_of(sample, "input", may_be_missing=True)
+    parts = [text_of(sample, name, may_be_missing=bool(more.strip())), more]
     where = path_of(sample, name if parts[0] or name in sample else "input")
     content = "\n".join(part for part in parts if part.strip())
     return Turns([{"role": "user", "content": content}], [MessagePlace(where, where)])

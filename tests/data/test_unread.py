@@ -174,8 +174,8 @@ def test_all_keys_of_a_row_are_named_at_once(qwen3: Tokenizer) -> None:
     (line,) = report.first_bad.values()
     assert line == (
         "rows.jsonl:1: .messages[0].foo: found text, which the chat template does not read; .messages[1].bar: found "
-        "true or false, which the chat template does not read; set data.ignore_columns=[messages.foo,messages.bar] if they "
-        "change nothing"
+        "true or false, which the chat template does not read; set data.ignore_columns=[messages.foo,messages.bar] if "
+        "they change nothing"
     )
 
 
