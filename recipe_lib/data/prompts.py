@@ -7,7 +7,7 @@ from typing import Any
 from recipe_lib.data.column_names import is_idle, says_nothing
 from recipe_lib.data.messages import Turns, place_of_turn, read_turn, read_turns, text_turn
 from recipe_lib.data.sample_columns import RawSample, Renamed, found_in, is_json_list, parse_json, path_of, text_of
-from recipe_lib.data.samples import MessagePlace, SampleFault, kind_of
+from recipe_lib.data.samples import Message, MessagePlace, SampleFault, kind_of
 
 CHAT = ("system", "tools", "chat_template_kwargs", "documents")  # columns of every format that a template writes
 # What `chat_template_kwargs` may not say: it has columns of its own, or the run says it.
@@ -116,12 +116,14 @@ def read_answer(sample: RawSample, name: str) -> Turns:
         return read_column(sample, name, "assistant")
     parts = _SPEAKER.split(text_of(sample, name))[1:]
     roles = ["user" if speaker == "Human" else "assistant" for speaker in parts[::2]]
-    messages = [{"role": role, "content": said} for role, said in zip(roles, parts[1::2], strict=True)]
+    messages: list[Message] = [{"role": role, "content": said} for role, said in zip(roles, parts[1::2], strict=True)]
     return Turns(messages, [MessagePlace(path, path)] * len(messages))
 
 
 def read_variables(sample: RawSample) -> dict[str, Any]:
     """Return what a row gives the chat template: `chat_template_kwargs`, and `documents`. Raises SampleFault."""
+    if "chat_template_kwargs" not in sample and "documents" not in sample:
+        return {}
     given, path = sample.get("chat_template_kwargs"), path_of(sample, "chat_template_kwargs")
     if isinstance(given, str) and given.lstrip().startswith("{"):
         given, path = parse_json(given, "chat_template_kwargs", path, "an object"), f"{path}|fromjson|"
