@@ -31,7 +31,7 @@ ACTIONS = ("show", "check")
 # What `check` can find wrong; those of recipe_lib.data.inspect, which is imported only to look.
 FINDINGS = (
     "bad-samples", "truncation", "no-answer-left", "untrained-ends", "generation-marks", "unseen-messages",
-    "split-special-tokens", "label-tokens", "duplicates", "overlap", "untrained-tokens",
+    "split-special-tokens", "control-characters", "label-tokens", "duplicates", "overlap", "untrained-tokens",
 )  # fmt: skip
 DESCRIPTION = """Looks at the samples of a config, with the tokenizer and the template that training would use.
 

@@ -94,12 +94,12 @@ def _only(cfg: Any, without: set[str]) -> str | None:
 
 def has_turns(cfg: Any) -> str | None:
     """a format with turns"""
-    return _only(cfg, {"text", "prompt_completion"})
+    return _only(cfg, {"text"})
 
 
 def has_earlier_answers(cfg: Any) -> str | None:
     """a format of conversations"""
-    return _only(cfg, {"text", "prompt_completion", "preference", "kto", "classification"})
+    return _only(cfg, {"text", "preference", "kto", "classification"})
 
 
 def may_exceed_length(cfg: Any) -> str | None:

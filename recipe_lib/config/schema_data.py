@@ -97,6 +97,12 @@ class DataConfig:
         "The format's column name -> the name it has in your file.",
         known_as="torchtune column_map; LLaMA-Factory columns",
     )
+    ignore_columns: list[str] = key(
+        [],
+        "Columns of the rows that change nothing, and keys of their messages as `messages.KEY`: they are not read, and "
+        "counted; any other that is not read and not known to change nothing makes a sample invalid.",
+        known_as="none has it: others leave columns out unsaid",
+    )
     template: str = key(
         "auto",
         "How turns become text: `chat` is the tokenizer's chat template, `plain` a built-in one, `auto` chat if any.",

@@ -1,7 +1,7 @@
 """What became of the samples of a dataset, in numbers and in lines for the log."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -66,6 +66,10 @@ class DataReport:
     marks_with_space_after: int = 0  # of them, those where it adds white space after the end of the turn
     marks_differing: int = 0  # those where it says something else than what is generated
     first_mark: str = ""
+    idle_names: Counter[str] = field(default_factory=Counter)  # columns and keys that change nothing -> samples with it
+    ignored: list[str] = field(default_factory=list)  # data.ignore_columns
+    control_characters: int = 0  # samples with a control character in a text
+    first_control: str = ""
     duplicate_sequences: int = 0  # the same as an earlier one, token by token; they are kept all the same
     first_duplicate: str = ""
     parts: list["DataReport"] = field(default_factory=list)
@@ -93,9 +97,17 @@ class DataReport:
             self.template = other.template
         self.first_mark = self.first_mark or other.first_mark
         self.special.add(other.special)
+        self.first_control = self.first_control or other.first_control
+        self.idle_names.update(other.idle_names)
         self.bad_samples.update(other.bad_samples)
         self.first_bad = other.first_bad | self.first_bad
         self.bad_lines = _first_of_all_and_each([*self.bad_lines, *other.bad_lines])
+
+    def add_idle(self, names: Iterable[str], control: str) -> None:
+        """Counts what a sample holds that changes nothing. control: its place, if a text has a control character."""
+        self.idle_names.update(set(names))
+        self.control_characters += bool(control)
+        self.first_control = self.first_control or control
 
     def add_bad(self, cause: str, line: str) -> None:
         """Counts a bad sample. line: its place and what is wrong with it."""
@@ -111,15 +123,17 @@ class DataReport:
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         parts = [part.to_json() for part in self.parts]
-        return vars(self) | {"bad_samples": dict(self.bad_samples), "special": vars(self.special), "parts": parts}
+        counters = {"bad_samples": dict(self.bad_samples), "idle_names": dict(self.idle_names)}
+        return vars(self) | counters | {"special": vars(self.special), "parts": parts}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "DataReport":
         """The report that `to_json` made into values. Raises TypeError or KeyError for anything else."""
         parts = [DataReport.from_json(part) for part in content["parts"]]
         bad = [(cause, line) for cause, line in content["bad_lines"]]
-        restored = {"bad_samples": Counter(content["bad_samples"]), "bad_lines": bad, "parts": parts}
-        return DataReport(**dict(content) | restored | {"special": SpecialCounts.from_json(content["special"])})
+        counters = {name: Counter(content[name]) for name in ("bad_samples", "idle_names")}
+        special = SpecialCounts.from_json(content["special"])
+        return DataReport(**dict(content) | counters | {"bad_lines": bad, "parts": parts, "special": special})
 
     def check_share(self) -> None:
         """Raises DataError if, from some of the sources, no token or every token is a label token."""
@@ -196,6 +210,7 @@ class DataReport:
             *([f"data: {self.bos_line()}"] if self.sequences else []),
         ]
         lines += self._sequence_lines() + self._lost_lines() + self.special.lines(self.chats) + self._odd_lines()
+        lines += self._idle_lines()
         return lines + self._bad_lines() if faults else lines
 
     def part_line(self) -> str:
@@ -299,6 +314,16 @@ class DataReport:
                 f"warning: data: in {self.unseen_samples} samples the chat template leaves out a system's or user's "
                 "message, which the model is never shown; set tokenizer.chat_template to one that writes it"
             )
+        return lines
+
+    def _idle_lines(self) -> list[str]:
+        """What samples hold that is not read, and of data.ignore_columns what none has."""
+        lines = []
+        if self.idle_names:
+            named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))
+            lines.append(f"data: columns that change nothing: {named}")
+        if missing := [name for name in self.ignored if name not in self.idle_names]:
+            lines.append(f"warning: data: data.ignore_columns: no sample has {', '.join(missing)}")
         return lines
 
     def _bad_lines(self) -> list[str]:

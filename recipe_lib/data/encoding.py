@@ -12,7 +12,7 @@ from recipe_lib.data.dataset import digest_of
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoded import Encoded
 from recipe_lib.data.find_format import fitting
-from recipe_lib.data.sample_columns import Renamed, columns_section, overrides
+from recipe_lib.data.sample_columns import Renamed, columns_section, overrides, spellings
 from recipe_lib.data.samples import (
     Classified,
     Completion,
@@ -26,6 +26,7 @@ from recipe_lib.data.samples import (
 )
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.templates import Encoder
+from recipe_lib.data.unread import UnreadNames, has_control_characters
 from recipe_lib.errors import DataError, UserError
 
 
@@ -83,7 +84,16 @@ class SourceEncoder:
         self.format, self.columns = source.format or cfg.format, source.columns or {}
         self.read = registered("data.format", self.format)
         self.required = tuple(getattr(self.read, "required", ()))
-        known = (*self.required, *getattr(self.read, "optional", ()))
+        optional = tuple(getattr(self.read, "optional", ()))
+        known = (*self.required, *optional)
+        self.unread = UnreadNames(
+            required=self.required,
+            optional=optional,
+            form=self.format,
+            ignored=cfg.ignore_columns,
+            fields=encoder.fields,
+            same=getattr(self.read, "same", {}),
+        )
         for name in self.columns:
             if known and name not in known:
                 raise DataError(
@@ -103,6 +113,7 @@ class SourceEncoder:
             history=encoder.history,
             falls_back=cfg.template == "auto" and encoder.template == "plain",
             lacks_eos=cfg.add_eos and encoder.tokenizer.eos_id is None,
+            ignored=[] if self.section == "validation" else list(cfg.ignore_columns),
         )
 
     def encode(self, file: SampleFile, start: int, stop: int | None) -> Chunk:
@@ -114,7 +125,7 @@ class SourceEncoder:
                 try:
                     if isinstance(sample, SampleFault):
                         raise sample
-                    self._add(chunk, number, place, self.read(self._renamed(sample, place)))
+                    self._read(chunk, number, place, sample)
                 except SampleFault as fault:
                     self.encoder.take_spelled()
                     chunk.report.add_bad(fault.cause, located(place, fault))
@@ -125,9 +136,24 @@ class SourceEncoder:
         chunk.report.trained_tokens = chunk.trained.count(1)
         return chunk
 
+    def _read(self, chunk: Chunk, number: int, place: str, row: Mapping[str, Any]) -> None:
+        """Adds what a row becomes, and counts what it holds that nobody reads."""
+        row, left_out = self.unread.leave_out(row)
+        renamed = self._renamed(row, place)
+        self.unread.tidy(renamed)
+        sample = self.read(renamed)
+        idle = self.unread.find(renamed, sample)
+        self._add(chunk, number, place, sample)
+        chunk.report.add_idle((*left_out, *idle), place if has_control_characters(sample) else "")
+
     def _renamed(self, sample: Mapping[str, Any], place: str) -> Renamed:
         """The sample under the names that the format knows. Raises SampleFault for a column that is not there."""
-        missing = [name for name in self.required if self.columns.get(name, name) not in sample]
+        missing = [
+            name
+            for name in self.required
+            if self.columns.get(name, name) not in sample
+            and sample.keys().isdisjoint(spellings(self.read, name, self.columns))
+        ]
         if missing:
             if place.endswith(".txt"):
                 raise DataError(

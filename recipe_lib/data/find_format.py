@@ -12,10 +12,18 @@ from recipe_lib.config.registry import BUILT_IN, names, registered
 from recipe_lib.config.schema import FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import resolved_sources, validation_source
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data.sample_columns import OTHER_NAMES, called, columns_section, is_json_list, overrides
+from recipe_lib.data.sample_columns import (
+    OTHER_NAMES,
+    Renamed,
+    called,
+    columns_section,
+    is_json_list,
+    overrides,
+    spellings,
+)
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.data.sources import SampleFile, open_sources
-from recipe_lib.errors import ConfigError, DataError, visible
+from recipe_lib.errors import ConfigError, DataError
 
 AUTO, PAIRS, LABELED = "auto", "preference", ("kto", "classification")
 LOOKED_AT, AMONG = 100, 1000  # samples that can be read, among the first of each file
@@ -37,13 +45,19 @@ def fitting(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str 
     found, others = list[str](), list[str]()
     for name in (*own, *_order(samples)):
         required = _required(name)
-        there = [sample.get(columns.get(column, column)) for column in required]
+        there = [_value(name, column, sample, columns) for column in required]
         is_list = [isinstance(value, list) or (isinstance(value, str) and is_json_list(value)) for value in there]
         lists = [column in _LISTS for column in required]
         if required and None not in there:
-            fits = name in (*own, PAIRS, *LABELED) or is_list == lists
+            fits = name in (*own, PAIRS, *LABELED, "prompt_completion") or is_list == lists
             (found if fits else others).append(name)
     return found or others  # reading says what is wrong with a column that is no list, or is one
+
+
+def _value(form: str, column: str, sample: Mapping[str, Any], columns: Mapping[str, str]) -> Any:
+    """What a sample has for a column of a format, under the first of its names that holds something; None: nothing."""
+    found = (sample.get(name) for name in spellings(registered("data.format", form), column, columns))
+    return next((value for value in found if value is not None), None)
 
 
 def _with_nulls(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str) -> list[str]:
@@ -67,10 +81,6 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
             if section.format == AUTO:
                 continue
             lines.append(f"data: format {section.format}, found by the columns of {source.source}")
-        unused = _unused(cfg, source, section.format or data.format)
-        if unused:
-            used = section.format or data.format
-            lines.append(f"data: columns of {source.source} that the format {used} does not use: {', '.join(unused)}")
     if held_out is not None and finds_validation:
         validation.format = _settled(cfg, held_out, "validation")
         if validation.format not in {AUTO, *(one.format for one in resolved_sources(data))}:
@@ -78,30 +88,11 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
     return lines
 
 
-def _unused(cfg: FullFinetuneConfig, source: SourceConfig, form: str) -> list[str]:
-    """The columns with text in the first samples that a format does not read; none, where it does not say which."""
-    columns, required = source.columns or {}, _required(form)
-    own = {columns.get(column, column) for column in required}
-    read = own | {columns.get(column, column) for column in _optional(form)}
-    found: dict[str, None] = {}
-    try:
-        for _, sample in _first(open_sources(source, cache=cache_root(cfg.data.cache_dir))) if required else ():
-            if own <= set(sample):
-                found |= {
-                    name: None
-                    for name, value in sample.items()
-                    if name not in read and isinstance(value, str) and value.strip()
-                }
-    except DataError:
-        return []  # reading says it, after the faults of the samples before
-    return sorted(map(visible, found))[:MOST_NAMED]
-
-
 def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:
     """The format of a source; `auto` where none of its samples can be read."""
     files = open_sources(source, cache=cache_root(cfg.data.cache_dir), section=section)
     section = columns_section(section)
-    found, usable = find_format(files, source.columns or {}, section, cfg.samples), SAMPLES[cfg.samples]
+    found, usable = _find(cfg, files, source, section), SAMPLES[cfg.samples]
     if found == PAIRS and PAIRS not in usable:
         raise ConfigError(
             f"{source.source}: found {PAIRS}s (chosen, rejected), which this recipe has no use for; choose other "
@@ -122,11 +113,17 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
     return found
 
 
-def with_format(source: SourceConfig, files: Sequence[SampleFile], section: str) -> SourceConfig:
+def _find(cfg: FullFinetuneConfig, files: Sequence[SampleFile], source: SourceConfig, section: str) -> str:
+    return find_format(files, source.columns or {}, section, cfg.samples, cfg.data.ignore_columns)
+
+
+def with_format(
+    source: SourceConfig, files: Sequence[SampleFile], section: str, ignored: Sequence[str]
+) -> SourceConfig:
     """The source with the format of its files in the place of `auto`. Raises DataError if there is none."""
     if source.format != AUTO:
         return source
-    found = find_format(files, source.columns or {}, section)
+    found = find_format(files, source.columns or {}, section, ignored=ignored)
     return replace(source, format="messages" if found == AUTO else found)  # any will do: reading says what is wrong
 
 
@@ -141,15 +138,20 @@ def _optional(name: str) -> tuple[str, ...]:
 
 
 def find_format(
-    files: Sequence[SampleFile], columns: Mapping[str, str], section: str = "data", samples: str = "answers"
+    files: Sequence[SampleFile],
+    columns: Mapping[str, str],
+    section: str = "data",
+    samples: str = "answers",
+    ignored: Sequence[str] = (),
 ) -> str:
     """The format that the most of the first samples of the files have the columns of.
 
-    section: of the config, for the error. samples: what the recipe trains on, see RecipeFacts. `auto` where no sample
+    section: of the config, for the error. samples: what the recipe trains on, see RecipeFacts. ignored: columns that
+    are not looked at. `auto` where no sample
     can be read. Raises DataError if the samples are of no format.
     """
     _check_names(columns, section)
-    first = _first(files)
+    first = [(place, {name: row[name] for name in row if name not in ignored}) for place, row in _first(files)]
     votes = Counter(name for _, sample in first for name in fitting(sample, columns, samples)[:1])
     if not votes and first and not _remedy(first[0][1], section, samples):
         votes = Counter(name for _, sample in first for name in _with_nulls(sample, columns, samples)[:1])
@@ -189,7 +191,10 @@ def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: st
     own = {name: [columns.get(column, column) for column in _required(name)] for name in _order(samples)}
     known = "; ".join(f"{name}: {', '.join(names)}" for name, names in own.items())
     remedy = "" if columns else _remedy(sample, section, samples)
-    remedy = remedy or f"say which column is which with {section}.format and {section}.columns"
+    remedy = remedy or (
+        f"say which column is which with {section}.format and {section}.columns, or write the rows in one of these "
+        "layouts (docs/your_data.md)"
+    )
     return f"found the columns {found}, which are those of no format ({known}); {remedy}"
 
 
@@ -204,6 +209,17 @@ def _remedy(sample: Mapping[str, Any], section: str, samples: str) -> str:
             found = None if column in own.values() else called(column, sample, others)
             own |= {column: found} if found and found not in own.values() else {}
         renamed = {column: str(other) for column, other in own.items() if other != column}
+        if not _reads(name, sample, renamed, section):
+            continue
         words = [f"{section}.format={name}", *overrides(section, renamed)]
         return f"set {' '.join(words)}, if that is what they are"
     return ""
+
+
+def _reads(form: str, sample: Mapping[str, Any], renamed: Mapping[str, str], section: str) -> bool:
+    """Whether a format reads a sample under these names; one with an empty text is of the right kind."""
+    try:
+        registered("data.format", form)(Renamed(sample, renamed, section, _required(form)))
+    except SampleFault as fault:
+        return fault.cause.startswith("empty")
+    return True

@@ -7,28 +7,30 @@ sample that it cannot use.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
+from typing import Any
 
 from recipe_lib.config.registry import register
-from recipe_lib.data.messages import (
-    Turns,
-    check_answer,
-    check_order,
-    conversation,
-    place_of_turn,
-    read_message,
-    read_turn,
-    read_turns,
-    text_turn,
+from recipe_lib.data.column_names import SAME_AS, read_truth, says_nothing
+from recipe_lib.data.messages import WHOLE, Turns, check_answer, check_order, conversation, read_turns, text_turn
+from recipe_lib.data.prompts import (
+    CHAT,
+    open_request,
+    read_answer,
+    read_column,
+    read_history,
+    read_question,
+    read_variables,
+    refuse_beside_text,
+    with_system,
 )
 from recipe_lib.data.sample_columns import (
     OTHER_NAMES,
     RawSample,
     Renamed,
     called,
-    found_in,
-    list_of,
     overrides,
     path_of,
     text_of,
@@ -39,7 +41,6 @@ from recipe_lib.data.samples import (
     Conversation,
     Document,
     LabeledAnswer,
-    MessagePlace,
     Preference,
     Sample,
     SampleFault,
@@ -53,54 +54,75 @@ __all__ = ["Reader", "RawSample", "columns", "conversation", "text_of"]
 Reader = Callable[[RawSample], Sample]
 
 
-def columns(*required: str, optional: Sequence[str] = ()) -> Callable[[Reader], Reader]:
-    """Decorator: the columns that a format reads."""
+def columns(
+    *required: str,
+    optional: Sequence[str] = (),
+    instead: Mapping[str, Sequence[str]] | None = None,
+    same: Mapping[str, Sequence[str]] | None = None,
+) -> Callable[[Reader], Reader]:
+    """Decorator: the columns that a format reads. instead: those that may stand in the place of a required one, which
+    the format looks for itself. same: other names of a column, put under its own before the format sees the row."""
 
     def add(reader: Reader) -> Reader:
         reader.required, reader.optional = required, tuple(optional)  # type: ignore[attr-defined]
+        reader.instead, reader.same = instead or {}, same or {}  # type: ignore[attr-defined]
         return reader
 
     return add
 
 
+_columns = partial(columns, same=SAME_AS)  # of the formats here
+
+
+def _chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
+    """The conversation of these turns, with the system message, tools and template arguments of the row."""
+    whole = with_system(sample, turns)
+    tools, path = read_tools(sample)
+    return conversation(
+        whole.messages,
+        tools,
+        SamplePlaces(whole.places, path),
+        variables=read_variables(sample),
+        asked=asked and asked + len(whole.messages) - len(turns.messages),
+    )
+
+
 @register("data.format", "alpaca")
-@columns("instruction", "output", optional=("input", "system"))
+@_columns("instruction", "output", optional=("input", "history", *CHAT))
 def read_alpaca(sample: RawSample) -> Conversation:
-    """`instruction`, `output`, and perhaps `input` (put under the instruction) and `system`."""
-    question = text_of(sample, "instruction")
-    more = text_of(sample, "input", may_be_missing=True)
-    where = path_of(sample, "instruction")
-    if not (question + more).strip():
+    """`instruction`, `output`, and perhaps `input` (put under the instruction), `system`, and `history`: the turns
+    before, as pairs of texts."""
+    asked = read_question(sample, "instruction")
+    if not asked.messages[0]["content"].strip():
+        where = path_of(sample, "instruction")
         raise SampleFault("empty instruction", f"{where}: found an empty instruction, expected text")
-    asked = {"role": "user", "content": f"{question}\n\n{more}" if more else question}
-    turns = _system(sample) + Turns([asked], [MessagePlace(where, where)]) + text_turn(sample, "output", "assistant")
-    return conversation(turns.messages, None, SamplePlaces(turns.places))
+    return _chat(sample, read_history(sample) + asked + text_turn(sample, "output", "assistant"))
 
 
 @register("data.format", "sharegpt")
-@columns("conversations", optional=("system", "tools"))
+@_columns("conversations", optional=CHAT)
 def read_sharegpt(sample: RawSample) -> Conversation:
     """`conversations`: a list of {from, value} or {role, content}; and perhaps `system`, and `tools` (may be JSON)."""
-    turns = _system(sample) + read_turns(sample, "conversations")
-    tools, path = read_tools(sample)
-    return conversation(turns.messages, tools, SamplePlaces(turns.places, path))
+    return _chat(sample, read_turns(sample, "conversations"))
 
 
 @register("data.format", "messages")
-@columns("messages", optional=("tools",))
+@_columns("messages", optional=CHAT)
 def read_messages(sample: RawSample) -> Conversation:
-    """`messages`: a list of {role, content} as chat APIs have it; and perhaps `tools` for the chat template."""
-    turns, path = list_of(sample, "messages")
-    messages = [read_message(turn, f"{path}[{number}]") for number, turn in enumerate(turns)]
-    places = [MessagePlace(f"{path}[{number}]", f"{path}[{number}].content") for number in range(len(turns))]
-    tools, path = read_tools(sample)
-    return conversation(messages, tools, SamplePlaces(places, path))
+    """`messages`: a list of {role, content} as chat APIs have it; and perhaps `system`, `tools` for the chat
+    template."""
+    return _chat(sample, read_turns(sample, "messages", names_calls=False))
 
 
 @register("data.format", "prompt_completion")
-@columns("prompt", "completion")
-def read_prompt_completion(sample: RawSample) -> Completion:
-    """`prompt` and `completion`, put together as they stand: no template, no space between them."""
+@_columns("prompt", "completion", optional=CHAT)
+def read_prompt_completion(sample: RawSample) -> Completion | Conversation:
+    """`prompt` and `completion`: two texts, put together as they stand, with no template and no space between them; or
+    messages (one of the two may be text), of which the completion is trained."""
+    if isinstance(sample.get("prompt"), (list, dict)) or isinstance(sample.get("completion"), (list, dict)):
+        asked = read_column(sample, "prompt", "user")
+        return _chat(sample, asked + read_column(sample, "completion", "assistant"), len(asked.messages))
+    refuse_beside_text(sample, *CHAT)
     completion = text_of(sample, "completion")
     if not completion:
         where = path_of(sample, "completion")
@@ -109,7 +131,7 @@ def read_prompt_completion(sample: RawSample) -> Completion:
 
 
 @register("data.format", "text")
-@columns("text")
+@_columns("text")
 def read_text(sample: RawSample) -> Document:
     """`text`, or a whole .txt file."""
     text = text_of(sample, "text")
@@ -120,21 +142,20 @@ def read_text(sample: RawSample) -> Document:
 
 
 @register("data.format", "preference")
-@columns("chosen", "rejected", optional=("prompt", "conversations", "system", "tools", "margin"))
+@_columns(
+    "chosen", "rejected", optional=("prompt", "conversations", "instruction", "input", "history", "margin", *CHAT)
+)
 def read_preference(sample: RawSample) -> Preference:
-    """`chosen` and `rejected`: two answers (text or a message each), or two conversations that begin alike.
+    """`chosen` and `rejected`: two answers (text or a message each), or two conversations that begin alike (also as
+    text of Human and Assistant).
 
-    What comes before them is `prompt` (text, or messages) or `conversations`; where the conversations hold it already,
-    neither is needed. The prompt is all that both have in common, up to the answer in which they part. `margin`: a
-    number, by how much the chosen one is better.
+    What comes before them is `prompt` (text, or messages), `conversations`, or `instruction` with `input`; where the
+    conversations hold it already, none is needed. The prompt is all that both have in common, up to the answer in which
+    they part. `margin`: a number, by how much the chosen one is better.
     """
-    if sample.get("prompt") is not None and sample.get("conversations") is not None:
-        raise SampleFault("two prompts", "found prompt and conversations, expected one of the two")
-    name = "prompt" if sample.get("prompt") is not None else "conversations"
-    before = _system(sample)
-    if sample.get(name) is not None:
-        before += _turns(sample, name, "user")
-    chosen, rejected = (_continued(before, _turns(sample, answer, "assistant")) for answer in ("chosen", "rejected"))
+    sample = open_request(sample)
+    before = _prompt(sample, ("prompt", "conversations", "instruction"))
+    chosen, rejected = (_continued(before, read_answer(sample, name)) for name in ("chosen", "rejected"))
     if chosen.messages == rejected.messages:
         raise SampleFault("equal answers", "found chosen equal to rejected, expected two different answers")
     pairs = zip(chosen.messages, rejected.messages, strict=False)
@@ -158,12 +179,30 @@ def read_preference(sample: RawSample) -> Preference:
                 "and rejected, expected them to part in an answer",
             )
         check_order(messages, places)
-        for number in range(shared, len(messages)):
-            if messages[number]["role"] == "assistant":
-                check_answer(messages[number], places.text(number))
+        _check_answers(messages, shared, places)
     both = SamplePlaces(chosen.places, path), SamplePlaces(rejected.places, path)
     answers = chosen.messages[shared:], rejected.messages[shared:]
-    return Preference(chosen.messages[:shared], *answers, tools, both, _margin(sample.get("margin")), no_prompt)
+    margin, variables = _margin(sample.get("margin")), read_variables(sample)
+    return Preference(chosen.messages[:shared], *answers, tools, both, margin, no_prompt, variables)
+
+
+def _prompt(sample: RawSample, names: Sequence[str]) -> Turns:
+    """What comes before an answer: the system message, earlier turns, and the question under one of these names."""
+    given = [name for name in names if not says_nothing(sample.get(name))]
+    given = given or [name for name in names if sample.get(name) is not None][:1]
+    if len(given) > 1:
+        raise SampleFault("two prompts", f"found {' and '.join(given)}, expected one of the two")
+    before = read_history(sample)
+    if given or not says_nothing(sample.get("input")):
+        before += read_question(sample, given[0] if given else "instruction")
+    return with_system(sample, before)
+
+
+def _check_answers(messages: Sequence[Mapping[str, Any]], first: int, places: SamplePlaces) -> None:
+    """Raises SampleFault for an answer, from the message with this number on, with nothing in it."""
+    for number in range(first, len(messages)):
+        if messages[number]["role"] == "assistant":
+            check_answer(messages[number], places.text(number))
 
 
 def _margin(value: object) -> float:
@@ -178,15 +217,32 @@ def _margin(value: object) -> float:
 
 
 @register("data.format", "kto")
-@columns("prompt", "completion", "label", optional=("system", "tools"))
+@_columns(
+    "prompt",
+    "completion",
+    "label",
+    optional=("instruction", "input", "output", "history", *WHOLE, *CHAT),
+    instead={"prompt": ("instruction", *WHOLE), "completion": ("output", *WHOLE)},
+)
 def read_kto(sample: RawSample) -> LabeledAnswer:
     """`prompt` (text, or messages), `completion` (text, a message, or several) and `label`: whether the completion is
-    wanted (true) or not (false)."""
+    wanted (true) or not (false).
+
+    `instruction` with `input` is a prompt as well, `output` a completion; of `messages` or `conversations` the last one
+    is the completion.
+    """
     label = _truth(sample)
-    before = _system(sample) + _turns(sample, "prompt", "user")
-    whole = _continued(before, _turns(sample, "completion", "assistant"))
+    before = _prompt(sample, ("prompt", "instruction", *WHOLE))
+    ends = [name for name in ("completion", "output") if sample.get(name) is not None]
+    if len(ends) > 1:
+        raise SampleFault("two completions", f"found {' and '.join(ends)}, expected one of the two")
+    if ends or all(sample.get(name) is None for name in WHOLE):
+        answer = read_column(sample, ends[0] if ends else "completion", "assistant")
+        whole, shared = _continued(before, answer), len(before.messages)
+    else:
+        whole, shared = before, max(0, len(before.messages) - 1)
     tools, path = read_tools(sample)
-    places, shared = SamplePlaces(whole.places, path), len(before.messages)
+    places = SamplePlaces(whole.places, path)
     if not any(message["role"] != "system" for message in whole.messages[:shared]):
         where = path_of(sample, "prompt")
         raise SampleFault("no prompt", f"{where}: found no message of the user, expected what is answered")
@@ -195,18 +251,14 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
         where = path_of(sample, "completion")
         raise SampleFault("no answer", f"{where}: found {last} at its end, expected an answer")
     check_order(whole.messages, places)
-    for number in range(shared, len(whole.messages)):
-        if whole.messages[number]["role"] == "assistant":
-            check_answer(whole.messages[number], places.text(number))
-    return LabeledAnswer(whole.messages[:shared], whole.messages[shared:], label, tools, places)
-
-
-_TRUTHS = {"true": True, "false": False, "1": True, "0": False}  # as JSON has them, and as tables' text
+    _check_answers(whole.messages, shared, places)
+    variables = read_variables(sample)
+    return LabeledAnswer(whole.messages[:shared], whole.messages[shared:], label, tools, places, variables)
 
 
 def _truth(sample: RawSample) -> bool:
     value = sample.get("label")
-    found = _TRUTHS.get(str(value).strip().lower()) if isinstance(value, (bool, int, str)) else None
+    found = read_truth(value)
     if found is None:
         where = path_of(sample, "label")
         raise SampleFault("label is not true or false", f"{where}: found {shown(value)}, expected true or false")
@@ -214,7 +266,7 @@ def _truth(sample: RawSample) -> bool:
 
 
 @register("data.format", "classification")
-@columns("label", optional=("text", "prompt", "messages", "system", "tools"))
+@_columns("label", optional=("text", "prompt", "messages", *CHAT))
 def read_classification(sample: RawSample) -> Classified:
     """`label`, a whole number from 0 on or the class' name, and what has it: `text` as it stands, `prompt` (text of the
     user) or `messages`."""
@@ -224,17 +276,18 @@ def read_classification(sample: RawSample) -> Classified:
         raise SampleFault("no one text", f"found {found}, expected one of text, prompt and messages")
     label = _class(sample)
     if given == ["text"]:
+        refuse_beside_text(sample, *CHAT)
         text = text_of(sample, "text")
         if not text.strip():
             raise SampleFault(
                 "empty text", f"{path_of(sample, 'text')}: found an empty text, expected one with a class"
             )
         return Classified(Document(text), label)
-    turns = _system(sample) + _turns(sample, given[0], "user")
+    turns = with_system(sample, read_column(sample, given[0], "user"))
     tools, path = read_tools(sample)
     places = SamplePlaces(turns.places, path)
     check_order(turns.messages, places)
-    return Classified(Conversation(turns.messages, tools, places), label)
+    return Classified(Conversation(turns.messages, tools, places, read_variables(sample)), label)
 
 
 def _class(sample: RawSample) -> str:
@@ -265,25 +318,16 @@ def _why_no_prompt(sample: RawSample, chosen: Turns, rejected: Turns, shared: in
 def _continued(before: Turns, answer: Turns) -> Turns:
     """The whole conversation: the answer holds what comes before it already, or goes on from it."""
     first, said = before.messages, answer.messages
-    held = said[: len(first)] == first and len(said) > len(first)
+    if said[: len(first)] == first and len(said) > len(first):
+        return answer
+    asked = [message for message in first if message["role"] != "system"]
+    if any(message["role"] == "system" for message in said) and len(asked) < len(first):
+        raise SampleFault(
+            "two system messages",
+            f"{answer.places[0].path}: found a system message that differs from the one before, expected one of them",
+        )
     # A dataset may repeat the question of its conversations in a separate column.
-    repeated = len(first) == 1 and first[0]["role"] == "user" and first[0] in said
-    return answer if held or repeated else before + answer
-
-
-def _turns(sample: RawSample, name: str, role: str) -> Turns:
-    """A column as messages: a list of them, one of them, or a text of the given role."""
-    value = sample.get(name)
-    if isinstance(value, list):
-        return read_turns(sample, name)
-    path = path_of(sample, name)
-    if isinstance(value, dict):
-        return Turns([read_turn(value, path)], [place_of_turn(value, path)])
-    if not isinstance(value, str):
-        found = found_in(sample, name)
-        raise SampleFault(f"{name} is no text", f"{path}: found {found}, expected text or messages")
-    return text_turn(sample, name, role)
-
-
-def _system(sample: RawSample) -> Turns:
-    return text_turn(sample, "system", "system") if text_of(sample, "system", may_be_missing=True) else Turns()
+    if len(asked) == 1 and asked[0]["role"] == "user" and asked[0] in said:
+        system = len(first) - 1  # it comes first
+        return Turns(before.messages[:system], before.places[:system]) + answer
+    return before + answer

@@ -100,6 +100,8 @@ def _sample_counts(report: DataReport) -> dict[str, Any]:
         "special_tokens_unparsed": dict(report.special.unparsed),
         "samples_with_unparsed_special_tokens": report.special.samples,
         "samples_rendered_already": report.special.rendered,
+        "columns_that_change_nothing": dict(report.idle_names),
+        "samples_with_control_characters": report.control_characters,
         "duplicate_sequences": report.duplicate_sequences,
     }
 
@@ -150,6 +152,10 @@ def _report_findings(report: DataReport, max_seq_len: int) -> Iterable[Finding]:
     special = report.special
     if special.samples:
         yield _placed("split-special-tokens", special.unparsed_line(), special.samples, special.places)
+    if report.control_characters:
+        samples = counted(report.control_characters, "sample")
+        line = f"in {samples} a text holds a control character (JSON reads \\b as one; a backslash is two there)"
+        yield _placed("control-characters", line, report.control_characters, [report.first_control])
     for part in report.parts or [report]:
         fault = part.share_fault()
         if fault:

@@ -123,8 +123,8 @@ class _Scanner:
         return items
 
     def object_items(self) -> array:
-        """Of the list under the key `data` (the last one) of the object that begins here; else the object itself."""
-        start, items, mark = self.byte, None, ","
+        """Of the list under the key `data` of the object that begins here; else the object itself."""
+        start, items, mark, keys = self.byte, None, ",", 0
         self.advance(self.at + 1)
         if self.next_letter() == "}":
             mark = "}"
@@ -132,6 +132,9 @@ class _Scanner:
             if self.next_letter() != '"':
                 raise self.invalid("Expecting property name enclosed in double quotes", self.at)
             key = self.value()
+            keys += key == "data"
+            if keys > 1:
+                raise DataError(f"{self.place}:{self.line}: found the key 'data' twice, expected it once; correct it")
             if self.next_letter() != ":":
                 raise self.invalid("Expecting ':' delimiter", self.at)
             self.advance(self.at + 1)
@@ -139,7 +142,6 @@ class _Scanner:
                 items = self.list_items()
             else:
                 self.value()
-                items = None if key == "data" else items
             mark = self.next_letter()
             if mark not in (",", "}"):
                 raise self.invalid("Expecting ',' delimiter", self.at)

@@ -5,17 +5,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from recipe_lib.data.column_names import is_idle, says_nothing
 from recipe_lib.data.sample_columns import RawSample, list_of, path_of, text_of
 from recipe_lib.data.samples import Conversation, Message, MessagePlace, SampleFault, SamplePlaces, kind_of, shown
-from recipe_lib.data.tool_calls import calls_in_text, name_calls, read_calls
+from recipe_lib.data.tool_calls import calls_in_text, name_calls, read_calls, read_function_call
 
 ROLES = ("system", "user", "assistant", "tool")
-# The speakers of sharegpt samples, and of chat APIs.
+# The speakers of conversations as tools and chat APIs call them, in small letters.
 SPEAKERS = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-    "model": "assistant", "chatgpt": "assistant", "bot": "assistant", "tool": "tool", "observation": "tool",
+    "system": "system", "developer": "system", "human": "user", "user": "user", "prompter": "user", "gpt": "assistant",
+    "assistant": "assistant", "model": "assistant", "chatgpt": "assistant", "bot": "assistant", "ai": "assistant",
+    "chatbot": "assistant", "tool": "tool", "observation": "tool", "function": "tool", "ipython": "tool",
     "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
+# Keys by which tools say whether a message is trained: of the first ones true says so, of the others it says no.
+TRAINED, MASKED = ("train", "training", "loss"), ("mask", "masked")
+_FLAGS = frozenset((*TRAINED, *MASKED, "weight"))
+WHOLE = ("messages", "conversations")  # columns that hold a conversation up to its last answer
 CALLS = ("function_call", "tool_call")  # an assistant's turn that is a call, or a list of them, as JSON
 
 
@@ -30,14 +36,18 @@ class Turns:
         return Turns([*self.messages, *other.messages], [*self.places, *other.places])
 
 
-def read_turns(sample: RawSample, name: str) -> Turns:
-    """The messages of a column, each {from, value} or {role, content}.
+def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
+    """The messages of a column, each {from, value} or {role, content}; or texts of the user and the assistant in turn.
 
     A call of a tool joins the words of the assistant before it, and calls after each other become one message
-    (unless only one of the two is to be trained).
+    (unless only one of the two is to be trained). names_calls: calls without an id are given one, also where all are
+    as chat APIs have them.
     """
     messages: list[Message] = []
     places: list[MessagePlace] = []
+    value = sample.get(name)
+    if name in WHOLE and isinstance(value, list) and value and all(isinstance(text, str) for text in value):
+        return _read_texts(value, path_of(sample, name))
     items, path = list_of(sample, name)
     for number, turn in enumerate(items):
         where = f"{path}[{number}]"
@@ -45,6 +55,7 @@ def read_turns(sample: RawSample, name: str) -> Turns:
         calls = message.get("tool_calls")
         before = messages[-1] if messages else {}
         same = before.get("role") == "assistant" and before.get("train") == message.get("train")
+        names_calls = names_calls or is_call(turn) or "function_call" in turn
         if calls and is_call(turn) and same:
             messages[-1] = {**before, "tool_calls": [*before.get("tool_calls", ()), *calls]}
         elif calls and is_call(turn) and before.get("role") == "assistant":
@@ -56,7 +67,17 @@ def read_turns(sample: RawSample, name: str) -> Turns:
         else:
             messages.append(message)
             places.append(place_of_turn(turn, where))
-    return Turns(name_calls(messages), places)
+    return Turns(name_calls(messages) if names_calls else messages, places)
+
+
+def _read_texts(texts: Sequence[str], path: str) -> Turns:
+    """Turns that are nothing but texts, the first one of the user."""
+    turns = Turns()
+    for number, text in enumerate(texts):
+        where = f"{path}[{number}]"
+        content = text_of({"text": text}, "text", where=where)
+        turns += Turns([{"role": ROLES[1 + number % 2], "content": content}], [MessagePlace(where, where)])
+    return turns
 
 
 def place_of_turn(turn: RawSample, where: str) -> MessagePlace:
@@ -73,75 +94,118 @@ def text_turn(sample: RawSample, name: str, role: str) -> Turns:
 def read_turn(turn: RawSample, where: str) -> Message:
     """One message in either spelling. where: its path in the sample, for faults."""
     if "from" not in turn:
-        return read_message(turn, where, SPEAKERS)
-    speaker = turn["from"]
+        return read_message(turn, where)
     kept = _kept(turn, where, "from", "value")
+    if "role" in kept or "content" in kept:
+        raise SampleFault(
+            "message in two spellings",
+            f"{where}: found from and {'role' if 'role' in kept else 'content'}, expected {{from, value}} or "
+            "{role, content}",
+        )
     if is_call(turn):
         calls = calls_in_text(text_of(turn, "value", where=where), f"{where}.value")
         return kept | {"role": "assistant", "content": "", "tool_calls": calls}
-    if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        known = "human, gpt, system, tool, function_call or observation"
-        raise SampleFault("unknown role", f"{where}.from: found {shown(speaker)}, expected {known}")
-    return kept | {"role": SPEAKERS[speaker], "content": text_of(turn, "value", where=where)}
+    role = _role(turn, "from", where, "human, gpt, system, tool, function_call or observation")
+    return _read_calls(kept, role, where) | {"role": role, "content": text_of(turn, "value", where=where)}
 
 
 def is_call(turn: RawSample) -> bool:
-    """A sharegpt turn that is nothing but the call of a tool."""
-    return turn.get("from") in CALLS
+    """A turn that is nothing but the call of a tool."""
+    return turn.get("from", turn.get("role")) in CALLS
 
 
-def read_message(message: RawSample, where: str, roles: Mapping[str, str] | None = None) -> Message:
-    """One {role, content}; content may be a list of text parts, or null next to tool_calls.
-
-    roles: what a role is called in the sample -> its name; without it the names of chat APIs.
-    """
-    known = roles or {role: role for role in ROLES} | {"developer": "system"}
-    role = message.get("role")
-    if not isinstance(role, str) or role not in known:
-        hint = "; samples of {from, value} are read by the format sharegpt" if "from" in message else ""
-        found = shown(role) if "role" in message else "nothing"
-        raise SampleFault("unknown role", f"{where}.role: found {found}, expected one of {', '.join(ROLES)}{hint}")
+def read_message(message: RawSample, where: str) -> Message:
+    """One {role, content}; content may be a list of text parts, or null next to tool_calls."""
     kept = _kept(message, where)
-    calls = message.get("tool_calls")
-    if calls is not None:
-        kept["tool_calls"] = read_calls(calls, f"{where}.tool_calls")
+    if is_call(message):
+        calls = calls_in_text(text_of(message, "content", where=where), f"{where}.content")
+        return kept | {"role": "assistant", "content": "", "tool_calls": calls}
+    role = _role(message, "role", where, ", ".join(ROLES))
+    kept = _read_calls(kept, role, where)
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_text_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
-    elif content is None and calls:
+    elif content is None and "tool_calls" in kept:
         content = ""
     else:
         content = text_of(message, "content", where=where)
-    return kept | {"role": known[role], "content": content}
+    return kept | {"role": role, "content": content}
+
+
+def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
+    """What a message holds, its calls as chat APIs have them. Raises SampleFault."""
+    keys = [key for key in ("tool_calls", "function_call") if key in kept]
+    if not keys:
+        return kept
+    if len(keys) > 1 or role != "assistant":
+        found = " and ".join(keys) + ("" if role == "assistant" else f" of the {role}")
+        raise SampleFault("calls of a message", f"{where}: found {found}, expected one of the two, of the assistant")
+    value, path = kept[keys[0]], f"{where}.{keys[0]}"
+    calls = read_calls(value, path) if keys == ["tool_calls"] else [read_function_call(value, path)]
+    return {key: held for key, held in kept.items() if key not in keys} | {"tool_calls": calls}
+
+
+def _role(message: RawSample, key: str, where: str, expected: str) -> str:
+    """The name of the speaker as chat APIs have it. Raises SampleFault."""
+    role = message.get(key)
+    found = SPEAKERS.get(role) or SPEAKERS.get(role.lower()) if isinstance(role, str) else None
+    if found is None:
+        said = shown(role) if key in message else "nothing"
+        raise SampleFault(
+            "unknown role", f"{where}.{key}: found {said}, expected {'one of ' * (key == 'role')}{expected}"
+        )
+    return found
 
 
 def _kept(message: RawSample, where: str, *others: str) -> dict[str, Any]:
-    """What else a message holds; nulls are left out. A `weight` of 0 is `train: false` in other words."""
-    kept = {name: value for name, value in message.items() if value is not None and name not in (*others, "weight")}
-    weight = message.get("weight")
-    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise SampleFault("weight of a message", f"{where}.weight: found {shown(weight)}, expected 0 or 1")
-    return {"train": False} | kept if weight == 0 and weight is not None else kept
+    """What else a message holds; what says nothing is left out. `train` is what its flags say, whatever they are
+    called."""
+    kept = {name: value for name, value in message.items() if name not in others and not says_nothing(value)}
+    if _FLAGS.isdisjoint(kept):
+        return kept
+    said = {name: _flag(name, kept.pop(name), where) for name in sorted(_FLAGS & kept.keys())}
+    if len(set(said.values())) > 1:
+        found = " and ".join(f"{name}: {shown(message[name])}" for name in said)
+        raise SampleFault("flags that differ", f"{where}: found {found}, expected them to say the same")
+    if False in said.values():
+        return {"train": False} | kept
+    return {"train": True} | kept if not said.keys().isdisjoint(TRAINED) else kept  # a weight of 1 is any message's
+
+
+def _flag(name: str, value: Any, where: str) -> bool:
+    """Whether a flag says that its message is trained."""
+    if name == "weight":
+        if isinstance(value, bool) or value not in (0, 1):
+            raise SampleFault("weight of a message", f"{where}.weight: found {shown(value)}, expected 0 or 1")
+        return bool(value)
+    if not isinstance(value, bool):
+        raise SampleFault(f"{name} is no switch", f"{where}.{name}: found {shown(value)}, expected true or false")
+    return value is not (name in MASKED)
 
 
 def conversation(
-    messages: Sequence[Message], tools: Sequence[RawSample] | None = None, places: SamplePlaces | None = None
+    messages: Sequence[Message],
+    tools: Sequence[RawSample] | None = None,
+    places: SamplePlaces | None = None,
+    *,
+    variables: Mapping[str, Any] | None = None,
+    asked: int = 0,
 ) -> Conversation:
     """Checks that there is an answer, and no tool's result without a call. Raises SampleFault.
 
-    places: where in the sample the messages are, for the fault.
+    places: where in the sample the messages are, for the fault. variables, asked: as `Conversation` has them.
     """
     places = places or SamplePlaces()
     check_order(messages, places)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
+    if not any(number >= asked for number in answers):
         raise SampleFault(
             "no answer",
             f"found no answer among the messages ({len(messages)}), expected one of the assistant",
         )
     for number in answers:
         check_answer(messages[number], places.text(number))
-    return Conversation(messages, tools, places)
+    return Conversation(messages, tools, places, variables or {}, asked)
 
 
 def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
@@ -165,8 +229,17 @@ def check_answer(message: Message, where: str) -> None:
         raise SampleFault("empty answer", f"{where}: found an empty answer, expected text to train on")
 
 
+_PARTS = ("text", "input_text", "output_text")  # types of a part of a content
+
+
 def _text_part(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text":
+    if isinstance(part, dict) and part.get("type") in _PARTS:
+        for name, value in part.items():
+            if name not in ("type", "text") and not says_nothing(value) and not is_idle(name, value):
+                raise SampleFault(
+                    f"key {name} of a part",
+                    f"{where}.{name}: found {kind_of(value)}, which is not read, expected a part of type and text",
+                )
         return text_of(part, "text", where=where)
     found = kind_of(part)
     if isinstance(part, dict):

@@ -11,7 +11,10 @@ from recipe_lib.errors import DataError
 
 NO_CALLS = "the plain template has no tool calls; use a tokenizer with a chat template"
 NO_TOOLS = "the plain template does not show tools; leave them out, or use a tokenizer with a chat template"
-WITHOUT_TURNS = ("text", "prompt_completion")  # formats that no template writes
+WITHOUT_TURNS = (
+    "text",
+    "prompt_completion",
+)  # formats that no template writes, unless a row of the second has messages
 
 _ANSWER = "Assistant:\n"
 
@@ -111,13 +114,14 @@ def bos_text(tokenizer: TextTokenizer, add_bos: bool) -> str:
     return bos if tokenizer.encode_pieces([bos])[0] == [tokenizer.bos_id] else ""
 
 
-def trained_template(cfg: FullFinetuneConfig, tokenizer: TextTokenizer) -> str | None:
+def trained_template(cfg: FullFinetuneConfig, tokenizer: TextTokenizer, chats: int = 0) -> str | None:
     """The template that wrote the conversations of a run, where the tokenizer's own files do not hold it; None: they
     do, or no sample of the run is a conversation. One that asks for today's date has that of training instead.
 
-    tokenizer: as the run loads it, with the file that tokenizer.chat_template names.
+    tokenizer: as the run loads it, with the file that tokenizer.chat_template names. chats: how many samples a template
+    wrote, where that is known; else their formats decide.
     """
-    if all(source.format in WITHOUT_TURNS for source in resolved_sources(cfg.data)):
+    if not chats and all(source.format in WITHOUT_TURNS for source in resolved_sources(cfg.data)):
         return None
     if cfg.data.template == "plain" or tokenizer.chat_template is None:
         return plain_jinja(eos_text(tokenizer), bos_text(tokenizer, cfg.data.add_bos))

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipe_lib.data.samples import SampleFault, kind_of
+from recipe_lib.data.samples import SampleFault, kind_of, shown
 from recipe_lib.reading import parse_json
 
 RawSample = Mapping[str, Any]
@@ -15,9 +15,9 @@ _WORD = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
 
 # Columns by other names, for the remedy.
 OTHER_NAMES = {
-    "instruction": ("question", "query", "problem", "input", "prompt"),
-    "input": ("context",),
-    "output": ("response", "answer", "completion", "target", "solution"),
+    "instruction": ("question", "query", "problem", "input", "prompt", "inputs"),
+    "input": ("context", "query"),
+    "output": ("response", "answer", "completion", "target", "solution", "targets", "answers"),
     "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
     "prompt": ("question", "instruction", "query", "problem", "input"),
     "chosen": ("preferred", "accepted", "response_chosen", "win"),
@@ -27,6 +27,27 @@ OTHER_NAMES = {
     "completion": ("response", "answer", "output"),
     "label": ("kto_tag", "class", "labels", "category", "target"),
 }
+
+
+def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises SampleFault for a key that stands in it twice: the last one would win unsaid."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise SampleFault("key twice", f"found the key {shown(twice)} twice in an object, expected it once")
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_as_object)  # made once: json.loads makes one for each text
+
+
+def spellings(reader: Any, column: str, columns: Mapping[str, str]) -> tuple[str, ...]:
+    """The names under which a format takes a column of a row, in this order. columns: as `data.columns`."""
+    if column in columns:
+        return (columns[column],)
+    others = getattr(reader, "same", {}), getattr(reader, "instead", {})
+    return (column, *(name for names in others for name in names.get(column, ())))
 
 
 def called(column: str, sample: RawSample, others: Sequence[str]) -> str | None:
@@ -45,12 +66,21 @@ class Renamed(dict[str, Any]):
         super().__init__({name: value for name, value in sample.items() if name not in taken})
         self.update({name: sample[column] for name, column in own.items() if column in sample})
         self.own, self.section = own, section
+        taken = set(own.values())
+        # Columns of the file that have the name of another one here.
+        self.hidden = {name: sample[name] for name in own if name in sample and name not in taken}
 
 
 def path_of(sample: RawSample, name: str) -> str:
     """Where a column is in the sample: `.messages`, `.["my column"]`."""
-    own = sample.own.get(name, name) if isinstance(sample, Renamed) else name
-    return f".{own}" if _WORD.match(own) else f".[{json.dumps(own, ensure_ascii=False)}]"
+    return name_path(sample.own.get(name, name) if isinstance(sample, Renamed) else name)
+
+
+def name_path(name: str) -> str:
+    """The path of a column by its name in the file; one that begins with a dot is a path already."""
+    if name.startswith("."):
+        return name
+    return f".{name}" if _WORD.match(name) else f".[{json.dumps(name, ensure_ascii=False)}]"
 
 
 def columns_section(section: str) -> str:
@@ -98,7 +128,7 @@ def list_of(sample: RawSample, name: str) -> tuple[list[RawSample], str]:
     """
     value, path = sample.get(name), path_of(sample, name)
     if isinstance(value, str) and is_json_list(value):
-        value, path = _parsed(value, name, path), f"{path}|fromjson|."
+        value, path = parse_column(value, name, path), f"{path}|fromjson|."
     if not isinstance(value, list):
         found = found_in(sample, name)
         if isinstance(value, str):
@@ -122,10 +152,11 @@ def check_objects(items: list[Any], name: str, path: str) -> None:
             )
 
 
-def _parsed(text: str, name: str, path: str) -> Any:
+def parse_column(text: str, name: str, path: str, expected: str = "a list of objects") -> Any:
+    """Return what the JSON text in a column holds. Raises SampleFault."""
     try:
-        return parse_json(text)
+        return parse_json(text, make_object=_as_object)
     except ValueError as error:
         raise SampleFault(
-            f"{name} is no JSON", f"{path}: found text that is no JSON ({error}), expected a list of objects as JSON"
+            f"{name} is no JSON", f"{path}: found text that is no JSON ({error}), expected {expected} as JSON"
         ) from None

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from recipe_lib.data.sample_columns import DECODER
 from recipe_lib.data.samples import SampleFault, kind_of
 from recipe_lib.errors import DataError
 from recipe_lib.reading import open_regular
@@ -215,7 +216,9 @@ def _is_blank(file: BinaryIO, start: int) -> bool:
 def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
     """The object that a line, or an item of a list, holds; or the fault."""
     try:
-        sample = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
+        sample = DECODER.decode(line.rstrip(b"\r\n").decode("utf-8"))
+    except SampleFault as fault:
+        return fault
     except UnicodeDecodeError as error:
         return SampleFault(
             "not UTF-8", f"column {error.start + 1}: found the byte 0x{line[error.start]:02x}, expected UTF-8"

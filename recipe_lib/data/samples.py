@@ -49,11 +49,14 @@ class SamplePlaces:
 @dataclass(frozen=True)
 class Conversation:
     """Messages of the roles system, user, assistant, tool. tools: descriptions that the template may show. places: in
-    the sample, for error lines."""
+    the sample, for error lines. variables: more that the template is given. asked: so many of the first messages are
+    the prompt, which is trained with data.train_on=all alone."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
     places: SamplePlaces = field(default=SamplePlaces(), compare=False)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    asked: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Preference:
     places: tuple[SamplePlaces, SamplePlaces] = field(default=(SamplePlaces(), SamplePlaces()), compare=False)
     margin: float = 0.0  # by how much chosen is better; NaN: the sample has one that is no number
     no_prompt: "SampleFault | None" = field(default=None, compare=False)  # unless the texts are rendered already
+    variables: Mapping[str, Any] = field(default_factory=dict)  # more that the template is given
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class LabeledAnswer:
     label: bool
     tools: Sequence[Mapping[str, Any]] | None = None
     places: SamplePlaces = field(default=SamplePlaces(), compare=False)
+    variables: Mapping[str, Any] = field(default_factory=dict)  # more that the template is given
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.data.samples import Message, Wanted
+from recipe_lib.data.samples import Message, TextTokenizer, Wanted
 from recipe_lib.errors import DataError
 
 # Where samples have the thought of an answer apart from its words.
@@ -19,6 +19,12 @@ _TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
+
+# Jinja's blocks of a template, texts in quotes, and names that are no attributes.
+_BLOCKS = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_TEXTS = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'", re.DOTALL)
+_NAMES = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
+_UNUSED = "zqj"  # a text that no template holds
 
 Render = Callable[[Sequence[Message], Sequence[Wanted], Sequence[Mapping[str, Any]] | None], Sequence[str | DataError]]
 
@@ -54,6 +60,51 @@ def learn_habits(render: Render, source: str, special: re.Pattern[str] | None, l
         _next_token(followed[0], followed[1], special),
         has_marks(source),
     )
+
+
+class TemplateFields:
+    """Which keys of a message, and which variables, a chat template has a use for."""
+
+    def __init__(self, tokenizer: TextTokenizer | None) -> None:
+        """tokenizer: the one that has the template; None: no template reads anything but roles and contents."""
+        self._tokenizer = tokenizer
+        source = (tokenizer.chat_template if tokenizer else None) or ""
+        code = " ".join(_TEXTS.sub("", block) for block in _BLOCKS.findall(source))
+        self._names = frozenset(_NAMES.findall(code))
+        self._keys = dict[tuple[str, str, Any], bool]()
+
+    def reads_variable(self, name: str) -> bool:
+        """Return whether the template speaks of a variable of this name."""
+        return name in self._names
+
+    def reads_key(self, role: str, key: str, value: Any) -> bool:
+        """Return whether the template writes another text for a message of this role with this key, or refuses it."""
+        if self._tokenizer is None:
+            return False
+        asked = role, key, value if isinstance(value, bool) else type(value)
+        if asked not in self._keys:
+            self._keys[asked] = self._writes(role, key, _UNUSED if isinstance(value, str) else value)
+        return self._keys[asked]
+
+    def _writes(self, role: str, key: str, value: Any) -> bool:
+        """The message is tried as the last one of its role and as an earlier one, an answer also as a call."""
+        assert self._tokenizer is not None
+        answer, call = {"role": "assistant", "content": "b"}, _call("c", text=False)
+        chats: dict[str, list[tuple[list[Message], int]]] = {
+            "system": [([{"role": "system", "content": "s"}, _ASK, answer], 0)],
+            "user": [([_ASK, answer, _ASK, answer], at) for at in (0, 2)],
+            "assistant": [([_ASK, answer, _ASK, answer], at) for at in (1, 3)] + [([_ASK, call, _RESULT], 1)],
+            "tool": [([_ASK, call, _RESULT, answer], 2)],
+        }
+        for messages, at in chats[role]:
+            bare = {name: held for name, held in messages[at].items() if name != key}
+            texts = []
+            for one in (bare, {**bare, key: value}):
+                changed = [*messages[:at], one, *messages[at + 1 :]]
+                texts.append(_text(self._tokenizer.render_chats(changed, [(len(changed), False, ())], [_TOOL])[0]))
+            if texts[0] != texts[1]:
+                return True
+        return False
 
 
 def has_marks(source: str) -> bool:

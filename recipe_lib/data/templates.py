@@ -28,7 +28,7 @@ from recipe_lib.data.samples import (
     Wanted,
 )
 from recipe_lib.data.spans import Span
-from recipe_lib.data.template_behavior import Habits, learn_habits
+from recipe_lib.data.template_behavior import Habits, TemplateFields, learn_habits
 from recipe_lib.data.text_encoding import TextEncoder, read_text_row
 from recipe_lib.errors import DataError
 
@@ -78,6 +78,7 @@ class Encoder:
             parses=parse_special is not False,
             render=render,
         )
+        self.fields = TemplateFields(tokenizer if self.template == "chat" else None)
 
     def encode(self, sample: Conversation | Completion) -> Encoded:
         """The one sequence of a sample. Raises SampleFault for a sample that does not fit the template, or that becomes
@@ -88,7 +89,10 @@ class Encoder:
         """Ids and trained targets of a sample's sequences. Raises SampleFault for one that does not fit the
         template."""
         if isinstance(sample, Conversation):
-            return self._conversation(sample, spans.picked(sample.messages, self.train_on, sample.places))
+            picked = spans.picked(sample.messages, self.train_on, sample.places)
+            if sample.asked and self.train_on != "all":
+                picked[: sample.asked] = [message.get("train") is True for message in sample.messages[: sample.asked]]
+            return self._conversation(sample, picked)
         return EncodedSample([self.texts.encode_completion(sample, with_prompt=self.train_on == "all")])
 
     def take_spelled(self) -> SpelledTokens:
@@ -106,7 +110,9 @@ class Encoder:
         else:
             parses = self._parses or row is not None
             chosen, rejected = (
-                self.encode_answer(sample.prompt, answer, sample.tools, places, parses=parses)
+                self.encode_answer(
+                    sample.prompt, answer, sample.tools, places, variables=sample.variables, parses=parses
+                )
                 for answer, places in zip((sample.chosen, sample.rejected), sample.places, strict=True)
             )
             self._special.note_once(self._prepared(sample.prompt, sample.tools), parses)
@@ -121,8 +127,14 @@ class Encoder:
         row = read_text_row(sample) if self.texts.parses else None
         if row is not None and self.texts.is_rendered(row):
             return self.texts.encode_rendered(row)[0]
-        parses = row is not None
-        return self.encode_answer(sample.prompt, sample.completion, sample.tools, sample.places, parses=parses)
+        return self.encode_answer(
+            sample.prompt,
+            sample.completion,
+            sample.tools,
+            sample.places,
+            variables=sample.variables,
+            parses=row is not None,
+        )
 
     def encode_answer(
         self,
@@ -131,12 +143,13 @@ class Encoder:
         tools: Tools,
         places: SamplePlaces,
         *,
+        variables: Mapping[str, Any] | None = None,
         parses: bool = False,
     ) -> Encoded:
         """A prompt with an answer, which alone is trained, whatever `train_on` says. parses: special tokens in these
         messages become tokens, as `parse_special` has it for all. Raises SampleFault."""
         ours = [message["role"] == "assistant" and message.get("train") is not False for message in answer]
-        whole = Conversation([*prompt, *answer], tools, places)
+        whole = Conversation([*prompt, *answer], tools, places, variables or {})
         return _only(self._conversation(whole, [False] * len(prompt) + ours, only=True, parses=parses))
 
     def encode_whole(self, content: Conversation | Document) -> Encoded:
@@ -147,9 +160,9 @@ class Encoder:
         if isinstance(content, Document):
             ids = self.texts.encode_text(content.text)
             return Encoded(ids, [False] + [True] * (len(ids) - 1))
-        read = self._prepared(content.messages, content.tools, content.places)
-        (messages, tools), escape = self._special.escape(read, self._parses or row is not None)
-        text = text_of(self._renders(messages, tools, [(len(messages), False, ())])[0])
+        read = [*self._prepared(content.messages, content.tools, content.places), dict(content.variables)]
+        (messages, tools, variables), escape = self._special.escape(read, self._parses or row is not None)
+        text = text_of(self._renders(messages, tools, [(len(messages), False, ())], _given(variables))[0])
         add_bos = self.add_bos and self.template == "plain"
         return encode_spans(self.tokenizer, text, [], escape, add_bos, inside=False)
 
@@ -183,9 +196,10 @@ class Encoder:
         parses = parses or self._parses
         written = [self._without_end(message) for message in sample.messages] if parses else sample.messages
         try:
-            read = self._prepared(written, sample.tools, sample.places)
-            (messages, tools), escape = self._special.escape(read, parses)
-            return self._shared_out(Conversation(messages, tools, sample.places), numbers, escape, inside)
+            read = [*self._prepared(written, sample.tools, sample.places), dict(sample.variables)]
+            (messages, tools, variables), escape = self._special.escape(read, parses)
+            whole = Conversation(messages, tools, sample.places, variables)
+            return self._shared_out(whole, numbers, escape, inside)
         except RecursionError:
             raise SampleFault(
                 "nested too deep", "found lists or objects nested too deep, expected plainer ones"
@@ -207,10 +221,10 @@ class Encoder:
         def renders(
             taken: Sequence[Message], wanted: Sequence[Wanted], options: Mapping[str, Any] | None = None
         ) -> Sequence[str | DataError]:
-            return self._renders(taken, tools, wanted, options)
+            return self._renders(taken, tools, wanted, _given(sample.variables, options))
 
         def letters() -> list[str]:
-            return self._special.unused_letters([messages, tools], 2)
+            return self._special.unused_letters([messages, tools, sample.variables], 2)
 
         answers = [number for number in numbers if messages[number]["role"] == "assistant"]
         finder = AnswerFinder(renders, messages, answers, self._writing(letters, escape), places)
@@ -248,9 +262,9 @@ class Encoder:
         others = [number for number in numbers if messages[number]["role"] != "assistant"]
         found: dict[int, Span] = {}
         if others:
-            letters = self._special.unused_letters([messages, tools], 2)
+            letters = self._special.unused_letters([messages, tools, sample.variables], 2)
             where = spans.find_others(
-                lambda wanted: self._renders(messages, tools, wanted),
+                lambda wanted: self._renders(messages, tools, wanted, _given(sample.variables)),
                 messages,
                 others,
                 self._special.pattern,
@@ -314,6 +328,12 @@ class Encoder:
 
     def _eos(self) -> str:
         return eos_text(self.tokenizer)
+
+
+def _given(variables: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
+    """The options of a rendering with the variables that a sample gives its template; these win."""
+    options = options or {}
+    return {**options, "variables": {**options.get("variables", {}), **variables}} if variables else options or None
 
 
 def _only(sample: EncodedSample) -> Encoded:

@@ -5,11 +5,10 @@ behind a text that does not end with one.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Any
 
 from recipe_lib.data.encoded import Encoded, encode_spans
 from recipe_lib.data.escaping import Escape, SpecialTokens, special_pattern
@@ -21,7 +20,6 @@ from recipe_lib.data.samples import (
     Message,
     Preference,
     SampleFault,
-    SamplePlaces,
     TextTokenizer,
     Wanted,
 )
@@ -43,7 +41,7 @@ class TextRow:
     """A row whose prompt and answers are the texts of columns, and no messages.
 
     prompt: empty where there is none. answers: one, the chosen and the rejected one, or none. beside: what the row has
-    besides, which a rendered text would hold: `system` or `tools`; empty: nothing."""
+    besides, which a rendered text would hold: a column's name; empty: nothing."""
 
     prompt: str
     answers: Sequence[str]
@@ -160,22 +158,16 @@ class TextEncoder:
 def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow | None:
     """The texts of a row; None: something in it is a message."""
     if isinstance(sample, Preference):
-        return _read_row(sample.prompt, [sample.chosen, sample.rejected], sample.places, sample.tools)
-    if isinstance(sample, LabeledAnswer):
-        return _read_row(sample.prompt, [sample.completion], [sample.places], sample.tools)
-    return _read_row(sample.messages, [], [sample.places], sample.tools)
-
-
-def _read_row(
-    prompt: Sequence[Message],
-    answers: Sequence[Sequence[Message]],
-    places: Sequence[SamplePlaces],
-    tools: Sequence[Mapping[str, Any]] | None,
-) -> TextRow | None:
+        prompt, answers, places = sample.prompt, [sample.chosen, sample.rejected], sample.places
+    elif isinstance(sample, LabeledAnswer):
+        prompt, answers, places = sample.prompt, [sample.completion], (sample.places,)
+    else:
+        prompt, answers, places = sample.messages, [], (sample.places,)
     roles = [message["role"] for message in prompt]
     are_single = all(len(answer) == 1 for answer in answers)
     if roles not in _PROMPTS or not are_single or not all(one.are_texts for one in places):
         return None
-    beside = "tools" if tools else "system" if "system" in roles else ""
+    held = {"tools": sample.tools, "system": "system" in roles, "chat_template_kwargs": sample.variables}
+    beside = next((name for name, value in held.items() if value), "")
     asked = prompt[-1]["content"] if "user" in roles else ""
     return TextRow(asked, [answer[0]["content"] for answer in answers], beside)

@@ -148,7 +148,7 @@ class _Build:
         limit, cache = int(cfg.max_sample_mib * MIB), cache_root(cfg.cache_dir)
         opened = [open_sources(source, limit, cache, section) for section, source in sources.items()]
         sources = {
-            section: with_format(source, files, columns_section(section))
+            section: with_format(source, files, columns_section(section), cfg.ignore_columns)
             for (section, source), files in zip(sources.items(), opened, strict=True)
         }
         self.sources = list(sources.values())
@@ -216,7 +216,9 @@ class _Build:
 
     def read_with(self) -> dict[str, Any]:
         """What the cache's files depend on: also what decides which samples can be read, and is not said of those."""
-        return self._decides() | {"max_sample_mib": self.cfg.max_sample_mib, "history": self.cfg.history}
+        cfg = self.cfg
+        read = {"max_sample_mib": cfg.max_sample_mib, "history": cfg.history, "ignore_columns": cfg.ignore_columns}
+        return self._decides() | read
 
     def _make(self, writer: ArrayWriter, shared_by: int = 1) -> DataReport:
         """Tokenizes everything. Raises DataError: up to the first fault that ends the reading, what is wrong with the

@@ -5,7 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from recipe_lib.data.sample_columns import RawSample, found_in, list_of, path_of
+from recipe_lib.data.column_names import is_idle, says_nothing
+from recipe_lib.data.sample_columns import RawSample, found_in, list_of, parse_column, path_of
 from recipe_lib.data.samples import Message, SampleFault, kind_of, shown
 from recipe_lib.reading import parse_json
 
@@ -36,9 +37,30 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         raise SampleFault(_CAUSE, f"{path}.name: found {found}, expected the function's name, as in {_CALL}")
     check_arguments(function, f"{path}.arguments")
     if not is_bare:
+        _check_keys(call, ("id", "type", "function"), where)
+    _check_keys(function, ("name", "arguments", *(("id", "type") if is_bare else ())), path)
+    if not is_bare:
         return call
     own = {name: call[name] for name in ("name", "arguments")}
     return {"type": "function"} | {key: value for key, value in call.items() if key not in own} | {"function": own}
+
+
+def read_function_call(call: Any, where: str) -> dict[str, Any]:
+    """The older field `function_call` of a message as a call of today. Raises SampleFault."""
+    if not isinstance(call, dict) or "function" in call:
+        found = kind_of(call) if not isinstance(call, dict) else "an object with function"
+        raise SampleFault(_CAUSE, f"{where}: found {found}, expected {_FUNCTION}")
+    return _read_call(call, where)
+
+
+def _check_keys(holder: RawSample, known: Sequence[str], where: str) -> None:
+    """Raise SampleFault for a key of a call that holds something and is not read."""
+    for name, value in holder.items():
+        if name not in known and not says_nothing(value) and not is_idle(name, value):
+            raise SampleFault(
+                f"key {name} of a tool call",
+                f"{where}.{name}: found {kind_of(value)}, which is not read, expected {_FUNCTION}",
+            )
 
 
 def check_arguments(function: RawSample, where: str) -> None:
@@ -77,7 +99,9 @@ def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
     for call in calls:
         function = {"name": call["name"], "arguments": call.get("arguments") or {}}
         check_arguments(function, f"{where}: arguments of {shown(call['name'])}")
-        read.append({"type": "function", "function": function})
+        _check_keys(call, ("name", "arguments", "id", "type"), where)
+        own = {"id": call["id"]} if call.get("id") else {}
+        read.append({"type": "function"} | own | {"function": function})
     return read
 
 
@@ -110,12 +134,18 @@ def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
     APIs have it. Raises SampleFault."""
     path = path_of(sample, "tools")
     tools: Any = sample.get("tools")
-    if isinstance(tools, str) and tools.strip() in ("", "null"):
-        tools = None
-    if not tools and (tools is None or isinstance(tools, list)):
+    if says_nothing(tools) or (isinstance(tools, str) and tools.strip() == "null"):
         return None, path
+    if isinstance(tools, list) and all(isinstance(tool, str) and tool.lstrip().startswith("{") for tool in tools):
+        tools = [parse_column(tool, "tools", f"{path}[{number}]", "an object") for number, tool in enumerate(tools)]
+        sample = {"tools": tools}
     described, path = list_of(sample, "tools")
-    put = [
-        {"type": "function", "function": tool} if "name" in tool and "type" not in tool else tool for tool in described
-    ]
-    return put or None, path
+    return [_read_tool(tool) for tool in described] or None, path
+
+
+def _read_tool(tool: RawSample) -> RawSample:
+    """A description as chat APIs have it; of a bare function, or of one with its type beside its name."""
+    if "name" not in tool or "function" in tool:
+        return tool
+    function = {key: value for key, value in tool.items() if key != "type" or value != "function"}
+    return {"type": "function", "function": function}

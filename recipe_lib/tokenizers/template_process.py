@@ -125,8 +125,8 @@ class Renderer:
         parts, length = [], 0
         try:
             given = {"messages": messages, "add_generation_prompt": prompt, "tools": tools}
-            given |= options.get("variables") or {}
-            for part in self._template.generate(**self._tokens, **given, documents=None):
+            given = {**self._tokens, "documents": None, **(options.get("variables") or {}), **given}
+            for part in self._template.generate(**given):
                 parts.append(part)
                 length += len(part)
                 if length > room:

@@ -126,7 +126,8 @@ def _tell_rounding(cfg: FullFinetuneConfig, *, is_adapter: bool) -> None:
 
 def _trained_with(cfg: FullFinetuneConfig, data: TrainingData) -> dict[str, Any]:
     """What the tokenizer's own files may not say: the template of the samples, and what ends an answer."""
-    return {"chat_template": trained_template(cfg, data.tokenizer), "stop_ids": data.tokenizer.stop_ids}
+    template = trained_template(cfg, data.tokenizer, data.dataset.report.chats)
+    return {"chat_template": template, "stop_ids": data.tokenizer.stop_ids}
 
 
 def _card(

@@ -85,7 +85,7 @@ CASES = [
     ("memory.loss_chunks=16", ["memory.loss_kernel=liger"], "memory.loss_kernel is liger"),
     ("data.split=test", [], "no source is a dataset of the hub"),
     ("data.template=chat", ["data.format=text"], "data.format is text"),
-    ("data.history=split", ["data.format=prompt_completion"], "data.format is prompt_completion"),
+    ("data.history=split", ["data.format=text"], "data.format is text"),
     ("data.history=split", ["data.train_on=all"], "data.train_on is all"),
     ("data.truncation=drop", ["data.format=text"], "data.format is text"),
     ("data.train_on=last", ["data.format=text"], "data.format is text"),

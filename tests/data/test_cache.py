@@ -72,12 +72,13 @@ def test_the_second_start_maps_what_the_first_has_made(chatml, root, rows_file, 
 
 
 def test_whatever_changes_a_row_changes_the_key(chatml, plain, root, rows_file, tmp_path, tokenized):
-    source = rows_file(*ROWS)
+    source = rows_file(*(row | {"text": row["prompt"]} for row in ROWS))
     build(chatml, root, source)
     settings = [
         {"max_seq_len": 63}, {"train_on": "all"}, {"add_bos": False, "template": "plain"}, {"max_samples": 3},
-        {"truncation": "drop"}, {"on_invalid": "skip"}, {"columns": {"prompt": "completion"}}, {"format": "text",
-        "columns": {"text": "prompt"}}, {"add_eos": False}, {"parse_special_tokens": False},
+        {"truncation": "drop"}, {"on_invalid": "skip"}, {"columns": {"prompt": "text"}},
+        {"format": "text", "ignore_columns": ["prompt", "completion"]}, {"add_eos": False},
+        {"parse_special_tokens": False},
     ]  # fmt: skip
     for number, changed in enumerate(settings, start=2):
         build(chatml, root, source, **{"max_seq_len": 64} | changed)

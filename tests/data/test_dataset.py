@@ -144,16 +144,15 @@ def test_bad_rows_stop_the_run_or_are_counted_by_cause(chatml, rows_file):
 def test_columns_are_mapped(chatml, rows_file):
     source = rows_file({"question": "the ", "answer": "cat", "prompt": "not this"})
     mapped = {"prompt": "question", "completion": "answer"}
-    dataset = build(source, chatml, columns=mapped)
+    dataset = build(source, chatml, columns=mapped, ignore_columns=["prompt"])
     assert chatml.decode(dataset[0].tokens) == "the cat"
+    refused(r"rows.jsonl:1: .prompt: found text, which the format", source, chatml, columns=mapped)
     line = (
         r"found the columns answer, prompt, question, expected completion \(format.*name yours with data.columns.comple"
     )
     refused(line, source, chatml)
     refused(r"expected nowhere \(format", source, chatml, columns={"prompt": "question", "completion": "nowhere"})
-    line = (
-        r"data.columns.promt: the format prompt_completion has no such column, expected one of prompt, completion; did"
-    )
+    line = r"data.columns.promt: the format prompt_completion has no such column, expected one of prompt, completion, s"
     refused(line, source, chatml, columns={"promt": "question"})
 
 

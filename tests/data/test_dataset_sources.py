@@ -198,7 +198,7 @@ def test_answers_that_lose_their_end_are_counted(chatml, rows_file):
 
 def test_copies_are_counted_and_the_first_is_named(chatml, rows_file):
     first = rows_file(*PAIRS, name="a.jsonl")
-    second = rows_file(PAIRS[3], chat("no", "no") | {"prompt": "the", "completion": " the"}, PAIRS[0], name="b.jsonl")
+    second = rows_file(PAIRS[3], {"prompt": "the", "completion": " the"}, PAIRS[0], name="b.jsonl")
     dataset = build(chatml, format="prompt_completion", sources=[SourceConfig(first), SourceConfig(second)])
     assert dataset.report.duplicate_sequences == 2
     line = (

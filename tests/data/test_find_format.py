@@ -114,26 +114,6 @@ def test_the_remedy_names_all_columns(row: dict[str, Any], remedy: str, tmp_path
         assert " (null)" in str(caught.value).partition(", which are")[0]
 
 
-def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
-    rows = write(
-        tmp_path / "rows.jsonl",
-        {"instruction": "a", "response": "c", "context": "b", "n": 3, "blank": " ", "gone": None},
-        {"instruction": "a", "response": "c", "context": "b", "category": "d"},
-    )
-    columns = {"output": "response", "input": "context"}
-    cfg = config(source=rows, format="alpaca", columns=columns)
-    assert settle_formats(cfg) == [f"data: columns of {rows} that the format alpaca does not use: category"]
-    columns.pop("input")
-    assert settle_formats(cfg) == [f"data: columns of {rows} that the format alpaca does not use: category, context"]
-    assert settle_formats(config(source=rows, format="alpaca")) == []  # reading says that there is no output
-    assert settle_formats(config(source=str(tmp_path / "none.jsonl"), format="alpaca")) == []
-    cfg = config(sources=[SourceConfig(rows, columns=columns), SourceConfig(rows, format="text")])
-    assert [line.partition(rows)[2] for line in settle_formats(cfg)] == [
-        "",
-        " that the format alpaca does not use: category, context",
-    ]
-
-
 def config(**changes: Any) -> FullFinetuneConfig:
     validation = changes.pop("validation", ValidationConfig())
     return FullFinetuneConfig(

@@ -138,7 +138,7 @@ def test_what_else_a_message_holds_is_kept():
         {"role": "user", "content": "c", "train": True},
         {"role": "assistant", "content": "d", "weight": 0},
         {"role": "user", "content": "e", "weight": 1},
-        {"role": "assistant", "content": "f", "weight": 0, "train": True},
+        {"role": "assistant", "content": "f", "weight": 1, "train": True},
     ]
     assert read("messages", {"messages": talk}).messages == [
         {"role": "system", "content": "s"},
@@ -198,9 +198,8 @@ NO_JSON = ".conversations[1].value: found a function_call that is no JSON object
         ),
         (
             "messages",
-            {"messages": [{"from": "human", "value": "a"}]},
-            ".messages[0].role: found nothing, expected one of system, user, assistant, tool; samples of {from, "
-            "value} are read by the format sharegpt",
+            {"messages": [{"from": "human", "value": "a", "content": "b"}]},
+            ".messages[0]: found from and content, expected {from, value} or {role, content}",
         ),
         (
             "messages",

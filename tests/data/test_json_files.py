@@ -118,10 +118,12 @@ def test_any_rows_in_any_pieces(tmp_path_factory, rows, ascii, indent, piece, wr
         assert list(file.read(number, number + 1)) == [found[number]]
 
 
-def test_the_last_data_holds(tmp_path):
-    (tmp_path / "a.json").write_text('{"data": [{"a": 1}], "data": [{"a": 2}, {"a": 3}]}')
-    assert [row for _, row in read(tmp_path / "a.json")] == [{"a": 2}, {"a": 3}]
-    (tmp_path / "a.json").write_text('{"data": [{"a": 1}], "data": 3}')
+@pytest.mark.parametrize("last", ['[{"a": 2}, {"a": 3}]', "3"])
+def test_a_list_that_stands_twice_is_none(last, tmp_path):
+    (tmp_path / "a.json").write_text(f'{{"data": [{{"a": 1}}],\n"data": {last}}}')
+    with pytest.raises(DataError, match=r"a.json:2: found the key 'data' twice, expected it once"):
+        read(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text('{"data": 3}')
     assert [row for _, row in read(tmp_path / "a.json")] == [{"data": 3}]
 
 

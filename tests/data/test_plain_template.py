@@ -133,4 +133,5 @@ def test_which_template_was_trained(made: Tokenizer, monkeypatch: pytest.MonkeyP
     assert trained_template(config("auto", "messages", "own.jinja"), made) == (own or jinja)
     assert trained_template(config("plain", "text"), made) is None
     assert trained_template(config("plain", "text", None, "prompt_completion"), made) is None
+    assert trained_template(config("plain", "text", None, "prompt_completion"), made, chats=1) == jinja
     assert trained_template(config("plain", "text", None, "preference"), made) == jinja

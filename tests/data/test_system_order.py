@@ -110,8 +110,15 @@ def test_the_line_of_one_that_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_column_and_a_turn_of_the_system() -> None:
-    row = {"system": "A", "conversations": [{"from": who, "value": who} for who in ("system", "human", "gpt")]}
-    sample = registered("data.format", "sharegpt")(row)
-    assert [message["role"] for message in sample.messages] == ["system", "system", "user", "assistant"]
-    assert [place.path for place in sample.places.messages] == [".system", *(f".conversations[{n}]" for n in range(3))]
-    assert [place.text for place in sample.places.messages[:2]] == [".system", ".conversations[0].value"]
+    row = {"system": "system", "conversations": [{"from": who, "value": who} for who in ("system", "human", "gpt")]}
+    read = registered("data.format", "sharegpt")
+    sample = read(row)
+    assert [message["role"] for message in sample.messages] == ["system", "user", "assistant"]
+    assert [place.path for place in sample.places.messages] == [f".conversations[{n}]" for n in range(3)]
+    with pytest.raises(SampleFault, match=r"^.system: found text, and a system message among the messages that diff"):
+        read(row | {"system": "A"})
+    sample = read({"system": "A", "conversations": row["conversations"][1:]})
+    assert [place.text for place in sample.places.messages] == [
+        ".system",
+        *(f".conversations[{n}].value" for n in (0, 1)),
+    ]

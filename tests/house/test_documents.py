@@ -4,6 +4,7 @@ import json
 import re
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,10 @@ from recipe_lib.config.recipes.dpo_distributed import UNPAIRED, DpoFinetuneConfi
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.recipes.reward_distributed import RewardFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.data.sample_columns import Renamed
+from recipe_lib.data.samples import Sample
+from recipe_lib.data.template_behavior import TemplateFields
+from recipe_lib.data.unread import UnreadNames
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.units import gib
 from tests.house.documents import blocks, documents, links
@@ -44,7 +49,25 @@ def test_rows_can_be_read(path: Path):
         if block.language == "json":
             assert block.mark == "rows", f"say which format this is:\n{block.text}"
             for line in block.text.splitlines():
-                assert registered("data.format", block.name)(json.loads(line))
+                assert read_whole(block.name, json.loads(line))
+
+
+def read_whole(form: str, row: dict[str, Any]) -> Sample:
+    """What a row becomes; nothing of it may be left over."""
+    reader = registered("data.format", form)
+    names = UnreadNames(
+        required=reader.required,
+        optional=reader.optional,
+        form=form,
+        ignored=(),
+        fields=TemplateFields(None),
+        same=reader.same,
+    )
+    renamed = Renamed(row, {}, "data")
+    names.tidy(renamed)
+    sample = reader(renamed)
+    assert names.find(renamed, sample) == []
+    return sample
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMED)

@@ -1,0 +1,253 @@
+"""Columns of a row and keys of its messages that nobody reads: known to change nothing and counted, or a fault.
+
+`recipe_lib.data.column_names` knows names. Where a name says nothing, a text that only repeats what is read of the same
+row changes nothing either.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from recipe_lib.data.column_names import (
+    MESSAGE_READ,
+    RENDERED,
+    UNWANTED,
+    is_idle,
+    is_idle_key,
+    is_label,
+    plain,
+    says_nothing,
+    says_wanted,
+    why_not_column,
+    why_not_key,
+)
+from recipe_lib.data.sample_columns import RawSample, Renamed, is_json_list, name_path, path_of
+from recipe_lib.data.samples import (
+    Classified,
+    Completion,
+    Conversation,
+    Document,
+    LabeledAnswer,
+    Message,
+    Preference,
+    Sample,
+    SampleFault,
+    SamplePlaces,
+    kind_of,
+)
+from recipe_lib.data.template_behavior import THOUGHT_KEYS, TemplateFields
+
+_WORD = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # but tab, line feed and carriage return
+_NO_TEXT = ("role", "from", "type")  # fields of a message that are no text of it
+_BY_ROLE = {"assistant": (*MESSAGE_READ, *THOUGHT_KEYS), "tool": (*MESSAGE_READ, "tool_call_id")}
+
+
+class UnreadNames:
+    """What one source's rows hold beside what is read. Names are looked up once for all rows that have the same."""
+
+    def __init__(
+        self,
+        required: Sequence[str],
+        optional: Sequence[str],
+        form: str,
+        ignored: Sequence[str],
+        fields: TemplateFields,
+        same: Mapping[str, Sequence[str]],
+    ) -> None:
+        """required, optional: columns that the format reads; none: it does not say, and nothing is looked at. ignored:
+        as data.ignore_columns has them. same: other names of columns, read where these are absent."""
+        self._same = same
+        self.known, self.form, self.ignored = frozenset((*required, *optional)), form, tuple(ignored)
+        self._optional = frozenset(optional)
+        self._fields = fields
+        self._not_read = f", which the format {form} does not read"
+        self._columns = dict[tuple[str, ...], tuple[list[tuple[str, str]], list[str]]]()
+        self._keys = dict[tuple[str, ...], list[str]]()
+
+    def leave_out(self, row: RawSample) -> tuple[RawSample, list[str]]:
+        """The row without what data.ignore_columns names, and the names of what was left out."""
+        if self.ignored:
+            left_out = [name for name in self.ignored if name in row and not says_nothing(row[name])]
+            return {name: value for name, value in row.items() if name not in self.ignored}, left_out
+        return row, []
+
+    def tidy(self, row: Renamed) -> None:
+        """Drop optional columns that say nothing, in place, and put columns of other names under the one that the
+        format reads, where the row lacks that."""
+        for name in self._optional & row.keys():
+            if says_nothing(row[name]):
+                del row[name]
+        for column, other in self._look_up(row)[0]:
+            value = row[other]
+            if says_nothing(value) or not says_nothing(row.get(column)):
+                continue
+            if column == "tools" and not (isinstance(value, list) or (isinstance(value, str) and is_json_list(value))):
+                continue
+            row[column] = row.pop(other)
+            row.own = {**row.own, column: other}
+
+    def find(self, row: Renamed, sample: Sample) -> list[str]:
+        """The names of what the row holds that is known to change nothing; `messages.KEY` is that of messages' keys.
+
+        Raises SampleFault for anything else that is not read.
+        """
+        if not self.known:
+            return []
+        idle, faults = list[str](), list[tuple[str, str]]()
+        unread = [(name, row[name]) for name in self._look_up(row)[1]]
+        for name, value in (*unread, *row.hidden.items()):
+            if says_nothing(value):
+                continue
+            why = self._why_not_idle(name, value, row, sample)
+            if why:
+                faults.append((name, why))
+            else:
+                idle.append(name)
+        if faults:
+            raise self._fault(row, faults)
+        content = sample.content if isinstance(sample, Classified) else sample
+        if isinstance(content, (Conversation, Preference, LabeledAnswer)):
+            idle += self._find_keys(content)
+            idle += self._find_variables(content.variables, row)
+        return idle
+
+    def _look_up(self, row: RawSample) -> tuple[list[tuple[str, str]], list[str]]:
+        """(columns that are read, with other names of theirs that a row of these names has; names that are not
+        read)."""
+        names = tuple(row)
+        found = self._columns.get(names)
+        if found is None:
+            same = [
+                (column, other)
+                for column, others in self._same.items()
+                for other in others
+                if column in self.known and other in names and other not in self.known
+            ]
+            found = self._columns[names] = same, [name for name in names if name not in self.known]
+        return found
+
+    def _why_not_idle(self, name: str, value: Any, row: Renamed, sample: Sample) -> str:
+        """What a column holds that is not read; empty: it changes nothing."""
+        word = plain(name)
+        for column, others in self._same.items():
+            if name in others and column in self.known and row.get(column) is not None:
+                return "" if row[column] == value else f"another {column} than the one in {path_of(row, column)}"
+        if why := why_not_column(name, value, is_text=isinstance(sample, Document)):
+            return why
+        texts = _texts_of(sample)
+        if word in UNWANTED:
+            chosen = row.get("chosen")
+            return "" if not says_nothing(chosen) and _repeats(chosen, texts) else "an answer that is not wanted"
+        if is_idle(name, value) or says_wanted(name, value) or not (isinstance(value, (str, dict, list, bool, bytes))):
+            return ""
+        if isinstance(value, str) and word in RENDERED and all(text.strip() in value for text in texts):
+            return ""
+        if not isinstance(value, bool) and _repeats(value, texts):
+            return ""
+        return kind_of(value) + self._not_read
+
+    def _fault(self, row: Renamed, faults: Sequence[tuple[str, str]]) -> SampleFault:
+        names = [name for name, _ in faults]
+        found = "; ".join(f"{name_path(name)}: found {why}" for name, why in faults)
+        free = [name for name in sorted(self.known) if says_nothing(row.get(name))]
+        may_be_mapped = free and any(why.endswith(self._not_read) for _, why in faults)
+        mapped = f", or say with {row.section}.columns which of {', '.join(free)} it is" if may_be_mapped else ""
+        return SampleFault(
+            _name_all(names),
+            f"{found}; {self._remedy(names)}{mapped}",
+        )
+
+    def _remedy(self, names: Sequence[str]) -> str:
+        every = ",".join(
+            name if _WORD.match(name) else json.dumps(name, ensure_ascii=False) for name in (*self.ignored, *names)
+        )
+        changes = "changes" if len(names) == 1 else "change"
+        return f"set data.ignore_columns=[{every}] if {'it' if len(names) == 1 else 'they'} {changes} nothing"
+
+    def _find_keys(self, sample: Conversation | Preference | LabeledAnswer) -> list[str]:
+        """As `find`, of the messages' keys; those that data.ignore_columns names are taken out."""
+        idle, faults = list[str](), dict[str, str]()
+        for places, messages in _lists_of(sample):
+            for number, message in enumerate(messages):
+                for key in self._unread_keys(message):
+                    role, value, name = message["role"], message[key], f"messages.{key}"
+                    if name in self.ignored and isinstance(message, dict):
+                        del message[key]  # the reader's own copy
+                    elif key in _BY_ROLE.get(role, ()) or self._fields.reads_key(role, key, value):
+                        continue
+                    elif not is_idle_key(key, value):
+                        found = why_not_key(key) or f"{kind_of(value)}, which the chat template does not read"
+                        faults.setdefault(name, f"{places.at(number, f'.{key}')}: found {found}")
+                    idle.append(name)
+        if faults:
+            raise SampleFault(_name_all(list(faults)), f"{'; '.join(faults.values())}; {self._remedy(list(faults))}")
+        return idle
+
+    def _unread_keys(self, message: Message) -> list[str]:
+        names = tuple(message)
+        if names not in self._keys:
+            self._keys[names] = [name for name in names if name not in MESSAGE_READ]
+        return self._keys[names]
+
+    def _find_variables(self, variables: Mapping[str, Any], row: Renamed) -> Iterator[str]:
+        for name, value in variables.items():
+            if says_nothing(value) or self._fields.reads_variable(name):
+                continue
+            column = "documents" if name == "documents" else "chat_template_kwargs"
+            full = name if name == column else f"{column}.{name}"
+            if full not in self.ignored and (name == column or not is_label(value)):
+                raise SampleFault(
+                    f"{full} is not read",
+                    f"{path_of(row, column)}: found {name}, which the chat template does not read; "
+                    f"{self._remedy([full])}, or tokenizer.chat_template to one that does",
+                )
+            yield full
+
+
+def _name_all(names: Sequence[str]) -> str:
+    """The cause by which faults are counted."""
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not read"
+
+
+def has_control_characters(sample: Sample) -> bool:
+    """Return whether a text that may be trained holds a control character, as `\\b` of JSON for `\\boxed`."""
+    return any(_CONTROL.search(text) for text in _texts_of(sample))
+
+
+def _lists_of(sample: Conversation | Preference | LabeledAnswer) -> Iterator[tuple[SamplePlaces, Sequence[Message]]]:
+    """The messages of a sample, with their places."""
+    if isinstance(sample, Conversation):
+        yield sample.places, sample.messages
+    elif isinstance(sample, LabeledAnswer):
+        yield sample.places, [*sample.prompt, *sample.completion]
+    else:
+        for places, answer in zip(sample.places, (sample.chosen, sample.rejected), strict=True):
+            yield places, [*sample.prompt, *answer]
+
+
+def _texts_of(sample: Sample) -> list[str]:
+    """Every text that is read of a sample, descriptions of tools left out."""
+    content = sample.content if isinstance(sample, Classified) else sample
+    if isinstance(content, Document):
+        return [content.text]
+    if isinstance(content, Completion):
+        return [content.prompt, content.completion]
+    found = list[str]()
+    for _, messages in _lists_of(content):
+        for message in messages:
+            found += [message[key] for key in ("content", *THOUGHT_KEYS) if isinstance(message.get(key), str)]
+    return found
+
+
+def _repeats(value: Any, texts: Sequence[str]) -> bool:
+    """Whether every text in a value stands in one of these."""
+    if isinstance(value, str):
+        said = value.strip()
+        return any(said in text for text in texts)
+    if isinstance(value, dict):
+        return all(_repeats(inner, texts) for key, inner in value.items() if key not in _NO_TEXT)
+    if isinstance(value, list):
+        return all(_repeats(item, texts) for item in value)
+    return not isinstance(value, bytes)

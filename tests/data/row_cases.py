@@ -1,0 +1,132 @@
+"""A least row of every format, and every column and message key that rows of other tools have, with a value each.
+
+The names are those of TRL's, LLaMA-Factory's, Axolotl's, torchtune's, ms-swift's and OpenAI's rows, and of datasets of
+the hub.
+"""
+
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from recipe_lib.config.schema_data import DataConfig, SourceConfig
+from recipe_lib.data.dataset_report import DataReport
+from recipe_lib.data.encoding import SourceEncoder
+from recipe_lib.data.templates import Encoder
+from recipe_lib.tokenizers import Tokenizer
+
+USER, SAID = {"role": "user", "content": "Capital of Peru?"}, {"role": "assistant", "content": "Lima."}
+TURNS = [{"from": "human", "value": "Capital of Peru?"}, {"from": "gpt", "value": "Lima."}]
+ROWS: dict[str, dict[str, Any]] = {
+    "alpaca": {"instruction": "Capital of Peru?", "output": "Lima."},
+    "sharegpt": {"conversations": TURNS},
+    "messages": {"messages": [USER, SAID]},
+    "prompt_completion": {"prompt": "Capital of Peru?", "completion": " Lima."},
+    "prompt_completion of messages": {"prompt": [USER], "completion": [SAID]},
+    "text": {"text": "Lima is the capital."},
+    "preference": {"prompt": "Capital of Peru?", "chosen": "Lima.", "rejected": "Cusco."},
+    "kto": {"prompt": "Capital of Peru?", "completion": "Lima.", "label": True},
+    "classification of text": {"text": "Lima is the capital.", "label": "fact"},
+    "classification of messages": {"messages": [USER, SAID], "label": "fact"},
+}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Of Rome.", "parameters": {}}}
+OTHER = [{"role": "user", "content": "Moon?"}, {"role": "assistant", "content": "Round."}]
+
+# What no format of these rows reads: its name in a fault, whatever it holds.
+CONTENT: dict[str, Any] = {
+    "images": ["a.jpg"], "image": "a.jpg", "videos": ["a.mp4"], "audios": ["a.wav"], "audio": {"bytes": b"RIFF"},
+    "input_ids": [1, 2], "labels": [-100, 2], "attention_mask": [1, 1], "completion_mask": [0, 1], "token_ids": [3],
+    "weight": 0.5, "sample_weight": 2, "explanation": "As it is.", "context": "Peru is a country.",
+    "demonstrations": [{"q": "Moon?"}], "steps": ["Think."], "few_shot": [["Moon?", "Round."]], "think": "Hm.",
+    "passages": [{"text": "Peru."}], "persona": "A pirate speaks here.", "code": "print(1)", "passed": False,
+    "is_correct": False, "subject": "An article of many words.\nIt has two lines.", "html": "<p>Peru</p>",
+    "hidden": True,
+}  # fmt: skip
+# What some formats read, and others refuse or find to change nothing.
+COLUMNS: dict[str, Any] = {
+    "instruction": "Add.", "input": "Be quick.", "query": "In words.", "output": "Quito.", "history": [["2+2?", "4"]],
+    "system": "You are a pirate.", "system_prompt": "You are a pirate.", "messages": OTHER, "conversations": OTHER,
+    "tools": [TOOL], "functions": [TOOL["function"]], "function": [TOOL["function"]], "available_tools": [TOOL],
+    "tool_list": [TOOL], "chat_template_kwargs": {"enable_thinking": False}, "documents": [{"text": "Lima."}],
+    "prompt": "Moon?", "completion": "Round.", "chosen": "Round.", "rejected": "Flat.", "text": "The moon.",
+    "label": False, "kto_tag": False, "margin": 0.5, "preferred_output": [OTHER[1]],
+    "non_preferred_output": [{"role": "assistant", "content": "Flat."}], "segments": [{"label": True, "text": "Moon"}],
+    "conversation": OTHER, "response": "Round.", "answer": "Round.", "question": "Moon?", "dialogue": OTHER,
+}  # fmt: skip
+IDLE: dict[str, Any] = {
+    "id": 7, "ids": [1, 2], "idx": 3, "index": 1, "uuid": "a-b", "prompt_id": "p1", "source": "wiki", "dataset": "x",
+    "origin": "web", "category": "geo", "task": "qa", "topic": "peru", "topics": ["peru", "lima"], "language": "en",
+    "lang": "en", "difficulty": "easy", "score": 0.9, "scores": [1.0, 2.0], "score_chosen": 8.0, "score_rejected": 1.0,
+    "quality": 5, "rating": 4, "chosen-rating": 5.0, "chosen-model": "m", "model": "m", "model_name": "m",
+    "generator": "m", "license": "cc-by", "url": "https://example.org/peru", "date": "2024-01-01", "created": 1,
+    "timestamp": 1, "hash": "ff", "split": "train", "subset": "a", "tags": ["a"], "metadata": {"a": {"b": "c"}},
+    "meta": {"k": [1]}, "n_turns": 2, "num_turns": 2, "num_tokens": 12, "length": 3, "avatarUrl": "https://a.b",
+    "views": 3, "title": "Peru", "custom_instruction": False, "skip_prompt_formatting": True, "helpfulness": 4,
+    "correctness": 0, "redacted": False, "openai_moderation": [{"flagged": False}], "__index_level_0__": 5,
+    "Unnamed: 0": 5, "annotation_type": "original-annotations", "user_id": "u", "parallel_tool_calls": True,
+}  # fmt: skip
+NOTHING: tuple[Any, ...] = (None, "", [], {}, " ", {"a": None}, [None])
+
+# Keys of a message: of every role the same.
+KEYS: dict[str, Any] = {
+    "name": "Ann", "id": "m1", "tool_call_id": "c1", "timestamp": 3, "model": "m", "refusal": "No.",
+    "audio": {"id": "a"}, "annotations": [{"url": "u"}], "images": ["a.jpg"], "train": False, "training": False,
+    "loss": False, "weight": 0, "mask": True, "masked": True, "train_detail": [{"begin_offset": 0, "end_offset": 1}],
+    "training_detail": [{"begin_offset": 0, "end_offset": 1}], "eot": False, "ipython": True, "prefix": True,
+    "thinking": "Hm.", "reasoning": "Hm.", "reasoning_content": "Hm.", "citations": ["c"], "documents": [{"a": "b"}],
+    "language": "en", "toxic": False, "turn_identifier": 4, "channel": "final", "recipient": "all", "value": "x",
+    "text": "x", "tools": [TOOL], "function_call": {"name": "weather", "arguments": "{}"}, "thought": "Hm.",
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {}}}],
+}  # fmt: skip
+
+
+class Rows:
+    """Rows in the place of a file."""
+
+    place = "rows.jsonl"
+
+    def __init__(self, *rows: dict[str, Any]) -> None:
+        self.rows = rows
+
+    def read(self, start: int, stop: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+        for number, row in enumerate(self.rows[start:stop], start=start + 1):
+            yield f"rows.jsonl:{number}", row
+
+
+def format_of(name: str) -> str:
+    """The format of one of ROWS."""
+    return name.partition(" of ")[0]
+
+
+@functools.cache
+def encoder_of(tokenizer: Tokenizer, train_on: str) -> Encoder:
+    """The one encoder of a tokenizer."""
+    return Encoder(tokenizer, "auto", train_on)
+
+
+def encode(
+    tokenizer: Tokenizer, form: str, *rows: dict[str, Any], **settings: Any
+) -> tuple[str, list[str], DataReport]:
+    """The text of all sequences, what is trained of each, and the report."""
+    cfg = DataConfig(on_invalid="skip", **settings)
+    source = SourceConfig("rows.jsonl", format=form, columns=settings.get("columns", {}))
+    chunk = SourceEncoder(cfg, source, encoder_of(tokenizer, str(cfg.train_on)), 1024).encode(Rows(*rows), 0, None)
+    if chunk.fault is not None:
+        raise chunk.fault
+    texts, trained, at = [], [], 0
+    for length in chunk.lengths:
+        ids = list(chunk.ids[at : at + length])
+        flags = chunk.trained[at : at + length]
+        texts.append(tokenizer.decode(ids))
+        trained.append(tokenizer.decode(i for i, flag in zip(ids, flags, strict=True) if flag))
+        at += length
+    return "\n---\n".join(texts), trained, chunk.report
+
+
+def tokenizer_folder(folder: Path, name: str = "qwen3") -> Path:
+    """The tokenizer of one of tests/data/template_cases."""
+    from tests.data.template_cases import BY_NAME, source_of, write_tokenizer
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return write_tokenizer(folder, BY_NAME[name], source_of(BY_NAME[name]))

@@ -1,0 +1,215 @@
+"""Every column of a row and every key of a message is read, or known to change nothing and named, or a fault."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from recipe_lib.config import registry
+from recipe_lib.config.registry import register
+from recipe_lib.data.formats import columns, conversation
+from recipe_lib.tokenizers import Tokenizer, load_tokenizer
+from tests.data.row_cases import COLUMNS, CONTENT, IDLE, KEYS, NOTHING, ROWS, TOOL, encode, format_of, tokenizer_folder
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hot?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "31"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "Dry?"},
+    {"role": "assistant", "content": "No."},
+]
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(tokenizer_folder(tmp_path_factory.mktemp("qwen3")))
+
+
+def outcome(tokenizer: Tokenizer, form: str, row: dict[str, Any], name: str, bare: str, **settings: Any) -> str:
+    """`idle`, `used` or the fault that names it; anything else fails."""
+    text, trained, report = encode(tokenizer, form, row, **settings)
+    if report.bad_samples:
+        (line,) = report.first_bad.values()
+        return line
+    if any(idle == name or idle.startswith(f"{name}.") for idle in report.idle_names):
+        assert f"{text} {trained}" == bare, f"{name} is said to change nothing"
+        return "idle"
+    assert f"{text} {trained}" != bare, f"{name} is neither read nor named"
+    return "used"
+
+
+# Read, and to be seen elsewhere: a number of the pair; and what the template asks about before an answer alone.
+ELSEWHERE = {"preference": ("margin",), "classification of messages": ("chat_template_kwargs",)}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_no_column_is_passed_over(case: str, qwen3: Tokenizer) -> None:
+    row, form = ROWS[case], format_of(case)
+    text, trained, report = encode(qwen3, form, row)
+    bare = f"{text} {trained}"
+    assert not report.bad_samples and not report.idle_names
+    for name, value in (CONTENT | COLUMNS | IDLE).items():
+        if name in row or name in ELSEWHERE.get(case, ()):
+            continue
+        found = outcome(qwen3, form, row | {name: value}, name, bare)
+        if name in CONTENT:
+            assert name in found, (name, found)
+            assert_remedy_works(qwen3, form, row | {name: value}, found, bare)
+        elif name in IDLE:
+            assert found == "idle", (name, found)
+        else:
+            assert found in ("idle", "used") or name in found, (name, found)
+    columns = CONTENT | COLUMNS | IDLE
+    for nothing in NOTHING:
+        text, trained, report = encode(qwen3, form, dict.fromkeys(columns, nothing) | row)
+        assert (f"{text} {trained}", dict(report.idle_names), dict(report.bad_samples)) == (bare, {}, {}), nothing
+
+
+def assert_remedy_works(tokenizer: Tokenizer, form: str, row: dict[str, Any], line: str, bare: str) -> None:
+    """What the line says to set leads to the row without the column, which is named then."""
+    if "data.ignore_columns=" not in line:
+        return
+    names = yaml.safe_load(re.search(r"data\.ignore_columns=(\[.*?\]) if", line)[1])  # type: ignore[index]
+    text, trained, report = encode(tokenizer, form, row, ignore_columns=names)
+    assert (f"{text} {trained}", list(report.idle_names)) == (bare, names)
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+@pytest.mark.parametrize("form", ["messages", "sharegpt"])
+def test_no_key_of_a_message_is_passed_over(form: str, role: str, qwen3: Tokenizer) -> None:
+    column = {"messages": "messages", "sharegpt": "conversations"}[form]
+    at = max(number for number, message in enumerate(CHAT) if message["role"] == role)
+    text, trained, _ = encode(qwen3, form, {column: CHAT, "tools": [TOOL]})
+    bare = f"{text} {trained}"
+    flags = ("train", "training", "loss", "weight", "mask", "masked")
+    for key, value in KEYS.items():
+        chat = [message | ({key: value} if number == at else {}) for number, message in enumerate(CHAT)]
+        row = {column: chat, "tools": [TOOL]}
+        if key in flags and role != "assistant" or (key, role) == ("tool_call_id", "tool"):
+            continue  # not trained as it is; and what belongs to which call
+        found = outcome(qwen3, form, row, f"messages.{key}", bare)
+        if key in flags:
+            assert found == "used" and "No." not in "".join(encode(qwen3, form, row)[1]), key
+        elif found not in ("idle", "used"):
+            assert key in found, (key, found)
+            assert_remedy_works(qwen3, form, row, found, bare)
+    for nothing in (None, "", [], {}):
+        chat = [
+            dict.fromkeys(KEYS, nothing) | message if number == at else message for number, message in enumerate(CHAT)
+        ]
+        text, trained, report = encode(qwen3, form, {column: chat, "tools": [TOOL]})
+        assert (f"{text} {trained}", dict(report.idle_names), dict(report.bad_samples)) == (bare, {}, {}), nothing
+
+
+@pytest.mark.parametrize("flags", [
+    {"train": True, "weight": 0}, {"training": False, "weight": 1}, {"train": False, "training": True},
+    {"loss": True, "masked": True}, {"train": True, "mask": True},
+])  # fmt: skip
+def test_flags_that_differ(flags: dict[str, Any], qwen3: Tokenizer) -> None:
+    chat = [CHAT[1], CHAT[4] | flags, CHAT[5], CHAT[6]]
+    _, _, report = encode(qwen3, "messages", {"messages": chat})
+    (line,) = report.first_bad.values()
+    assert all(name in line for name in flags) and "expected them to say the same" in line
+
+
+@pytest.mark.parametrize(("form", "row", "idle"), [
+    ("messages", {"prompt": "Hot?", "prompt_id": "7", "messages": CHAT[1:2] + CHAT[4:5]}, ["prompt", "prompt_id"]),
+    ("messages", {"messages": CHAT[5:], "text": "<|im_start|>user\nDry?<|im_end|>\nassistant: No."}, ["text"]),
+    ("alpaca", {"instruction": "Add.", "input": "1 2", "output": "3",
+                "text": "Below is an instruction.\n### Instruction:\nAdd.\n1 2\n### Response:\n3"}, ["text"]),
+    ("messages", {"prompt": "Dry?", "chosen": CHAT[5:], "messages": CHAT[5:], "rejected": [CHAT[5], CHAT[4]],
+                  "score_chosen": 8.0}, ["chosen", "prompt", "rejected", "score_chosen"]),
+    ("preference", {"prompt": "Dry?", "chosen": CHAT[5:], "messages": CHAT[5:], "rejected": [CHAT[5], CHAT[4]]},
+     ["messages"]),
+])  # fmt: skip
+def test_what_repeats_the_row_changes_nothing(form: str, row: Any, idle: list[str], qwen3: Tokenizer) -> None:
+    text, _, report = encode(qwen3, form, row)
+    assert text and not report.bad_samples and sorted(report.idle_names) == idle
+
+
+@pytest.mark.parametrize(
+    "case", ["alpaca", "sharegpt", "messages", "prompt_completion", "prompt_completion of messages"]
+)
+def test_answers_that_are_not_wanted_are_not_trained(case: str, qwen3: Tokenizer) -> None:
+    for name in ("label", "kto_tag", "is_correct", "train"):
+        for value in (False, "false", 0) if name in ("label", "kto_tag") else (False,):
+            _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {name: value})
+            assert not trained and list(report.bad_samples) == [f"{name} is not read"], (name, value)
+        _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {name: True})
+        assert trained and report.idle_names == {name: 1}
+    _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {"rejected": "Lima."})
+    assert not trained and list(report.bad_samples) == ["rejected is not read"]
+
+
+def test_it_holds_for_each_row_and_is_counted(qwen3: Tokenizer) -> None:
+    rows = [ROWS["messages"] | {"id": number} for number in range(150)]
+    rows[120] = rows[120] | {"history": [["a", "b"]]}
+    rows[130] = rows[130] | {"foo": "bar", "b,c": "baz"}
+    _, trained, report = encode(qwen3, "messages", *rows)
+    assert len(trained) == 148 and report.idle_names == {"id": 148}
+    assert list(report.bad_samples) == ["history is not read", "foo, b,c are not read"]
+    assert 'set data.ignore_columns=[foo,"b,c"] if they change nothing' in report.first_bad["foo, b,c are not read"]
+    assert "data: columns that change nothing: id (148)" in report.lines()
+    restored = type(report).from_json(report.to_json())
+    assert restored.idle_names == report.idle_names and restored.lines() == report.lines()
+
+
+def test_ignored_names_that_no_row_has_are_told(qwen3: Tokenizer) -> None:
+    names = ["foo", "gone", "messages.bar", "system"]
+    chat = [CHAT[5], CHAT[6] | {"bar": {"a": "b"}}]
+    row = {"messages": chat, "foo": "x", "system": "Be a pirate."}
+    text, _, report = encode(qwen3, "messages", row, ignore_columns=names)
+    assert "pirate" not in text and sorted(report.idle_names) == ["foo", "messages.bar", "system"]
+    assert "warning: data: data.ignore_columns: no sample has gone" in report.lines()
+
+
+def test_all_keys_of_a_row_are_named_at_once(qwen3: Tokenizer) -> None:
+    chat = [CHAT[5] | {"foo": "a"}, CHAT[6] | {"bar": True, "foo": "b"}]
+    _, _, report = encode(qwen3, "messages", {"messages": chat})
+    (line,) = report.first_bad.values()
+    assert line == (
+        "rows.jsonl:1: .messages[0].foo: found text, which the chat template does not read; .messages[1].bar: found "
+        "true or false, which the chat template does not read; set data.ignore_columns=[messages.foo,messages.bar] if "
+        "they change nothing"
+    )
+
+
+def test_formats_of_plugins_that_do_not_say_what_they_read(qwen3: Tokenizer, monkeypatch: Any) -> None:
+    monkeypatch.setitem(registry._components, "data.format", dict(registry._components["data.format"]))
+    row = {"q": "Dry?", "a": "No.", "images": ["a.jpg"], "query": "Hot?", "id": 3}
+
+    def read(row: dict[str, Any]) -> Any:
+        chat = [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"], "mood": "calm"}]
+        return conversation(chat)
+
+    register("data.format", "silent quiz")(read)
+    register("data.format", "quiz")(columns("q", "a", optional=["input"])(lambda row: conversation(CHAT[5:])))
+    _, trained, report = encode(qwen3, "silent quiz", row)
+    assert len(trained) == 1 and not report.idle_names and not report.bad_samples
+    _, _, report = encode(qwen3, "quiz", row)
+    assert list(report.bad_samples) == ["images, query are not read"]
+    _, trained, report = encode(qwen3, "quiz", row, ignore_columns=["images", "query"])
+    assert len(trained) == 1 and sorted(report.idle_names) == ["id", "images", "query"]
+
+
+def test_control_characters_are_counted(qwen3: Tokenizer) -> None:
+    chats = [[CHAT[5], {"role": "assistant", "content": text}] for text in ("\x08oxed{4}", "a\tb\r\n", "\\boxed{4}")]
+    _, _, report = encode(qwen3, "messages", *({"messages": chat} for chat in chats))
+    assert (report.control_characters, report.first_control) == (1, "rows.jsonl:1")
+
+
+def test_a_key_that_stands_twice(tmp_path: Path) -> None:
+    from recipe_lib.config.schema_data import SourceConfig
+    from recipe_lib.data.sources import open_sources
+
+    for name, text in (("a.jsonl", "{}\n"), ("a.json", "[{}]")):
+        row = '{"messages": [{"role": "user", "content": "a", "content": "b"}]}'
+        (tmp_path / name).write_text(text.format(row) if "[" not in text else f"[{row}]")
+        (file,) = open_sources(SourceConfig(str(tmp_path / name)))
+        ((_, fault),) = file.read()
+        assert str(fault) == "found the key 'content' twice in an object, expected it once"
