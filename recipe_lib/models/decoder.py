@@ -23,7 +23,6 @@ from recipe_lib.ops.fused_kernels import fuses
 from recipe_lib.ops.gated import ACTIVATIONS, gated
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
-from recipe_lib.ops.real_tokens import RealTokens
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, rotation
 
 Rotation = tuple[Tensor, Tensor]
@@ -149,8 +148,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(spec.mlp_width, spec.width, bias=spec.mlp_bias)
         self.activation = spec.activation
 
-    def forward(self, hidden: Tensor, real: RealTokens | None = None) -> Tensor:
-        """Hidden `[b, s, d]` to `[b, s, d]`, each token by itself: which are real is a mixture's to know."""
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden `[b, s, d]` to `[b, s, d]`."""
         if fuses(hidden.device):
             return self.down_proj(gated(self.gate_proj(hidden), self.up_proj(hidden), self.activation))
         # As it stands here gate is gone when up comes, where nothing is kept.
@@ -171,7 +170,11 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden: Tensor, turn: Rotation, info: AttentionInfo, cache: KVCache | None = None) -> Tensor:
         """The stream `[b, s, d]` after this layer."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), turn, info, cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden), info.real)
+        return hidden + self.run_mlp(self.post_attention_layernorm(hidden), info)
+
+    def run_mlp(self, hidden: Tensor, info: AttentionInfo) -> Tensor:
+        """Return the MLP of `[b, s, d]`; a mixture is told which tokens are real, for what it counts."""
+        return self.mlp(hidden, info.real) if isinstance(self.mlp, Mixture) else self.mlp(hidden)
 
 
 class SandwichLayer(DecoderLayer):
@@ -186,7 +189,7 @@ class SandwichLayer(DecoderLayer):
         """The stream `[b, s, d]` after this layer."""
         attended = self.self_attn(self.input_layernorm(hidden), turn, info, cache)
         hidden = hidden + self.post_attention_layernorm(attended)
-        return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden), info.real))
+        return hidden + self.post_feedforward_layernorm(self.run_mlp(self.pre_feedforward_layernorm(hidden), info))
 
 
 class Trunk(nn.Module):

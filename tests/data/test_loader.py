@@ -30,7 +30,8 @@ def flat(steps) -> list:
         [step.trained_tokens, step.total_tokens, step.padded_tokens, step.items]
         + [
             [batch.tokens.tolist(), batch.labels.tolist()]
-            + ([batch.positions.tolist(), batch.attention.documents.tolist()] if batch.attention else [])
+            + [batch.attention.real.spans]
+            + ([batch.positions.tolist(), batch.attention.documents.tolist()] if batch.positions is not None else [])
             for batch in step.micro_batches
         ]
         for step in steps

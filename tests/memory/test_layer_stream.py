@@ -210,7 +210,7 @@ def test_a_tied_matrix_is_used_twice() -> None:
 def test_what_fails_in_forward_leaves_nothing_there() -> None:
     model, stream = adapted("none", "none", FROZEN)
     assert stream is not None
-    model.model.layers[2].mlp.forward = lambda hidden, real: 1 / 0
+    model.model.layers[2].mlp.forward = lambda hidden: 1 / 0
     with pytest.raises(ZeroDivisionError):
         loss_of(model)
     del model.model.layers[2].mlp.forward

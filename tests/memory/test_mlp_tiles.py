@@ -94,7 +94,7 @@ def test_dropout_is_drawn_alike_again() -> None:
     def in_order(mlp: MLP) -> Any:
         whole = mlp.forward
 
-        def forward(hidden: Tensor, real: None) -> Tensor:
+        def forward(hidden: Tensor) -> Tensor:
             flat = hidden.flatten(0, -2)
             ends = [flat.shape[0] * piece // CHUNKS for piece in range(CHUNKS + 1)]
             pieces = [whole(flat[first:last]) for first, last in zip(ends, ends[1:], strict=False)]
