@@ -42,9 +42,10 @@ def run(words: list[str]) -> int:
         print_resolved(configs, arguments.overrides)
     else:
         try:
-            print(read_text(path), end="")
+            text = read_text(path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{show(str(path))}: cannot be read: {describe_fault(error)}") from error
+        print(text, end="")
     return DONE
 
 

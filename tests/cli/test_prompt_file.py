@@ -66,7 +66,7 @@ def test_conversations_in_the_spellings_that_training_reads(tmp_path: Path) -> N
         ('{"prompt": "a", "tools": []}', "found tools, which no prompt is read with"),
         ('{"prompt": "a", "history": [], "x": 1}', "found history, x, which no prompt is read with"),
         ('{"messages": []}', "messages is empty"),
-        ('{"messages": ["a"]}', ".messages[0]: found text, expected an object"),
+        ('{"messages": [1]}', ".messages[0]: found a number, expected an object"),
         ('{"messages": [{"role": "user"}]}', ".messages[0].content: found nothing, expected text"),
         ('{"messages": [{"role": "robot", "content": "a"}]}', ".messages[0].role: found 'robot', expected one of"),
         ('{"messages": [{"role": "tool", "content": "a"}]}', ".messages[0]: found tool after the start"),
