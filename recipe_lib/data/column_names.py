@@ -152,6 +152,14 @@ def why_not_column(name: str, value: Any, is_text: bool) -> str:
     return ""
 
 
+def is_idle_beside(name: str, value: Any) -> bool:
+    """Return whether a key beside a file's list of samples is known to change nothing."""
+    if why_not_column(name, value, is_text=False):
+        return False
+    is_number = isinstance(value, Number) and not isinstance(value, bool)
+    return is_number or is_idle(name, value)
+
+
 def says_wanted(name: str, value: Any) -> bool:
     """Return whether a column says of its row no more than that it is wanted, or its class."""
     word = plain(name)

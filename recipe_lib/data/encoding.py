@@ -120,6 +120,8 @@ class SourceEncoder:
         """Samples start .. stop (exclusive) of a file; a fault that ends the run is kept in the chunk."""
         chunk = Chunk(self.report())
         try:
+            if start == 0:
+                chunk.report.add_idle(self.unread.find_beside(file.keys_beside, file.place), "")
             for number, (place, sample) in enumerate(file.read(start, stop), start):
                 chunk.report.samples_read += 1
                 try:

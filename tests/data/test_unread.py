@@ -1,5 +1,6 @@
 """Every column of a row and every key of a message is read, or known to change nothing and named, or a fault."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,26 @@ import yaml
 
 from recipe_lib.config import registry
 from recipe_lib.config.registry import register
+from recipe_lib.config.schema_data import SourceConfig
+from recipe_lib.data.column_names import is_idle
 from recipe_lib.data.formats import columns, conversation
+from recipe_lib.data.sources import open_sources
+from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from tests.data.row_cases import COLUMNS, CONTENT, IDLE, KEYS, NOTHING, ROWS, TOOL, encode, format_of, tokenizer_folder
+from tests.data.row_cases import (
+    COLUMNS,
+    CONTENT,
+    IDLE,
+    KEYS,
+    NOTHING,
+    OTHER,
+    ROWS,
+    TOOL,
+    encode,
+    encode_file,
+    format_of,
+    tokenizer_folder,
+)
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
 CHAT = [
@@ -159,6 +177,36 @@ def test_it_holds_for_each_row_and_is_counted(qwen3: Tokenizer) -> None:
     assert restored.idle_names == report.idle_names and restored.lines() == report.lines()
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_no_key_beside_the_rows_is_passed_over(first: bool, tmp_path: Path, qwen3: Tokenizer) -> None:
+    """Of a file that holds its rows as `data`: what is said there is said of no row, and is not read."""
+    rows = {"data": [ROWS["messages"]] * 2}
+    path = tmp_path / "rows.json"
+
+    def read(beside: dict[str, Any], **settings: Any) -> tuple[str, list[str], Any]:
+        path.write_text(json.dumps(beside | rows if first else rows | beside, indent=1))
+        (file,) = open_sources(SourceConfig(str(path)))
+        return encode_file(qwen3, "messages", file, **settings)
+
+    bare = read({})[:2]
+    for name, value in (CONTENT | COLUMNS | IDLE | {"description": "Of Peru.", "test": OTHER, "n": [[3]]}).items():
+        if name in IDLE or name == "margin":  # a number
+            *found, report = read({name: value})
+            assert (tuple(found), report.idle_names) == (bare, {f"file.{name}": 1}), name
+        elif name != "audio" and not is_idle(name, value):  # bytes, which JSON has none of
+            with pytest.raises(DataError) as caught:
+                read({name: value})
+            line = str(caught.value)
+            assert line.startswith(f"{path}: .{name}: found ") and "beside the list of samples" in line, line
+            names = yaml.safe_load(re.search(r"data\.ignore_columns=(\[.*?\]) if", line)[1])  # type: ignore[index]
+            *found, report = read({name: value}, ignore_columns=names)
+            assert (tuple(found), list(report.idle_names)) == (bare, names)
+    *found, report = read(dict.fromkeys(CONTENT | COLUMNS, None) | {"a": "", "b": [], "c": {}, "d": {"e": " "}})
+    assert (tuple(found), dict(report.idle_names)) == (bare, {})
+    with pytest.raises(DataError, match=r"\.foo: found text; \.\[\"b,c\"\]: found a list beside .* if they change"):
+        read({"foo": "bar", "b,c": [{"a": 1}], "version": 1})
+
+
 def test_ignored_names_that_no_row_has_are_told(qwen3: Tokenizer) -> None:
     names = ["foo", "gone", "messages.bar", "system"]
     chat = [CHAT[5], CHAT[6] | {"bar": {"a": "b"}}]
@@ -204,9 +252,6 @@ def test_control_characters_are_counted(qwen3: Tokenizer) -> None:
 
 
 def test_a_key_that_stands_twice(tmp_path: Path) -> None:
-    from recipe_lib.config.schema_data import SourceConfig
-    from recipe_lib.data.sources import open_sources
-
     for name, text in (("a.jsonl", "{}\n"), ("a.json", "[{}]")):
         row = '{"messages": [{"role": "user", "content": "a", "content": "b"}]}'
         (tmp_path / name).write_text(text.format(row) if "[" not in text else f"[{row}]")
