@@ -247,8 +247,8 @@ def _check_saved_dataset(folder: Path, key: str) -> None:
     if found and has_rows:
         part = "" if found == "Dataset" else '["train"]'
         raise DataError(
-            f"{folder}: found a {found} that save_to_disk of the package datasets wrote, which is not read; write it as "
-            f"Parquet, load_from_disk({str(folder)!r}){part}.to_parquet('rows.parquet'), and set {key}=rows.parquet"
+            f"{folder}: found a {found} that save_to_disk of the package datasets wrote, which is not read; write it "
+            f"as Parquet, load_from_disk({str(folder)!r}){part}.to_parquet('rows.parquet'), and set {key}=rows.parquet"
         )
 
 
@@ -262,7 +262,8 @@ def find_files(source: str, key: str = "data.source") -> list[Path]:
         if unread := [file.name for file in shown if _is_unread_data(file)]:
             raise DataError(
                 f"{source}: found {', '.join(unread[:5])}{' and more' if len(unread) > 5 else ''} in the folder, which "
-                f"would not be read, expected files of samples as {kinds}; write them as one of these, or move them away"
+                f"would not be read, expected files of samples as {kinds}; write them as one of these, or move them "
+                "away"
             )
         files = [file for file in shown if is_data(file)]
         if not files:

@@ -145,7 +145,7 @@ def why_not_column(name: str, value: Any, is_text: bool) -> str:
         return "images, sound or film, which no recipe reads"
     if word in _TOKENIZED and isinstance(value, list):
         return "tokens that are made already, and rows are read as text"
-    if word in _WEIGHTS and value not in (1, "1", "1.0"):
+    if _is_weight(word) and not _is_one(value):
         return "a weight of the row, which data.sources has for whole sources alone"
     if word in _JUDGED and _judges(word, value, is_text) is False:
         return "that the row is not wanted, and it would be trained; leave such rows out, or train with dpo.loss=kto"
@@ -161,9 +161,20 @@ def is_idle_beside(name: str, value: Any) -> bool:
 
 
 def says_wanted(name: str, value: Any) -> bool:
-    """Return whether a column says of its row no more than that it is wanted, or its class."""
+    """Return whether a column says of its row no more than that it is wanted, or its class, or that it counts once."""
     word = plain(name)
+    if _is_weight(word):
+        return _is_one(value)
     return word in _JUDGED and (_judges(word, value, is_text=False) is not None or word == "label") and is_label(value)
+
+
+def _is_weight(word: str) -> bool:
+    return word in _WEIGHTS or word.endswith(("_weight", "_weights"))
+
+
+def _is_one(value: Any) -> bool:
+    """Return whether a weight is 1, as a number or as the text of a table's cell."""
+    return not isinstance(value, bool) and str(value).strip() in ("1", "1.0")
 
 
 def _judges(word: str, value: Any, is_text: bool) -> bool | None:

@@ -322,7 +322,9 @@ class DataReport:
         if self.idle_names:
             named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))
             lines.append(f"data: columns that change nothing: {named}")
-        if missing := [name for name in self.ignored if name not in self.idle_names]:
+        # What a bad sample holds is not counted, so that with one nobody knows.
+        missing = [] if self.bad_samples else [name for name in self.ignored if name not in self.idle_names]
+        if missing:
             lines.append(f"warning: data: data.ignore_columns: no sample has {', '.join(missing)}")
         return lines
 

@@ -158,8 +158,11 @@ class UnreadNames:
             return "" if not says_nothing(chosen) and _repeats(chosen, texts) else "an answer that is not wanted"
         if is_idle(name, value) or says_wanted(name, value) or not (isinstance(value, (str, dict, list, bool, bytes))):
             return ""
-        if isinstance(value, str) and word in RENDERED and all(text.strip() in value for text in texts):
-            return ""
+        if isinstance(value, str) and word in RENDERED:
+            # A template may part what a format joins, as an instruction and its input.
+            columns = [text for column in self.known if isinstance(text := row.get(column), str)]
+            if any(parts and all(text.strip() in value for text in parts) for parts in (texts, columns)):
+                return ""
         if not isinstance(value, bool) and _repeats(value, texts):
             return ""
         return kind_of(value) + self._not_read

@@ -140,6 +140,11 @@ def test_flags_that_differ(flags: dict[str, Any], qwen3: Tokenizer) -> None:
     ("messages", {"messages": CHAT[5:], "text": "<|im_start|>user\nDry?<|im_end|>\nassistant: No."}, ["text"]),
     ("alpaca", {"instruction": "Add.", "input": "1 2", "output": "3",
                 "text": "Below is an instruction.\n### Instruction:\nAdd.\n1 2\n### Response:\n3"}, ["text"]),
+    ("alpaca", {"instruction": "Add.", "input": "1 2", "output": "3",
+                "text": "Below it is.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3"}, ["text"]),
+    ("preference", {"instruction": "Add.", "input": "1 2", "chosen": "3", "rejected": "4",
+                    "full_text": "Add.\n\n1 2\n3 or 4"},
+     ["full_text"]),
     ("messages", {"prompt": "Dry?", "chosen": CHAT[5:], "messages": CHAT[5:], "rejected": [CHAT[5], CHAT[4]],
                   "score_chosen": 8.0}, ["chosen", "prompt", "rejected", "score_chosen"]),
     ("preference", {"prompt": "Dry?", "chosen": CHAT[5:], "messages": CHAT[5:], "rejected": [CHAT[5], CHAT[4]]},
@@ -162,6 +167,19 @@ def test_answers_that_are_not_wanted_are_not_trained(case: str, qwen3: Tokenizer
         assert trained and report.idle_names == {name: 1}
     _, trained, report = encode(qwen3, format_of(case), ROWS[case] | {"rejected": "Lima."})
     assert not trained and list(report.bad_samples) == ["rejected is not read"]
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_weight_of_one_changes_nothing(case: str, qwen3: Tokenizer) -> None:
+    """As JSON and as the text of a table's cell; any other weight is a fault that says so."""
+    for name in ("weight", "sample_weight", "loss_scale", "importance_weight", "Chosen-Weights"):
+        for value in (1, 1.0, "1", "1.0", " 1 "):
+            _, _, report = encode(qwen3, format_of(case), ROWS[case] | {name: value})
+            assert report.idle_names == {name: 1} and not report.bad_samples, (name, value)
+        for value in (0, 0.5, "0", "0.5", "2", True, "high"):
+            _, _, report = encode(qwen3, format_of(case), ROWS[case] | {name: value})
+            assert list(report.bad_samples) == [f"{name} is not read"], (name, value)
+            assert "found a weight of the row" in report.first_bad[f"{name} is not read"], (name, value)
 
 
 def test_it_holds_for_each_row_and_is_counted(qwen3: Tokenizer) -> None:
@@ -214,6 +232,9 @@ def test_ignored_names_that_no_row_has_are_told(qwen3: Tokenizer) -> None:
     text, _, report = encode(qwen3, "messages", row, ignore_columns=names)
     assert "pirate" not in text and sorted(report.idle_names) == ["foo", "messages.bar", "system"]
     assert "warning: data: data.ignore_columns: no sample has gone" in report.lines()
+    bad = row | {"gone": "y", "more": "z"}  # refused for `more`; it has `gone`
+    _, _, report = encode(qwen3, "messages", row, bad, ignore_columns=names)
+    assert report.bad_samples and not any("no sample has" in line for line in report.lines())
 
 
 def test_all_keys_of_a_row_are_named_at_once(qwen3: Tokenizer) -> None:
