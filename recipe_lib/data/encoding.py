@@ -185,6 +185,7 @@ class SourceEncoder:
         spelled = self.encoder.take_spelled()
         report.special.note(place, spelled)
         report.preferences += isinstance(sample, Preference)
+        report.margins += isinstance(sample, Preference) and sample.margin != 0
         if isinstance(content, Conversation | Preference | LabeledAnswer) and not spelled.rendered:
             report.template = self.encoder.template
             report.chats += 1

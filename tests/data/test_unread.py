@@ -124,6 +124,37 @@ def test_no_key_of_a_message_is_passed_over(form: str, role: str, qwen3: Tokeniz
         assert (f"{text} {trained}", dict(report.idle_names), dict(report.bad_samples)) == (bare, {}, {}), nothing
 
 
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_no_key_of_a_part_is_passed_over(role: str, qwen3: Tokenizer) -> None:
+    """Of a content that is a list of parts: what changes nothing is named, the rest is a fault."""
+    at = max(number for number, message in enumerate(CHAT) if message["role"] == role)
+    text, trained, _ = encode(qwen3, "messages", {"messages": CHAT, "tools": [TOOL]})
+    bare = f"{text} {trained}"
+
+    def chat(**keys: Any) -> dict[str, Any]:
+        parts = [{"type": "text", "text": CHAT[at]["content"]} | keys]
+        changed = [message | ({"content": parts} if at == number else {}) for number, message in enumerate(CHAT)]
+        return {"messages": changed, "tools": [TOOL]}
+
+    for name, value in ({"cache_control": {"type": "ephemeral"}, "index": 0} | IDLE | KEYS).items():
+        if name == "text":  # its content
+            continue
+        found = outcome(qwen3, "messages", chat(**{name: value}), f"messages.content.{name}", bare)
+        assert found == "idle" if is_idle(name, value) else f".messages[{at}].content[0].{name}: found" in found, name
+    for nothing in NOTHING:
+        _, _, report = encode(qwen3, "messages", chat(**dict.fromkeys(KEYS.keys() - {"text"}, nothing)))
+        assert not report.idle_names and not report.bad_samples
+
+
+@pytest.mark.parametrize("margin", [0.5, -2, "0.5", "big"])
+def test_a_margin_is_told(margin: Any, qwen3: Tokenizer) -> None:
+    """No loss of preferences takes it into account, but that of rewards."""
+    row = ROWS["preference"]
+    _, _, report = encode(qwen3, "preference", row | {"margin": margin}, row, row | {"margin": 0})
+    line = "data: 1 pair with a margin, which reward_distributed alone takes into account"
+    assert report.margins == 1 and line in report.lines()
+
+
 @pytest.mark.parametrize("flags", [
     {"train": True, "weight": 0}, {"training": False, "weight": 1}, {"train": False, "training": True},
     {"loss": True, "masked": True}, {"train": True, "mask": True},
