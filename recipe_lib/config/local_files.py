@@ -97,6 +97,9 @@ def no_whole_state(resume: str, damage: str) -> str:
 
 DATA_KINDS = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
 COMPRESSED = {".gz": "gzip", ".zst": "Zstandard"}  # what may stand behind another kind
+# Kinds in which others keep samples: a folder with one of them holds more than would be read.
+_OTHER_DATA_KINDS = (".arrow", ".avro", ".feather", ".jsonlines", ".ndjson", ".ods", ".orc", ".xls", ".xlsx")
+_OTHER_COMPRESSED = (".br", ".bz2", ".lz4", ".xz", ".zip")
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TRACKER_PACKAGES = ("tensorboard", "wandb", "trackio")  # each the extra of its name
@@ -227,13 +230,42 @@ def is_data(path: Path) -> bool:
     return name.suffix in DATA_KINDS and not (path.suffix in COMPRESSED and name.suffix == ".parquet")
 
 
+def _is_unread_data(path: Path) -> bool:
+    """Return whether a file holds samples, by its name, in a form that is not read: `rows.ndjson`, `rows.JSONL.xz`."""
+    if is_data(path):
+        return False
+    stem, suffix = Path(path.stem.lower()), path.suffix.lower()
+    is_compressed = suffix in (*COMPRESSED, *_OTHER_COMPRESSED)
+    return (stem.suffix if is_compressed else suffix) in (*DATA_KINDS, *_OTHER_DATA_KINDS)
+
+
+def _check_saved_dataset(folder: Path, key: str) -> None:
+    """Raise DataError for a folder that `datasets` saved: its JSON files hold no samples."""
+    kinds = {"state.json": "Dataset", "dataset_dict.json": "DatasetDict"}
+    found = next((kinds[name] for name in kinds if (folder / name).is_file()), None)
+    has_rows = any(folder.glob("*.arrow" if found == "Dataset" else "*/*.arrow"))
+    if found and has_rows:
+        part = "" if found == "Dataset" else '["train"]'
+        raise DataError(
+            f"{folder}: found a {found} that save_to_disk of the package datasets wrote, which is not read; write it "
+            f"as Parquet, load_from_disk({str(folder)!r}){part}.to_parquet('rows.parquet'), and set {key}=rows.parquet"
+        )
+
+
 def find_files(source: str, key: str = "data.source") -> list[Path]:
     """The data files that a local source names, sorted by name. key: of the config, that named it. Raises DataError."""
     path, kinds = Path(source), f"{', '.join(DATA_KINDS)}, or one of them with .gz or .zst"
     if os.path.isdir(path):
         # Hidden files are none of the user's: macOS puts `._rows.jsonl` next to `rows.jsonl`.
-        shown = (file for file in path.iterdir() if not file.name.startswith("."))
-        files = sorted(file for file in shown if is_data(file) and file.is_file())
+        shown = sorted(file for file in path.iterdir() if not file.name.startswith(".") and file.is_file())
+        _check_saved_dataset(path, key)
+        if unread := [file.name for file in shown if _is_unread_data(file)]:
+            raise DataError(
+                f"{source}: found {', '.join(unread[:5])}{' and more' if len(unread) > 5 else ''} in the folder, which "
+                f"would not be read, expected files of samples as {kinds}; write them as one of these, or move them "
+                "away"
+            )
+        files = [file for file in shown if is_data(file)]
         if not files:
             raise DataError(f"{source}: found no file of samples in the folder ({kinds}); set {key} to one with data")
         return files

@@ -124,7 +124,10 @@ def is_idle(name: str, value: Any) -> bool:
 
 
 def is_idle_key(name: str, value: Any) -> bool:
-    """Return whether a key of a message is known to change nothing where the chat template does not read it."""
+    """Return whether a key of a message, or `content.KEY` of its parts, is known to change nothing where the chat
+    template does not read it."""
+    if name.startswith("content."):
+        return is_idle(name.removeprefix("content."), value)
     return is_idle(name, value) or (name in _MESSAGE_IDLE and is_label(value)) or _MESSAGE_USUAL.get(name) is value
 
 
@@ -145,17 +148,36 @@ def why_not_column(name: str, value: Any, is_text: bool) -> str:
         return "images, sound or film, which no recipe reads"
     if word in _TOKENIZED and isinstance(value, list):
         return "tokens that are made already, and rows are read as text"
-    if word in _WEIGHTS and value not in (1, "1", "1.0"):
+    if _is_weight(word) and not _is_one(value):
         return "a weight of the row, which data.sources has for whole sources alone"
     if word in _JUDGED and _judges(word, value, is_text) is False:
         return "that the row is not wanted, and it would be trained; leave such rows out, or train with dpo.loss=kto"
     return ""
 
 
+def is_idle_beside(name: str, value: Any) -> bool:
+    """Return whether a key beside a file's list of samples is known to change nothing."""
+    if why_not_column(name, value, is_text=False):
+        return False
+    is_number = isinstance(value, Number) and not isinstance(value, bool)
+    return is_number or is_idle(name, value)
+
+
 def says_wanted(name: str, value: Any) -> bool:
-    """Return whether a column says of its row no more than that it is wanted, or its class."""
+    """Return whether a column says of its row no more than that it is wanted, or its class, or that it counts once."""
     word = plain(name)
+    if _is_weight(word):
+        return _is_one(value)
     return word in _JUDGED and (_judges(word, value, is_text=False) is not None or word == "label") and is_label(value)
+
+
+def _is_weight(word: str) -> bool:
+    return word in _WEIGHTS or word.endswith(("_weight", "_weights"))
+
+
+def _is_one(value: Any) -> bool:
+    """Return whether a weight is 1, as a number or as the text of a table's cell."""
+    return not isinstance(value, bool) and str(value).strip() in ("1", "1.0")
 
 
 def _judges(word: str, value: Any, is_text: bool) -> bool | None:

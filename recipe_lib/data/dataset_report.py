@@ -51,6 +51,7 @@ class DataReport:
     long_answer_tokens: int = 0  # trained tokens of sequences over the limit, before anything was cut
     lost_answer_tokens: int = 0
     untrained_ends: int = 0  # answers whose beginning is trained and whose end-of-turn token is not
+    margins: int = 0  # pairs that say by how much one answer is better
     texts: int = 0  # documents, which are cut into sequences
     text_tokens: int = 0  # tokens of those sequences
     lacks_eos: bool = False  # texts should end with EOS, and the tokenizer has none
@@ -322,7 +323,13 @@ class DataReport:
         if self.idle_names:
             named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))
             lines.append(f"data: columns that change nothing: {named}")
-        if missing := [name for name in self.ignored if name not in self.idle_names]:
+        if self.margins:
+            lines.append(
+                f"data: {counted(self.margins, 'pair')} with a margin, which reward_distributed alone takes into account"
+            )
+        # What a bad sample holds is not counted, so that with one nobody knows.
+        missing = [] if self.bad_samples else [name for name in self.ignored if name not in self.idle_names]
+        if missing:
             lines.append(f"warning: data: data.ignore_columns: no sample has {', '.join(missing)}")
         return lines
 

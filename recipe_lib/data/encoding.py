@@ -120,6 +120,8 @@ class SourceEncoder:
         """Samples start .. stop (exclusive) of a file; a fault that ends the run is kept in the chunk."""
         chunk = Chunk(self.report())
         try:
+            if start == 0:
+                chunk.report.add_idle(self.unread.find_beside(file.keys_beside, file.place), "")
             for number, (place, sample) in enumerate(file.read(start, stop), start):
                 chunk.report.samples_read += 1
                 try:
@@ -183,6 +185,7 @@ class SourceEncoder:
         spelled = self.encoder.take_spelled()
         report.special.note(place, spelled)
         report.preferences += isinstance(sample, Preference)
+        report.margins += isinstance(sample, Preference) and sample.margin != 0
         if isinstance(content, Conversation | Preference | LabeledAnswer) and not spelled.rendered:
             report.template = self.encoder.template
             report.chats += 1

@@ -91,7 +91,7 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
 def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:
     """The format of a source; `auto` where none of its samples can be read."""
     files = open_sources(source, cache=cache_root(cfg.data.cache_dir), section=section)
-    section = columns_section(section)
+    format_key, section = f"{section}.format", columns_section(section)
     found, usable = _find(cfg, files, source, section), SAMPLES[cfg.samples]
     if found == PAIRS and PAIRS not in usable:
         raise ConfigError(
@@ -101,14 +101,14 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
     if cfg.trains_on_pairs and found in _ORDER and found != PAIRS:
         raise ConfigError(
             f"{source.source}: found the columns of the format {found}, expected those of {PAIRS} (chosen, rejected), "
-            f"as the loss compares two answers; name yours with {section}.columns.chosen=NAME, or train with "
-            "lora_finetune_distributed"
+            f"as the loss compares two answers; name yours with {format_key}={PAIRS} {section}.columns.chosen=NAME "
+            f"{section}.columns.rejected=NAME, or train with lora_finetune_distributed"
         )
     if not cfg.trains_on_pairs and found in (*_ORDER, *LABELED) and found not in usable:
         raise ConfigError(
             f"{source.source}: found the columns of the format {found}, expected those of {usable[0]} "
             f"({', '.join(_required(usable[0]))}), as the loss needs a label; name yours with "
-            f"{section}.columns.label=NAME, or train with lora_finetune_distributed"
+            f"{format_key}={usable[0]} {section}.columns.label=NAME, or train with lora_finetune_distributed"
         )
     return found
 

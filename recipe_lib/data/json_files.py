@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from recipe_lib.data.column_names import is_idle_beside, says_nothing
 from recipe_lib.data.sample_files import LocalFile, Located, empty, not_utf8, opened, parse_sample
 from recipe_lib.data.samples import kind_of
 from recipe_lib.errors import DataError
@@ -57,18 +58,29 @@ class JsonFile(LocalFile):
 
     def place_of(self, sample: int) -> str:
         """As SampleFile says."""
-        items, path = self._index
+        items, path, _ = self._index
         line = int(items[sample, 2])
         return f"{self.place}:{line}: {path}[{sample}]" if line else self.place
 
+    @property
+    def keys_beside(self) -> dict[str, str]:
+        """As SampleFile says."""
+        return self._index[2]
+
     @cached_property
-    def _index(self) -> tuple[np.ndarray, str]:
+    def _index(self) -> tuple[np.ndarray, str, dict[str, str]]:
         """First byte, byte after the last one and line (0: the file is the sample) of each item, int64 `[samples,
-        3]`; and the path of the list."""
+        3]`; the path of the list; and what stands beside it."""
         with opened(self.path) as file:
             scanner = _Scanner(file, self.place, self.sample_limit)
             is_list = scanner.next_letter() == "["
-            return np.array(scanner.items(), np.int64).reshape(-1, 3), "." if is_list else ".data"
+            items = np.array(scanner.items(), np.int64).reshape(-1, 3)
+            return items, "." if is_list else ".data", scanner.beside
+
+
+def _describe(value: Any) -> str:
+    """Return what kind of value was read, for error lines."""
+    return "a very long value" if value is TOO_LONG else kind_of(value)
 
 
 class _Scanner:
@@ -83,6 +95,7 @@ class _Scanner:
         self.letters = codecs.getincrementaldecoder("utf-8")()
         self.decoder = json.JSONDecoder()
         self.text, self.at, self.ended = "", 0, False
+        self.beside = dict[str, str]()  # keys of the object that holds the list, as SampleFile.keys_beside
         self.line, self.column = 1, 1
         self.byte = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
         file.seek(self.byte)
@@ -94,8 +107,7 @@ class _Scanner:
             raise empty(self.place)
         if opening not in "[{":
             value = self.value()
-            found = "a very long text" if value is TOO_LONG else kind_of(value)
-            raise DataError(f'{self.place}: found {found}, expected a list of objects or {{"data": [...]}}')
+            raise DataError(f'{self.place}: found {_describe(value)}, expected a list of objects or {{"data": [...]}}')
         items = self.list_items() if opening == "[" else self.object_items()
         if self.next_letter():
             raise self.invalid("Extra data", self.at)
@@ -125,6 +137,7 @@ class _Scanner:
     def object_items(self) -> array:
         """Of the list under the key `data` of the object that begins here; else the object itself."""
         start, items, mark, keys = self.byte, None, ",", 0
+        beside = dict[str, str]()
         self.advance(self.at + 1)
         if self.next_letter() == "}":
             mark = "}"
@@ -141,14 +154,19 @@ class _Scanner:
             if self.next_letter() == "[" and key == "data":
                 items = self.list_items()
             else:
-                self.value()
+                value = self.value()
+                if not says_nothing(value):
+                    beside[str(key)] = "" if is_idle_beside(str(key), value) else _describe(value)
             mark = self.next_letter()
             if mark not in (",", "}"):
                 raise self.invalid("Expecting ',' delimiter", self.at)
             if mark == ",":
                 self.advance(self.at + 1)
         self.advance(self.at + 1)
-        return array("q", (start, self.byte, 0)) if items is None else items
+        if items is None:
+            return array("q", (start, self.byte, 0))
+        self.beside = beside
+        return items
 
     def next_letter(self) -> str:
         """Passes over blanks; the letter after them, or nothing at the end of the file."""

@@ -124,6 +124,7 @@ def read_message(message: RawSample, where: str) -> Message:
     kept = _read_calls(kept, role, where)
     content = message.get("content")
     if isinstance(content, list):
+        kept |= _idle_part_keys(content)
         content = "".join(_text_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
     elif content is None and "tool_calls" in kept:
         content = ""
@@ -227,6 +228,15 @@ def check_answer(message: Message, where: str) -> None:
     """Raises SampleFault for an answer with nothing in it to train on. where: its content's path."""
     if not message["content"].strip() and not message.get("tool_calls"):
         raise SampleFault("empty answer", f"{where}: found an empty answer, expected text to train on")
+
+
+def _idle_part_keys(parts: Sequence[Any]) -> dict[str, Any]:
+    """Return what the parts of a content hold beside their text, as keys of the message that are to be counted."""
+    found = dict[str, Any]()
+    for part in parts:
+        if isinstance(part, dict):
+            found |= {f"content.{name}": part[name] for name in part if name not in ("type", "text")}
+    return {name: value for name, value in found.items() if not says_nothing(value)}
 
 
 _PARTS = ("text", "input_text", "output_text")  # types of a part of a content

@@ -72,6 +72,12 @@ class SampleFile(ABC):
         list its number from 0, as in jq: `rows.json:9: .[6]`, `rows.parquet: .[6]`."""
 
     @property
+    def keys_beside(self) -> dict[str, str]:
+        """Return the keys of the file beside its samples, each with what it holds in words; empty: it changes
+        nothing."""
+        return {}
+
+    @property
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """What makes two files the same, as JSON: `name`, `size` in bytes, `sha256` of the content.

@@ -37,6 +37,7 @@ from recipe_lib.data.samples import (
     kind_of,
 )
 from recipe_lib.data.template_behavior import THOUGHT_KEYS, TemplateFields
+from recipe_lib.errors import DataError
 
 _WORD = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # but tab, line feed and carriage return
@@ -113,6 +114,21 @@ class UnreadNames:
             idle += self._find_variables(content.variables, row)
         return idle
 
+    def find_beside(self, keys: Mapping[str, str], place: str) -> list[str]:
+        """Return the names of what stands beside a file's samples, `file.KEY`, if all of it is known to change nothing.
+
+        keys: as SampleFile.keys_beside. Raises DataError for anything else: no sample says it.
+        """
+        named = {f"file.{key}": (key, held) for key, held in keys.items()}
+        faults = {name: f"{name_path(key)}: found {held}" for name, (key, held) in named.items() if held}
+        faults = {name: fault for name, fault in faults.items() if name not in self.ignored}
+        if faults:
+            raise DataError(
+                f"{place}: {'; '.join(faults.values())} beside the list of samples, which is not read; write it into "
+                f"each sample that it is meant for, or {self._remedy(list(faults))}"
+            )
+        return list(named)
+
     def _look_up(self, row: RawSample) -> tuple[list[tuple[str, str]], list[str]]:
         """(columns that are read, with other names of theirs that a row of these names has; names that are not
         read)."""
@@ -142,8 +158,11 @@ class UnreadNames:
             return "" if not says_nothing(chosen) and _repeats(chosen, texts) else "an answer that is not wanted"
         if is_idle(name, value) or says_wanted(name, value) or not (isinstance(value, (str, dict, list, bool, bytes))):
             return ""
-        if isinstance(value, str) and word in RENDERED and all(text.strip() in value for text in texts):
-            return ""
+        if isinstance(value, str) and word in RENDERED:
+            # A template may part what a format joins, as an instruction and its input.
+            columns = [text for column in self.known if isinstance(text := row.get(column), str)]
+            if any(parts and all(text.strip() in value for text in parts) for parts in (texts, columns)):
+                return ""
         if not isinstance(value, bool) and _repeats(value, texts):
             return ""
         return kind_of(value) + self._not_read

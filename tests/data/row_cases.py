@@ -84,7 +84,7 @@ KEYS: dict[str, Any] = {
 class Rows:
     """Rows in the place of a file."""
 
-    place = "rows.jsonl"
+    place, keys_beside = "rows.jsonl", dict[str, str]()
 
     def __init__(self, *rows: dict[str, Any]) -> None:
         self.rows = rows
@@ -109,9 +109,14 @@ def encode(
     tokenizer: Tokenizer, form: str, *rows: dict[str, Any], **settings: Any
 ) -> tuple[str, list[str], DataReport]:
     """The text of all sequences, what is trained of each, and the report."""
+    return encode_file(tokenizer, form, Rows(*rows), **settings)
+
+
+def encode_file(tokenizer: Tokenizer, form: str, file: Any, **settings: Any) -> tuple[str, list[str], DataReport]:
+    """As `encode`, of a file."""
     cfg = DataConfig(on_invalid="skip", **settings)
     source = SourceConfig("rows.jsonl", format=form, columns=settings.get("columns", {}))
-    chunk = SourceEncoder(cfg, source, encoder_of(tokenizer, str(cfg.train_on)), 1024).encode(Rows(*rows), 0, None)
+    chunk = SourceEncoder(cfg, source, encoder_of(tokenizer, str(cfg.train_on)), 1024).encode(file, 0, None)
     if chunk.fault is not None:
         raise chunk.fault
     texts, trained, at = [], [], 0

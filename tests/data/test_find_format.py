@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from recipe_lib.config import load_config
+from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
+from recipe_lib.config.recipes.reward_distributed import RewardFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import DataConfig, ModelConfig, ValidationConfig
 from recipe_lib.data.find_format import find_format, settle_formats
@@ -146,3 +149,33 @@ def test_pairs_are_for_the_recipe_of_pairs(tmp_path: Path) -> None:
         ConfigError, match="which this recipe has no use for; choose other samples, or run dpo_distribut"
     ):
         settle_formats(config(source=pairs))
+
+
+@pytest.mark.parametrize(
+    ("settings", "row", "names"),
+    [
+        ([], {"prompt": "a", "completion": "b", "worse": "c"}, ["completion", "worse"]),
+        ([], {"messages": CHAT, "rejected_messages": [CHAT[0], CHAT[0] | CHAT[1] | {"content": "c"}]},
+         ["messages", "rejected_messages"]),
+        (["dpo.loss=kto"], {"prompt": "a", "completion": "b", "ok": True}, ["ok"]),
+        (["dpo.loss=kto"], {"prompt": "a", "completion": "b", "label": None}, ["label"]),
+        (["reward.loss=classification"], {"text": "a", "kind_of_it": "b"}, ["kind_of_it"]),
+    ],
+)  # fmt: skip
+def test_the_remedy_for_a_loss_that_needs_more_leads_on(
+    settings: list[str], row: dict[str, Any], names: list[str], tmp_path: Path
+) -> None:
+    """Setting what the line says ends it, whatever else the rows look like."""
+    source = write(tmp_path / "rows.jsonl", row)
+    name, schema = ("reward", RewardFinetuneConfig) if "reward" in "".join(settings) else ("dpo", DpoFinetuneConfig)
+    (tmp_path / "c.yaml").write_text(f"recipe: {name}_distributed\nmodel: {{path: x}}\n")
+    overrides = [*settings, f"data.source={source}"]
+    with pytest.raises(ConfigError, match="name yours with") as caught:
+        settle_formats(load_config(str(tmp_path / "c.yaml"), overrides, schema))
+    said = str(caught.value).partition("name yours with ")[2].partition(", or train")[0]
+    left = iter(names)
+    remedy = [word.replace("NAME", next(left)) if "NAME" in word else word for word in said.split()]
+    assert not list(left)
+    cfg = load_config(str(tmp_path / "c.yaml"), [*overrides, *remedy], schema)
+    assert settle_formats(cfg) == []
+    assert set(cfg.data.columns.values()) == set(names)

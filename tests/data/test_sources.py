@@ -216,6 +216,38 @@ def test_sources_that_are_not_there(tmp_path):
     refused(tmp_path / "rows", r"rows: found a nameless file")
 
 
+@pytest.mark.parametrize("name", [
+    "b.arrow", "b.avro", "b.feather", "b.jsonlines", "b.ndjson", "b.orc", "b.xlsx", "B.JSONL", "b.jsonl.bz2",
+    "b.csv.xz", "b.json.zip", "b.parquet.gz", "b.TXT.GZ", "b.ndjson.gz",
+])  # fmt: skip
+def test_no_samples_of_a_folder_are_passed_over(name, tmp_path):
+    """Files that hold rows for other tools; what is no data (README.md, a script, a picture) is passed over."""
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
+    for other in ("README.md", "make.py", "a.png", "LICENSE", ".b.arrow", "images.zip", "notes.xz"):
+        (tmp_path / other).write_bytes(b"x")
+    (tmp_path / "b.ndjson.d").mkdir()
+    assert [row for _, row in read(tmp_path)] == [{"a": 1}]
+    (tmp_path / name).write_bytes(b"x")
+    refused(tmp_path, rf": found {re.escape(name)} in the folder, which would not be read")
+
+
+def test_what_save_to_disk_of_datasets_wrote(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"text": "Lima."}])
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "more")
+    for folder, part in (("one", ""), ("more", "['train']")):
+        path = tmp_path / folder
+        refused(path, rf"{folder}: found a Dataset\w* that save_to_disk of the package datasets wrote, .*\.to_parquet")
+        with pytest.raises(DataError) as caught:
+            read(path)
+        call = re.search(r"load_from_disk.*to_parquet\('rows.parquet'\)", str(caught.value))[0]
+        assert part.replace("'", '"') in call
+        call = call.replace("rows.parquet", str(tmp_path / "rows.parquet"))
+        eval(call, {"load_from_disk": datasets.load_from_disk})  # noqa: S307  (the line that a user copies)
+        assert [row for _, row in read(tmp_path / "rows.parquet")] == [{"text": "Lima."}]
+
+
 def test_a_file_without_permission(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("{}")
 

@@ -1,5 +1,6 @@
 """Every column of a row and every key of a message is read, or known to change nothing and named, or a fault."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,26 @@ import yaml
 
 from recipe_lib.config import registry
 from recipe_lib.config.registry import register
+from recipe_lib.config.schema_data import SourceConfig
+from recipe_lib.data.column_names import is_idle
 from recipe_lib.data.formats import columns, conversation
+from recipe_lib.data.sources import open_sources
+from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from tests.data.row_cases import COLUMNS, CONTENT, IDLE, KEYS, NOTHING, ROWS, TOOL, encode, format_of, tokenizer_folder
+from tests.data.row_cases import (
+    COLUMNS,
+    CONTENT,
+    IDLE,
+    KEYS,
+    NOTHING,
+    OTHER,
+    ROWS,
+    TOOL,
+    encode,
+    encode_file,
+    format_of,
+    tokenizer_folder,
+)
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
 CHAT = [
@@ -106,6 +124,37 @@ def test_no_key_of_a_message_is_passed_over(form: str, role: str, qwen3: Tokeniz
         assert (f"{text} {trained}", dict(report.idle_names), dict(report.bad_samples)) == (bare, {}, {}), nothing
 
 
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_no_key_of_a_part_is_passed_over(role: str, qwen3: Tokenizer) -> None:
+    """Of a content that is a list of parts: what changes nothing is named, the rest is a fault."""
+    at = max(number for number, message in enumerate(CHAT) if message["role"] == role)
+    text, trained, _ = encode(qwen3, "messages", {"messages": CHAT, "tools": [TOOL]})
+    bare = f"{text} {trained}"
+
+    def chat(**keys: Any) -> dict[str, Any]:
+        parts = [{"type": "text", "text": CHAT[at]["content"]} | keys]
+        changed = [message | ({"content": parts} if at == number else {}) for number, message in enumerate(CHAT)]
+        return {"messages": changed, "tools": [TOOL]}
+
+    for name, value in ({"cache_control": {"type": "ephemeral"}, "index": 0} | IDLE | KEYS).items():
+        if name == "text":  # its content
+            continue
+        found = outcome(qwen3, "messages", chat(**{name: value}), f"messages.content.{name}", bare)
+        assert found == "idle" if is_idle(name, value) else f".messages[{at}].content[0].{name}: found" in found, name
+    for nothing in NOTHING:
+        _, _, report = encode(qwen3, "messages", chat(**dict.fromkeys(KEYS.keys() - {"text"}, nothing)))
+        assert not report.idle_names and not report.bad_samples
+
+
+@pytest.mark.parametrize("margin", [0.5, -2, "0.5", "big"])
+def test_a_margin_is_told(margin: Any, qwen3: Tokenizer) -> None:
+    """No loss of preferences takes it into account, but that of rewards."""
+    row = ROWS["preference"]
+    _, _, report = encode(qwen3, "preference", row | {"margin": margin}, row, row | {"margin": 0})
+    line = "data: 1 pair with a margin, which reward_distributed alone takes into account"
+    assert report.margins == 1 and line in report.lines()
+
+
 @pytest.mark.parametrize("flags", [
     {"train": True, "weight": 0}, {"training": False, "weight": 1}, {"train": False, "training": True},
     {"loss": True, "masked": True}, {"train": True, "mask": True},
@@ -122,6 +171,11 @@ def test_flags_that_differ(flags: dict[str, Any], qwen3: Tokenizer) -> None:
     ("messages", {"messages": CHAT[5:], "text": "<|im_start|>user\nDry?<|im_end|>\nassistant: No."}, ["text"]),
     ("alpaca", {"instruction": "Add.", "input": "1 2", "output": "3",
                 "text": "Below is an instruction.\n### Instruction:\nAdd.\n1 2\n### Response:\n3"}, ["text"]),
+    ("alpaca", {"instruction": "Add.", "input": "1 2", "output": "3",
+                "text": "Below it is.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3"}, ["text"]),
+    ("preference", {"instruction": "Add.", "input": "1 2", "chosen": "3", "rejected": "4",
+                    "full_text": "Add.\n\n1 2\n3 or 4"},
+     ["full_text"]),
     ("messages", {"prompt": "Dry?", "chosen": CHAT[5:], "messages": CHAT[5:], "rejected": [CHAT[5], CHAT[4]],
                   "score_chosen": 8.0}, ["chosen", "prompt", "rejected", "score_chosen"]),
     ("preference", {"prompt": "Dry?", "chosen": CHAT[5:], "messages": CHAT[5:], "rejected": [CHAT[5], CHAT[4]]},
@@ -146,6 +200,19 @@ def test_answers_that_are_not_wanted_are_not_trained(case: str, qwen3: Tokenizer
     assert not trained and list(report.bad_samples) == ["rejected is not read"]
 
 
+@pytest.mark.parametrize("case", ROWS)
+def test_a_weight_of_one_changes_nothing(case: str, qwen3: Tokenizer) -> None:
+    """As JSON and as the text of a table's cell; any other weight is a fault that says so."""
+    for name in ("weight", "sample_weight", "loss_scale", "importance_weight", "Chosen-Weights"):
+        for value in (1, 1.0, "1", "1.0", " 1 "):
+            _, _, report = encode(qwen3, format_of(case), ROWS[case] | {name: value})
+            assert report.idle_names == {name: 1} and not report.bad_samples, (name, value)
+        for value in (0, 0.5, "0", "0.5", "2", True, "high"):
+            _, _, report = encode(qwen3, format_of(case), ROWS[case] | {name: value})
+            assert list(report.bad_samples) == [f"{name} is not read"], (name, value)
+            assert "found a weight of the row" in report.first_bad[f"{name} is not read"], (name, value)
+
+
 def test_it_holds_for_each_row_and_is_counted(qwen3: Tokenizer) -> None:
     rows = [ROWS["messages"] | {"id": number} for number in range(150)]
     rows[120] = rows[120] | {"history": [["a", "b"]]}
@@ -159,6 +226,36 @@ def test_it_holds_for_each_row_and_is_counted(qwen3: Tokenizer) -> None:
     assert restored.idle_names == report.idle_names and restored.lines() == report.lines()
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_no_key_beside_the_rows_is_passed_over(first: bool, tmp_path: Path, qwen3: Tokenizer) -> None:
+    """Of a file that holds its rows as `data`: what is said there is said of no row, and is not read."""
+    rows = {"data": [ROWS["messages"]] * 2}
+    path = tmp_path / "rows.json"
+
+    def read(beside: dict[str, Any], **settings: Any) -> tuple[str, list[str], Any]:
+        path.write_text(json.dumps(beside | rows if first else rows | beside, indent=1))
+        (file,) = open_sources(SourceConfig(str(path)))
+        return encode_file(qwen3, "messages", file, **settings)
+
+    bare = read({})[:2]
+    for name, value in (CONTENT | COLUMNS | IDLE | {"description": "Of Peru.", "test": OTHER, "n": [[3]]}).items():
+        if name in IDLE or name == "margin":  # a number
+            *found, report = read({name: value})
+            assert (tuple(found), report.idle_names) == (bare, {f"file.{name}": 1}), name
+        elif name != "audio" and not is_idle(name, value):  # bytes, which JSON has none of
+            with pytest.raises(DataError) as caught:
+                read({name: value})
+            line = str(caught.value)
+            assert line.startswith(f"{path}: .{name}: found ") and "beside the list of samples" in line, line
+            names = yaml.safe_load(re.search(r"data\.ignore_columns=(\[.*?\]) if", line)[1])  # type: ignore[index]
+            *found, report = read({name: value}, ignore_columns=names)
+            assert (tuple(found), list(report.idle_names)) == (bare, names)
+    *found, report = read(dict.fromkeys(CONTENT | COLUMNS, None) | {"a": "", "b": [], "c": {}, "d": {"e": " "}})
+    assert (tuple(found), dict(report.idle_names)) == (bare, {})
+    with pytest.raises(DataError, match=r"\.foo: found text; \.\[\"b,c\"\]: found a list beside .* if they change"):
+        read({"foo": "bar", "b,c": [{"a": 1}], "version": 1})
+
+
 def test_ignored_names_that_no_row_has_are_told(qwen3: Tokenizer) -> None:
     names = ["foo", "gone", "messages.bar", "system"]
     chat = [CHAT[5], CHAT[6] | {"bar": {"a": "b"}}]
@@ -166,6 +263,9 @@ def test_ignored_names_that_no_row_has_are_told(qwen3: Tokenizer) -> None:
     text, _, report = encode(qwen3, "messages", row, ignore_columns=names)
     assert "pirate" not in text and sorted(report.idle_names) == ["foo", "messages.bar", "system"]
     assert "warning: data: data.ignore_columns: no sample has gone" in report.lines()
+    bad = row | {"gone": "y", "more": "z"}  # refused for `more`; it has `gone`
+    _, _, report = encode(qwen3, "messages", row, bad, ignore_columns=names)
+    assert report.bad_samples and not any("no sample has" in line for line in report.lines())
 
 
 def test_all_keys_of_a_row_are_named_at_once(qwen3: Tokenizer) -> None:
@@ -204,9 +304,6 @@ def test_control_characters_are_counted(qwen3: Tokenizer) -> None:
 
 
 def test_a_key_that_stands_twice(tmp_path: Path) -> None:
-    from recipe_lib.config.schema_data import SourceConfig
-    from recipe_lib.data.sources import open_sources
-
     for name, text in (("a.jsonl", "{}\n"), ("a.json", "[{}]")):
         row = '{"messages": [{"role": "user", "content": "a", "content": "b"}]}'
         (tmp_path / name).write_text(text.format(row) if "[" not in text else f"[{row}]")

@@ -146,7 +146,7 @@ def test_bad_labels(tmp_path: Path) -> None:
 
     rows = [good, good | {"label": "maybe"}]
     assert ":2: .label: found 'maybe', expected true or false" in refused(rows)
-    assert "expected those of kto (prompt, completion, label), as the loss needs a label; name yours with data.col" in (
+    assert "expected those of kto (prompt, completion, label), as the loss needs a label; name yours with data.for" in (
         refused([{"prompt": "a", "completion": "b"}])
     )
     assert "found 2 answers, all with the label true" in refused([good, good], "batch_size=2")
