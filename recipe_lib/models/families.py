@@ -118,6 +118,8 @@ def _common_shape(fields: Fields, family: str) -> dict[str, Any]:
     layers = fields.integer("num_hidden_layers")
     if config.get("use_bidirectional_attention"):
         raise fields.fault("use_bidirectional_attention", "false (a causal model)")
+    if not config.get("is_causal", True):
+        raise fields.fault("is_causal", "true (a causal model)")
     rope, local_rope = read_rope(fields, family, head_width)
     return {
         "family": family,
@@ -157,8 +159,9 @@ def _llama(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mistral(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """Mistral 7B, Nemo, Small: a window in every layer or in none."""
-    return {"windows": (fields.optional_integer("sliding_window"),) * common["num_layers"]}
+    """Mistral 7B, Nemo, Small: a window in every layer or in none; Ministral, in the layers that layer_types says."""
+    layers, has_window = common["num_layers"], fields.config["sliding_window"] is not None
+    return {"windows": layer_windows(fields, layers, [has_window] * layers)}
 
 
 def _qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -211,6 +214,8 @@ def _gemma2(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
 
 def _gemma3(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
     """Gemma 3 text: five layers with a window to one without, head norms, a second rope base for the windows."""
+    if fields.config["attn_logit_softcapping"] is not None:
+        raise fields.fault("attn_logit_softcapping", "null (the attention of Gemma 3 has no cap)")
     return _gemma2(fields, common) | {"head_norms": True}
 
 

@@ -36,7 +36,17 @@ def read_rope(fields: "Fields", family: str, head_width: int) -> tuple[RopeSpec,
     """The rotary embedding of a model, and a second one for layers with a window where the family has one."""
     config = fields.config
     key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    given = _WITHOUT_ANY.get(family, {}) if config.get(key) is None else config[key] or {}
+    ropes = _read_ropes(fields, family, key, head_width)
+    # transformers takes the older spelling then, with the base of rope_theta: a model that nobody may have meant.
+    both = key == "rope_parameters" and config.get("rope_scaling")
+    if both and _read_ropes(fields, family, "rope_scaling", head_width) != ropes:
+        raise fields.fault("rope_scaling", "what rope_parameters says as well; take one of the two out")
+    return ropes
+
+
+def _read_ropes(fields: "Fields", family: str, key: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
+    """Return what one spelling of the two says."""
+    given = _WITHOUT_ANY.get(family, {}) if fields.config.get(key) is None else fields.config[key] or {}
     if not isinstance(given, Mapping):
         raise fields.fault(key, "an object, or null")
     if family != "gemma3":
@@ -65,6 +75,11 @@ def _one_rope(fields: "Fields", key: str, given: Mapping[str, Any], base: float,
     fraction = numbers.optional("partial_rotary_factor")
     if fraction is None:
         fraction = fields.optional_number("partial_rotary_factor") or 1.0
+    if fraction != 1 and fields.config.get("model_type") != "phi3":  # other classes of transformers do not read it
+        raise CheckpointError(
+            f"{fields.where}: config.json: partial_rotary_factor: found {fraction:g}, expected 1 or no such key: "
+            "models of this model_type rotate all channels"
+        )
     width = int(head_width * fraction)
     if width % 2 or not 2 <= width <= head_width:
         raise CheckpointError(
