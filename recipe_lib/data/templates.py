@@ -115,7 +115,7 @@ class Encoder:
                 )
                 for answer, places in zip((sample.chosen, sample.rejected), sample.places, strict=True)
             )
-            self._special.note_once(self._prepared(sample.prompt, sample.tools), parses)
+            self._special.note_once(self._prepared(sample.prompt, sample.tools, sample.variables), parses)
         if chosen.ids == rejected.ids:
             raise SampleFault(
                 "nothing to prefer", "found the same chosen and rejected answer, expected two that differ"
@@ -160,7 +160,7 @@ class Encoder:
         if isinstance(content, Document):
             ids = self.texts.encode_text(content.text)
             return Encoded(ids, [False] + [True] * (len(ids) - 1))
-        read = [*self._prepared(content.messages, content.tools, content.places), dict(content.variables)]
+        read = self._prepared(content.messages, content.tools, content.variables, content.places)
         (messages, tools, variables), escape = self._special.escape(read, self._parses or row is not None)
         text = text_of(self._renders(messages, tools, [(len(messages), False, ())], _given(variables))[0])
         add_bos = self.add_bos and self.template == "plain"
@@ -168,7 +168,7 @@ class Encoder:
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """Ids of a conversation that the assistant is to go on with. Raises DataError."""
-        (messages, tools), escape = self._special.escape(self._prepared(messages, tools))
+        (messages, tools, _), escape = self._special.escape(self._prepared(messages, tools))
         (text,) = self._renders(messages, tools, [(len(messages), True, ())])
         if isinstance(text, DataError):
             raise text
@@ -177,7 +177,7 @@ class Encoder:
 
     def written(self, messages: Sequence[Message], tools: Tools = None) -> str | DataError:
         """The text of a conversation that the assistant is to go on with, or what the template objects to."""
-        read, tools = self._prepared(messages, tools)
+        read, tools, _ = self._prepared(messages, tools)
         return self._renders(read, tools, [(len(messages), True, ())])[0]
 
     def _conversation(
@@ -196,7 +196,7 @@ class Encoder:
         parses = parses or self._parses
         written = [self._without_end(message) for message in sample.messages] if parses else sample.messages
         try:
-            read = [*self._prepared(written, sample.tools, sample.places), dict(sample.variables)]
+            read = self._prepared(written, sample.tools, sample.variables, sample.places)
             (messages, tools, variables), escape = self._special.escape(read, parses)
             whole = Conversation(messages, tools, sample.places, variables)
             return self._shared_out(whole, numbers, escape, inside)
@@ -292,11 +292,17 @@ class Encoder:
             self._special.unused_letters([], 1)[0],
         )
 
-    def _prepared(self, messages: Sequence[Message], tools: Tools, places: SamplePlaces | None = None) -> list[Any]:
-        """What the template is given."""
+    def _prepared(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        variables: Mapping[str, Any] | None = None,
+        places: SamplePlaces | None = None,
+    ) -> list[Any]:
+        """Return what the template is given: messages, tools, variables."""
         at = (places or SamplePlaces()).at
         read = [spans.prepared(message, at(number), self._habits) for number, message in enumerate(messages)]
-        return [read, list(tools) if tools else None]
+        return [read, list(tools) if tools else None, dict(variables or {})]
 
     def _renders(
         self,
