@@ -159,12 +159,13 @@ class TextEncoder:
 
 def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow | None:
     """Return the texts of a row; None: something in it is a message."""
+    prompt = sample.messages if isinstance(sample, Conversation) else sample.prompt
+    answers: list[Sequence[Message]] = []
     if isinstance(sample, Preference):
-        prompt, answers, places = sample.prompt, [sample.chosen, sample.rejected], sample.places
+        answers = [sample.chosen, sample.rejected]
     elif isinstance(sample, LabeledAnswer):
-        prompt, answers, places = sample.prompt, [sample.completion], (sample.places,)
-    else:
-        prompt, answers, places = sample.messages, [], (sample.places,)
+        answers = [sample.completion]
+    places = sample.places if isinstance(sample, Preference) else (sample.places,)
     roles = [message["role"] for message in prompt]
     are_single = all(len(answer) == 1 for answer in answers)
     if roles not in _PROMPTS or not are_single or not all(one.are_texts for one in places):
