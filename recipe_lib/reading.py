@@ -35,7 +35,7 @@ def check_regular(path: Path | str) -> int:
 
 
 def open_regular(path: Path | str) -> BufferedReader:
-    """A regular file, opened for reading. Raises OSError like `check_regular`, without waiting for a writer."""
+    """Return a regular file, opened for reading. Raises OSError like `check_regular`, without waiting for a writer."""
     check_regular(path)  # before opening: opening a device may do something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -58,23 +58,32 @@ def read_bytes(path: Path | str, limit: int) -> bytes:
 
 
 def read_end(path: Path | str, limit: int) -> bytes:
-    """The last `limit` bytes of a regular file, all of a smaller one. Raises OSError."""
+    """Return the last `limit` bytes of a regular file, all of a smaller one. Raises OSError."""
     with open_regular(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
         return file.read(limit)
 
 
 def read_text(path: Path | str, limit: int = TEXT_LIMIT) -> str:
-    """The text of a UTF-8 file, with or without a byte order mark. Raises OSError, and ValueError for another file."""
+    """Return the text of a UTF-8 file, with or without a byte order mark. Raises OSError, and ValueError for another
+    file."""
     return _decode(read_bytes(path, limit))
 
 
 def read_object(path: Path | str, limit: int = JSON_LIMIT) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises OSError, and ValueError for any other file."""
+    """Return the object that a JSON file holds. Raises OSError, and ValueError for any other file."""
     value = read_json(path, limit)
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}, expected an object")
     return value
+
+
+def find_object(path: Path | str) -> dict[str, Any]:
+    """Return the object that a JSON file holds; empty for a file that is not there or holds none."""
+    try:
+        return read_object(path)
+    except (OSError, ValueError):
+        return {}
 
 
 def read_json(path: Path | str, limit: int = JSON_LIMIT) -> Any:
@@ -83,7 +92,7 @@ def read_json(path: Path | str, limit: int = JSON_LIMIT) -> Any:
 
 
 def parse_json(content: bytes | str, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value of a JSON text. Raises ValueError, in one line, for whatever keeps it from being one.
+    """Return the value of a JSON text. Raises ValueError, in one line, for whatever keeps it from being one.
 
     make_object: makes the value of an object from its keys and values, in their order; default: `dict`.
     """
@@ -99,7 +108,7 @@ def parse_json(content: bytes | str, make_object: Callable[[list[tuple[str, Any]
 
 
 def describe_fault(error: OSError | ValueError) -> str:
-    """What keeps a file from being read, as the functions here raise it."""
+    """Return what keeps a file from being read, as the functions here raise it."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 

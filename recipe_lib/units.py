@@ -1,5 +1,7 @@
 """Bytes, counts and seconds as people read them. Inside the code: bytes, tokens, seconds. GiB = 1024^3."""
 
+from collections.abc import Collection
+
 GIB = 1024**3
 MIB = 1024**2
 
@@ -28,6 +30,13 @@ def format_count(number: float) -> str:
 def counted(count: int, noun: str) -> str:
     """`1 sample`, `2 samples`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def name_first(names: Collection[str], one: str = "", many: str = "") -> str:
+    """`a.weight and 3 more are`: the first of some names and how many others, with the verb of that number."""
+    if len(names) == 1:
+        return f"{min(names)} {one}".rstrip()
+    return f"{min(names)} and {len(names) - 1} more {many}".rstrip()
 
 
 def format_seconds(seconds: float) -> str:

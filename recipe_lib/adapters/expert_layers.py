@@ -16,6 +16,7 @@ from recipe_lib.adapters import nf4, quantized
 from recipe_lib.adapters.layers import AdaptedMatrix, AdaptedModule, AdapterSettings
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.models.mixture import ExpertLinear, Router
+from recipe_lib.ops.dtensor_shards import local
 from recipe_lib.ops.grouped import Groups, grouped_linear, grouped_matmul, sum_of_rows, taken_rows
 
 
@@ -102,7 +103,7 @@ class QuantizedExperts(QuantizedLinear):
         numbers = (self.num_experts, last - first, groups.choices if of_tokens else 0)
         order = (groups.tokens, groups.places, groups.ends)
         if self.fetcher is not None:
-            factors = quantized.here(self.weight_factors)
+            factors = local(self.weight_factors)
             fetch, settings = partial(self.fetcher.fetch, *self._number), (self.dtype, self._place())
             return cast(Tensor, _FetchedProduct.apply(rows, fetch, factors, *order, *numbers, *settings))
         codes, scales, factors = self._part()

@@ -229,13 +229,13 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def _swap_base_weights(model: nn.Module) -> None:
     """Exchanges what an adapter's file brought along with what the base has in its place."""
-    others: dict[str, nn.Parameter] = {}
+    replaced: dict[str, nn.Parameter] = {}
     for name, parameter in getattr(model, "base_weights", {}).items():
         owner, _, leaf = name.rpartition(".")
-        others[name] = model.get_parameter(name)
+        replaced[name] = model.get_parameter(name)
         setattr(model.get_submodule(owner), leaf, parameter)
-    if others:
-        model.base_weights = others  # type: ignore[assignment]  # a dict, which is no module
+    if replaced:
+        model.base_weights = replaced  # type: ignore[assignment]  # a dict, which is no module
 
 
 def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:

@@ -71,11 +71,11 @@ def _match(patterns: Sequence[str], names: Sequence[str], whole: bool) -> list[i
             compiled.append(re.compile(pattern if whole else rf"(.*\.)?({pattern})$"))
         except (re.error, OverflowError, RecursionError) as error:
             raise PatternError(f"is no regular expression ({error})") from None
-    found: list[int | None] = []
+    pattern_numbers: list[int | None] = []
     for name in names:
         matches = (one.fullmatch(name) if whole else one.match(name) for one in compiled)
-        found.append(next((number for number, match in enumerate(matches) if match), None))
-    return found
+        pattern_numbers.append(next((number for number, match in enumerate(matches) if match), None))
+    return pattern_numbers
 
 
 def _serve() -> None:

@@ -23,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters import nf4
 from recipe_lib.adapters.int8 import dequantize_rows
-from recipe_lib.ops.dtensor_shards import gathered, local_part
+from recipe_lib.ops.dtensor_shards import gathered, local, local_part
 
 KINDS = ("nf4", "int8")
 _BITS = torch.float8_e4m3fn  # any type of 8 bits that counts as floating point
@@ -110,13 +110,13 @@ class QuantizedLinear(nn.Module):
     def rows_held(self) -> int:
         """How many rows, or parts of them, are here: more than it computes with where the caller did not cut there."""
         first, last = self.columns
-        numbers = here(self.weight_codes).numel() * (1 if self.weight_scales is None else 2)
+        numbers = local(self.weight_codes).numel() * (1 if self.weight_scales is None else 2)
         return numbers // (last - first)
 
     def _part(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """Codes, scales and factors of what this process computes with, of which it may hold more."""
-        codes, factors = here(self.weight_codes), here(self.weight_factors)
-        scales = None if self.weight_scales is None else here(self.weight_scales)
+        codes, factors = local(self.weight_codes), local(self.weight_factors)
+        scales = None if self.weight_scales is None else local(self.weight_scales)
         first, last = self.rows
         spare = self.rows_held() > last - first
         if scales is None:
@@ -256,11 +256,6 @@ def _pieces(count: int, width: int) -> list[tuple[int, int]]:
     """`range(count)` in parts of at most _PIECE_ELEMENTS elements, `width` of them each."""
     step = max(1, _PIECE_ELEMENTS // width)
     return [(start, min(start + step, count)) for start in range(0, count, step)]
-
-
-def here(parameter: Tensor) -> Tensor:
-    """What of a parameter is on this rank."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _largest_of_all(largest: Tensor, parameter: Tensor) -> None:

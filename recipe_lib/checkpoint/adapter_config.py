@@ -131,7 +131,7 @@ class AdapterConfig:
             self._matches.update(zip([(key, name) for name in unmatched], numbers, strict=True))
 
     def _spellings(self, module: FileModule) -> list[str]:
-        """The names that PEFT compares patterns with: of the parameter, where that has the adapter."""
+        """Return the names that PEFT compares patterns with: of the parameter, where that has the adapter."""
         named = any(f".{module.full_name}".endswith(f".{end}") for end in self.parameters)
         return spellings(module.full_name if named or module.experts else module.name)
 
@@ -141,8 +141,8 @@ class AdapterConfig:
             return default
         self.match_patterns([module])
         numbers = [self._matches[key, name] for name in self._spellings(module)]
-        found = [number for number in numbers if number is not None]
-        return list(patterns.values())[min(found)] if found else default
+        matched = [number for number in numbers if number is not None]
+        return list(patterns.values())[min(matched)] if matched else default
 
 
 def scaling(alpha: float, rank: int, rslora: bool) -> float:

@@ -27,7 +27,7 @@ from recipe_lib.checkpoint.adapter_config import TENSOR_FILE, AdapterConfig, rea
 from recipe_lib.checkpoint.adapter_targets import find_unselected
 from recipe_lib.checkpoint.base_weights import base_fingerprint, check_copies
 from recipe_lib.checkpoint.find_saved import find_saved
-from recipe_lib.checkpoint.saved_weights import VOCABULARY, SavedTensor, SavedWeights, add_saved, is_of_token_rows
+from recipe_lib.checkpoint.saved_weights import VOCABULARY, SavedTensor, SavedWeights, add_saved
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, Header, TensorEntry, read_header
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
@@ -35,6 +35,7 @@ from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.scored_spec import has_score_head
 from recipe_lib.models.spec import SCORE, ModelSpec
 from recipe_lib.reading import parse_json
+from recipe_lib.units import name_first
 
 # Metadata of that file, besides what PEFT reads: which base it was trained on, and how that was stored.
 BASE_FINGERPRINT, BASE_DTYPE, BASE_STORAGE = "tune_base", "tune_base_dtype", "tune_base_storage"
@@ -104,7 +105,7 @@ def read_adapter(folder: Path) -> AdapterFile:
         split = split_name(name, of_text=BASE_IMPLEMENTATION not in header.metadata)
         if extra_name(name) in added:
             extras[extra_name(name)] = (name, entry)
-        elif split is not None and not is_of_token_rows(name):
+        elif split is not None and ".token_adapter." not in name:  # those are rows, and end as a copy beside one does
             tensors.setdefault(in_full(split[0], config.parameters), {})[split[1]] = (name, entry)
             if split[1] == FROZEN:
                 add_saved(saved, name, entry)
@@ -117,17 +118,17 @@ def read_adapter(folder: Path) -> AdapterFile:
 def score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
     """The keys of config.json that an adapter with a score head keeps in its file: classes' names, padding."""
     try:
-        found = parse_json(metadata.get(SCORE_KEYS, "{}"))
+        keys = parse_json(metadata.get(SCORE_KEYS, "{}"))
     except ValueError:
         return {}
-    return {name: found[name] for name in OF_SCORES if name in found} if isinstance(found, dict) else {}
+    return {name: keys[name] for name in OF_SCORES if name in keys} if isinstance(keys, dict) else {}
 
 
 def _refuse_contents(path: Path, header: Header, unknown: list[str]) -> None:
     faults = []
     if unknown:
         faults.append(
-            f"{path}: {_several(unknown)} no tensor of a LoRA or DoRA adapter; expected names such as "
+            f"{path}: {name_first(unknown, 'is', 'are')} no tensor of a LoRA or DoRA adapter; expected names such as "
             "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         )
     if not header.tensors:
@@ -142,10 +143,6 @@ def _refuse_contents(path: Path, header: Header, unknown: list[str]) -> None:
         )
     if faults:
         raise CheckpointError(*faults)
-
-
-def _several(names: Collection[str]) -> str:
-    return f"{min(names)} is" if len(names) == 1 else f"{min(names)} and {len(names) - 1} more are"
 
 
 def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
@@ -174,8 +171,8 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
         )
     elif strange:
         faults.append(
-            f"{adapter.path}: {_several(strange)} no module of this model; the adapter was made for another base"
-            + (f" ({adapter.config.base})" if adapter.config.base else "")
+            f"{adapter.path}: {name_first(strange, 'is', 'are')} no module of this model; the adapter was made for "
+            "another base" + (f" ({adapter.config.base})" if adapter.config.base else "")
         )
     unselected = _selection_fault(adapter, [module for module in adapter.modules(saved.spec) if not module.parameter])
     faults += [unselected] if unselected else []
@@ -194,10 +191,10 @@ def _selection_fault(adapter: AdapterFile, modules: list[FileModule]) -> str | N
     for module in modules:
         suffix, (name, _) = next(iter(adapter.tensors[module.name].items()))
         names.append(name.removeprefix(PREFIX).removesuffix(f".{suffix}"))
-    found = find_unselected(adapter.config, names)
-    if found is None:
+    unselected = find_unselected(adapter.config, names)
+    if unselected is None:
         return None
-    name, key = found
+    name, key = unselected
     return (
         f"{adapter.config.path}: {key}: leaves out {name}, which {adapter.path.name} has an adapter for, and PEFT "
         f"would drop; make {key} fit the file, or remove the module's tensors from it"
@@ -266,15 +263,14 @@ def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
 
 
 def _check_finite(adapter: AdapterFile) -> None:
-    """CheckpointError for numbers that are none: all that is computed with them would be NaN."""
+    """Raise CheckpointError for numbers that are none: all that is computed with them would be NaN."""
     with safe_open(str(adapter.path), framework="pt") as file:
         names = [*file.keys()]
         bad = [name for name in names if not file.get_tensor(name).isfinite().all()]
     if bad:
-        more = f" and {len(bad) - 1} more hold" if len(bad) > 1 else " holds"
         raise CheckpointError(
-            f"{adapter.path}: {bad[0]}{more} NaN or infinite numbers; take an earlier state of its training, or "
-            "download it again"
+            f"{adapter.path}: {name_first(bad, 'holds', 'hold')} NaN or infinite numbers; take an earlier state of its "
+            "training, or download it again"
         )
 
 

@@ -20,6 +20,8 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
     excluded = _match(config, "exclude_modules", names)
     targeted = _match(config, "target_modules", names)
     chosen: Any = config.selection.get("target_modules")
+    layers: Any = config.selection.get("layers_to_transform")
+    layers = [layers] if isinstance(layers, int) else layers
     by_default = chosen is None  # then PEFT's own table, or target_parameters
     for number, name in enumerate(names):
         if excluded[number]:
@@ -30,7 +32,7 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
             return name, "target_modules"
         if isinstance(chosen, list) and name in chosen:
             continue  # by its whole name, whatever the layers
-        if not _is_in_layers(config.selection.get("layers_to_transform"), _layer_of(config, name)):
+        if layers and _layer_of(config, name) not in layers:
             return name, "layers_to_transform"
     return None
 
@@ -51,15 +53,9 @@ def _layer_of(config: AdapterConfig, name: str) -> int | None:
     """Return the number of the layer that a module is in; of several numbers in its name the first."""
     lists: Any = config.selection.get("layers_pattern")
     if not lists:
-        found = re.match(r".*?\.[^.]*\.(\d+)\.", name)
+        layer_match = re.match(r".*?\.[^.]*\.(\d+)\.", name)
     else:
         patterns = [lists] if isinstance(lists, str) else lists
         matches = (re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name) for pattern in patterns)
-        found = next((match for match in matches if match), None)
-    return int(found[1]) if found else None
-
-
-def _is_in_layers(layers: Any, number: int | None) -> bool:
-    if layers is None or layers == []:
-        return True
-    return number in (layers if isinstance(layers, list) else [layers])
+        layer_match = next((match for match in matches if match), None)
+    return int(layer_match[1]) if layer_match else None

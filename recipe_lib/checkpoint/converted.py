@@ -52,8 +52,11 @@ class Reader:
 
 
 def hold_same_numbers(first: Any, second: Any) -> bool:
-    """Whether two opened tensors are equal, the second in the first's type; some rows at a time."""
-    shape = first.get_shape() if hasattr(first, "get_shape") else first.view.shape
+    """Return whether two opened tensors are equal, the second in the first's type; some rows at a time."""
+    shapes = [list(one.get_shape() if hasattr(one, "get_shape") else one.view.shape) for one in (first, second)]
+    shape = shapes[0]
+    if shape != shapes[1]:
+        return False
     parts: list[Any] = [slice(at, at + _ROWS) for at in range(0, shape[0], _ROWS)] if shape else [...]
     for part in parts:
         rows = first[part]

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from safetensors import safe_open
 
 from recipe_lib.adapters.peft_names import EMBEDDING, HEAD, extra_name, file_modules
+from recipe_lib.checkpoint.converted import hold_same_numbers
 from recipe_lib.checkpoint.saved_weights import EMBEDDING_WEIGHT, HEAD_WEIGHT, VOCABULARY, SavedTensor, SavedWeights
 from recipe_lib.checkpoint.weight_accounts import file_shapes
 from recipe_lib.errors import CheckpointError
@@ -16,6 +16,7 @@ from recipe_lib.models.mixture_files import router_name
 from recipe_lib.models.scored_spec import has_score_head
 from recipe_lib.models.spec import SCORE, ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, buffer_names, parameter_shapes, weight_map
+from recipe_lib.units import name_first
 
 if TYPE_CHECKING:
     from recipe_lib.checkpoint.adapter_files import AdapterFile
@@ -63,26 +64,26 @@ def _find_places(base: ModelSpec) -> dict[str, _SavedPlace]:
     spec = base if has_score_head(base) else replace(base, tied=False)
     entries = [entry for entry in weight_map(spec) if entry.view is None and entry.our_name != SCORE]
     shapes = file_shapes(entries, parameter_shapes(spec))
-    found: dict[str, _SavedPlace] = {}
+    places: dict[str, _SavedPlace] = {}
     for entry in entries:
         name = entry.file_name
         if ".mlp.router." in entry.our_name:  # PEFT has the name of the module, files may have an older one
             name = entry.our_name.replace(".mlp.router.", f".mlp.{router_name(spec)}.")
-        before = found[name].entries if name in found else ()
-        found[name] = _SavedPlace((*before, entry), shapes[entry.file_name])
-    return found
+        before = places[name].entries if name in places else ()
+        places[name] = _SavedPlace((*before, entry), shapes[entry.file_name])
+    return places
 
 
 def _resolve_frozen(adapter: "AdapterFile", places: Mapping[str, _SavedPlace]) -> dict[str, SavedTensor]:
     """Return what changes the base: of the copies that PEFT saves untrained, those with another number of rows."""
-    found = {}
+    changing = {}
     for name, held in adapter.saved.items():
-        if name in places and held.frozen is not None and held.copy is None:
-            if held.frozen[1].shape != places[name].shape:
-                held = replace(held, copy=held.frozen)
-        if held.copy is not None or held.rows is not None or held.added is not None:
-            found[name] = held
-    return found
+        frozen = held.frozen if name in places else None
+        if frozen is not None and frozen[1].shape != places[name].shape:
+            held = replace(held, copy=held.copy or frozen)
+        if held.copy or held.rows or held.added:
+            changing[name] = held
+    return changing
 
 
 def _name_faults(adapter: "AdapterFile", base: ModelSpec, places: Mapping[str, _SavedPlace]) -> list[str]:
@@ -104,10 +105,10 @@ def _name_faults(adapter: "AdapterFile", base: ModelSpec, places: Mapping[str, _
             "to take it up, in PEFT's merge either; use it with PEFT as it is, or train one with lora_bias=False"
         )
     if unknown:
-        several = f"{unknown[0]} is" if len(unknown) == 1 else f"{unknown[0]} and {len(unknown) - 1} more are"
         faults.append(
-            f"{adapter.path}: {several} no tensor of a LoRA or DoRA adapter, nor a weight of this base that can be "
-            "replaced; expected names such as base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+            f"{adapter.path}: {name_first(unknown, 'is', 'are')} no tensor of a LoRA or DoRA adapter, nor a weight of "
+            "this base that can be replaced; expected names such as "
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         )
     return faults
 
@@ -131,11 +132,11 @@ def _shape_faults(
         free = name in VOCABULARY and not fixed
         expected = [(held.copy, (count, *shape[1:]) if free else shape), (held.added, shape)]
         expected.append((held.rows, (len(rows or ()), *shape[1:])))
-        for part, wanted in expected:
-            if part is not None and part[1].shape != wanted:
+        for part, expected_shape in expected:
+            if part is not None and part[1].shape != expected_shape:
                 faults.append(
                     f"{adapter.path}: {part[0]} has shape {list(part[1].shape)}, base and adapter_config.json make it "
-                    f"{list(wanted)}; the adapter was made for another base"
+                    f"{list(expected_shape)}; the adapter was made for another base"
                 )
         if held.rows is not None and rows and max(rows) >= count:
             faults.append(
@@ -165,12 +166,12 @@ def _missing_faults(
                 f"{adapter.config.path}: trainable_token_indices: names no tokens of {name}, which {held.rows[0]} has "
                 f"rows of; {_DOWNLOAD}"
             )
-    added = {name.removesuffix(".bias") for name, held in saved.items() if held.added is not None}
-    if added and not config.biases:
-        faults.append(f"{adapter.path}: has {min(added)}.lora_B.bias, lora_bias is false in its config; {_DOWNLOAD}")
-    lacking = sorted(adapter.tensors.keys() - added) if config.biases else []
-    if lacking:
-        faults.append(f"{adapter.path}: has no {lacking[0]}.lora_B.bias, lora_bias is true in its config; {_DOWNLOAD}")
+    biased = {name.removesuffix(".bias") for name, held in saved.items() if held.added is not None}
+    unlike_config = adapter.tensors.keys() - biased if config.biases else biased
+    if unlike_config:
+        has, said = ("has no", "true") if config.biases else ("has", "false")
+        first = min(unlike_config)
+        faults.append(f"{adapter.path}: {has} {first}.lora_B.bias, lora_bias is {said} in its config; {_DOWNLOAD}")
     return faults
 
 
@@ -236,14 +237,12 @@ def _settle_vocabulary(
 def _are_same(adapter: "AdapterFile", embedding: SavedTensor, head: SavedTensor) -> bool:
     """Return whether both matrices are saved with the same numbers."""
     with safe_open(str(adapter.path), framework="pt") as file:
-        for one, other in ((embedding.copy, head.copy), (embedding.rows, head.rows)):
-            if (one is None) != (other is None):
-                return False
-            if one is not None and other is not None:
-                if one[1].shape != other[1].shape or not torch.equal(
-                    file.get_tensor(one[0]), file.get_tensor(other[0])
-                ):
+        for of_embedding, of_head in ((embedding.copy, head.copy), (embedding.rows, head.rows)):
+            if of_embedding is None or of_head is None:
+                if of_embedding is not of_head:
                     return False
+            elif not hold_same_numbers(file.get_slice(of_embedding[0]), file.get_slice(of_head[0])):
+                return False
     return _token_rows(adapter, EMBEDDING_WEIGHT) == _token_rows(adapter, HEAD_WEIGHT)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recipe_lib.models.spec import ModelSpec
+from recipe_lib.units import name_first
 
 _WRAPPER = re.compile(
     r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^(module|base_model\.model)\."
@@ -61,11 +62,11 @@ def describe_foreign_tensors(
     lines = []
     if lost:
         remedy = _UNTIED if lost[0].endswith("lm_head.weight") else ""
-        lines.append(f"{folder}: {_name_first(lost, 'is', 'are')} missing; download the folder again{remedy}")
+        lines.append(f"{folder}: {name_first(lost, 'is', 'are')} missing; download the folder again{remedy}")
     for kind, names in kinds.items():
         if names:
             what = f" ({kind.what})" if kind.what else ""
-            named = _name_first(names, "belongs", "belong")
+            named = name_first(names, "belongs", "belong")
             lines.append(f"{folder}: {named} to no part of this model{what}; {kind.remedy}")
     return lines
 
@@ -77,8 +78,3 @@ def _find_kind(spec: ModelSpec, name: str) -> _Kind:
     if layer and int(layer[1]) >= spec.num_layers:
         return _BEYOND
     return next((kind for pattern, kind in _KINDS.items() if re.search(pattern, name)), _OTHER)
-
-
-def _name_first(names: list[str], one: str, many: str) -> str:
-    """Return the first name and the number of the others, with the verb of that number."""
-    return f"{names[0]} and {len(names) - 1} more {many}" if len(names) > 1 else f"{names[0]} {one}"

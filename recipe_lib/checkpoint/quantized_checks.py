@@ -5,6 +5,7 @@ from pathlib import Path
 
 from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.units import name_first
 
 _FP8, _MXFP4 = "F8_E4M3", "U8"
 _BLOCKS = ("gate_up_proj_blocks", "down_proj_blocks")  # ends of the names of MXFP4
@@ -22,7 +23,8 @@ def quantized_fault(spec: ModelSpec, folder: Path, found: Mapping[str, FileTenso
     blocks = sorted(name for name in types if name.endswith(_BLOCKS))
     odd = [name for name in blocks if types[name] != _MXFP4]
     if odd:
-        return f"{folder}: {_several(odd)} the name of MXFP4 blocks and type {types[odd[0]]}, expected U8; {_ORIGINAL}"
+        named = name_first(odd, "has", "have")
+        return f"{folder}: {named} the name of MXFP4 blocks and type {types[odd[0]]}, expected U8; {_ORIGINAL}"
     if blocks and not spec.codes.mxfp4:
         return _unsaid(folder, blocks, "MXFP4 blocks", "quant_method mxfp4")
     codes = sorted(name for name, kind in types.items() if kind == _FP8)
@@ -30,16 +32,13 @@ def quantized_fault(spec: ModelSpec, folder: Path, found: Mapping[str, FileTenso
     if len(bare) < len(codes) and spec.codes.fp8_block is None:
         return _unsaid(folder, codes, "FP8 numbers with scales of blocks", "quant_method fp8 and weight_block_size")
     if bare and spec.codes.fp8_block is not None:
-        return f"{folder}: {_several(bare)} FP8 numbers without scales, expected {bare[0]}_scale_inv; {_ORIGINAL}"
+        named = name_first(bare, "has", "have")
+        return f"{folder}: {named} FP8 numbers without scales, expected {bare[0]}_scale_inv; {_ORIGINAL}"
     return None
-
-
-def _several(names: Sequence[str]) -> str:
-    return f"{names[0]} and {len(names) - 1} more have" if len(names) > 1 else f"{names[0]} has"
 
 
 def _unsaid(folder: Path, names: Sequence[str], what: str, expected: str) -> str:
     return (
-        f"{folder}: {_several(names)} {what}, which config.json does not say; expected quantization_config with "
-        f"{expected}: take the config.json of the same checkpoint"
+        f"{folder}: {name_first(names, 'has', 'have')} {what}, which config.json does not say; expected "
+        f"quantization_config with {expected}: take the config.json of the same checkpoint"
     )

@@ -52,11 +52,6 @@ class SavedTensor:
     again: FileTensorName | None = None
 
 
-def is_of_token_rows(name: str) -> bool:
-    """Return whether a tensor belongs to rows of tokens, though its name ends as a copy beside an adapter does."""
-    return ".token_adapter." in name
-
-
 def add_saved(found: dict[str, SavedTensor], name: str, entry: TensorEntry) -> bool:
     """Notes a tensor that is no adapter's under the base's name for it; False: it cannot be one of the base."""
     if not name.startswith(PREFIX):
@@ -127,17 +122,17 @@ class SavedWeights:
                     f"{self.path}: {name} is saved as a whole, and cannot be kept in 4 or 8 bits; use --quantize-base "
                     "none, or merge the adapter first (tune export --merge)"
                 )
-            own = model.get_parameter(name)
-            if isinstance(own, DTensor):
+            parameter = model.get_parameter(name)
+            if isinstance(parameter, DTensor):
                 raise CheckpointError(
                     f"{self.path}: brings {name} along, which ranks cannot share; merge the adapter first (tune export "
                     "--merge), or use one process"
                 )
-            rows = self.read_rows(name, 0, shapes[name][0], lambda own=own: own.cpu())  # type: ignore[misc]
-            new = rows.to(own, copy=True)
+            rows = self.read_rows(name, 0, shapes[name][0], lambda parameter=parameter: parameter.cpu())  # type: ignore[misc]
+            new = rows.to(parameter, copy=True)
             before = new.clone()  # of rows that the base has not got, the adapter's
-            common = min(len(own), len(new))
-            before[:common] = own[:common]
+            common = min(len(parameter), len(new))
+            before[:common] = parameter[:common]
             base[name] = nn.Parameter(before, requires_grad=False)
             _set_weight(model, name, new)
         if self.spec.tied and EMBEDDING_WEIGHT in base:

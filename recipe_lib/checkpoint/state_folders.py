@@ -81,7 +81,7 @@ def prune_best(root: Path, current: str | None) -> None:
 
 
 def read_state_json(state: Path) -> dict[str, Any]:
-    """What a state's `state.json` holds. Raises CheckpointError."""
+    """Return what a state's `state.json` holds. Raises CheckpointError."""
     try:
         return read_object(state / STATE)
     except (OSError, ValueError) as error:

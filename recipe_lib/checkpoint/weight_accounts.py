@@ -30,7 +30,7 @@ from recipe_lib.models.weight_names import (
     weight_map,
     why_left_out,
 )
-from recipe_lib.units import format_bytes
+from recipe_lib.units import format_bytes, name_first
 
 EXTRA = "tune_extra_parameters"  # metadata of a file: names of those of its tensors that only a recipe's model has
 _READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
@@ -53,17 +53,17 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
         more = f" (and {len(lost) - 1} more such names)" if len(lost) > 1 else ""
         raise CheckpointError(f"{folder / INDEX}: {fault}{more}; download the folder again")
     extras = {name for header in headers.values() for name in extra_names(header)}
-    found: dict[str, FileTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     for file_name, header in headers.items():
         for name, entry in header.tensors.items():
             tensor = FileTensor(folder / file_name, entry, name in extras)
-            if name in found and not _have_same_numbers(name, found[name], tensor):
+            if name in tensors and not _have_same_numbers(name, tensors[name], tensor):
                 raise CheckpointError(
-                    f"{folder}: {name} is in {found[name].file.name} and, with other numbers, in {file_name}; download "
-                    "the folder again"
+                    f"{folder}: {name} is in {tensors[name].file.name} and, with other numbers, in {file_name}; "
+                    "download the folder again"
                 )
-            found.setdefault(name, tensor)
-    return found
+            tensors.setdefault(name, tensor)
+    return tensors
 
 
 def _check_named_file(folder: Path, file_name: str) -> None:
@@ -77,15 +77,14 @@ def _check_named_file(folder: Path, file_name: str) -> None:
 
 
 def _have_same_numbers(name: str, first: FileTensor, second: FileTensor) -> bool:
-    """Whether two files have the same tensor under one name."""
-    if (first.entry.dtype, first.entry.shape) != (second.entry.dtype, second.entry.shape):
-        return False
-    with Reader({name: first}) as one, Reader({name: second}) as other:
-        return hold_same_numbers(one.slice(name), other.slice(name))
+    """Return whether two files have the same tensor under one name."""
+    with Reader({name: first}) as first_file, Reader({name: second}) as second_file:
+        is_same = hold_same_numbers(first_file.slice(name), second_file.slice(name))
+    return is_same and first.entry.dtype == second.entry.dtype
 
 
 def extra_names(header: Header) -> set[str]:
-    """The tensors of a file that its metadata names as extra parameters."""
+    """Return the tensors of a file that its metadata names as extra parameters."""
     return set(header.metadata.get(EXTRA, "").split())
 
 
@@ -127,7 +126,11 @@ def match_tensors(
             spec,
             folder,
             missing=expected.keys() - found.keys(),
-            foreign={name for name in unused if not (found[name].extra or _why_left_out(spec, name, found[name]))},
+            foreign={
+                name
+                for name in unused
+                if not (found[name].extra or why_left_out(spec, name, len(found[name].entry.shape)))
+            },
         ),
         _type_fault(
             folder, {name: found[name] for name in ((expected.keys() - counts) | taken) & found.keys()}, readable
@@ -144,10 +147,6 @@ def match_tensors(
     for copy, entry in copies.items():
         _check_copy(folder, copy, entry, found)
     return entries, found
-
-
-def _why_left_out(spec: ModelSpec, name: str, tensor: FileTensor) -> str | None:
-    return why_left_out(spec, name, len(tensor.entry.shape))
 
 
 def _check_copy(folder: Path, copy: str, entry: WeightEntry, found: Mapping[str, FileTensor]) -> None:
@@ -177,7 +176,7 @@ def tell_left_out(spec: ModelSpec, folder: Path, what: str, found: Mapping[str, 
         reasons[f"the same numbers as {entry.file_name}"].append(copy)
     used = {name for entry in entries for name in _file_names(entry)}.union(*reasons.values())
     for name in found.keys() - used:
-        reason = _why_left_out(spec, name, found[name])
+        reason = why_left_out(spec, name, len(found[name].entry.shape))
         if reason is not None and not found[name].extra:
             reasons[reason].append(name)
     for reason, names in reasons.items():
@@ -208,7 +207,7 @@ def _shorten(names: Collection[str]) -> str:
 
 
 def file_shapes(entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shape that each tensor of a file must have; that of a fused one is its parts' rows together."""
+    """Return the shape that each tensor of a file must have; that of a fused one is its parts' rows together."""
     expected: dict[str, tuple[int, ...]] = {}
     for entry in entries:
         shape = shapes[entry.our_name]
@@ -230,7 +229,6 @@ def _type_fault(folder: Path, tensors: dict[str, FileTensor], readable: Mapping[
     if not unreadable:
         return None
     first = min(unreadable)
-    more = f" and {len(unreadable) - 1} more are" if len(unreadable) > 1 else " is"
     expected, remedy = (
         "F32, BF16, F16 or F64",
         "quantized weights cannot be trained: take the checkpoint they were made from",
@@ -239,20 +237,20 @@ def _type_fault(folder: Path, tensors: dict[str, FileTensor], readable: Mapping[
         *others, last = readable[first]
         expected = f"{', '.join(others)} or {last}" if others else last
         remedy = "check that config.json and the weights are of one checkpoint"
-    return f"{folder}: {first}{more} of type {unreadable[first]}, expected {expected}; {remedy}"
+    return f"{folder}: {name_first(unreadable, 'is', 'are')} of type {unreadable[first]}, expected {expected}; {remedy}"
 
 
 def find_shape_fault(
     folder: Path, expected: dict[str, tuple[int, ...]], found: dict[str, FileTensor], by: str = "config.json"
 ) -> str | None:
     """Return a line for tensors of another shape than expected; None: there are none. by: what expects the shapes."""
-    other = [name for name in sorted(expected.keys() & found.keys()) if found[name].entry.shape != expected[name]]
-    if not other:
+    misshapen = [name for name in sorted(expected.keys() & found.keys()) if found[name].entry.shape != expected[name]]
+    if not misshapen:
         return None
-    more = f" (and {len(other) - 1} more of another shape)" if len(other) > 1 else ""
+    more = f" (and {len(misshapen) - 1} more of another shape)" if len(misshapen) > 1 else ""
     return (
-        f"{folder}: {other[0]} has shape {list(found[other[0]].entry.shape)}, {by} makes it "
-        f"{list(expected[other[0]])}{more}; check that {by} and the weights are of one model"
+        f"{folder}: {misshapen[0]} has shape {list(found[misshapen[0]].entry.shape)}, {by} makes it "
+        f"{list(expected[misshapen[0]])}{more}; check that {by} and the weights are of one model"
     )
 
 
@@ -269,7 +267,7 @@ def _find_single(names: list[str]) -> str | None:
 def _conversion_fault(
     folder: Path, entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]], found: dict[str, FileTensor]
 ) -> str | None:
-    """What is wrong with tensors of which transformers makes others: their number, or their shapes."""
+    """Return what is wrong with tensors of which transformers makes others: their number, or their shapes."""
     faults = []
     for entry in entries:
         if entry.made is not None:

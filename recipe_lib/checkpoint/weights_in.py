@@ -22,7 +22,7 @@ from recipe_lib.models.spec import SCORE, ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, parameter_shapes
 from recipe_lib.ops.device import holds_values
 from recipe_lib.report.phases import phase
-from recipe_lib.units import MIB
+from recipe_lib.units import MIB, name_first
 
 READ_BYTES = 256 * MIB  # the most that is copied to host memory at a time
 _CHECKED = 2**24  # numbers that are looked at together
@@ -122,9 +122,8 @@ def _load_views(
 
 
 def _lacking(folder: Path, names: Collection[str]) -> CheckpointError:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return CheckpointError(
-        f"{folder}: the recipe's model has no {min(names)}{more}, which config.json makes part of it; leave the "
+        f"{folder}: the recipe's model has no {name_first(names)}, which config.json makes part of it; leave the "
         "model's own modules under their names, and add others next to them"
     )
 
@@ -147,9 +146,8 @@ def extras_to_read(model: nn.Module, folder: Path, found: dict[str, FileTensor])
 
 def unknown_extras(folder: Path, names: Collection[str]) -> CheckpointError:
     """The fault of a folder with extra parameters that the model does not have."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return CheckpointError(
-        f"{folder}: holds {min(names)}{more}, which a recipe added to the model and this one has not; use it with the "
+        f"{folder}: holds {name_first(names)}, which a recipe added to the model and this one has not; use it with the "
         "recipe that adds it, or take the checkpoint that it was trained from"
     )
 
@@ -164,8 +162,8 @@ def _check_finite(tensors: dict[str, torch.Tensor], folder: Path) -> None:
             checks[name] = torch.stack(parts).all()
     bad = [name for name, good in checks.items() if not good]
     if bad:
-        more = f" and {len(bad) - 1} more hold" if len(bad) > 1 else " holds"
-        raise CheckpointError(f"{folder}: {bad[0]}{more} NaN or infinite numbers; download the folder again")
+        named = name_first(bad, "holds", "hold")
+        raise CheckpointError(f"{folder}: {named} NaN or infinite numbers; download the folder again")
 
 
 def _row_reader(source: Any, offset: int) -> Callable[[int, int, slice], torch.Tensor]:

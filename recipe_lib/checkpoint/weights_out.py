@@ -28,7 +28,7 @@ from recipe_lib.models.scored_spec import has_score_head, score_architecture
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.models.weight_names import weight_map, written_layout
 from recipe_lib.ops.dtensor_shards import gathered
-from recipe_lib.units import MIB
+from recipe_lib.units import MIB, name_first
 
 # They would make another program run code, or look for weights of another kind.
 _DROPPED_KEYS = ("auto_map", "quantization_config", "compression_config", "quantization", "_name_or_path")
@@ -92,9 +92,8 @@ def export_model(
 
 def extra_fault(names: Collection[str]) -> str:
     """What is wrong with exporting a model that has extra parameters, and the remedy."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"found {min(names)}{more}, which the recipe added and no other program knows; "
+        f"found {name_first(names)}, which the recipe added and no other program knows; "
         "set checkpoint.extra_parameters=save to write it too, or checkpoint.save_model=false"
     )
 

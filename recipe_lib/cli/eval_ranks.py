@@ -50,7 +50,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
     if arguments.lm_eval:
         run_harness(arguments, source, run)
         return
-    out = _out(arguments, run)
+    out = run / FOLDER if run is not None else None
+    if arguments.out:
+        out = Path(arguments.out).expanduser()
     if out is not None:
         check_output_folder("--out", out, (EXAMPLES_FILE, SUMMARY_FILE, PAGE_FILE))
     cfg = eval_config(arguments, source, run)
@@ -200,13 +202,6 @@ def _measure(
         return {TUNED: tuned}
     with placed.as_base() as base:
         return {BASE: measured(base, BASE), TUNED: tuned}
-
-
-def _out(arguments: argparse.Namespace, run: Path | None) -> Path | None:
-    """Return the folder to write; None: none."""
-    if arguments.out:
-        return Path(arguments.out).expanduser()
-    return run / FOLDER if run is not None else None
 
 
 def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | None) -> None:

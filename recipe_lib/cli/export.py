@@ -188,7 +188,7 @@ def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
     elif rewrite:
         out = _target(found, "adapter", arguments)
     if rewrite and found.adapter is not None:
-        _refuse_copy(found.adapter)
+        _refuse_copy(found.adapter, spec)
     model, dtype = _trained_model(found, spec, base, config, device)
     trained = prompt_logits_of(model)
     with tempfile.TemporaryDirectory(prefix="tune-export-") as scratch:
@@ -204,16 +204,15 @@ def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
             _tell_next(found, arguments, spec, adapter)
 
 
-def _refuse_copy(adapter: Path) -> None:
-    """CheckpointError for an adapter whose file has more than what is written of a model: A, B and lengths."""
-    from recipe_lib.checkpoint.adapter_files import read_adapter
+def _refuse_copy(adapter: Path, spec: "ModelSpec") -> None:
+    """Raise CheckpointError for an adapter whose file has more than what is written of a model: A, B and lengths."""
+    from recipe_lib.checkpoint.adapter_files import check_fits, read_adapter
 
-    saved = read_adapter(adapter).saved
-    changing = sorted(name for name, held in saved.items() if held.copy or held.rows or held.added)
-    if changing:
+    saved = check_fits(read_adapter(adapter), spec)
+    if saved.parts:
         raise CheckpointError(
-            f"{adapter}: brings {changing[0]} of its base along, which --adapter would not write; copy the folder as "
-            "it is, or merge it (--merge)"
+            f"{adapter}: brings {min(saved.parts)} of its base along, which --adapter would not write; copy the folder "
+            "as it is, or merge it (--merge)"
         )
 
 
@@ -305,18 +304,20 @@ def _check_adapter(
 
 def _tell_next(found: ExportSource, arguments: argparse.Namespace, spec: "ModelSpec", adapter: Path) -> None:
     """The commands that go on from an adapter, each of which works with its folder as it is."""
-    from recipe_lib.checkpoint.adapter_files import read_adapter
+    from recipe_lib.checkpoint.adapter_files import check_fits, read_adapter
     from recipe_lib.checkpoint.tokenizer_out import CHAT_TEMPLATE
     from recipe_lib.checkpoint.verify import adapter_settings_of
     from recipe_lib.training.next_commands import adapter_commands, merge_command, print_next
 
     held = read_adapter(adapter)
-    if held.extras or held.config.saved:  # which vLLM does not load
+    if held.extras:  # which neither vLLM nor PEFT knows
         return
     lora, base = adapter_settings_of(held, spec), arguments.base or held.config.base
     template = (adapter / CHAT_TEMPLATE).is_file()
     given = bool(arguments.base) and os.path.abspath(arguments.base) != held.config.base
-    print_next(adapter_commands(adapter, base, lora, rank=lora.rank, with_base=given, template=template))
+    commands = adapter_commands(adapter, base, lora, rank=lora.rank, with_base=given, template=template)
+    # vLLM loads A and B alone: what else the file has of the base it would leave out or refuse.
+    print_next(commands[:1] if check_fits(held, spec).parts else commands)
     is_of_run = found.run is not None and adapter.parent == found.run  # where a merged model would be the run's
     if not (is_of_run and (adapter.parent / "model").exists()):
         print_next([merge_command(adapter, arguments.base, arguments.recipe)])

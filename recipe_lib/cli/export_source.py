@@ -10,7 +10,7 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import print_wrapped
-from recipe_lib.reading import read_object
+from recipe_lib.reading import find_object
 
 if TYPE_CHECKING:
     import torch
@@ -177,11 +177,8 @@ def _exported_by_run(records: Path | None) -> tuple[int | None, str | None]:
     """The step of the adapter that a run has exported, where it looked for a best one; by its summary."""
     from recipe_lib.training.records.metrics import SUMMARY_FILE
 
-    try:
-        summary = read_object(records / SUMMARY_FILE) if records else {}
-        return summary.get("exported_step"), summary.get("outcome")
-    except (OSError, ValueError):  # it was killed before it had one
-        return None, None
+    summary = find_object(records / SUMMARY_FILE) if records else {}  # a run that was killed has none
+    return summary.get("exported_step"), summary.get("outcome")
 
 
 def _beside_strange_adapter(

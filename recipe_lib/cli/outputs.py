@@ -82,12 +82,12 @@ def check_output_folder(option: str, folder: Path, names: Iterable[str]) -> None
             check_output(option, str(folder / name), kind=name)
 
 
-def _is_same_file(path: str, other: str) -> bool:
-    """Whether two names, which need not be there yet, are of one file."""
-    other = os.path.expanduser(other)
-    if os.path.exists(path) and os.path.exists(other):
-        return os.path.samefile(path, other)
-    return os.path.realpath(path) == os.path.realpath(other)
+def _is_same_file(path: str, input_path: str) -> bool:
+    """Return whether two names, which need not be there yet, are of one file."""
+    input_path = os.path.expanduser(input_path)
+    if os.path.exists(path) and os.path.exists(input_path):
+        return os.path.samefile(path, input_path)
+    return os.path.realpath(path) == os.path.realpath(input_path)
 
 
 def _is_ours(kind: str, path: str) -> bool:
@@ -96,7 +96,7 @@ def _is_ours(kind: str, path: str) -> bool:
         if kind in _WORDS:
             begin, word = _WORDS[kind]
             return content.startswith(begin) and word in (content if kind == "--snapshot" else content[:4096])
-        found = parse_json(content.partition(b"\n")[0] if Path(kind).suffix == ".jsonl" else content)
+        value = parse_json(content.partition(b"\n")[0] if Path(kind).suffix == ".jsonl" else content)
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and any(keys <= found.keys() for keys in _KEYS[kind])
+    return isinstance(value, dict) and any(keys <= value.keys() for keys in _KEYS[kind])

@@ -66,25 +66,17 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _read_row(line: str, place: str) -> dict[str, Any]:
-    """Return the JSON object of a line, each of its keys once and all of its text encodable. DataError."""
-    twice: list[str] = []
+    """Return the JSON object of a line, all of its text encodable. DataError."""
+    from recipe_lib.data.sample_files import parse_sample
+    from recipe_lib.data.samples import SampleFault
 
-    def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice.extend(name for name in names if names.count(name) > 1)
-        return dict(pairs)
-
+    row = parse_sample(line.encode())
+    if isinstance(row, SampleFault):
+        raise DataError(f"{place}: {row}; correct the line")
     try:
-        row = parse_json(line, make_object)
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise DataError(f"{place}: found half a surrogate pair, expected whole characters; write them out") from None
-    except ValueError as error:
-        raise DataError(f"{place}: is no JSON object: {error}") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: found {type(row).__name__}, {_EXPECTED}")
-    if twice:
-        raise DataError(f"{place}: found the key {show(twice[0])} twice, expected each once; remove one")
     return row
 
 
@@ -94,12 +86,14 @@ def _read_prompt(row: dict[str, Any], place: str) -> Prompt:
     from recipe_lib.data.samples import SampleFault, SamplePlaces, kind_of
 
     asked = [name for name in ("prompt", "messages") if name in row]
-    others = [name for name in row if name not in ("prompt", "messages", *_UNREAD)]
+    unknown_keys = [name for name in row if name not in ("prompt", "messages", *_UNREAD)]
     if len(asked) != 1:
         found = " and ".join(asked) if asked else ", ".join(map(show, row)) or "no keys"
         raise DataError(f"{place}: found {found}, {_EXPECTED}")
-    if others:
-        raise DataError(f"{place}: found {', '.join(map(show, others))}, which no prompt is read with; {_EXPECTED}")
+    if unknown_keys:
+        raise DataError(
+            f"{place}: found {', '.join(map(show, unknown_keys))}, which no prompt is read with; {_EXPECTED}"
+        )
     value = row[asked[0]]
     if asked == ["prompt"] and isinstance(value, str):
         if not value:
@@ -208,7 +202,7 @@ def count_answers(path: Path, settings: str) -> tuple[int, int]:
 
 
 def _check_answer(line: bytes, number: int, settings: str, place: str) -> None:
-    """ConfigError for a line that is no answer, or another one."""
+    """Raise ConfigError for a line that is no answer, or another one."""
     try:
         row = parse_json(line)
         is_same = (row["number"], row["settings"]) == (number, settings)

@@ -137,7 +137,7 @@ class _ProgramLoader(SourceFileLoader):
 
 
 def _check_source(loader: _ProgramLoader, name: str) -> None:
-    """SyntaxError for a file that Python cannot even parse, told apart from one that fails while it is run."""
+    """Raise SyntaxError for a file that Python cannot even parse, told apart from one that fails while it is run."""
     try:
         loader.get_code(name)
     except (ValueError, RecursionError, MemoryError) as error:  # a NUL, or nested too deep

@@ -32,7 +32,7 @@ def is_interpolated(node: YamlNode) -> bool:
 
 
 def names_in(node: YamlNode, key: str) -> set[str]:
-    """The keys and sections that a value names. key: whose value it is, for relative names."""
+    """Return the keys and sections that a value names. key: whose value it is, for relative names."""
     inner = [*node.items, *(value for _, value in node.entries.values())]
     names = {_full_name(found[2:-1].strip(), key) for found in _PLAIN.findall(node.text)}
     return names.union(*(names_in(part, key) for part in inner))
@@ -46,12 +46,12 @@ def _full_name(name: str, key: str) -> str:
 
 
 def are_related(name: str, key: str) -> bool:
-    """Whether a name is a key, a section that holds it, or a part of its value."""
+    """Return whether a name is a key, a section that holds it, or a part of its value."""
     return name == key or key.startswith(f"{name}.") or name.startswith(f"{key}.")
 
 
 def in_order(pending: Mapping[str, YamlNode]) -> list[str]:
-    """The keys whose values name others, each after those that it names; of a circle in any order."""
+    """Return the keys whose values name others, each after those that it names; of a circle in any order."""
     order: dict[str, None] = {}
     begun: set[str] = set()
 
@@ -138,7 +138,7 @@ def put(tree: Any, key: str, value: Any) -> None:
 
 
 def fill_in(tree: Any, node: YamlNode, key: str, schema: Schema, room: Room) -> YamlNode:
-    """The node with the values of the keys that it names. key: whose value it is, for relative names (`${.lr}`).
+    """Return the node with the values of the keys that it names. key: whose value it is, for relative names (`${.lr}`).
 
     What those name in turn has to be in the tree already: filled in anew each time, it could grow without bound.
     """
@@ -174,9 +174,10 @@ def _resolved(tree: Any, text: str, key: str, room: Room) -> Any:
     try:
         inner[_SCRATCH] = text
         value = inner[_SCRATCH]
-        found = omegaconf.OmegaConf.to_container(value, resolve=True) if omegaconf.OmegaConf.is_config(value) else value
-        room.take(found)
-        return found
+        if omegaconf.OmegaConf.is_config(value):
+            value = omegaconf.OmegaConf.to_container(value, resolve=True)
+        room.take(value)
+        return value
     except (omegaconf.errors.OmegaConfBaseException, RecursionError) as error:
         raise OmegaConfError(str(error) or "RecursionError") from error
     finally:

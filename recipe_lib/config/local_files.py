@@ -50,7 +50,7 @@ _HALF_EXCHANGED = ".{}.*.old"  # what an exchange of folders left, if a process 
 
 
 def check_folder(folder: Path, key: str = "output_dir") -> None:
-    """ConfigError if the folder to write is a file, or if nothing can be written there. key: that names it."""
+    """Raise ConfigError if the folder to write is a file, or if nothing can be written there. key: that names it."""
     if os.path.lexists(folder) and not os.path.isdir(folder):
         what = "a file" if os.path.exists(folder) else "a link that leads nowhere"
         raise ConfigError(f"{key}: {folder} is {what}, expected a folder or a new name; choose another {key}")

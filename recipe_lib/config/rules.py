@@ -12,7 +12,7 @@ from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.idle import trained_dtype
 from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, micro_batches, schedule_fault, token_ranks
 from recipe_lib.config.rule import Rule
-from recipe_lib.config.rules_of_methods import METHOD_RULES
+from recipe_lib.config.rules_of_methods import METHOD_RULES, is_external
 from recipe_lib.config.rules_of_qat import QAT_RULES
 from recipe_lib.config.rules_of_validation import VALIDATION_RULES
 from recipe_lib.config.schema import LINEARS
@@ -45,10 +45,6 @@ def _steps_in_backward(cfg: Any) -> bool:
     return cfg.memory.optimizer_in_backward and cfg.memory.optimizer_offload
 
 
-def _external(cfg: Any) -> bool:
-    return bool(cfg.model.implementation != "native")
-
-
 def _has_budget(cfg: Any) -> bool:
     return cfg.memory.activation_budget_gib is not None
 
@@ -69,7 +65,7 @@ def _unknown_target(cfg: Any) -> str:
 
 
 def _of_mixture(cfg: Any) -> bool:
-    return not _external(cfg) and any(name in MIXTURE_TARGETS for name in cfg.lora.target_modules)
+    return not is_external(cfg) and any(name in MIXTURE_TARGETS for name in cfg.lora.target_modules)
 
 
 def _sequences(cfg: Any) -> int:
@@ -177,11 +173,11 @@ RULES: tuple[Rule, ...] = (
          "budget needs to know how much", "set memory.activation_budget_gib (GiB), or choose none, selective or full",
          ("memory.activation_checkpointing=budget",)),
     Rule(("model.implementation", "memory.activation_checkpointing", "memory.activation_budget_gib"),
-         lambda cfg: _external(cfg) and cfg.memory.activation_checkpointing == "budget" and _has_budget(cfg),
+         lambda cfg: is_external(cfg) and cfg.memory.activation_checkpointing == "budget" and _has_budget(cfg),
          "what its layers keep is found out for the decoder of model.implementation=native alone",
          "choose none, selective or full",
          (_EXTERNAL, "memory.activation_checkpointing=budget", "memory.activation_budget_gib=4")),
-    Rule(("model.implementation", "memory.mlp_tiles"), lambda cfg: cfg.memory.mlp_tiles > 1 and _external(cfg),
+    Rule(("model.implementation", "memory.mlp_tiles"), lambda cfg: cfg.memory.mlp_tiles > 1 and is_external(cfg),
          "the MLPs of model.implementation=native alone can be computed in pieces", "remove memory.mlp_tiles",
          ("model.implementation=transformers", "memory.mlp_tiles=4")),
     Rule(("compile", "memory.mlp_tiles"), lambda cfg: cfg.memory.mlp_tiles > 1 and cfg.compile,
@@ -197,7 +193,7 @@ RULES: tuple[Rule, ...] = (
          "it needs the whole output matrix, which is sharded over the vocabulary",
          "set memory.loss_kernel=chunked, or parallel.tensor=1", ("parallel.tensor=2", "memory.loss_kernel=torch")),
     Rule(("model.implementation", "memory.loss_kernel"),
-         lambda cfg: cfg.memory.loss_kernel != "chunked" and _external(cfg),
+         lambda cfg: cfg.memory.loss_kernel != "chunked" and is_external(cfg),
          "the output head of model.implementation=native alone chooses its kernel", "remove memory.loss_kernel",
          ("model.implementation=transformers", "memory.loss_kernel=torch")),
     Rule(("lora.target_modules", "memory.loss_kernel"),
@@ -209,7 +205,7 @@ RULES: tuple[Rule, ...] = (
          "a native model has no linears of such names", f"choose of {', '.join(_TARGETS)}",
          ("lora.target_modules=[c_attn]",), recipe=_LORA, reads=("model.implementation",), found=_unknown_target),
     Rule(("model.implementation", "parallel.tensor", "compile", "parallel.fsdp_wrap_policy"),
-         lambda cfg: _external(cfg) and cfg.parallel.tensor > 1 and cfg.compile
+         lambda cfg: is_external(cfg) and cfg.parallel.tensor > 1 and cfg.compile
          and not isinstance(cfg.parallel.fsdp_wrap_policy, str),
          "a layer that runs by an inferred plan is compiled whole, and FSDP would gather parts of it while it runs",
          "set compile=false, or parallel.fsdp_wrap_policy=layers",
@@ -249,7 +245,7 @@ RULES: tuple[Rule, ...] = (
          "a compiled layer would have its experts' codes as inputs, before they are fetched",
          "set compile=false, or memory.expert_offload=false", ("compile=true", "memory.expert_offload=true")),
     Rule(("lora.dora", "lora.dropout", "parallel.tensor"),
-         lambda cfg: _external(cfg) and cfg.parallel.tensor > 1 and cfg.lora.dora and cfg.lora.dropout > 0,
+         lambda cfg: is_external(cfg) and cfg.parallel.tensor > 1 and cfg.lora.dora and cfg.lora.dropout > 0,
          "DoRA with dropout multiplies by the frozen matrix twice, and an inferred plan is one of a single product",
          "set lora.dropout=0, lora.dora=false (LoRA), or parallel.tensor=1",
          (_EXTERNAL, "parallel.tensor=2", "lora.dora=true", "lora.dropout=0.1"), recipe=_LORA,
@@ -273,7 +269,7 @@ RULES: tuple[Rule, ...] = (
          lambda cfg: cfg.max_seq_len % token_ranks(cfg.parallel) != 0,
          "each rank has as many tokens of a sequence as the others, and max_seq_len is no multiple of parallel.context "
          "x parallel.tensor", "make max_seq_len a multiple of it", ("parallel.tensor=2", "max_seq_len=1023")),
-    Rule(("model.implementation", "parallel.context"), lambda cfg: _external(cfg) and cfg.parallel.context > 1,
+    Rule(("model.implementation", "parallel.context"), lambda cfg: is_external(cfg) and cfg.parallel.context > 1,
          "ranks that share sequences exchange tokens for heads around attention, which is ours in a native model alone",
          "set parallel.context=1; for long sequences of other models there are memory.activation_offload and "
          "parallel.tensor", (_EXTERNAL, "parallel.context=2")),
@@ -281,7 +277,7 @@ RULES: tuple[Rule, ...] = (
          "it is called with the logits of the whole vocabulary, which no rank has",
          "remove loss, or set parallel.tensor=1", ("parallel.tensor=2", "loss=mine")),
     Rule(("parallel.tensor", "lora.dora"),
-         lambda cfg: cfg.parallel.tensor > 1 and cfg.lora.dora and not _external(cfg),
+         lambda cfg: cfg.parallel.tensor > 1 and cfg.lora.dora and not is_external(cfg),
          "the norms of a matrix' rows are not reduced over the ranks that share them",
          "set lora.dora=false (LoRA), or parallel.tensor=1", ("parallel.tensor=2", "lora.dora=true"), recipe=_LORA,
          reads=("model.implementation",)),
@@ -304,7 +300,7 @@ RULES: tuple[Rule, ...] = (
          lambda cfg: cfg.matmul_dtype is not None and cfg.lora.quantize_base != "none",
          "weights of 4 or 8 bits are multiplied in dtype, since rounding them a second time would lose more",
          "remove one of the two", ("lora.quantize_base=nf4", "matmul_dtype=int8"), recipe=_LORA),
-    Rule(("model.implementation", "matmul_dtype"), lambda cfg: cfg.matmul_dtype is not None and _external(cfg),
+    Rule(("model.implementation", "matmul_dtype"), lambda cfg: cfg.matmul_dtype is not None and is_external(cfg),
          "only our own models' linears are known to be safe to round", "remove matmul_dtype, or model.implementation",
          ("model.implementation=transformers", "matmul_dtype=int8")),
     Rule(("dtype", "matmul_dtype"), lambda cfg: cfg.matmul_dtype == "fp8" and cfg.dtype == "fp32",

@@ -18,7 +18,8 @@ def _unused_formats(cfg: Any, samples: str) -> set[str]:
     return others if getattr(cfg, "samples", "answers") == samples else set()
 
 
-def _external(cfg: Any) -> bool:
+def is_external(cfg: Any) -> bool:
+    """Return whether the model is another library's."""
     return bool(cfg.model.implementation != "native")
 
 
@@ -44,7 +45,7 @@ METHOD_RULES: tuple[Rule, ...] = (
     Rule(("reward.loss", "data.format"), lambda cfg: _unused_formats(cfg, "classes"),
          "samples of this format have no class", "set data.format to classification, or reward.loss=pairwise",
          ("reward.loss=classification", "data.format=preference"), recipe=_REWARD, reads=_FORMATS),
-    Rule(("model.implementation", "reward.loss"), _external,
+    Rule(("model.implementation", "reward.loss"), is_external,
          "the score head is one of our own decoder", "set model.implementation=native", (_EXTERNAL,), recipe=_REWARD),
     Rule(("lora.target_modules", "reward.loss"), lambda cfg: "head" in cfg.lora.target_modules,
          "a score head is in the place of the output head, and is trained whole",
@@ -61,7 +62,7 @@ METHOD_RULES: tuple[Rule, ...] = (
          "set parallel.pipeline=1; a teacher that is too large is smaller with distill.quantize_teacher, on the host "
          "with distill.stream_teacher, and not there with `tune teach` and distill.from_disk",
          ("parallel.pipeline=2", "gradient_accumulation_steps=4"), recipe=_DISTILL),
-    Rule(("distill.divergence", "model.implementation"), _external,
+    Rule(("distill.divergence", "model.implementation"), is_external,
          "teacher and model hand hidden states to each other's output heads, which those of model.implementation="
          "native do", "remove model.implementation", (_EXTERNAL,), recipe=_DISTILL),
     Rule(("dtype", "distill.quantize_teacher"),

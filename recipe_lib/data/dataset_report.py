@@ -318,7 +318,7 @@ class DataReport:
         return lines
 
     def _idle_lines(self) -> list[str]:
-        """What samples hold that is not read, and of data.ignore_columns what none has."""
+        """Return what samples hold that is not read, and of data.ignore_columns what none has."""
         lines = []
         if self.idle_names:
             named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))

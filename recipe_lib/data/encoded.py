@@ -27,7 +27,7 @@ class Encoded:
     left_out: int = 0
 
     def cut(self, room: int) -> "Encoded":
-        """The first `room` ids; counts the answers that lose their end."""
+        """Return the first `room` ids; counts the answers that lose their end."""
         kept = tuple((start, end) for start, end in self.answers if start < room)
         lost = sum(end > room for _, end in kept)
         ends = self.untrained_ends + lost
@@ -47,7 +47,8 @@ class EncodedSample:
 def encode_spans(
     tokenizer: TextTokenizer, whole: str, found: Sequence[Span], escape: Escape, add_bos: bool, inside: bool = True
 ) -> Encoded:
-    """Ids of the whole text, trained inside of the spans, or outside of them. Raises SampleFault: none is trained."""
+    """Return ids of the whole text, trained inside of the spans, or outside of them. Raises SampleFault: none is
+    trained."""
     cuts = [0, *(at for span in found for at in (span.start, span.end)), len(whole)]
     ids, lengths, apart = _encode_between(tokenizer, whole, cuts, escape)
     trained = [bool(number % 2) is inside for number, length in enumerate(lengths) for _ in range(length)]
@@ -63,7 +64,7 @@ def encode_spans(
 
 
 def put_bos(tokenizer: TextTokenizer, ids: list[int]) -> list[int]:
-    """The ids behind BOS, once."""
+    """Return the ids behind BOS, once."""
     bos = tokenizer.bos_id
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
@@ -71,7 +72,7 @@ def put_bos(tokenizer: TextTokenizer, ids: list[int]) -> list[int]:
 def _encode_between(
     tokenizer: TextTokenizer, whole: str, cuts: Sequence[int], escape: Escape
 ) -> tuple[list[int], list[int], bool]:
-    """Ids of a text, how many lie between the cuts, and whether a cut had to be forced through a token."""
+    """Return ids of a text, how many lie between the cuts, and whether a cut had to be forced through a token."""
     parts = [whole[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
     pieces = encode_escaped(tokenizer, parts, escape)
     together = encode_escaped(tokenizer, [whole], escape)[0]

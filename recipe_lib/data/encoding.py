@@ -129,7 +129,7 @@ class SourceEncoder:
                         raise sample
                     self._read(chunk, number, place, sample)
                 except SampleFault as fault:
-                    self.encoder.take_spelled()
+                    self.encoder.special.take()
                     chunk.report.add_bad(fault.cause, located(place, fault))
         except UserError as error:
             chunk.fault = error
@@ -178,11 +178,11 @@ class SourceEncoder:
         report = chunk.report
         if isinstance(sample, Document):
             self._add_document(chunk, number, sample.text)
-            report.special.note(place, self.encoder.take_spelled())
+            report.special.note(place, self.encoder.special.take())
             return
         items = self._items(report, place, sample)
         content = sample.content if isinstance(sample, Classified) else sample
-        spelled = self.encoder.take_spelled()
+        spelled = self.encoder.special.take()
         report.special.note(place, spelled)
         report.preferences += isinstance(sample, Preference)
         report.margins += isinstance(sample, Preference) and sample.margin != 0

@@ -7,11 +7,11 @@ has not written itself. After that they stay text, or become tokens all the same
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from recipe_lib.data.samples import SampleFault, TextTokenizer
+from recipe_lib.data.special_counts import SpecialCounts
 from recipe_lib.data.thoughts import TAGS, with_tags
 
 # Unicode's private use areas, which no text should hold.
@@ -26,32 +26,18 @@ class Escape(NamedTuple):
     parses: bool = False
 
 
-@dataclass
-class SpelledTokens:
-    """The special tokens that a sample spells out, by token: how many become tokens, how many stay text.
-
-    rendered: its texts hold the template's own already, and are encoded as they stand."""
-
-    parsed: Counter[str] = field(default_factory=Counter)
-    unparsed: Counter[str] = field(default_factory=Counter)
-    rendered: bool = False
-
-
 class SpecialTokens:
-    """Looks for a tokenizer's special tokens in samples, and counts them. pattern: finds any; None: there are none."""
+    """Looks for a tokenizer's special tokens in samples, and counts them. pattern: finds any; None: there are none.
+    spelled: those of the sample that is encoded."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._tokenizer, self._spelled = tokenizer, SpelledTokens()
+        self._tokenizer, self.spelled = tokenizer, SpecialCounts()
         self.pattern = special_pattern(tokenizer.special_texts)
 
-    def take(self) -> SpelledTokens:
-        """What was noted since this was asked for the last time."""
-        spelled, self._spelled = self._spelled, SpelledTokens()
+    def take(self) -> SpecialCounts:
+        """Return what was noted since this was asked for the last time."""
+        spelled, self.spelled = self.spelled, SpecialCounts()
         return spelled
-
-    def note_rendered(self) -> None:
-        """Notes that the sample's texts are encoded as they stand."""
-        self._spelled.rendered = True
 
     def note(self, texts: Sequence[str], parses: bool) -> None:
         """Notes the tokens of texts that are encoded as they stand."""
@@ -59,12 +45,13 @@ class SpecialTokens:
 
     def note_once(self, content: list[Any], parses: bool) -> None:
         """Takes off what was noted for content that stands in a second sequence as well."""
-        if self._spelled.parsed or self._spelled.unparsed:
-            noted = self._spelled.parsed if parses else self._spelled.unparsed
+        if self.spelled.parsed or self.spelled.unparsed:
+            noted = self.spelled.parsed if parses else self.spelled.unparsed
             noted -= self._escaped(content)[2]
 
     def escape(self, content: list[Any], parses: bool = False) -> tuple[Any, Escape]:
-        """The same with a private letter inside each special token that is only written in the text; they are noted.
+        """Return the same with a private letter inside each special token that is only written in the text; they are
+        noted.
 
         Rendering puts the template's own special tokens between; these are found, the others are not.
         """
@@ -73,16 +60,24 @@ class SpecialTokens:
         return changed, Escape(letter, parses)
 
     def unused_letters(self, content: Any, count: int) -> list[str]:
-        """Letters that neither the content nor the chat template holds. Raises SampleFault: there are none left."""
-        return unused_letters(content, self._tokenizer.chat_template or "", count)
+        """Return letters that neither the content nor the chat template holds. Raises SampleFault: there are none
+        left."""
+        taken = set(self._tokenizer.chat_template or "").union(*texts_of(content))
+        free = (letter for letter in map(chr, chain(*PRIVATE_LETTERS)) if letter not in taken)
+        letters = list(islice(free, count))
+        if len(letters) < count:
+            raise SampleFault(
+                "too many private letters", "found every letter of Unicode's private use areas, expected text"
+            )
+        return letters
 
     def _add(self, counts: Mapping[str, int], parses: bool) -> None:
         if counts:
-            (self._spelled.parsed if parses else self._spelled.unparsed).update(counts)
+            (self.spelled.parsed if parses else self.spelled.unparsed).update(counts)
 
     def _escaped(self, content: list[Any]) -> tuple[Any, str | None, Counter[str]]:
-        """The content with a letter in each special token, the letter, and how many there are of each; the tags of an
-        answer's thought are none."""
+        """Return the content with a letter in each special token, the letter, and how many there are of each; the tags
+        of an answer's thought are none."""
         counts = count_special(content, self.pattern)
         if self.pattern is None or not counts:
             return content, None, counts
@@ -104,29 +99,17 @@ def special_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
-def unused_letters(content: Any, template: str, count: int) -> list[str]:
-    """Letters that neither the content nor the template holds. Raises SampleFault: there are none left."""
-    taken = set(template).union(*texts_of(content))
-    free = (letter for letter in map(chr, chain(*PRIVATE_LETTERS)) if letter not in taken)
-    letters = list(islice(free, count))
-    if len(letters) < count:
-        raise SampleFault(
-            "too many private letters", "found every letter of Unicode's private use areas, expected text"
-        )
-    return letters
-
-
 def count_special(content: Any, special: re.Pattern[str] | None) -> Counter[str]:
-    """How often nested lists and dicts spell out each special token."""
-    found: list[str] = []
+    """Return how often nested lists and dicts spell out each special token."""
+    tokens: list[str] = []
     if special is not None:
         for text in texts_of(content):
-            found += special.findall(text)
-    return Counter(found)
+            tokens += special.findall(text)
+    return Counter(tokens)
 
 
 def encode_escaped(tokenizer: TextTokenizer, parts: Sequence[str], escape: Escape) -> list[list[int]]:
-    """Ids of each part of a rendering, without the letter of an escape."""
+    """Return ids of each part of a rendering, without the letter of an escape."""
     if escape.parses and escape.letter is not None:
         return tokenizer.encode_pieces([part.replace(escape.letter, "") for part in parts])
     return tokenizer.encode_pieces(parts, literal=escape.letter)

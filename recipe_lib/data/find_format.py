@@ -55,9 +55,10 @@ def fitting(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str 
 
 
 def _value(form: str, column: str, sample: Mapping[str, Any], columns: Mapping[str, str]) -> Any:
-    """What a sample has for a column of a format, under the first of its names that holds something; None: nothing."""
-    found = (sample.get(name) for name in spellings(registered("data.format", form), column, columns))
-    return next((value for value in found if value is not None), None)
+    """Return what a sample has for a column of a format, under the first of its names that holds something; None:
+    nothing."""
+    values = (sample.get(name) for name in spellings(registered("data.format", form), column, columns))
+    return next((value for value in values if value is not None), None)
 
 
 def _with_nulls(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str) -> list[str]:
@@ -120,7 +121,7 @@ def _find(cfg: FullFinetuneConfig, files: Sequence[SampleFile], source: SourceCo
 def with_format(
     source: SourceConfig, files: Sequence[SampleFile], section: str, ignored: Sequence[str]
 ) -> SourceConfig:
-    """The source with the format of its files in the place of `auto`. Raises DataError if there is none."""
+    """Return the source with the format of its files in the place of `auto`. Raises DataError if there is none."""
     if source.format != AUTO:
         return source
     found = find_format(files, source.columns or {}, section, ignored=ignored)
@@ -217,7 +218,7 @@ def _remedy(sample: Mapping[str, Any], section: str, samples: str) -> str:
 
 
 def _reads(form: str, sample: Mapping[str, Any], renamed: Mapping[str, str], section: str) -> bool:
-    """Whether a format reads a sample under these names; one with an empty text is of the right kind."""
+    """Return whether a format reads a sample under these names; one with an empty text is of the right kind."""
     try:
         registered("data.format", form)(Renamed(sample, renamed, section, _required(form)))
     except SampleFault as fault:

@@ -10,11 +10,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any
 
 from recipe_lib.config.registry import register
 from recipe_lib.data.column_names import SAME_AS, read_truth, says_nothing
-from recipe_lib.data.messages import WHOLE, Turns, check_answer, check_order, conversation, read_turns, text_turn
+from recipe_lib.data.messages import WHOLE, Turns, check_answers, check_order, conversation, read_turns, text_turn
 from recipe_lib.data.prompts import (
     CHAT,
     open_request,
@@ -75,15 +74,15 @@ _columns = partial(columns, same=SAME_AS)  # of the formats here
 
 
 def _chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
-    """The conversation of these turns, with the system message, tools and template arguments of the row."""
-    whole = with_system(sample, turns)
+    """Return the conversation of these turns, with the system message, tools and template arguments of the row."""
+    all_turns = with_system(sample, turns)
     tools, path = read_tools(sample)
     return conversation(
-        whole.messages,
+        all_turns.messages,
         tools,
-        SamplePlaces(whole.places, path),
+        SamplePlaces(all_turns.places, path),
         variables=read_variables(sample),
-        asked=asked and asked + len(whole.messages) - len(turns.messages),
+        asked=asked and asked + len(all_turns.messages) - len(turns.messages),
     )
 
 
@@ -179,7 +178,7 @@ def read_preference(sample: RawSample) -> Preference:
                 "and rejected, expected them to part in an answer",
             )
         check_order(messages, places)
-        _check_answers(messages, shared, places)
+        check_answers(messages, shared, places)
     both = SamplePlaces(chosen.places, path), SamplePlaces(rejected.places, path)
     answers = chosen.messages[shared:], rejected.messages[shared:]
     margin, variables = _margin(sample.get("margin")), read_variables(sample)
@@ -187,7 +186,8 @@ def read_preference(sample: RawSample) -> Preference:
 
 
 def _prompt(sample: RawSample, names: Sequence[str]) -> Turns:
-    """What comes before an answer: the system message, earlier turns, and the question under one of these names."""
+    """Return what comes before an answer: the system message, earlier turns, and the question under one of these
+    names."""
     given = [name for name in names if not says_nothing(sample.get(name))]
     given = given or [name for name in names if sample.get(name) is not None][:1]
     if len(given) > 1:
@@ -196,13 +196,6 @@ def _prompt(sample: RawSample, names: Sequence[str]) -> Turns:
     if given or not says_nothing(sample.get("input")):
         before += read_question(sample, given[0] if given else "instruction")
     return with_system(sample, before)
-
-
-def _check_answers(messages: Sequence[Mapping[str, Any]], first: int, places: SamplePlaces) -> None:
-    """Raises SampleFault for an answer, from the message with this number on, with nothing in it."""
-    for number in range(first, len(messages)):
-        if messages[number]["role"] == "assistant":
-            check_answer(messages[number], places.text(number))
 
 
 def _margin(value: object) -> float:
@@ -251,7 +244,7 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
         where = path_of(sample, "completion")
         raise SampleFault("no answer", f"{where}: found {last} at its end, expected an answer")
     check_order(whole.messages, places)
-    _check_answers(whole.messages, shared, places)
+    check_answers(whole.messages, shared, places)
     variables = read_variables(sample)
     return LabeledAnswer(whole.messages[:shared], whole.messages[shared:], label, tools, places, variables)
 
@@ -301,7 +294,8 @@ def _class(sample: RawSample) -> str:
 
 
 def _why_no_prompt(sample: RawSample, chosen: Turns, rejected: Turns, shared: int) -> SampleFault | None:
-    """What is wrong with two answers that follow nothing, or a message of the system alone; None: they do not."""
+    """Return what is wrong with two answers that follow nothing, or a message of the system alone; None: they do
+    not."""
     both = [turns.messages[shared:] for turns in (chosen, rejected)]
     asked = any(message["role"] != "system" for message in chosen.messages[:shared])
     if asked or not all(messages and messages[0]["role"] == "assistant" for messages in both):

@@ -37,7 +37,8 @@ class Turns:
 
 
 def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
-    """The messages of a column, each {from, value} or {role, content}; or texts of the user and the assistant in turn.
+    """Return the messages of a column, each {from, value} or {role, content}; or texts of the user and the assistant in
+    turn.
 
     A call of a tool joins the words of the assistant before it, and calls after each other become one message
     (unless only one of the two is to be trained). names_calls: calls without an id are given one, also where all are
@@ -115,7 +116,7 @@ def is_call(turn: RawSample) -> bool:
 
 
 def read_message(message: RawSample, where: str) -> Message:
-    """One {role, content}; content may be a list of text parts, or null next to tool_calls."""
+    """Return one {role, content}; content may be a list of text parts, or null next to tool_calls."""
     kept = _kept(message, where)
     if is_call(message):
         calls = calls_in_text(text_of(message, "content", where=where), f"{where}.content")
@@ -134,7 +135,7 @@ def read_message(message: RawSample, where: str) -> Message:
 
 
 def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
-    """What a message holds, its calls as chat APIs have them. Raises SampleFault."""
+    """Return what a message holds, its calls as chat APIs have them. Raises SampleFault."""
     keys = [key for key in ("tool_calls", "function_call") if key in kept]
     if not keys:
         return kept
@@ -147,15 +148,15 @@ def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
 
 
 def _role(message: RawSample, key: str, where: str, expected: str) -> str:
-    """The name of the speaker as chat APIs have it. Raises SampleFault."""
+    """Return the name of the speaker as chat APIs have it. Raises SampleFault."""
     role = message.get(key)
-    found = SPEAKERS.get(role) or SPEAKERS.get(role.lower()) if isinstance(role, str) else None
-    if found is None:
+    known_role = SPEAKERS.get(role) or SPEAKERS.get(role.lower()) if isinstance(role, str) else None
+    if known_role is None:
         said = shown(role) if key in message else "nothing"
         raise SampleFault(
             "unknown role", f"{where}.{key}: found {said}, expected {'one of ' * (key == 'role')}{expected}"
         )
-    return found
+    return known_role
 
 
 def _kept(message: RawSample, where: str, *others: str) -> dict[str, Any]:
@@ -174,7 +175,7 @@ def _kept(message: RawSample, where: str, *others: str) -> dict[str, Any]:
 
 
 def _flag(name: str, value: Any, where: str) -> bool:
-    """Whether a flag says that its message is trained."""
+    """Return whether a flag says that its message is trained."""
     if name == "weight":
         if isinstance(value, bool) or value not in (0, 1):
             raise SampleFault("weight of a message", f"{where}.weight: found {shown(value)}, expected 0 or 1")
@@ -204,8 +205,7 @@ def conversation(
             "no answer",
             f"found no answer among the messages ({len(messages)}), expected one of the assistant",
         )
-    for number in answers:
-        check_answer(messages[number], places.text(number))
+    check_answers(messages, 0, places)
     return Conversation(messages, tools, places, variables or {}, asked)
 
 
@@ -224,10 +224,13 @@ def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
         before = message["role"]
 
 
-def check_answer(message: Message, where: str) -> None:
-    """Raises SampleFault for an answer with nothing in it to train on. where: its content's path."""
-    if not message["content"].strip() and not message.get("tool_calls"):
-        raise SampleFault("empty answer", f"{where}: found an empty answer, expected text to train on")
+def check_answers(messages: Sequence[Message], first: int, places: SamplePlaces) -> None:
+    """Raise SampleFault for an answer, from the message with this number on, with nothing in it to train on."""
+    for number in range(first, len(messages)):
+        message = messages[number]
+        if message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
+            where = places.text(number)
+            raise SampleFault("empty answer", f"{where}: found an empty answer, expected text to train on")
 
 
 def _idle_part_keys(parts: Sequence[Any]) -> dict[str, Any]:

@@ -101,8 +101,8 @@ def open_request(sample: RawSample) -> RawSample:
         if not says_nothing(sample.get(name)):
             raise SampleFault("two prompts", f"{path_of(sample, name)}: found it beside input, expected one of the two")
     opened = Renamed({**sample, "input": None} | taken, {}, "data")
-    own = sample.own if isinstance(sample, Renamed) else {}
-    opened.own = {**own, "prompt": f"{path}.messages", "tools": f"{path}.tools"}
+    own_names = sample.own if isinstance(sample, Renamed) else {}
+    opened.own = {**own_names, "prompt": f"{path}.messages", "tools": f"{path}.tools"}
     return opened
 
 

@@ -30,24 +30,24 @@ OTHER_NAMES = {
 
 
 def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises SampleFault for a key that stands in it twice: the last one would win unsaid."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Return an object of JSON. Raises SampleFault for a key that stands in it twice: the last one would win unsaid."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise SampleFault("key twice", f"found the key {shown(twice)} twice in an object, expected it once")
-    return found
+    return value
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_as_object)  # made once: json.loads makes one for each text
 
 
 def spellings(reader: Any, column: str, columns: Mapping[str, str]) -> tuple[str, ...]:
-    """The names under which a format takes a column of a row, in this order. columns: as `data.columns`."""
+    """Return the names under which a format takes a column of a row, in this order. columns: as `data.columns`."""
     if column in columns:
         return (columns[column],)
-    others = getattr(reader, "same", {}), getattr(reader, "instead", {})
-    return (column, *(name for names in others for name in names.get(column, ())))
+    aliases = getattr(reader, "same", {}), getattr(reader, "instead", {})
+    return (column, *(name for names in aliases for name in names.get(column, ())))
 
 
 def called(column: str, sample: RawSample, others: Sequence[str]) -> str | None:
@@ -77,7 +77,7 @@ def path_of(sample: RawSample, name: str) -> str:
 
 
 def name_path(name: str) -> str:
-    """The path of a column by its name in the file; one that begins with a dot is a path already."""
+    """Return the path of a column by its name in the file; one that begins with a dot is a path already."""
     if name.startswith("."):
         return name
     return f".{name}" if _WORD.match(name) else f".[{json.dumps(name, ensure_ascii=False)}]"

@@ -17,11 +17,6 @@ class MessagePlace(NamedTuple):
     path: str
     text: str
 
-    @property
-    def is_text(self) -> bool:
-        """Whether a column is the content itself, and no message."""
-        return self.path == self.text
-
 
 @dataclass(frozen=True)
 class SamplePlaces:
@@ -38,8 +33,8 @@ class SamplePlaces:
 
     @property
     def are_texts(self) -> bool:
-        """Whether each message is the text of a column."""
-        return bool(self.messages) and all(place.is_text for place in self.messages)
+        """Return whether each message is the text of a column, which has the message's place too."""
+        return bool(self.messages) and all(place.path == place.text for place in self.messages)
 
     def text(self, number: int) -> str:
         """Where the content of a message is."""

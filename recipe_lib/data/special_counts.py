@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.data.escaping import SpelledTokens
 from recipe_lib.units import counted
 
 PLACES = 5  # samples that are named
@@ -14,8 +13,9 @@ SHOWN = 5  # special tokens that a line names
 
 @dataclass
 class SpecialCounts:
-    """Counts by token. parsed: became tokens; unparsed: stay text, in so many `samples`, of which `places` has the
-    first. rendered: samples that hold the template's own tokens and are encoded as they stand."""
+    """Counts by token, of one sample or of many. parsed: became tokens; unparsed: stay text, in so many `samples`, of
+    which `places` has the first. rendered: samples that hold the template's own tokens and are encoded as they stand.
+    """
 
     parsed: Counter[str] = field(default_factory=Counter)
     unparsed: Counter[str] = field(default_factory=Counter)
@@ -23,15 +23,12 @@ class SpecialCounts:
     places: list[str] = field(default_factory=list)
     rendered: int = 0
 
-    def note(self, place: str, spelled: SpelledTokens) -> None:
+    def note(self, place: str, spelled: "SpecialCounts") -> None:
         """Adds what a sample spells out. place: of the sample."""
-        self.parsed.update(spelled.parsed)
-        self.rendered += spelled.rendered
         if spelled.unparsed:
-            self.unparsed.update(spelled.unparsed)
-            self.samples += 1
-            if len(self.places) < PLACES:
-                self.places.append(f"{place}: found {_name_tokens(spelled.unparsed)}")
+            spelled.samples = 1
+            spelled.places = [f"{place}: found {_name_tokens(spelled.unparsed)}"]
+        self.add(spelled)
 
     def add(self, other: "SpecialCounts") -> None:
         """Adds the counts over samples that come later."""
@@ -43,7 +40,7 @@ class SpecialCounts:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "SpecialCounts":
-        """The counts whose `vars` were made into JSON values. Raises TypeError or KeyError for anything else."""
+        """Return the counts whose `vars` were made into JSON values. Raises TypeError or KeyError for anything else."""
         counters = {name: Counter(content[name]) for name in ("parsed", "unparsed")}
         return SpecialCounts(**dict(content) | counters)
 
@@ -63,7 +60,7 @@ class SpecialCounts:
         return lines
 
     def unparsed_line(self) -> str:
-        """Which special tokens stay text, and what to do."""
+        """Return which special tokens stay text, and what to do."""
         spell = "spells" if self.samples == 1 else "spell"
         return (
             f"{counted(self.samples, 'sample')} {spell} out special tokens that stay text, cut into pieces: "

@@ -63,19 +63,15 @@ def learn_habits(render: Render, source: str, special: re.Pattern[str] | None, l
 
 
 class TemplateFields:
-    """Which keys of a message, and which variables, a chat template has a use for."""
+    """Which keys of a message, and which variables, a chat template has a use for. names: all that it speaks of."""
 
     def __init__(self, tokenizer: TextTokenizer | None) -> None:
         """tokenizer: the one that has the template; None: no template reads anything but roles and contents."""
         self._tokenizer = tokenizer
         source = (tokenizer.chat_template if tokenizer else None) or ""
         code = " ".join(_TEXTS.sub("", block) for block in _BLOCKS.findall(source))
-        self._names = frozenset(_NAMES.findall(code))
+        self.names = frozenset(_NAMES.findall(code))
         self._keys = dict[tuple[str, str, Any], bool]()
-
-    def reads_variable(self, name: str) -> bool:
-        """Return whether the template speaks of a variable of this name."""
-        return name in self._names
 
     def reads_key(self, role: str, key: str, value: Any) -> bool:
         """Return whether the template writes another text for a message of this role with this key, or refuses it."""

@@ -12,7 +12,7 @@ from typing import Any
 from recipe_lib.data import spans
 from recipe_lib.data.answers import AnswerFinder, Writing, in_whole, shared_out, text_of
 from recipe_lib.data.encoded import Encoded, EncodedSample, encode_spans, put_bos
-from recipe_lib.data.escaping import Escape, SpecialTokens, SpelledTokens, encode_escaped
+from recipe_lib.data.escaping import Escape, SpecialTokens, encode_escaped
 from recipe_lib.data.generation_tags import marked_answers
 from recipe_lib.data.plain_template import bos_text, eos_text, plain_or_fault
 from recipe_lib.data.samples import (
@@ -67,12 +67,12 @@ class Encoder:
         self.add_bos = add_bos and tokenizer.bos_id is not None and tokenizer.add_bos_by_default
         self._bos = bos_text(tokenizer, add_bos)  # written, so that what follows is encoded as it is after BOS
         self._stops = {tokenizer.token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids}
-        self._special = SpecialTokens(tokenizer)
+        self.special = SpecialTokens(tokenizer)
         self._parses = parse_special is True  # in messages
         render = tokenizer.render_chats if self.template == "chat" else None
         self.texts = TextEncoder(
             tokenizer=tokenizer,
-            special=self._special,
+            special=self.special,
             add_bos=self.add_bos,
             add_eos=add_eos,
             parses=parse_special is not False,
@@ -95,10 +95,6 @@ class Encoder:
             return self._conversation(sample, picked)
         return EncodedSample([self.texts.encode_completion(sample, with_prompt=self.train_on == "all")])
 
-    def take_spelled(self) -> SpelledTokens:
-        """The special tokens that samples have spelled out since this was asked for the last time."""
-        return self._special.take()
-
     def encode_preference(self, sample: Preference) -> tuple[Encoded, Encoded]:
         """The prompt with the chosen answer, and with the rejected one; only the answers are trained, whatever
         `train_on` says. Raises SampleFault."""
@@ -115,7 +111,7 @@ class Encoder:
                 )
                 for answer, places in zip((sample.chosen, sample.rejected), sample.places, strict=True)
             )
-            self._special.note_once(self._prepared(sample.prompt, sample.tools), parses)
+            self.special.note_once(self._prepared(sample.prompt, sample.tools, sample.variables), parses)
         if chosen.ids == rejected.ids:
             raise SampleFault(
                 "nothing to prefer", "found the same chosen and rejected answer, expected two that differ"
@@ -123,7 +119,7 @@ class Encoder:
         return chosen, rejected
 
     def encode_labeled(self, sample: LabeledAnswer) -> Encoded:
-        """The prompt with the answer, which alone is trained. Raises SampleFault."""
+        """Return the prompt with the answer, which alone is trained. Raises SampleFault."""
         row = read_text_row(sample) if self.texts.parses else None
         if row is not None and self.texts.is_rendered(row):
             return self.texts.encode_rendered(row)[0]
@@ -160,15 +156,15 @@ class Encoder:
         if isinstance(content, Document):
             ids = self.texts.encode_text(content.text)
             return Encoded(ids, [False] + [True] * (len(ids) - 1))
-        read = [*self._prepared(content.messages, content.tools, content.places), dict(content.variables)]
-        (messages, tools, variables), escape = self._special.escape(read, self._parses or row is not None)
+        read = self._prepared(content.messages, content.tools, content.variables, content.places)
+        (messages, tools, variables), escape = self.special.escape(read, self._parses or row is not None)
         text = text_of(self._renders(messages, tools, [(len(messages), False, ())], _given(variables))[0])
         add_bos = self.add_bos and self.template == "plain"
         return encode_spans(self.tokenizer, text, [], escape, add_bos, inside=False)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """Ids of a conversation that the assistant is to go on with. Raises DataError."""
-        (messages, tools), escape = self._special.escape(self._prepared(messages, tools))
+        (messages, tools, _), escape = self.special.escape(self._prepared(messages, tools))
         (text,) = self._renders(messages, tools, [(len(messages), True, ())])
         if isinstance(text, DataError):
             raise text
@@ -177,7 +173,7 @@ class Encoder:
 
     def written(self, messages: Sequence[Message], tools: Tools = None) -> str | DataError:
         """The text of a conversation that the assistant is to go on with, or what the template objects to."""
-        read, tools = self._prepared(messages, tools)
+        read, tools, _ = self._prepared(messages, tools)
         return self._renders(read, tools, [(len(messages), True, ())])[0]
 
     def _conversation(
@@ -196,8 +192,8 @@ class Encoder:
         parses = parses or self._parses
         written = [self._without_end(message) for message in sample.messages] if parses else sample.messages
         try:
-            read = [*self._prepared(written, sample.tools, sample.places), dict(sample.variables)]
-            (messages, tools, variables), escape = self._special.escape(read, parses)
+            read = self._prepared(written, sample.tools, sample.variables, sample.places)
+            (messages, tools, variables), escape = self.special.escape(read, parses)
             whole = Conversation(messages, tools, sample.places, variables)
             return self._shared_out(whole, numbers, escape, inside)
         except RecursionError:
@@ -206,16 +202,16 @@ class Encoder:
             ) from None
 
     def _without_end(self, message: Message) -> Message:
-        """An answer without the end token that its text ends with: the template writes it."""
+        """Return an answer without the end token that its text ends with: the template writes it."""
         end = self.texts.find_end(message["content"]) if message["role"] == "assistant" else ""
         if not end:
             return message
-        self._special.note([end], parses=True)
+        self.special.note([end], parses=True)
         return {**message, "content": self.texts.take_end(message["content"])}
 
     def _shared_out(self, sample: Conversation, numbers: Sequence[int], escape: Escape, inside: bool) -> EncodedSample:
-        """The messages with these numbers in as few sequences as the template allows; inside false: everything but
-        them, in one."""
+        """Return the messages with these numbers in as few sequences as the template allows; inside false: everything
+        but them, in one."""
         messages, tools, places = sample.messages, sample.tools, sample.places
 
         def renders(
@@ -224,7 +220,7 @@ class Encoder:
             return self._renders(taken, tools, wanted, _given(sample.variables, options))
 
         def letters() -> list[str]:
-            return self._special.unused_letters([messages, tools, sample.variables], 2)
+            return self.special.unused_letters([messages, tools, sample.variables], 2)
 
         answers = [number for number in numbers if messages[number]["role"] == "assistant"]
         finder = AnswerFinder(renders, messages, answers, self._writing(letters, escape), places)
@@ -262,12 +258,12 @@ class Encoder:
         others = [number for number in numbers if messages[number]["role"] != "assistant"]
         found: dict[int, Span] = {}
         if others:
-            letters = self._special.unused_letters([messages, tools, sample.variables], 2)
+            letters = self.special.unused_letters([messages, tools, sample.variables], 2)
             where = spans.find_others(
                 lambda wanted: self._renders(messages, tools, wanted, _given(sample.variables)),
                 messages,
                 others,
-                self._special.pattern,
+                self.special.pattern,
                 letters,
                 sample.places,
             )
@@ -288,15 +284,21 @@ class Encoder:
         return learn_habits(
             lambda messages, wanted, tools: self.tokenizer.render_chats(messages, wanted, tools),
             source,
-            self._special.pattern,
-            self._special.unused_letters([], 1)[0],
+            self.special.pattern,
+            self.special.unused_letters([], 1)[0],
         )
 
-    def _prepared(self, messages: Sequence[Message], tools: Tools, places: SamplePlaces | None = None) -> list[Any]:
-        """What the template is given."""
+    def _prepared(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        variables: Mapping[str, Any] | None = None,
+        places: SamplePlaces | None = None,
+    ) -> list[Any]:
+        """Return what the template is given: messages, tools, variables."""
         at = (places or SamplePlaces()).at
         read = [spans.prepared(message, at(number), self._habits) for number, message in enumerate(messages)]
-        return [read, list(tools) if tools else None]
+        return [read, list(tools) if tools else None, dict(variables or {})]
 
     def _renders(
         self,
@@ -307,12 +309,12 @@ class Encoder:
     ) -> Sequence[str | DataError]:
         if self.template == "chat":
             return self.tokenizer.render_chats(messages, wanted, tools, options)
-        return [plain_or_fault(messages, one, self._eos(), self._bos) for one in wanted]
+        return [plain_or_fault(messages, one, eos_text(self.tokenizer), self._bos) for one in wanted]
 
     def _writing(self, letters: Callable[[], Sequence[str]], escape: Escape) -> Writing:
         chat, end = self.template == "chat", self.tokenizer.turn_end
         return Writing(
-            self._special.pattern,
+            self.special.pattern,
             self._stops,
             end.closing if chat else "",
             end.next_turn if chat else "",
@@ -326,12 +328,9 @@ class Encoder:
         ids = encode_escaped(self.tokenizer, [text], escape)[0]
         return [self.tokenizer.token_bytes(i).decode(errors="replace") for i in ids]
 
-    def _eos(self) -> str:
-        return eos_text(self.tokenizer)
-
 
 def _given(variables: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
-    """The options of a rendering with the variables that a sample gives its template; these win."""
+    """Return the options of a rendering with the variables that a sample gives its template; these win."""
     options = options or {}
     return {**options, "variables": {**options.get("variables", {}), **variables}} if variables else options or None
 

@@ -67,18 +67,19 @@ class TextEncoder:
         self._ends = stops & set(tokenizer.special_texts)
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a text, without an end token."""
+        """Return ids of a text, without an end token."""
         self._special.note([text], self.parses)
         return self._tokenizer.encode(text, add_bos=self.add_bos, allow_special=self.parses)
 
     def encode_document(self, text: str) -> list[int]:
-        """Ids of a text, and EOS unless it ends with an end token."""
+        """Return ids of a text, and EOS unless it ends with an end token."""
         ids, eos = self.encode_text(text), self._tokenizer.eos_id
         is_ended = self.parses and self.find_end(text)
         return ids if is_ended or eos is None or not self.add_eos else [*ids, eos]
 
     def encode_completion(self, sample: Completion, with_prompt: bool = False) -> Encoded:
-        """Prompt and completion as they stand, and EOS unless they end with an end token; the completion is trained.
+        """Return prompt and completion as they stand, and EOS unless they end with an end token; the completion is
+        trained.
 
         with_prompt: all of it is. Raises DataError: there is no EOS. Raises SampleFault: nothing is trained."""
         texts = [sample.prompt, sample.completion]
@@ -88,22 +89,23 @@ class TextEncoder:
         else:
             texts, escape = self._special.escape(texts)
         is_ended = self.parses and self.find_end(sample.completion)
-        whole = "".join(texts) + (eos_text(self._tokenizer) if self.add_eos and not is_ended else "")
-        span = Span(0 if with_prompt else len(texts[0]), len(whole))
-        return encode_spans(self._tokenizer, whole, [span], escape, self.add_bos)
+        whole_text = "".join(texts) + (eos_text(self._tokenizer) if self.add_eos and not is_ended else "")
+        span = Span(0 if with_prompt else len(texts[0]), len(whole_text))
+        return encode_spans(self._tokenizer, whole_text, [span], escape, self.add_bos)
 
     def find_end(self, text: str) -> str:
-        """The special token at the end of a text, white space left out, that generation stops at; empty: none."""
+        """Return the special token at the end of a text, white space left out, that generation stops at; empty:
+        none."""
         bare = text.rstrip()
         return max((end for end in self._ends if bare.endswith(end)), key=len, default="")
 
     def take_end(self, text: str) -> str:
-        """The text without the end token at its end, if it has one."""
+        """Return the text without the end token at its end, if it has one."""
         end = self.find_end(text)
         return text.rstrip().removesuffix(end) if end else text
 
     def is_rendered(self, row: TextRow) -> bool:
-        """Whether the texts hold special tokens of a template; an end token behind an answer is none.
+        """Return whether the texts hold special tokens of a template; an end token behind an answer is none.
 
         Raises SampleFault where something stands beside them that they would have to hold."""
         turns = self._turn_tokens
@@ -115,11 +117,11 @@ class TextEncoder:
                 f".{row.beside}: found {row.beside} beside texts that spell out the chat template's special tokens and "
                 "are not rendered again, expected it within them",
             )
-        self._special.note_rendered()
+        self._special.spelled.rendered = 1
         return True
 
     def encode_rendered(self, row: TextRow) -> list[Encoded]:
-        """Each answer behind the prompt, as they stand. Raises SampleFault: two texts that share no beginning.
+        """Return each answer behind the prompt, as they stand. Raises SampleFault: two texts that share no beginning.
 
         The prompt of a pair without one is what the ids of both begin with."""
         prompt = row.prompt
@@ -148,15 +150,15 @@ class TextEncoder:
         if self._render is None or known is None:
             return known
         bos = self._tokenizer.bos_id
-        found = set(self._ends) if bos is None else {*self._ends, self._tokenizer.token_bytes(bos).decode()}
+        turn_tokens = set(self._ends) if bos is None else {*self._ends, self._tokenizer.token_bytes(bos).decode()}
         for messages in _PROBES:
             for text in self._render(messages, [(len(messages), False, ()), (len(messages) - 1, True, ())]):
-                found.update(known.findall(text) if isinstance(text, str) else ())
-        return special_pattern(found - set(TAGS))
+                turn_tokens.update(known.findall(text) if isinstance(text, str) else ())
+        return special_pattern(turn_tokens - set(TAGS))
 
 
 def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow | None:
-    """The texts of a row; None: something in it is a message."""
+    """Return the texts of a row; None: something in it is a message."""
     prompt = sample.messages if isinstance(sample, Conversation) else sample.prompt
     answers: list[Sequence[Message]] = []
     if isinstance(sample, Preference):

@@ -46,7 +46,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def read_function_call(call: Any, where: str) -> dict[str, Any]:
-    """The older field `function_call` of a message as a call of today. Raises SampleFault."""
+    """Return the older field `function_call` of a message as a call of today. Raises SampleFault."""
     if not isinstance(call, dict) or "function" in call:
         found = kind_of(call) if not isinstance(call, dict) else "an object with function"
         raise SampleFault(_CAUSE, f"{where}: found {found}, expected {_FUNCTION}")
@@ -100,8 +100,8 @@ def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
         function = {"name": call["name"], "arguments": call.get("arguments") or {}}
         check_arguments(function, f"{where}: arguments of {shown(call['name'])}")
         _check_keys(call, ("name", "arguments", "id", "type"), where)
-        own = {"id": call["id"]} if call.get("id") else {}
-        read.append({"type": "function"} | own | {"function": function})
+        given_id = {"id": call["id"]} if call.get("id") else {}
+        read.append({"type": "function"} | given_id | {"function": function})
     return read
 
 
@@ -144,7 +144,7 @@ def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
 
 
 def _read_tool(tool: RawSample) -> RawSample:
-    """A description as chat APIs have it; of a bare function, or of one with its type beside its name."""
+    """Return a description as chat APIs have it; of a bare function, or of one with its type beside its name."""
     if "name" not in tool or "function" in tool:
         return tool
     function = {key: value for key, value in tool.items() if key != "type" or value != "function"}

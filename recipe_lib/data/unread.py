@@ -42,11 +42,11 @@ from recipe_lib.errors import DataError
 _WORD = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # but tab, line feed and carriage return
 _NO_TEXT = ("role", "from", "type")  # fields of a message that are no text of it
-_BY_ROLE = {"assistant": (*MESSAGE_READ, *THOUGHT_KEYS), "tool": (*MESSAGE_READ, "tool_call_id")}
+_BY_ROLE = {"assistant": THOUGHT_KEYS, "tool": ("tool_call_id",)}
 
 
 class UnreadNames:
-    """What one source's rows hold beside what is read. Names are looked up once for all rows that have the same."""
+    """What one source's rows hold beside what is read."""
 
     def __init__(
         self,
@@ -59,16 +59,19 @@ class UnreadNames:
     ) -> None:
         """required, optional: columns that the format reads; none: it does not say, and nothing is looked at. ignored:
         as data.ignore_columns has them. same: other names of columns, read where these are absent."""
-        self._same = same
-        self.known, self.form, self.ignored = frozenset((*required, *optional)), form, tuple(ignored)
+        self.known, self.ignored = frozenset((*required, *optional)), tuple(ignored)
         self._optional = frozenset(optional)
         self._fields = fields
         self._not_read = f", which the format {form} does not read"
-        self._columns = dict[tuple[str, ...], tuple[list[tuple[str, str]], list[str]]]()
-        self._keys = dict[tuple[str, ...], list[str]]()
+        self._same = {
+            other: column
+            for column, others in same.items()
+            for other in others
+            if column in self.known and other not in self.known
+        }
 
     def leave_out(self, row: RawSample) -> tuple[RawSample, list[str]]:
-        """The row without what data.ignore_columns names, and the names of what was left out."""
+        """Return the row without what data.ignore_columns names, and the names of what was left out."""
         if self.ignored:
             left_out = [name for name in self.ignored if name in row and not says_nothing(row[name])]
             return {name: value for name, value in row.items() if name not in self.ignored}, left_out
@@ -80,8 +83,8 @@ class UnreadNames:
         for name in self._optional & row.keys():
             if says_nothing(row[name]):
                 del row[name]
-        for column, other in self._look_up(row)[0]:
-            value = row[other]
+        for other, column in self._same.items():
+            value = row.get(other)
             if says_nothing(value) or not says_nothing(row.get(column)):
                 continue
             if column == "tools" and not (isinstance(value, list) or (isinstance(value, str) and is_json_list(value))):
@@ -90,14 +93,15 @@ class UnreadNames:
             row.own = {**row.own, column: other}
 
     def find(self, row: Renamed, sample: Sample) -> list[str]:
-        """The names of what the row holds that is known to change nothing; `messages.KEY` is that of messages' keys.
+        """Return the names of what the row holds that is known to change nothing; `messages.KEY` is that of messages'
+        keys.
 
         Raises SampleFault for anything else that is not read.
         """
         if not self.known:
             return []
         idle, faults = list[str](), list[tuple[str, str]]()
-        unread = [(name, row[name]) for name in self._look_up(row)[1]]
+        unread = [(name, value) for name, value in row.items() if name not in self.known]
         for name, value in (*unread, *row.hidden.items()):
             if says_nothing(value):
                 continue
@@ -129,27 +133,12 @@ class UnreadNames:
             )
         return list(named)
 
-    def _look_up(self, row: RawSample) -> tuple[list[tuple[str, str]], list[str]]:
-        """(columns that are read, with other names of theirs that a row of these names has; names that are not
-        read)."""
-        names = tuple(row)
-        found = self._columns.get(names)
-        if found is None:
-            same = [
-                (column, other)
-                for column, others in self._same.items()
-                for other in others
-                if column in self.known and other in names and other not in self.known
-            ]
-            found = self._columns[names] = same, [name for name in names if name not in self.known]
-        return found
-
     def _why_not_idle(self, name: str, value: Any, row: Renamed, sample: Sample) -> str:
-        """What a column holds that is not read; empty: it changes nothing."""
+        """Return what a column holds that is not read; empty: it changes nothing."""
         word = plain(name)
-        for column, others in self._same.items():
-            if name in others and column in self.known and row.get(column) is not None:
-                return "" if row[column] == value else f"another {column} than the one in {path_of(row, column)}"
+        column = self._same.get(name)
+        if column is not None and row.get(column) is not None:
+            return "" if row[column] == value else f"another {column} than the one in {path_of(row, column)}"
         if why := why_not_column(name, value, is_text=isinstance(sample, Document)):
             return why
         texts = _texts_of(sample)
@@ -190,8 +179,10 @@ class UnreadNames:
         idle, faults = list[str](), dict[str, str]()
         for places, messages in _lists_of(sample):
             for number, message in enumerate(messages):
-                for key in self._unread_keys(message):
-                    role, value, name = message["role"], message[key], f"messages.{key}"
+                for key, value in list(message.items()):
+                    role, name = message["role"], f"messages.{key}"
+                    if key in MESSAGE_READ:
+                        continue
                     if name in self.ignored and isinstance(message, dict):
                         del message[key]  # the reader's own copy
                     elif key in _BY_ROLE.get(role, ()) or self._fields.reads_key(role, key, value):
@@ -204,15 +195,9 @@ class UnreadNames:
             raise SampleFault(_name_all(list(faults)), f"{'; '.join(faults.values())}; {self._remedy(list(faults))}")
         return idle
 
-    def _unread_keys(self, message: Message) -> list[str]:
-        names = tuple(message)
-        if names not in self._keys:
-            self._keys[names] = [name for name in names if name not in MESSAGE_READ]
-        return self._keys[names]
-
     def _find_variables(self, variables: Mapping[str, Any], row: Renamed) -> Iterator[str]:
         for name, value in variables.items():
-            if says_nothing(value) or self._fields.reads_variable(name):
+            if says_nothing(value) or name in self._fields.names:
                 continue
             column = "documents" if name == "documents" else "chat_template_kwargs"
             full = name if name == column else f"{column}.{name}"
@@ -226,7 +211,7 @@ class UnreadNames:
 
 
 def _name_all(names: Sequence[str]) -> str:
-    """The cause by which faults are counted."""
+    """Return the cause by which faults are counted."""
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not read"
 
 
@@ -236,7 +221,7 @@ def has_control_characters(sample: Sample) -> bool:
 
 
 def _lists_of(sample: Conversation | Preference | LabeledAnswer) -> Iterator[tuple[SamplePlaces, Sequence[Message]]]:
-    """The messages of a sample, with their places."""
+    """Return the messages of a sample, with their places."""
     if isinstance(sample, Conversation):
         yield sample.places, sample.messages
     elif isinstance(sample, LabeledAnswer):
@@ -247,21 +232,21 @@ def _lists_of(sample: Conversation | Preference | LabeledAnswer) -> Iterator[tup
 
 
 def _texts_of(sample: Sample) -> list[str]:
-    """Every text that is read of a sample, descriptions of tools left out."""
+    """Return every text that is read of a sample, descriptions of tools left out."""
     content = sample.content if isinstance(sample, Classified) else sample
     if isinstance(content, Document):
         return [content.text]
     if isinstance(content, Completion):
         return [content.prompt, content.completion]
-    found = list[str]()
+    texts = list[str]()
     for _, messages in _lists_of(content):
         for message in messages:
-            found += [message[key] for key in ("content", *THOUGHT_KEYS) if isinstance(message.get(key), str)]
-    return found
+            texts += [message[key] for key in ("content", *THOUGHT_KEYS) if isinstance(message.get(key), str)]
+    return texts
 
 
 def _repeats(value: Any, texts: Sequence[str]) -> bool:
-    """Whether every text in a value stands in one of these."""
+    """Return whether every text in a value stands in one of these."""
     if isinstance(value, str):
         said = value.strip()
         return any(said in text for text in texts)

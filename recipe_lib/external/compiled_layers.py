@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.external.alike_layers import NUMBERS, alike_layers
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
+from recipe_lib.ops.dtensor_shards import local
 from recipe_lib.ops.gathered import Group
-from recipe_lib.parallel.tensor import local
 
 _Alone = Callable[[Tensor, Any], AbstractContextManager[None]]
 _Place = tuple[dict[str, Any], str]

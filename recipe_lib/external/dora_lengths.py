@@ -16,9 +16,8 @@ from recipe_lib.adapters.layers import AdaptedMatrix
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.errors import ConfigError
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
-from recipe_lib.ops.dtensor_shards import Runs
+from recipe_lib.ops.dtensor_shards import Runs, local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
-from recipe_lib.parallel.tensor import local
 
 _LENGTHS = "lora_magnitude_vector"
 _CALLS = 3  # of an adapted linear, before DoRA does anything else: the product, and the adapter's two

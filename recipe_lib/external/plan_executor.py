@@ -43,8 +43,8 @@ from recipe_lib.external.tensor_plan.exchanges import (
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan
 from recipe_lib.external.tensor_plan.summary import pattern_of
 from recipe_lib.models.find_layers import layer_names
+from recipe_lib.ops.dtensor_shards import local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
-from recipe_lib.parallel.tensor import local
 
 # What a class calls in the place of another function where it is compiled, with the same arguments.
 _SAME_CALL = {"grouped_mm_fallback": "_grouped_mm"}

@@ -99,9 +99,10 @@ def _all_pieces(
     return found
 
 
-def _taken(others: Sequence[Any], part: slice, rows: int) -> list[Any]:
-    """What else a forward takes, of a piece of its tokens; of ranks that share tokens each has the same piece."""
-    return [other.take(part, rows) if isinstance(other, RealTokens) else other for other in others]
+def _taken(arguments: Sequence[Any], part: slice, rows: int) -> list[Any]:
+    """Return what else a forward takes, of a piece of its tokens; of ranks that share tokens each has the same
+    piece."""
+    return [argument.take(part, rows) if isinstance(argument, RealTokens) else argument for argument in arguments]
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from recipe_lib.units import name_first
+
 # Patterns of file names, the most telling first, and what to do with a folder that has such files alone.
 _FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("*.gguf",), "GGUF files cannot be trained: take the safetensors checkpoint that this one was made from"),
@@ -43,6 +45,5 @@ def other_weights(folder: Path, missing: str) -> str | None:
     for patterns, remedy in _FORMATS:
         found = sorted(path.name for pattern in patterns for path in folder.glob(pattern) if path.is_file())
         if found:
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            return f"{folder}: has {found[0]}{more} but no {missing}; {remedy}"
+            return f"{folder}: has {name_first(found)} but no {missing}; {remedy}"
     return None

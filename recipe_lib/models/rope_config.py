@@ -23,7 +23,7 @@ BASES = (1e-9, 1e12)
 
 
 def is_within(value: Any, bounds: tuple[float, float]) -> bool:
-    """Whether a value out of JSON is a number of that size (true is not a number)."""
+    """Return whether a value out of JSON is a number of that size (true is not a number)."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and bounds[0] <= value <= bounds[1]
 
 

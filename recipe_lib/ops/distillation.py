@@ -16,7 +16,7 @@ What is kept for backward is a gradient of the hidden states and one of the weig
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -27,8 +27,9 @@ from torch import Tensor
 
 from recipe_lib.ops.chunked_heads import ChunkedAdaptedHead, ChunkedHead, ChunkedLogits, gathered
 from recipe_lib.ops.cross_entropy import chunk_loss, largest_of
-from recipe_lib.ops.fused_loss import IGNORED
+from recipe_lib.ops.fused_loss import IGNORED, widen_dtype
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
+from recipe_lib.ops.token_log_probs import row_pieces
 
 SumRows = Callable[[Tensor], Tensor]
 
@@ -121,7 +122,7 @@ class _Distilled(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> Tensor:
         student = make_head((hidden, *tensors), ctx.needs_input_grad[5:])
-        found = torch.zeros(2, dtype=wide(hidden.dtype), device=hidden.device)
+        found = torch.zeros(2, dtype=widen_dtype(hidden.dtype), device=hidden.device)
 
         def run(target: "ChunkTarget") -> None:
             _run_chunks(loss, student, target, labels, softcap, group, found)
@@ -170,7 +171,7 @@ def likeliest_tokens(states: TeacherStates, count: int, temperature: float, voca
 
     def run(*, hidden: Tensor, **head: Any) -> None:
         target = HeadTarget(Divergence(temperature=temperature), hidden=hidden.flatten(0, -2)[labeled], **head)
-        for part in pieces(target.hidden.shape[0], chunks):
+        for part in row_pieces(target.hidden.shape[0], chunks):
             logs = target.logits(part, 0, vocabulary, target.weight.shape[0])
             logs.sub_(log_sum(logs, None))
             top = logs.topk(count)
@@ -198,7 +199,7 @@ def _run_chunks(
     by_rank = labels.reshape(1 if group is None else group.size, -1)
     wants = any(gradient is not None for gradient in student.gradients)
     temperature = loss.divergence.temperature
-    for part in pieces(student.rows, loss.chunks):
+    for part in row_pieces(student.rows, loss.chunks):
         rows = by_rank[:, part].flatten()
         ignored = rows == IGNORED
         logits = student.logits(part)
@@ -270,7 +271,7 @@ class HeadTarget:
         logits = F.linear(gathered(self.hidden[part], self.group), self.weight, self.bias)
         if self.group is not None and self.weight.shape[0] != width:
             logits = wait(start_gather(logits.t(), self.group))[first : first + count].t()
-        logits = logits[:, :count].to(wide(logits.dtype))
+        logits = logits[:, :count].to(widen_dtype(logits.dtype))
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits if self.divergence.temperature == 1 else logits.div_(self.divergence.temperature)
@@ -352,15 +353,3 @@ def log_sum(logits: Tensor, group: Group | None) -> Tensor:
 
 def _sum_rows(group: Group | None) -> SumRows:
     return lambda values: values.sum(1) if group is None else all_reduce(values.sum(1), "sum", group)
-
-
-def pieces(rows: int, chunks: int) -> Iterator[slice]:
-    """So many parts of the rows, even to within one."""
-    count = max(1, min(chunks, rows))
-    for piece in range(count):
-        yield slice(rows * piece // count, rows * (piece + 1) // count)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What logits are turned to."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,6 +1,7 @@
 """A rank's part of a sharded tensor, and the whole tensor of all parts."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,18 @@ Runs = tuple[int, tuple[tuple[int, int], ...]]
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, detached; it shares memory with it."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def local(parameter: Tensor | None) -> Any:
+    """Return a rank's own part; its gradient is this rank's too."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def with_local(value: Tensor, part: Tensor) -> Tensor:
+    """Return a tensor that lies on the ranks as `value` does, with this as its part on this rank."""
+    if not isinstance(value, DTensor):
+        return part
+    return DTensor(part, value._spec, requires_grad=False)  # type: ignore[call-arg]  # `from_local` would move it
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:

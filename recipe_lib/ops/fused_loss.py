@@ -34,11 +34,11 @@ def fused_cross_entropy(
 
 def cap_of(logits: Tensor, softcap: float | None) -> Tensor | None:
     """A softcap as the two functions take it: a number would be compiled for itself."""
-    return None if softcap is None else logits.new_full((), softcap, dtype=_wide(logits.dtype))
+    return None if softcap is None else logits.new_full((), softcap, dtype=widen_dtype(logits.dtype))
 
 
 def _shapes_of_log_probs(logits: Tensor, labels: Tensor, cap: Tensor | None) -> tuple[Tensor, Tensor]:
-    of_rows = logits.new_empty(logits.shape[:1], dtype=_wide(logits.dtype))
+    of_rows = logits.new_empty(logits.shape[:1], dtype=widen_dtype(logits.dtype))
     return of_rows, torch.empty_like(of_rows)
 
 
@@ -75,9 +75,10 @@ def label_log_prob_gradients(
 
 
 def _capped(logits: Tensor, cap: Tensor | None) -> Tensor:
-    wide = logits.to(_wide(logits.dtype))
+    wide = logits.to(widen_dtype(logits.dtype))
     return wide if cap is None else cap * torch.tanh(wide / cap)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def widen_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what logits are turned to: fp32, of fp64 fp64."""
     return torch.promote_types(dtype, torch.float32)

@@ -55,7 +55,7 @@ def scaled_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, kind: str
 
 
 def scaled_product(left: Tensor, right: Tensor, kind: str, counted: Tensor | None = None) -> Tensor:
-    """`left [m, k] @ right.T [k, n]`, both rounded row by row, in left's type.
+    """Return `left [m, k] @ right.T [k, n]`, both rounded row by row, in left's type.
 
     counted: bool `[k]`, False where left has zeros alone, so that what right has there does not scale its rows.
     """
@@ -81,7 +81,8 @@ def scaled_product(left: Tensor, right: Tensor, kind: str, counted: Tensor | Non
 
 
 def quantize_rows(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes `[m', k']` of a matrix `[m, k]`, with zeros up to what kernels take, and a scale for each row `[m]`, fp32.
+    """Return codes `[m', k']` of a matrix `[m, k]`, with zeros up to what kernels take, and a scale for each row `[m]`,
+    fp32.
 
     `codes[:m, :k] * scales[:, None]` is the matrix, each entry within half a step of its row: of its largest magnitude
     over 254 in int8, of the entry's own magnitude over 16 in fp8. counted: bool `[k]`, the columns that are not taken
@@ -221,6 +222,6 @@ class _ScaledLinear(torch.autograd.Function):
 
 
 def _weight_gradient(gradient: Tensor, hidden: Tensor, kind: str) -> Tensor:
-    """G.T X, with X scaled by the tokens that have a gradient: padding has none."""
+    """Return G.T X, with X scaled by the tokens that have a gradient: padding has none."""
     has_gradient = torch.linalg.vector_norm(gradient, ord=float("inf"), dim=1) != 0
     return scaled_product(gradient.t(), hidden.t(), kind, has_gradient)

@@ -22,19 +22,19 @@ class RealTokens:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], row_length: int) -> "RealTokens":
-        """Those of rows of so many tokens, of which the first `lengths` are real."""
+        """Return the real tokens of rows of `row_length`, of which the first `lengths` are real."""
         starts = [row * row_length for row in range(len(lengths))]
         return cls([(start, start + length) for start, length in zip(starts, lengths, strict=True)],
                    row_length * len(lengths))  # fmt: skip
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row, 1 at the least."""
+        """Return how many tokens the longest row has, 1 at the least."""
         return max([1, *(last - first for first, last in self.spans)])
 
     @property
     def total(self) -> int:
-        """How many tokens are real."""
+        """Return how many tokens are real."""
         return sum(last - first for first, last in self.spans)
 
     def take(self, part: slice, every: int) -> "RealTokens":

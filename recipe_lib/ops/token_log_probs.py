@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from recipe_lib.ops.cross_entropy import Finish, finished_logits, largest_of, own_columns
-from recipe_lib.ops.fused_loss import IGNORED, cap_of, fuses_loss, label_log_prob_gradients, label_log_probs
+from recipe_lib.ops.fused_loss import (
+    IGNORED,
+    cap_of,
+    fuses_loss,
+    label_log_prob_gradients,
+    label_log_probs,
+    widen_dtype,
+)
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 
 
@@ -65,7 +72,7 @@ def _label_log_probs(
     project: Callable[[Tensor], Tensor], rows: Tensor, labels: Tensor, softcap: float | None
 ) -> Tensor:
     """Of one chunk: rows `[m, d]`, labels `[m]`, to `[m]`."""
-    logits = project(rows).to(_wide(rows.dtype))
+    logits = project(rows).to(widen_dtype(rows.dtype))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return -F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
@@ -87,7 +94,7 @@ class _TokenLogProbs(torch.autograd.Function):
         finish: Finish | None,
     ) -> Tensor:
         rows, targets = hidden.flatten(0, -2), labels_by_rank(labels, group)
-        picked = torch.empty(labels.shape, dtype=_wide(hidden.dtype), device=hidden.device)
+        picked = torch.empty(labels.shape, dtype=widen_dtype(hidden.dtype), device=hidden.device)
         log_sums = torch.empty(targets.shape, dtype=picked.dtype, device=hidden.device)
         ignored, one_kernel = targets == IGNORED, _in_one_kernel(hidden, group, finish)
         for part in row_pieces(rows.shape[0], chunks):
@@ -203,7 +210,3 @@ def row_pieces(rows: int, chunks: int) -> Iterator[slice]:
     pieces = max(1, min(chunks, rows))
     for piece in range(pieces):
         yield slice(rows * piece // pieces, rows * (piece + 1) // pieces)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from recipe_lib.ops.dtensor_shards import local_of
+from recipe_lib.ops.dtensor_shards import local_of, with_local
 from recipe_lib.optim.row_steps import RowSteps, is_cut, step_only
 
 _SMALL = 1024  # bytes: step counters and the like stay where the optimizer put them
@@ -47,7 +46,7 @@ class OffloadedStates:
 
     def placed(self, value: Tensor) -> Tensor:
         """A state's memory where it waits, without values: of one that is being read from a checkpoint."""
-        return _with_local(value, self._pinned(local_of(value).shape, local_of(value))) if _is_large(value) else value
+        return with_local(value, self._pinned(local_of(value).shape, local_of(value))) if _is_large(value) else value
 
     def pieces(self, parameter: nn.Parameter) -> list[slice]:
         """The runs of rows that a parameter is stepped by; none: it is stepped whole."""
@@ -93,12 +92,12 @@ class OffloadedStates:
         here = self._arrive(parameter, 0)
         hosts = {key: states[parameter][key] for key in here}
         for key, value in here.items():
-            states[parameter][key] = _with_local(hosts[key], value)
+            states[parameter][key] = with_local(hosts[key], value)
         step_only(self._optimizer, parameter, self._step)
         here = {key: local_of(value) for key, value in states.get(parameter, {}).items() if _is_large(value)}
         for key, value in here.items():
             if key not in hosts:
-                hosts[key] = _with_local(states[parameter][key], self._pinned(value.shape, value))
+                hosts[key] = with_local(states[parameter][key], self._pinned(value.shape, value))
             states[parameter][key] = hosts[key]
         self._send(here, {key: local_of(hosts[key]) for key in here})
 
@@ -163,10 +162,3 @@ class OffloadedStates:
 
 def _is_large(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() * value.element_size() >= _SMALL
-
-
-def _with_local(value: Tensor, local: Tensor) -> Tensor:
-    """The tensor with this as its memory, or this rank's part of it; `DTensor.from_local` would move it to the mesh."""
-    if not isinstance(value, DTensor):
-        return local
-    return DTensor(local, value._spec, requires_grad=False)  # type: ignore[call-arg]

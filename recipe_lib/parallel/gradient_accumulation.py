@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.ops.dtensor_shards import with_local
 from recipe_lib.parallel.fsdp_parts import group_of
 from recipe_lib.parallel.offloaded_gradients import OffloadedGradients
 
@@ -103,7 +104,7 @@ class GradientAccumulation:
         self._done = True
         while self.sums:
             parameter, total = self.sums.popitem()
-            parameter.grad = _like(parameter, total.to(parameter.dtype))
+            parameter.grad = with_local(parameter, total.to(parameter.dtype))
 
     def check(self) -> None:
         """ConfigError if a recipe has gone backward by itself, so that nothing of this was done; once a step."""
@@ -122,10 +123,3 @@ def is_kept(unit: FSDPModule) -> bool:
     """Whether a unit's weights stay gathered from one micro-batch to the next."""
     group = group_of(unit)
     return group is not None and not group.reshard_after_backward
-
-
-def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
-    """This rank's part of a gradient, as its parameter lies on the ranks."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor(local, parameter._spec, requires_grad=False)  # `from_local` would move it from the host

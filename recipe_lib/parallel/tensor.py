@@ -40,6 +40,7 @@ from recipe_lib.models.mixture import Mixture
 from recipe_lib.models.score_head import ScoreHead
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import linear as linear_of
+from recipe_lib.ops.dtensor_shards import local
 from recipe_lib.ops.gated import gated
 from recipe_lib.ops.gathered import Group, NormedFrom, gated_linear, gather, gather_linears, scatter
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
@@ -199,11 +200,6 @@ def as_placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -
         shape[placement.dim] //= mesh.size()
     local = torch.empty(shape, dtype=parameter.dtype, device="meta")
     return nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False), parameter.requires_grad)
-
-
-def local(parameter: Tensor | None) -> Any:
-    """A rank's own part; its gradient is this rank's too."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 # The forwards, on this rank's tokens `[n, d]`.

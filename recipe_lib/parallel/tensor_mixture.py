@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from recipe_lib.adapters.expert_layers import AdaptedExpertModule, AdaptedRouter, QuantizedExperts
 from recipe_lib.adapters.layers import cast_linear
 from recipe_lib.models.decoder import WidthNorm
 from recipe_lib.models.mixture import ExpertLinear, Experts, Mixture, bias_of_rows, scored_bias, wide_linear
 from recipe_lib.models.spec import MixtureSpec
-from recipe_lib.ops.dtensor_shards import Runs
+from recipe_lib.ops.dtensor_shards import Runs, local
 from recipe_lib.ops.expert_gated import scored_product
 from recipe_lib.ops.gathered import Group, gather, scatter, start_gather, wait
 from recipe_lib.ops.grouped import Groups, group_tokens, grouped_linear, rows_of_choices, sum_choices
@@ -70,14 +70,11 @@ def share_quantized(module: QuantizedExperts, name: str, group: Group, mixture: 
         module.take_rows_of_runs(module.num_experts * (1 if mixture.interleaved else 2), group.rank, group.size)
 
 
-def _local(parameter: Tensor | None) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def shared_mixture(
     module: Mixture, group: Group, hidden: Tensor, norm: nn.Module, real: RealTokens | None = None
 ) -> Tensor:
-    """The stream's tokens `[n, d]` of this rank to what the experts add to them, `[n, d]`. real: of all N tokens."""
+    """Turn the stream's tokens `[n, d]` of this rank to what the experts add to them, `[n, d]`. real: of all N
+    tokens."""
     shard = norm(hidden)
     logits = _logits(module.router, shard)
     scores, chosen = module.choose(logits)
@@ -93,11 +90,11 @@ def shared_mixture(
 
 
 def _logits(router: Any, tokens: Tensor) -> Tensor:
-    logits = wide_linear(tokens, _local(router.weight), _local(router.bias))
+    logits = wide_linear(tokens, local(router.weight), local(router.bias))
     if not isinstance(router, AdaptedRouter) or router.is_off:
         return logits
-    narrow = cast_linear(tokens, _local(router.lora_A.weight)) * router.settings.scaling
-    return (logits + nn.functional.linear(narrow, _local(router.lora_B.weight))).to(logits.dtype)
+    narrow = cast_linear(tokens, local(router.lora_A.weight)) * router.settings.scaling
+    return (logits + nn.functional.linear(narrow, local(router.lora_B.weight))).to(logits.dtype)
 
 
 def part_of_experts(
@@ -107,12 +104,12 @@ def part_of_experts(
     tokens `[n, d]`. scores: of all tokens, and of its own. A call of the module, which FSDP gathers for it."""
     inner = _rows(experts.gate_up_proj, tokens, groups, of_tokens=True)
     if experts.gate_up_proj.bias is not None:
-        inner = inner + bias_of_rows(_local(experts.gate_up_proj.bias), groups)
+        inner = inner + bias_of_rows(local(experts.gate_up_proj.bias), groups)
     product = scored_product(inner, rows_of_choices(scores, groups), experts.gate)
     del inner
     summed = sum_choices(_rows(experts.down_proj, product, groups, of_tokens=False), groups)
     bias = experts.down_proj.bias
-    return summed, None if bias is None else scored_bias(_local(bias), own_scores, own_chosen)
+    return summed, None if bias is None else scored_bias(local(bias), own_scores, own_chosen)
 
 
 def _rows(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tensor:
@@ -120,16 +117,16 @@ def _rows(module: Any, rows: Tensor, groups: Groups, *, of_tokens: bool) -> Tens
     if isinstance(module, QuantizedExperts):
         plain = module.grouped_product(rows, groups, of_tokens)
     else:
-        plain = grouped_linear(rows, _local(cast(ExpertLinear, module).weight), groups, of_tokens=of_tokens)
+        plain = grouped_linear(rows, local(cast(ExpertLinear, module).weight), groups, of_tokens=of_tokens)
     if not isinstance(module, AdaptedExpertModule):
         return plain
-    factors = _local(module.lora_A.weight), _local(module.lora_B.weight)
+    factors = local(module.lora_A.weight), local(module.lora_B.weight)
     return module.with_factors(plain, rows, groups, of_tokens, *factors)
 
 
 def shared_width_norm(norm: WidthNorm, group: Group, heads: Tensor) -> Tensor:
     """A norm over the channels of all heads `[..., h / t, e]`, of which each rank has some; the mean is over all."""
-    flat, weight = heads.flatten(-2), _local(norm.weight)
+    flat, weight = heads.flatten(-2), local(norm.weight)
     wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
     rows = wide.square().sum(dim=-1, keepdim=True).flatten(0, -2)
     total = gather(scatter(rows, group), group).view(*flat.shape[:-1], 1)  # an all-reduce, in backward too

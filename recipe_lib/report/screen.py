@@ -173,8 +173,3 @@ def show(rows: Rows) -> None:
 def hide(rows: Rows) -> None:
     """Draws them no longer. Nothing happens if they are not shown."""
     _screen.remove(rows)
-
-
-def is_shown(rows: Rows) -> bool:
-    """Whether these rows are drawn now."""
-    return rows in _screen.rows

@@ -22,7 +22,8 @@ _GROWTH = {"BertNormalizer": 12, "ByteLevel": 4, "Lowercase": 3, "NFC": 3, "NFD"
 
 
 def read_growth(path: Path, content: Any) -> float:
-    """The characters that a tokenizer.json's normalizers make of one at most. DataError for one that has no bound."""
+    """Return the characters that a tokenizer.json's normalizers make of one at most. DataError for one that has no
+    bound."""
     content = content if isinstance(content, dict) else {}
     growth = math.prod(map(_step_growth, _steps(content.get("normalizer"))))
     added = sum(len(token["content"]) for token in content.get("added_tokens") or [])  # these are normalized too
@@ -36,7 +37,7 @@ def read_growth(path: Path, content: Any) -> float:
 
 
 def check_length(path: Path, normalizer: Any, text: str, growth: float) -> None:
-    """DataError if the text, normalized, is too long. growth: as of `read_growth`."""
+    """Raise DataError if the text, normalized, is too long. growth: as of `read_growth`."""
     if normalizer is None or len(text) * growth <= MOST_CHARACTERS:
         return
     left, step = max(MOST_CHARACTERS, 4 * len(text)), max(1, int(MOST_CHARACTERS / growth))
@@ -47,7 +48,7 @@ def check_length(path: Path, normalizer: Any, text: str, growth: float) -> None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a part of the file, those of a sequence one after the other."""
+    """Return the steps of a part of the file, those of a sequence one after the other."""
     if not isinstance(part, dict):
         return
     inner = [part[name] for name in ("normalizers", "pretokenizers", "processors") if isinstance(part.get(name), list)]
@@ -58,7 +59,7 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _step_growth(step: dict[str, Any]) -> float:
-    """The characters that one step makes of one at most."""
+    """Return the characters that one step makes of one at most."""
     match step:
         case {"pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1, len(new) / len(old))
@@ -72,7 +73,10 @@ def _step_growth(step: dict[str, Any]) -> float:
 
 
 def _longest_replacement(table: str) -> int:
-    """Of sentencepiece's table: the size of a trie in 4 bytes, the trie, then the replacements, ended by NUL each."""
+    """Return the length of the longest replacement in sentencepiece's table.
+
+    It has the size of a trie in 4 bytes, the trie, and then the replacements, ended by NUL each.
+    """
     try:
         content = base64.b64decode(table)
     except (binascii.Error, ValueError):  # the library refuses it
@@ -81,7 +85,7 @@ def _longest_replacement(table: str) -> int:
 
 
 def _check_template(path: Path, step: dict[str, Any]) -> None:
-    """DataError for a post-processor that repeats the text, or puts ids without bound around it."""
+    """Raise DataError for a post-processor that repeats the text, or puts ids without bound around it."""
     match step:
         case {"single": list(pieces), "special_tokens": dict(tokens)}:
             named = [tokens.get((piece.get("SpecialToken") or {}).get("id")) for piece in pieces]

@@ -1,14 +1,13 @@
 """The card of a run's export: its config, how it was trained, and the results that metrics.jsonl has of it."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.checkpoint.model_card import model_card
 from recipe_lib.config.local_files import base_name
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.reading import read_object
+from recipe_lib.reading import find_object
 from recipe_lib.report.planned import planned_figures
 from recipe_lib.training.records.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
 from recipe_lib.units import format_bytes
@@ -44,15 +43,9 @@ def planned_memory(run: Path, lines: list[dict[str, Any]]) -> dict[str, str]:
     """What a rank's device was planned to take, where the run has taken it; empty without a plan. run: its folder."""
     if not any(line.get("memory_kind") == "device" for line in lines):
         return {}
-    figures = planned_figures(run) or _summary(run).get("planned")
+    figures = planned_figures(run) or find_object(run / SUMMARY_FILE).get("planned")
     reserved = figures.get("reserved") if isinstance(figures, Mapping) else None
     return {"peak memory of a rank, planned": format_bytes(int(reserved))} if isinstance(reserved, (int, float)) else {}
-
-
-def _summary(run: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        return read_object(run / SUMMARY_FILE)
-    return {}
 
 
 def plan_of(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> dict[str, str]:

@@ -25,12 +25,12 @@ from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.ops.fused_loss import IGNORED
 from recipe_lib.optim.optimizers import local_bytes
 from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.training.scores import values_of
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.training.unpaired import (
     SUMS,
     check_labels,
     compared_numbers,
-    labels_of,
     unpaired_loss,
     unpaired_metrics,
     validation_unpaired,
@@ -92,7 +92,7 @@ def loss_of_answers(
     as the loss takes them. point: KTO's point of reference."""
     if not cfg.takes_single_answers:
         return preference_loss(policy, reference, cfg)
-    return unpaired_loss(policy, reference, labels_of(batch), point, cfg)
+    return unpaired_loss(policy, reference, values_of(batch), point, cfg)
 
 
 def count_of_numbers(cfg: DpoConfig) -> int:

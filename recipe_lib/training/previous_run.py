@@ -8,7 +8,6 @@ wrote is never removed: it is refused before anything changes.
 """
 
 import re
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -30,7 +29,7 @@ from recipe_lib.checkpoint.tokenizer_out import SETTINGS_FILES, TOKENIZER_FILES
 from recipe_lib.checkpoint.weight_files import INDEX
 from recipe_lib.config.local_files import ADAPTER_FOLDER, BEST_FOLDER, EARLIER_FOLDER, MODEL_FOLDER, STATE_FOLDER
 from recipe_lib.logs import get_logger
-from recipe_lib.reading import open_regular, parse_json, read_object
+from recipe_lib.reading import find_object, open_regular, parse_json
 from recipe_lib.training.records.metrics import METRICS_FILE, SUMMARY_FILE
 from recipe_lib.training.report_page import REPORT_FILE
 
@@ -89,16 +88,10 @@ def is_record(path: Path) -> bool:
         torn = "\n" not in begin and begin.startswith('{"step": ')
         return not begin or torn or {"step", "tokens_per_second"} <= line.keys()
     if path.name == SUMMARY_FILE:
-        summary = _table_in(path)
+        summary = find_object(path)
         return {"status", "settings", "versions"} <= summary.keys() and "tune-recipes" in summary["versions"]
     marks = ('content="tune-recipes: run"', "--c0:")  # the second: of pages that earlier versions wrote
     return begin.startswith("<!DOCTYPE html>") and any(mark in begin for mark in marks)
-
-
-def _table_in(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        return read_object(path)
-    return {}
 
 
 def _table(text: str) -> dict[str, Any]:
@@ -122,7 +115,7 @@ def _listings_without_record(root: Path, name: str) -> list[Listing]:
     folder, begun, ended = root / name, root / CONFIG_FILE, root / SUMMARY_FILE
     if not folder.is_dir() or not (begun.is_file() and ended.is_file() and is_record(begun) and is_record(ended)):
         return []
-    if _table_in(ended)["status"] != "done":
+    if find_object(ended)["status"] != "done":
         return []
     first, last = begun.stat().st_mtime_ns, ended.stat().st_mtime_ns
     if all(

@@ -225,7 +225,7 @@ def scored_with(model: Decoder) -> Callable[[Batch], Tensor]:
 
 
 def values_of(batch: Batch) -> Any:
-    """The margins or classes of a micro-batch. Raises ValueError for one without."""
+    """The margins, classes or labels (1: wanted) of a micro-batch's items. Raises ValueError for one without."""
     if batch.values is None:
         raise ValueError("this batch holds no labels")
     return batch.values

@@ -24,6 +24,7 @@ from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.micro_batches import result_of_each
+from recipe_lib.training.scores import values_of
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.training.validation import validation_groups, validation_sums
 
@@ -134,7 +135,7 @@ def validation_unpaired(
     point = _validation_point(model, parallel, answers, references_of, data, world) if cfg.loss == "kto" else None
 
     def compare(batch: Batch, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-        return unpaired_loss(answers(batch), reference, labels_of(batch), point, cfg)
+        return unpaired_loss(answers(batch), reference, values_of(batch), point, cfg)
 
     numbers_of = compared_numbers(parallel, references_of, compare)
     sums, items = validation_sums(model, numbers_of, len(SUMS), parallel, data, world)
@@ -153,13 +154,6 @@ def compared_numbers(
         return result_of_each(parallel, lambda batch: compare(batch, next(references))[1], micro_batches)
 
     return numbers_of
-
-
-def labels_of(batch: Batch) -> Tensor:
-    """Of each answer of a micro-batch, 1 if it is wanted and 0 if not. Raises ValueError for one without labels."""
-    if batch.values is None:
-        raise ValueError("this batch holds no labels")
-    return batch.values
 
 
 def check_labels(data: TrainingData, cfg: DpoConfig) -> None:

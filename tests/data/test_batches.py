@@ -154,7 +154,7 @@ def test_packed_rows_hold_their_documents_one_behind_the_other(ranks, accumulati
 def test_a_pack_of_one_is_packed_like_the_others():
     rows = made_dataset(4)
     (batch,) = make_step(rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD, pack_length=20).micro_batches
-    assert batch.tokens.shape == (2, 20) and batch.attention is not None
+    assert batch.tokens.shape == (2, 20) and batch.attention.documents is not None
     (batch,) = make_step(rows, [np.array([0]), np.array([1])], 0, 1, 2, 1, PAD).micro_batches
     assert batch.attention.documents is None and batch.positions is None and batch.segments is None
 

@@ -293,6 +293,15 @@ def test_tokens_of_tools_calls_and_systems_are_counted_and_thoughts_are_none(cas
         check_counts(dataset, parse is True, Counter({token: 7}))
 
 
+@pytest.mark.parametrize("format", MESSAGE_ROWS)
+def test_what_a_row_gives_its_template_is_counted_once(case_of, rows_file, format):
+    case, token = case_of("smollm2"), "<|im_end|>"
+    row = MESSAGE_ROWS[format]("Hi", "Yo") | {"chat_template_kwargs": {"note": f"{token} ends"}}
+    for parse in PARSE:
+        dataset = build(case, rows_file, format, row, parse_special_tokens=parse)
+        check_counts(dataset, parse is True, Counter({token: 1}))
+
+
 def test_the_tags_of_a_thought_are_none_where_they_are_special(case_of, rows_file, tmp_path, real_folder):
     folder = shutil.copytree(real_folder("smollm2"), tmp_path / "thinks")
     with_tags = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -66,7 +66,7 @@ def step(
     model.zero_grad(set_to_none=True)
     sums = torch.zeros(4, dtype=torch.float64)
     for batch in batches.micro_batches:
-        assert (batch.attention is not None) == packed
+        assert (batch.attention.documents is not None) == packed
         loss, numbers = compared(model, reference, batch, cfg)
         (loss / batches.items).backward()
         sums += numbers

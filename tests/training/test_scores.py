@@ -131,7 +131,7 @@ def test_however_a_step_is_divided(models: Any, name: str, division: str) -> Non
     elif division == "packed":
         packs = [np.array([0, 3]), np.array([1]), np.array([2, 4, 5])]
         batches = [make_step(dataset, packs, 0, 1, 1, 3, pack_length=64)]
-        assert batches[0].micro_batches[2].attention is not None
+        assert batches[0].micro_batches[2].attention.documents is not None
     else:
         batches = [make_step(dataset, slots, 0, 1, 2, 3, labeled.PAD)]
     assert step(model, cfg, batches) == pytest.approx(expected, rel=1e-10)

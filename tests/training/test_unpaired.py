@@ -149,7 +149,7 @@ def test_however_a_step_is_divided(pair: Any, division: str) -> None:
     elif division == "packed":
         packs = [np.array([0, 1, 2]), np.array([3]), np.array([4, 5]), np.array([6, 7])]
         batches = [make_step(dataset, packs, 0, 1, 2, 2, pack_length=32, multiple=4, **more)]
-        assert all(batch.attention is not None for batch in batches[0].mismatched)
+        assert all(batch.attention.documents is not None for batch in batches[0].mismatched)
     else:
         batches = [make_step(dataset, slots, 0, 1, 1, 8, **more)]
     assert step(policy, reference, cfg, batches) == pytest.approx(expected, rel=1e-10)

@@ -47,7 +47,7 @@ def write_gguf_adapter(adapter_folder: Path, base: Path, out: Path, kind: str, *
 
 
 def _refuse(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights) -> None:
-    """CheckpointError for what llama.cpp has no place for."""
+    """Raise CheckpointError for what llama.cpp has no place for."""
     fault = None
     if adapter.config.dora:
         fault = "is a DoRA adapter"

@@ -74,7 +74,8 @@ def read_their_file(path: str) -> TheirFile:
 
 
 def _fill_key(theirs: TheirFile, key: str, depth: int) -> Any:
-    """The value of a key that another one names, which keeps it: filled in anew each time, it could grow for ever."""
+    """Return the value of a key that another one names, which keeps it: filled in anew each time, it could grow for
+    ever."""
     theirs.values[key] = _filled(theirs, key, theirs.values[key], depth)
     return theirs.values[key]
 
