@@ -151,7 +151,7 @@ def test_a_margin_is_told(margin: Any, qwen3: Tokenizer) -> None:
     """No loss of preferences takes it into account, but that of rewards."""
     row = ROWS["preference"]
     _, _, report = encode(qwen3, "preference", row | {"margin": margin}, row, row | {"margin": 0})
-    line = "data: 1 pair with a margin, which reward_distributed alone takes into account"
+    line = "data: 1 pair with a margin, which reward_distributed alone reads"
     assert report.margins == 1 and line in report.lines()
 
 
