@@ -124,10 +124,11 @@ def is_idle(name: str, value: Any) -> bool:
 
 
 def is_idle_key(name: str, value: Any) -> bool:
-    """Return whether a key of a message, or `content.KEY` of its parts, is known to change nothing where the chat
-    template does not read it."""
-    if name.startswith("content."):
-        return is_idle(name.removeprefix("content."), value)
+    """Return whether a key of a message, of its parts (`content.KEY`) or its calls (`tool_calls.KEY`), is known to
+    change nothing where the chat template does not read it."""
+    inside, dot, key = name.partition(".")
+    if dot and inside in ("content", "tool_calls"):
+        return is_idle(key, value)
     return is_idle(name, value) or (name in _MESSAGE_IDLE and is_label(value)) or _MESSAGE_USUAL.get(name) is value
 
 

@@ -324,9 +324,8 @@ class DataReport:
             named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))
             lines.append(f"data: columns that change nothing: {named}")
         if self.margins:
-            lines.append(
-                f"data: {counted(self.margins, 'pair')} with a margin, which reward_distributed alone takes into account"
-            )
+            pairs = counted(self.margins, "pair")
+            lines.append(f"data: {pairs} with a margin, which reward_distributed alone takes into account")
         # What a bad sample holds is not counted, so that with one nobody knows.
         missing = [] if self.bad_samples else [name for name in self.ignored if name not in self.idle_names]
         if missing:
