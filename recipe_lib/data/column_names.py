@@ -124,11 +124,7 @@ def is_idle(name: str, value: Any) -> bool:
 
 
 def is_idle_key(name: str, value: Any) -> bool:
-    """Return whether a key of a message, of its parts (`content.KEY`) or its calls (`tool_calls.KEY`), is known to
-    change nothing where the chat template does not read it."""
-    inside, dot, key = name.partition(".")
-    if dot and inside in ("content", "tool_calls"):
-        return is_idle(key, value)
+    """Return whether a key of a message is known to change nothing where the chat template does not read it."""
     return is_idle(name, value) or (name in _MESSAGE_IDLE and is_label(value)) or _MESSAGE_USUAL.get(name) is value
 
 

@@ -192,7 +192,8 @@ class UnreadNames:
             for number, message in enumerate(messages):
                 for key in self._unread_keys(message):
                     role, value, name = message["role"], message[key], f"messages.{key}"
-                    if name in self.ignored and isinstance(message, dict):
+                    is_part = key.startswith(("content.", "tool_calls."))  # no key that a template may see
+                    if (is_part or name in self.ignored) and isinstance(message, dict):
                         del message[key]  # the reader's own copy
                     elif key in _BY_ROLE.get(role, ()) or self._fields.reads_key(role, key, value):
                         continue

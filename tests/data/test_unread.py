@@ -203,6 +203,17 @@ def test_no_key_of_a_call_after_words_is_passed_over(first: dict[str, Any], qwen
     assert (f"{text} {trained}", dict(report.idle_names)) == (bare, {})
 
 
+@pytest.mark.parametrize("train_on", ["assistant", "last", ["user"], "all"])
+def test_messages_after_the_last_answer_are_told(train_on: Any, qwen3: Tokenizer) -> None:
+    chat = [*CHAT, {"role": "user", "content": "Thank you."}]
+    text, _, report = encode(qwen3, "messages", {"messages": chat, "tools": [TOOL]}, train_on=train_on)
+    line = "data: in 1 conversation messages follow the last one that is trained; they are left out"
+    is_left_out = "Thank you." not in text
+    assert is_left_out == (line in report.lines()) == ("user" not in train_on and train_on != "all")
+    _, _, report = encode(qwen3, "messages", {"messages": CHAT, "tools": [TOOL]}, train_on=train_on)
+    assert (report.endings == 0) == (train_on != ["user"])  # whose answer comes last
+
+
 @pytest.mark.parametrize("margin", [0.5, -2, "0.5", "big"])
 def test_a_margin_is_told(margin: Any, qwen3: Tokenizer) -> None:
     """No loss of preferences takes it into account, but that of rewards."""
