@@ -186,15 +186,15 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
         Text(f"── {what} {number}: {tokens} tokens{held}, {trained} trained ({trained / max(1, tokens):.0%})")
     )
     for at, document in enumerate(documents, start=1):
+        which = f", {visible(document.answer)}" if document.answer else ""
         if len(documents) > 1:
-            which = f", {document.answer}" if document.answer else ""
             console.print(
                 Text(
                     f"-- document {at} of {len(documents)}{which}: {visible(document.place)}, {document.tokens} tokens"
                 )
             )
         else:
-            console.print(Text(f"   {visible(document.place)}"))
+            console.print(Text(f"   {visible(document.place)}{which}"))
         line, colors = Text(), console.is_terminal
         for trained, pieces in itertools.groupby(document.pieces, key=lambda piece: piece.trained):
             line.append("«" if trained and not colors else "")

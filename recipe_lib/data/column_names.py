@@ -124,10 +124,7 @@ def is_idle(name: str, value: Any) -> bool:
 
 
 def is_idle_key(name: str, value: Any) -> bool:
-    """Return whether a key of a message, or `content.KEY` of its parts, is known to change nothing where the chat
-    template does not read it."""
-    if name.startswith("content."):
-        return is_idle(name.removeprefix("content."), value)
+    """Return whether a key of a message is known to change nothing where the chat template does not read it."""
     return is_idle(name, value) or (name in _MESSAGE_IDLE and is_label(value)) or _MESSAGE_USUAL.get(name) is value
 
 

@@ -58,6 +58,7 @@ class DataReport:
     special: SpecialCounts = field(default_factory=SpecialCounts)  # special tokens that the samples spell out
     apart_samples: int = 0
     unseen_samples: int = 0  # samples with a message of the system or the user that the template does not write
+    endings: int = 0  # conversations with messages after the last one that is trained, which are in no sequence
     openings: int = 0  # conversations that the assistant begins; that message is not trained
     split_samples: int = 0  # conversations that became several sequences, and how many; before long ones are cut
     split_sequences: int = 0
@@ -305,6 +306,9 @@ class DataReport:
                 f"data: in {counted(self.openings, 'conversation')} the assistant begins; no prompt asks for that "
                 "message, so it is not trained"
             )
+        if self.endings:
+            found = counted(self.endings, "conversation")
+            lines.append(f"data: in {found} messages follow the last one that is trained; they are left out")
         if self.apart_samples:
             lines.append(
                 f"data: in {self.apart_samples} samples an answer's first letters would join the prompt's last token; "

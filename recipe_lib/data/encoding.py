@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from recipe_lib.config.registry import registered
 from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.config.suggest import did_you_mean
+from recipe_lib.data import spans
 from recipe_lib.data.dataset import digest_of
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoded import Encoded
@@ -220,6 +221,7 @@ class SourceEncoder:
         whole = self.encoder.encode_sample(sample)
         if isinstance(sample, Conversation) and self.cfg.train_on != "all":
             report.openings += sample.messages[0]["role"] == "assistant"
+            report.endings += not spans.picked(sample.messages, self.cfg.train_on, sample.places)[-1]
         if len(whole.sequences) > 1:
             report.split_samples += 1
             report.split_sequences += len(whole.sequences)

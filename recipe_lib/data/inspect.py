@@ -222,7 +222,8 @@ class Shown:
     """A sequence with what is known about it. place: the file and line it came from, and which sequence of a
     conversation it is if that became several. tokens, trained: counts.
 
-    answer: of a pair, whether it is the `chosen` or the `rejected` one; else empty."""
+    answer: of a pair, whether it is the `chosen` or the `rejected` one; of a sample with a label, what that says; else
+    empty."""
 
     number: int
     place: str
@@ -239,13 +240,21 @@ def show_item(dataset: Dataset, item: int, tokenizer: TextTokenizer) -> list[Sho
         Shown(
             number=sequence,
             place=_place(dataset, item),
-            answer=("chosen", "rejected")[sequence % 2] if dataset.group == 2 else "",
+            answer=("chosen", "rejected")[sequence % 2] if dataset.group == 2 else _show_label(dataset, item),
             tokens=int(dataset.lengths[sequence]),
             trained=dataset.trained_tokens(sequence),
             pieces=list(pieces_of(dataset[sequence], tokenizer)),
         )
         for sequence in sequences
     ]
+
+
+def _show_label(dataset: Dataset, item: int) -> str:
+    """Return what the label of a sample says; empty: it has none."""
+    value = int(dataset.values[item])
+    if dataset.report.labels:
+        return "wanted" if value else "not wanted"
+    return f"class {dataset.report.classes[value]}" if dataset.report.classified else ""
 
 
 def _place(dataset: Dataset, item: int) -> str:

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.data.column_names import is_idle, says_nothing
+from recipe_lib.data.column_names import is_idle, is_idle_key, says_nothing
 from recipe_lib.data.sample_columns import RawSample, list_of, path_of, text_of
 from recipe_lib.data.samples import Conversation, Message, MessagePlace, SampleFault, SamplePlaces, kind_of, shown
-from recipe_lib.data.tool_calls import calls_in_text, name_calls, read_calls, read_function_call
+from recipe_lib.data.template_behavior import THOUGHT_KEYS
+from recipe_lib.data.tool_calls import calls_in_text, name_calls, read_calls, read_function_call, take_idle
 
 ROLES = ("system", "user", "assistant", "tool")
 # The speakers of conversations as tools and chat APIs call them, in small letters.
@@ -53,22 +54,31 @@ def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
     for number, turn in enumerate(items):
         where = f"{path}[{number}]"
         message = read_turn(turn, where)
-        calls = message.get("tool_calls")
         before = messages[-1] if messages else {}
-        same = before.get("role") == "assistant" and before.get("train") == message.get("train")
         names_calls = names_calls or is_call(turn) or "function_call" in turn
-        if calls and is_call(turn) and same:
-            messages[-1] = {**before, "tool_calls": [*before.get("tool_calls", ()), *calls]}
-        elif calls and is_call(turn) and before.get("role") == "assistant":
-            raise SampleFault(
-                "call apart from its words",
-                f"{where}: found a call of which `train` is another than of the words before it, expected the same of "
-                "both",
-            )
+        if is_call(turn) and before.get("role") == "assistant":
+            messages[-1] = _join_call(before, message, where)
         else:
             messages.append(message)
             places.append(place_of_turn(turn, where))
     return Turns(name_calls(messages) if names_calls else messages, places)
+
+
+def _join_call(before: Message, call: Message, where: str) -> Message:
+    """Return the assistant's words, or calls, and the call that comes after them as one message.
+
+    Raises SampleFault where one message cannot say what the two do.
+    """
+    asked = [key for key in call if key not in ("role", "content", "tool_calls") and not is_idle_key(key, call[key])]
+    shared = [key for key in asked if key in before or key in THOUGHT_KEYS]
+    for key in ("train", *shared):
+        if before.get(key) != call.get(key):
+            raise SampleFault(
+                "call apart from its words",
+                f"{where}: found a call of which `{key}` is another than of the words before it, expected the same of "
+                "both",
+            )
+    return {**call, **before, "tool_calls": [*before.get("tool_calls", ()), *call["tool_calls"]]}
 
 
 def _read_texts(texts: Sequence[str], path: str) -> Turns:
@@ -104,8 +114,7 @@ def read_turn(turn: RawSample, where: str) -> Message:
             "{role, content}",
         )
     if is_call(turn):
-        calls = calls_in_text(text_of(turn, "value", where=where), f"{where}.value")
-        return kept | {"role": "assistant", "content": "", "tool_calls": calls}
+        return _as_call(kept, text_of(turn, "value", where=where), where, "value")
     role = _role(turn, "from", where, "human, gpt, system, tool, function_call or observation")
     return _read_calls(kept, role, where) | {"role": role, "content": text_of(turn, "value", where=where)}
 
@@ -119,8 +128,7 @@ def read_message(message: RawSample, where: str) -> Message:
     """Return one {role, content}; content may be a list of text parts, or null next to tool_calls."""
     kept = _kept(message, where)
     if is_call(message):
-        calls = calls_in_text(text_of(message, "content", where=where), f"{where}.content")
-        return kept | {"role": "assistant", "content": "", "tool_calls": calls}
+        return _as_call(kept, text_of(message, "content", where=where), where, "content")
     role = _role(message, "role", where, ", ".join(ROLES))
     kept = _read_calls(kept, role, where)
     content = message.get("content")
@@ -134,6 +142,14 @@ def read_message(message: RawSample, where: str) -> Message:
     return kept | {"role": role, "content": content}
 
 
+def _as_call(kept: dict[str, Any], text: str, where: str, key: str) -> Message:
+    """Return a turn that is nothing but calls as a message of the assistant. key: that holds their text."""
+    if second := next((name for name in ("tool_calls", "function_call") if name in kept), None):
+        raise SampleFault("calls of a message", f"{where}: found {key} and {second}, expected one of the two")
+    calls, idle = take_idle(calls_in_text(text, f"{where}.{key}"))
+    return kept | idle | {"role": "assistant", "content": "", "tool_calls": calls}
+
+
 def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
     """Return what a message holds, its calls as chat APIs have them. Raises SampleFault."""
     keys = [key for key in ("tool_calls", "function_call") if key in kept]
@@ -144,7 +160,8 @@ def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
         raise SampleFault("calls of a message", f"{where}: found {found}, expected one of the two, of the assistant")
     value, path = kept[keys[0]], f"{where}.{keys[0]}"
     calls = read_calls(value, path) if keys == ["tool_calls"] else [read_function_call(value, path)]
-    return {key: held for key, held in kept.items() if key not in keys} | {"tool_calls": calls}
+    calls, idle = take_idle(calls)
+    return {key: held for key, held in kept.items() if key not in keys} | idle | {"tool_calls": calls}
 
 
 def _role(message: RawSample, key: str, where: str, expected: str) -> str:

@@ -12,6 +12,7 @@ from recipe_lib.reading import parse_json
 
 _FUNCTION = '{"name": ..., "arguments": {...}}'
 _CALL = f'{{"function": {_FUNCTION}}}'
+_CALL_KEYS, _FUNCTION_KEYS = ("id", "type", "function"), ("name", "arguments")
 _CAUSE = "tool call of another shape"
 
 
@@ -37,8 +38,8 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         raise SampleFault(_CAUSE, f"{path}.name: found {found}, expected the function's name, as in {_CALL}")
     check_arguments(function, f"{path}.arguments")
     if not is_bare:
-        _check_keys(call, ("id", "type", "function"), where)
-    _check_keys(function, ("name", "arguments", *(("id", "type") if is_bare else ())), path)
+        _check_keys(call, _CALL_KEYS, where)
+    _check_keys(function, (*_FUNCTION_KEYS, *(("id", "type") if is_bare else ())), path)
     if not is_bare:
         return call
     own = {name: call[name] for name in ("name", "arguments")}
@@ -51,6 +52,20 @@ def read_function_call(call: Any, where: str) -> dict[str, Any]:
         found = kind_of(call) if not isinstance(call, dict) else "an object with function"
         raise SampleFault(_CAUSE, f"{where}: found {found}, expected {_FUNCTION}")
     return _read_call(call, where)
+
+
+def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return calls with nothing in them but what is read, and what else they held, which changes nothing, as
+    `tool_calls.KEY`."""
+    read, idle = [], dict[str, Any]()
+    for call in calls:
+        function = call["function"]
+        left = [(name, value) for name, value in call.items() if name not in _CALL_KEYS]
+        left += [(name, value) for name, value in function.items() if name not in _FUNCTION_KEYS]
+        idle |= {f"tool_calls.{name}": value for name, value in left if not says_nothing(value)}
+        own = {name: value for name, value in call.items() if name in _CALL_KEYS}
+        read.append(own | {"function": {name: function[name] for name in function if name in _FUNCTION_KEYS}})
+    return read, idle
 
 
 def _check_keys(holder: RawSample, known: Sequence[str], where: str) -> None:
@@ -101,7 +116,8 @@ def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
         check_arguments(function, f"{where}: arguments of {shown(call['name'])}")
         _check_keys(call, ("name", "arguments", "id", "type"), where)
         given_id = {"id": call["id"]} if call.get("id") else {}
-        read.append({"type": "function"} | given_id | {"function": function})
+        beside = {name: value for name, value in call.items() if name not in ("name", "arguments", "id", "type")}
+        read.append({"type": "function"} | given_id | beside | {"function": function})
     return read
 
 

@@ -179,11 +179,10 @@ class UnreadNames:
         idle, faults = list[str](), dict[str, str]()
         for places, messages in _lists_of(sample):
             for number, message in enumerate(messages):
-                for key, value in list(message.items()):
-                    role, name = message["role"], f"messages.{key}"
-                    if key in MESSAGE_READ:
-                        continue
-                    if name in self.ignored and isinstance(message, dict):
+                for key in [key for key in message if key not in MESSAGE_READ]:
+                    role, value, name = message["role"], message[key], f"messages.{key}"
+                    is_part = key.startswith(("content.", "tool_calls."))  # no key that a template may see
+                    if (is_part or name in self.ignored) and isinstance(message, dict):
                         del message[key]  # the reader's own copy
                     elif key in _BY_ROLE.get(role, ()) or self._fields.reads_key(role, key, value):
                         continue

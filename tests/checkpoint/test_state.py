@@ -265,7 +265,7 @@ def test_the_state_of_another_model_dtype_or_optimizer(tmp_path: Path) -> None:
 def test_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_after(tmp_path, 1)
     before = tree(tmp_path)
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 1000})())
     with pytest.raises(StorageError) as raised:
         save_after(tmp_path, 2)
     assert str(raised.value) == (

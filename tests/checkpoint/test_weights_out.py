@@ -230,7 +230,7 @@ def test_room_is_looked_for_before_training(tmp_path: Path, monkeypatch: pytest.
     with tiny_world() as world:
         model = tiny_model(world)
         weights_out.check_room(model, tmp_path / "new" / "model", world)
-        monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000))
         with pytest.raises(StorageError) as raised:
             weights_out.check_room(model, tmp_path / "new" / "model", world)
         (tmp_path / "old" / "model").mkdir(parents=True)
@@ -240,7 +240,7 @@ def test_room_is_looked_for_before_training(tmp_path: Path, monkeypatch: pytest.
             f"the model at the end of the run, in addition to the one in {tmp_path / 'old' / 'model'} that stays "
             "until then, needs " in str(beside.value)
         )
-        monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000))
         (tmp_path / "old" / ".model.0123abcd.tmp").mkdir()  # of a killed run: it is removed before there is a new one
         (tmp_path / "old" / ".model.0123abcd.tmp" / "x").write_bytes(bytes(10**6))
         weights_out.check_room(model, tmp_path / "old" / "model", world)
@@ -256,7 +256,7 @@ def test_room_is_looked_for_before_training(tmp_path: Path, monkeypatch: pytest.
 def test_no_room_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tiny_world() as world:
         model = tiny_model(world)
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5})())
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 5})())
     with pytest.raises(StorageError, match="the model needs 2.00 MiB, 5 B are free; free some space"):
         export(model, tiny_spec(), CONFIG, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

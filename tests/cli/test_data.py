@@ -112,6 +112,24 @@ def test_pairs_are_told_apart_and_packed_in_twos(capsys: pytest.CaptureFixture[s
     assert found["pack_length"] == 128 and 0 < found["packing_efficiency"] <= 1
 
 
+@pytest.mark.parametrize(("recipe", "form", "labels"), [
+    ("dpo", "kto", {True: "wanted", False: "not wanted"}),
+    ("reward", "classification", {"good": "class good", "bad": "class bad"}),
+])  # fmt: skip
+def test_labels_are_shown(
+    recipe: str, form: str, labels: dict[Any, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    rows = [{"prompt": f"Say {n}.", "label": label} for n, label in enumerate([*labels, *labels])]
+    rows = [row | {"completion": "yes"} for row in rows] if form == "kto" else rows
+    words = arguments(write(tmp_path / "rows.jsonl", rows), f"data.format={form}", f"{recipe}.loss={form}")
+    words[0] = str(tmp_path / "c.yaml")
+    Path(words[0]).write_text(f"recipe: {recipe}_distributed\n")
+    code, out, err = tune(capsys, "show", *words, f"{recipe}.trainable=all", "data.shuffle=false", "--limit", "4")
+    assert (code, err) == (0, "")
+    for number, row in enumerate(rows, start=1):
+        assert f"rows.jsonl:{number}, {labels[row['label']]}\n" in out
+
+
 def test_check_of_good_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     code, out, err = tune(capsys, "check", *arguments(write(tmp_path / "rows.jsonl", ROWS)))
     assert (code, err) == (0, "")

@@ -100,7 +100,7 @@ def format_of(name: str) -> str:
 
 
 @functools.cache
-def encoder_of(tokenizer: Tokenizer, train_on: str) -> Encoder:
+def encoder_of(tokenizer: Tokenizer, train_on: str | tuple[str, ...]) -> Encoder:
     """The one encoder of a tokenizer."""
     return Encoder(tokenizer, "auto", train_on)
 
@@ -116,7 +116,8 @@ def encode_file(tokenizer: Tokenizer, form: str, file: Any, **settings: Any) -> 
     """As `encode`, of a file."""
     cfg = DataConfig(on_invalid="skip", **settings)
     source = SourceConfig("rows.jsonl", format=form, columns=settings.get("columns", {}))
-    chunk = SourceEncoder(cfg, source, encoder_of(tokenizer, str(cfg.train_on)), 1024).encode(file, 0, None)
+    train_on = cfg.train_on if isinstance(cfg.train_on, str) else tuple(cfg.train_on)
+    chunk = SourceEncoder(cfg, source, encoder_of(tokenizer, train_on), 1024).encode(file, 0, None)
     if chunk.fault is not None:
         raise chunk.fault
     texts, trained, at = [], [], 0

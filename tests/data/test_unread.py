@@ -146,6 +146,74 @@ def test_no_key_of_a_part_is_passed_over(role: str, qwen3: Tokenizer) -> None:
         assert not report.idle_names and not report.bad_samples
 
 
+def put_call(where: str, keys: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A format, and a row of it with a call that has these keys."""
+    function = {"name": "weather", "arguments": {"city": "Rome"}}
+    said = json.dumps(function | keys)
+    call = {"call": CALL | keys, "function": {"function": function | keys}, "bare call": function | keys}
+    turns: dict[str, Any] = {
+        "function_call": {"role": "assistant", "content": "", "function_call": function | keys},
+        "turn": {"from": "function_call", "value": said},
+        "message": {"role": "tool_call", "content": said},
+    }
+    turn = turns.get(where) or {"role": "assistant", "content": "", "tool_calls": [call[where]]}
+    chat = [CHAT[1], turn, *CHAT[3:]]
+    return ("sharegpt", {"conversations": chat}) if where == "turn" else ("messages", {"messages": chat})
+
+
+@pytest.mark.parametrize("where", ["call", "function", "bare call", "function_call", "turn", "message"])
+def test_no_key_of_a_call_is_passed_over(where: str, qwen3: Tokenizer) -> None:
+    form, row = put_call(where, {})
+    text, trained, _ = encode(qwen3, form, row)
+    bare = f"{text} {trained}"
+    keys = {name: value for name, value in (CONTENT | COLUMNS | IDLE).items() if name not in ("id", "audio")}
+    for name, value in keys.items():
+        form, row = put_call(where, {name: value})
+        if name == "function" and where in ("call", "bare call", "function_call"):
+            continue  # the call itself
+        found = outcome(qwen3, form, row, f"messages.tool_calls.{name}", bare)
+        assert found == "idle" if is_idle(name, value) else f"{name}: found" in found, (name, found)
+    form, row = put_call(where, dict.fromkeys(keys.keys() - {"function"}, None))
+    text, trained, report = encode(qwen3, form, row)
+    assert (f"{text} {trained}", dict(report.idle_names)) == (bare, {})
+
+
+@pytest.mark.parametrize("first", [{"from": "gpt", "value": "Let me see."}, {"from": "function_call"}])
+def test_no_key_of_a_call_after_words_is_passed_over(first: dict[str, Any], qwen3: Tokenizer) -> None:
+    """Which is joined to the message before it."""
+    call = {"from": "function_call", "value": json.dumps(CALL["function"])}
+
+    def row(**keys: Any) -> dict[str, Any]:
+        return {"conversations": [CHAT[1], call | first, call | keys, *CHAT[3:]]}
+
+    text, trained, _ = encode(qwen3, "sharegpt", row())
+    bare = f"{text} {trained}"
+    for name, value in KEYS.items():
+        if name == "value":  # its content
+            continue
+        if name in ("train", "training", "loss", "weight", "mask", "masked"):
+            _, _, report = encode(qwen3, "sharegpt", row(**{name: value}))
+            assert list(report.bad_samples) == ["call apart from its words"]
+            continue
+        found = outcome(qwen3, "sharegpt", row(**{name: value}), f"messages.{name}", bare)
+        assert found == "idle" or name in found, (name, found)
+        if found != "idle":
+            assert_remedy_works(qwen3, "sharegpt", row(**{name: value}), found, bare)
+    text, trained, report = encode(qwen3, "sharegpt", row(**dict.fromkeys(KEYS.keys() - {"value"}, None)))
+    assert (f"{text} {trained}", dict(report.idle_names)) == (bare, {})
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", ["user"], "all"])
+def test_messages_after_the_last_answer_are_told(train_on: Any, qwen3: Tokenizer) -> None:
+    chat = [*CHAT, {"role": "user", "content": "Thank you."}]
+    text, _, report = encode(qwen3, "messages", {"messages": chat, "tools": [TOOL]}, train_on=train_on)
+    line = "data: in 1 conversation messages follow the last one that is trained; they are left out"
+    is_left_out = "Thank you." not in text
+    assert is_left_out == (line in report.lines()) == ("user" not in train_on and train_on != "all")
+    _, _, report = encode(qwen3, "messages", {"messages": CHAT, "tools": [TOOL]}, train_on=train_on)
+    assert (report.endings == 0) == (train_on != ["user"])  # whose answer comes last
+
+
 @pytest.mark.parametrize("margin", [0.5, -2, "0.5", "big"])
 def test_a_margin_is_told(margin: Any, qwen3: Tokenizer) -> None:
     """No loss of preferences takes it into account, but that of rewards."""

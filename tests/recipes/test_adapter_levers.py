@@ -261,7 +261,7 @@ def test_room_for_the_merged_model_is_looked_for_before_training(
     argv += [f"data.source={rows}", "data.cache=false", "device=cpu", f"output_dir={tmp_path / 'out'}"]
 
     def fill_the_disk(recipe: Any) -> None:
-        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=10**9, free=1000))
 
     run = run_here([*argv, "lora.merge_on_save=true"], before_training=fill_the_disk, recipe=LORA)
     assert run.code == STORAGE
