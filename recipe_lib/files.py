@@ -135,7 +135,8 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
 
 def write_json(path: Path, value: Any) -> FileRecord:
     """Writes a new, indented JSON file and flushes it to the disk."""
-    return write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    return write_bytes(path, text.encode(errors="backslashreplace"))  # half a surrogate pair: as JSON's own escape
 
 
 def copy_file(source: Path, target: Path) -> FileRecord:

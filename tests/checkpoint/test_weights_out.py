@@ -108,6 +108,13 @@ def test_what_another_program_must_not_run_or_look_for_is_left_out() -> None:
     assert exported == CONFIG | {"torch_dtype": "bfloat16"}
 
 
+def test_a_text_that_json_can_only_escape_is_written_as_it_was_read(tmp_path: Path) -> None:
+    """Half a surrogate pair in a config.json: found when the model is written, after the training."""
+    value = {"half": "\ud800", "\udfff": ["é 😀", "\\ud800", '"\udc00"']}
+    files.write_json(tmp_path / "config.json", value)
+    assert json.loads((tmp_path / "config.json").read_bytes()) == value
+
+
 def test_a_multimodal_config_becomes_that_of_its_text_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reference_model("gemma3").save_pretrained(tmp_path / "source")
     model, spec, config = load_source(tmp_path / "source")

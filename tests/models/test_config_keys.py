@@ -55,7 +55,7 @@ def _read_theirs(folder: Path, tokens: torch.Tensor) -> torch.Tensor | None:
             folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
         )
         return None if loading["missing_keys"] or loading["unexpected_keys"] else model.eval()(tokens).logits
-    except Exception:  # noqa: BLE001  (of many types)
+    except Exception:  # noqa: BLE001 (of many types)
         return None
 
 
