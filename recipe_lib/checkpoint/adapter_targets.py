@@ -24,6 +24,8 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
     layers = [layers] if isinstance(layers, int) else layers
     by_default = chosen is None  # then PEFT's own table, or target_parameters
     for number, name in enumerate(names):
+        if any(f".{name}.weight".endswith(f".{end}") for end in config.parameters):
+            continue  # by its parameter: PEFT asks no other key then
         if excluded[number]:
             return name, "exclude_modules"
         if any(f".{saved}." in f".{name}." for saved in config.saved):

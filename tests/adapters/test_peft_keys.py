@@ -184,3 +184,26 @@ def test_the_modules_that_peft_selects(fields: dict[str, Any], base: Path) -> No
     theirs = PeftConfig(**fields)
     for name in file_modules(spec_of(base)):
         assert (find_unselected(config, [name]) is None) == bool(check_target_module_exists(theirs, name)), name
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": []},
+        {"target_modules": ["q_proj"]},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj"], "exclude_modules": ["v_proj"]},
+    ],
+    ids=str,
+)
+def test_parameters_of_linears_are_selected_by_their_own_key(fields: dict[str, Any], base: Path) -> None:
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    ends = ["v_proj.weight"]
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), PeftConfig(**fields, target_parameters=ends))
+    adapted = {name.partition(".lora_A")[0] for name in model.state_dict() if ".lora_A" in name}
+    names = [name.removeprefix("base_model.model.") for name in adapted]
+    assert any(name.endswith("layers.0.self_attn.v_proj") for name in names)
+    config = AdapterConfig(4, 8, False, False, parameters=tuple(ends), selection=fields)
+    assert find_unselected(config, names) is None
