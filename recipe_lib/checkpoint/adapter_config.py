@@ -205,11 +205,9 @@ def _layers_fault(path: Path, fields: Mapping[str, Any]) -> str | None:
     keys = [key for key in ("layers_to_transform", "layers_pattern") if fields.get(key) is not None]
     if keys and isinstance(fields.get("target_modules"), str):
         return f"{path}: {keys[0]}: found it beside a pattern of target_modules, which says them; remove {keys[0]}"
-    if (
-        isinstance(fields.get("layers_pattern"), (str, list))
-        and fields["layers_pattern"]
-        and "layers_to_transform" not in keys
-    ):
+    pattern = fields.get("layers_pattern")
+    is_well_typed = isinstance(pattern, str) or _are_plain_names(pattern)  # else another line says so
+    if pattern and is_well_typed and "layers_to_transform" not in keys:
         return f"{path}: layers_pattern: found no layers_to_transform, whose numbers it is for; remove layers_pattern"
     return None
 
