@@ -53,6 +53,9 @@ _IDLE = frozenset(
     "timestamps created updated modified created_utc year version revision status stage state tree_state turn turns "
     "n_turns length len size count token_count word_count char_count temperature top_p max_tokens seed "
     "skip_prompt_formatting custom_instruction deleted synthetic toxic redacted nsfw flagged title order usage "
+    "helpfulness correctness coherence verbosity harmlessness honesty truthfulness safety relevance fluency accuracy "
+    "instruction_following instruction_adherence confidence agreement perplexity seconds duration cost epoch step "
+    "iteration votes_up votes_down "
     "dataset_name task_name source_name finish_reason finish_reasons stop_reason object label_text label_name dump "
     "crawl pile_set_name repo_name hexsha added seed_data audience".split()
 )
@@ -154,10 +157,7 @@ def why_not_column(name: str, value: Any, is_text: bool) -> str:
 
 def is_idle_beside(name: str, value: Any) -> bool:
     """Return whether a key beside a file's list of samples is known to change nothing."""
-    if why_not_column(name, value, is_text=False):
-        return False
-    is_number = isinstance(value, Number) and not isinstance(value, bool)
-    return is_number or is_idle(name, value)
+    return not why_not_column(name, value, is_text=False) and is_idle(name, value)
 
 
 def says_wanted(name: str, value: Any) -> bool:

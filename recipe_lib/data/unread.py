@@ -7,6 +7,7 @@ row changes nothing either.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, time
 from typing import Any
 
 from recipe_lib.data.column_names import (
@@ -145,14 +146,14 @@ class UnreadNames:
         if word in UNWANTED:
             chosen = row.get("chosen")
             return "" if not says_nothing(chosen) and _repeats(chosen, texts) else "an answer that is not wanted"
-        if is_idle(name, value) or says_wanted(name, value) or not (isinstance(value, (str, dict, list, bool, bytes))):
+        if is_idle(name, value) or says_wanted(name, value) or isinstance(value, (date, time)):
             return ""
         if isinstance(value, str) and word in RENDERED:
             # A template may part what a format joins, as an instruction and its input.
             columns = [text for column in self.known if isinstance(text := row.get(column), str)]
             if any(parts and all(text.strip() in value for text in parts) for parts in (texts, columns)):
                 return ""
-        if not isinstance(value, bool) and _repeats(value, texts):
+        if _holds_text(value) and _repeats(value, texts):
             return ""
         return kind_of(value) + self._not_read
 
@@ -242,6 +243,12 @@ def _texts_of(sample: Sample) -> list[str]:
         for message in messages:
             texts += [message[key] for key in ("content", *THOUGHT_KEYS) if isinstance(message.get(key), str)]
     return texts
+
+
+def _holds_text(value: Any) -> bool:
+    """Return whether there is a text in a value, which numbers alone have none of."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, str) or any(map(_holds_text, inner))
 
 
 def _repeats(value: Any, texts: Sequence[str]) -> bool:

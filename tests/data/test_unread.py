@@ -307,7 +307,7 @@ def test_no_key_beside_the_rows_is_passed_over(first: bool, tmp_path: Path, qwen
 
     bare = read({})[:2]
     for name, value in (CONTENT | COLUMNS | IDLE | {"description": "Of Peru.", "test": OTHER, "n": [[3]]}).items():
-        if name in IDLE or name == "margin":  # a number
+        if name in IDLE:
             *found, report = read({name: value})
             assert (tuple(found), report.idle_names) == (bare, {f"file.{name}": 1}), name
         elif name != "audio" and not is_idle(name, value):  # bytes, which JSON has none of
@@ -378,3 +378,12 @@ def test_a_key_that_stands_twice(tmp_path: Path) -> None:
         (file,) = open_sources(SourceConfig(str(tmp_path / name)))
         ((_, fault),) = file.read()
         assert str(fault) == "found the key 'content' twice in an object, expected it once"
+
+
+@pytest.mark.parametrize("value", [1, 0.5, True, [1, 2], {"a": 1}, "words", ["words"]])
+def test_a_name_that_nobody_knows_stops_whatever_it_holds(value: Any, qwen3: Tokenizer) -> None:
+    """`mask_history: 1` changes what is trained elsewhere: a number is no more known than a text."""
+    _, trained, report = encode(qwen3, "messages", ROWS["messages"] | {"mask_history": value})
+    assert not trained and list(report.bad_samples) == ["mask_history is not read"]
+    (line,) = report.first_bad.values()
+    assert ".mask_history: found " in line and "; set data.ignore_columns=[mask_history] if it changes nothing" in line
