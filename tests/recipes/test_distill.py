@@ -159,7 +159,9 @@ def test_steps_are_those_of_a_plain_loop_over_transformers(folder: Path, kind: s
     assert run.code == 0, run.said
     lines = [[line[name] for name in RECORDED] for line in metrics(output)]
     for mine, wanted in zip(lines, by_hand(folder, kind), strict=True):
-        assert mine == pytest.approx(wanted, rel=1e-6)  # transformers computes its norms in fp32
+        # transformers computes its norms in fp32, whose rounding is the processor's: 1.4e-6 of a difference of two
+        # gradient norms has been seen.
+        assert mine == pytest.approx(wanted, rel=3e-6)
 
 
 def test_a_model_that_is_its_teacher_learns_nothing_from_it(folder: Path) -> None:
