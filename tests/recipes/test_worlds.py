@@ -150,10 +150,10 @@ def data_rows(realdata: Path, kind: str) -> list[tuple[list[int], list[bool]]]:
 
 
 def text_rows(realdata: Path) -> list[tuple[list[int], list[bool]]]:
-    """The first pieces of the text, each of 129 ids, the first with BOS."""
+    """The first pieces of the text, each of 129 ids, the first with BOS; one begins with the last of the one before."""
     model = SentencePieceProcessor(model_file=str(realdata / "stories260K-hf" / "tokenizer.model"))
     ids = [1, *model.encode((realdata / "datasets/text/tinyshakespeare.txt").read_text())]
-    pieces = [ids[129 * number : 129 * (number + 1)] for number in range(GLOBAL_BATCH * STEPS)]
+    pieces = [ids[128 * number : 128 * number + 129] for number in range(GLOBAL_BATCH * STEPS)]
     return [(piece, [False] + [True] * 128) for piece in pieces]
 
 
