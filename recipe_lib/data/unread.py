@@ -84,8 +84,9 @@ class UnreadNames:
         for name in self._optional & row.keys():
             if says_nothing(row[name]):
                 del row[name]
-        for other, column in self._same.items():
-            value = row.get(other)
+        for other in [name for name in self._same if name in row]:
+            column = self._same[other]
+            value = row[other]
             if says_nothing(value) or not says_nothing(row.get(column)):
                 continue
             if column == "tools" and not (isinstance(value, list) or (isinstance(value, str) and is_json_list(value))):

@@ -36,10 +36,12 @@ def read_growth(path: Path, content: Any) -> float:
     return growth
 
 
-def check_length(path: Path, normalizer: Any, text: str, growth: float) -> None:
-    """Raise DataError if the text, normalized, is too long. growth: as of `read_growth`."""
-    if normalizer is None or len(text) * growth <= MOST_CHARACTERS:
+def check_length(path: Path, tokenizer: Any, text: str, growth: float) -> None:
+    """Raise DataError if the text, as the tokenizer normalizes it, is too long. growth: as of `read_growth`."""
+    # The library makes a new object for each look at its normalizer: only a text that could be too long is worth it.
+    if len(text) * growth <= MOST_CHARACTERS or tokenizer.normalizer is None:
         return
+    normalizer = tokenizer.normalizer
     left, step = max(MOST_CHARACTERS, 4 * len(text)), max(1, int(MOST_CHARACTERS / growth))
     for start in range(0, len(text), step):
         left -= len(normalizer.normalize_str(text[start : start + step]))

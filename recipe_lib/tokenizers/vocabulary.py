@@ -216,7 +216,7 @@ class JsonVocabulary:
             TextPosition.INSIDE: self._inner,
         }[place]
         with _no_panic(self._path):
-            check_length(self._path, chosen.normalizer, text, self._growth)
+            check_length(self._path, chosen, text, self._growth)
             return chosen.encode(text, add_special_tokens=False).ids
 
     def token_bytes(self, token: int) -> bytes:
