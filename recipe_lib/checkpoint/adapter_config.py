@@ -201,7 +201,7 @@ def _start_fault(path: Path, start: Any) -> str | None:
 
 
 def _layers_fault(path: Path, fields: Mapping[str, Any]) -> str | None:
-    """Of what PEFT refuses to load."""
+    """Return what PEFT refuses to load about the layers; None: nothing."""
     keys = [key for key in ("layers_to_transform", "layers_pattern") if fields.get(key) is not None]
     if keys and isinstance(fields.get("target_modules"), str):
         return f"{path}: {keys[0]}: found it beside a pattern of target_modules, which says them; remove {keys[0]}"

@@ -34,7 +34,7 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
             return name, "target_modules"
         if isinstance(chosen, list) and name in chosen:
             continue  # by its whole name, whatever the layers
-        if layers and _layer_of(config, name) not in layers:
+        if layers and _find_layer(config, name) not in layers:
             return name, "layers_to_transform"
     return None
 
@@ -51,7 +51,7 @@ def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
     return [any(f".{name}".endswith(f".{end}") for end in chosen or ()) for name in names]
 
 
-def _layer_of(config: AdapterConfig, name: str) -> int | None:
+def _find_layer(config: AdapterConfig, name: str) -> int | None:
     """Return the number of the layer that a module is in; of several numbers in its name the first."""
     lists: Any = config.selection.get("layers_pattern")
     if not lists:

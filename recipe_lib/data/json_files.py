@@ -64,7 +64,7 @@ class JsonFile(LocalFile):
 
     @property
     def keys_beside(self) -> dict[str, str]:
-        """As SampleFile says."""
+        """Return the keys beside the list of samples, as SampleFile says."""
         return self._index[2]
 
     @cached_property
