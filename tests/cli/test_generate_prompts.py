@@ -73,8 +73,8 @@ def test_answers_of_other_settings_are_not_mixed(
     ("text", "line"),
     [
         ("", "found no prompt, expected one a line"),
-        ("{", "prompts.jsonl:1: is no JSON object"),
-        ('{"prompt": "x"}\n[1]\n', "prompts.jsonl:2: found list, expected"),
+        ("{", "prompts.jsonl:1: column 2: invalid JSON"),
+        ('{"prompt": "x"}\n[1]\n', "prompts.jsonl:2: found a list, expected"),
         ('{"promt": "x"}', "prompts.jsonl:1: found promt, expected"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "the last message is the assistant's"),
     ],

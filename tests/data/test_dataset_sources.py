@@ -40,7 +40,7 @@ def preference(prompt, chosen, rejected):
 def test_several_sources_follow_each_other(chatml, rows_file):
     first = rows_file(*PAIRS, name="a.jsonl")
     second = rows_file(chat("a user asks", "yes"), chat("a user asks", "no"), name="b.jsonl")
-    third = rows_file({"question": "sat", "completion": "on", "x": 1}, name="c.jsonl")
+    third = rows_file({"question": "sat", "completion": "on", "id": 1}, name="c.jsonl")
     dataset = build(
         chatml,
         format="prompt_completion",
