@@ -6,6 +6,7 @@ them. A name belongs to the idle ones only if it cannot mean what a conversation
 
 import re
 from datetime import date, time
+from functools import lru_cache
 from numbers import Number
 from typing import Any
 
@@ -89,6 +90,7 @@ SHORT = 200  # letters of a label; what is longer may be what a conversation say
 _REQUEST = ("parallel_tool_calls", "tool_choice")  # settings of a request, which no template shows
 
 
+@lru_cache(4096)
 def plain(name: str) -> str:
     """Return a name in small letters with one underscore in the place of all that is no letter and no digit."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")

@@ -1,7 +1,7 @@
 """What became of the samples of a dataset, in numbers and in lines for the log."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -105,9 +105,10 @@ class DataReport:
         self.first_bad = other.first_bad | self.first_bad
         self.bad_lines = _first_of_all_and_each([*self.bad_lines, *other.bad_lines])
 
-    def add_idle(self, names: Iterable[str], control: str) -> None:
+    def add_idle(self, names: Sequence[str], control: str) -> None:
         """Counts what a sample holds that changes nothing. control: its place, if a text has a control character."""
-        self.idle_names.update(set(names))
+        if names:
+            self.idle_names.update(set(names))
         self.control_characters += bool(control)
         self.first_control = self.first_control or control
 

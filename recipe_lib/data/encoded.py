@@ -51,16 +51,18 @@ def encode_spans(
     trained."""
     cuts = [0, *(at for span in found for at in (span.start, span.end)), len(whole)]
     ids, lengths, apart = _encode_between(tokenizer, whole, cuts, escape)
-    trained = [bool(number % 2) is inside for number, length in enumerate(lengths) for _ in range(length)]
+    trained = list[bool]()
+    for number, length in enumerate(lengths):
+        trained += [bool(number % 2) is inside] * length
     if add_bos and ids[:1] != [tokenizer.bos_id]:
         ids, lengths[0], trained = put_bos(tokenizer, ids), lengths[0] + 1, [not inside, *trained]
     trained[:1] = [False] * len(trained[:1])  # nothing stands before the first token to predict it from
-    last = max((at for at, is_trained in enumerate(trained) if is_trained), default=-1)
-    if last < 0:
+    if True not in trained:
         raise SampleFault("no trained token", "found no label token, expected an answer")
+    end = len(trained) - trained[::-1].index(True)
     ends = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
-    answers = tuple(zip(ends[1::2], ends[2::2], strict=False)) if inside else ((0, last + 1),)
-    return Encoded(ids[: last + 1], trained[: last + 1], apart, answers)
+    answers = tuple(zip(ends[1::2], ends[2::2], strict=False)) if inside else ((0, end),)
+    return Encoded(ids[:end], trained[:end], apart, answers)
 
 
 def put_bos(tokenizer: TextTokenizer, ids: list[int]) -> list[int]:

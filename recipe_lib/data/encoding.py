@@ -27,7 +27,7 @@ from recipe_lib.data.samples import (
 )
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.templates import Encoder
-from recipe_lib.data.unread import UnreadNames, has_control_characters
+from recipe_lib.data.unread import UnreadNames, has_control_characters, texts_of
 from recipe_lib.errors import DataError, UserError
 
 
@@ -145,9 +145,10 @@ class SourceEncoder:
         renamed = self._renamed(row, place)
         self.unread.tidy(renamed)
         sample = self.read(renamed)
-        idle = self.unread.find(renamed, sample)
+        texts = texts_of(sample)
+        idle = self.unread.find(renamed, sample, texts)
         self._add(chunk, number, place, sample)
-        chunk.report.add_idle((*left_out, *idle), place if has_control_characters(sample) else "")
+        chunk.report.add_idle((*left_out, *idle), place if has_control_characters(texts) else "")
 
     def _renamed(self, sample: Mapping[str, Any], place: str) -> Renamed:
         """The sample under the names that the format knows. Raises SampleFault for a column that is not there."""

@@ -6,7 +6,7 @@ has not written itself. After that they stay text, or become tokens all the same
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -115,17 +115,15 @@ def encode_escaped(tokenizer: TextTokenizer, parts: Sequence[str], escape: Escap
     return tokenizer.encode_pieces(parts, literal=escape.letter)
 
 
-def texts_of(content: Any) -> Iterator[str]:
-    """Every text in nested lists and dicts, keys included."""
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, list):
-        for item in content:
-            yield from texts_of(item)
-    elif isinstance(content, dict):
-        for key, value in content.items():
-            yield from texts_of(key)
-            yield from texts_of(value)
+def texts_of(content: Any) -> list[str]:
+    """Return every text in nested lists and dicts, keys included."""
+    parts = [content]
+    for part in parts:  # which grow on the way
+        if isinstance(part, dict):
+            parts += (*part, *part.values())
+        elif isinstance(part, list):
+            parts += part
+    return [part for part in parts if isinstance(part, str)]
 
 
 def _changed(content: Any, change: Callable[[str], str]) -> Any:

@@ -55,8 +55,9 @@ def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
         where = f"{path}[{number}]"
         message = read_turn(turn, where)
         before = messages[-1] if messages else {}
-        names_calls = names_calls or is_call(turn) or "function_call" in turn
-        if is_call(turn) and before.get("role") == "assistant":
+        turn_is_call = is_call(turn)
+        names_calls = names_calls or turn_is_call or "function_call" in turn
+        if turn_is_call and before.get("role") == "assistant":
             messages[-1] = _join_call(before, message, where)
         else:
             messages.append(message)
@@ -152,9 +153,9 @@ def _as_call(kept: dict[str, Any], text: str, where: str, key: str) -> Message:
 
 def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
     """Return what a message holds, its calls as chat APIs have them. Raises SampleFault."""
-    keys = [key for key in ("tool_calls", "function_call") if key in kept]
-    if not keys:
+    if "tool_calls" not in kept and "function_call" not in kept:
         return kept
+    keys = [key for key in ("tool_calls", "function_call") if key in kept]
     if len(keys) > 1 or role != "assistant":
         found = " and ".join(keys) + ("" if role == "assistant" else f" of the {role}")
         raise SampleFault("calls of a message", f"{where}: found {found}, expected one of the two, of the assistant")

@@ -28,7 +28,8 @@ class SpecialCounts:
         if spelled.unparsed:
             spelled.samples = 1
             spelled.places = [f"{place}: found {_name_tokens(spelled.unparsed)}"]
-        self.add(spelled)
+        if spelled.unparsed or spelled.parsed or spelled.rendered:  # most samples spell out none
+            self.add(spelled)
 
     def add(self, other: "SpecialCounts") -> None:
         """Adds the counts over samples that come later."""

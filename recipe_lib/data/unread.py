@@ -42,6 +42,7 @@ from recipe_lib.errors import DataError
 
 _WORD = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # but tab, line feed and carriage return
+_TEXTS = frozenset(("content", *THOUGHT_KEYS))  # fields of a message that are texts of it
 _NO_TEXT = ("role", "from", "type")  # fields of a message that are no text of it
 _BY_ROLE = {"assistant": THOUGHT_KEYS, "tool": ("tool_call_id",)}
 
@@ -94,9 +95,9 @@ class UnreadNames:
             row[column] = row.pop(other)
             row.own = {**row.own, column: other}
 
-    def find(self, row: Renamed, sample: Sample) -> list[str]:
+    def find(self, row: Renamed, sample: Sample, texts: Sequence[str]) -> list[str]:
         """Return the names of what the row holds that is known to change nothing; `messages.KEY` is that of messages'
-        keys.
+        keys. texts: of the sample.
 
         Raises SampleFault for anything else that is not read.
         """
@@ -107,7 +108,7 @@ class UnreadNames:
         for name, value in (*unread, *row.hidden.items()):
             if says_nothing(value):
                 continue
-            why = self._why_not_idle(name, value, row, sample)
+            why = self._why_not_idle(name, value, row, isinstance(sample, Document), texts)
             if why:
                 faults.append((name, why))
             else:
@@ -135,15 +136,14 @@ class UnreadNames:
             )
         return list(named)
 
-    def _why_not_idle(self, name: str, value: Any, row: Renamed, sample: Sample) -> str:
+    def _why_not_idle(self, name: str, value: Any, row: Renamed, is_text: bool, texts: Sequence[str]) -> str:
         """Return what a column holds that is not read; empty: it changes nothing."""
         word = plain(name)
         column = self._same.get(name)
         if column is not None and row.get(column) is not None:
             return "" if row[column] == value else f"another {column} than the one in {path_of(row, column)}"
-        if why := why_not_column(name, value, is_text=isinstance(sample, Document)):
+        if why := why_not_column(name, value, is_text):
             return why
-        texts = _texts_of(sample)
         if word in UNWANTED:
             chosen = row.get("chosen")
             return "" if not says_nothing(chosen) and _repeats(chosen, texts) else "an answer that is not wanted"
@@ -181,6 +181,8 @@ class UnreadNames:
         idle, faults = list[str](), dict[str, str]()
         for places, messages in _lists_of(sample):
             for number, message in enumerate(messages):
+                if message.keys() <= MESSAGE_READ:
+                    continue
                 for key in [key for key in message if key not in MESSAGE_READ]:
                     role, value, name = message["role"], message[key], f"messages.{key}"
                     is_part = key.startswith(("content.", "tool_calls."))  # no key that a template may see
@@ -216,9 +218,9 @@ def _name_all(names: Sequence[str]) -> str:
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not read"
 
 
-def has_control_characters(sample: Sample) -> bool:
+def has_control_characters(texts: Sequence[str]) -> bool:
     """Return whether a text that may be trained holds a control character, as `\\b` of JSON for `\\boxed`."""
-    return any(_CONTROL.search(text) for text in _texts_of(sample))
+    return any(map(_CONTROL.search, texts))
 
 
 def _lists_of(sample: Conversation | Preference | LabeledAnswer) -> Iterator[tuple[SamplePlaces, Sequence[Message]]]:
@@ -232,7 +234,7 @@ def _lists_of(sample: Conversation | Preference | LabeledAnswer) -> Iterator[tup
             yield places, [*sample.prompt, *answer]
 
 
-def _texts_of(sample: Sample) -> list[str]:
+def texts_of(sample: Sample) -> list[str]:
     """Return every text that is read of a sample, descriptions of tools left out."""
     content = sample.content if isinstance(sample, Classified) else sample
     if isinstance(content, Document):
@@ -242,7 +244,7 @@ def _texts_of(sample: Sample) -> list[str]:
     texts = list[str]()
     for _, messages in _lists_of(content):
         for message in messages:
-            texts += [message[key] for key in ("content", *THOUGHT_KEYS) if isinstance(message.get(key), str)]
+            texts += [text for key, text in message.items() if key in _TEXTS and isinstance(text, str)]
     return texts
 
 

@@ -7,6 +7,7 @@ text can produce one here. What all kinds share (special tokens, BOS, decoding) 
 import base64
 import copy
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -179,6 +180,7 @@ class JsonVocabulary:
 
     def __init__(self, path: Path, file: bytes) -> None:
         """path: named in errors. file: what it holds."""
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one by one: threads of a batch would wait
         self._path = path
         text = file.decode("utf-8", errors="replace")
         try:
@@ -195,7 +197,11 @@ class JsonVocabulary:
         self._first.no_padding()
         self._first.encode_special_tokens = True  # special tokens in ordinary text stay text
         self._after_special = self._variant(content, keep_always=True)
-        self._inner = self._variant(content, keep_always=False)
+        self._variants = {
+            TextPosition.START: self._first,
+            TextPosition.AFTER_SPECIAL: self._after_special,
+            TextPosition.INSIDE: self._variant(content, keep_always=False),
+        }
         pieces = content["model"]["vocab"]
         self.size = max(pieces.values(), default=-1) + 1 if isinstance(pieces, dict) else len(pieces)
         if self.size > MAX_VOCABULARY:
@@ -210,14 +216,10 @@ class JsonVocabulary:
 
     def encode(self, text: str, place: TextPosition) -> list[int]:
         """Ids of a piece of ordinary text; added tokens that are not special are found in it."""
-        chosen = {
-            TextPosition.START: self._first,
-            TextPosition.AFTER_SPECIAL: self._after_special,
-            TextPosition.INSIDE: self._inner,
-        }[place]
+        chosen = self._variants[place]
         with _no_panic(self._path):
             check_length(self._path, chosen, text, self._growth)
-            return chosen.encode(text, add_special_tokens=False).ids
+            return chosen.encode_batch_fast([text], add_special_tokens=False)[0].ids  # without offsets: a sixth faster
 
     def token_bytes(self, token: int) -> bytes:
         """What an id stands for; part of a character for some, nothing for ids that are not used."""
