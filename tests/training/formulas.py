@@ -138,8 +138,8 @@ class Formula:
     def error(self, found: Tensor) -> float:
         """How far weights are from the formula's, in parts of the length of the way that it goes.
 
-        Where at most one weight of a hundred is the next number, and no other differs, it is nothing: those lay between
-        two numbers, and a way of less than one number's distance would be a part of such a difference.
+        Where at most one weight, or one of a hundred, is the next number, and no other differs, it is nothing: those
+        lay between two numbers, and a way of less than one number's distance would be a part of such a difference.
 
         Of weights that are rounded by chance: how far the mean is, along that way, beyond five standard deviations of
         such roundings, each of which has a variance of at most a quarter of the square of the distance of two numbers.
@@ -152,7 +152,8 @@ class Formula:
         apart = 2.0 ** (torch.floor(torch.log2(size.clamp(min=1e-30))) - 7)
         if not self.by_chance:
             off = (found.double() - self.stored()).abs()
-            ties = self.dtype == torch.bfloat16 and bool((off <= apart).all()) and (off > 0).double().mean() <= 0.01
+            is_next = self.dtype == torch.bfloat16 and bool((off <= apart).all())
+            ties = is_next and int((off > 0).sum()) <= max(1, off.numel() // 100)
             return 0.0 if ties else float(off.norm()) / length
         along = abs(float(((found.double() - self.exact) * way).sum())) / length**2
         spread = math.sqrt(self.steps * float((way**2 * apart**2).sum()) / 4) / length**2
