@@ -17,6 +17,9 @@ from recipe_lib.data.thoughts import TAGS, with_tags
 # Unicode's private use areas, which no text should hold.
 PRIVATE_LETTERS = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 
+# Special tokens as chat templates write them, whosesoever.
+_TEMPLATE_TOKENS = re.compile(r"<\|[a-z][a-z0-9_]*\|>|<(?:start|end)_of_turn>|\[/?INST\]")
+
 
 class Escape(NamedTuple):
     """How a sample's own special tokens are written. letter: stands in each of them; None: there are none. parses: they
@@ -33,15 +36,24 @@ class SpecialTokens:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer, self.spelled = tokenizer, SpecialCounts()
         self.pattern = special_pattern(tokenizer.special_texts)
+        self._foreign: dict[str, bool] = {}  # by token, as `_is_foreign` found it
 
     def take(self) -> SpecialCounts:
         """Return what was noted since this was asked for the last time."""
-        spelled, self.spelled = self.spelled, SpecialCounts()
+        spelled = self.spelled
+        if not spelled.is_empty:
+            self.spelled = SpecialCounts()
         return spelled
 
     def note(self, texts: Sequence[str], parses: bool) -> None:
         """Notes the tokens of texts that are encoded as they stand."""
         self._add(count_special(texts, self.pattern), parses)
+        self.note_foreign(texts)
+
+    def note_foreign(self, texts: Sequence[str]) -> None:
+        """Note the tokens of another tokenizer's chat template in texts of columns."""
+        for text in texts:
+            self.spelled.foreign.update(filter(self._is_foreign, _TEMPLATE_TOKENS.findall(text)))
 
     def note_once(self, content: list[Any], parses: bool) -> None:
         """Takes off what was noted for content that stands in a second sequence as well."""
@@ -70,6 +82,13 @@ class SpecialTokens:
                 "too many private letters", "found every letter of Unicode's private use areas, expected text"
             )
         return letters
+
+    def _is_foreign(self, token: str) -> bool:
+        """Return whether a template's token is neither a token of this tokenizer nor in its chat template."""
+        if token not in self._foreign:
+            is_ours = token in (self._tokenizer.chat_template or "")
+            self._foreign[token] = not is_ours and len(self._tokenizer.encode_pieces([token])[0]) > 1
+        return self._foreign[token]
 
     def _add(self, counts: Mapping[str, int], parses: bool) -> None:
         if counts:

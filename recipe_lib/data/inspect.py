@@ -97,7 +97,7 @@ def _sample_counts(report: DataReport) -> dict[str, Any]:
         "marks_differing": report.marks_differing,
         "samples_with_unseen_messages": report.unseen_samples,
         "special_tokens_parsed": dict(report.special.parsed),
-        "special_tokens_unparsed": dict(report.special.unparsed),
+        "special_tokens_unparsed": dict(report.special.split),
         "samples_with_unparsed_special_tokens": report.special.samples,
         "samples_rendered_already": report.special.rendered,
         "columns_that_change_nothing": dict(report.idle_names),
@@ -151,7 +151,7 @@ def _report_findings(report: DataReport, max_seq_len: int) -> Iterable[Finding]:
         yield Finding("unseen-messages", line, report.unseen_samples)
     special = report.special
     if special.samples:
-        yield _placed("split-special-tokens", special.unparsed_line(), special.samples, special.places)
+        yield _placed("split-special-tokens", special.split_line(), special.samples, special.places)
     if report.control_characters:
         samples = counted(report.control_characters, "sample")
         line = f"in {samples} a text holds a control character (JSON reads \\b as one; a backslash is two there)"

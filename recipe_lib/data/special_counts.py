@@ -1,8 +1,9 @@
 """The special tokens that the samples of a dataset spell out, in numbers and in lines for the log."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from recipe_lib.units import counted
@@ -13,28 +14,42 @@ SHOWN = 5  # special tokens that a line names
 
 @dataclass
 class SpecialCounts:
-    """Counts by token, of one sample or of many. parsed: became tokens; unparsed: stay text, in so many `samples`, of
-    which `places` has the first. rendered: samples that hold the template's own tokens and are encoded as they stand.
+    """Counts by token, of one sample or of many. parsed: became tokens; unparsed, foreign: stay text, the second ones
+    since they are of other tokenizers, in so many `samples`, of which `places` has the first. rendered: samples that
+    hold the template's own tokens and are encoded as they stand.
     """
 
     parsed: Counter[str] = field(default_factory=Counter)
     unparsed: Counter[str] = field(default_factory=Counter)
+    foreign: Counter[str] = field(default_factory=Counter)
     samples: int = 0
     places: list[str] = field(default_factory=list)
     rendered: int = 0
 
     def note(self, place: str, spelled: "SpecialCounts") -> None:
         """Adds what a sample spells out. place: of the sample."""
-        if spelled.unparsed:
+        if spelled.is_empty:  # as most are
+            return
+        if spelled.split:
             spelled.samples = 1
-            spelled.places = [f"{place}: found {_name_tokens(spelled.unparsed)}"]
-        if spelled.unparsed or spelled.parsed or spelled.rendered:  # most samples spell out none
-            self.add(spelled)
+            spelled.places = [f"{place}: found {_name_tokens(spelled.split)}"]
+        self.add(spelled)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was noted."""
+        return not (self.parsed or self.unparsed or self.foreign or self.rendered)
+
+    @property
+    def split(self) -> Counter[str]:
+        """Those that stay text."""
+        return self.unparsed + self.foreign
 
     def add(self, other: "SpecialCounts") -> None:
         """Adds the counts over samples that come later."""
         self.parsed.update(other.parsed)
         self.unparsed.update(other.unparsed)
+        self.foreign.update(other.foreign)
         self.samples += other.samples
         self.places = [*self.places, *other.places][:PLACES]
         self.rendered += other.rendered
@@ -42,7 +57,7 @@ class SpecialCounts:
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "SpecialCounts":
         """Return the counts whose `vars` were made into JSON values. Raises TypeError or KeyError for anything else."""
-        counters = {name: Counter(content[name]) for name in ("parsed", "unparsed")}
+        counters = {name: Counter(content[name]) for name in ("parsed", "unparsed", "foreign")}
         return SpecialCounts(**dict(content) | counters)
 
     def lines(self, chats: int) -> list[str]:
@@ -56,17 +71,27 @@ class SpecialCounts:
                 f"{before}: {self.rendered} of {counted(self.rendered + chats, 'sample')} hold a chat template's "
                 "special tokens: their texts are taken as rendered already, and no template is applied"
             )
-        if self.unparsed:
-            lines.append(f"warning: data: {self.unparsed_line()}")
+        if self.split:
+            lines.append(f"warning: data: {self.split_line()}")
         return lines
 
-    def unparsed_line(self) -> str:
+    def split_line(self) -> str:
         """Return which special tokens stay text, and what to do."""
         spell = "spells" if self.samples == 1 else "spell"
+        remedies = []
+        if self.unparsed:
+            remedies.append(
+                "set data.parse_special_tokens=true if whoever wrote the samples is trusted, or take them out of the "
+                "samples"
+            )
+        if self.foreign:
+            remedies.append(
+                f"this tokenizer has no {_name_all(self.foreign)}: give samples of messages, which its own chat "
+                "template writes, or the model whose template wrote these"
+            )
         return (
             f"{counted(self.samples, 'sample')} {spell} out special tokens that stay text, cut into pieces: "
-            f"{_name_tokens(self.unparsed)}; set data.parse_special_tokens=true if whoever wrote the samples is "
-            "trusted, or take them out of the samples"
+            f"{_name_tokens(self.split)}; {'; '.join(remedies)}"
         )
 
 
@@ -74,3 +99,8 @@ def _name_tokens(counts: Counter[str]) -> str:
     """Return `'<|im_end|>' 12 times, '<s>' once`, the most frequent first."""
     named = [f"{token!r} {'once' if count == 1 else f'{count} times'}" for token, count in counts.most_common(SHOWN)]
     return ", ".join(named) + (", ..." if len(counts) > SHOWN else "")
+
+
+def _name_all(tokens: Iterable[str]) -> str:
+    """Return `'<|im_start|>' or '<|im_end|>'`."""
+    return " or ".join(map(repr, islice(tokens, SHOWN)))

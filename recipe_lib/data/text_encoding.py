@@ -110,6 +110,7 @@ class TextEncoder:
         Raises SampleFault where something stands beside them that they would have to hold."""
         turns = self._turn_tokens
         if turns is None or not any(map(turns.search, [row.prompt, *map(self.take_end, row.answers)])):
+            self._special.note_foreign([row.prompt, *row.answers])
             return False
         if row.beside:
             raise SampleFault(
