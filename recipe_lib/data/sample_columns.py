@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from recipe_lib.data.column_names import is_idle, says_nothing
 from recipe_lib.data.samples import SampleFault, kind_of, shown
@@ -150,7 +150,7 @@ def open_json_list(sample: RawSample, name: str) -> tuple[Any, str]:
     return value, path
 
 
-def is_json_list(value: Any) -> bool:
+def is_json_list(value: Any) -> TypeGuard[str]:
     """Return whether a value is a text that is meant as a list in JSON."""
     return isinstance(value, str) and value.lstrip().startswith("[")
 
