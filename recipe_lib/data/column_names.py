@@ -1,7 +1,7 @@
-"""What the columns of a row and the keys of a message are, by their names alone, whatever the format of the row.
+"""Tells what the columns of a row and the keys of a message are by their names alone, whatever the row's format.
 
-`recipe_lib.data.unread` asks this table about those that a format does not read. Names are compared as `plain` writes
-them. A name belongs to the idle ones only if it cannot mean what a conversation says.
+`recipe_lib.data.unread` asks this table about those that a format does not read. Names are compared as
+`normalize_name` writes them. A name belongs to the idle ones only if it cannot mean what a conversation says.
 """
 
 import re
@@ -78,20 +78,22 @@ _NOTES = frozenset(
 
 MESSAGE_READ = frozenset(("role", "content", "train", "tool_calls"))
 _MESSAGE_IDLE = frozenset("name turn_identifier language country state object status end_turn is_error".split())
+_WHY_NOT_MEDIA = "images, sound or film, which no recipe reads"
+_WHY_NOT_DETAIL = "which letters of a message are trained, which is said of whole messages alone"
 _MESSAGE_REFUSED = {
     "refusal": "the model's refusal, which a chat template does not write",
-    "train_detail": "which letters of a message are trained, which is said of whole messages alone",
-    "training_detail": "which letters of a message are trained, which is said of whole messages alone",
+    "train_detail": _WHY_NOT_DETAIL,
+    "training_detail": _WHY_NOT_DETAIL,
 }
 # Torchtune's fields of a message, with the value that says what is done in any case.
 _MESSAGE_USUAL = {"eot": True, "ipython": False, "prefix": False}
 
-SHORT = 200  # letters of a label; what is longer may be what a conversation says, whatever its name
+_MOST_LABEL_LETTERS = 200  # what is longer may be what a conversation says, whatever its name
 _REQUEST = ("parallel_tool_calls", "tool_choice")  # settings of a request, which no template shows
 
 
-@lru_cache(4096)
-def plain(name: str) -> str:
+@lru_cache(4096)  # rows repeat the same few names
+def normalize_name(name: str) -> str:
     """Return a name in small letters with one underscore in the place of all that is no letter and no digit."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
@@ -111,7 +113,7 @@ def says_nothing(value: Any) -> bool:
 def is_label(value: Any) -> bool:
     """Return whether a value is a number, a date or a short text in one line, or a list of such."""
     if isinstance(value, str):
-        return len(value) <= SHORT and "\n" not in value.strip()
+        return len(value) <= _MOST_LABEL_LETTERS and "\n" not in value.strip()
     if isinstance(value, (list, tuple)):
         return all(map(is_label, value))
     return value is None or isinstance(value, (Number, date, time))
@@ -119,7 +121,7 @@ def is_label(value: Any) -> bool:
 
 def is_idle(name: str, value: Any) -> bool:
     """Return whether a column or a key is known to change nothing by its name, and holds what such a one does."""
-    word = plain(name)
+    word = normalize_name(name)
     if word in _NOTES or word in _REQUEST:
         return not isinstance(value, str) or is_label(value) or value.lstrip()[:1] in ("{", "[")
     if word in _ADDRESSES and isinstance(value, str):
@@ -135,8 +137,8 @@ def is_idle_key(name: str, value: Any) -> bool:
 
 def why_not_key(name: str) -> str:
     """Return what a key of a message holds, where that is known and not read; empty: not known."""
-    if plain(name) in _MEDIA:
-        return "images, sound or film, which no recipe reads"
+    if normalize_name(name) in _MEDIA:
+        return _WHY_NOT_MEDIA
     return _MESSAGE_REFUSED.get(name, "")
 
 
@@ -145,14 +147,14 @@ def why_not_column(name: str, value: Any, is_text: bool) -> str:
 
     is_text: the rows are documents, whose label may be a number that judges nothing.
     """
-    word = plain(name)
+    word = normalize_name(name)
     if word in _MEDIA:
-        return "images, sound or film, which no recipe reads"
+        return _WHY_NOT_MEDIA
     if word in _TOKENIZED and isinstance(value, list):
         return "tokens that are made already, and rows are read as text"
     if _is_weight(word) and not _is_one(value):
         return "a weight of the row, which data.sources has for whole sources alone"
-    if word in _JUDGED and _judges(word, value, is_text) is False:
+    if word in _JUDGED and _judge(word, value, is_text) is False:
         return "that the row is not wanted, and it would be trained; leave such rows out, or train with dpo.loss=kto"
     return ""
 
@@ -164,13 +166,14 @@ def is_idle_beside(name: str, value: Any) -> bool:
 
 def says_wanted(name: str, value: Any) -> bool:
     """Return whether a column says of its row no more than that it is wanted, or its class, or that it counts once."""
-    word = plain(name)
+    word = normalize_name(name)
     if _is_weight(word):
         return _is_one(value)
-    return word in _JUDGED and (_judges(word, value, is_text=False) is not None or word == "label") and is_label(value)
+    return word in _JUDGED and (_judge(word, value, is_text=False) is not None or word == "label") and is_label(value)
 
 
 def _is_weight(word: str) -> bool:
+    """Return whether a column of this name says how much its row counts."""
     return word in _WEIGHTS or word.endswith(("_weight", "_weights"))
 
 
@@ -179,7 +182,7 @@ def _is_one(value: Any) -> bool:
     return not isinstance(value, bool) and str(value).strip() in ("1", "1.0")
 
 
-def _judges(word: str, value: Any, is_text: bool) -> bool | None:
+def _judge(word: str, value: Any, is_text: bool) -> bool | None:
     """Return what a column of this name says: the row is wanted, or not; None: neither."""
     is_label_column = word in ("label", *SAME_AS["label"])
     is_switch = isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false"))

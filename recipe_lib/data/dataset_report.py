@@ -42,9 +42,7 @@ class DataReport:
     prompt_tokens: int = 0  # tokens that the loss could count and does not, without BOS
     bad_samples: Counter[str] = field(default_factory=Counter)
     first_bad: dict[str, str] = field(default_factory=dict)  # cause -> the first such sample's place and detail
-    bad_lines: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # (cause, place and detail) of the first, and first of a cause
+    bad_lines: list[tuple[str, str]] = field(default_factory=list)  # (cause, place and detail), of each cause some
     truncated_sequences: int = 0
     skipped_long_sequences: int = 0
     emptied_sequences: int = 0  # truncated sequences whose whole answer was cut off; they are left out
@@ -83,7 +81,7 @@ class DataReport:
 
     @property
     def noun(self) -> str:
-        """What `items_made` counts: `sequence`, or `pair`."""
+        """Return what `items_made` counts: `sequence`, or `pair`."""
         return "pair" if self.preferences else "sequence"
 
     @property
@@ -92,7 +90,7 @@ class DataReport:
         return self.trained_tokens / self.tokens if self.tokens else 0.0
 
     def add(self, other: "DataReport") -> None:
-        """Adds the counts of another pass, over samples that come later."""
+        """Add the counts of another pass, over samples that come later."""
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if self.template == "none":
@@ -106,14 +104,14 @@ class DataReport:
         self.bad_lines = _first_of_all_and_each([*self.bad_lines, *other.bad_lines])
 
     def add_idle(self, names: Sequence[str], control: str) -> None:
-        """Counts what a sample holds that changes nothing. control: its place, if a text has a control character."""
+        """Count what a sample holds that changes nothing. control: its place, if a text has a control character."""
         if names:
             self.idle_names.update(set(names))
         self.control_characters += bool(control)
         self.first_control = self.first_control or control
 
     def add_bad(self, cause: str, line: str) -> None:
-        """Counts a bad sample. line: its place and what is wrong with it."""
+        """Count a bad sample. line: its place and what is wrong with it."""
         if sum(self.bad_samples.values()) < MOST_BAD_LINES or self.bad_samples[cause] < PLACES:
             self.bad_lines.append((cause, line))
         self.bad_samples[cause] += 1
@@ -124,29 +122,35 @@ class DataReport:
         return [line for found, line in self.bad_lines if found == cause][:PLACES]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        parts = [part.to_json() for part in self.parts]
-        counters = {"bad_samples": dict(self.bad_samples), "idle_names": dict(self.idle_names)}
-        return vars(self) | counters | {"special": vars(self.special), "parts": parts}
+        """Return the report as JSON values."""
+        return vars(self) | {
+            "bad_samples": dict(self.bad_samples),
+            "idle_names": dict(self.idle_names),
+            "special": vars(self.special),
+            "parts": [part.to_json() for part in self.parts],
+        }
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "DataReport":
-        """The report that `to_json` made into values. Raises TypeError or KeyError for anything else."""
-        parts = [DataReport.from_json(part) for part in content["parts"]]
-        bad = [(cause, line) for cause, line in content["bad_lines"]]
-        counters = {name: Counter(content[name]) for name in ("bad_samples", "idle_names")}
-        special = SpecialCounts.from_json(content["special"])
-        return DataReport(**dict(content) | counters | {"bad_lines": bad, "parts": parts, "special": special})
+        """Return the report that `to_json` made into values. Raises TypeError or KeyError for anything else."""
+        restored: dict[str, Any] = {
+            "bad_samples": Counter(content["bad_samples"]),
+            "bad_lines": [(cause, line) for cause, line in content["bad_lines"]],
+            "idle_names": Counter(content["idle_names"]),
+            "special": SpecialCounts.from_json(content["special"]),
+            "parts": [DataReport.from_json(part) for part in content["parts"]],
+        }
+        return DataReport(**dict(content) | restored)
 
     def check_share(self) -> None:
-        """Raises DataError if, from some of the sources, no token or every token is a label token."""
+        """Raise DataError if, from some of the sources, no token or every token is a label token."""
         found = [(part.source, fault) for part in self.parts or [self] if (fault := part.share_fault())]
         if found:
             remedy = "or set data.check_label_mask to false if it is meant"
             raise DataError(*(f"{source}: {fault}, {remedy}" for source, fault in found))
 
     def sample_faults(self) -> list[str]:
-        """A line for each of the first bad samples of one source, and one that counts them all."""
+        """Return a line for each of the first bad samples of one source, and one that counts them all."""
         lines, bad = [line for _, line in self.bad_lines[:MOST_BAD_LINES]], sum(self.bad_samples.values())
         if bad == 0:
             return []
@@ -162,7 +166,7 @@ class DataReport:
         ]
 
     def nothing_left(self) -> str | None:
-        """Why one source has no sequence; None: it has some."""
+        """Return why one source has no sequence; None: it has some."""
         if self.sequences:
             return None
         if not self.samples_read:
@@ -178,7 +182,7 @@ class DataReport:
         return f"{self.source}: found no sample to train on among {self.samples_read}: {', '.join(reasons)}; {remedy}"
 
     def share_fault(self) -> str | None:
-        """What is wrong with the share of trained tokens of one source; None: nothing.
+        """Return what is wrong with the share of trained tokens of one source; None: nothing.
 
         Texts are learned as a whole, and so is everything where `data.train_on` is all. A sequence's first token is
         never trained, because nothing stands before it; it is a prompt only if it was meant to be one."""
@@ -191,7 +195,7 @@ class DataReport:
         return f"found {found} in {sequences}, expected {wanted}; correct data.format, data.columns or data.train_on"
 
     def plain_note(self) -> str | None:
-        """That the built-in template is written where nobody asked for it; None: it is not."""
+        """Return that the built-in template is written where nobody asked for it; None: it is not."""
         if self.template != "plain" or not self.falls_back:
             return None
         return (
@@ -201,7 +205,7 @@ class DataReport:
         )
 
     def lines(self, *, faults: bool = True) -> list[str]:
-        """The report as log lines; one that begins with `warning:` is to be logged as such.
+        """Return the report as log lines; one that begins with `warning:` is to be logged as such.
 
         faults: with samples that are bad, or the same as another one.
         """
@@ -217,7 +221,7 @@ class DataReport:
         return lines + self._bad_lines() if faults else lines
 
     def part_line(self) -> str:
-        """One source among several, in a line."""
+        """Return one source among several, in a line."""
         link = "of" if self.split_sequences or (self.texts and not self._others) else "from"
         return (
             f"{self._counts()} {link} {self.source} (format {self.format}), {self.tokens} tokens, "
@@ -225,7 +229,7 @@ class DataReport:
         )
 
     def _counts(self) -> str:
-        """How many sequences (pairs) there are, and what they were made of."""
+        """Return how many sequences (pairs) there are, and what they were made of."""
         kind = counted(self.pairs, "pair") if self.preferences else counted(self.sequences, "sequence")
         if self.texts and not self._others:
             return f"{kind} cut from {counted(self.texts, 'text')}"
@@ -247,7 +251,7 @@ class DataReport:
         return "answers incl. end-of-turn, and whole texts" if self.texts else "answers incl. end-of-turn"
 
     def _sequence_lines(self) -> list[str]:
-        """What became of conversations of several answers, and who says what an answer is."""
+        """Return what became of conversations of several answers, and who says what an answer is."""
         lines = []
         if self.split_samples:
             why = (
@@ -295,7 +299,7 @@ class DataReport:
         return lines
 
     def _odd_lines(self) -> list[str]:
-        """What is not as most would expect, and no fault."""
+        """Return what is not as most would expect, and no fault."""
         lines = []
         if self.texts and self.lacks_eos:
             lines.append(
@@ -308,8 +312,8 @@ class DataReport:
                 "message, so it is not trained"
             )
         if self.endings:
-            found = counted(self.endings, "conversation")
-            lines.append(f"data: in {found} messages follow the last one that is trained; they are left out")
+            conversations = counted(self.endings, "conversation")
+            lines.append(f"data: in {conversations} messages follow the last one that is trained; they are left out")
         if self.apart_samples:
             lines.append(
                 f"data: in {self.apart_samples} samples an answer's first letters would join the prompt's last token; "
@@ -353,7 +357,7 @@ class DataReport:
         return lines
 
     def bos_line(self) -> str:
-        """What is put before a sequence, or who decides it."""
+        """Return what is put before a sequence, or who decides it."""
         chats = self.chats if self.template == "chat" else 0  # the plain template leaves it to us
         ours = [("each text", "a text")] if self.texts else []
         if chats and self._others > chats:
@@ -370,7 +374,7 @@ class DataReport:
 
 
 def report_lines(training: DataReport, validation: DataReport | None = None, *, faults: bool = True) -> list[str]:
-    """The lines of both, those of the validation so named; what is put before sequences only once if it is the same."""
+    """Return the lines of both, those of the validation so named; what is put before sequences once if it is one."""
     lines = training.lines(faults=faults)
     if validation is not None:
         once = "" if validation.bos_line() != training.bos_line() else f"data: {training.bos_line()}"
@@ -380,7 +384,7 @@ def report_lines(training: DataReport, validation: DataReport | None = None, *, 
 
 
 def _first_of_all_and_each(lines: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The first MOST_BAD_LINES, and of each cause the first PLACES. Of what it left out earlier nothing is missed."""
+    """Return the first MOST_BAD_LINES, and of each cause the first PLACES; what was left out earlier is not missed."""
     kept, of_cause = list[tuple[str, str]](), Counter[str]()
     for cause, line in lines:
         of_cause[cause] += 1

@@ -1,7 +1,8 @@
-"""A text as ids, of which some are trained: a rendering, or a text as it stands."""
+"""Makes ids of a text, of which some are trained: of a rendering, or of a text as it stands."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 
 from recipe_lib.data.escaping import Escape, encode_escaped
 from recipe_lib.data.generation_tags import Marked
@@ -11,56 +12,57 @@ from recipe_lib.data.spans import Span
 
 @dataclass(frozen=True)
 class Encoded:
-    """A sequence before it is cut: ids, and whether the loss counts each of them as a target.
-
-    apart: text had to be encoded apart from what stands before it because a token reached over the border. answers:
-    [start, end) of each trained message among the ids, its end-of-turn token included. untrained_ends: trained
-    messages whose end-of-turn token was cut off, or is none. left_out: messages of the system and the user that are not
-    written.
-    """
+    """Holds a sequence before it is cut."""
 
     ids: list[int]
-    trained: list[bool]
-    apart: bool = False
-    answers: tuple[tuple[int, int], ...] = ()
-    untrained_ends: int = 0
-    left_out: int = 0
+    trained: list[bool]  # whether the loss counts each id as a target
+    apart: bool = False  # a text is encoded apart from what stands before it: a token reached over the border
+    answers: tuple[tuple[int, int], ...] = ()  # [start, end) of each trained message, with its end-of-turn token
+    untrained_ends: int = 0  # trained messages whose end-of-turn token was cut off, or is none
+    left_out: int = 0  # messages of the system and the user that are not written
 
     def cut(self, room: int) -> "Encoded":
-        """Return the first `room` ids; counts the answers that lose their end."""
-        kept = tuple((start, end) for start, end in self.answers if start < room)
-        lost = sum(end > room for _, end in kept)
-        ends = self.untrained_ends + lost
-        return Encoded(self.ids[:room], self.trained[:room], self.apart, kept, ends, self.left_out)
+        """Return the first `room` ids; the answers that lose their end are counted."""
+        answers = tuple((start, end) for start, end in self.answers if start < room)
+        return Encoded(
+            ids=self.ids[:room],
+            trained=self.trained[:room],
+            apart=self.apart,
+            answers=answers,
+            untrained_ends=self.untrained_ends + sum(end > room for _, end in answers),
+            left_out=self.left_out,
+        )
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """A sample's sequences. whole_tokens: ids of the whole conversation in one, where it became several. marked: how it
-    differs from the template's own marks, if the template has any and they were used."""
+    """Holds a sample's sequences."""
 
     sequences: Sequence[Encoded]
-    whole_tokens: int = 0
-    marked: Marked | None = None
+    whole_tokens: int = 0  # ids of the whole conversation in one, where it became several
+    marked: Marked | None = None  # how it differs from the template's own marks, if there are any and they were used
 
 
 def encode_spans(
-    tokenizer: TextTokenizer, whole: str, found: Sequence[Span], escape: Escape, add_bos: bool, inside: bool = True
+    tokenizer: TextTokenizer, text: str, spans: Sequence[Span], escape: Escape, add_bos: bool, inside: bool = True
 ) -> Encoded:
     """Return ids of the whole text, trained inside of the spans, or outside of them. Raises SampleFault: none is
     trained."""
-    cuts = [0, *(at for span in found for at in (span.start, span.end)), len(whole)]
-    ids, lengths, apart = _encode_between(tokenizer, whole, cuts, escape)
-    trained = list[bool]()
-    for number, length in enumerate(lengths):
-        trained += [bool(number % 2) is inside] * length
+    cuts = [0]
+    for span in spans:
+        cuts += (span.start, span.end)
+    ids, lengths, apart = _encode_between(tokenizer, text, [*cuts, len(text)], escape)
     if add_bos and ids[:1] != [tokenizer.bos_id]:
-        ids, lengths[0], trained = put_bos(tokenizer, ids), lengths[0] + 1, [not inside, *trained]
+        ids = put_bos(tokenizer, ids)
+        lengths[0] += 1
+    trained = list[bool]()
+    for number, length in enumerate(lengths):  # those with odd numbers lie inside of a span
+        trained += [bool(number % 2) is inside] * length
     trained[:1] = [False] * len(trained[:1])  # nothing stands before the first token to predict it from
     if True not in trained:
         raise SampleFault("no trained token", "found no label token, expected an answer")
     end = len(trained) - trained[::-1].index(True)
-    ends = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
+    ends = list(accumulate(lengths, initial=0))
     answers = tuple(zip(ends[1::2], ends[2::2], strict=False)) if inside else ((0, end),)
     return Encoded(ids[:end], trained[:end], apart, answers)
 
@@ -72,19 +74,20 @@ def put_bos(tokenizer: TextTokenizer, ids: list[int]) -> list[int]:
 
 
 def _encode_between(
-    tokenizer: TextTokenizer, whole: str, cuts: Sequence[int], escape: Escape
+    tokenizer: TextTokenizer, text: str, cuts: Sequence[int], escape: Escape
 ) -> tuple[list[int], list[int], bool]:
     """Return ids of a text, how many lie between the cuts, and whether a cut had to be forced through a token."""
-    parts = [whole[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
-    pieces = encode_escaped(tokenizer, parts, escape)
-    together = encode_escaped(tokenizer, [whole], escape)[0]
-    ids, lengths = [i for piece in pieces for i in piece], [len(piece) for piece in pieces]
-    if ids == together:
-        return ids, lengths, False
+    pieces = encode_escaped(tokenizer, [text[start:end] for start, end in pairwise(cuts)], escape)
+    piece_ids = list(chain.from_iterable(pieces))
+    lengths = [len(piece) for piece in pieces]
+    text_ids = encode_escaped(tokenizer, [text], escape)[0]
+    if piece_ids == text_ids:
+        return piece_ids, lengths, False
+    # Pieces can differ from the whole although no token reaches over a cut: one that takes space does.
     ends = [0]
-    for cut in cuts[1:]:  # pieces can differ from the whole although no token reaches over a cut: one that takes space
-        before = encode_escaped(tokenizer, [whole[:cut]], escape)[0]
-        if together[: len(before)] != before:
-            return ids, lengths, True
-        ends.append(len(before))
-    return together, [b - a for a, b in zip(ends, ends[1:], strict=False)], False
+    for cut in cuts[1:]:
+        ids_before = encode_escaped(tokenizer, [text[:cut]], escape)[0]
+        if text_ids[: len(ids_before)] != ids_before:
+            return piece_ids, lengths, True
+        ends.append(len(ids_before))
+    return text_ids, [end - start for start, end in pairwise(ends)], False

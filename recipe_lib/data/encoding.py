@@ -1,4 +1,4 @@
-"""Samples of a file to tokens and labels, a run of samples at a time: what a tokenizing process does."""
+"""Turns samples of a file into tokens and labels, a run of samples at a time: what a tokenizing process does."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from recipe_lib.data.dataset import digest_of
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoded import Encoded
 from recipe_lib.data.find_format import fitting
-from recipe_lib.data.sample_columns import Renamed, columns_section, overrides, spellings
+from recipe_lib.data.sample_columns import Renamed, columns_section, list_spellings, overrides
 from recipe_lib.data.samples import (
     Classified,
     Completion,
@@ -27,7 +27,7 @@ from recipe_lib.data.samples import (
 )
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.templates import Encoder
-from recipe_lib.data.unread import UnreadNames, has_control_characters, texts_of
+from recipe_lib.data.unread import UnreadNames, collect_texts, has_control_characters
 from recipe_lib.errors import DataError, UserError
 
 
@@ -59,7 +59,7 @@ class Chunk:
     fault: UserError | None = None
 
     def append(self, sample: int, *encoded: tuple[Sequence[int], Sequence[bool]], value: float = 0.0) -> None:
-        """An item of one sequence, or of two that stay together. sample: its number in the file. value: a margin, a
+        """Add an item of one sequence, or of two that stay together. sample: its number in the file. value: a margin, a
         class' number in `classes`, or 1 for an answer that is wanted."""
         ids, trained = array("i"), bytearray()
         for own_ids, own_trained in encoded:
@@ -79,7 +79,7 @@ class SourceEncoder:
     def __init__(
         self, cfg: DataConfig, source: SourceConfig, encoder: Encoder, max_seq_len: int, section: str = "data"
     ) -> None:
-        """Raises DataError for columns that the source's format does not know."""
+        """Look up the source's format. Raises DataError for columns that the source's format does not know."""
         self.cfg, self.source, self.encoder, self.max_seq_len = cfg, source, encoder, max_seq_len
         self.section = section
         self.format, self.columns = source.format or cfg.format, source.columns or {}
@@ -103,7 +103,7 @@ class SourceEncoder:
                 )
 
     def report(self) -> DataReport:
-        """An empty report."""
+        """Return an empty report."""
         cfg, encoder = self.cfg, self.encoder
         return DataReport(
             self.source.source,
@@ -118,7 +118,7 @@ class SourceEncoder:
         )
 
     def encode(self, file: SampleFile, start: int, stop: int | None) -> Chunk:
-        """Samples start .. stop (exclusive) of a file; a fault that ends the run is kept in the chunk."""
+        """Return samples start .. stop (exclusive) of a file; a fault that ends the run is kept in the chunk."""
         chunk = Chunk(self.report())
         try:
             if start == 0:
@@ -140,23 +140,23 @@ class SourceEncoder:
         return chunk
 
     def _read(self, chunk: Chunk, number: int, place: str, row: Mapping[str, Any]) -> None:
-        """Adds what a row becomes, and counts what it holds that nobody reads."""
+        """Add what a row becomes, and count what it holds that nobody reads."""
         row, left_out = self.unread.leave_out(row)
         renamed = self._renamed(row, place)
         self.unread.tidy(renamed)
         sample = self.read(renamed)
-        texts = texts_of(sample)
-        idle = self.unread.find(renamed, sample, texts)
+        texts = collect_texts(sample)
+        idle_names = self.unread.find(renamed, sample, texts)
         self._add(chunk, number, place, sample)
-        chunk.report.add_idle((*left_out, *idle), place if has_control_characters(texts) else "")
+        chunk.report.add_idle((*left_out, *idle_names), place if has_control_characters(texts) else "")
 
     def _renamed(self, sample: Mapping[str, Any], place: str) -> Renamed:
-        """The sample under the names that the format knows. Raises SampleFault for a column that is not there."""
+        """Return the sample under the names that the format knows. Raises SampleFault for a missing column."""
         missing = [
             name
             for name in self.required
             if self.columns.get(name, name) not in sample
-            and sample.keys().isdisjoint(spellings(self.read, name, self.columns))
+            and sample.keys().isdisjoint(list_spellings(self.read, name, self.columns))
         ]
         if missing:
             if place.endswith(".txt"):
@@ -164,19 +164,20 @@ class SourceEncoder:
                     f"{place}: found a text file, expected .json or .jsonl for the format {self.format}; "
                     f"set {self.section}.format to text to train on the text itself"
                 )
-            wanted = ", ".join(self.columns.get(name, name) for name in missing)
+            expected = ", ".join(self.columns.get(name, name) for name in missing)
             found = ", ".join(sorted(map(str, sample))[:12]) or "none"
             (one,) = overrides(columns_section(self.section), {missing[0]: "NAME"})
             others = fitting(sample, self.columns)  # of those without labels
             remedy = f"these are of the format {others[0]}: set {self.section}.format={others[0]}" if others else ""
             raise SampleFault(
-                f"no column {wanted}",
-                f"found the columns {found}, expected {wanted} (format {self.format}); "
+                f"no column {expected}",
+                f"found the columns {found}, expected {expected} (format {self.format}); "
                 + (remedy or f"name yours with {one}"),
             )
         return Renamed(sample, self.columns, columns_section(self.section), self.required)
 
     def _add(self, chunk: Chunk, number: int, place: str, sample: Sample) -> None:
+        """Add what a sample becomes, and count it."""
         report = chunk.report
         if isinstance(sample, Document):
             self._add_document(chunk, number, sample.text)
@@ -203,8 +204,8 @@ class SourceEncoder:
                     report.text_tokens += len(kept[0].ids) - 1
                 report.untrained_ends += sum(encoded.untrained_ends for encoded in kept)
                 report.prompt_tokens += sum(map(self._prompt_tokens, kept))
-                found = ((encoded.ids, encoded.trained) for encoded in kept)
-                chunk.append(number, *found, value=_value(sample, chunk.classes))
+                sequences = ((encoded.ids, encoded.trained) for encoded in kept)
+                chunk.append(number, *sequences, value=_value(sample, chunk.classes))
 
     def _items(
         self,
@@ -212,7 +213,7 @@ class SourceEncoder:
         place: str,
         sample: Conversation | Completion | Preference | LabeledAnswer | Classified,
     ) -> list[tuple[Encoded, ...]]:
-        """What a sample becomes: a pair, or its sequences one by one."""
+        """Return what a sample becomes: a pair, or its sequences one by one."""
         if isinstance(sample, Preference):
             return [self.encoder.encode_preference(sample)]
         if isinstance(sample, LabeledAnswer):
@@ -237,14 +238,17 @@ class SourceEncoder:
         return [(encoded,) for encoded in whole.sequences]
 
     def _prompt_tokens(self, encoded: Encoded) -> int:
-        """Tokens outside of the answers, BOS left out."""
+        """Return how many tokens are outside of the answers, BOS left out."""
         first_is_none = bool(encoded.answers and encoded.answers[0][0] == 0)
         first_is_none |= encoded.ids[0] == self.encoder.tokenizer.bos_id
         return encoded.trained.count(False) - first_is_none
 
     def _shortened(self, report: DataReport, place: str, sequences: tuple[Encoded, ...]) -> tuple[Encoded, ...]:
-        """The sequences of an item within the limit; none, if nothing is left to learn from it. A pair stays one: each
-        of its answers is cut at the same place, and both are left out where one is lost, or where they become equal."""
+        """Return the sequences of an item within the limit; none, if nothing is left to learn from it.
+
+        A pair stays one: each of its answers is cut at the same place, and both are left out where one is lost, or
+        where they become equal.
+        """
         room = self.max_seq_len + 1
         longest = max(len(encoded.ids) for encoded in sequences)
         if longest <= room:
@@ -267,7 +271,7 @@ class SourceEncoder:
         return kept
 
     def _add_document(self, chunk: Chunk, number: int, text: str) -> None:
-        """Cuts a text into sequences of max_seq_len tokens, the last one of what is left.
+        """Cut a text into sequences of max_seq_len tokens, the last one of what is left.
 
         Each begins with the last target of the one before: every id but the first is a target once."""
         report = chunk.report
@@ -282,7 +286,7 @@ class SourceEncoder:
 
 
 def _value(sample: Sample, classes: list[str]) -> float:
-    """The number that an item keeps. classes: names that have a number; a new one is added."""
+    """Return the number that an item keeps. classes: names that have a number; a new one is added."""
     if isinstance(sample, Classified):
         if sample.label not in classes:
             classes.append(sample.label)

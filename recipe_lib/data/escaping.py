@@ -1,4 +1,4 @@
-"""Special tokens that a sample spells out: which there are, and what keeps them from being taken for the template's.
+"""Finds special tokens that a sample spells out, and keeps them from being taken for the template's.
 
 A private-use letter stands inside each of them while a template is rendered, so that none is found that the template
 has not written itself. After that they stay text, or become tokens all the same (`data.parse_special_tokens`).
@@ -22,11 +22,10 @@ _TEMPLATE_TOKENS = re.compile(r"<\|[a-z][a-z0-9_]*\|>|<(?:start|end)_of_turn>|\[
 
 
 class Escape(NamedTuple):
-    """How a sample's own special tokens are written. letter: stands in each of them; None: there are none. parses: they
-    become tokens once the letter is taken out again, and stay text otherwise."""
+    """Says how a sample's own special tokens are written."""
 
-    letter: str | None = None
-    parses: bool = False
+    letter: str | None = None  # stands in each of them; None: there are none
+    parses: bool = False  # they become tokens once the letter is taken out again, and stay text otherwise
 
 
 class SpecialTokens:
@@ -34,8 +33,9 @@ class SpecialTokens:
     spelled: those of the sample that is encoded."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._tokenizer, self.spelled = tokenizer, SpecialCounts()
-        self.pattern = special_pattern(tokenizer.special_texts)
+        self._tokenizer = tokenizer
+        self.spelled = SpecialCounts()
+        self.pattern = compile_special_pattern(tokenizer.special_texts)
         self._foreign: dict[str, bool] = {}  # by token, as `_is_foreign` found it
 
     def take(self) -> SpecialCounts:
@@ -46,8 +46,8 @@ class SpecialTokens:
         return spelled
 
     def note(self, texts: Sequence[str], parses: bool) -> None:
-        """Notes the tokens of texts that are encoded as they stand."""
-        self._add(count_special(texts, self.pattern), parses)
+        """Note the tokens of texts that are encoded as they stand."""
+        self._add(self._count(texts), parses)
         self.note_foreign(texts)
 
     def note_foreign(self, texts: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ class SpecialTokens:
             self.spelled.foreign.update(filter(self._is_foreign, _TEMPLATE_TOKENS.findall(text)))
 
     def note_once(self, content: list[Any], parses: bool) -> None:
-        """Takes off what was noted for content that stands in a second sequence as well."""
+        """Take off what was noted for content that stands in a second sequence as well."""
         if self.spelled.parsed or self.spelled.unparsed:
             noted = self.spelled.parsed if parses else self.spelled.unparsed
             noted -= self._escaped(content)[2]
@@ -74,7 +74,7 @@ class SpecialTokens:
     def unused_letters(self, content: Any, count: int) -> list[str]:
         """Return letters that neither the content nor the chat template holds. Raises SampleFault: there are none
         left."""
-        taken = set(self._tokenizer.chat_template or "").union(*texts_of(content))
+        taken = set(self._tokenizer.chat_template or "").union(*_collect_texts(content))
         free = (letter for letter in map(chr, chain(*PRIVATE_LETTERS)) if letter not in taken)
         letters = list(islice(free, count))
         if len(letters) < count:
@@ -94,37 +94,38 @@ class SpecialTokens:
         if counts:
             (self.spelled.parsed if parses else self.spelled.unparsed).update(counts)
 
+    def _count(self, content: Any) -> Counter[str]:
+        """Return how often nested lists and dicts spell out each special token."""
+        tokens = list[str]()
+        if self.pattern is not None:
+            for text in _collect_texts(content):
+                tokens += self.pattern.findall(text)
+        return Counter(tokens)
+
     def _escaped(self, content: list[Any]) -> tuple[Any, str | None, Counter[str]]:
         """Return the content with a letter in each special token, the letter, and how many there are of each; the tags
         of an answer's thought are none."""
-        counts = count_special(content, self.pattern)
+        counts = self._count(content)
         if self.pattern is None or not counts:
             return content, None, counts
         special = self.pattern
         letter = self.unused_letters(content, 1)[0]
-        changed = _changed(content, lambda text: special.sub(lambda m: m.group()[0] + letter + m.group()[1:], text))
+        changed = _change_texts(
+            content, lambda text: special.sub(lambda m: m.group()[0] + letter + m.group()[1:], text)
+        )
         if isinstance(changed[0], list):
-            tagged = [with_tags(message, letter) for message in changed[0]]
-            for before, after in zip(changed[0], tagged, strict=True):
-                if after is not before:
+            tagged_messages = [with_tags(message, letter) for message in changed[0]]
+            for before, after in zip(changed[0], tagged_messages, strict=True):
+                if after is not before:  # each tag that is back has lost a letter
                     counts.subtract(TAGS[: len(before["content"]) - len(after["content"])])
-            changed[0] = tagged
+            changed[0] = tagged_messages
         return changed, letter, +counts
 
 
-def special_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds any of the special tokens in a text, the longest first; None: there are none."""
+def compile_special_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """Return what finds any of the special tokens in a text, the longest first; None: there are none."""
     longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
-def count_special(content: Any, special: re.Pattern[str] | None) -> Counter[str]:
-    """Return how often nested lists and dicts spell out each special token."""
-    tokens: list[str] = []
-    if special is not None:
-        for text in texts_of(content):
-            tokens += special.findall(text)
-    return Counter(tokens)
 
 
 def encode_escaped(tokenizer: TextTokenizer, parts: Sequence[str], escape: Escape) -> list[list[int]]:
@@ -134,7 +135,7 @@ def encode_escaped(tokenizer: TextTokenizer, parts: Sequence[str], escape: Escap
     return tokenizer.encode_pieces(parts, literal=escape.letter)
 
 
-def texts_of(content: Any) -> list[str]:
+def _collect_texts(content: Any) -> list[str]:
     """Return every text in nested lists and dicts, keys included."""
     parts = [content]
     for part in parts:  # which grow on the way
@@ -145,12 +146,12 @@ def texts_of(content: Any) -> list[str]:
     return [part for part in parts if isinstance(part, str)]
 
 
-def _changed(content: Any, change: Callable[[str], str]) -> Any:
-    """A copy with each of these texts changed."""
+def _change_texts(content: Any, change: Callable[[str], str]) -> Any:
+    """Return a copy of nested lists and dicts with each text changed."""
     if isinstance(content, str):
         return change(content)
     if isinstance(content, list):
-        return [_changed(item, change) for item in content]
+        return [_change_texts(item, change) for item in content]
     if isinstance(content, dict):
-        return {_changed(key, change): _changed(value, change) for key, value in content.items()}
+        return {_change_texts(key, change): _change_texts(value, change) for key, value in content.items()}
     return content

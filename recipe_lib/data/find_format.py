@@ -1,4 +1,4 @@
-"""Which format samples have, by the columns of the first of them: what `data.format: auto` means."""
+"""Finds which format samples have, by the columns of the first of them: what `data.format: auto` means."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ from recipe_lib.data.sample_columns import (
     called,
     columns_section,
     is_json_list,
+    list_spellings,
     overrides,
-    spellings,
 )
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.data.sources import SampleFile, open_sources
@@ -34,41 +34,43 @@ _LISTS = ("messages", "conversations")
 
 
 def _order(samples: str) -> tuple[str, ...]:
-    """For a recipe that trains on such samples: those with labels are looked for where a recipe has a use for these."""
+    """Return the formats of a recipe that trains on such samples: those with labels where it has a use for these."""
     return _ORDER if set(SAMPLES[samples]) <= set(_ORDER) else tuple(dict.fromkeys((*SAMPLES[samples], *_ORDER)))
 
 
 def fitting(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str = "answers") -> list[str]:
-    """The formats whose columns a sample has, the likeliest first. columns: as `data.columns`. samples: see
+    """Return the formats whose columns a sample has, the likeliest first. columns: as `data.columns`. samples: see
     RecipeFacts."""
-    own = [name for name in names("data.format") if name not in BUILT_IN["data.format"][1]]  # of plugins
-    found, others = list[str](), list[str]()
-    for name in (*own, *_order(samples)):
+    plugin_formats = [name for name in names("data.format") if name not in BUILT_IN["data.format"][1]]
+    fitting_formats = list[str]()
+    other_formats = list[str]()
+    for name in (*plugin_formats, *_order(samples)):
         required = _required(name)
-        there = [_value(name, column, sample, columns) for column in required]
-        is_list = [isinstance(value, list) or (isinstance(value, str) and is_json_list(value)) for value in there]
-        lists = [column in _LISTS for column in required]
-        if required and None not in there:
-            fits = name in (*own, PAIRS, *LABELED, "prompt_completion") or is_list == lists
-            (found if fits else others).append(name)
-    return found or others  # reading says what is wrong with a column that is no list, or is one
+        values = [_find_value(name, column, sample, columns) for column in required]
+        are_lists = [isinstance(value, list) or is_json_list(value) for value in values]
+        if required and None not in values:
+            may_be_either = name in (*plugin_formats, PAIRS, *LABELED, "prompt_completion")
+            fits = may_be_either or are_lists == [column in _LISTS for column in required]
+            (fitting_formats if fits else other_formats).append(name)
+    return fitting_formats or other_formats  # reading says what is wrong with a column that is no list, or is one
 
 
-def _value(form: str, column: str, sample: Mapping[str, Any], columns: Mapping[str, str]) -> Any:
+def _find_value(form: str, column: str, sample: Mapping[str, Any], columns: Mapping[str, str]) -> Any:
     """Return what a sample has for a column of a format, under the first of its names that holds something; None:
     nothing."""
-    values = (sample.get(name) for name in spellings(registered("data.format", form), column, columns))
+    values = (sample.get(name) for name in list_spellings(registered("data.format", form), column, columns))
     return next((value for value in values if value is not None), None)
 
 
 def _with_nulls(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str) -> list[str]:
-    """The formats whose columns a sample has the names of, whatever they hold."""
-    found = [(name, _required(name)) for name in _order(samples)]
-    return [name for name, own in found if all(columns.get(column, column) in sample for column in own)]
+    """Return the formats whose columns a sample has the names of, whatever they hold."""
+    return [
+        name for name in _order(samples) if all(columns.get(column, column) in sample for column in _required(name))
+    ]
 
 
 def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
-    """Puts the format that is found into the config where it says `auto`, and gives a line for each.
+    """Put the format that is found into the config where it says `auto`, and return a line for each.
 
     Raises DataError where samples are of no format, ConfigError where the recipe has no use for what they are.
     """
@@ -90,10 +92,18 @@ def settle_formats(cfg: FullFinetuneConfig) -> list[str]:
 
 
 def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str:
-    """The format of a source; `auto` where none of its samples can be read."""
+    """Return the format of a source; `auto` where none of its samples can be read."""
     files = open_sources(source, cache=cache_root(cfg.data.cache_dir), section=section)
-    format_key, section = f"{section}.format", columns_section(section)
-    found, usable = _find(cfg, files, source, section), SAMPLES[cfg.samples]
+    format_key = f"{section}.format"
+    section = columns_section(section)
+    found = find_format(
+        files,
+        source.columns or {},
+        section=section,
+        samples=cfg.samples,
+        ignored=cfg.data.ignore_columns,
+    )
+    usable = SAMPLES[cfg.samples]
     if found == PAIRS and PAIRS not in usable:
         raise ConfigError(
             f"{source.source}: found {PAIRS}s (chosen, rejected), which this recipe has no use for; choose other "
@@ -114,27 +124,23 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
     return found
 
 
-def _find(cfg: FullFinetuneConfig, files: Sequence[SampleFile], source: SourceConfig, section: str) -> str:
-    return find_format(files, source.columns or {}, section, cfg.samples, cfg.data.ignore_columns)
-
-
 def with_format(
     source: SourceConfig, files: Sequence[SampleFile], section: str, ignored: Sequence[str]
 ) -> SourceConfig:
     """Return the source with the format of its files in the place of `auto`. Raises DataError if there is none."""
     if source.format != AUTO:
         return source
-    found = find_format(files, source.columns or {}, section, ignored=ignored)
+    found = find_format(files, source.columns or {}, section=section, ignored=ignored)
     return replace(source, format="messages" if found == AUTO else found)  # any will do: reading says what is wrong
 
 
 def _required(name: str) -> tuple[str, ...]:
-    """The columns that a format cannot do without."""
+    """Return the columns that a format cannot do without."""
     return tuple(getattr(registered("data.format", name), "required", ()))
 
 
 def _optional(name: str) -> tuple[str, ...]:
-    """The columns that a format reads where they are there."""
+    """Return the columns that a format reads where they are there."""
     return tuple(getattr(registered("data.format", name), "optional", ()))
 
 
@@ -145,11 +151,11 @@ def find_format(
     samples: str = "answers",
     ignored: Sequence[str] = (),
 ) -> str:
-    """The format that the most of the first samples of the files have the columns of.
+    """Return the format that the most of the first samples of the files have the columns of; `auto` where no sample
+    can be read.
 
     section: of the config, for the error. samples: what the recipe trains on, see RecipeFacts. ignored: columns that
-    are not looked at. `auto` where no sample
-    can be read. Raises DataError if the samples are of no format.
+    are not looked at. Raises DataError if the samples are of no format.
     """
     _check_names(columns, section)
     first = [(place, {name: row[name] for name in row if name not in ignored}) for place, row in _first(files)]
@@ -163,7 +169,7 @@ def find_format(
 
 
 def _first(files: Sequence[SampleFile]) -> list[tuple[str, dict[str, Any]]]:
-    """The first samples that can be read, with their places, of the first file that has any."""
+    """Return the first samples that can be read, with their places, of the first file that has any."""
     for file in files:
         readable = ((place, sample) for place, sample in file.first(AMONG) if not isinstance(sample, SampleFault))
         first = list(islice(readable, LOOKED_AT))
@@ -173,24 +179,21 @@ def _first(files: Sequence[SampleFile]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _check_names(columns: Mapping[str, str], section: str) -> None:
-    """Raises DataError for a column that no format has."""
+    """Raise DataError for a column that no format has."""
     known = {name for form in names("data.format") for name in (*_required(form), *_optional(form))}
     for name in columns:
         if name not in known:
-            hint = did_you_mean(name, sorted(known))
-            raise DataError(f"{section}.columns.{name}: no format has such a column{hint or _one_of(known)}")
-
-
-def _one_of(known: set[str]) -> str:
-    return f", expected one of {', '.join(sorted(known))}"
+            hint = did_you_mean(name, sorted(known)) or f", expected one of {', '.join(sorted(known))}"
+            raise DataError(f"{section}.columns.{name}: no format has such a column{hint}")
 
 
 def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: str, samples: str = "answers") -> str:
-    """What is wrong with a sample that no format has the columns of, and what to set."""
+    """Return what is wrong with a sample that no format has the columns of, and what to set."""
     named = [f"{name} (null)" if value is None else str(name) for name, value in sample.items()]
     found = ", ".join(sorted(named)[:MOST_NAMED]) or "none"
-    own = {name: [columns.get(column, column) for column in _required(name)] for name in _order(samples)}
-    known = "; ".join(f"{name}: {', '.join(names)}" for name, names in own.items())
+    known = "; ".join(
+        f"{name}: {', '.join(columns.get(column, column) for column in _required(name))}" for name in _order(samples)
+    )
     remedy = "" if columns else _remedy(sample, section, samples)
     remedy = remedy or (
         f"say which column is which with {section}.format and {section}.columns, or write the rows in one of these "
@@ -200,16 +203,18 @@ def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: st
 
 
 def _remedy(sample: Mapping[str, Any], section: str, samples: str) -> str:
-    """The overrides that name the sample's columns, where they are known by other names."""
+    """Return the overrides that name the sample's columns, where they are known by other names."""
     for name in _order(samples):
-        own = {column: called(column, sample, OTHER_NAMES.get(column, ())) for column in _required(name)}
-        if not all(own.values()) or len(set(own.values())) < len(own):
+        file_names = {column: called(column, sample, OTHER_NAMES.get(column, ())) for column in _required(name)}
+        if not all(file_names.values()) or len(set(file_names.values())) < len(file_names):
             continue
         for column in _optional(name):
-            others = [other for other in OTHER_NAMES.get(column, ()) if other not in own.values()]
-            found = None if column in own.values() else called(column, sample, others)
-            own |= {column: found} if found and found not in own.values() else {}
-        renamed = {column: str(other) for column, other in own.items() if other != column}
+            if column not in file_names.values():
+                others = [other for other in OTHER_NAMES.get(column, ()) if other not in file_names.values()]
+                file_name = called(column, sample, others)
+                if file_name and file_name not in file_names.values():
+                    file_names[column] = file_name
+        renamed = {column: str(file_name) for column, file_name in file_names.items() if file_name != column}
         if not _reads(name, sample, renamed, section):
             continue
         words = [f"{section}.format={name}", *overrides(section, renamed)]

@@ -40,6 +40,7 @@ from recipe_lib.data.samples import (
     Conversation,
     Document,
     LabeledAnswer,
+    Message,
     Preference,
     Sample,
     SampleFault,
@@ -59,12 +60,16 @@ def columns(
     instead: Mapping[str, Sequence[str]] | None = None,
     same: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[[Reader], Reader]:
-    """Decorator: the columns that a format reads. instead: those that may stand in the place of a required one, which
-    the format looks for itself. same: other names of a column, put under its own before the format sees the row."""
+    """Return a decorator that says which columns a format reads.
+
+    instead: those that may stand in the place of a required one, which the format looks for itself. same: other names
+    of a column, put under its own before the format sees the row.
+    """
 
     def add(reader: Reader) -> Reader:
-        reader.required, reader.optional = required, tuple(optional)  # type: ignore[attr-defined]
-        reader.instead, reader.same = instead or {}, same or {}  # type: ignore[attr-defined]
+        facts = {"required": required, "optional": tuple(optional), "instead": instead or {}, "same": same or {}}
+        for name, value in facts.items():
+            setattr(reader, name, value)
         return reader
 
     return add
@@ -74,41 +79,47 @@ _columns = partial(columns, same=SAME_AS)  # of the formats here
 
 
 def _chat(sample: RawSample, turns: Turns, asked: int = 0) -> Conversation:
-    """Return the conversation of these turns, with the system message, tools and template arguments of the row."""
+    """Return the conversation of these turns, with the system message, tools and template arguments of the row.
+
+    asked: so many of the turns are the prompt; 0: nobody says which.
+    """
     all_turns = with_system(sample, turns)
+    num_added = len(all_turns.messages) - len(turns.messages)
     tools, path = read_tools(sample)
     return conversation(
         all_turns.messages,
         tools,
         SamplePlaces(all_turns.places, path),
         variables=read_variables(sample),
-        asked=asked and asked + len(all_turns.messages) - len(turns.messages),
+        asked=asked + num_added if asked else 0,
     )
 
 
 @register("data.format", "alpaca")
 @_columns("instruction", "output", optional=("input", "history", *CHAT))
 def read_alpaca(sample: RawSample) -> Conversation:
-    """`instruction`, `output`, and perhaps `input` (put under the instruction), `system`, and `history`: the turns
+    """Read `instruction`, `output`, and perhaps `input` (put under the instruction), `system`, and `history`: the turns
     before, as pairs of texts."""
     asked = read_question(sample, "instruction")
     if not asked.messages[0]["content"].strip():
-        where = path_of(sample, "instruction")
-        raise SampleFault("empty instruction", f"{where}: found an empty instruction, expected text")
+        raise SampleFault(
+            "empty instruction", f"{path_of(sample, 'instruction')}: found an empty instruction, expected text"
+        )
     return _chat(sample, read_history(sample) + asked + text_turn(sample, "output", "assistant"))
 
 
 @register("data.format", "sharegpt")
 @_columns("conversations", optional=CHAT)
 def read_sharegpt(sample: RawSample) -> Conversation:
-    """`conversations`: a list of {from, value} or {role, content}; and perhaps `system`, and `tools` (may be JSON)."""
+    """Read `conversations`: a list of {from, value} or {role, content}; and perhaps `system`, and `tools` (may be
+    JSON)."""
     return _chat(sample, read_turns(sample, "conversations"))
 
 
 @register("data.format", "messages")
 @_columns("messages", optional=CHAT)
 def read_messages(sample: RawSample) -> Conversation:
-    """`messages`: a list of {role, content} as chat APIs have it; and perhaps `system`, `tools` for the chat
+    """Read `messages`: a list of {role, content} as chat APIs have it; and perhaps `system`, `tools` for the chat
     template."""
     return _chat(sample, read_turns(sample, "messages", names_calls=False))
 
@@ -116,27 +127,29 @@ def read_messages(sample: RawSample) -> Conversation:
 @register("data.format", "prompt_completion")
 @_columns("prompt", "completion", optional=CHAT)
 def read_prompt_completion(sample: RawSample) -> Completion | Conversation:
-    """`prompt` and `completion`: two texts, put together as they stand, with no template and no space between them; or
-    messages (one of the two may be text), of which the completion is trained."""
+    """Read `prompt` and `completion`: two texts, put together as they stand, with no template and no space between
+    them; or messages (one of the two may be text), of which the completion is trained."""
     if isinstance(sample.get("prompt"), (list, dict)) or isinstance(sample.get("completion"), (list, dict)):
         asked = read_column(sample, "prompt", "user")
         return _chat(sample, asked + read_column(sample, "completion", "assistant"), len(asked.messages))
     refuse_beside_text(sample, *CHAT)
     completion = text_of(sample, "completion")
     if not completion:
-        where = path_of(sample, "completion")
-        raise SampleFault("empty answer", f"{where}: found an empty completion, expected text to train on")
+        raise SampleFault(
+            "empty answer", f"{path_of(sample, 'completion')}: found an empty completion, expected text to train on"
+        )
     return Completion(text_of(sample, "prompt"), completion)
 
 
 @register("data.format", "text")
 @_columns("text")
 def read_text(sample: RawSample) -> Document:
-    """`text`, or a whole .txt file."""
+    """Read `text`, or a whole .txt file."""
     text = text_of(sample, "text")
     if not text:
-        where = path_of(sample, "text")
-        raise SampleFault("empty text", f"{where}: found an empty text, expected something to train on")
+        raise SampleFault(
+            "empty text", f"{path_of(sample, 'text')}: found an empty text, expected something to train on"
+        )
     return Document(text)
 
 
@@ -145,16 +158,17 @@ def read_text(sample: RawSample) -> Document:
     "chosen", "rejected", optional=("prompt", "conversations", "instruction", "input", "history", "margin", *CHAT)
 )
 def read_preference(sample: RawSample) -> Preference:
-    """`chosen` and `rejected`: two answers (text or a message each), or two conversations that begin alike (also as
-    text of Human and Assistant).
+    """Read `chosen` and `rejected`: two answers (text or a message each), or two conversations that begin alike (also
+    as text of Human and Assistant).
 
     What comes before them is `prompt` (text, or messages), `conversations`, or `instruction` with `input`; where the
     conversations hold it already, none is needed. The prompt is all that both have in common, up to the answer in which
     they part. `margin`: a number, by how much the chosen one is better.
     """
     sample = open_request(sample)
-    before = _prompt(sample, ("prompt", "conversations", "instruction"))
-    chosen, rejected = (_continued(before, read_answer(sample, name)) for name in ("chosen", "rejected"))
+    before = _read_prompt(sample, ("prompt", "conversations", "instruction"))
+    chosen = _continue_with(before, read_answer(sample, "chosen"))
+    rejected = _continue_with(before, read_answer(sample, "rejected"))
     if chosen.messages == rejected.messages:
         raise SampleFault("equal answers", "found chosen equal to rejected, expected two different answers")
     pairs = zip(chosen.messages, rejected.messages, strict=False)
@@ -164,28 +178,42 @@ def read_preference(sample: RawSample) -> Preference:
     if no_prompt and not (both_texts and sample["chosen"][:1] == sample["rejected"][:1]):
         raise no_prompt  # of texts that begin alike the encoder raises it: it knows what a rendered prompt looks like
     tools, path = read_tools(sample)
-    for name, turns in (("chosen", chosen), ("rejected", rejected)):
-        where, messages, places = path_of(sample, name), turns.messages, SamplePlaces(turns.places, path)
-        last = messages[-1]["role"] if len(messages) > shared else "nothing"
-        if last != "assistant":
-            raise SampleFault(
-                f"{name} without an answer", f"{where}: found {last} at its end, expected an answer of its own"
-            )
-        if messages[shared]["role"] != "assistant":
+    places = SamplePlaces(chosen.places, path), SamplePlaces(rejected.places, path)
+    for name, messages, answer_places in (
+        ("chosen", chosen.messages, places[0]),
+        ("rejected", rejected.messages, places[1]),
+    ):
+        answer = messages[shared:]
+        _check_end(sample, name, answer, cause=f"{name} without an answer", expected="an answer of its own")
+        role = answer[0]["role"]
+        if role != "assistant":
             raise SampleFault(
                 "other questions",
-                f"{places.at(shared)}: found a message of the {messages[shared]['role']} that differs between chosen "
-                "and rejected, expected them to part in an answer",
+                f"{answer_places.at(shared)}: found a message of the {role} that differs between chosen and rejected, "
+                "expected them to part in an answer",
             )
-        check_order(messages, places)
-        check_answers(messages, shared, places)
-    both = SamplePlaces(chosen.places, path), SamplePlaces(rejected.places, path)
-    answers = chosen.messages[shared:], rejected.messages[shared:]
-    margin, variables = _margin(sample.get("margin")), read_variables(sample)
-    return Preference(chosen.messages[:shared], *answers, tools, both, margin, no_prompt, variables)
+        check_order(messages, answer_places)
+        check_answers(messages, shared, answer_places)
+    return Preference(
+        prompt=chosen.messages[:shared],
+        chosen=chosen.messages[shared:],
+        rejected=rejected.messages[shared:],
+        tools=tools,
+        places=places,
+        margin=_read_margin(sample.get("margin")),
+        no_prompt=no_prompt,
+        variables=read_variables(sample),
+    )
 
 
-def _prompt(sample: RawSample, names: Sequence[str]) -> Turns:
+def _check_end(sample: RawSample, name: str, answer: Sequence[Message], cause: str, expected: str) -> None:
+    """Raise SampleFault for what a column adds to the prompt, if it does not end with a message of the assistant."""
+    last = answer[-1]["role"] if answer else "nothing"
+    if last != "assistant":
+        raise SampleFault(cause, f"{path_of(sample, name)}: found {last} at its end, expected {expected}")
+
+
+def _read_prompt(sample: RawSample, names: Sequence[str]) -> Turns:
     """Return what comes before an answer: the system message, earlier turns, and the question under one of these
     names."""
     given = [name for name in names if not says_nothing(sample.get(name))]
@@ -198,8 +226,8 @@ def _prompt(sample: RawSample, names: Sequence[str]) -> Turns:
     return with_system(sample, before)
 
 
-def _margin(value: object) -> float:
-    """0 where there is none, NaN for what is no number."""
+def _read_margin(value: object) -> float:
+    """Return a margin as a number: 0 where there is none, NaN for what is no number."""
     if value is None:
         return 0.0
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -218,56 +246,64 @@ def _margin(value: object) -> float:
     instead={"prompt": ("instruction", *WHOLE), "completion": ("output", *WHOLE)},
 )
 def read_kto(sample: RawSample) -> LabeledAnswer:
-    """`prompt` (text, or messages), `completion` (text, a message, or several) and `label`: whether the completion is
-    wanted (true) or not (false).
+    """Read `prompt` (text, or messages), `completion` (text, a message, or several) and `label`: whether the completion
+    is wanted (true) or not (false).
 
     `instruction` with `input` is a prompt as well, `output` a completion; of `messages` or `conversations` the last one
     is the completion.
     """
-    label = _truth(sample)
-    before = _prompt(sample, ("prompt", "instruction", *WHOLE))
+    label = _read_label(sample)
+    before = _read_prompt(sample, ("prompt", "instruction", *WHOLE))
     ends = [name for name in ("completion", "output") if sample.get(name) is not None]
     if len(ends) > 1:
         raise SampleFault("two completions", f"found {' and '.join(ends)}, expected one of the two")
     if ends or all(sample.get(name) is None for name in WHOLE):
         answer = read_column(sample, ends[0] if ends else "completion", "assistant")
-        whole, shared = _continued(before, answer), len(before.messages)
+        turns = _continue_with(before, answer)
+        num_asked = len(before.messages)
     else:
-        whole, shared = before, max(0, len(before.messages) - 1)
+        turns = before
+        num_asked = max(0, len(before.messages) - 1)
+    prompt = turns.messages[:num_asked]
+    completion = turns.messages[num_asked:]
     tools, path = read_tools(sample)
-    places = SamplePlaces(whole.places, path)
-    if not any(message["role"] != "system" for message in whole.messages[:shared]):
+    places = SamplePlaces(turns.places, path)
+    if all(message["role"] == "system" for message in prompt):
         where = path_of(sample, "prompt")
         raise SampleFault("no prompt", f"{where}: found no message of the user, expected what is answered")
-    last = whole.messages[-1]["role"] if len(whole.messages) > shared else "nothing"
-    if last != "assistant":
-        where = path_of(sample, "completion")
-        raise SampleFault("no answer", f"{where}: found {last} at its end, expected an answer")
-    check_order(whole.messages, places)
-    check_answers(whole.messages, shared, places)
-    variables = read_variables(sample)
-    return LabeledAnswer(whole.messages[:shared], whole.messages[shared:], label, tools, places, variables)
+    _check_end(sample, "completion", completion, cause="no answer", expected="an answer")
+    check_order(turns.messages, places)
+    check_answers(turns.messages, num_asked, places)
+    return LabeledAnswer(
+        prompt=prompt,
+        completion=completion,
+        label=label,
+        tools=tools,
+        places=places,
+        variables=read_variables(sample),
+    )
 
 
-def _truth(sample: RawSample) -> bool:
+def _read_label(sample: RawSample) -> bool:
+    """Return whether the completion is wanted. Raises SampleFault for a label that is not true or false."""
     value = sample.get("label")
-    found = read_truth(value)
-    if found is None:
+    label = read_truth(value)
+    if label is None:
         where = path_of(sample, "label")
         raise SampleFault("label is not true or false", f"{where}: found {shown(value)}, expected true or false")
-    return found
+    return label
 
 
 @register("data.format", "classification")
 @_columns("label", optional=("text", "prompt", "messages", *CHAT))
 def read_classification(sample: RawSample) -> Classified:
-    """`label`, a whole number from 0 on or the class' name, and what has it: `text` as it stands, `prompt` (text of the
-    user) or `messages`."""
+    """Read `label`, a whole number from 0 on or the class' name, and what has it: `text` as it stands, `prompt` (text
+    of the user) or `messages`."""
     given = [name for name in ("text", "prompt", "messages") if sample.get(name) is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
         raise SampleFault("no one text", f"found {found}, expected one of text, prompt and messages")
-    label = _class(sample)
+    label = _read_class(sample)
     if given == ["text"]:
         refuse_beside_text(sample, *CHAT)
         text = text_of(sample, "text")
@@ -283,8 +319,8 @@ def read_classification(sample: RawSample) -> Classified:
     return Classified(Conversation(turns.messages, tools, places, read_variables(sample)), label)
 
 
-def _class(sample: RawSample) -> str:
-    """The name of a class; that of a number is its digits."""
+def _read_class(sample: RawSample) -> str:
+    """Return the name of a class; that of a number is its digits. Raises SampleFault."""
     value = sample.get("label")
     text = str(value).strip() if isinstance(value, (bool, int, str)) else ""
     if not text or (isinstance(value, int) and value < 0):
@@ -296,32 +332,32 @@ def _class(sample: RawSample) -> str:
 def _why_no_prompt(sample: RawSample, chosen: Turns, rejected: Turns, shared: int) -> SampleFault | None:
     """Return what is wrong with two answers that follow nothing, or a message of the system alone; None: they do
     not."""
-    both = [turns.messages[shared:] for turns in (chosen, rejected)]
-    asked = any(message["role"] != "system" for message in chosen.messages[:shared])
-    if asked or not all(messages and messages[0]["role"] == "assistant" for messages in both):
+    answers = [turns.messages[shared:] for turns in (chosen, rejected)]
+    has_prompt = any(message["role"] != "system" for message in chosen.messages[:shared])
+    if has_prompt or not all(messages and messages[0]["role"] == "assistant" for messages in answers):
         return None
-    own = called("prompt", sample, OTHER_NAMES["prompt"])
+    column = called("prompt", sample, OTHER_NAMES["prompt"])
     section = sample.section if isinstance(sample, Renamed) else "data"
-    remedy = f"; if {own} is the prompt, set {overrides(section, {'prompt': own})[0]}" if own else ""
+    remedy = f"; if {column} is the prompt, set {overrides(section, {'prompt': column})[0]}" if column else ""
     return SampleFault(
         "no prompt",
         f"found answers without a prompt, expected prompt, or conversations that begin alike{remedy}",
     )
 
 
-def _continued(before: Turns, answer: Turns) -> Turns:
-    """The whole conversation: the answer holds what comes before it already, or goes on from it."""
-    first, said = before.messages, answer.messages
-    if said[: len(first)] == first and len(said) > len(first):
+def _continue_with(before: Turns, answer: Turns) -> Turns:
+    """Return the whole conversation: the answer holds what comes before it already, or goes on from it."""
+    num_before = len(before.messages)
+    if answer.messages[:num_before] == before.messages and len(answer.messages) > num_before:
         return answer
-    asked = [message for message in first if message["role"] != "system"]
-    if any(message["role"] == "system" for message in said) and len(asked) < len(first):
+    asked = [message for message in before.messages if message["role"] != "system"]
+    if any(message["role"] == "system" for message in answer.messages) and len(asked) < num_before:
         raise SampleFault(
             "two system messages",
             f"{answer.places[0].path}: found a system message that differs from the one before, expected one of them",
         )
     # A dataset may repeat the question of its conversations in a separate column.
-    if len(asked) == 1 and asked[0]["role"] == "user" and asked[0] in said:
-        system = len(first) - 1  # it comes first
-        return Turns(before.messages[:system], before.places[:system]) + answer
+    if len(asked) == 1 and asked[0]["role"] == "user" and asked[0] in answer.messages:
+        num_system = num_before - 1  # they come first
+        return Turns(before.messages[:num_system], before.places[:num_system]) + answer
     return before + answer

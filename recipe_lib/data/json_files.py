@@ -1,4 +1,4 @@
-"""JSON files: a list of objects, `{"data": [...]}`, or one object; read piece by piece, an item at a time in memory."""
+"""Reads JSON files, an item at a time in memory: a list of objects, `{"data": [...]}`, or one object."""
 
 import codecs
 import json
@@ -69,8 +69,8 @@ class JsonFile(LocalFile):
 
     @cached_property
     def _index(self) -> tuple[np.ndarray, str, dict[str, str]]:
-        """First byte, byte after the last one and line (0: the file is the sample) of each item, int64 `[samples,
-        3]`; the path of the list; and what stands beside it."""
+        """Return first byte, byte after the last one and line (0: the file is the sample) of each item, int64
+        `[samples, 3]`; the path of the list; and what stands beside it."""
         with opened(self.path) as file:
             scanner = _Scanner(file, self.place, self.sample_limit)
             is_list = scanner.next_letter() == "["
@@ -101,7 +101,7 @@ class _Scanner:
         file.seek(self.byte)
 
     def items(self) -> array:
-        """Three numbers for each item, as JsonFile's index has them. Raises DataError."""
+        """Return three numbers for each item, as JsonFile's index has them. Raises DataError."""
         opening = self.next_letter()
         if not opening:
             raise empty(self.place)
@@ -114,7 +114,8 @@ class _Scanner:
         return items
 
     def list_items(self, count: int | None = None) -> array:
-        """Of the list that begins here; of the first `count` items alone, after which it can be used no more."""
+        """Return what `items` does of the list that begins here; of the first `count` items alone, after which the
+        scanner can be used no more."""
         items = array("q")
         self.advance(self.at + 1)
         mark = self.next_letter()
@@ -135,9 +136,12 @@ class _Scanner:
         return items
 
     def object_items(self) -> array:
-        """Of the list under the key `data` of the object that begins here; else the object itself."""
-        start, items, mark, keys = self.byte, None, ",", 0
-        beside = dict[str, str]()
+        """Return what `items` does of the list under the key `data` of the object that begins here; else the object
+        itself."""
+        start = self.byte
+        items = None
+        mark = ","
+        num_data_keys = 0
         self.advance(self.at + 1)
         if self.next_letter() == "}":
             mark = "}"
@@ -145,8 +149,8 @@ class _Scanner:
             if self.next_letter() != '"':
                 raise self.invalid("Expecting property name enclosed in double quotes", self.at)
             key = self.value()
-            keys += key == "data"
-            if keys > 1:
+            num_data_keys += key == "data"
+            if num_data_keys > 1:
                 raise DataError(f"{self.place}:{self.line}: found the key 'data' twice, expected it once; correct it")
             if self.next_letter() != ":":
                 raise self.invalid("Expecting ':' delimiter", self.at)
@@ -156,7 +160,7 @@ class _Scanner:
             else:
                 value = self.value()
                 if not says_nothing(value):
-                    beside[str(key)] = "" if is_idle_beside(str(key), value) else _describe(value)
+                    self.beside[str(key)] = "" if is_idle_beside(str(key), value) else _describe(value)
             mark = self.next_letter()
             if mark not in (",", "}"):
                 raise self.invalid("Expecting ',' delimiter", self.at)
@@ -164,12 +168,12 @@ class _Scanner:
                 self.advance(self.at + 1)
         self.advance(self.at + 1)
         if items is None:
+            self.beside.clear()  # the object is the one sample, and these are its columns
             return array("q", (start, self.byte, 0))
-        self.beside = beside
         return items
 
     def next_letter(self) -> str:
-        """Passes over blanks; the letter after them, or nothing at the end of the file."""
+        """Pass over blanks; return the letter after them, or nothing at the end of the file."""
         while True:
             match = _BLANK.match(self.text, self.at)
             self.advance(match.end() if match else self.at)
@@ -178,7 +182,7 @@ class _Scanner:
             self.grow()
 
     def value(self) -> Any:
-        """Takes the value that begins here; TOO_LONG for one over the limit."""
+        """Take the value that begins here; TOO_LONG for one over the limit."""
         while True:
             try:
                 value, end = self.decoder.raw_decode(self.text, self.at)
@@ -200,7 +204,7 @@ class _Scanner:
             self.grow()
 
     def pass_over(self) -> None:
-        """Passes over the list, object or text that begins here, by its brackets and quotes alone."""
+        """Pass over the list, object or text that begins here, by its brackets and quotes alone."""
         at, depth, inside = self.at, 0, False
         while True:
             found = (_INSIDE if inside else _OUTSIDE).search(self.text, at)
@@ -221,14 +225,14 @@ class _Scanner:
                 return
 
     def advance(self, end: int) -> None:
-        """Moves on to `text[end]`."""
+        """Move on to `text[end]`."""
         passed = self.text[self.at : end]
         self.byte += len(passed) if passed.isascii() else len(passed.encode())
         self.line, self.column = self._place(end)
         self.at = end
 
     def grow(self) -> None:
-        """Lets go of what is passed and reads on, as much as there is already or more."""
+        """Let go of what is passed and read on, as much as there is already or more."""
         block = self.file.read(max(READ_BYTES, len(self.text) - self.at))
         try:
             more = self.letters.decode(block, final=not block)
@@ -238,7 +242,7 @@ class _Scanner:
         self.text, self.at, self.ended = self.text[self.at :] + more, 0, not block
 
     def invalid(self, said: str, position: int) -> DataError:
-        """The fault at a position of the window."""
+        """Return the fault at a position of the window."""
         line, column = self._place(position)
         remedy = "; if every line is an object of its own, name the file .jsonl" if said == "Extra data" else ""
         return DataError(
@@ -246,7 +250,7 @@ class _Scanner:
         )
 
     def _place(self, position: int) -> tuple[int, int]:
-        """(line, column) of a position that is not before `at`."""
+        """Return (line, column) of a position that is not before `at`."""
         last = self.text.rfind("\n", self.at, position)
         if last < 0:
             return self.line, self.column + position - self.at

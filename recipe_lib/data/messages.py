@@ -1,12 +1,12 @@
-"""Messages as chat APIs have them, out of the spellings that samples are found in; what cannot be used is a
+"""Reads messages as chat APIs have them, out of the spellings that samples are found in; what cannot be used is a
 SampleFault."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.data.column_names import is_idle, is_idle_key, says_nothing
-from recipe_lib.data.sample_columns import RawSample, list_of, path_of, text_of
+from recipe_lib.data.column_names import is_idle_key, says_nothing
+from recipe_lib.data.sample_columns import RawSample, list_of, path_of, refuse_keys, text_of
 from recipe_lib.data.samples import Conversation, Message, MessagePlace, SampleFault, SamplePlaces, kind_of, shown
 from recipe_lib.data.template_behavior import THOUGHT_KEYS
 from recipe_lib.data.tool_calls import calls_in_text, name_calls, read_calls, read_function_call, take_idle
@@ -24,6 +24,9 @@ TRAINED, MASKED = ("train", "training", "loss"), ("mask", "masked")
 _FLAGS = frozenset((*TRAINED, *MASKED, "weight"))
 WHOLE = ("messages", "conversations")  # columns that hold a conversation up to its last answer
 CALLS = ("function_call", "tool_call")  # an assistant's turn that is a call, or a list of them, as JSON
+_CALL_KEYS = ("tool_calls", "function_call")  # keys of a message that hold calls; the second is the older one
+_PARTS = ("text", "input_text", "output_text")  # types of a part of a content
+_PART_KEYS = ("type", "text")
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,13 @@ def read_turns(sample: RawSample, name: str, names_calls: bool = True) -> Turns:
     (unless only one of the two is to be trained). names_calls: calls without an id are given one, also where all are
     as chat APIs have them.
     """
-    messages: list[Message] = []
-    places: list[MessagePlace] = []
+    messages = list[Message]()
+    places = list[MessagePlace]()
     value = sample.get(name)
     if name in WHOLE and isinstance(value, list) and value and all(isinstance(text, str) for text in value):
         return _read_texts(value, path_of(sample, name))
-    items, path = list_of(sample, name)
-    for number, turn in enumerate(items):
+    turns, path = list_of(sample, name)
+    for number, turn in enumerate(turns):
         where = f"{path}[{number}]"
         message = read_turn(turn, where)
         before = messages[-1] if messages else {}
@@ -71,8 +74,8 @@ def _join_call(before: Message, call: Message, where: str) -> Message:
     Raises SampleFault where one message cannot say what the two do.
     """
     asked = [key for key in call if key not in ("role", "content", "tool_calls") and not is_idle_key(key, call[key])]
-    shared = [key for key in asked if key in before or key in THOUGHT_KEYS]
-    for key in ("train", *shared):
+    shared_keys = [key for key in asked if key in before or key in THOUGHT_KEYS]
+    for key in ("train", *shared_keys):
         if before.get(key) != call.get(key):
             raise SampleFault(
                 "call apart from its words",
@@ -83,7 +86,7 @@ def _join_call(before: Message, call: Message, where: str) -> Message:
 
 
 def _read_texts(texts: Sequence[str], path: str) -> Turns:
-    """Turns that are nothing but texts, the first one of the user."""
+    """Return turns that are nothing but texts, the first one of the user."""
     turns = Turns()
     for number, text in enumerate(texts):
         where = f"{path}[{number}]"
@@ -93,21 +96,21 @@ def _read_texts(texts: Sequence[str], path: str) -> Turns:
 
 
 def place_of_turn(turn: RawSample, where: str) -> MessagePlace:
-    """Where a message of either spelling is, and its content."""
+    """Return where a message of either spelling is, and its content."""
     return MessagePlace(where, f"{where}.{'value' if 'from' in turn else 'content'}")
 
 
 def text_turn(sample: RawSample, name: str, role: str) -> Turns:
-    """One message that is the text of a column."""
+    """Return the one message that is the text of a column."""
     path = path_of(sample, name)
     return Turns([{"role": role, "content": text_of(sample, name)}], [MessagePlace(path, path)])
 
 
 def read_turn(turn: RawSample, where: str) -> Message:
-    """One message in either spelling. where: its path in the sample, for faults."""
+    """Return one message in either spelling. where: its path in the sample, for faults."""
     if "from" not in turn:
         return read_message(turn, where)
-    kept = _kept(turn, where, "from", "value")
+    kept = _read_other_keys(turn, where, "from", "value")
     if "role" in kept or "content" in kept:
         raise SampleFault(
             "message in two spellings",
@@ -115,27 +118,27 @@ def read_turn(turn: RawSample, where: str) -> Message:
             "{role, content}",
         )
     if is_call(turn):
-        return _as_call(kept, text_of(turn, "value", where=where), where, "value")
-    role = _role(turn, "from", where, "human, gpt, system, tool, function_call or observation")
+        return _read_call_turn(turn, "value", kept, where)
+    role = _read_role(turn, "from", where, "human, gpt, system, tool, function_call or observation")
     return _read_calls(kept, role, where) | {"role": role, "content": text_of(turn, "value", where=where)}
 
 
 def is_call(turn: RawSample) -> bool:
-    """A turn that is nothing but the call of a tool."""
+    """Return whether a turn is nothing but the call of a tool."""
     return turn.get("from", turn.get("role")) in CALLS
 
 
 def read_message(message: RawSample, where: str) -> Message:
     """Return one {role, content}; content may be a list of text parts, or null next to tool_calls."""
-    kept = _kept(message, where)
+    kept = _read_other_keys(message, where)
     if is_call(message):
-        return _as_call(kept, text_of(message, "content", where=where), where, "content")
-    role = _role(message, "role", where, ", ".join(ROLES))
+        return _read_call_turn(message, "content", kept, where)
+    role = _read_role(message, "role", where, ", ".join(ROLES))
     kept = _read_calls(kept, role, where)
     content = message.get("content")
     if isinstance(content, list):
-        kept |= _idle_part_keys(content)
-        content = "".join(_text_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
+        kept |= _collect_part_keys(content)
+        content = "".join(_read_text_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
     elif content is None and "tool_calls" in kept:
         content = ""
     else:
@@ -143,29 +146,31 @@ def read_message(message: RawSample, where: str) -> Message:
     return kept | {"role": role, "content": content}
 
 
-def _as_call(kept: dict[str, Any], text: str, where: str, key: str) -> Message:
-    """Return a turn that is nothing but calls as a message of the assistant. key: that holds their text."""
-    if second := next((name for name in ("tool_calls", "function_call") if name in kept), None):
-        raise SampleFault("calls of a message", f"{where}: found {key} and {second}, expected one of the two")
-    calls, idle = take_idle(calls_in_text(text, f"{where}.{key}"))
+def _read_call_turn(turn: RawSample, text_key: str, kept: dict[str, Any], where: str) -> Message:
+    """Return a turn that is nothing but calls as a message of the assistant. kept: what it holds besides them."""
+    text = text_of(turn, text_key, where=where)
+    if second := next((key for key in _CALL_KEYS if key in kept), None):
+        raise SampleFault("calls of a message", f"{where}: found {text_key} and {second}, expected one of the two")
+    calls, idle = take_idle(calls_in_text(text, f"{where}.{text_key}"))
     return kept | idle | {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
     """Return what a message holds, its calls as chat APIs have them. Raises SampleFault."""
-    if "tool_calls" not in kept and "function_call" not in kept:
+    if kept.keys().isdisjoint(_CALL_KEYS):
         return kept
-    keys = [key for key in ("tool_calls", "function_call") if key in kept]
+    keys = [key for key in _CALL_KEYS if key in kept]
     if len(keys) > 1 or role != "assistant":
         found = " and ".join(keys) + ("" if role == "assistant" else f" of the {role}")
         raise SampleFault("calls of a message", f"{where}: found {found}, expected one of the two, of the assistant")
-    value, path = kept[keys[0]], f"{where}.{keys[0]}"
-    calls = read_calls(value, path) if keys == ["tool_calls"] else [read_function_call(value, path)]
+    (key,) = keys
+    path = f"{where}.{key}"
+    calls = read_calls(kept[key], path) if key == "tool_calls" else [read_function_call(kept[key], path)]
     calls, idle = take_idle(calls)
-    return {key: held for key, held in kept.items() if key not in keys} | idle | {"tool_calls": calls}
+    return {name: value for name, value in kept.items() if name != key} | idle | {"tool_calls": calls}
 
 
-def _role(message: RawSample, key: str, where: str, expected: str) -> str:
+def _read_role(message: RawSample, key: str, where: str, expected: str) -> str:
     """Return the name of the speaker as chat APIs have it. Raises SampleFault."""
     role = message.get(key)
     known_role = SPEAKERS.get(role) or SPEAKERS.get(role.lower()) if isinstance(role, str) else None
@@ -177,22 +182,24 @@ def _role(message: RawSample, key: str, where: str, expected: str) -> str:
     return known_role
 
 
-def _kept(message: RawSample, where: str, *others: str) -> dict[str, Any]:
-    """What else a message holds; what says nothing is left out. `train` is what its flags say, whatever they are
+def _read_other_keys(message: RawSample, where: str, *read_keys: str) -> dict[str, Any]:
+    """Return what else a message holds; what says nothing is left out. `train` is what its flags say, whatever they are
     called."""
-    kept = {name: value for name, value in message.items() if name not in others and not says_nothing(value)}
+    kept = {name: value for name, value in message.items() if name not in read_keys and not says_nothing(value)}
     if _FLAGS.isdisjoint(kept):
         return kept
-    said = {name: _flag(name, kept.pop(name), where) for name in sorted(_FLAGS & kept.keys())}
-    if len(set(said.values())) > 1:
-        found = " and ".join(f"{name}: {shown(message[name])}" for name in said)
+    flags = {name: _read_flag(name, kept.pop(name), where) for name in sorted(_FLAGS & kept.keys())}
+    if len(set(flags.values())) > 1:
+        found = " and ".join(f"{name}: {shown(message[name])}" for name in flags)
         raise SampleFault("flags that differ", f"{where}: found {found}, expected them to say the same")
-    if False in said.values():
+    if False in flags.values():
         return {"train": False} | kept
-    return {"train": True} | kept if not said.keys().isdisjoint(TRAINED) else kept  # a weight of 1 is any message's
+    if flags.keys().isdisjoint(TRAINED):
+        return kept  # a weight of 1, or no mask, is any message's
+    return {"train": True} | kept
 
 
-def _flag(name: str, value: Any, where: str) -> bool:
+def _read_flag(name: str, value: Any, where: str) -> bool:
     """Return whether a flag says that its message is trained."""
     if name == "weight":
         if isinstance(value, bool) or value not in (0, 1):
@@ -211,7 +218,7 @@ def conversation(
     variables: Mapping[str, Any] | None = None,
     asked: int = 0,
 ) -> Conversation:
-    """Checks that there is an answer, and no tool's result without a call. Raises SampleFault.
+    """Return a conversation that has an answer, and no tool's result without a call. Raises SampleFault.
 
     places: where in the sample the messages are, for the fault. variables, asked: as `Conversation` has them.
     """
@@ -228,7 +235,7 @@ def conversation(
 
 
 def check_order(messages: Sequence[Message], places: SamplePlaces) -> None:
-    """Raises SampleFault for a tool's result that neither an answer nor another result comes before.
+    """Raise SampleFault for a tool's result that neither an answer nor another result comes before.
 
     Any other order is the chat template's business: whether it can be written, it says itself.
     """
@@ -251,26 +258,25 @@ def check_answers(messages: Sequence[Message], first: int, places: SamplePlaces)
             raise SampleFault("empty answer", f"{where}: found an empty answer, expected text to train on")
 
 
-def _idle_part_keys(parts: Sequence[Any]) -> dict[str, Any]:
+def _collect_part_keys(parts: Sequence[Any]) -> dict[str, Any]:
     """Return what the parts of a content hold beside their text, as keys of the message that are to be counted."""
-    found = dict[str, Any]()
+    part_keys = dict[str, Any]()
     for part in parts:
         if isinstance(part, dict):
-            found |= {f"content.{name}": part[name] for name in part if name not in ("type", "text")}
-    return {name: value for name, value in found.items() if not says_nothing(value)}
+            part_keys |= {f"content.{name}": part[name] for name in part if name not in _PART_KEYS}
+    return {name: value for name, value in part_keys.items() if not says_nothing(value)}
 
 
-_PARTS = ("text", "input_text", "output_text")  # types of a part of a content
-
-
-def _text_part(part: Any, where: str) -> str:
+def _read_text_part(part: Any, where: str) -> str:
+    """Return the text of a part of a content. Raises SampleFault for a part of another kind."""
     if isinstance(part, dict) and part.get("type") in _PARTS:
-        for name, value in part.items():
-            if name not in ("type", "text") and not says_nothing(value) and not is_idle(name, value):
-                raise SampleFault(
-                    f"key {name} of a part",
-                    f"{where}.{name}: found {kind_of(value)}, which is not read, expected a part of type and text",
-                )
+        refuse_keys(
+            part,
+            _PART_KEYS,
+            where,
+            owner="a part",
+            expected="which is not read, expected a part of type and text",
+        )
         return text_of(part, "text", where=where)
     found = kind_of(part)
     if isinstance(part, dict):

@@ -1,17 +1,27 @@
-"""What comes before an answer, out of the columns of a row: a system message, earlier turns, the question; and what the
-chat template is given besides messages and tools."""
+"""Reads what comes before an answer out of the columns of a row: a system message, earlier turns, the question; and
+what the chat template is given besides messages and tools."""
 
 import re
 from typing import Any
 
-from recipe_lib.data.column_names import is_idle, says_nothing
+from recipe_lib.data.column_names import says_nothing
 from recipe_lib.data.messages import Turns, place_of_turn, read_turn, read_turns, text_turn
-from recipe_lib.data.sample_columns import RawSample, Renamed, found_in, is_json_list, parse_column, path_of, text_of
+from recipe_lib.data.sample_columns import (
+    RawSample,
+    Renamed,
+    found_in,
+    open_json_list,
+    parse_column,
+    path_of,
+    refuse_keys,
+    text_of,
+)
 from recipe_lib.data.samples import Message, MessagePlace, SampleFault, kind_of
 
 CHAT = ("system", "tools", "chat_template_kwargs", "documents")  # columns of every format that a template writes
 # What `chat_template_kwargs` may not say: it has columns of its own, or the run says it.
-_TAKEN = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template")
+_RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template")
+_SPEAKER = re.compile(r"\n\n(Human|Assistant):[ ]?")
 
 
 def with_system(sample: RawSample, turns: Turns) -> Turns:
@@ -19,10 +29,11 @@ def with_system(sample: RawSample, turns: Turns) -> Turns:
     if says_nothing(sample.get("system")):
         return turns
     system = text_turn(sample, "system", "system")
-    held = [message for message in turns.messages if message["role"] == "system"]
-    if not held:
+    system_messages = [message for message in turns.messages if message["role"] == "system"]
+    if not system_messages:
         return system + turns
-    if turns.messages[0] is held[0] and all(one["content"] == system.messages[0]["content"] for one in held):
+    text = system.messages[0]["content"]
+    if turns.messages[0] is system_messages[0] and all(message["content"] == text for message in system_messages):
         return turns
     raise SampleFault(
         "two system messages",
@@ -33,20 +44,18 @@ def with_system(sample: RawSample, turns: Turns) -> Turns:
 
 def read_history(sample: RawSample) -> Turns:
     """Return the turns of the column `history`: pairs of a question and its answer, as a list or its JSON text."""
-    value, path = sample.get("history"), path_of(sample, "history")
-    if says_nothing(value):
+    if says_nothing(sample.get("history")):
         return Turns()
-    if isinstance(value, str) and is_json_list(value):
-        value, path = parse_column(value, "history", path), f"{path}|fromjson|."
+    value, path = open_json_list(sample, "history")
     turns = Turns()
     for number, pair in enumerate(value if isinstance(value, list) else [value]):
         where = f"{path}[{number}]" if isinstance(value, list) else path
         if not isinstance(pair, list) or len(pair) != 2:
             found = f"a list of {len(pair)}" if isinstance(pair, list) else kind_of(pair)
             raise SampleFault("history is no pairs", f"{where}: found {found}, expected [question, answer]")
-        for at, role in enumerate(("user", "assistant")):
-            text = text_of({str(at): pair[at]}, str(at), where=where)
-            turns += Turns([{"role": role, "content": text}], [MessagePlace(where, f"{where}[{at}]")])
+        for index, role in enumerate(("user", "assistant")):
+            text = text_of({str(index): pair[index]}, str(index), where=where)
+            turns += Turns([{"role": role, "content": text}], [MessagePlace(where, f"{where}[{index}]")])
     return turns
 
 
@@ -64,10 +73,10 @@ def read_question(sample: RawSample, name: str) -> Turns:
                 "it inside of them",
             )
         return turns
-    more = text_of(sample, "input", may_be_missing=True)
-    parts = [text_of(sample, name, may_be_missing=bool(more.strip())), more]
-    where = path_of(sample, name if parts[0] or name in sample else "input")
-    content = "\n".join(part for part in parts if part.strip())
+    input_text = text_of(sample, "input", may_be_missing=True)
+    question = text_of(sample, name, may_be_missing=bool(input_text.strip()))
+    where = path_of(sample, name if question or name in sample else "input")
+    content = "\n".join(text for text in (question, input_text) if text.strip())
     return Turns([{"role": "user", "content": content}], [MessagePlace(where, where)])
 
 
@@ -88,35 +97,30 @@ def read_column(sample: RawSample, name: str, role: str) -> Turns:
 def open_request(sample: RawSample) -> RawSample:
     """Return the sample with `input` in the columns prompt and tools, where that is a request as OpenAI's pairs have
     it: {messages, tools}. Raises SampleFault."""
-    given, path = sample.get("input"), path_of(sample, "input")
-    if not isinstance(given, dict):
+    request = sample.get("input")
+    if not isinstance(request, dict):
         return sample
-    for key, value in given.items():
-        if key not in ("messages", "tools") and not says_nothing(value) and not is_idle(key, value):
-            raise SampleFault(
-                f"key {key} of input", f"{path}.{key}: found {kind_of(value)}, expected messages and tools"
-            )
-    taken = {name: given[key] for name, key in (("prompt", "messages"), ("tools", "tools")) if key in given}
-    for name in taken:
+    path = path_of(sample, "input")
+    refuse_keys(request, ("messages", "tools"), path, owner="input", expected="expected messages and tools")
+    columns = {name: request[key] for name, key in (("prompt", "messages"), ("tools", "tools")) if key in request}
+    for name in columns:
         if not says_nothing(sample.get(name)):
             raise SampleFault("two prompts", f"{path_of(sample, name)}: found it beside input, expected one of the two")
-    opened = Renamed({**sample, "input": None} | taken, {}, "data")
+    opened = Renamed({**sample, "input": None} | columns, {}, "data")
     own_names = sample.own if isinstance(sample, Renamed) else {}
     opened.own = {**own_names, "prompt": f"{path}.messages", "tools": f"{path}.tools"}
     return opened
 
 
-_SPEAKER = re.compile(r"\n\n(Human|Assistant):[ ]?")
-
-
 def read_answer(sample: RawSample, name: str) -> Turns:
     """Return a column as messages of the assistant; a text that begins with `\\n\\nHuman:` is a whole conversation."""
-    text, path = sample.get(name), path_of(sample, name)
+    text = sample.get(name)
     if not isinstance(text, str) or not text.startswith("\n\nHuman:"):
         return read_column(sample, name, "assistant")
-    parts = _SPEAKER.split(text_of(sample, name))[1:]
+    path = path_of(sample, name)
+    parts = _SPEAKER.split(text_of(sample, name))[1:]  # speaker and words in turn
     roles = ["user" if speaker == "Human" else "assistant" for speaker in parts[::2]]
-    messages: list[Message] = [{"role": role, "content": said} for role, said in zip(roles, parts[1::2], strict=True)]
+    messages: list[Message] = [{"role": role, "content": words} for role, words in zip(roles, parts[1::2], strict=True)]
     return Turns(messages, [MessagePlace(path, f"{path}: turn {number}") for number in range(len(messages))])
 
 
@@ -124,21 +128,25 @@ def read_variables(sample: RawSample) -> dict[str, Any]:
     """Return what a row gives the chat template: `chat_template_kwargs`, and `documents`. Raises SampleFault."""
     if "chat_template_kwargs" not in sample and "documents" not in sample:
         return {}
-    given, path = sample.get("chat_template_kwargs"), path_of(sample, "chat_template_kwargs")
-    if isinstance(given, str) and given.lstrip().startswith("{"):
-        given, path = parse_column(given, "chat_template_kwargs", path, "an object"), f"{path}|fromjson|"
-    if says_nothing(given):
-        given = {}
-    if not isinstance(given, dict):
-        raise SampleFault("template arguments", f"{path}: found {kind_of(given)}, expected an object {{name: value}}")
-    for name in given:
-        if name in _TAKEN:
-            raise SampleFault("template arguments", f"{path}.{name}: found a name that a run gives itself, expected "
-                              "another; the columns messages and tools hold these")  # fmt: skip
-    documents = sample.get("documents")
-    if isinstance(documents, str) and is_json_list(documents):
-        documents = parse_column(documents, "documents", path_of(sample, "documents"))
-    variables = {name: value for name, value in given.items() if value is not None}
+    arguments = sample.get("chat_template_kwargs")
+    path = path_of(sample, "chat_template_kwargs")
+    if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+        arguments = parse_column(arguments, "chat_template_kwargs", path, expected="an object")
+        path = f"{path}|fromjson|"
+    if says_nothing(arguments):
+        arguments = {}
+    if not isinstance(arguments, dict):
+        found = kind_of(arguments)
+        raise SampleFault("template arguments", f"{path}: found {found}, expected an object {{name: value}}")
+    for name in arguments:
+        if name in _RESERVED:
+            raise SampleFault(
+                "template arguments",
+                f"{path}.{name}: found a name that a run gives itself, expected another; the columns messages and "
+                "tools hold these",
+            )
+    documents, _ = open_json_list(sample, "documents")
+    variables = {name: value for name, value in arguments.items() if value is not None}
     return variables if says_nothing(documents) else variables | {"documents": documents}
 
 

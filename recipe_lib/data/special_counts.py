@@ -1,4 +1,4 @@
-"""The special tokens that the samples of a dataset spell out, in numbers and in lines for the log."""
+"""Counts the special tokens that the samples of a dataset spell out, and writes the lines for the log."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -8,26 +8,23 @@ from typing import Any
 
 from recipe_lib.units import counted
 
-PLACES = 5  # samples that are named
-SHOWN = 5  # special tokens that a line names
+MOST_PLACES = 5  # samples that are named
+MOST_TOKENS = 5  # special tokens that a line names
 
 
 @dataclass
 class SpecialCounts:
-    """Counts by token, of one sample or of many. parsed: became tokens; unparsed, foreign: stay text, the second ones
-    since they are of other tokenizers, in so many `samples`, of which `places` has the first. rendered: samples that
-    hold the template's own tokens and are encoded as they stand.
-    """
+    """Counts by token, of one sample or of many."""
 
-    parsed: Counter[str] = field(default_factory=Counter)
-    unparsed: Counter[str] = field(default_factory=Counter)
-    foreign: Counter[str] = field(default_factory=Counter)
-    samples: int = 0
-    places: list[str] = field(default_factory=list)
-    rendered: int = 0
+    parsed: Counter[str] = field(default_factory=Counter)  # become tokens
+    unparsed: Counter[str] = field(default_factory=Counter)  # stay text
+    foreign: Counter[str] = field(default_factory=Counter)  # stay text: tokens of other tokenizers
+    samples: int = 0  # with any that stay text
+    places: list[str] = field(default_factory=list)  # of the first of these samples, with what they spell out
+    rendered: int = 0  # samples that hold the template's own tokens and are encoded as they stand
 
     def note(self, place: str, spelled: "SpecialCounts") -> None:
-        """Adds what a sample spells out. place: of the sample."""
+        """Add what a sample spells out. place: of the sample."""
         if spelled.is_empty:  # as most are
             return
         if spelled.split:
@@ -46,12 +43,12 @@ class SpecialCounts:
         return self.unparsed + self.foreign
 
     def add(self, other: "SpecialCounts") -> None:
-        """Adds the counts over samples that come later."""
+        """Add the counts over samples that come later."""
         self.parsed.update(other.parsed)
         self.unparsed.update(other.unparsed)
         self.foreign.update(other.foreign)
         self.samples += other.samples
-        self.places = [*self.places, *other.places][:PLACES]
+        self.places = [*self.places, *other.places][:MOST_PLACES]
         self.rendered += other.rendered
 
     @staticmethod
@@ -61,7 +58,7 @@ class SpecialCounts:
         return SpecialCounts(**dict(content) | counters)
 
     def lines(self, chats: int) -> list[str]:
-        """For the log. chats: how many samples the template writes."""
+        """Return the lines for the log. chats: how many samples the template writes."""
         lines = []
         if self.parsed:
             lines.append(f"data: special tokens that the samples spell out are parsed: {_name_tokens(self.parsed)}")
@@ -97,10 +94,12 @@ class SpecialCounts:
 
 def _name_tokens(counts: Counter[str]) -> str:
     """Return `'<|im_end|>' 12 times, '<s>' once`, the most frequent first."""
-    named = [f"{token!r} {'once' if count == 1 else f'{count} times'}" for token, count in counts.most_common(SHOWN)]
-    return ", ".join(named) + (", ..." if len(counts) > SHOWN else "")
+    named = [
+        f"{token!r} {'once' if count == 1 else f'{count} times'}" for token, count in counts.most_common(MOST_TOKENS)
+    ]
+    return ", ".join(named) + (", ..." if len(counts) > MOST_TOKENS else "")
 
 
 def _name_all(tokens: Iterable[str]) -> str:
     """Return `'<|im_start|>' or '<|im_end|>'`."""
-    return " or ".join(map(repr, islice(tokens, SHOWN)))
+    return " or ".join(map(repr, islice(tokens, MOST_TOKENS)))

@@ -1,4 +1,4 @@
-"""What a chat template makes of thoughts and tool calls, found by rendering small conversations once."""
+"""Finds what a chat template makes of thoughts, tool calls and keys of messages, by rendering small conversations."""
 
 import json
 import re
@@ -31,61 +31,67 @@ Render = Callable[[Sequence[Message], Sequence[Wanted], Sequence[Mapping[str, An
 
 @dataclass(frozen=True)
 class Habits:
-    """thought_key: the field of an answer that the template reads a thought from; empty: none. tags: it reads one from
-    between `<think>` and `</think>` as well. text_arguments: it wants the arguments of a tool call as JSON text, not as
-    an object. after_call: the special token that follows a call at once, if there is one. marks: it says with
-    `{% generation %}` what an answer is."""
+    """Says what a chat template makes of thoughts and tool calls."""
 
-    thought_key: str = ""
-    tags: bool = True
-    text_arguments: bool = False
-    after_call: str = ""
-    marks: bool = False
+    thought_key: str = ""  # the field of an answer that it reads a thought from; empty: none
+    tags: bool = True  # it reads one from between `<think>` and `</think>` as well
+    text_arguments: bool = False  # it wants the arguments of a tool call as JSON text, not as an object
+    after_call: str = ""  # the special token that follows a call at once, if there is one
+    marks: bool = False  # it says with `{% generation %}` what an answer is
 
 
 def learn_habits(render: Render, source: str, special: re.Pattern[str] | None, letter: str) -> Habits:
-    """render: renderings of messages, with tools. source: the template's Jinja. letter: one that it does not hold."""
-    text, followed = False, ["", ""]
+    """Return the habits of a template.
+
+    render: renderings of messages, with tools. source: the template's Jinja. letter: one that it does not hold.
+    """
+    text_arguments = False
+    renderings = ["", ""]  # up to a call, and up to its result
     for as_text in (False, True):
-        messages = [_ASK, _call(letter, as_text), _RESULT]
-        found = [_text(one) for one in render(messages, [(2, False, ()), (3, False, ())], [_TOOL])]
-        if letter in found[0]:
-            text, followed = as_text, found
+        messages = [_ASK, _build_call(letter, as_text), _RESULT]
+        tried = [_get_text(one) for one in render(messages, [(2, False, ()), (3, False, ())], [_TOOL])]
+        if letter in tried[0]:
+            text_arguments = as_text
+            renderings = tried
             break
-    key = next((key for key in THOUGHT_KEYS if _reads(render, key, letter, text)), "")
+    key = next((key for key in THOUGHT_KEYS if _reads_thought(render, key, letter, text_arguments)), "")
     return Habits(
-        key,
-        not key or _reads_tags(render, key, letter),
-        text,
-        _next_token(followed[0], followed[1], special),
-        has_marks(source),
+        thought_key=key,
+        tags=not key or _reads_tags(render, key, letter),
+        text_arguments=text_arguments,
+        after_call=_find_next_token(renderings[0], renderings[1], special),
+        marks=bool(_GENERATION.search(source)),
     )
 
 
 class TemplateFields:
-    """Which keys of a message, and which variables, a chat template has a use for. names: all that it speaks of."""
+    """Knows which keys of a message, and which variables, a chat template reads. names: all that it speaks of."""
 
     def __init__(self, tokenizer: TextTokenizer | None) -> None:
-        """tokenizer: the one that has the template; None: no template reads anything but roles and contents."""
+        """Take the tokenizer that has the template; None: no template reads anything but roles and contents."""
         self._tokenizer = tokenizer
         source = (tokenizer.chat_template if tokenizer else None) or ""
         code = " ".join(_TEXTS.sub("", block) for block in _BLOCKS.findall(source))
         self.names = frozenset(_NAMES.findall(code))
-        self._keys = dict[tuple[str, str, Any], bool]()
+        self._reads_key = dict[tuple[str, str, Any], bool]()
 
     def reads_key(self, role: str, key: str, value: Any) -> bool:
         """Return whether the template writes another text for a message of this role with this key, or refuses it."""
         if self._tokenizer is None:
             return False
-        asked = role, key, value if isinstance(value, bool) else type(value)
-        if asked not in self._keys:
-            self._keys[asked] = self._writes(role, key, _UNUSED if isinstance(value, str) else value)
-        return self._keys[asked]
+        case = role, key, value if isinstance(value, bool) else type(value)
+        if case not in self._reads_key:
+            self._reads_key[case] = self._writes_key(role, key, _UNUSED if isinstance(value, str) else value)
+        return self._reads_key[case]
 
-    def _writes(self, role: str, key: str, value: Any) -> bool:
-        """The message is tried as the last one of its role and as an earlier one, an answer also as a call."""
+    def _writes_key(self, role: str, key: str, value: Any) -> bool:
+        """Return whether a rendering changes with the key.
+
+        The message is tried as the last one of its role and as an earlier one, an answer also as a call.
+        """
         assert self._tokenizer is not None
-        answer, call = {"role": "assistant", "content": "b"}, _call("c", text=False)
+        answer = {"role": "assistant", "content": "b"}
+        call = _build_call("c", as_text=False)
         chats: dict[str, list[tuple[list[Message], int]]] = {
             "system": [([{"role": "system", "content": "s"}, _ASK, answer], 0)],
             "user": [([_ASK, answer, _ASK, answer], at) for at in (0, 2)],
@@ -93,47 +99,47 @@ class TemplateFields:
             "tool": [([_ASK, call, _RESULT, answer], 2)],
         }
         for messages, at in chats[role]:
-            bare = {name: held for name, held in messages[at].items() if name != key}
-            texts = []
-            for one in (bare, {**bare, key: value}):
-                changed = [*messages[:at], one, *messages[at + 1 :]]
-                texts.append(_text(self._tokenizer.render_chats(changed, [(len(changed), False, ())], [_TOOL])[0]))
-            if texts[0] != texts[1]:
+            bare = {name: field for name, field in messages[at].items() if name != key}
+            texts = set[str]()
+            for message in (bare, {**bare, key: value}):
+                chat = [*messages[:at], message, *messages[at + 1 :]]
+                (rendering,) = self._tokenizer.render_chats(chat, [(len(chat), False, ())], [_TOOL])
+                texts.add(_get_text(rendering))
+            if len(texts) > 1:
                 return True
         return False
 
 
-def has_marks(source: str) -> bool:
-    """Whether a template says with `{% generation %}` what an answer is."""
-    return bool(_GENERATION.search(source))
-
-
-def _call(letter: str, text: bool) -> dict[str, Any]:
+def _build_call(letter: str, as_text: bool) -> dict[str, Any]:
+    """Return an answer that calls the tool with this letter. as_text: the arguments are JSON text."""
     arguments: Any = {"x": letter}
-    function = {"name": "f", "arguments": json.dumps(arguments, ensure_ascii=False) if text else arguments}
+    function = {"name": "f", "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments}
     call = {"id": "call00001", "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _reads(render: Render, key: str, letter: str, text: bool) -> bool:
-    """Whether a thought in this field is written, after a question or before a tool call."""
-    answers = ({"role": "assistant", "content": "b"}, _call("c", text))
-    found = [render([_ASK, answer | {key: letter}], [(2, False, ())], [_TOOL])[0] for answer in answers]
-    return any(letter in _text(one) for one in found)
+def _reads_thought(render: Render, key: str, letter: str, text_arguments: bool) -> bool:
+    """Return whether a thought in this field is written, after a question or before a tool call."""
+    answers = ({"role": "assistant", "content": "b"}, _build_call("c", text_arguments))
+    renderings = [render([_ASK, answer | {key: letter}], [(2, False, ())], [_TOOL])[0] for answer in answers]
+    return any(letter in _get_text(rendering) for rendering in renderings)
 
 
 def _reads_tags(render: Render, key: str, letter: str) -> bool:
-    """Whether a thought between tags is written as one in its field is, but for white space; yes, if that is not."""
+    """Return whether a thought between tags is written as one in its field is, but for white space; yes, if that is
+    not."""
     apart = {"role": "assistant", "content": "b", key: letter}
     tagged = {"role": "assistant", "content": f"<think>\n{letter}\n</think>\n\nb"}
-    shown = [_text(render([_ASK, answer], [(2, False, ())], None)[0]) for answer in (apart, tagged)]
-    return letter not in shown[0] or "".join(shown[0].split()) == "".join(shown[1].split())
+    texts = [_get_text(render([_ASK, answer], [(2, False, ())], None)[0]) for answer in (apart, tagged)]
+    return letter not in texts[0] or "".join(texts[0].split()) == "".join(texts[1].split())
 
 
-def _next_token(last: str, followed: str, special: re.Pattern[str] | None) -> str:
-    found = special.match(followed, len(last)) if special and last and followed.startswith(last) else None
-    return found.group() if found else ""
+def _find_next_token(last: str, followed: str, special: re.Pattern[str] | None) -> str:
+    """Return the special token at which `followed` goes on from `last`; empty: none."""
+    token = special.match(followed, len(last)) if special and last and followed.startswith(last) else None
+    return token.group() if token else ""
 
 
-def _text(found: str | DataError) -> str:
-    return "" if isinstance(found, DataError) else found
+def _get_text(rendering: str | DataError) -> str:
+    """Return a rendering; empty where the template objects."""
+    return "" if isinstance(rendering, DataError) else rendering

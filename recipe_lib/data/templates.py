@@ -66,7 +66,6 @@ class Encoder:
         self.template = "plain" if template == "plain" or tokenizer.chat_template is None else "chat"
         self.add_bos = add_bos and tokenizer.bos_id is not None and tokenizer.add_bos_by_default
         self._bos = bos_text(tokenizer, add_bos)  # written, so that what follows is encoded as it is after BOS
-        self._stops = {tokenizer.token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids}
         self.special = SpecialTokens(tokenizer)
         self._parses = parse_special is True  # in messages
         render = tokenizer.render_chats if self.template == "chat" else None
@@ -315,7 +314,7 @@ class Encoder:
         chat, end = self.template == "chat", self.tokenizer.turn_end
         return Writing(
             self.special.pattern,
-            self._stops,
+            self.texts.stops,
             end.closing if chat else "",
             end.next_turn if chat else "",
             self._habits,

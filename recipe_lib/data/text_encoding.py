@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import takewhile
 
 from recipe_lib.data.encoded import Encoded, encode_spans
-from recipe_lib.data.escaping import Escape, SpecialTokens, special_pattern
+from recipe_lib.data.escaping import Escape, SpecialTokens, compile_special_pattern
 from recipe_lib.data.plain_template import eos_text
 from recipe_lib.data.samples import (
     Completion,
@@ -38,19 +38,20 @@ Renders = Callable[[Sequence[Message], Sequence[Wanted]], Sequence[str | DataErr
 
 @dataclass(frozen=True)
 class TextRow:
-    """A row whose prompt and answers are the texts of columns, and no messages.
+    """Holds a row whose prompt and answers are the texts of columns, and no messages."""
 
-    prompt: empty where there is none. answers: one, the chosen and the rejected one, or none. beside: what the row has
-    besides, which a rendered text would hold: a column's name; empty: nothing."""
-
-    prompt: str
-    answers: Sequence[str]
-    beside: str
+    prompt: str  # empty where there is none
+    answers: Sequence[str]  # one, the chosen and the rejected one, or none
+    beside: str  # a column that the row has besides, which a rendered text would hold; empty: none
 
 
 class TextEncoder:
-    """Encodes texts. add_bos, add_eos: put BOS before a text, and EOS behind it. parses: special tokens that they spell
-    out become tokens. special: counts those. render: the chat template's renderings; None: there is no template."""
+    """Encodes texts.
+
+    add_bos, add_eos: put BOS before a text, and EOS behind it. parses: special tokens that they spell out become
+    tokens. special: counts those. render: the chat template's renderings; None: there is no template. stops: the tokens
+    that generation stops at, as text.
+    """
 
     def __init__(
         self,
@@ -61,10 +62,14 @@ class TextEncoder:
         parses: bool,
         render: Renders | None,
     ) -> None:
-        self._tokenizer, self._special, self._render = tokenizer, special, render
-        self.add_bos, self.add_eos, self.parses = add_bos, add_eos, parses
-        stops = {tokenizer.token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids}
-        self._ends = stops & set(tokenizer.special_texts)
+        self._tokenizer = tokenizer
+        self._special = special
+        self._render = render
+        self.add_bos = add_bos
+        self.add_eos = add_eos
+        self.parses = parses
+        self.stops = {tokenizer.token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids}
+        self._ends = self.stops & set(tokenizer.special_texts)
 
     def encode_text(self, text: str) -> list[int]:
         """Return ids of a text, without an end token."""
@@ -73,7 +78,8 @@ class TextEncoder:
 
     def encode_document(self, text: str) -> list[int]:
         """Return ids of a text, and EOS unless it ends with an end token."""
-        ids, eos = self.encode_text(text), self._tokenizer.eos_id
+        ids = self.encode_text(text)
+        eos = self._tokenizer.eos_id
         is_ended = self.parses and self.find_end(text)
         return ids if is_ended or eos is None or not self.add_eos else [*ids, eos]
 
@@ -127,8 +133,8 @@ class TextEncoder:
         The prompt of a pair without one is what the ids of both begin with."""
         prompt = row.prompt
         if prompt or len(row.answers) == 1:
-            is_held = all(answer.startswith(prompt) for answer in row.answers)
-            answers = [answer.removeprefix(prompt) if is_held else answer for answer in row.answers]
+            are_whole = all(answer.startswith(prompt) for answer in row.answers)
+            answers = [answer.removeprefix(prompt) for answer in row.answers] if are_whole else row.answers
             encoded = [self.encode_completion(Completion(prompt, answer)) for answer in answers]
             self._special.note_once([prompt] * (len(encoded) - 1), parses=True)
             return encoded
@@ -145,17 +151,17 @@ class TextEncoder:
 
     @cached_property
     def _turn_tokens(self) -> re.Pattern[str] | None:
-        """Finds the special tokens that make a text a rendered one: those that the template writes, BOS, and those that
-        end an answer; without a template any. None: there are none."""
-        known = self._special.pattern
-        if self._render is None or known is None:
-            return known
+        """Return what finds the special tokens that make a text a rendered one: those that the template writes, BOS,
+        and those that end an answer; without a template any. None: there are none."""
+        any_special = self._special.pattern
+        if self._render is None or any_special is None:
+            return any_special
         bos = self._tokenizer.bos_id
         turn_tokens = set(self._ends) if bos is None else {*self._ends, self._tokenizer.token_bytes(bos).decode()}
         for messages in _PROBES:
             for text in self._render(messages, [(len(messages), False, ()), (len(messages) - 1, True, ())]):
-                turn_tokens.update(known.findall(text) if isinstance(text, str) else ())
-        return special_pattern(turn_tokens - set(TAGS))
+                turn_tokens.update(any_special.findall(text) if isinstance(text, str) else ())
+        return compile_special_pattern(turn_tokens - set(TAGS))
 
 
 def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow | None:
@@ -169,9 +175,11 @@ def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow 
     places = sample.places if isinstance(sample, Preference) else (sample.places,)
     roles = [message["role"] for message in prompt]
     are_single = all(len(answer) == 1 for answer in answers)
-    if roles not in _PROMPTS or not are_single or not all(one.are_texts for one in places):
+    if roles not in _PROMPTS or not are_single or not all(answer_places.are_texts for answer_places in places):
         return None
-    held = {"tools": sample.tools, "system": "system" in roles, "chat_template_kwargs": sample.variables}
-    beside = next((name for name, value in held.items() if value), "")
-    asked = prompt[-1]["content"] if "user" in roles else ""
-    return TextRow(asked, [answer[0]["content"] for answer in answers], beside)
+    columns = {"tools": sample.tools, "system": "system" in roles, "chat_template_kwargs": sample.variables}
+    return TextRow(
+        prompt=prompt[-1]["content"] if "user" in roles else "",
+        answers=[answer[0]["content"] for answer in answers],
+        beside=next((name for name, value in columns.items() if value), ""),
+    )

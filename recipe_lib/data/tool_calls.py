@@ -1,23 +1,28 @@
-"""Calls of tools and descriptions of tools as chat APIs have them, out of the spellings that samples are found in."""
+"""Reads calls of tools and descriptions of tools as chat APIs have them, out of the spellings of samples."""
 
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from recipe_lib.data.column_names import is_idle, says_nothing
-from recipe_lib.data.sample_columns import RawSample, found_in, list_of, parse_column, path_of
+from recipe_lib.data.column_names import says_nothing
+from recipe_lib.data.sample_columns import RawSample, found_in, list_of, parse_column, path_of, refuse_keys
 from recipe_lib.data.samples import Message, SampleFault, kind_of, shown
 from recipe_lib.reading import parse_json
 
 _FUNCTION = '{"name": ..., "arguments": {...}}'
 _CALL = f'{{"function": {_FUNCTION}}}'
-_CALL_KEYS, _FUNCTION_KEYS = ("id", "type", "function"), ("name", "arguments")
+_CALL_KEYS = ("id", "type", "function")
+_FUNCTION_KEYS = ("name", "arguments")
+_BARE_KEYS = ("name", "arguments", "id", "type")  # of a call that is a function itself
 _CAUSE = "tool call of another shape"
+
+_check_keys = partial(refuse_keys, owner="a tool call", expected=f"which is not read, expected {_FUNCTION}")
 
 
 def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """The field `tool_calls` of a message. A bare {name, arguments} is put as chat APIs have it.
+    """Return the calls of the field `tool_calls` of a message. A bare {name, arguments} is put as chat APIs have it.
 
     where: its path. Raises SampleFault for what is no list of calls with a name and arguments.
     """
@@ -27,6 +32,7 @@ def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _read_call(call: Any, where: str) -> dict[str, Any]:
+    """Return one call as chat APIs have it. Raises SampleFault."""
     if not isinstance(call, dict):
         raise SampleFault(_CAUSE, f"{where}: found {kind_of(call)}, expected a call {_CALL}")
     is_bare = "function" not in call
@@ -39,11 +45,11 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     check_arguments(function, f"{path}.arguments")
     if not is_bare:
         _check_keys(call, _CALL_KEYS, where)
-    _check_keys(function, (*_FUNCTION_KEYS, *(("id", "type") if is_bare else ())), path)
-    if not is_bare:
+        _check_keys(function, _FUNCTION_KEYS, path)
         return call
-    own = {name: call[name] for name in ("name", "arguments")}
-    return {"type": "function"} | {key: value for key, value in call.items() if key not in own} | {"function": own}
+    _check_keys(call, _BARE_KEYS, where)
+    beside = {key: value for key, value in call.items() if key not in _FUNCTION_KEYS}
+    return {"type": "function"} | beside | {"function": {key: call[key] for key in _FUNCTION_KEYS}}
 
 
 def read_function_call(call: Any, where: str) -> dict[str, Any]:
@@ -57,31 +63,23 @@ def read_function_call(call: Any, where: str) -> dict[str, Any]:
 def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return calls with nothing in them but what is read, and what else they held, which changes nothing, as
     `tool_calls.KEY`."""
-    read, idle = [], dict[str, Any]()
+    clean_calls = list[dict[str, Any]]()
+    idle = dict[str, Any]()
     for call in calls:
         function = call["function"]
-        left = [(name, value) for name, value in call.items() if name not in _CALL_KEYS]
-        left += [(name, value) for name, value in function.items() if name not in _FUNCTION_KEYS]
-        idle |= {f"tool_calls.{name}": value for name, value in left if not says_nothing(value)}
-        own = {name: value for name, value in call.items() if name in _CALL_KEYS}
-        read.append(own | {"function": {name: function[name] for name in function if name in _FUNCTION_KEYS}})
-    return read, idle
-
-
-def _check_keys(holder: RawSample, known: Sequence[str], where: str) -> None:
-    """Raise SampleFault for a key of a call that holds something and is not read."""
-    for name, value in holder.items():
-        if name not in known and not says_nothing(value) and not is_idle(name, value):
-            raise SampleFault(
-                f"key {name} of a tool call",
-                f"{where}.{name}: found {kind_of(value)}, which is not read, expected {_FUNCTION}",
-            )
+        beside = [(name, value) for name, value in call.items() if name not in _CALL_KEYS]
+        beside += [(name, value) for name, value in function.items() if name not in _FUNCTION_KEYS]
+        idle |= {f"tool_calls.{name}": value for name, value in beside if not says_nothing(value)}
+        clean_call = {name: value for name, value in call.items() if name in _CALL_KEYS}
+        clean_call["function"] = {name: value for name, value in function.items() if name in _FUNCTION_KEYS}
+        clean_calls.append(clean_call)
+    return clean_calls, idle
 
 
 def check_arguments(function: RawSample, where: str) -> None:
-    """Raises SampleFault for arguments of a call that are no object, nor JSON text of one."""
+    """Raise SampleFault for arguments of a call that are no object, nor JSON text of one."""
     given = function.get("arguments")
-    if isinstance(given, dict) or (isinstance(given, str) and is_object(given)):
+    if isinstance(given, dict) or (isinstance(given, str) and _is_object(given)):
         return
     found = found_in(function, "arguments") if not isinstance(given, str) else shown(given)
     raise SampleFault(
@@ -90,8 +88,8 @@ def check_arguments(function: RawSample, where: str) -> None:
     )
 
 
-def is_object(text: str) -> bool:
-    """Whether a text is a JSON object; an empty one stands for no arguments."""
+def _is_object(text: str) -> bool:
+    """Return whether a text is a JSON object; an empty one stands for no arguments."""
     try:
         return isinstance(parse_json(text or "{}"), dict)
     except ValueError:
@@ -99,55 +97,58 @@ def is_object(text: str) -> bool:
 
 
 def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
-    """The calls that a `function_call` turn holds as JSON: one {name, arguments}, or a list of them."""
+    """Return the calls that a `function_call` turn holds as JSON: one {name, arguments}, or a list of them."""
     try:
-        found = parse_json(text)
+        content = parse_json(text)
     except ValueError:
-        found = None
-    calls = found if isinstance(found, list) else [found]
+        content = None
+    calls = content if isinstance(content, list) else [content]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise SampleFault(
             "call that is no JSON",
             f"{where}: found a function_call that is no JSON object, expected {_FUNCTION} or a list of them",
         )
-    read = []
+    full_calls = list[dict[str, Any]]()
     for call in calls:
         function = {"name": call["name"], "arguments": call.get("arguments") or {}}
         check_arguments(function, f"{where}: arguments of {shown(call['name'])}")
-        _check_keys(call, ("name", "arguments", "id", "type"), where)
-        given_id = {"id": call["id"]} if call.get("id") else {}
-        beside = {name: value for name, value in call.items() if name not in ("name", "arguments", "id", "type")}
-        read.append({"type": "function"} | given_id | beside | {"function": function})
-    return read
+        _check_keys(call, _BARE_KEYS, where)
+        call_id = {"id": call["id"]} if call.get("id") else {}
+        beside = {name: value for name, value in call.items() if name not in _BARE_KEYS}
+        full_calls.append({"type": "function"} | call_id | beside | {"function": function})
+    return full_calls
 
 
 def name_calls(messages: Sequence[Message]) -> list[Message]:
-    """The messages with an id for each call that has none, and the answers of tools with the id of their call.
+    """Return the messages with an id for each call that has none, and the answers of tools with the id of their call.
 
     Chat APIs give calls an id and some templates write it (Mistral's: 9 letters or digits); sharegpt samples have none.
     An id follows from the call and its place in the conversation.
     """
-    named, open_calls = [], []
+    named_messages = list[Message]()
+    open_calls = list[str]()
     for number, message in enumerate(messages):
         calls = [
-            call if "id" in call else {"id": _call_id(number, at, call), **call}
-            for at, call in enumerate(message.get("tool_calls") or ())
+            call if "id" in call else {"id": _make_call_id(number, position, call), **call}
+            for position, call in enumerate(message.get("tool_calls") or ())
         ]
         if calls:
-            message, open_calls = {**message, "tool_calls": calls}, [call["id"] for call in calls]
+            message = {**message, "tool_calls": calls}
+            open_calls = [call["id"] for call in calls]
         elif message["role"] == "tool" and "tool_call_id" not in message and open_calls:
             message = {**message, "tool_call_id": open_calls.pop(0)}
-        named.append(message)
-    return named
+        named_messages.append(message)
+    return named_messages
 
 
-def _call_id(number: int, at: int, call: RawSample) -> str:
-    return hashlib.sha256(json.dumps([number, at, call], sort_keys=True).encode()).hexdigest()[:9]
+def _make_call_id(number: int, position: int, call: RawSample) -> str:
+    """Return an id for a message's call. position: of the call among those of the message."""
+    return hashlib.sha256(json.dumps([number, position, call], sort_keys=True).encode()).hexdigest()[:9]
 
 
 def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
-    """The column `tools`, and its path: a list of descriptions, or one as JSON text; a bare function is put as chat
-    APIs have it. Raises SampleFault."""
+    """Return the column `tools`, and its path: a list of descriptions, or one as JSON text; a bare function is put as
+    chat APIs have it. Raises SampleFault."""
     path = path_of(sample, "tools")
     tools: Any = sample.get("tools")
     if says_nothing(tools) or (isinstance(tools, str) and tools.strip() == "null"):

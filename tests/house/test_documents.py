@@ -19,7 +19,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data.sample_columns import Renamed
 from recipe_lib.data.samples import Sample
 from recipe_lib.data.template_behavior import TemplateFields
-from recipe_lib.data.unread import UnreadNames, texts_of
+from recipe_lib.data.unread import UnreadNames, collect_texts
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.units import gib
 from tests.house.documents import blocks, documents, links
@@ -66,7 +66,7 @@ def read_whole(form: str, row: dict[str, Any]) -> Sample:
     renamed = Renamed(row, {}, "data")
     names.tidy(renamed)
     sample = reader(renamed)
-    assert names.find(renamed, sample, texts_of(sample)) == []
+    assert names.find(renamed, sample, collect_texts(sample)) == []
     return sample
 
 
