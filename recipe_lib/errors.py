@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import NoReturn, TextIO
 
@@ -125,6 +125,13 @@ class StorageError(UserError):
 
 class StoppedAndSaved(Exception):  # noqa: N818  (an outcome, not an error)
     """A stop signal came; the state was saved at the step boundary and the run ends with exit code 3."""
+
+
+def raise_faults(kind: type[UserError], faults: Iterable[str | None]) -> None:
+    """Raise one error with all faults, a line each; None is no fault, and without any nothing is raised."""
+    lines = [fault for fault in faults if fault is not None]
+    if lines:
+        raise kind(*lines)
 
 
 def exit_code_of(main: Callable[[], int | None]) -> int:

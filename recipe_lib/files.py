@@ -149,7 +149,7 @@ def copy_file(source: Path, target: Path) -> FileRecord:
 
 @contextmanager
 def write_aside(path: Path, *, replace: bool = True) -> Iterator[Path]:
-    """Gives a temporary name to write a file under, which becomes `path` when it is whole; after an error it is gone.
+    """Yield a temporary name to write a file under, which becomes `path` when it is whole; after an error it is gone.
 
     replace: a file that is there is replaced; without it one that has come meanwhile stays, and FileExistsError is
     raised. An OSError names `path`, which the user knows.
@@ -166,7 +166,7 @@ def write_aside(path: Path, *, replace: bool = True) -> Iterator[Path]:
 
 
 def replace_bytes(path: Path, data: bytes, *, replace: bool = True) -> None:
-    """Writes a small file so that a reader sees the old content or the new one, never a part. StorageError.
+    """Write a small file so that a reader sees the old content or the new one, never a part. Raises StorageError.
 
     replace: as in `write_aside`.
     """
@@ -175,12 +175,12 @@ def replace_bytes(path: Path, data: bytes, *, replace: bool = True) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a small text file like `replace_bytes`."""
+    """Write a small text file like `replace_bytes`."""
     replace_bytes(path, text.encode())
 
 
 def open_to_append(path: Path, mode: int = 0o666) -> FileIO:
-    """Opens a file that only grows, or makes it; unbuffered, and readable too.
+    """Open a file that only grows, or make it; unbuffered, and readable too.
 
     mode: of a new file, less the umask. Raises OSError for a FIFO, a device and a folder, without waiting.
     """
@@ -194,7 +194,7 @@ class LineFile:
     """A file that only grows, a whole line at a time; this process alone writes it."""
 
     def __init__(self, path: Path, size: int | None = None):
-        """Opens it, or makes it. size: bytes to keep of it; None: all. Raises OSError like `open_to_append`."""
+        """Open it, or make it. size: bytes to keep of it; None: all. Raises OSError like `open_to_append`."""
         self.path = path
         self._is_new = not path.exists()
         self._file = open_to_append(path)
@@ -202,7 +202,7 @@ class LineFile:
             self._file.truncate(size)
 
     def append(self, lines: bytes) -> None:
-        """Adds whole lines, or nothing: what a full disk has cut off is taken away. OSError with the file's name."""
+        """Add whole lines, or nothing: what a full disk cuts off is taken away. Raises OSError with the file's name."""
         size = os.fstat(self._file.fileno()).st_size
         try:
             before_operation("write", self.path)
@@ -216,7 +216,7 @@ class LineFile:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
-        """Closes it."""
+        """Close it."""
         self._file.close()
 
 
@@ -243,10 +243,10 @@ def flush_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path, *, replace: bool = True) -> None:
-    """Renames within one folder, and flushes the folder. Without `replace` FileExistsError where the name is taken."""
+    """Rename within one folder, and flush the folder. Without `replace` FileExistsError where the name is taken."""
     before_operation("rename", target)
     if replace or not _renameat2(source, target, _RENAME_NOREPLACE):
-        if not replace and os.path.lexists(target):
+        if not replace and os.path.lexists(target):  # in two steps, where the system has none that does both
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
         os.rename(source, target)
     flush_folder(target.parent)
@@ -348,7 +348,7 @@ def restore_replaced(root: Path, name: str) -> None:
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:
-    """Renames as the flags of Linux's renameat2 say; False where system or file system do not have that."""
+    """Rename as the flags of Linux's renameat2 say; False where system or file system do not have that."""
     if sys.platform != "linux":
         return False
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

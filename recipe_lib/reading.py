@@ -26,12 +26,12 @@ _KINDS = (
 
 
 def check_regular(path: Path | str) -> int:
-    """The size in bytes of a regular file. Raises OSError for anything else, also for a name that cannot be one."""
+    """Return the size in bytes of a regular file. Raises OSError for anything else, also for a name that is none."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except ValueError:  # a NUL inside
         raise OSError(errno.EINVAL, "the name holds a NUL character", str(path)) from None
-    return _size(found, path)
+    return _check_size(status, path)
 
 
 def open_regular(path: Path | str) -> BufferedReader:
@@ -39,7 +39,7 @@ def open_regular(path: Path | str) -> BufferedReader:
     check_regular(path)  # before opening: opening a device may do something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _size(os.fstat(descriptor), path)  # what it is now that it is open
+        _check_size(os.fstat(descriptor), path)  # what it is now that it is open
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -47,7 +47,7 @@ def open_regular(path: Path | str) -> BufferedReader:
 
 
 def read_bytes(path: Path | str, limit: int) -> bytes:
-    """All of a regular file of at most `limit` bytes. Raises OSError."""
+    """Return all of a regular file of at most `limit` bytes. Raises OSError."""
     with open_regular(path) as file:
         is_larger = os.fstat(file.fileno()).st_size > limit  # known without reading so much of it
         content = b"" if is_larger else file.read(limit + 1)
@@ -65,8 +65,7 @@ def read_end(path: Path | str, limit: int) -> bytes:
 
 
 def read_text(path: Path | str, limit: int = TEXT_LIMIT) -> str:
-    """Return the text of a UTF-8 file, with or without a byte order mark. Raises OSError, and ValueError for another
-    file."""
+    """Return the text of a UTF-8 file without its byte order mark. Raises OSError, and ValueError for another file."""
     return _decode(read_bytes(path, limit))
 
 
@@ -87,7 +86,7 @@ def find_object(path: Path | str) -> dict[str, Any]:
 
 
 def read_json(path: Path | str, limit: int = JSON_LIMIT) -> Any:
-    """What a JSON file holds. Raises OSError like `read_bytes`, ValueError like `parse_json`."""
+    """Return what a JSON file holds. Raises OSError like `read_bytes`, ValueError like `parse_json`."""
     return parse_json(read_bytes(path, limit))
 
 
@@ -119,10 +118,10 @@ def _decode(content: bytes) -> str:
         raise ValueError(f"a byte that is not UTF-8 at {error.start}") from None
 
 
-def _size(found: os.stat_result, path: Path | str) -> int:
-    if stat.S_ISREG(found.st_mode):
-        return found.st_size
+def _check_size(status: os.stat_result, path: Path | str) -> int:
+    if stat.S_ISREG(status.st_mode):
+        return status.st_size
     for test, words, number in _KINDS:
-        if test(found.st_mode):
+        if test(status.st_mode):
             raise OSError(number, f"{words}, expected a regular file", str(path))
     raise OSError(errno.EINVAL, "is no regular file", str(path))

@@ -26,7 +26,7 @@ _PLAIN = re.compile(r"\^?(\.\*\\\.)?([\w.]|\\\.)+\$?")  # a name, or the end of 
 
 
 class PatternError(ValueError):
-    """A pattern that cannot be matched; str(): why, as the end of a sentence about it."""
+    """A pattern that cannot be matched. str() says why, as the end of a sentence about it."""
 
 
 def first_matches(patterns: Sequence[str], names: Sequence[str], *, whole: bool = False) -> list[int | None]:
@@ -40,9 +40,9 @@ def first_matches(patterns: Sequence[str], names: Sequence[str], *, whole: bool 
 
 @lru_cache(maxsize=256)  # a command reads an adapter's config several times
 def _first_matches(patterns: tuple[str, ...], names: tuple[str, ...], whole: bool) -> tuple[int | None, ...]:
-    long = [pattern for pattern in patterns if len(pattern) > MAX_CHARACTERS]
-    if long:
-        raise PatternError(f"has {len(long[0])} characters, expected {MAX_CHARACTERS} at most")
+    for pattern in patterns:
+        if len(pattern) > MAX_CHARACTERS:
+            raise PatternError(f"has {len(pattern)} characters, expected {MAX_CHARACTERS} at most")
     if all(_PLAIN.fullmatch(pattern) for pattern in patterns):
         return tuple(_match(patterns, names, whole))
     request = json.dumps([patterns, names, whole, SECONDS])
@@ -73,13 +73,13 @@ def _match(patterns: Sequence[str], names: Sequence[str], whole: bool) -> list[i
             raise PatternError(f"is no regular expression ({error})") from None
     pattern_numbers: list[int | None] = []
     for name in names:
-        matches = (one.fullmatch(name) if whole else one.match(name) for one in compiled)
+        matches = (regex.fullmatch(name) if whole else regex.match(name) for regex in compiled)
         pattern_numbers.append(next((number for number, match in enumerate(matches) if match), None))
     return pattern_numbers
 
 
 def _serve() -> None:
-    """Answers one request; the kernel ends the process where that takes too long."""
+    """Answer one request; the kernel ends the process where that takes too long."""
     if resource is not None:
         with contextlib.suppress(ValueError, OSError):  # a system may know a limit without allowing it
             resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))

@@ -15,7 +15,7 @@ from recipe_lib.checkpoint.tensor_files import Header
 from recipe_lib.checkpoint.weight_accounts import extra_names
 from recipe_lib.config.local_files import check_adapter
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.errors import CheckpointError
+from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.spec import SCORE
 from recipe_lib.reading import describe_fault, read_json
 
@@ -88,70 +88,68 @@ _REPEATED = ("pissa", "olora")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The numbers of an adapter.
-
-    rank_pattern, alpha_pattern: pattern of a module's or parameter's name -> its own rank or alpha. parameters: ends of
-    the names of those that have an adapter by themselves, as experts'. saved: ends of the names of modules that are in
-    the file as a whole. token_rows: end of a module's name -> the rows of its weight that are in the file; of the
-    embedding under an empty name. biases: B has a bias. selection: the keys that say which modules have an adapter.
-    """
+    """The numbers of an adapter."""
 
     rank: int
     alpha: float
     rslora: bool
     dora: bool
-    base: str = ""
+    base: str = ""  # the name of the model that it was trained on
+    # Pattern of a module's or parameter's name -> its own rank or alpha.
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    parameters: tuple[str, ...] = ()
-    saved: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()  # ends of the names of those with an adapter by themselves, as experts'
+    saved: tuple[str, ...] = ()  # ends of the names of modules that are in the file as a whole
+    # End of a module's name -> the rows of its weight that are in the file; of the embedding under an empty name.
     token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    biases: bool = False
-    selection: Mapping[str, Any] = field(default_factory=dict)
+    biases: bool = False  # B has a bias
+    selection: Mapping[str, Any] = field(default_factory=dict)  # the keys that say which modules have an adapter
     path: Path = Path(CONFIG_FILE)
+    # Key of the file, name of a module -> the number of the pattern that matches it.
     _matches: dict[tuple[str, str], int | None] = field(default_factory=dict, compare=False, repr=False)
 
     def rank_of(self, module: FileModule) -> int:
-        """The rank of a module's adapter."""
-        return int(self._matching("rank_pattern", module, self.rank))
+        """Return the rank of a module's adapter."""
+        return int(self._find_number("rank_pattern", module, self.rank))
 
     def scaling_of(self, module: FileModule) -> float:
-        """What the product of its two matrices is multiplied by."""
-        return scaling(self._matching("alpha_pattern", module, self.alpha), self.rank_of(module), self.rslora)
+        """Return what the product of a module's two matrices is multiplied by."""
+        return scaling(self._find_number("alpha_pattern", module, self.alpha), self.rank_of(module), self.rslora)
 
     def match_patterns(self, modules: Iterable[FileModule]) -> None:
-        """Matches all modules at once, so that `rank_of` need not start a process for each. Raises CheckpointError."""
+        """Match all modules at once, so that `rank_of` need not start a process for each. Raises CheckpointError."""
         names = [name for module in modules for name in self._spellings(module)]
         for key in ("rank_pattern", "alpha_pattern"):
             unmatched = [name for name in names if (key, name) not in self._matches]
             try:
-                numbers = first_matches(list(getattr(self, key)), unmatched)
+                pattern_numbers = first_matches(list(getattr(self, key)), unmatched)
             except PatternError as fault:
                 raise CheckpointError(f"{self.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
-            self._matches.update(zip([(key, name) for name in unmatched], numbers, strict=True))
+            self._matches.update(zip([(key, name) for name in unmatched], pattern_numbers, strict=True))
 
     def _spellings(self, module: FileModule) -> list[str]:
         """Return the names that PEFT compares patterns with: of the parameter, where that has the adapter."""
         named = any(f".{module.full_name}".endswith(f".{end}") for end in self.parameters)
         return spellings(module.full_name if named or module.experts else module.name)
 
-    def _matching(self, key: str, module: FileModule, default: float) -> float:
+    def _find_number(self, key: str, module: FileModule, default: float) -> float:
+        """Return the rank or alpha that the first matching pattern of a key gives a module."""
         patterns: Mapping[str, float] = getattr(self, key)
         if not patterns:
             return default
         self.match_patterns([module])
-        numbers = [self._matches[key, name] for name in self._spellings(module)]
-        matched = [number for number in numbers if number is not None]
+        pattern_numbers = [self._matches[key, name] for name in self._spellings(module)]
+        matched = [number for number in pattern_numbers if number is not None]
         return list(patterns.values())[min(matched)] if matched else default
 
 
 def scaling(alpha: float, rank: int, rslora: bool) -> float:
-    """alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+    """Return alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Reads and checks the file. Raises CheckpointError, all faults at once, also for what PEFT has and we have not."""
+    """Read and check the file. Raises CheckpointError, all faults at once, also for what PEFT has and we have not."""
     path = folder / CONFIG_FILE
     fields = _read_json(path, folder)
     kind = fields.get("peft_type")
@@ -160,15 +158,16 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             f'{path}: peft_type: found {_show(kind)}, expected "LORA" (LoRA or DoRA); merge it into its base with the '
             "tool that made it, and take the merged model"
         )
-    faults = [_unsupported(path, key, value) for key, value in sorted(fields.items()) if key not in IRRELEVANT | READ]
-    faults += [_start_fault(path, fields.get("init_lora_weights", True)), _layers_fault(path, fields)]
+    faults = [_find_key_fault(path, key, fields[key]) for key in sorted(fields.keys() - IRRELEVANT - READ)]
+    faults += [_find_start_fault(path, fields.get("init_lora_weights", True)), _find_layers_fault(path, fields)]
     for key, test, expected in _TYPES:
-        if key in fields and not test(fields[key]) or key in ("r", "lora_alpha") and key not in fields:
-            found = _show(fields[key]) if key in fields else "no such key"
-            faults.append(f"{path}: {key}: found {found}, expected {expected}; {_TYPE_REMEDY}")
-    if any(faults):
-        raise CheckpointError(*(fault for fault in faults if fault))
-    rows = fields.get("trainable_token_indices") or {}
+        if key in fields and not test(fields[key]):
+            faults.append(f"{path}: {key}: found {_show(fields[key])}, expected {expected}; {_TYPE_REMEDY}")
+        elif key in ("r", "lora_alpha") and key not in fields:
+            faults.append(f"{path}: {key}: found no such key, expected {expected}; {_TYPE_REMEDY}")
+    raise_faults(CheckpointError, faults)
+    indices = fields.get("trainable_token_indices") or {}
+    token_rows = indices if isinstance(indices, dict) else {"": indices}
     config = AdapterConfig(
         rank=fields["r"],
         alpha=fields["lora_alpha"],
@@ -179,7 +178,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         alpha_pattern=fields.get("alpha_pattern") or {},
         parameters=tuple(fields.get("target_parameters") or ()),
         saved=tuple(fields.get("modules_to_save") or ()),
-        token_rows={name: tuple(numbers) for name, numbers in (rows if isinstance(rows, dict) else {"": rows}).items()},
+        token_rows={name: tuple(tokens) for name, tokens in token_rows.items()},
         biases=fields.get("lora_bias", False),
         selection={key: fields.get(key) for key in SELECTING},
         path=path,
@@ -188,8 +187,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     return config
 
 
-def _start_fault(path: Path, start: Any) -> str | None:
-    if start in _STARTS and not (isinstance(start, int) and not isinstance(start, bool)):
+def _find_start_fault(path: Path, start: Any) -> str | None:
+    if start in _STARTS and type(start) is not int:  # 1 == True
         return None
     remedy = "save it again with path_initial_model_for_weight_conversion where it was trained, or train with true"
     if start in _REPEATED:
@@ -200,13 +199,13 @@ def _start_fault(path: Path, start: Any) -> str | None:
     )
 
 
-def _layers_fault(path: Path, fields: Mapping[str, Any]) -> str | None:
+def _find_layers_fault(path: Path, fields: Mapping[str, Any]) -> str | None:
     """Return what PEFT refuses to load about the layers; None: nothing."""
     keys = [key for key in ("layers_to_transform", "layers_pattern") if fields.get(key) is not None]
     if keys and isinstance(fields.get("target_modules"), str):
         return f"{path}: {keys[0]}: found it beside a pattern of target_modules, which says them; remove {keys[0]}"
     pattern = fields.get("layers_pattern")
-    is_well_typed = isinstance(pattern, str) or _are_plain_names(pattern)  # else another line says so
+    is_well_typed = isinstance(pattern, str) or _is_list_of(pattern, _is_name)  # else another line says so
     if pattern and is_well_typed and "layers_to_transform" not in keys:
         return f"{path}: layers_pattern: found no layers_to_transform, whose numbers it is for; remove layers_pattern"
     return None
@@ -217,8 +216,10 @@ def _show(value: Any) -> str:
 
 
 def saved_names(header: Header) -> set[str]:
-    """The tensors of an adapter's file that are no adapter's: extra parameters, and the weight of a score head, which
-    PEFT writes without a mark."""
+    """Return the tensors of an adapter's file that are no adapter's: extra parameters, and the weight of a score head.
+
+    PEFT writes the latter without a mark.
+    """
     return extra_names(header) | ({SCORE} if f"{PREFIX}{SCORE}" in header.tensors else set())
 
 
@@ -235,7 +236,8 @@ def _read_json(path: Path, folder: Path) -> dict[str, Any]:
     return fields
 
 
-def _unsupported(path: Path, key: str, value: Any) -> str | None:
+def _find_key_fault(path: Path, key: str, value: Any) -> str | None:
+    """Return why a key that is not read is refused; None: with this value it changes nothing."""
     if any(value is empty or (value == empty and type(value) is type(empty)) for empty in _EMPTY):
         return None
     if key in REFUSED:
@@ -245,47 +247,45 @@ def _unsupported(path: Path, key: str, value: Any) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
-    )  # an integer of JSON may be too large for a float
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max  # JSON has integers too large for a float
 
 
 def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_RANK
+    return type(value) is int and 0 < value <= MAX_RANK
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_ROWS
 
 
 def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
 def _is_name(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[\w.]+", value) is not None
 
 
-def _are_names(value: Any) -> bool:
-    return value is None or isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _are_plain_names(value: Any) -> bool:
-    return value is None or isinstance(value, list) and all(map(_is_name, value))
+def _is_list_of(value: Any, test: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(test, value))
 
 
 def _select_modules(value: Any) -> bool:
-    return isinstance(value, str) or _are_names(value)
+    return _is_text(value) or _is_list_of(value, lambda name: isinstance(name, str))
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_ROWS
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_count, value))
+def _are_tokens(value: Any) -> bool:
+    return _is_list_of(value, _is_count) and len(set(value)) == len(value)
 
 
 def _are_token_rows(value: Any) -> bool:
-    parts = [*value.values()] if isinstance(value, dict) else [value]
-    names_fit = not isinstance(value, dict) or all(map(_is_name, value))
-    return value is None or names_fit and all(_are_counts(part) and len({*part}) == len(part) for part in parts)
+    if isinstance(value, dict):
+        return all(map(_is_name, value)) and all(map(_are_tokens, value.values()))
+    return value is None or _are_tokens(value)
 
 
 def _is_pattern_of(value: Any, test: Callable[[Any], bool]) -> bool:
@@ -295,19 +295,21 @@ def _is_pattern_of(value: Any, test: Callable[[Any], bool]) -> bool:
 _TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("r", _is_rank, "a positive integer"),
     ("lora_alpha", _is_number, "a number above 0"),
-    ("base_model_name_or_path", lambda value: value is None or isinstance(value, str), "a name"),
+    ("base_model_name_or_path", _is_text, "a name"),
     ("use_rslora", _is_flag, "true or false"),
     ("use_dora", _is_flag, "true or false"),
     ("lora_bias", _is_flag, "true or false"),
     ("ensure_weight_tying", _is_flag, "true or false"),
     ("fan_in_fan_out", _is_flag, "true or false"),
     ("bias", lambda value: value in (None, "none", "all", "lora_only"), "none, all or lora_only"),
-    ("target_parameters", _are_names, "a list of parameters' names"),
+    ("target_parameters", lambda value: not isinstance(value, str) and _select_modules(value),
+     "a list of parameters' names"),
     ("target_modules", _select_modules, "a list of modules' names, or a pattern"),
     ("exclude_modules", _select_modules, "a list of modules' names, or a pattern"),
-    ("modules_to_save", _are_plain_names, "a list of modules' names"),
-    ("layers_to_transform", lambda value: value is None or _is_count(value) or _are_counts(value), "numbers of layers"),
-    ("layers_pattern", lambda value: _are_plain_names([value] if value and isinstance(value, str) else value or None),
+    ("modules_to_save", lambda value: value is None or _is_list_of(value, _is_name), "a list of modules' names"),
+    ("layers_to_transform", lambda value: value is None or _is_count(value) or _is_list_of(value, _is_count),
+     "numbers of layers"),
+    ("layers_pattern", lambda value: not value or _is_name(value) or _is_list_of(value, _is_name),
      "names of lists of layers"),
     ("trainable_token_indices", _are_token_rows, "numbers of tokens, none twice"),
     ("rank_pattern", lambda value: _is_pattern_of(value, _is_rank), "patterns with positive integers"),
@@ -322,26 +324,25 @@ def write_fields(
     target_modules: list[str] | str,
     saved: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The file's contents. modules: name -> rank of its adapter, where fused ones have their parts' ranks together.
+    """Return the file's contents.
 
-    saved: modules that are in the file as they are.
-
-    The largest rank is the file's `r`, since servers make room for it; scaling is the same everywhere.
+    modules: name -> rank of its adapter, where fused ones have their parts' ranks together. saved: modules that are in
+    the file as they are.
     """
-    rank = max(modules.values())
-    other = {name.rsplit(".", 1)[-1]: own for name, own in modules.items() if own != rank}
+    rank = max(modules.values())  # servers make room for the file's `r`; scaling is the same everywhere
+    rank_pattern = {name.rsplit(".", 1)[-1]: lower for name, lower in modules.items() if lower != rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
-        "lora_alpha": _alpha(cfg, rank),
+        "lora_alpha": _scale_alpha(cfg, rank),
         "use_rslora": cfg.rslora,
         "use_dora": cfg.dora,
         "lora_dropout": cfg.dropout,
         "target_modules": target_modules,
-        "rank_pattern": other,
-        "alpha_pattern": {name: _alpha(cfg, own) for name, own in other.items()},
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": {name: _scale_alpha(cfg, lower) for name, lower in rank_pattern.items()},
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -352,7 +353,7 @@ def write_fields(
     }
 
 
-def _alpha(cfg: LoraConfig, rank: int) -> float:
-    """The alpha with which an adapter of this rank is scaled as one of `cfg.rank` is."""
+def _scale_alpha(cfg: LoraConfig, rank: int) -> float:
+    """Return the alpha with which an adapter of this rank is scaled as one of `cfg.rank` is."""
     alpha = cfg.alpha * (math.sqrt(rank / cfg.rank) if cfg.rslora else rank / cfg.rank)
     return int(alpha) if alpha == int(alpha) else alpha

@@ -27,10 +27,11 @@ from recipe_lib.checkpoint.adapter_config import TENSOR_FILE, AdapterConfig, rea
 from recipe_lib.checkpoint.adapter_targets import find_unselected
 from recipe_lib.checkpoint.base_weights import base_fingerprint, check_copies
 from recipe_lib.checkpoint.find_saved import find_saved
-from recipe_lib.checkpoint.saved_weights import VOCABULARY, SavedTensor, SavedWeights, add_saved
-from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, Header, TensorEntry, read_header
+from recipe_lib.checkpoint.saved_weights import VOCABULARY, FileTensorName, SavedTensor, SavedWeights, add_saved
+from recipe_lib.checkpoint.tensor_files import Header, read_header
+from recipe_lib.checkpoint.weight_accounts import READABLE_TYPES
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.errors import CheckpointError
+from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.scored_spec import has_score_head
 from recipe_lib.models.spec import SCORE, ModelSpec
@@ -43,23 +44,19 @@ SCORE_KEYS = "tune_score_head"  # what `score_config` adds to a config.json
 OF_SCORES = ("id2label", "label2id", "pad_token_id", "problem_type")
 _EXPERT_APART = re.compile(r"\.experts\.\d+\.")
 BASE_IMPLEMENTATION = "tune_base_implementation"  # of a model that was not the library's own decoder
-_READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter on disk.
-
-    tensors: module as files name it -> what follows its name -> (name in the file, header). extras: what a recipe added
-    to the model, by our name -> the same. saved: tensors of the base, by the name that PEFT has for them.
-    """
+    """An adapter on disk."""
 
     folder: Path
     config: AdapterConfig
-    tensors: Mapping[str, Mapping[str, tuple[str, TensorEntry]]]
+    # Module as files name it -> what follows its name -> (name in the file, header).
+    tensors: Mapping[str, Mapping[str, FileTensorName]]
     metadata: Mapping[str, str]
-    extras: Mapping[str, tuple[str, TensorEntry]] = field(default_factory=dict)
-    saved: Mapping[str, SavedTensor] = field(default_factory=dict)
+    extras: Mapping[str, FileTensorName] = field(default_factory=dict)  # by our name, what a recipe added to the model
+    saved: Mapping[str, SavedTensor] = field(default_factory=dict)  # of the base, by the name that PEFT has for each
 
     @property
     def path(self) -> Path:
@@ -67,24 +64,24 @@ class AdapterFile:
         return self.folder / TENSOR_FILE
 
     def modules(self, spec: ModelSpec) -> list[FileModule]:
-        """The modules that have an adapter; all of them are the model's, once `check_fits` has said so."""
+        """Return the modules that have an adapter; all of them are the model's, once `check_fits` has said so."""
         modules = [module for name, module in file_modules(spec).items() if name in self.tensors]
         self.config.match_patterns(modules)
         return modules
 
     def read(self, module: str, suffix: str) -> torch.Tensor:
-        """A whole tensor."""
+        """Return a whole tensor."""
         with safe_open(str(self.path), framework="pt") as file:
             return file.get_tensor(self.tensors[module][suffix][0])
 
     def read_extra(self, name: str) -> torch.Tensor:
-        """A whole extra parameter."""
+        """Return a whole extra parameter."""
         with safe_open(str(self.path), framework="pt") as file:
             return file.get_tensor(self.extras[name][0])
 
 
 def read_adapter(folder: Path) -> AdapterFile:
-    """The adapter in a folder, checked by itself. Raises CheckpointError."""
+    """Return the adapter in a folder, checked by itself. Raises CheckpointError."""
     config = read_adapter_config(folder)
     path = folder / TENSOR_FILE
     if not path.is_file():
@@ -96,27 +93,30 @@ def read_adapter(folder: Path) -> AdapterFile:
             else f"{folder}: has no {TENSOR_FILE}; export or download the adapter again"
         )
     header = read_header(path)
-    tensors: dict[str, dict[str, tuple[str, TensorEntry]]] = {}
-    extras: dict[str, tuple[str, TensorEntry]] = {}
+    tensors: dict[str, dict[str, FileTensorName]] = {}
+    extras: dict[str, FileTensorName] = {}
     saved: dict[str, SavedTensor] = {}
-    added = saved_names(header)
+    names_of_extras = saved_names(header)
     unknown = []
     for name, entry in header.tensors.items():
-        split = split_name(name, of_text=BASE_IMPLEMENTATION not in header.metadata)
-        if extra_name(name) in added:
+        module_and_suffix = split_name(name, of_text=BASE_IMPLEMENTATION not in header.metadata)
+        if extra_name(name) in names_of_extras:
             extras[extra_name(name)] = (name, entry)
-        elif split is not None and ".token_adapter." not in name:  # those are rows, and end as a copy beside one does
-            tensors.setdefault(in_full(split[0], config.parameters), {})[split[1]] = (name, entry)
-            if split[1] == FROZEN:
+        elif module_and_suffix is not None and ".token_adapter." not in name:
+            module, suffix = module_and_suffix
+            tensors.setdefault(in_full(module, config.parameters), {})[suffix] = (name, entry)
+            if suffix == FROZEN:
                 add_saved(saved, name, entry)
-        elif not add_saved(saved, name, entry):
+        elif not add_saved(saved, name, entry):  # rows of tokens too, which end as a copy beside an adapter does
             unknown.append(name)
-    _refuse_contents(path, header, unknown)
-    return AdapterFile(folder, config, tensors, header.metadata, extras, saved)
+    _refuse_contents(path, header, unknown=unknown, extras=extras)
+    return AdapterFile(
+        folder=folder, config=config, tensors=tensors, metadata=header.metadata, extras=extras, saved=saved
+    )
 
 
 def score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The keys of config.json that an adapter with a score head keeps in its file: classes' names, padding."""
+    """Return the keys of config.json that an adapter with a score head keeps: classes' names, padding."""
     try:
         keys = parse_json(metadata.get(SCORE_KEYS, "{}"))
     except ValueError:
@@ -124,7 +124,7 @@ def score_keys(metadata: Mapping[str, str]) -> dict[str, Any]:
     return {name: keys[name] for name in OF_SCORES if name in keys} if isinstance(keys, dict) else {}
 
 
-def _refuse_contents(path: Path, header: Header, unknown: list[str]) -> None:
+def _refuse_contents(path: Path, header: Header, unknown: list[str], extras: Collection[str]) -> None:
     faults = []
     if unknown:
         faults.append(
@@ -133,20 +133,18 @@ def _refuse_contents(path: Path, header: Header, unknown: list[str]) -> None:
         )
     if not header.tensors:
         faults.append(f"{path}: holds no tensors; export the adapter again")
-    saved = saved_names(header)
-    known = {name: entry for name, entry in header.tensors.items() if extra_name(name) not in saved}
-    other = [name for name, entry in known.items() if entry.dtype not in _READABLE]
-    if other:
+    types = {name: entry.dtype for name, entry in header.tensors.items() if extra_name(name) not in extras}
+    unreadable = [name for name, dtype in types.items() if dtype not in READABLE_TYPES]
+    if unreadable:
+        first = min(unreadable)
         faults.append(
-            f"{path}: {min(other)} is of type {header.tensors[min(other)].dtype}, expected F32, BF16, F16 or F64; "
-            "export the adapter again"
+            f"{path}: {first} is of type {types[first]}, expected F32, BF16, F16 or F64; export the adapter again"
         )
-    if faults:
-        raise CheckpointError(*faults)
+    raise_faults(CheckpointError, faults)
 
 
 def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
-    """Returns what the adapter has of the base's weights. spec: of the base as it is.
+    """Return what the adapter has of the base's weights. spec: of the base as it is.
 
     Raises CheckpointError, all faults at once, if names or shapes are not those of an adapter for this model, and for
     numbers that are none.
@@ -161,7 +159,7 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
     saved = find_saved(adapter, spec)
     known = file_modules(saved.spec)
     strange = adapter.tensors.keys() - known.keys()
-    faults = []
+    faults: list[str | None] = []
     apart = sorted(name for name in strange if _EXPERT_APART.search(name))
     if apart and getattr(spec, "mixture", None) is not None:
         faults.append(
@@ -174,19 +172,16 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
             f"{adapter.path}: {name_first(strange, 'is', 'are')} no module of this model; the adapter was made for "
             "another base" + (f" ({adapter.config.base})" if adapter.config.base else "")
         )
-    unselected = _selection_fault(adapter, [module for module in adapter.modules(saved.spec) if not module.parameter])
-    faults += [unselected] if unselected else []
-    for name in sorted(adapter.tensors.keys() - strange):
-        fault = _module_fault(adapter, known[name])
-        if fault:
-            faults.append(fault)
-            break  # one is enough: the others have the same cause
-    if faults:
-        raise CheckpointError(*faults)
+    adapted = adapter.modules(saved.spec)
+    faults.append(_find_unselected_fault(adapter, [module for module in adapted if not module.parameter]))
+    module_faults = (_find_module_fault(adapter, known[name]) for name in sorted(adapter.tensors.keys() - strange))
+    faults.append(next(filter(None, module_faults), None))  # one is enough: the others have the same cause
+    raise_faults(CheckpointError, faults)
     return saved
 
 
-def _selection_fault(adapter: AdapterFile, modules: list[FileModule]) -> str | None:
+def _find_unselected_fault(adapter: AdapterFile, modules: list[FileModule]) -> str | None:
+    """Return the first module with an adapter that PEFT leaves out, and the key; None: it takes all."""
     names = []
     for module in modules:
         suffix, (name, _) = next(iter(adapter.tensors[module.name].items()))
@@ -201,33 +196,36 @@ def _selection_fault(adapter: AdapterFile, modules: list[FileModule]) -> str | N
     )
 
 
-def _module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
-    config, found = adapter.config, adapter.tensors[module.name]
+def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
+    config = adapter.config
+    tensors = adapter.tensors[module.name]
     expected = module.shapes(config.rank_of(module), config.dora)
-    missing = expected.keys() - found.keys()
+    missing = expected.keys() - tensors.keys()
     if missing:
         return f"{adapter.path}: {module.name}.{min(missing)} is missing; export or download the adapter again"
-    if LENGTHS in found and not config.dora:
+    if LENGTHS in tensors and not config.dora:
         return (
             f"{adapter.path}: {module.name} has DoRA's {LENGTHS}, adapter_config.json says use_dora false; export or "
             "download the adapter again"
         )
-    if FROZEN in found:
-        expected = expected | {FROZEN: (module.rows, module.columns)}
-    if found.keys() - expected.keys():
-        odd = min(found.keys() - expected.keys())
-        return f"{adapter.path}: {module.name}.{odd} is no tensor of this kind of module; export the adapter again"
-    for suffix, shape in expected.items():
-        if found[suffix][1].shape != shape:
+    if FROZEN in tensors:
+        expected[FROZEN] = (module.rows, module.columns)
+    strange = tensors.keys() - expected.keys()
+    if strange:
+        name = f"{module.name}.{min(strange)}"
+        return f"{adapter.path}: {name} is no tensor of this kind of module; export the adapter again"
+    for suffix, expected_shape in expected.items():
+        shape = tensors[suffix][1].shape
+        if shape != expected_shape:
             return (
-                f"{adapter.path}: {module.name}.{suffix} has shape {list(found[suffix][1].shape)}, base and "
-                f"adapter_config.json make it {list(shape)}; the adapter was made for another base or rank"
+                f"{adapter.path}: {module.name}.{suffix} has shape {list(shape)}, base and adapter_config.json make it "
+                f"{list(expected_shape)}; the adapter was made for another base or rank"
             )
     return None
 
 
 def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | None = None) -> None:
-    """Finds what is wrong with going on to train an adapter, before memory is taken. Raises CheckpointError.
+    """Raise CheckpointError for what is wrong with going on to train an adapter, before memory is taken.
 
     spec, cfg: the model's and the run's. base: the checkpoint that it will be trained on, compared with the one the
     adapter was trained on where its file says which that was. Reads headers, and little more.
@@ -239,34 +237,30 @@ def check_adapter(folder: Path, spec: ModelSpec, cfg: LoraConfig, base: Path | N
             f"{adapter.path}: brings {min(saved.parts)} along, and only the matrices of adapters are trained further; "
             f"merge it into its base first (tune export {folder} --merge), and train the merged model"
         )
-    faults = [_kind_fault(adapter, cfg), _target_fault(adapter, spec, cfg)]
-    if not any(faults):
-        faults = [_rank_fault(adapter, spec, cfg)]
-    if any(faults):
-        raise CheckpointError(*(fault for fault in faults if fault))
+    raise_faults(CheckpointError, [_kind_fault(adapter, cfg), _target_fault(adapter, spec, cfg)])
+    raise_faults(CheckpointError, [_rank_fault(adapter, spec, cfg)])
     if base is not None:
         check_base(adapter, spec, base)
 
 
 def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
-    """Raises CheckpointError unless the adapter was trained on these weights, as far as its file can tell."""
+    """Raise CheckpointError unless the adapter was trained on these weights, as far as its file can tell."""
     made_for = adapter.metadata.get(BASE_FINGERPRINT)
     if made_for is not None and made_for != base_fingerprint(spec, base):
         raise CheckpointError(
             f"{adapter.folder}: was trained on other weights than those of {base}; use its own base model"
             + (f", {adapter.config.base}" if adapter.config.base else "")
         )
-    frozen = {name: held.frozen for name, held in adapter.saved.items() if held.frozen is not None}
+    frozen = {name: tensor.frozen for name, tensor in adapter.saved.items() if tensor.frozen is not None}
     resized = {name for name in VOCABULARY & frozen.keys() if frozen[name][1].shape[0] != spec.vocab_size}
-    copies = {name: entry for name, (entry, _) in frozen.items() if name not in resized}
+    copies = {name: file_name for name, (file_name, _) in frozen.items() if name not in resized}
     check_copies(adapter.path, copies, spec, base)
 
 
 def _check_finite(adapter: AdapterFile) -> None:
     """Raise CheckpointError for numbers that are none: all that is computed with them would be NaN."""
     with safe_open(str(adapter.path), framework="pt") as file:
-        names = [*file.keys()]
-        bad = [name for name in names if not file.get_tensor(name).isfinite().all()]
+        bad = [name for name in file.keys() if not file.get_tensor(name).isfinite().all()]
     if bad:
         raise CheckpointError(
             f"{adapter.path}: {name_first(bad, 'holds', 'hold')} NaN or infinite numbers; take an earlier state of its "

@@ -1,4 +1,4 @@
-"""Which modules PEFT puts an adapter on, by the keys of a config: it leaves others out when it loads a file."""
+"""The modules that PEFT puts an adapter on, by the keys of a config: it leaves others out when it loads a file."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,6 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
     chosen: Any = config.selection.get("target_modules")
     layers: Any = config.selection.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
-    by_default = chosen is None  # then PEFT's own table, or target_parameters
     for number, name in enumerate(names):
         if any(f".{name}.weight".endswith(f".{end}") for end in config.parameters):
             continue  # by its parameter: PEFT asks no other key then
@@ -30,7 +29,7 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
             return name, "exclude_modules"
         if any(f".{saved}." in f".{name}." for saved in config.saved):
             return name, "modules_to_save"
-        if not (by_default or targeted[number]):
+        if chosen is not None and not targeted[number]:  # None: PEFT's own table, or target_parameters
             return name, "target_modules"
         if isinstance(chosen, list) and name in chosen:
             continue  # by its whole name, whatever the layers
@@ -40,12 +39,13 @@ def find_unselected(config: AdapterConfig, names: Sequence[str]) -> tuple[str, s
 
 
 def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
+    """Return for each name whether a key that takes ends of names or a pattern names it."""
     chosen: Any = config.selection.get(key)
     if key == "target_modules" and isinstance(chosen, str) and chosen.lower() == _ALL_LINEAR:
         return [not name.endswith(_NO_LINEARS) for name in names]
     if isinstance(chosen, str) and chosen:
         try:
-            return [match is not None for match in first_matches([chosen], names, whole=True)]
+            return [number is not None for number in first_matches([chosen], names, whole=True)]
         except PatternError as fault:
             raise CheckpointError(f"{config.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
     return [any(f".{name}".endswith(f".{end}") for end in chosen or ()) for name in names]
@@ -53,11 +53,11 @@ def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
 
 def _find_layer(config: AdapterConfig, name: str) -> int | None:
     """Return the number of the layer that a module is in; of several numbers in its name the first."""
-    lists: Any = config.selection.get("layers_pattern")
-    if not lists:
+    patterns: Any = config.selection.get("layers_pattern")
+    if not patterns:
         layer_match = re.match(r".*?\.[^.]*\.(\d+)\.", name)
     else:
-        patterns = [lists] if isinstance(lists, str) else lists
+        patterns = [patterns] if isinstance(patterns, str) else patterns
         matches = (re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name) for pattern in patterns)
         layer_match = next((match for match in matches if match), None)
     return int(layer_match[1]) if layer_match else None

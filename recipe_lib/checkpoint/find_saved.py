@@ -10,7 +10,7 @@ from recipe_lib.adapters.peft_names import EMBEDDING, HEAD, extra_name, file_mod
 from recipe_lib.checkpoint.converted import hold_same_numbers
 from recipe_lib.checkpoint.saved_weights import EMBEDDING_WEIGHT, HEAD_WEIGHT, VOCABULARY, SavedTensor, SavedWeights
 from recipe_lib.checkpoint.weight_accounts import file_shapes
-from recipe_lib.errors import CheckpointError
+from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.mixture_files import router_name
 from recipe_lib.models.scored_spec import has_score_head
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 _REMEDY = "merge the adapter with PEFT first (merge_and_unload)"
 _DOWNLOAD = "export or download the adapter again"
+_NOTHING = SavedTensor()
 
 
 @dataclass(frozen=True)
-class _SavedPlace:
+class _BaseTensor:
     """A tensor of the base under the name that PEFT has for it: our parameters in it, and its shape."""
 
     entries: tuple[WeightEntry, ...]
@@ -40,65 +41,76 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
     are refused.
     """
     if not (adapter.saved or adapter.config.saved or adapter.config.token_rows or adapter.config.biases):
-        return SavedWeights(adapter.path, base, {}, {}, {})
-    places = _find_places(base)
-    saved = _resolve_frozen(adapter, places)
-    faults = _name_faults(adapter, base, places)
-    faults += _shape_faults(adapter, saved, places, isinstance(base, ExternalSpec))
-    faults += _missing_faults(adapter, saved, places)
-    if faults:
-        raise CheckpointError(*faults)
+        return SavedWeights(adapter.path, base)
+    base_tensors = _list_base_tensors(base)
+    saved = _drop_untrained(adapter, base_tensors)
+    faults = [
+        *_list_name_faults(adapter, base, base_tensors),
+        _find_misfit(adapter, saved, base_tensors, can_resize=not isinstance(base, ExternalSpec)),
+        *_list_missing(adapter, saved, base_tensors),
+    ]
+    raise_faults(CheckpointError, faults)
     saved, spec = _settle_vocabulary(adapter, saved, base)
-    parts = {entry.our_name: (held, entry.start) for name, held in saved.items() for entry in places[name].entries}
-    rows = {name: _token_rows(adapter, name) or () for name, (held, _) in parts.items() if held.rows is not None}
-    return SavedWeights(adapter.path, spec, parts, rows, _bias_scalings(adapter, saved, places, base))
+    modules = file_modules(base)
+    parts: dict[str, tuple[SavedTensor, int]] = {}
+    token_rows: dict[str, tuple[int, ...]] = {}
+    scalings: dict[str, float] = {}
+    for name, tensor in saved.items():
+        for entry in base_tensors[name].entries:
+            parts[entry.our_name] = (tensor, entry.start)
+            if tensor.rows is not None:
+                token_rows[entry.our_name] = _find_token_rows(adapter, entry.our_name) or ()
+            if tensor.added is not None:
+                scalings[entry.our_name] = adapter.config.scaling_of(modules[name.removesuffix(".bias")])
+    return SavedWeights(path=adapter.path, spec=spec, parts=parts, token_rows=token_rows, scalings=scalings)
 
 
-def _find_places(base: ModelSpec) -> dict[str, _SavedPlace]:
+def _list_base_tensors(base: ModelSpec) -> dict[str, _BaseTensor]:
     """Return what may be saved of a base, by PEFT's names."""
     if isinstance(base, ExternalSpec):
         shapes = parameter_shapes(base)
-        return {
-            name: _SavedPlace((WeightEntry(name, name),), shapes[name]) for name in shapes.keys() - buffer_names(base)
-        }
+        names = shapes.keys() - buffer_names(base)
+        return {name: _BaseTensor((WeightEntry(name, name),), shapes[name]) for name in names}
     spec = base if has_score_head(base) else replace(base, tied=False)
     entries = [entry for entry in weight_map(spec) if entry.view is None and entry.our_name != SCORE]
     shapes = file_shapes(entries, parameter_shapes(spec))
-    places: dict[str, _SavedPlace] = {}
+    base_tensors: dict[str, _BaseTensor] = {}
     for entry in entries:
         name = entry.file_name
         if ".mlp.router." in entry.our_name:  # PEFT has the name of the module, files may have an older one
             name = entry.our_name.replace(".mlp.router.", f".mlp.{router_name(spec)}.")
-        before = places[name].entries if name in places else ()
-        places[name] = _SavedPlace((*before, entry), shapes[entry.file_name])
-    return places
+        before = base_tensors[name].entries if name in base_tensors else ()
+        base_tensors[name] = _BaseTensor((*before, entry), shapes[entry.file_name])
+    return base_tensors
 
 
-def _resolve_frozen(adapter: "AdapterFile", places: Mapping[str, _SavedPlace]) -> dict[str, SavedTensor]:
+def _drop_untrained(adapter: "AdapterFile", base_tensors: Mapping[str, _BaseTensor]) -> dict[str, SavedTensor]:
     """Return what changes the base: of the copies that PEFT saves untrained, those with another number of rows."""
     changing = {}
-    for name, held in adapter.saved.items():
-        frozen = held.frozen if name in places else None
-        if frozen is not None and frozen[1].shape != places[name].shape:
-            held = replace(held, copy=held.copy or frozen)
-        if held.copy or held.rows or held.added:
-            changing[name] = held
+    for name, tensor in adapter.saved.items():
+        frozen = tensor.frozen if name in base_tensors else None
+        if frozen is not None and frozen[1].shape != base_tensors[name].shape:
+            tensor = replace(tensor, copy=tensor.copy or frozen)
+        if tensor.copy or tensor.rows or tensor.added:
+            changing[name] = tensor
     return changing
 
 
-def _name_faults(adapter: "AdapterFile", base: ModelSpec, places: Mapping[str, _SavedPlace]) -> list[str]:
+def _list_name_faults(adapter: "AdapterFile", base: ModelSpec, base_tensors: Mapping[str, _BaseTensor]) -> list[str]:
+    """Return what is wrong with the names of the tensors that are saved, a line for each kind of fault."""
     faults: list[str] = []
     unknown: list[str] = []
     homeless: list[str] = []
     tied = base.layout().tied_names() if isinstance(base, ExternalSpec) else set()
-    for name, held in sorted(adapter.saved.items()):
-        first = next(part for part in (held.copy, held.rows, held.added, held.frozen, held.again) if part)[0]
-        if held.added is not None and name not in places:
-            homeless.append(first)
-        elif name in tied and not (held.copy is held.rows is None):
-            faults.append(f"{adapter.path}: {first} is one of two tied matrices of the base; {_REMEDY}")
-        elif name not in places or not _is_where_peft_looks(adapter, name, held):
-            unknown.append(first)
+    for name, tensor in sorted(adapter.saved.items()):
+        parts = (tensor.copy, tensor.rows, tensor.added, tensor.frozen, tensor.again)
+        file_name = next(part for part in parts if part)[0]
+        if tensor.added is not None and name not in base_tensors:
+            homeless.append(file_name)
+        elif name in tied and (tensor.copy or tensor.rows):
+            faults.append(f"{adapter.path}: {file_name} is one of two tied matrices of the base; {_REMEDY}")
+        elif name not in base_tensors or not _is_where_peft_looks(adapter, name, tensor):
+            unknown.append(file_name)
     if homeless:
         faults.append(
             f"{adapter.path}: {homeless[0]} is a bias of an adapter (lora_bias), and that linear of the base has none "
@@ -113,63 +125,73 @@ def _name_faults(adapter: "AdapterFile", base: ModelSpec, places: Mapping[str, _
     return faults
 
 
-def _is_where_peft_looks(adapter: "AdapterFile", name: str, held: SavedTensor) -> bool:
+def _is_where_peft_looks(adapter: "AdapterFile", name: str, tensor: SavedTensor) -> bool:
     """Return whether a copy has the name that it has beside an adapter, or the plain one where there is none."""
-    if held.copy is None:
-        return held.again is None
-    return (".base_layer." in held.copy[0]) == (name.rpartition(".")[0] in adapter.tensors)
+    if tensor.copy is None:
+        return tensor.again is None
+    return (".base_layer." in tensor.copy[0]) == (name.rpartition(".")[0] in adapter.tensors)
 
 
-def _shape_faults(
-    adapter: "AdapterFile", saved: Mapping[str, SavedTensor], places: Mapping[str, _SavedPlace], fixed: bool
-) -> list[str]:
-    """fixed: the vocabulary cannot have another size."""
-    faults = []
-    for name in sorted(saved.keys() & places.keys()):
-        held, shape = saved[name], places[name].shape
-        rows = _token_rows(adapter, name)
-        count = held.copy[1].shape[0] if held.copy is not None and held.copy[1].shape else shape[0] if shape else 0
-        free = name in VOCABULARY and not fixed
-        expected = [(held.copy, (count, *shape[1:]) if free else shape), (held.added, shape)]
-        expected.append((held.rows, (len(rows or ()), *shape[1:])))
-        for part, expected_shape in expected:
+def _find_misfit(
+    adapter: "AdapterFile",
+    saved: Mapping[str, SavedTensor],
+    base_tensors: Mapping[str, _BaseTensor],
+    can_resize: bool,
+) -> str | None:
+    """Return what is wrong with the first tensor of another shape than expected; the others have the same cause.
+
+    can_resize: the vocabulary can have another size.
+    """
+    for name in sorted(saved.keys() & base_tensors.keys()):
+        tensor = saved[name]
+        shape = base_tensors[name].shape
+        tokens = _find_token_rows(adapter, name) or ()
+        new_shape = shape
+        if can_resize and name in VOCABULARY and tensor.copy is not None and tensor.copy[1].shape:
+            new_shape = (tensor.copy[1].shape[0], *shape[1:])
+        expected_shapes = (
+            (tensor.copy, new_shape),
+            (tensor.added, shape),
+            (tensor.rows, (len(tokens), *shape[1:])),
+        )
+        for part, expected_shape in expected_shapes:
             if part is not None and part[1].shape != expected_shape:
-                faults.append(
+                return (
                     f"{adapter.path}: {part[0]} has shape {list(part[1].shape)}, base and adapter_config.json make it "
                     f"{list(expected_shape)}; the adapter was made for another base"
                 )
-        if held.rows is not None and rows and max(rows) >= count:
-            faults.append(
-                f"{adapter.config.path}: trainable_token_indices: found {max(rows)}, expected numbers below {count}, "
-                f"the rows of {name}; {_DOWNLOAD}"
+        num_rows = new_shape[0] if new_shape else 0
+        if tensor.rows is not None and tokens and max(tokens) >= num_rows:
+            return (
+                f"{adapter.config.path}: trainable_token_indices: found {max(tokens)}, expected numbers below "
+                f"{num_rows}, the rows of {name}; {_DOWNLOAD}"
             )
-    return faults[:1]  # the others have the same cause
+    return None
 
 
-def _missing_faults(
-    adapter: "AdapterFile", saved: Mapping[str, SavedTensor], places: Mapping[str, _SavedPlace]
+def _list_missing(
+    adapter: "AdapterFile", saved: Mapping[str, SavedTensor], base_tensors: Mapping[str, _BaseTensor]
 ) -> list[str]:
-    """Of tensors that the config promises, and of those that it does not know of."""
-    faults, config = [], adapter.config
-    for name in sorted(places):
-        held = saved.get(name, SavedTensor())
-        if held.copy is None and _is_listed(adapter, name):
+    """Return a line for tensors that the config promises, and for those that it does not know of."""
+    faults = []
+    for name in sorted(base_tensors):
+        if saved.get(name, _NOTHING).copy is None and _is_listed(adapter, name):
             faults.append(f"{adapter.path}: has no {name}, which modules_to_save names; {_DOWNLOAD}")
-            break
-    for end in config.token_rows:
-        named = [name for name, held in saved.items() if held.rows is not None and _fits_rows(name, end)]
-        if config.token_rows[end] and not named:
+            break  # one is enough: the others have the same cause
+    saved_rows = {name: tensor.rows[0] for name, tensor in sorted(saved.items()) if tensor.rows is not None}
+    for end, tokens in adapter.config.token_rows.items():
+        if tokens and not any(_fits_rows(name, end) for name in saved_rows):
             faults.append(f"{adapter.path}: has no trainable_tokens_delta of {end or EMBEDDING}; {_DOWNLOAD}")
-    for name, held in sorted(saved.items()):
-        if held.rows is not None and not _token_rows(adapter, name):
+    for name, file_name in saved_rows.items():
+        if not _find_token_rows(adapter, name):
             faults.append(
-                f"{adapter.config.path}: trainable_token_indices: names no tokens of {name}, which {held.rows[0]} has "
+                f"{adapter.config.path}: trainable_token_indices: names no tokens of {name}, which {file_name} has "
                 f"rows of; {_DOWNLOAD}"
             )
-    biased = {name.removesuffix(".bias") for name, held in saved.items() if held.added is not None}
-    unlike_config = adapter.tensors.keys() - biased if config.biases else biased
+    biased = {name.removesuffix(".bias") for name, tensor in saved.items() if tensor.added is not None}
+    unlike_config = adapter.tensors.keys() - biased if adapter.config.biases else biased
     if unlike_config:
-        has, said = ("has no", "true") if config.biases else ("has", "false")
+        has, said = ("has no", "true") if adapter.config.biases else ("has", "false")
         first = min(unlike_config)
         faults.append(f"{adapter.path}: {has} {first}.lora_B.bias, lora_bias is {said} in its config; {_DOWNLOAD}")
     return faults
@@ -178,20 +200,23 @@ def _missing_faults(
 def _is_listed(adapter: "AdapterFile", name: str) -> bool:
     """Return whether modules_to_save names the module of a tensor, or one that it is in, as PEFT compares names."""
     module = name.rpartition(".")[0].split(".")
-    around = [".".join(module[:length]) for length in range(1, len(module) + 1)]
-    return any(path.endswith(extra_name(end)) for path in around for end in adapter.config.saved)
+    ends = tuple(map(extra_name, adapter.config.saved))
+    return any(".".join(module[:length]).endswith(ends) for length in range(1, len(module) + 1))
 
 
 def _fits_rows(name: str, end: str) -> bool:
+    """Return whether a name in trainable_token_indices is that of a tensor's module; empty: the embedding's."""
     module = name.rpartition(".")[0]
     return module.endswith(extra_name(end)) if end else module in (EMBEDDING, HEAD)
 
 
-def _token_rows(adapter: "AdapterFile", name: str) -> tuple[int, ...] | None:
+def _find_token_rows(adapter: "AdapterFile", name: str) -> tuple[int, ...] | None:
     """Return the tokens whose rows are saved; those of a tied head are the embedding's unless it has its own."""
-    rows = adapter.config.token_rows
-    names = [name, EMBEDDING_WEIGHT] if name == HEAD_WEIGHT else [name]
-    return next((rows[end] for one in names for end in rows if _fits_rows(one, end)), None)
+    for row_name in [name, EMBEDDING_WEIGHT] if name == HEAD_WEIGHT else [name]:
+        for end, tokens in adapter.config.token_rows.items():
+            if _fits_rows(row_name, end):
+                return tokens
+    return None
 
 
 def _settle_vocabulary(
@@ -203,35 +228,37 @@ def _settle_vocabulary(
     """
     if isinstance(base, ExternalSpec):
         return saved, base
-    embedding, head = (saved.get(name, SavedTensor()) for name in (EMBEDDING_WEIGHT, HEAD_WEIGHT))
+    embedding = saved.get(EMBEDDING_WEIGHT, _NOTHING)
+    head = saved.get(HEAD_WEIGHT, _NOTHING)
     tied = base.tied
-    if tied and (head != SavedTensor() or _is_listed(adapter, EMBEDDING_WEIGHT)):
-        listed = _is_listed(adapter, EMBEDDING_WEIGHT) or _is_listed(adapter, HEAD_WEIGHT) or head.rows is not None
-        same = _are_same(adapter, embedding, head)
-        alone = embedding == SavedTensor() or head == SavedTensor()
-        if not (listed or same or alone):
+    if tied and (head != _NOTHING or _is_listed(adapter, EMBEDDING_WEIGHT)):
+        is_listed = _is_listed(adapter, EMBEDDING_WEIGHT) or _is_listed(adapter, HEAD_WEIGHT) or head.rows is not None
+        is_same = _are_same(adapter, embedding, head)
+        if not (is_listed or is_same or _NOTHING in (embedding, head)):
             raise CheckpointError(
                 f"{adapter.path}: {EMBEDDING_WEIGHT} and {HEAD_WEIGHT} differ, which are one matrix of the base, and "
                 f"modules_to_save names neither; name both in {adapter.config.path}, or {_DOWNLOAD}"
             )
-        tied = same or not listed
+        tied = is_same or not is_listed
     if tied:
-        embedding = head if embedding == SavedTensor() else embedding
-        saved = {name: held for name, held in saved.items() if name not in VOCABULARY}
-        saved |= {} if embedding == SavedTensor() else {EMBEDDING_WEIGHT: embedding}
-    copies = [held.copy for held in (embedding, head) if held.copy is not None]
-    vocabulary = copies[0][1].shape[0] if copies else base.vocab_size
-    needed = {EMBEDDING_WEIGHT: embedding}
+        embedding = head if embedding == _NOTHING else embedding
+        saved = {name: tensor for name, tensor in saved.items() if name not in VOCABULARY}
+        if embedding != _NOTHING:
+            saved[EMBEDDING_WEIGHT] = embedding
+    copies = [tensor.copy for tensor in (embedding, head) if tensor.copy is not None]
+    vocab_size = copies[0][1].shape[0] if copies else base.vocab_size
+    matrices = {EMBEDDING_WEIGHT: embedding}
     if not (tied or has_score_head(base)):
-        needed[HEAD_WEIGHT] = head
-    for name, held in needed.items():
-        rows = held.copy[1].shape[0] if held.copy is not None else base.vocab_size
-        if rows != vocabulary:
+        matrices[HEAD_WEIGHT] = head
+    for name, tensor in matrices.items():
+        num_rows = tensor.copy[1].shape[0] if tensor.copy is not None else base.vocab_size
+        if num_rows != vocab_size:
             raise CheckpointError(
-                f"{adapter.path}: {copies[0][0]} has {vocabulary} rows, {name} has {rows}: the vocabulary was resized, "
-                "and one of its two matrices is not in the file; save the adapter again with save_embedding_layers=True"
+                f"{adapter.path}: {copies[0][0]} has {vocab_size} rows, {name} has {num_rows}: the vocabulary was "
+                "resized, and one of its two matrices is not in the file; save the adapter again with "
+                "save_embedding_layers=True"
             )
-    return saved, replace(base, vocab_size=vocabulary, tied=tied)
+    return saved, replace(base, vocab_size=vocab_size, tied=tied)
 
 
 def _are_same(adapter: "AdapterFile", embedding: SavedTensor, head: SavedTensor) -> bool:
@@ -243,16 +270,4 @@ def _are_same(adapter: "AdapterFile", embedding: SavedTensor, head: SavedTensor)
                     return False
             elif not hold_same_numbers(file.get_slice(of_embedding[0]), file.get_slice(of_head[0])):
                 return False
-    return _token_rows(adapter, EMBEDDING_WEIGHT) == _token_rows(adapter, HEAD_WEIGHT)
-
-
-def _bias_scalings(
-    adapter: "AdapterFile", saved: Mapping[str, SavedTensor], places: Mapping[str, _SavedPlace], base: ModelSpec
-) -> dict[str, float]:
-    modules = file_modules(base)
-    scalings: dict[str, float] = {}
-    for name, held in saved.items():
-        if held.added is not None:
-            scaling = adapter.config.scaling_of(modules[name.removesuffix(".bias")])
-            scalings |= {entry.our_name: scaling for entry in places[name].entries}
-    return scalings
+    return _find_token_rows(adapter, EMBEDDING_WEIGHT) == _find_token_rows(adapter, HEAD_WEIGHT)

@@ -54,20 +54,19 @@ def describe_foreign_tensors(
     spec: ModelSpec, folder: Path, missing: Collection[str], foreign: Collection[str]
 ) -> list[str]:
     """Return a line for parameters that the files lack, and one for each kind of tensors that the model has not."""
-    kinds: dict[_Kind, list[str]] = defaultdict(list)
+    names_by_kind: dict[_Kind, list[str]] = defaultdict(list)
     for name in sorted(foreign):
-        kinds[_find_kind(spec, name)].append(name)
-    unwrapped = {_WRAPPER.sub(r"\1", name) for name in kinds[_WRAPPED]}
+        names_by_kind[_find_kind(spec, name)].append(name)
+    unwrapped = {_WRAPPER.sub(r"\1", name) for name in names_by_kind.get(_WRAPPED, ())}
     lost = sorted(set(missing) - unwrapped)
     lines = []
     if lost:
         remedy = _UNTIED if lost[0].endswith("lm_head.weight") else ""
         lines.append(f"{folder}: {name_first(lost, 'is', 'are')} missing; download the folder again{remedy}")
-    for kind, names in kinds.items():
-        if names:
-            what = f" ({kind.what})" if kind.what else ""
-            named = name_first(names, "belongs", "belong")
-            lines.append(f"{folder}: {named} to no part of this model{what}; {kind.remedy}")
+    for kind, names in names_by_kind.items():
+        what = f" ({kind.what})" if kind.what else ""
+        named = name_first(names, "belongs", "belong")
+        lines.append(f"{folder}: {named} to no part of this model{what}; {kind.remedy}")
     return lines
 
 

@@ -13,11 +13,7 @@ import torch
 
 from recipe_lib import files
 from recipe_lib.adapters.merging import merge_rows
-from recipe_lib.adapters.peft_names import (
-    EMBEDDING,
-    HEAD,
-    target_of,
-)
+from recipe_lib.adapters.peft_names import EMBEDDING, HEAD, target_of
 from recipe_lib.adapters.quantized import can_quantize, dequantized
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter, score_keys
 from recipe_lib.checkpoint.converted import Reader
@@ -48,13 +44,13 @@ _Reader = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Base:
-    """The frozen weights in their files. storage, dtype: how the run kept them. saved: what the adapter has of them."""
+    """The frozen weights in their files."""
 
-    found: dict[str, FileTensor]
-    places: dict[str, WeightEntry]  # by our name
-    storage: str
-    dtype: torch.dtype
-    saved: SavedWeights
+    tensors: dict[str, FileTensor]  # by their names in the files
+    entries: dict[str, WeightEntry]  # by our names
+    storage: str  # how the run kept them: the word of lora.quantize_base
+    dtype: torch.dtype  # of the run
+    saved: SavedWeights  # what the adapter has of them
 
 
 def merge_adapter(
@@ -101,8 +97,9 @@ def merge_adapter(
         kept = stored if DTYPES[entry.dtype].is_floating_point else DTYPES[entry.dtype]
         parameters[name] = torch.empty(entry.shape, dtype=kept, device="meta")
     shards = plan_shards(written, parameters, max_shard_bytes, adapter.extras)
-    found = read_headers(base_folder)
-    base = _Base(found, {entry.our_name: entry for entry in weight_map(spec, found)}, quantize, dtype, saved)
+    tensors = read_headers(base_folder)
+    entries = {entry.our_name: entry for entry in weight_map(spec, tensors)}
+    base = _Base(tensors=tensors, entries=entries, storage=quantize, dtype=dtype, saved=saved)
     copied = tokenizer_files(tokenizer_folder or base_folder)
     temporary = Path(decide(ranks, lambda: begin_folder(out, shards, copied)))
     try:
@@ -117,7 +114,8 @@ def merge_adapter(
 
         together(ranks, write)
         config = export_config(read_config(base_folder) | score_keys(adapter.metadata), written, stored)
-        config |= {"vocab_size": written.vocab_size} if written.vocab_size != spec.vocab_size else {}
+        if written.vocab_size != spec.vocab_size:  # the adapter brings another vocabulary along
+            config["vocab_size"] = written.vocab_size
         decide(ranks, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids, card))
     except BaseException:
         if ranks.rank == 0:
@@ -128,6 +126,7 @@ def merge_adapter(
 def _checked(
     base_folder: Path, adapter_folder: Path, implementation: str | None
 ) -> tuple[AdapterFile, ModelSpec, SavedWeights]:
+    """Return the adapter, the spec of the base, and what the adapter has of it. Raises CheckpointError."""
     adapter = read_adapter(adapter_folder)
     if SCORE in adapter.extras:
         rows = adapter.extras[SCORE][1].shape[0]
@@ -158,7 +157,7 @@ def _pieces(
     shapes, layout = parameter_shapes(spec), written_layout(spec)
     experts = {} if layout is None else layout.made
     parts |= {} if layout is None else {name: [own] for name, own in layout.renamed.items()}
-    merged = MergedExperts(spec, adapter, base.found, base.storage, base.dtype)
+    merged = MergedExperts(spec, adapter, base.tensors, base.storage, base.dtype)
     adapted = {module.name: module for module in adapter.modules(spec)}
     names_in_file = {part.module: name for name, module in adapted.items() for part in module.parts}
     for tensor in tensors:
@@ -184,17 +183,19 @@ def _pieces(
 
 
 def _reader(base: _Base, name: str) -> _Reader:
-    """Reads rows of one of our parameters as the run had them: `(start, stop)` to `[stop - start, m]`.
+    """Return a reader of rows of one of our parameters as the run had them: `(start, stop)` to `[stop - start, m]`.
 
     What the adapter brings along is read as it has it.
     """
-    entry = base.places.get(name) or base.places[f"{EMBEDDING}.weight"]  # the head of a base that ties it
+    entry = base.entries.get(name) or base.entries[f"{EMBEDDING}.weight"]  # the head of a base that ties it
     offset = entry.start
 
     def read(start: int, stop: int) -> torch.Tensor:
-        with Reader(base.found) as files_of:
-            source = files_of.opened(entry, base.dtype)
-            rows = base.saved.read_rows(name, start, stop, lambda: source[offset + start : offset + stop])
+        with Reader(base.tensors) as reader:
+            source = reader.opened(entry, base.dtype)
+            rows = base.saved.read_rows(
+                name, start=start, stop=stop, read_base=lambda: source[offset + start : offset + stop]
+            )
             return rows.to(base.dtype)
 
     target = target_of(name.removesuffix(".weight"))
@@ -202,7 +203,7 @@ def _reader(base: _Base, name: str) -> _Reader:
         return read
     if name in base.saved.parts:  # which was trained as it is
         return read
-    shape = base.found[entry.file_name].entry.shape if entry.view is None else entry.view.shape
+    shape = base.tensors[entry.file_name].entry.shape if entry.view is None else entry.view.shape
     rows = entry.length or shape[0]
     if not can_quantize(shape[1], rows, base.storage):
         return read

@@ -1,7 +1,6 @@
 """An adapter merged into a model of another library, in memory: its files need not have its parameters one by one."""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,8 @@ def merge_external(
     adapted = {module.name: module for module in adapter.modules(spec)}
     for name, parameter in model.named_parameters():
         module = name.removesuffix(".weight")
-        weight = saved.read_rows(name, 0, len(parameter) if parameter.dim() else 1, partial(parameter.detach))
+        num_rows = len(parameter) if parameter.dim() else 1
+        weight = saved.read_rows(name, start=0, stop=num_rows, read_base=parameter.detach)
         if module != name and module in layout.linears:
             weight = _merged(weight, module, adapter, adapted, quantize, layout)
         parameter.data = weight.to(stored) if weight.is_floating_point() else weight

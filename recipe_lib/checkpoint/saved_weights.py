@@ -5,7 +5,7 @@ some tokens (`trainable_token_indices`), and with `lora_bias` a bias of B, which
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.adapters.peft_names import EMBEDDING, HEAD, LENGTHS, PREFIX, extra_name
+from recipe_lib.adapters.peft_names import EMBEDDING, EMBEDDING_FIRST, HEAD, LENGTHS, PREFIX, SECOND, extra_name
 from recipe_lib.checkpoint.tensor_files import TensorEntry
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.language_model import LanguageModel
@@ -23,86 +23,77 @@ from recipe_lib.models.weight_names import parameter_shapes
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = f"{EMBEDDING}.weight", f"{HEAD}.weight"
 VOCABULARY = {EMBEDDING_WEIGHT, HEAD_WEIGHT}
-COPY, ROWS, ADDED, FROZEN, AGAIN = "copy", "rows", "added", "frozen", "again"
-# What follows a module's name -> what follows it in the base, and what the tensor is there. The first that fits counts.
+# What follows a module's name -> what follows it in the base, and the field of SavedTensor. The first that fits counts.
 _ENDINGS = {
-    ".token_adapter.trainable_tokens_delta": (".weight", ROWS),  # which are rows themselves, not what is added to them
-    ".token_adapter.base_layer.weight": (".weight", FROZEN),
-    ".modules_to_save.weight": (".weight", AGAIN),  # these two stand beside the weight of a resized vocabulary, which
-    ".original_module.weight": (".weight", AGAIN),  # PEFT then saves three times
-    ".lora_B.bias": (".bias", ADDED),
-    ".base_layer.bias": (".bias", COPY),
-    ".base_layer.weight": (".weight", FROZEN),
+    ".token_adapter.trainable_tokens_delta": (".weight", "rows"),  # rows themselves, not what is added to them
+    ".token_adapter.base_layer.weight": (".weight", "frozen"),
+    ".modules_to_save.weight": (".weight", "again"),  # these two stand beside the weight of a resized vocabulary, which
+    ".original_module.weight": (".weight", "again"),  # PEFT then saves three times
+    ".lora_B.bias": (".bias", "added"),
+    ".base_layer.bias": (".bias", "copy"),
+    ".base_layer.weight": (".weight", "frozen"),
 }
 FileTensorName = tuple[str, TensorEntry]
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """What a file has of one tensor of the base; each is its name there and its header, None: it is not there.
+    """What a file has of one tensor of the base; each is its name there and its header, None: it is not there."""
 
-    copy: in the base's place. frozen: the same, saved by PEFT though it was not trained. rows: those of some tokens.
-    added: to the base's. again: the copy once more, or the base's own beside it.
-    """
-
-    copy: FileTensorName | None = None
-    frozen: FileTensorName | None = None
-    rows: FileTensorName | None = None
-    added: FileTensorName | None = None
-    again: FileTensorName | None = None
+    copy: FileTensorName | None = None  # in the base's place
+    frozen: FileTensorName | None = None  # a copy that PEFT saves though it was not trained
+    rows: FileTensorName | None = None  # `[tokens, m]`, those of some tokens
+    added: FileTensorName | None = None  # a bias of B, added to the base's
+    again: FileTensorName | None = None  # the copy once more, or the base's own beside it
 
 
-def add_saved(found: dict[str, SavedTensor], name: str, entry: TensorEntry) -> bool:
-    """Notes a tensor that is no adapter's under the base's name for it; False: it cannot be one of the base."""
+def add_saved(saved: dict[str, SavedTensor], name: str, entry: TensorEntry) -> bool:
+    """Add a tensor that is no adapter's under the base's name for it; False: it cannot be one of the base."""
     if not name.startswith(PREFIX):
         return False
     ending = next((ending for ending in _ENDINGS if name.endswith(ending)), "")
     if not ending and "lora_" in name:
         return False
-    end, kind = _ENDINGS.get(ending, ("", COPY))
-    base_name = extra_name(name.removesuffix(ending) + end)
-    held = found.get(base_name, SavedTensor())
-    if kind != AGAIN and getattr(held, kind) is not None:
+    base_ending, kind = _ENDINGS.get(ending, ("", "copy"))
+    base_name = extra_name(name.removesuffix(ending) + base_ending)
+    before = saved.get(base_name, SavedTensor())
+    if kind != "again" and getattr(before, kind) is not None:
         return False  # two tensors for one
-    found[base_name] = replace(held, **{kind: (name, entry)})
+    saved[base_name] = replace(before, **{kind: (name, entry)})
     return True
 
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """The saved tensors of an adapter by the parameters of the model that they are for.
+    """The saved tensors of an adapter by the parameters of the model that they are for."""
 
-    spec: of the base with them, whose vocabulary they may resize and whose embedding and head they may tell apart.
-    parts: our parameter -> what is saved of it, and the row of that where it begins. scalings: our parameter -> what
-    is multiplied with the bias that is added.
-    """
-
-    path: Path
+    path: Path  # of the file
+    # Of the base with them: they may resize its vocabulary, and tell its embedding and head apart.
     spec: ModelSpec
-    parts: Mapping[str, tuple[SavedTensor, int]]
-    token_rows: Mapping[str, tuple[int, ...]]
-    scalings: Mapping[str, float]
+    # Our parameter -> what is saved of it, and the row of that where it begins.
+    parts: Mapping[str, tuple[SavedTensor, int]] = field(default_factory=dict)
+    # Our parameter -> the tokens whose rows are saved, in the order of the rows.
+    token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # Our bias -> what the bias that is added to it is multiplied with.
+    scalings: Mapping[str, float] = field(default_factory=dict)
 
     def read_rows(self, name: str, start: int, stop: int, read_base: Callable[[], Tensor]) -> Tensor:
-        """Return rows `[start, stop)` of a parameter as the adapter has them. read_base: gives the base's."""
+        """Return rows `[start, stop)` of a parameter as the adapter has them. read_base: returns the base's."""
         if name == HEAD_WEIGHT and getattr(self.spec, "tied", False):
             name = EMBEDDING_WEIGHT
         if name not in self.parts:
             return read_base()
-        held, first = self.parts[name]
+        tensor, offset = self.parts[name]
+        in_file = slice(offset + start, offset + stop)
         with safe_open(str(self.path), framework="pt") as file:
-            if held.copy is None:
-                rows = read_base()
-            else:
-                rows = file.get_slice(held.copy[0])[first + start : first + stop]
-            if held.rows is not None:
-                rows = rows.clone()
+            rows = read_base() if tensor.copy is None else file.get_slice(tensor.copy[0])[in_file]
+            if tensor.rows is not None:
+                rows = rows.clone()  # they may be the base's own
                 for number, row in enumerate(self.token_rows[name]):
                     if start <= row < stop:
-                        rows[row - start] = file.get_slice(held.rows[0])[number].to(rows)
-            if held.added is not None:
-                added = file.get_slice(held.added[0])[first + start : first + stop].to(rows)
-                rows = rows + added * self.scalings[name]
+                        rows[row - start] = file.get_slice(tensor.rows[0])[number].to(rows)
+            if tensor.added is not None:
+                rows = rows + file.get_slice(tensor.added[0])[in_file].to(rows) * self.scalings[name]
         return rows
 
     @torch.no_grad()
@@ -128,7 +119,7 @@ class SavedWeights:
                     f"{self.path}: brings {name} along, which ranks cannot share; merge the adapter first (tune export "
                     "--merge), or use one process"
                 )
-            rows = self.read_rows(name, 0, shapes[name][0], lambda parameter=parameter: parameter.cpu())  # type: ignore[misc]
+            rows = self.read_rows(name, start=0, stop=shapes[name][0], read_base=parameter.cpu)
             new = rows.to(parameter, copy=True)
             before = new.clone()  # of rows that the base has not got, the adapter's
             common = min(len(parameter), len(new))
@@ -143,17 +134,20 @@ class SavedWeights:
 
 
 def _set_weight(model: nn.Module, name: str, value: Tensor) -> None:
-    """Sets a parameter, and makes room in the adapter of a matrix with another number of rows."""
-    owner = model.get_submodule(name.rpartition(".")[0])
-    resized = owner.get_parameter(name.rpartition(".")[2]).shape != value.shape
-    parameter = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
-    setattr(owner, name.rpartition(".")[2], parameter)
-    if not resized:
+    """Set a parameter, and make room in the adapter of a matrix with another number of rows."""
+    owner_name, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    is_resized = owner.get_parameter(leaf).shape != value.shape
+    setattr(owner, leaf, value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False))
+    if not is_resized:
         return
-    by_row = {"lora_embedding_A": 1, "lora_B.weight": 0} | ({} if name == EMBEDDING_WEIGHT else {LENGTHS: 0})
-    for inner, adapter in list(owner.named_parameters()):
-        if inner in by_row:
+    row_dims = {EMBEDDING_FIRST: 1, SECOND: 0}  # of the adapter's tensors, the dimension that is the matrix's rows
+    if name != EMBEDDING_WEIGHT:
+        row_dims[LENGTHS] = 0
+    for inner_name, adapter in list(owner.named_parameters()):
+        if inner_name in row_dims:
             shape = list(adapter.shape)
-            shape[by_row[inner]] = len(value)
+            shape[row_dims[inner_name]] = len(value)
+            inner_owner, _, inner_leaf = inner_name.rpartition(".")
             room = nn.Parameter(adapter.new_zeros(shape), requires_grad=adapter.requires_grad)
-            setattr(owner.get_submodule(inner.rpartition(".")[0]), inner.rpartition(".")[2], room)
+            setattr(owner.get_submodule(inner_owner), inner_leaf, room)

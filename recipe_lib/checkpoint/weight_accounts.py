@@ -17,7 +17,7 @@ from recipe_lib.checkpoint.quantized_checks import quantized_fault
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, read_header
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE, find_weights, list_unread_weights
 from recipe_lib.config.suggest import show
-from recipe_lib.errors import CheckpointError
+from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.logs import get_logger
 from recipe_lib.models import read_config
 from recipe_lib.models.scored_spec import head_labels
@@ -30,10 +30,10 @@ from recipe_lib.models.weight_names import (
     weight_map,
     why_left_out,
 )
-from recipe_lib.units import format_bytes, name_first
+from recipe_lib.units import counted, format_bytes, name_first
 
 EXTRA = "tune_extra_parameters"  # metadata of a file: names of those of its tensors that only a recipe's model has
-_READABLE = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+READABLE_TYPES = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 
 def read_headers(folder: Path) -> dict[str, FileTensor]:
@@ -79,8 +79,8 @@ def _check_named_file(folder: Path, file_name: str) -> None:
 def _have_same_numbers(name: str, first: FileTensor, second: FileTensor) -> bool:
     """Return whether two files have the same tensor under one name."""
     with Reader({name: first}) as first_file, Reader({name: second}) as second_file:
-        is_same = hold_same_numbers(first_file.slice(name), second_file.slice(name))
-    return is_same and first.entry.dtype == second.entry.dtype
+        is_same_type = first.entry.dtype == second.entry.dtype
+        return is_same_type and hold_same_numbers(first_file.slice(name), second_file.slice(name))
 
 
 def extra_names(header: Header) -> set[str]:
@@ -89,7 +89,7 @@ def extra_names(header: Header) -> set[str]:
 
 
 def check_weights(spec: ModelSpec, folder: Path) -> None:
-    """Finds every fault that headers show, before memory is taken: CheckpointError, one line a kind of fault.
+    """Raise CheckpointError for all faults that headers show, before memory is taken: one line a kind of fault.
 
     Names that are missing, unknown, or of another shape; types that are no weights (quantized); files that are
     missing, cut short or git-lfs pointers; an index that disagrees with its files or names files elsewhere.
@@ -104,59 +104,62 @@ def match_tensors(
 
     shapes: of the parameters, by our names.
     """
-    found = read_headers(folder)
-    fault = quantized_fault(spec, folder, found)
-    if fault:
-        raise CheckpointError(fault)
-    entries = weight_map(spec, [name for name in found if not found[name].extra])
-    if SCORE not in found and head_labels(read_config(folder)) is None:
+    tensors = read_headers(folder)
+    raise_faults(CheckpointError, [quantized_fault(spec, folder, tensors)])
+    entries = weight_map(spec, [name for name in tensors if not tensors[name].extra])
+    if SCORE not in tensors and head_labels(read_config(folder)) is None:
         entries = [entry for entry in entries if entry.our_name != SCORE]  # a new head, which starts at random
-    copies = find_tied_copies(spec, entries, found)
     expected = file_shapes([entry for entry in entries if entry.made is None and entry.view is None], shapes)
-    forms = {name: form for entry in entries if entry.view for name, form in entry.view.tensors().items()}
-    expected |= {name: form.shape for name, form in forms.items()}
-    readable = {name: form.dtypes for name, form in forms.items()}
-    taken = {name for entry in entries if entry.made for name in entry.made.names()}
-    buffers = buffer_names(spec)  # of any type: tables of integers too
-    counts = {entry.file_name for entry in entries if entry.our_name in buffers}
+    readable: dict[str, Collection[str]] = {}  # of tensors that are no plain weights, the types that they may have
+    for entry in entries:
+        if entry.view is not None:
+            for name, form in entry.view.tensors().items():
+                expected[name] = form.shape
+                readable[name] = form.dtypes
+    conversion_inputs = set[str]().union(*(entry.made.names() for entry in entries if entry.made is not None))
+    copies = find_tied_copies(spec, entries, tensors)
     expected |= {copy: expected[entry.file_name] for copy, entry in copies.items() if entry.file_name in expected}
-    unused = found.keys() - expected.keys() - taken
+    unused = _explain_unused(spec, tensors, expected.keys() | conversion_inputs)
+    buffers = buffer_names(spec)  # of any type: tables of integers too
+    buffer_files = {entry.file_name for entry in entries if entry.our_name in buffers}
+    weights = ((expected.keys() - buffer_files) | conversion_inputs) & tensors.keys()
+    unreadable = {name for name in tensors if tensors[name].entry.dtype not in readable.get(name, READABLE_TYPES)}
     faults = [
         *describe_foreign_tensors(
             spec,
             folder,
-            missing=expected.keys() - found.keys(),
-            foreign={
-                name
-                for name in unused
-                if not (found[name].extra or why_left_out(spec, name, len(found[name].entry.shape)))
-            },
+            missing=expected.keys() - tensors.keys(),
+            foreign={name for name, reason in unused.items() if reason is None},
         ),
-        _type_fault(
-            folder, {name: found[name] for name in ((expected.keys() - counts) | taken) & found.keys()}, readable
-        ),
-        find_shape_fault(
-            folder,
-            expected,
-            {name: found[name] for name in found if found[name].entry.dtype in readable.get(name, _READABLE)},
-        ),
-        _conversion_fault(folder, entries, shapes, found),
+        _find_type_fault(folder, {name: tensors[name] for name in weights & unreadable}, readable),
+        find_shape_fault(folder, expected, {name: tensors[name] for name in tensors.keys() - unreadable}),
+        _find_conversion_fault(folder, entries, shapes, tensors),
     ]
-    if any(faults):
-        raise CheckpointError(*(fault for fault in faults if fault))
+    raise_faults(CheckpointError, faults)
     for copy, entry in copies.items():
-        _check_copy(folder, copy, entry, found)
-    return entries, found
+        _check_copy(folder, copy, entry, tensors)
+    return entries, tensors
 
 
-def _check_copy(folder: Path, copy: str, entry: WeightEntry, found: Mapping[str, FileTensor]) -> None:
+def _explain_unused(spec: ModelSpec, tensors: Mapping[str, FileTensor], used: Collection[str]) -> dict[str, str | None]:
+    """Return why each tensor that is not used may be left out, None: it may not; a recipe's extra ones are not here."""
+    return {
+        name: why_left_out(spec, name, len(tensors[name].entry.shape))
+        for name in sorted(tensors.keys() - used)
+        if not tensors[name].extra
+    }
+
+
+def _check_copy(folder: Path, copy: str, entry: WeightEntry, tensors: Mapping[str, FileTensor]) -> None:
     """Raise CheckpointError for a tied tensor that has other numbers than the one that it is tied to.
 
     transformers 5 does not tie the two then, others drop one of them: which one is meant only the user knows.
     """
-    with Reader(found) as read:
-        tensors = read.opened(entry, torch.float32), read.slice(copy)
-        if hold_same_numbers(*tensors) and hold_same_numbers(*reversed(tensors)):
+    with Reader(tensors) as read:
+        weight = read.opened(entry, torch.float32)
+        opened_copy = read.slice(copy)
+        # Both ways: each casts the second to the type of the first, and the narrower one would hide a difference.
+        if hold_same_numbers(weight, opened_copy) and hold_same_numbers(opened_copy, weight):
             return
     raise CheckpointError(
         f"{folder}: {copy} differs from {entry.file_name}, and config.json ties the two; if it was trained, set "
@@ -164,26 +167,25 @@ def _check_copy(folder: Path, copy: str, entry: WeightEntry, found: Mapping[str,
     )
 
 
-def tell_left_out(spec: ModelSpec, folder: Path, what: str, found: Mapping[str, FileTensor] | None = None) -> None:
+def tell_left_out(spec: ModelSpec, folder: Path, what: str, tensors: Mapping[str, FileTensor] | None = None) -> None:
     """Log a line for each reason to leave tensors of a checked folder out, and for files that are not read.
 
-    what: begins the lines, `model` of what is loaded, `export` of what is written. found: of `read_headers`.
+    what: begins the lines, `model` of what is loaded, `export` of what is written. tensors: of `read_headers`.
     """
-    found = read_headers(folder) if found is None else found
-    entries = weight_map(spec, [name for name in found if not found[name].extra])
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for copy, entry in find_tied_copies(spec, entries, found).items():
-        reasons[f"the same numbers as {entry.file_name}"].append(copy)
-    used = {name for entry in entries for name in _file_names(entry)}.union(*reasons.values())
-    for name in found.keys() - used:
-        reason = why_left_out(spec, name, len(found[name].entry.shape))
-        if reason is not None and not found[name].extra:
-            reasons[reason].append(name)
-    for reason, names in reasons.items():
-        size = sum(found[name].entry.end - found[name].entry.start for name in names)
-        counted = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
-        get_logger().info("%s: left out: %s (%s, %s): %s", what, _shorten(names), counted, format_bytes(size), reason)
-    unread = list_unread_weights(folder, {tensor.file.name for tensor in found.values()})
+    tensors = read_headers(folder) if tensors is None else tensors
+    entries = weight_map(spec, [name for name in tensors if not tensors[name].extra])
+    names_by_reason: dict[str, list[str]] = defaultdict(list)
+    for copy, entry in find_tied_copies(spec, entries, tensors).items():
+        names_by_reason[f"the same numbers as {entry.file_name}"].append(copy)
+    used = {name for entry in entries for name in _list_file_names(entry)}.union(*names_by_reason.values())
+    for name, reason in _explain_unused(spec, tensors, used).items():
+        if reason is not None:
+            names_by_reason[reason].append(name)
+    for reason, names in names_by_reason.items():
+        size = sum(tensors[name].entry.end - tensors[name].entry.start for name in names)
+        named = f"{_shorten(names)} ({counted(len(names), 'tensor')}, {format_bytes(size)})"
+        get_logger().info("%s: left out: %s: %s", what, named, reason)
+    unread = list_unread_weights(folder, {tensor.file.name for tensor in tensors.values()})
     if unread:
         get_logger().info("%s: not read: %s: other files have the weights", what, _shorten(unread))
     kept = sorted(buffer_names(spec) - {entry.our_name for entry in entries})
@@ -191,7 +193,7 @@ def tell_left_out(spec: ModelSpec, folder: Path, what: str, found: Mapping[str, 
         get_logger().info("%s: not in the files: %s (%d): keep their first values", what, _shorten(kept), len(kept))
 
 
-def _file_names(entry: WeightEntry) -> Collection[str]:
+def _list_file_names(entry: WeightEntry) -> Collection[str]:
     """Return the names of the tensors that a parameter is made of."""
     if entry.made is not None:
         return entry.made.names()
@@ -219,70 +221,69 @@ def file_shapes(entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]]) 
     return expected
 
 
-def _type_fault(folder: Path, tensors: dict[str, FileTensor], readable: Mapping[str, Collection[str]]) -> str | None:
-    """readable: the types of tensors that others than weights' are expected of."""
-    unreadable = {
-        name: tensor.entry.dtype
-        for name, tensor in tensors.items()
-        if tensor.entry.dtype not in readable.get(name, _READABLE)
-    }
+def _find_type_fault(
+    folder: Path, unreadable: Mapping[str, FileTensor], readable: Mapping[str, Collection[str]]
+) -> str | None:
+    """Return a line for tensors of types that cannot be read. readable: the types of those that are no weights."""
     if not unreadable:
         return None
     first = min(unreadable)
-    expected, remedy = (
-        "F32, BF16, F16 or F64",
-        "quantized weights cannot be trained: take the checkpoint they were made from",
-    )
-    if set(readable.get(first, _READABLE)) != _READABLE:  # codes, and what scales them
-        *others, last = readable[first]
-        expected = f"{', '.join(others)} or {last}" if others else last
+    expected = "F32, BF16, F16 or F64"
+    remedy = "quantized weights cannot be trained: take the checkpoint they were made from"
+    types = readable.get(first, READABLE_TYPES)
+    if set(types) != READABLE_TYPES:  # codes, and what scales them
+        *before, last = types
+        expected = f"{', '.join(before)} or {last}" if before else last
         remedy = "check that config.json and the weights are of one checkpoint"
-    return f"{folder}: {name_first(unreadable, 'is', 'are')} of type {unreadable[first]}, expected {expected}; {remedy}"
+    return (
+        f"{folder}: {name_first(unreadable, 'is', 'are')} of type {unreadable[first].entry.dtype}, expected "
+        f"{expected}; {remedy}"
+    )
 
 
 def find_shape_fault(
-    folder: Path, expected: dict[str, tuple[int, ...]], found: dict[str, FileTensor], by: str = "config.json"
+    folder: Path, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, FileTensor], by: str = "config.json"
 ) -> str | None:
     """Return a line for tensors of another shape than expected; None: there are none. by: what expects the shapes."""
-    misshapen = [name for name in sorted(expected.keys() & found.keys()) if found[name].entry.shape != expected[name]]
+    names = sorted(expected.keys() & tensors.keys())
+    misshapen = [name for name in names if tensors[name].entry.shape != expected[name]]
     if not misshapen:
         return None
     more = f" (and {len(misshapen) - 1} more of another shape)" if len(misshapen) > 1 else ""
     return (
-        f"{folder}: {misshapen[0]} has shape {list(found[misshapen[0]].entry.shape)}, {by} makes it "
+        f"{folder}: {misshapen[0]} has shape {list(tensors[misshapen[0]].entry.shape)}, {by} makes it "
         f"{list(expected[misshapen[0]])}{more}; check that {by} and the weights are of one model"
     )
 
 
 def _find_single(names: list[str]) -> str | None:
     """Return the first name whose numbers are not those of a name of each kind: an expert that has not all matrices."""
-    kinds: dict[str, dict[tuple[str, ...], str]] = defaultdict(dict)
+    numbers = {name: tuple(re.findall(r"\d+", name)) for name in names}
+    kinds: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for name in names:
-        kinds[re.sub(r"\d+", "*", name)][tuple(re.findall(r"\d+", name))] = name
-    common = set.intersection(*(set(held) for held in kinds.values())) if kinds else set()
-    single = [name for held in kinds.values() for numbers, name in held.items() if numbers not in common]
-    return min(single, default=None)
+        kinds[re.sub(r"\d+", "*", name)].add(numbers[name])
+    common = set.intersection(*kinds.values()) if kinds else set()
+    return min((name for name in names if numbers[name] not in common), default=None)
 
 
-def _conversion_fault(
-    folder: Path, entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]], found: dict[str, FileTensor]
+def _find_conversion_fault(
+    folder: Path, entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]], tensors: dict[str, FileTensor]
 ) -> str | None:
     """Return what is wrong with tensors of which transformers makes others: their number, or their shapes."""
-    faults = []
+    misfits = []
     for entry in entries:
         if entry.made is not None:
-            made = entry.made.shapes(lambda name: found[name].entry.shape)
-            shape = made_for(made, entry.our_name) if made else None
+            shapes_made = entry.made.shapes(lambda name: tensors[name].entry.shape)
+            shape = made_for(shapes_made, entry.our_name) if shapes_made else None
             if shape != shapes[entry.our_name]:
-                faults.append((entry, shape))
-    if not faults:
+                misfits.append((entry, entry.made.names(), shape))
+    if not misfits:
         return None
-    (entry, shape), others = faults[0], len(faults) - 1
-    names = entry.made.names() if entry.made else []
+    entry, names, shape = misfits[0]
     result = "which do not go together" if shape is None else f"which make {list(shape)}"
     single = _find_single(names)
     result += f", {single} having no counterpart" if single else ""
-    more = f" (and {others} more of another shape)" if others else ""
+    more = f" (and {len(misfits) - 1} more of another shape)" if len(misfits) > 1 else ""
     return (
         f"{folder}: {entry.our_name} is made of {len(names)} tensors ({entry.file_name} and others), {result}; "
         f"config.json makes it {list(shapes[entry.our_name])}{more}; check that config.json and the weights are of "

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.checkpoint.converted import Reader, load_converted
 from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.checkpoint.weight_accounts import find_shape_fault, match_tensors, tell_left_out
-from recipe_lib.errors import CheckpointError
+from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.extra_parameters import reset_extra, saved_whole
 from recipe_lib.models.file_views import OpenView
@@ -49,25 +49,25 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     expected = parameter_shapes(spec)
     if not elsewhere and expected.keys() - shapes.keys():
         raise _lacking(folder, expected.keys() - shapes.keys())
-    entries, found = match_tensors(spec, folder, expected | shapes)
+    entries, tensors = match_tensors(spec, folder, expected | shapes)
     entries = [entry for entry in entries if entry.our_name in shapes]  # others are of another rank's stages
-    extras = extras_to_read(model, folder, found)
+    extras = extras_to_read(model, folder, tensors)
     reset_extra(model, seed, extras)
     entries += [WeightEntry(name, name) for name in extras]
     by_file: dict[Path, list[WeightEntry]] = {}
     for entry in entries:
         if entry.made is not None or entry.view is not None:
             continue  # see below
-        by_file.setdefault(found[entry.file_name].file, []).append(entry)
+        by_file.setdefault(tensors[entry.file_name].file, []).append(entry)
     with phase(_loading(stored), sum(map(len, by_file.values())), "tensors") as going:
         for path, in_file in by_file.items():
             with safe_open(str(path), framework="pt") as file:
                 for entry in in_file:
                     _load_entry(model, file.get_slice(entry.file_name), entry, parameters, stored)
                     going.advance(1)
-    _load_views(model, entries, found, parameters, stored)
-    load_converted(model, parameters, entries, found)
-    tell_left_out(spec, folder, "model", found)
+    _load_views(model, entries, tensors, parameters, stored)
+    load_converted(model, parameters, entries, tensors)
+    tell_left_out(spec, folder, what="model", tensors=tensors)
     read = {entry.our_name for entry in entries} & parameters.keys()
     if SCORE in parameters.keys() - read:
         init_weight(model, SCORE, seed, spec)
@@ -98,7 +98,7 @@ def _load_entry(
 def _load_views(
     model: nn.Module,
     entries: Sequence[WeightEntry],
-    found: Mapping[str, FileTensor],
+    tensors: Mapping[str, FileTensor],
     parameters: Mapping[str, torch.Tensor],
     stored: Mapping[str, Any],
 ) -> None:
@@ -111,7 +111,7 @@ def _load_views(
             assert entry.view is not None
             holder = stored.get(entry.our_name)
             dtype = parameters[entry.our_name].dtype if holder is None else holder.dtype
-            with Reader(found) as read:
+            with Reader(tensors) as read:
                 source = OpenView(entry.view, read.slice, dtype)
                 if holder is not None:
                     holder.fill_weight(source.rows)
@@ -128,19 +128,19 @@ def _lacking(folder: Path, names: Collection[str]) -> CheckpointError:
     )
 
 
-def extras_to_read(model: nn.Module, folder: Path, found: dict[str, FileTensor]) -> list[str]:
-    """The extra parameters of the model that the folder has, and the weight of a score head that an adapter has. Raises
-    CheckpointError for those that only it has."""
-    own = saved_whole(model)
-    exported = {name: tensor for name, tensor in found.items() if tensor.extra}
+def extras_to_read(model: nn.Module, folder: Path, tensors: dict[str, FileTensor]) -> list[str]:
+    """Return the extra parameters of the model that the folder has, and the weight of a score head that an adapter has.
+
+    Raises CheckpointError for those that only the folder has.
+    """
+    parameters = saved_whole(model)
+    exported = {name: tensor for name, tensor in tensors.items() if tensor.extra}
     elsewhere = modules_elsewhere(model)
-    strange = {name for name in exported.keys() - own.keys() if name.rpartition(".")[0] not in elsewhere}
+    strange = {name for name in exported.keys() - parameters.keys() if name.rpartition(".")[0] not in elsewhere}
     if strange:
         raise unknown_extras(folder, strange)
-    shapes = {name: tuple(own[name].shape) for name in own.keys() & exported.keys()}
-    fault = find_shape_fault(folder, shapes, exported, "the recipe")
-    if fault:
-        raise CheckpointError(fault)
+    shapes = {name: tuple(parameters[name].shape) for name in parameters.keys() & exported.keys()}
+    raise_faults(CheckpointError, [find_shape_fault(folder, shapes, exported, by="the recipe")])
     return list(shapes)
 
 
@@ -154,9 +154,11 @@ def unknown_extras(folder: Path, names: Collection[str]) -> CheckpointError:
 
 def _check_finite(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """CheckpointError for numbers that are none: every later step would be NaN. Each rank looks at its own parts."""
-    found = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    local_tensors = {
+        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()
+    }
     checks: dict[str, torch.Tensor] = {}
-    for name, tensor in found.items():
+    for name, tensor in local_tensors.items():
         if tensor.numel() and tensor.is_floating_point() and holds_values(tensor.device):
             parts = [torch.isfinite(part).all() for part in tensor.reshape(-1).split(_CHECKED)]
             checks[name] = torch.stack(parts).all()

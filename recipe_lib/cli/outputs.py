@@ -30,10 +30,10 @@ _WORDS = {
 def check_output(
     option: str, path: str | None, inputs: Iterable[tuple[str, str | None]] = (), kind: str | None = None
 ) -> None:
-    """Refuses a file that could not be written, one that the command reads, and one that no earlier use has written.
+    """Raise ConfigError for a file that cannot be written, that the command reads, or that no earlier use has written.
 
     inputs: option and path of what the command reads, or writes elsewhere. kind: by which a file is known again;
-    default: the option. Raises ConfigError.
+    default: the option.
     """
     if path is None or (option == "--json" and path == "-"):
         return
@@ -48,7 +48,7 @@ def check_output(
 def check_place(
     option: str, path: str, inputs: Iterable[tuple[str, str | None]] = (), *, makes_folders: bool = False
 ) -> None:
-    """Refuses a name that no file can be written under, and that of an input; see `check_output`.
+    """Raise ConfigError for a name that no file can be written under, and that of an input; see `check_output`.
 
     makes_folders: the command makes the folders that the name lies in.
     """
@@ -56,14 +56,14 @@ def check_place(
     folder = os.path.dirname(path) or "."
     if not makes_folders and not os.path.isdir(folder):
         raise ConfigError(f"{option}: {show(folder)}: no such folder; make it, or choose another name")
-    for name, read in inputs:
-        if read is not None and _is_same_file(path, read):
-            raise ConfigError(f"{option}: {show(path)} is the file of {name} too; choose another name")
+    for input_option, input_path in inputs:
+        if input_path is not None and _is_same_file(path, input_path):
+            raise ConfigError(f"{option}: {show(path)} is the file of {input_option} too; choose another name")
     check_folder(Path(folder), option)
 
 
 def check_replaceable(named: str, path: Path | str) -> None:
-    """Refuses a folder, a FIFO, a device and a socket in the place of a file. named: the path, for the error."""
+    """Raise ConfigError for a folder, a FIFO, a device or a socket in the place of a file. named: the path, for it."""
     try:
         check_regular(path)
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def check_replaceable(named: str, path: Path | str) -> None:
 
 
 def check_output_folder(option: str, folder: Path, names: Iterable[str]) -> None:
-    """Refuses a folder that could not be written, and one that has other files of these names. ConfigError."""
+    """Raise ConfigError for a folder that cannot be written, and one that has other files of these names."""
     check_folder(folder, option)
     for name in names:
         if os.path.lexists(folder / name):
@@ -95,8 +95,9 @@ def _is_ours(kind: str, path: str) -> bool:
         content = read_bytes(path, JSON_LIMIT)  # a larger file is none of ours
         if kind in _WORDS:
             begin, word = _WORDS[kind]
-            return content.startswith(begin) and word in (content if kind == "--snapshot" else content[:4096])
-        value = parse_json(content.partition(b"\n")[0] if Path(kind).suffix == ".jsonl" else content)
+            searched = content if kind == "--snapshot" else content[:4096]
+            return content.startswith(begin) and word in searched
+        value = parse_json(content.partition(b"\n")[0] if kind.endswith(".jsonl") else content)
     except (OSError, ValueError):
         return False
     return isinstance(value, dict) and any(keys <= value.keys() for keys in _KEYS[kind])

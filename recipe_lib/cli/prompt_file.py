@@ -18,7 +18,7 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError, DataError
 from recipe_lib.files import LineFile, storage_faults
 from recipe_lib.logs import get_logger
-from recipe_lib.reading import JSON_LIMIT, open_regular, parse_json, read_bytes
+from recipe_lib.reading import JSON_LIMIT, open_regular, parse_json, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -33,18 +33,18 @@ SUFFIXES = (".txt", ".jsonl")
 # Keys of a row that change nothing in its answer.
 _UNREAD = ("category", "id", "index", "source")
 _EXPECTED = 'expected {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
+_MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
 _DRAWN = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "system", "raw", "dtype", "quantize_base")
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Return texts, or conversations. DataError with the line of what is neither."""
+    """Return the texts or conversations of a file. Raises DataError with the line of what is neither."""
     named = show(str(path))
     try:
-        content = read_bytes(path, JSON_LIMIT)
-        text = content.decode("utf-8-sig")
+        text = read_text(path, JSON_LIMIT)
     except OSError as error:
         raise DataError(f"--prompts: {named}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
+    except ValueError as error:
         raise DataError(f"--prompts: {named}: is not UTF-8; give it in UTF-8 text") from error
     prompts: list[Prompt] = []
     unread: set[str] = set()
@@ -65,65 +65,69 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _read_row(line: str, place: str) -> dict[str, Any]:
-    """Return the JSON object of a line, all of its text encodable. DataError."""
+def _read_row(line: str, location: str) -> dict[str, Any]:
+    """Return the JSON object of a line, all of its text encodable. Raises DataError."""
     from recipe_lib.data.sample_files import parse_sample
     from recipe_lib.data.samples import SampleFault
 
     row = parse_sample(line.encode())
     if isinstance(row, SampleFault):
-        raise DataError(f"{place}: {row}; correct the line")
+        raise DataError(f"{location}: {row}; correct the line")
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise DataError(f"{place}: found half a surrogate pair, expected whole characters; write them out") from None
+        raise DataError(f"{location}: found half a surrogate pair, expected whole characters; write them out") from None
     return row
 
 
-def _read_prompt(row: dict[str, Any], place: str) -> Prompt:
-    """Return what a row asks. DataError for a row that asks nothing, two things, or has a key that nobody reads."""
+def _read_prompt(row: dict[str, Any], location: str) -> Prompt:
+    """Return what a row asks. Raises DataError for a row that asks nothing or two things, or has an unknown key."""
     from recipe_lib.data.messages import check_order, read_turns
     from recipe_lib.data.samples import SampleFault, SamplePlaces, kind_of
 
-    asked = [name for name in ("prompt", "messages") if name in row]
+    prompt_keys = [name for name in ("prompt", "messages") if name in row]
     unknown_keys = [name for name in row if name not in ("prompt", "messages", *_UNREAD)]
-    if len(asked) != 1:
-        found = " and ".join(asked) if asked else ", ".join(map(show, row)) or "no keys"
-        raise DataError(f"{place}: found {found}, {_EXPECTED}")
+    if len(prompt_keys) != 1:
+        named = " and ".join(prompt_keys) or ", ".join(map(show, row)) or "no keys"
+        raise DataError(f"{location}: found {named}, {_EXPECTED}")
     if unknown_keys:
         raise DataError(
-            f"{place}: found {', '.join(map(show, unknown_keys))}, which no prompt is read with; {_EXPECTED}"
+            f"{location}: found {', '.join(map(show, unknown_keys))}, which no prompt is read with; {_EXPECTED}"
         )
-    value = row[asked[0]]
-    if asked == ["prompt"] and isinstance(value, str):
+    key = prompt_keys[0]
+    value = row[key]
+    if key == "prompt" and isinstance(value, str):
         if not value:
-            raise DataError(f"{place}: prompt is empty; give a text, or remove the line")
+            raise DataError(f"{location}: prompt is empty; give a text, or remove the line")
         return value
     if not isinstance(value, list):
-        raise DataError(f"{place}: {asked[0]}: found {kind_of(value)}, {_EXPECTED}")
+        raise DataError(f"{location}: {key}: found {kind_of(value)}, {_EXPECTED}")
     try:
-        turns = read_turns(row, asked[0])
+        turns = read_turns(row, key)
         check_order(turns.messages, SamplePlaces(turns.places))
     except SampleFault as fault:
-        raise DataError(f"{place}: {fault}") from None
+        raise DataError(f"{location}: {fault}") from None
     if not turns.messages:
-        raise DataError(f"{place}: {asked[0]} is empty; {_EXPECTED}")
+        raise DataError(f"{location}: {key} is empty; {_EXPECTED}")
     if turns.messages[-1]["role"] == "assistant":
-        raise DataError(f"{place}: the last message is the assistant's, expected one to answer; remove it")
+        raise DataError(f"{location}: the last message is the assistant's, expected one to answer; remove it")
     return turns.messages
 
 
 def prompts_as_tokens(
-    prompts: Sequence[Prompt], source: "GenerationSource", tokenizer: "Tokenizer", **how: Any
+    prompts: Sequence[Prompt], source: "GenerationSource", tokenizer: "Tokenizer", *, raw: bool, system: str | None
 ) -> list[list[int]]:
-    """The ids of each prompt. how: `raw`, `system`. DataError for one that the model cannot take, by its number."""
+    """Return the token ids of each prompt. Raises DataError for one that the model cannot take, by its number.
+
+    raw: without the chat template. system: the text that goes before each, if any.
+    """
     from recipe_lib.data import render_prompt
     from recipe_lib.generation.conversation import check_prompt
 
-    before = [] if how["system"] is None else [{"role": "system", "content": how["system"]}]
-    found = []
+    before: list[Mapping[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    token_ids = []
     for number, prompt in enumerate(prompts, start=1):
-        if how["raw"]:
+        if raw:
             if not isinstance(prompt, str):
                 raise DataError(f"--raw: prompt {number} is a conversation; leave --raw out")
             tokens = tokenizer.encode(prompt, add_bos=tokenizer.add_bos_by_default)
@@ -131,32 +135,35 @@ def prompts_as_tokens(
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             tokens = render_prompt(tokenizer, [*before, *turns])
         check_prompt(tokens, source.spec, f"prompt {number}")
-        found.append(tokens)
-    return found
+        token_ids.append(tokens)
+    return token_ids
 
 
 def settings_digest(source: "GenerationSource", arguments: argparse.Namespace, prompts: Sequence[Any]) -> str:
-    """Of what answers follow from: the weights' files by name, size and time, the prompts, and how tokens are drawn."""
-    folders = [folder for folder in (source.folder, source.adapter) if folder is not None]
-    files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
-    known: list[Any] = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files
-                        if path.suffix in (".safetensors", ".json", ".jinja", ".model")]  # fmt: skip
-    known += [getattr(arguments, name) for name in _DRAWN] + [list(prompts)]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+    """Return a digest of what answers follow from.
+
+    That is the weights' files by name, size and time, the prompts, and how tokens are drawn.
+    """
+    paths = sorted(source.folder.iterdir()) + (sorted(source.adapter.iterdir()) if source.adapter else [])
+    files = [path for path in paths if path.suffix in _MODEL_SUFFIXES and path.is_file()]
+    settings: list[Any] = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    settings += [getattr(arguments, name) for name in _DRAWN]
+    settings.append(list(prompts))
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
 class Answers:
     """Where answers go: a file that a second start goes on with, or standard output."""
 
     def __init__(self, path: Path | None, settings: str):
-        """Nothing is written yet. ConfigError for a file of other settings, or of something else."""
+        """Count the answers that are there; nothing is written yet. Raises ConfigError like `count_answers`."""
         self.settings = settings
         self.path = path
         self.count, self._size = (0, 0) if path is None else count_answers(path, settings)
         self._file: LineFile | None = None
 
     def write(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Adds the next answers, a line each: all of them or none. StorageError."""
+        """Add the next answers, a line each: all of them or none. Raises StorageError."""
         text = ""
         for answer in answers:
             self.count += 1
@@ -172,16 +179,16 @@ class Answers:
             self._file.append(text.encode())
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
 
 def count_answers(path: Path, settings: str) -> tuple[int, int]:
-    """Return how many answers a file of an earlier start holds, and in how many bytes.
+    """Count the answers in a file of an earlier start, and their bytes.
 
     Half a line at its end, as a kill leaves it, counts only as ours if it begins as the next answer would begin.
-    ConfigError for a file of other settings, or of something else.
+    Raises ConfigError for a file of other settings, or of something else.
     """
     try:
         file = open_regular(path)
@@ -201,19 +208,20 @@ def count_answers(path: Path, settings: str) -> tuple[int, int]:
     return count, size
 
 
-def _check_answer(line: bytes, number: int, settings: str, place: str) -> None:
+def _check_answer(line: bytes, number: int, settings: str, location: str) -> None:
     """Raise ConfigError for a line that is no answer, or another one."""
     try:
         row = parse_json(line)
         is_same = (row["number"], row["settings"]) == (number, settings)
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{place}: is no answer of --prompts; choose another --out") from None
+        raise ConfigError(f"{location}: is no answer of --prompts; choose another --out") from None
     if not is_same:
         raise ConfigError(
-            f"{place}: was made with another model, other prompts or other options; choose another --out, or remove it"
+            f"{location}: was made with another model, other prompts or other options; choose another --out, or remove "
+            "it"
         )
     if not line.endswith(b"\n"):
-        raise ConfigError(f"{place}: ends in the midst of a line; choose another --out")
+        raise ConfigError(f"{location}: ends in the midst of a line; choose another --out")
 
 
 def answer_all(
@@ -226,7 +234,7 @@ def answer_all(
     arguments: argparse.Namespace,
     device: "torch.device",
 ) -> None:
-    """Answers the prompts that have no answer yet, and writes a line for each, batch by batch."""
+    """Answer the prompts that have no answer yet, and write a line for each, batch by batch."""
     from recipe_lib.generation.batch import generate_batch
     from recipe_lib.parallel.seeds import derive_seed
 
@@ -234,23 +242,23 @@ def answer_all(
         get_logger().info("resume: %d of %d prompts are answered", answers.count, len(prompts))
     options = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     for start in range(answers.count, len(prompts), arguments.batch_size):
-        numbers = range(start, min(start + arguments.batch_size, len(prompts)))
+        batch = range(len(prompts))[start : start + arguments.batch_size]
         generated = generate_batch(
-            model, source.spec, [tokens[number] for number in numbers], stop_ids=tokenizer.stop_ids,
-            device=device, seeds=[derive_seed(arguments.seed, f"answer {number}") for number in numbers], **options,
+            model, source.spec, [tokens[number] for number in batch], stop_ids=tokenizer.stop_ids,
+            device=device, seeds=[derive_seed(arguments.seed, f"answer {number}") for number in batch], **options,
         )  # fmt: skip
-        pairs = zip(numbers, generated, strict=True)
+        pairs = zip(batch, generated, strict=True)
         answers.write([_describe(prompts[number], tokens[number], answer, tokenizer) for number, answer in pairs])
         if answers.path is not None:
             get_logger().info("%d of %d prompts answered", answers.count, len(prompts))
     answers.close()
 
 
-def _describe(prompt: Prompt, read: list[int], answer: "Generated", tokenizer: "Tokenizer") -> dict[str, Any]:
-    """Return what a line says of an answer."""
+def _describe(prompt: Prompt, tokens: list[int], answer: "Generated", tokenizer: "Tokenizer") -> dict[str, Any]:
+    """Return what a line says of an answer. tokens: of the prompt."""
     from recipe_lib.tokenizers import StreamDecoder
 
-    text = StreamDecoder(tokenizer, read)
-    said = "".join(map(text.push, answer.tokens)) + text.finish()
-    asked = {"prompt" if isinstance(prompt, str) else "messages": prompt}
-    return {**asked, "answer": said, "tokens": len(answer.tokens), "ended_by": answer.ended}
+    decoder = StreamDecoder(tokenizer, tokens)
+    text = "".join(map(decoder.push, answer.tokens)) + decoder.finish()
+    key = "prompt" if isinstance(prompt, str) else "messages"
+    return {key: prompt, "answer": text, "tokens": len(answer.tokens), "ended_by": answer.ended}
