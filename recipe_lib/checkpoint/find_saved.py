@@ -59,7 +59,7 @@ def find_saved(adapter: "AdapterFile", base: ModelSpec) -> SavedWeights:
         for entry in base_tensors[name].entries:
             parts[entry.our_name] = (tensor, entry.start)
             if tensor.rows is not None:
-                token_rows[entry.our_name] = _find_token_rows(adapter, entry.our_name) or ()
+                token_rows[entry.our_name] = _find_token_rows(adapter, name) or ()
             if tensor.added is not None:
                 scalings[entry.our_name] = adapter.config.scaling_of(modules[name.removesuffix(".bias")])
     return SavedWeights(path=adapter.path, spec=spec, parts=parts, token_rows=token_rows, scalings=scalings)
@@ -160,6 +160,14 @@ def _find_misfit(
                     f"{adapter.path}: {part[0]} has shape {list(part[1].shape)}, base and adapter_config.json make it "
                     f"{list(expected_shape)}; the adapter was made for another base"
                 )
+        # PEFT leaves the bias of such a linear out (0.21): no merged weights compute what was trained.
+        has_bias = name.removesuffix("weight") + "bias" in base_tensors
+        if tensor.rows is not None and (has_bias or len(base_tensors[name].entries) > 1):
+            return (
+                f"{adapter.config.path}: trainable_token_indices: found rows of {name}, which "
+                f"{'has a bias' if has_bias else 'is several matrices here'}; expected those of the embedding or of a "
+                "head without a bias"
+            )
         num_rows = new_shape[0] if new_shape else 0
         if tensor.rows is not None and tokens and max(tokens) >= num_rows:
             return (

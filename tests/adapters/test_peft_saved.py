@@ -101,6 +101,26 @@ def test_generated_with_as_peft_does(case: str, tmp_path: Path) -> None:
         assert relative(model(make_tokens(vocabulary)), logits) < 1e-5
 
 
+ROWS = {("llama", "q_proj"): "", ("phi3", "qkv_proj"): "several matrices", ("qwen2", "k_proj"): "a bias"}
+
+
+@pytest.mark.parametrize(("family", "linear"), ROWS)
+def test_rows_of_a_linear_are_merged_or_refused(
+    family: str, linear: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    base = make_base(tmp_path / "base", family)
+    settings = {"target_modules": ["o_proj"], "trainable_token_indices": {linear: [1, 3]}}
+    adapter = train_with_peft(base, tmp_path / "adapter", None, **settings)
+    code, said = merge(base, adapter, tmp_path / "out", capsys)
+    why_not = ROWS[family, linear]
+    if why_not:
+        assert code == 2 and said.count("error: ") == 1 and "trainable_token_indices" in said and why_not in said, said
+        assert not (tmp_path / "out").exists()
+    else:
+        assert (code, said) == (0, "")
+        assert relative(read_merged(tmp_path / "out")[0], ask_peft(base, adapter, None)[0]) < 1e-5
+
+
 def test_what_was_tied_stays_one_matrix_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     kinds = {"both, tied again": True, "more tokens alone": True, "rows of tokens": True, "both": False}
     for kind, tied in kinds.items():
