@@ -1,9 +1,8 @@
 """Counts the special tokens that the samples of a dataset spell out, and writes the lines for the log."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from recipe_lib.units import counted
@@ -34,12 +33,12 @@ class SpecialCounts:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was noted."""
+        """Return whether nothing was noted."""
         return not (self.parsed or self.unparsed or self.foreign or self.rendered)
 
     @property
     def split(self) -> Counter[str]:
-        """Those that stay text."""
+        """Return those that stay text."""
         return self.unparsed + self.foreign
 
     def add(self, other: "SpecialCounts") -> None:
@@ -82,8 +81,9 @@ class SpecialCounts:
                 "samples"
             )
         if self.foreign:
+            named = " or ".join(map(repr, list(self.foreign)[:MOST_TOKENS]))
             remedies.append(
-                f"this tokenizer has no {_name_all(self.foreign)}: give samples of messages, which its own chat "
+                f"this tokenizer has no {named}: give samples of messages, which its own chat "
                 "template writes, or the model whose template wrote these"
             )
         return (
@@ -98,8 +98,3 @@ def _name_tokens(counts: Counter[str]) -> str:
         f"{token!r} {'once' if count == 1 else f'{count} times'}" for token, count in counts.most_common(MOST_TOKENS)
     ]
     return ", ".join(named) + (", ..." if len(counts) > MOST_TOKENS else "")
-
-
-def _name_all(tokens: Iterable[str]) -> str:
-    """Return `'<|im_start|>' or '<|im_end|>'`."""
-    return " or ".join(map(repr, islice(tokens, MOST_TOKENS)))
