@@ -149,10 +149,10 @@ READERS: Sequence[Reader] = (
     Reader("tokenizer.chat_template", "t.jinja", "data check {config} tokenizer.chat_template={file}"),
     *(
         Reader("data.source", f"s{kind}", DATA, WHOLE.get(kind),
-               (*ANY_TEXT, "too large") if kind == ".txt" else ("too large",))
+               ANY_TEXT if kind == ".txt" else ())
         for kind in (*WHOLE, ".parquet", ".jsonl.gz", ".json.gz")
     ),
-    Reader("validation.source", "s.jsonl", "data check {config} validation.source={file}", None, ("too large",)),
+    Reader("validation.source", "s.jsonl", "data check {config} validation.source={file}", None, ()),
     Reader("lora.adapter_path", "adapter_config.json",
            LORA + " lora.adapter_path={folder} output_dir={out}"),
     Reader("lora.adapter_path", "adapter_model.safetensors",
