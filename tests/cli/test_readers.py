@@ -1,10 +1,11 @@
 """No file that a user names is waited for without end or read without bound: every reader, every kind of file."""
 
 import importlib
-import os
+import io
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,19 @@ import pytest
 from recipe_lib.cli.main import VERBS, main, module_of
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
+from tests.forked import call_forked
 from tests.readers import CONFIG, KINDS, READERS, SAMPLE, Reader
 
 SECONDS = 60  # that a verb may take, its imports included; one that waits takes for ever
 MEMORY = 6 * 2**30  # bytes more than the process has
 AT_ONCE = ("a FIFO", "a device", "too large")
+ODD = {
+    "half a character": b'{"a": "\\ud800", "prompt": "\\udfff", "file_name": "\\ud83d"}\n',
+    "line separators": '{"a\u2028b": "c\u0085d", "prompt": "e\u2029f"}\n'.encode(),
+    "a NUL": b'{"a": "\0", "prompt": "\0"}\n',
+    "an escaped NUL": b'{"a": "\\u0000", "prompt": "\\u0000", "path": "\\u0000"}\n',
+    "a mark in the middle": '{"a": "\ufeff"}\n\ufeff{"a": 1}\n'.encode(),
+}
 _OURS, _WRITTEN = "a word, or a name", "a file or folder to write"
 # An option with a text that names no file to read -> what it is.
 NOT_READ: dict[str, str] = {
@@ -110,13 +119,30 @@ def test_what_cannot_be_read_is_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS, ids=str)
-def test_no_permission(reader: Reader, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    if os.geteuid() == 0:
-        pytest.skip("root may read everything")
+def test_no_permission(reader: Reader, config: Path, tmp_path: Path):
     file = make(reader, "empty", tmp_path / "0" / "in")
     file.chmod(0)
-    assert main(reader.command(file, config)) == 2
-    assert "Traceback" not in capsys.readouterr().err
+
+    def read() -> list[object]:
+        said = io.StringIO()
+        with redirect_stdout(io.StringIO()), redirect_stderr(said):
+            return [main(reader.command(file, config)), said.getvalue()]
+
+    code, said = call_forked(read, as_plain_user=True)
+    assert code == 2 and "error: " in said and "Traceback" not in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", READERS, ids=str)
+def test_odd_letters(reader: Reader, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Read, or refused in lines that any terminal takes."""
+    for number, (kind, content) in enumerate(ODD.items()):
+        file = make(reader, "missing", tmp_path / str(number) / "in")
+        file.write_bytes(content)
+        code = main(reader.command(file, config))
+        said = capsys.readouterr().err
+        assert code in (0, 2) and "Traceback" not in said, f"{reader}: {kind}: {said}"
+        assert said.isascii() or said.encode(), kind
 
 
 @pytest.mark.parametrize("reader", [reader for reader in READERS if "{file}" in reader.words], ids=str)
