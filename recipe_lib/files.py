@@ -167,7 +167,7 @@ def write_aside(path: Path, *, replace: bool = True) -> Iterator[Path]:
     raised. A link stays, and what it leads to is written. An OSError names `path`, which the user knows.
     """
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
-    _discard_idle(target)
+    discard_idle(target.parent, target.name)
     temporary = temporary_path(target)
     try:
         yield temporary
@@ -321,9 +321,9 @@ def remove_leftovers(parent: Path, finals: str) -> None:
         remove_temporary(path)
 
 
-def _discard_idle(final: Path) -> None:
-    """Removes what killed processes left of this file; another process may be writing it at this moment."""
-    for path in leftovers(final.parent, final.name):
+def discard_idle(parent: Path, finals: str) -> None:
+    """Removes what killed processes left of such files; others may be writing theirs at this moment."""
+    for path in leftovers(parent, finals):
         with suppress(OSError):  # it has just gone
             if time.time() - path.lstat().st_mtime > IDLE_SECONDS:
                 discard(path)

@@ -20,7 +20,7 @@ import numpy as np
 from recipe_lib.data.sample_columns import DECODER
 from recipe_lib.data.samples import SampleFault, kind_of
 from recipe_lib.errors import DataError
-from recipe_lib.reading import open_regular
+from recipe_lib.reading import open_regular, suggest_remedy
 from recipe_lib.units import MIB, format_bytes
 
 SAMPLE_LIMIT = 16 * MIB  # bytes of a sample, where nobody has said otherwise
@@ -272,7 +272,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         with open_regular(path) as file:
             yield file
     except OSError as error:
-        raise DataError(f"{path}: the file cannot be read ({error.strerror}); check its permissions") from None
+        raise DataError(f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}") from None
 
 
 def hash_of(*paths: Path) -> dict[str, Any]:

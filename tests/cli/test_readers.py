@@ -97,6 +97,7 @@ def check_refused(reader: Reader, kind: str, folder: Path, config: Path, capsys:
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
     named = f"{folder.parent.name}/{folder.name}"  # from the working folder on, for some
     assert any(named in line for line in lines), f"{reader}: {kind}: {said}"
+    assert not any("permission" in line for line in lines), f"{reader}: {kind}: not what is wrong: {said}"
     assert max(map(len, said.splitlines())) < 2000, f"{reader}: {kind}: a line without end"
 
 
