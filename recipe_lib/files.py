@@ -322,7 +322,7 @@ def remove_leftovers(parent: Path, finals: str) -> None:
 
 
 def discard_idle(parent: Path, finals: str) -> None:
-    """Removes what killed processes left of such files; others may be writing theirs at this moment."""
+    """Remove what killed processes left of such files; others may be writing theirs at this moment."""
     for path in leftovers(parent, finals):
         with suppress(OSError):  # it has just gone
             if time.time() - path.lstat().st_mtime > IDLE_SECONDS:

@@ -37,8 +37,8 @@ class OutputRecord:
 
     folders: name -> listings of what was published under it, one of which it holds (two only around an exchange).
     earlier: those of them that are of a run which another one replaces. kept: folders with that run's states and
-    records. trackers: files that trackers have written, from `trackers/`. records: config.yaml, metrics.jsonl and their
-    like as the run left them when it ended; empty while one goes on.
+    records. trackers: files that trackers have written, from `trackers/`. records: config.yaml,
+    metrics.jsonl and their like as the run left them when it ended; empty while one goes on.
     """
 
     folders: dict[str, list[Listing]] = field(default_factory=dict)
@@ -57,7 +57,8 @@ def read_record(root: Path) -> OutputRecord | None:
         fields = read_object(path, _MAX_RECORD_BYTES)
         fields.setdefault("records", {})  # of a run of an earlier version
         record = OutputRecord(**{name: fields[name] for name in OutputRecord.__dataclass_fields__})
-        listings = [record.records, *(listing for listings in record.folders.values() for listing in listings)]
+        listings = [listing for listings in record.folders.values() for listing in listings]
+        listings.append(record.records)
         names = [*record.folders, *record.earlier, *record.kept, *(name for listing in listings for name in listing)]
         if all(isinstance(text, str) for text in (*names, *record.trackers)) and all(map(files.is_plain_name, names)):
             return record
@@ -103,7 +104,7 @@ def unrecorded_file(folder: Path, listings: list[Listing]) -> Path | None:
 
 
 def is_as_listed(path: Path, listing: Listing) -> bool:
-    """Return whether a file is the one that a listing has under its name; one that cannot be read is not."""
+    """Return whether a file is what a listing has under its name; one that cannot be read is not."""
     try:
         return path.name in listing and describe(path) == listing[path.name]
     except OSError:

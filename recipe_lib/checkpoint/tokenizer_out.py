@@ -41,9 +41,11 @@ _ANY_CLASS = "PreTrainedTokenizerFast"  # transformers' class that takes tokeniz
 
 
 def tokenizer_files(source: Path | None) -> list[Path]:
-    """The files to copy: what a folder has of TOKENIZER_FILES, or a tokenizer file with the settings next to it.
+    """Return the files to copy: what a folder has of TOKENIZER_FILES, or a tokenizer file with the settings
+    next to it.
 
-    Raises DataError for one that cannot be copied, as a link that leads nowhere: without it the export is another one.
+    Raises DataError for one that cannot be copied, as a link that leads nowhere: without it the export is
+    another one.
     """
     if source is None:
         return []

@@ -17,7 +17,7 @@ from recipe_lib.data.sample_files import (
     LocalFile,
     Located,
     empty,
-    endless_line,
+    build_line_fault,
     not_utf8,
     opened,
 )
@@ -122,7 +122,7 @@ class _Lines:
     def __iter__(self) -> Iterator[str]:
         while content := self.file.readline(LINE_LIMIT + 1):
             if len(content) > LINE_LIMIT:
-                raise endless_line(self.place, self.line)
+                raise build_line_fault(self.place, self.line)
             try:
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:

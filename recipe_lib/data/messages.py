@@ -200,7 +200,7 @@ def _read_other_keys(message: RawSample, where: str, *read_keys: str) -> dict[st
 
 
 def _read_flag(name: str, value: Any, where: str) -> bool:
-    """Return whether a flag says that its message is trained; tables have 0 and 1 for false and true."""
+    """Return whether a flag says that its message is trained; 0 and 1 are false and true, as in tables."""
     says = read_truth(int(value) if name == "weight" and value in (0.0, 1.0) else value)
     if says is None:
         expected = "0 or 1" if name == "weight" else "true or false"

@@ -215,7 +215,7 @@ def _line_starts(file: BinaryIO, place: str) -> tuple[np.ndarray, np.ndarray]:
             last_start = base - len(content) + int(after[-1])
             num_lines += len(after)
         if base - last_start > LINE_LIMIT:
-            raise endless_line(place, num_lines)
+            raise build_line_fault(place, num_lines)
     return np.concatenate(starts), np.concatenate(firsts)
 
 
@@ -291,11 +291,11 @@ def empty(place: str) -> DataError:
     return DataError(f"{place}: the file is empty, expected samples or text")
 
 
-def endless_line(place: str, line: int) -> DataError:
-    """The fault of a file with a line over LINE_LIMIT."""
+def build_line_fault(place: str, line: int) -> DataError:
+    """Return the fault of a file with a line over LINE_LIMIT."""
     return DataError(
-        f"{place}:{line}: found {format_bytes(LINE_LIMIT)} without a line's end, expected a sample a line; write or "
-        "download the file again"
+        f"{place}:{line}: found {format_bytes(LINE_LIMIT)} without a line's end, expected a sample a line; "
+        "write or download the file again"
     )
 
 

@@ -89,10 +89,10 @@ class UnreadNames:
         return row, sorted(left_out)
 
     def _leave_out_keys(self, value: Any, left_out: set[str]) -> Any:
-        """Return a column without the keys of its messages that data.ignore_columns names, which are added to
-        `left_out`.
+        """Return a column without the keys of its messages that data.ignore_columns names.
 
-        A message is what says whose it is: a tool's description may have keys of the same names.
+        left_out: they are added to it. A message is what says whose it is: a tool's description may have
+        keys of the same names.
         """
         if is_json_list(value):
             try:

@@ -88,7 +88,7 @@ def attempt(writer: Writer, material: Material, out: Path, **limits: object) -> 
     return code, said
 
 
-def assert_remedy_is_of(writer: Writer, said: str) -> None:
+def check_remedy(writer: Writer, said: str) -> None:
     """The remedy names no option of another command."""
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert writer.option == "output_dir" or "output_dir" not in line, line
@@ -181,7 +181,7 @@ def test_a_full_disk_leaves_all_or_nothing(writer: Writer, material: Material, o
             out.symlink_to(out_folder / "elsewhere")
         code, said = attempt(writer, material, out, disk_bytes=full)
         assert code == STORAGE and said.count("\nerror: ") == 1, (code, said)
-        assert_remedy_is_of(writer, said)
+        check_remedy(writer, said)
         if is_link:
             assert out.is_symlink()
             out.unlink()
@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_all_or_nothing(writer: Writer, material: Material, o
 def test_a_name_that_the_system_refuses_is_one_line(writer: Writer, material: Material, out_folder: Path) -> None:
     code, said = attempt(writer, material, Path("/proc") / f"out{writer.ending}")
     assert code in (MISTAKE, STORAGE) and said.count("\nerror: ") == 1 and "0 B are free" not in said, (code, said)
-    assert_remedy_is_of(writer, said)
+    check_remedy(writer, said)
 
 
 @pytest.mark.parametrize(

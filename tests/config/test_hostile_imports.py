@@ -1,4 +1,4 @@
-"""Whatever stands in another tool's config, or in the list of datasets it names, it is a config of ours or one line."""
+"""Whatever stands in another tool's config, or in its list of datasets, it is a config of ours or a line."""
 
 import itertools
 import json

@@ -93,8 +93,8 @@ class ByHand:
         return {name: formula.stored() for name, formula in self.formulas.items()}
 
     def _quantize(self, start: dict[str, Tensor]) -> None:
-        """All matrices of the layers are quantized, adapted or not; a router is none of them, and the experts' matrices
-        `[E, o, i]` are one."""
+        """All matrices of the layers are quantized, adapted or not; a router is none of them, and the
+        experts' matrices `[E, o, i]` are one."""
         if self.cfg.lora.quantize_base != "none":
             for name, value in self.frozen.items():
                 if ".layers." in name and value.dim() >= 2 and not name.endswith(".mlp.gate.weight"):

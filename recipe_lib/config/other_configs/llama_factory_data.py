@@ -108,7 +108,7 @@ def _without_nulls(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _why_not_dataset(about: dict[str, Any]) -> str:
-    """Return the first key of a dataset that holds what LLaMA-Factory does not put there; empty: there is none."""
+    """Return the first key of a dataset with a value that LLaMA-Factory does not take; empty: none has."""
     for key, (kind, words) in _TYPES.items():
         value = about.get(key)
         is_right = value is None or type(value) is kind
