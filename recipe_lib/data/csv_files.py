@@ -16,8 +16,8 @@ from recipe_lib.data.sample_files import (
     SAMPLE_LIMIT,
     LocalFile,
     Located,
-    empty,
     build_line_fault,
+    empty,
     not_utf8,
     opened,
 )
