@@ -226,7 +226,7 @@ class LineFile:
             with suppress(OSError):
                 self._file.truncate(size)
                 if self._is_new and not size:
-                    self.path.unlink()
+                    Path(os.path.realpath(self.path)).unlink()  # a link to it stays
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
