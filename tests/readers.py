@@ -80,7 +80,8 @@ def make_whole_model() -> Path:
     from tests.evaluation.models import write_model
 
     folder = Path(tempfile.mkdtemp(prefix="readers-"))
-    atexit.register(shutil.rmtree, folder)
+    owner = os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder))  # not at the end of a fork
     return write_model("llama", folder / "model")
 
 

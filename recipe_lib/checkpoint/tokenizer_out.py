@@ -8,7 +8,7 @@ from typing import Any
 from recipe_lib import files
 from recipe_lib.errors import DataError
 from recipe_lib.logs import get_logger
-from recipe_lib.reading import JSON_LIMIT, check_regular, suggest_remedy
+from recipe_lib.reading import JSON_LIMIT, open_regular, suggest_remedy
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.tokenizers.sentencepiece_json import tokenizer_json
 from recipe_lib.tokenizers.special_tokens import read_json, read_template
@@ -56,7 +56,8 @@ def tokenizer_files(source: Path | None) -> list[Path]:
         found.insert(0, source)
     for path in found:
         try:
-            size = check_regular(path)
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; {suggest_remedy(error)}") from error
         if size > JSON_LIMIT:

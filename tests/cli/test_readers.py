@@ -14,7 +14,7 @@ from recipe_lib.cli.main import VERBS, main, module_of
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
 from tests.forked import call_forked
-from tests.readers import CONFIG, KINDS, READERS, SAMPLE, Reader
+from tests.readers import CONFIG, KINDS, READERS, SAMPLE, Reader, make_whole_model, put_whole_model
 
 SECONDS = 60  # that a verb may take, its imports included; one that waits takes for ever
 MEMORY = 6 * 2**30  # bytes more than the process has
@@ -54,7 +54,11 @@ KEYS_NOT_READ = {
 
 
 @pytest.fixture(autouse=True)
-def bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def bounded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and getattr(callspec.params.get("reader"), "beside", None) is put_whole_model:
+        make_whole_model()  # which may take longer than a read
+
     def late(*_: object) -> None:
         raise AssertionError("waited for a file without end")
 
