@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,7 +32,20 @@ from recipe_lib.units import MIB, format_bytes
 CHUNK_BYTES = 16 * MIB
 TEMPORARY_SUFFIX = ".tmp"
 REPLACED_SUFFIX = ".old"
+IDLE_SECONDS = 3600.0  # of what nobody has written to for so long the writer is gone
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2  # of renameat2
+_FREE = "free some space"
+# What the system refused with -> what to do.
+_REMEDIES = {
+    errno.ENOSPC: _FREE,
+    errno.EDQUOT: _FREE,
+    errno.EFBIG: "raise the limit of a file's size (`ulimit -f`)",
+    errno.EACCES: "make it writable",
+    errno.EPERM: "make it writable",
+    errno.EROFS: "make it writable",
+    errno.ENOENT: "make the folder",
+    errno.ENOTDIR: "move the file away that stands for a folder",
+}
 
 
 def before_operation(operation: str, path: Path) -> None:
@@ -60,11 +74,9 @@ def describe_fault(error: OSError) -> str:
     """One line: which file, what the system said, what to do."""
     where = error.filename2 or error.filename or "the output folder"
     said = error.strerror or type(error).__name__
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{where}: {said}{_free_text(Path(os.fsdecode(where)))}; free some space, or choose another output_dir"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{where}: {said}; make it writable, or choose another output_dir"
-    return f"{where}: {said}; check the disk, or choose another output_dir"
+    remedy = _REMEDIES.get(error.errno or 0, "check the disk")
+    free = _free_text(Path(os.fsdecode(where))) if remedy == _FREE else ""
+    return f"{where}: {said}{free}; {remedy}, or choose another place"
 
 
 def _free_text(path: Path) -> str:
@@ -80,7 +92,7 @@ def require_space(folder: Path, needed: int, purpose: str) -> None:
     if disk.total and disk.free < needed:  # /proc and its like have no size, and say themselves why they refuse
         raise StorageError(
             f"{folder}: {purpose} needs {format_bytes(needed)}, {format_bytes(disk.free)} are free; "
-            "free some space, or choose another output_dir"
+            f"{_FREE}, or choose another place"
         )
 
 
@@ -152,12 +164,14 @@ def write_aside(path: Path, *, replace: bool = True) -> Iterator[Path]:
     """Yield a temporary name to write a file under, which becomes `path` when it is whole; after an error it is gone.
 
     replace: a file that is there is replaced; without it one that has come meanwhile stays, and FileExistsError is
-    raised. An OSError names `path`, which the user knows.
+    raised. A link stays, and what it leads to is written. An OSError names `path`, which the user knows.
     """
-    temporary = temporary_path(path)
+    target = Path(os.path.realpath(path)) if path.is_symlink() else path
+    discard_idle(target.parent, target.name)
+    temporary = temporary_path(target)
     try:
         yield temporary
-        rename(temporary, path, replace=replace)
+        rename(temporary, target, replace=replace)
     except BaseException as error:
         discard(temporary)
         if isinstance(error, OSError) and error.filename in (temporary, str(temporary)):
@@ -212,7 +226,7 @@ class LineFile:
             with suppress(OSError):
                 self._file.truncate(size)
                 if self._is_new and not size:
-                    self.path.unlink()
+                    Path(os.path.realpath(self.path)).unlink()  # a link to it stays
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
@@ -305,6 +319,14 @@ def remove_leftovers(parent: Path, finals: str) -> None:
     """Removes them."""
     for path in leftovers(parent, finals):
         remove_temporary(path)
+
+
+def discard_idle(parent: Path, finals: str) -> None:
+    """Remove what killed processes left of such files; others may be writing theirs at this moment."""
+    for path in leftovers(parent, finals):
+        with suppress(OSError):  # it has just gone
+            if time.time() - path.lstat().st_mtime > IDLE_SECONDS:
+                discard(path)
 
 
 def bytes_in(folder: Path) -> int:

@@ -23,6 +23,12 @@ _KINDS = (
     (stat.S_ISBLK, "is a device", errno.EINVAL),
     (stat.S_ISSOCK, "is a socket", errno.EINVAL),
 )
+_REMEDIES = {
+    errno.EACCES: "check its permissions",
+    errno.EPERM: "check its permissions",
+    errno.EIO: "check the disk",
+    errno.ENOENT: "check its name",
+}
 
 
 def check_regular(path: Path | str) -> int:
@@ -109,6 +115,11 @@ def parse_json(content: bytes | str, make_object: Callable[[list[tuple[str, Any]
 def describe_fault(error: OSError | ValueError) -> str:
     """Return what keeps a file from being read, as the functions here raise it."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+def suggest_remedy(error: OSError) -> str:
+    """Return what to do about a file that cannot be read."""
+    return _REMEDIES.get(error.errno or 0, "name another file")
 
 
 def _decode(content: bytes) -> str:

@@ -1,8 +1,11 @@
 """Every file that a user names and `tune` reads, and every way in which such a file can be none."""
 
+import atexit
+import functools
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +74,24 @@ def put_model(folder: Path) -> None:
         shutil.copy(ROOT / "recipe_lib/models/presets/demo/0.5M.json", folder / "config.json")
 
 
+@functools.cache
+def make_whole_model() -> Path:
+    """A tiny model with its tokenizer, made once."""
+    from tests.evaluation.models import write_model
+
+    folder = Path(tempfile.mkdtemp(prefix="readers-"))
+    owner = os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder))  # not at the end of a fork
+    return write_model("llama", folder / "model")
+
+
+def put_whole_model(folder: Path) -> None:
+    """All files of a model, but for one that is there already."""
+    for file in make_whole_model().iterdir():
+        if not os.path.lexists(folder / file.name):
+            shutil.copy(file, folder)
+
+
 def put_adapter(folder: Path) -> None:
     """An adapter's config."""
     if not os.path.lexists(folder / "adapter_config.json"):
@@ -94,6 +115,7 @@ def put_import(folder: Path) -> None:
 # Samples by the kind of their file.
 WHOLE = {".jsonl": SAMPLE, ".json": f"[{SAMPLE}]", ".txt": "a text", ".csv": "prompt,completion\na,b\n",
          ".tsv": "prompt\tcompletion\na\tb\n"}  # fmt: skip
+MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
 ANY_TEXT = ("deep", "a huge number", "empty")
 LORA = "run lora_finetune_distributed --config {config} recipe=lora_finetune_distributed"
 DATA = "data check {config} data.source={file}"
@@ -127,13 +149,21 @@ READERS: Sequence[Reader] = (
     Reader("export checkpoint", "adapter_config.json", "export {folder} --merge --out {out}"),
     Reader("generate --prompts", "p.jsonl", "generate {folder} --prompts {file} --device cpu", beside=put_model),
     Reader("generate checkpoint", "config.json", "generate {folder} --prompt a --device cpu"),
-    Reader("generate --prompts", "p.jsonl", "generate {folder} --prompts {file} --device cpu", beside=put_model),
     Reader("generate checkpoint", "adapter_config.json", "generate {folder} --prompt a --device cpu"),
-    Reader("generate --prompts", "p.jsonl", "generate {folder} --prompts {file} --device cpu", beside=put_model),
     Reader("generate checkpoint", "model.safetensors", "generate {folder} --prompt a --device cpu", beside=put_model),
-    Reader("generate --prompts", "p.jsonl", "generate {folder} --prompts {file} --device cpu", beside=put_model),
     Reader("generate checkpoint", "model.safetensors.index.json", "generate {folder} --prompt a --device cpu",
            beside=put_model),
+    *(
+        Reader("generate checkpoint", name, "generate {folder} --prompt a --max-new-tokens 1 --device cpu", None,
+               ("missing", *(ANY_TEXT if name.endswith(".jinja") else ())), beside=put_whole_model)
+        for name in (*MODEL_FILES, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+    ),
+    *(
+        # Files beside the model are copied as they are, whatever they hold.
+        Reader("export checkpoint", name, "export {folder} --quantize int8 --out {out}", None,
+               ("missing", *((*ANY_TEXT, "not UTF-8") if name[0] in "tg" else ())), beside=put_whole_model)
+        for name in MODEL_FILES
+    ),
     Reader("upload checkpoint", "adapter_config.json", "upload {folder} a/b --dry-run", None, (),
            beside=lambda folder: (folder / "a.safetensors").touch()),
     Reader("model.path", "config.json", "run {config} model.path={folder} model.preset=null output_dir={out}"),
@@ -149,10 +179,10 @@ READERS: Sequence[Reader] = (
     Reader("tokenizer.chat_template", "t.jinja", "data check {config} tokenizer.chat_template={file}"),
     *(
         Reader("data.source", f"s{kind}", DATA, WHOLE.get(kind),
-               (*ANY_TEXT, "too large") if kind == ".txt" else ("too large",))
+               ANY_TEXT if kind == ".txt" else ())
         for kind in (*WHOLE, ".parquet", ".jsonl.gz", ".json.gz")
     ),
-    Reader("validation.source", "s.jsonl", "data check {config} validation.source={file}", None, ("too large",)),
+    Reader("validation.source", "s.jsonl", "data check {config} validation.source={file}", None, ()),
     Reader("lora.adapter_path", "adapter_config.json",
            LORA + " lora.adapter_path={folder} output_dir={out}"),
     Reader("lora.adapter_path", "adapter_model.safetensors",

@@ -64,6 +64,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
     """
     transformers = _transformers()
     check_quantizable(folder, kind, group_size)
+    tokenizer_files(folder)  # transformers reads some of them too, whatever they are
     needed = sum(tensor.entry.end - tensor.entry.start for tensor in read_headers(folder).values())
     with files.storage_faults(), _quiet(transformers):
         files.remove_leftovers(out.absolute().parent, out.name)

@@ -37,13 +37,15 @@ class OutputRecord:
 
     folders: name -> listings of what was published under it, one of which it holds (two only around an exchange).
     earlier: those of them that are of a run which another one replaces. kept: folders with that run's states and
-    records. trackers: files that trackers have written, from `trackers/`.
+    records. trackers: files that trackers have written, from `trackers/`. records: config.yaml,
+    metrics.jsonl and their like as the run left them when it ended; empty while one goes on.
     """
 
     folders: dict[str, list[Listing]] = field(default_factory=dict)
     earlier: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     trackers: list[str] = field(default_factory=list)
+    records: Listing = field(default_factory=dict)
 
 
 def read_record(root: Path) -> OutputRecord | None:
@@ -53,8 +55,10 @@ def read_record(root: Path) -> OutputRecord | None:
         return None
     try:
         fields = read_object(path, _MAX_RECORD_BYTES)
+        fields.setdefault("records", {})  # of a run of an earlier version
         record = OutputRecord(**{name: fields[name] for name in OutputRecord.__dataclass_fields__})
         listings = [listing for listings in record.folders.values() for listing in listings]
+        listings.append(record.records)
         names = [*record.folders, *record.earlier, *record.kept, *(name for listing in listings for name in listing)]
         if all(isinstance(text, str) for text in (*names, *record.trackers)) and all(map(files.is_plain_name, names)):
             return record
@@ -94,10 +98,17 @@ def unrecorded_file(folder: Path, listings: list[Listing]) -> Path | None:
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or not path.is_file():
             return path
-        known = [listing[path.name] for listing in listings if path.name in listing]
-        if not known or describe(path) not in known:
+        if not any(is_as_listed(path, listing) for listing in listings):
             return path
     return None
+
+
+def is_as_listed(path: Path, listing: Listing) -> bool:
+    """Return whether a file is what a listing has under its name; one that cannot be read is not."""
+    try:
+        return path.name in listing and describe(path) == listing[path.name]
+    except OSError:
+        return False
 
 
 def unrecorded_in(root: Path, name: str) -> Path | None:

@@ -1,5 +1,6 @@
 """A tokenizer's files in an export: with the template, the special tokens and the stop tokens of the training."""
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 from recipe_lib import files
 from recipe_lib.errors import DataError
 from recipe_lib.logs import get_logger
+from recipe_lib.reading import JSON_LIMIT, open_regular, suggest_remedy
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.tokenizers.sentencepiece_json import tokenizer_json
 from recipe_lib.tokenizers.special_tokens import read_json, read_template
 from recipe_lib.tokenizers.vocabulary import SentencePieceVocabulary
+from recipe_lib.units import format_bytes
 
 GENERATION = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -38,14 +41,28 @@ _ANY_CLASS = "PreTrainedTokenizerFast"  # transformers' class that takes tokeniz
 
 
 def tokenizer_files(source: Path | None) -> list[Path]:
-    """The files to copy: what a folder has of TOKENIZER_FILES, or a tokenizer file with the settings next to it."""
+    """Return the files to copy: what a folder has of TOKENIZER_FILES, or a tokenizer file with the settings
+    next to it.
+
+    Raises DataError for one that cannot be copied, as a link that leads nowhere: without it the export is
+    another one.
+    """
     if source is None:
         return []
     folder = source.parent if source.is_file() else source
-    found = [folder / name for name in SETTINGS_FILES if (folder / name).is_file()]
+    names = SETTINGS_FILES if source.is_file() else (*TOKENIZER_FILES, *SETTINGS_FILES)
+    found = [folder / name for name in names if os.path.lexists(folder / name) and folder / name != source]
     if source.is_file():
-        return [source, *(path for path in found if path != source)]
-    return [*(folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), *found]
+        found.insert(0, source)
+    for path in found:
+        try:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; {suggest_remedy(error)}") from error
+        if size > JSON_LIMIT:
+            raise DataError(f"{path}: is larger than {format_bytes(JSON_LIMIT)}; name another file")
+    return found
 
 
 def copy_tokenizer(

@@ -8,7 +8,7 @@ from typing import Any
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.other_formats import list_weight_files, other_weights
-from recipe_lib.reading import read_json
+from recipe_lib.reading import read_json, suggest_remedy
 from recipe_lib.units import MIB
 
 INDEX = "model.safetensors.index.json"
@@ -45,7 +45,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         index: Any = read_json(path, MAX_INDEX_BYTES)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); download it again") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {suggest_remedy(error)}") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: not a readable JSON file; download it again") from error
     weights = index.get("weight_map") if isinstance(index, dict) else None

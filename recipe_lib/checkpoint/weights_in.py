@@ -165,7 +165,9 @@ def _check_finite(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     bad = [name for name, good in checks.items() if not good]
     if bad:
         named = name_first(bad, "holds", "hold")
-        raise CheckpointError(f"{folder}: {named} NaN or infinite numbers; download the folder again")
+        raise CheckpointError(
+            f"{folder}: {named} NaN or infinite numbers; take an earlier state of its training, or download it again"
+        )
 
 
 def _row_reader(source: Any, offset: int) -> Callable[[int, int, slice], torch.Tensor]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from recipe_lib.config.local_files import COMPRESSED, no_zstd
 from recipe_lib.errors import DataError, StorageError
-from recipe_lib.files import write_aside
-from recipe_lib.reading import open_regular
+from recipe_lib.files import discard_idle, write_aside
+from recipe_lib.reading import open_regular, suggest_remedy
 from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes
 
@@ -34,10 +34,11 @@ def unpacked(path: Path, root: Path) -> Path:
     try:
         found = os.stat(path)
     except OSError as error:
-        raise DataError(f"{path}: the file cannot be read ({error.strerror}); check its permissions") from None
+        raise DataError(f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}") from None
     state = f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {found.st_ino}"
     folder = root / "unpacked"
     target = folder / f"{hashlib.sha256(state.encode()).hexdigest()[:24]}{path.with_suffix('').suffix}"
+    discard_idle(folder, "*")  # also of files that nobody asks for again
     if target.exists():
         return target
     try:
@@ -46,7 +47,7 @@ def unpacked(path: Path, root: Path) -> Path:
             _unpack(path, partial, progress.advance)
     except OSError as error:
         if error.filename == str(path):
-            raise DataError(f"{path}: the file cannot be read ({error.strerror}); check its permissions") from None
+            raise DataError(f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}") from None
         raise StorageError(
             f"{path}: cannot be unpacked into {folder} ({error.strerror or error}); free some space, or set "
             "data.cache_dir to another disk"

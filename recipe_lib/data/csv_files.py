@@ -11,7 +11,16 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from recipe_lib.config.suggest import show
-from recipe_lib.data.sample_files import SAMPLE_LIMIT, LocalFile, Located, empty, not_utf8, opened
+from recipe_lib.data.sample_files import (
+    LINE_LIMIT,
+    SAMPLE_LIMIT,
+    LocalFile,
+    Located,
+    build_line_fault,
+    empty,
+    not_utf8,
+    opened,
+)
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.errors import DataError
 
@@ -111,7 +120,9 @@ class _Lines:
         self.row_start, self.row_line = self.at, line
 
     def __iter__(self) -> Iterator[str]:
-        for content in self.file:
+        while content := self.file.readline(LINE_LIMIT + 1):
+            if len(content) > LINE_LIMIT:
+                raise build_line_fault(self.place, self.line)
             try:
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:

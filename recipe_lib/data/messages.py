@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.data.column_names import is_idle_key, says_nothing
+from recipe_lib.data.column_names import is_idle_key, read_truth, says_nothing
 from recipe_lib.data.sample_columns import RawSample, list_of, path_of, refuse_keys, text_of
 from recipe_lib.data.samples import Conversation, Message, MessagePlace, SampleFault, SamplePlaces, kind_of, shown
 from recipe_lib.data.template_behavior import THOUGHT_KEYS
@@ -200,14 +200,12 @@ def _read_other_keys(message: RawSample, where: str, *read_keys: str) -> dict[st
 
 
 def _read_flag(name: str, value: Any, where: str) -> bool:
-    """Return whether a flag says that its message is trained."""
-    if name == "weight":
-        if isinstance(value, bool) or value not in (0, 1):
-            raise SampleFault("weight of a message", f"{where}.weight: found {shown(value)}, expected 0 or 1")
-        return bool(value)
-    if not isinstance(value, bool):
-        raise SampleFault(f"{name} is no switch", f"{where}.{name}: found {shown(value)}, expected true or false")
-    return value is not (name in MASKED)
+    """Return whether a flag says that its message is trained; 0 and 1 are false and true, as in tables."""
+    says = read_truth(int(value) if name == "weight" and value in (0.0, 1.0) else value)
+    if says is None:
+        expected = "0 or 1" if name == "weight" else "true or false"
+        raise SampleFault(f"{name} is no switch", f"{where}.{name}: found {shown(value)}, expected {expected}")
+    return says is not (name in MASKED)
 
 
 def conversation(

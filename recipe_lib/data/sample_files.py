@@ -20,10 +20,11 @@ import numpy as np
 from recipe_lib.data.sample_columns import DECODER
 from recipe_lib.data.samples import SampleFault, kind_of
 from recipe_lib.errors import DataError
-from recipe_lib.reading import open_regular
+from recipe_lib.reading import open_regular, suggest_remedy
 from recipe_lib.units import MIB, format_bytes
 
 SAMPLE_LIMIT = 16 * MIB  # bytes of a sample, where nobody has said otherwise
+LINE_LIMIT = 2**30  # bytes of a line: a file with holes, or a disk's image, may have none that ends
 BLOCK = 2**22  # bytes read at once by a pass over a file
 NEWLINE = 10
 BLANK = np.frombuffer(b" \t\n\r\x0b\x0c", np.uint8)
@@ -181,7 +182,7 @@ class JsonLinesFile(LocalFile):
     def _index(self) -> tuple[np.ndarray, np.ndarray | None]:
         """(offset of each sample in bytes; its line, or None if every line is a sample), int64 `[samples]`."""
         with opened(self.path) as file:
-            starts, firsts = _line_starts(file)
+            starts, firsts = _line_starts(file, self.place)
             blank = [line for line in np.flatnonzero(np.isin(firsts, BLANK)) if _is_blank(file, int(starts[line]))]
         if len(blank) == len(starts):
             raise DataError(f"{self.place}: the file is empty, expected samples")
@@ -191,11 +192,15 @@ class JsonLinesFile(LocalFile):
         return starts[kept], kept + 1
 
 
-def _line_starts(file: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
-    """(offset of each line, int64; its first byte, uint8), in one pass; a byte order mark is no part of the first."""
+def _line_starts(file: BinaryIO, place: str) -> tuple[np.ndarray, np.ndarray]:
+    """(offset of each line, int64; its first byte, uint8), in one pass; a byte order mark is no part of the first.
+
+    Raises DataError for a line over LINE_LIMIT, with the file's name, `place`."""
     if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
         file.seek(0)
     base, at_start = file.tell(), True
+    last_start = base
+    num_lines = 1
     starts, firsts = [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
     while block := file.read(BLOCK):
         content = np.frombuffer(block, np.uint8)
@@ -206,6 +211,11 @@ def _line_starts(file: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
         starts.append(inside + base)
         firsts.append(content[inside])
         base, at_start = base + len(content), content[-1] == NEWLINE
+        if len(after):
+            last_start = base - len(content) + int(after[-1])
+            num_lines += len(after)
+        if base - last_start > LINE_LIMIT:
+            raise build_line_fault(place, num_lines)
     return np.concatenate(starts), np.concatenate(firsts)
 
 
@@ -262,7 +272,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         with open_regular(path) as file:
             yield file
     except OSError as error:
-        raise DataError(f"{path}: the file cannot be read ({error.strerror}); check its permissions") from None
+        raise DataError(f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}") from None
 
 
 def hash_of(*paths: Path) -> dict[str, Any]:
@@ -279,6 +289,14 @@ def hash_of(*paths: Path) -> dict[str, Any]:
 def empty(place: str) -> DataError:
     """The fault of a file with nothing in it."""
     return DataError(f"{place}: the file is empty, expected samples or text")
+
+
+def build_line_fault(place: str, line: int) -> DataError:
+    """Return the fault of a file with a line over LINE_LIMIT."""
+    return DataError(
+        f"{place}:{line}: found {format_bytes(LINE_LIMIT)} without a line's end, expected a sample a line; "
+        "write or download the file again"
+    )
 
 
 def not_utf8(place: str, line: int, byte: int) -> DataError:

@@ -23,7 +23,7 @@ from recipe_lib.data.column_names import (
     why_not_column,
     why_not_key,
 )
-from recipe_lib.data.sample_columns import RawSample, Renamed, format_path, is_json_list, path_of
+from recipe_lib.data.sample_columns import RawSample, Renamed, format_path, is_json_list, parse_column, path_of
 from recipe_lib.data.samples import (
     Classified,
     Completion,
@@ -69,6 +69,7 @@ class UnreadNames:
         """
         self.known = frozenset((*required, *optional))
         self.ignored = tuple(ignored)
+        self._ignored_keys = {name for name in ignored if name.startswith("messages.")}
         self._optional = frozenset(optional)
         self._fields = fields
         self._not_read = f", which the format {form} does not read"
@@ -79,10 +80,34 @@ class UnreadNames:
 
     def leave_out(self, row: RawSample) -> tuple[RawSample, list[str]]:
         """Return the row without what data.ignore_columns names, and the names of what was left out."""
-        if self.ignored:
-            left_out = [name for name in self.ignored if name in row and not says_nothing(row[name])]
-            return {name: value for name, value in row.items() if name not in self.ignored}, left_out
-        return row, []
+        if not self.ignored:
+            return row, []
+        left_out = {name for name in self.ignored if name in row and not says_nothing(row[name])}
+        row = {name: value for name, value in row.items() if name not in self.ignored}
+        if self._ignored_keys:
+            row = {name: self._leave_out_keys(value, left_out) for name, value in row.items()}
+        return row, sorted(left_out)
+
+    def _leave_out_keys(self, value: Any, left_out: set[str]) -> Any:
+        """Return a column without the keys of its messages that data.ignore_columns names.
+
+        left_out: they are added to it. A message is what says whose it is: a tool's description may have
+        keys of the same names.
+        """
+        if is_json_list(value):
+            try:
+                messages = parse_column(value, "", "")
+            except SampleFault:
+                return value  # a text that begins with a bracket, or a fault that the format names
+            kept = self._leave_out_keys(messages, left_out)
+            return value if kept == messages else json.dumps(kept, ensure_ascii=False)
+        if isinstance(value, list):
+            return [self._leave_out_keys(item, left_out) for item in value]
+        if not isinstance(value, dict) or not value.keys() & {"role", "from"}:
+            return value
+        found = {name for name in self._ignored_keys if not says_nothing(value.get(name.removeprefix("messages.")))}
+        left_out |= found
+        return {key: inner for key, inner in value.items() if f"messages.{key}" not in found}
 
     def tidy(self, row: Renamed) -> None:
         """Drop optional columns that say nothing, in place, and put columns of other names under the one that the
@@ -199,7 +224,7 @@ class UnreadNames:
                 for key, value in [(key, value) for key, value in message.items() if key not in MESSAGE_READ]:
                     name = f"messages.{key}"
                     is_part = key.startswith(("content.", "tool_calls."))  # no key that a template may see
-                    if (is_part or name in self.ignored) and isinstance(message, dict):
+                    if is_part and isinstance(message, dict):
                         del message[key]  # the reader's own copy
                     elif key in _KEYS_BY_ROLE.get(role, ()) or self._fields.reads_key(role, key, value):
                         continue

@@ -18,7 +18,9 @@ from recipe_lib.checkpoint.run_files import (
     RECORD,
     Listing,
     OutputRecord,
+    describe,
     free_names,
+    is_as_listed,
     list_files,
     read_record,
     unrecorded_file,
@@ -60,8 +62,11 @@ def first_unrecorded(root: Path, *, replaced: bool) -> Path | None:
 
     replaced: the earlier run is replaced; otherwise the run goes on, or finds only records of one that left nothing.
     """
+    record = read_record(root)
+    left = record.records if record and replaced else {}
     for name in FILES:
-        if not is_record(root / name):
+        is_changed = name in left and (root / name).exists() and not is_as_listed(root / name, left)
+        if is_changed or not is_record(root / name):
             return root / name
     for name in PUBLISHED:
         found = unrecorded_file(root / name, _listings(root, name))
@@ -79,8 +84,11 @@ def is_record(path: Path) -> bool:
         return False
     if not path.exists():
         return True
-    with open_regular(path) as file:
-        begin = file.read(2**16).decode(errors="replace")
+    try:
+        with open_regular(path) as file:
+            begin = file.read(2**16).decode(errors="replace")
+    except OSError:  # what nobody may look at is not ours to replace
+        return False
     if path.name == CONFIG_FILE:  # every key, and no comment: it was not written by hand
         return _CONFIG_KEYS <= set(re.findall(r"^(\w+):", begin, re.MULTILINE)) and "\n#" not in f"\n{begin}"
     if path.name == METRICS_FILE:
@@ -146,17 +154,19 @@ def begin_record(root: Path) -> None:
     record = read_record(root)
     found = record.folders if record else {name: _listings_without_record(root, name) for name in PUBLISHED}
     there = {name: listings for name, listings in found.items() if listings and (root / name).exists()}
-    if record is None or there != record.folders:
-        write_record(root, replace(record or OutputRecord(), folders=there))
+    if record is None or there != record.folders or record.records:
+        write_record(root, replace(record or OutputRecord(), folders=there, records={}))
 
 
-def note_trackers(root: Path) -> None:
-    """Adds to the record what trackers have written."""
+def note_written(root: Path) -> None:
+    """Adds to the record what trackers have written, and how the run leaves its own files."""
     folder, record = root / TRACKERS_FOLDER, read_record(root)
-    if record is not None and folder.is_dir():
-        there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
-        record.trackers = sorted(there | set(record.trackers))
-        write_record(root, record)
+    if record is None:
+        return
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+    record.trackers = sorted(there | set(record.trackers))
+    record.records = {name: describe(root / name) for name in FILES if (root / name).is_file()}
+    write_record(root, record)
 
 
 def remove_leftovers(root: Path) -> None:

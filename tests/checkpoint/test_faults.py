@@ -139,7 +139,7 @@ def test_a_full_disk_at_every_operation(first: Path, memory_path: Path, monkeypa
                 save(root, 2)
             except StorageError as error:
                 assert "No space left on device" in str(error) and "\n" not in str(error)
-                assert "free some space, or choose another output_dir" in str(error)
+                assert "free some space, or choose another place" in str(error)
         step, found = latest(root)
         assert found == good[step]
         assert not list(root.glob(".*")), "a temporary folder is left"
@@ -245,9 +245,9 @@ def test_an_export_that_ends_at_every_operation(
 
 def test_the_disk_refuses_in_other_ways(first: Path, memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = {
-        errno.EROFS: "Read-only file system; make it writable, or choose another output_dir",
-        errno.EACCES: "Permission denied; make it writable, or choose another output_dir",
-        errno.EIO: "Input/output error; check the disk, or choose another output_dir",
+        errno.EROFS: "Read-only file system; make it writable, or choose another place",
+        errno.EACCES: "Permission denied; make it writable, or choose another place",
+        errno.EIO: "Input/output error; check the disk, or choose another place",
     }
     for number, line in lines.items():
 

@@ -199,7 +199,7 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "numbers that are none": (
         "fp8",
         with_value(QUERY, lambda value: torch.full_like(value.view(torch.uint8), 127).view(value.dtype)),
-        f"{QUERY} holds NaN or infinite numbers; download the folder again",
+        f"{QUERY} holds NaN or infinite numbers; take an earlier state of its training, or download it again",
     ),
 }
 

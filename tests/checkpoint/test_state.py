@@ -291,7 +291,7 @@ def test_a_rank_that_cannot_write_stops_all_and_nothing_changes(tmp_path: Path) 
 
     messages = run_ranks(failing_save, 2)
     assert "shard-00002-of-00002.safetensors: No space left on device" in messages[0]
-    assert "free some space, or choose another output_dir" in messages[0]
+    assert "free some space, or choose another place" in messages[0]
     assert tree(tmp_path) == before
 
 

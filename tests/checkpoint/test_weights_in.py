@@ -71,7 +71,8 @@ def test_numbers_that_are_none_are_told_with_their_tensor(
     with pytest.raises(CheckpointError) as caught:
         load_weights(empty_model(folder), spec_of(folder), folder)
     assert str(caught.value) == (
-        f"{folder}: model.layers.1.mlp.up_proj.weight holds NaN or infinite numbers; download the folder again"
+        f"{folder}: model.layers.1.mlp.up_proj.weight holds NaN or infinite numbers; take an earlier state of its "
+        "training, or download it again"
     )
 
 

@@ -255,7 +255,7 @@ def test_room_is_looked_for_before_training(tmp_path: Path, monkeypatch: pytest.
     needed = format_bytes(sum(parameter.numel() for parameter in model.parameters()) * 4)
     assert str(raised.value) == (
         f"{tmp_path}: the model at the end of the run needs {needed}, 1000 B are free; "
-        "free some space, or choose another output_dir"
+        "free some space, or choose another place"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import stat
 import tempfile
@@ -87,6 +88,12 @@ def attempt(writer: Writer, material: Material, out: Path, **limits: object) -> 
     return code, said
 
 
+def check_remedy(writer: Writer, said: str) -> None:
+    """The remedy names no option of another command."""
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert writer.option == "output_dir" or "output_dir" not in line, line
+
+
 def refused(writer: Writer, material: Material, folder: Path, out: Path, **limits: object) -> str:
     """Return what the command says, one line of it an error; nothing in the folder has changed."""
     before = look(folder)
@@ -167,10 +174,17 @@ def test_no_output_is_an_input(writer: Writer, way: str, material: Material, out
 
 @pytest.mark.parametrize("writer", parameters())
 def test_a_full_disk_leaves_all_or_nothing(writer: Writer, material: Material, out_folder: Path) -> None:
-    for full in writer.full:
+    takes_links = writer.kind == FILE and writer.verb not in ("import", "export")  # the others refuse what is there
+    for full, is_link in itertools.product(writer.full, (False, True) if takes_links else (False,)):
         out = out_folder / f"out{full}{writer.ending}"
+        if is_link:
+            out.symlink_to(out_folder / "elsewhere")
         code, said = attempt(writer, material, out, disk_bytes=full)
         assert code == STORAGE and said.count("\nerror: ") == 1, (code, said)
+        check_remedy(writer, said)
+        if is_link:
+            assert out.is_symlink()
+            out.unlink()
         left = list(out_folder.rglob("*"))
         assert not [path for path in left if files.is_temporary(path, "*")]
         if writer.kind == FOLDER:
@@ -183,6 +197,35 @@ def test_a_full_disk_leaves_all_or_nothing(writer: Writer, material: Material, o
 def test_a_name_that_the_system_refuses_is_one_line(writer: Writer, material: Material, out_folder: Path) -> None:
     code, said = attempt(writer, material, Path("/proc") / f"out{writer.ending}")
     assert code in (MISTAKE, STORAGE) and said.count("\nerror: ") == 1 and "0 B are free" not in said, (code, said)
+    check_remedy(writer, said)
+
+
+@pytest.mark.parametrize(
+    "writer", parameters([row for row in FILES if row.verb not in ("import", "export") and row.note != "--force"])
+)
+def test_a_link_stays_and_is_written_through(writer: Writer, material: Material, out_folder: Path) -> None:
+    """To a file that is not there yet, and to one that an earlier start wrote."""
+    out = out_folder / f"out{writer.ending}"
+    (out_folder / "elsewhere").mkdir()
+    led_to = out_folder / "elsewhere" / f"file{writer.ending}"
+    out.symlink_to(led_to)
+    for _ in range(1 if writer.verb == "cp" else 2):
+        assert attempt(writer, material, out)[0] in (0, 1)
+        assert out.is_symlink() and led_to.read_bytes() and not led_to.is_symlink()
+    assert sorted(look(out_folder)) == ["elsewhere", f"elsewhere/{led_to.name}", out.name]
+
+
+# The answers of `generate` are added to their file, a batch at a time.
+@pytest.mark.parametrize("writer", parameters([row for row in FILES if row.verb != "generate"]))
+def test_what_a_killed_start_left_goes(writer: Writer, material: Material, out_folder: Path) -> None:
+    """Unless somebody may still be writing it."""
+    out = out_folder / f"out{writer.ending}"
+    left = [files.temporary_path(out) for _ in range(2)]
+    for path in left:
+        path.write_bytes(b"half")
+    os.utime(left[0], (0, 0))
+    assert attempt(writer, material, out)[0] in (0, 1)
+    assert not left[0].exists() and out.exists()
 
 
 @pytest.mark.parametrize("writer", parameters([row for row in FILES if row.verb not in ("cp", "import", "export")]))

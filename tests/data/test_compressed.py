@@ -11,6 +11,7 @@ from recipe_lib.config.schema import SourceConfig
 from recipe_lib.data import compressed
 from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import DataError
+from recipe_lib.files import temporary_path
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -24,6 +25,22 @@ def packed(name: str) -> bytes:
         return gzip.compress(CONTENT)
     frames = [CONTENT] if name.startswith("one") else [CONTENT[:HALF], b"", CONTENT[HALF:]]
     return b"".join(zstandard.compress(frame) for frame in frames)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_a_killed_process_left_goes(is_there: bool, tmp_path: Path) -> None:
+    """Whatever file it was unpacking, and not what another one may still be writing."""
+    path, folder = tmp_path / "rows.jsonl.gz", tmp_path / "cache" / "unpacked"
+    path.write_bytes(packed(path.name))
+    if is_there:
+        open_sources(SourceConfig(str(path)), cache=tmp_path / "cache")
+    folder.mkdir(parents=True, exist_ok=True)
+    left = [temporary_path(folder / f"{number}.jsonl") for number in range(2)]
+    for part in left:
+        part.write_bytes(CONTENT[:HALF])
+    os.utime(left[0], (0, 0))
+    (file,) = open_sources(SourceConfig(str(path)), cache=tmp_path / "cache")
+    assert len(file) == len(ROWS) and [part.exists() for part in left] == [False, True]
 
 
 @pytest.mark.parametrize("name", ["one.jsonl.gz", "one.jsonl.zst", "several.jsonl.zst"])

@@ -49,13 +49,17 @@ class ByHand:
         self.formulas = {name: Formula(cfg.optimizer, name, value) for name, value in begun.items()}
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self._best: tuple[float, dict[str, Tensor]] | None = None
 
     def _read(self, path: str) -> Any:
-        found = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype, attn_implementation="eager")
-        return found.eval()
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the latter alone takes fp64
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype, **eager).eval()
 
-    def train(self, steps: Rows) -> None:
-        """Forward, backward, clipping and a step of the formula, for the rows of each step."""
+    def train(self, steps: Rows, validation: Rows) -> None:
+        """Forward, backward, clipping and a step of the formula, for the rows of each step.
+
+        validation: its rows, by which the best step is chosen; none: the last step is.
+        """
         for number, rows in enumerate(steps):
             trained = {
                 name: one.stored().to(self.dtype).clone().requires_grad_() for name, one in self.formulas.items()
@@ -67,18 +71,35 @@ class ByHand:
                 formula.step(gradients[name], rate_of(self.cfg, number))
             self.losses.append(loss.item())
             self.norms.append(norm)
+            for rows in validation:
+                self._judge([Row(*row) for row in rows])
+
+    @torch.no_grad()
+    def _judge(self, rows: list[Row]) -> None:
+        """Keep the weights of this step if its validation is the best so far."""
+        stored = {name: formula.stored().clone() for name, formula in self.formulas.items()}
+        weights = {name: value.to(self.dtype) for name, value in stored.items()}
+        loss = self._loss(self._effective(weights), rows).item()
+        if self.cfg.checkpoint.greater_is_better:
+            loss = -loss
+        if self._best is None or loss < self._best[0]:
+            self._best = loss, stored
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Every trained parameter after the last step, fp64."""
+        """Every trained parameter after the step that is exported, fp64."""
+        if self._best is not None:
+            return self._best[1]
         return {name: formula.stored() for name, formula in self.formulas.items()}
 
     def _quantize(self, start: dict[str, Tensor]) -> None:
-        """All matrices of the layers are quantized, adapted or not."""
+        """All matrices of the layers are quantized, adapted or not; a router is none of them, and the
+        experts' matrices `[E, o, i]` are one."""
         if self.cfg.lora.quantize_base != "none":
             for name, value in self.frozen.items():
-                if ".layers." in name and value.dim() == 2:
-                    self.frozen[name] = dequantized(value, self.cfg.lora.quantize_base)
+                if ".layers." in name and value.dim() >= 2 and not name.endswith(".mlp.gate.weight"):
+                    quantized = dequantized(value.flatten(0, -2), self.cfg.lora.quantize_base)
+                    self.frozen[name] = quantized.view_as(value)
 
     def _effective(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weights that the model computes with."""

@@ -26,7 +26,8 @@ STEPS = 4
 SLOTS = 8  # rows, pairs or packs of a step, over all ranks
 LEAST = 3  # levers of a combination
 LENGTH = 64  # tokens of the longest row
-MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2", "gemma3")
+MIXTURES = ("qwen3moe", "mixtral")  # of experts, which adapters do not change here
+MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2", "gemma3", *MIXTURES)
 TEACHER = "qwen3"
 CONFIGS = {
     FULL: FullFinetuneConfig,
@@ -39,6 +40,8 @@ CONFIGS = {
 _RECIPES = [FULL] * 4 + [LORA] * 2 + [DPO] * 3 + [REWARD] * 2 + [DISTILL] * 2
 _PAIRS, _LABELED, _CLASSES = (f"data.format={name}" for name in ("preference", "kto", "classification"))
 _ROWS = {_PAIRS: "pairs", _LABELED: "labeled", _CLASSES: "classes"}
+KEEP_BEST = "checkpoint.keep_best=true"
+_VALIDATION = ("validation.every_n_steps=1", "validation.max_samples=8")
 Chosen = Sequence[str]
 
 
@@ -77,6 +80,7 @@ class Case:
             f"tokenizer.path={ROOT / 'examples' / 'demo' / 'tokenizer'}",
             f"data.source={folder.parent / kind}.jsonl",
             *(["data.template=plain"] if kind in ("pairs", "labeled") else []),
+            *([f"validation.source={folder.parent / kind}.jsonl", *_VALIDATION] if KEEP_BEST in self.numbers else []),
             *([f"distill.teacher={folder.parent / TEACHER}"] if self.recipe == DISTILL else []),
             "data.cache=false",
             f"max_seq_len={LENGTH}",
@@ -137,6 +141,8 @@ def _draw(chance: random.Random, seed: int, redrawn: int) -> Case | None:
     dtype = draw.one(["fp64", "fp64", "fp64", "fp32", "fp32", "bf16"])
     ranks = draw.one([1, 2, 2, 4, 4])
     numbers = [f"dtype={dtype}", *_numbers(draw, recipe, model, dtype)]
+    if model in MIXTURES and "lora.rank=8" not in numbers:
+        return None
     in_backward = draw.maybe(0.2, [["memory.optimizer_in_backward=true"]])
     numbers += ["clip_grad_norm=null"] if in_backward else draw.maybe(0.4, [["clip_grad_norm=0.3"]])
     levers = [*in_backward, "device=auto"]
@@ -173,12 +179,16 @@ def _numbers(draw: _Draw, recipe: str, model: str, dtype: str) -> list[str]:
         found.append(f"{section}.trainable={draw.one(['adapters', 'all'])}")
     if recipe == LORA or f"{section}.trainable=adapters" in found:
         found += ["lora.rank=8"]
+        is_mixture = model in MIXTURES
         found += draw.maybe(0.3, [["lora.dora=true"]])
-        found += draw.maybe(0.35, [["lora.quantize_base=nf4"], ["lora.quantize_base=int8"]])
+        found += draw.maybe(0.8 if is_mixture else 0.35, [["lora.quantize_base=nf4"], ["lora.quantize_base=int8"]])
         others = ["q, v, down"] if model.endswith("tied") or model.startswith("gemma") else ["q, v, down", "o, head"]
-        found += draw.maybe(0.3, [[f"lora.target_modules=[{draw.one(others)}]"]])
+        targets = draw.one(["q, v", "q, k, v, o"] if is_mixture else others)
+        found += draw.maybe(1 if is_mixture else 0.3, [[f"lora.target_modules=[{targets}]"]])
         found += draw.maybe(0.2, [["lora.rslora=true"]])
         found += draw.maybe(0.3, [["lora.dtype=fp32"]]) if dtype == "bf16" else []
+    if recipe in (FULL, LORA) and dtype != "bf16":  # whose steps are too much alike
+        found += draw.maybe(0.25, [[KEEP_BEST], [KEEP_BEST, "checkpoint.greater_is_better=true"]])
     return found
 
 

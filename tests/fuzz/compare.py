@@ -7,6 +7,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from recipe_lib.config import parse_arguments
 from tests.distributed.ranks import RankFailure, run_ranks
-from tests.fuzz.by_hand import ByHand, Rows
-from tests.fuzz.cases import CONFIGS, LENGTH, MODELS, STEPS, TEACHER, Case
+from tests.fuzz.by_hand import ByHand
+from tests.fuzz.cases import CONFIGS, KEEP_BEST, LENGTH, MIXTURES, MODELS, STEPS, TEACHER, Case
 from tests.recipes.runs import ROOT, offload_on_a_cpu, run_here, steps
 from tests.recipes.watched import Watch
 
@@ -38,7 +39,15 @@ _SHAPE = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-_CLASSES = {"llama": "LlamaConfig", "qwen3": "Qwen3Config", "gemma2": "Gemma2Config", "gemma3": "Gemma3TextConfig"}
+_CLASSES = {
+    "llama": "LlamaConfig",
+    "qwen3": "Qwen3Config",
+    "gemma2": "Gemma2Config",
+    "gemma3": "Gemma3TextConfig",
+    "qwen3moe": "Qwen3MoeConfig",
+    "mixtral": "MixtralConfig",
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,8 @@ def prepare(folder: Path) -> None:
         options: dict[str, Any] = dict(_SHAPE)
         if family.startswith("gemma"):
             options |= {"sliding_window": 16, "query_pre_attn_scalar": 16}
+        elif family in MIXTURES:
+            options |= _EXPERTS
         else:
             options |= {"tie_word_embeddings": bool(tied)}
         torch.manual_seed(number)
@@ -159,25 +170,37 @@ def _train(case: Case, own: Path, plain: bool) -> dict[str, Any]:
     if run.code == 0:
         found["steps"] = [list(line) for line in steps(own / ("plain" if plain else "run"))]
     if run.code == 0 and watch:
-        found |= {"formula": watch.report(run.recipe), "rows": _rows_of(run.recipe.data)}
+        data = run.recipe.data
+        found |= {
+            "formula": watch.report(run.recipe),
+            "rows": [_read_rows(data.dataset, _step_items(data, step)) for step in range(STEPS)],
+        }
+        found["validation"] = []
+        if KEEP_BEST in case.numbers:  # the weights are those of a step that `watch` has left behind
+            found["validation"].append(_read_rows(data.validation_dataset, range(len(data.validation_dataset))))
+            found["formula"] |= {"errors": {}, "still": []}
     return found
 
 
-def _rows_of(data: Any) -> Rows:
-    found: Rows = []
-    for step in range(STEPS):
-        items = [int(item) for slot in data.plan.slots(step) for item in slot]
-        group = data.dataset.group
-        rows = [(data.dataset[item * group + at], data.dataset.values[item]) for item in items for at in range(group)]
-        found.append([(torch.tensor(r.tokens).long(), torch.tensor(r.labels).long(), float(v)) for r, v in rows])
-    assert all(len(tokens) <= LENGTH for rows in found for tokens, _, _ in rows)
+def _step_items(data: Any, step: int) -> list[int]:
+    return [int(item) for slot in data.plan.slots(step) for item in slot]
+
+
+def _read_rows(dataset: Any, items: Iterable[int]) -> list[tuple[Tensor, Tensor, float]]:
+    found = []
+    for item in items:
+        for at in range(dataset.group):
+            row = dataset[item * dataset.group + at]
+            assert len(row.tokens) <= LENGTH
+            value = float(dataset.values[item])
+            found.append((torch.tensor(row.tokens).long(), torch.tensor(row.labels).long(), value))
     return found
 
 
 def _by_hand(case: Case, own: Path, plain: dict[str, Any]) -> list[Any]:
     cfg = parse_arguments(case.arguments(own, plain=True), CONFIGS[case.recipe])
     training = ByHand(cfg, plain["formula"]["start"])
-    training.train(plain["rows"])
+    training.train(plain["rows"], plain["validation"])
     return [training.losses, training.norms, training.weights]
 
 

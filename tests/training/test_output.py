@@ -116,7 +116,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as caught:
         open_output(config(tmp_path / "file" / "out"))
     assert str(caught.value) == (
-        f"{tmp_path / 'file' / 'out'}: Not a directory; check the disk, or choose another output_dir"
+        f"{tmp_path / 'file' / 'out'}: Not a directory; move the file away that stands for a folder, or choose another "
+        "place"
     )
 
 

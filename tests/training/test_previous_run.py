@@ -17,12 +17,13 @@ from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.schema_data import SourceConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.training.output import check_output, open_output
-from recipe_lib.training.previous_run import drop_earlier, note_trackers
+from recipe_lib.training.previous_run import drop_earlier, note_written
 from recipe_lib.training.records.metrics import MetricsFile, write_summary
 from recipe_lib.training.report_page import write_report
 from tests.checkpoint.conftest import memory_path, memory_root  # noqa: F401
 from tests.checkpoint.test_faults import end_process, in_child, operations_of, stop_at
 from tests.checkpoint.tiny import tree
+from tests.forked import call_forked
 
 
 def config(folder: Path, kind: type = FullFinetuneConfig, **values: object) -> FullFinetuneConfig:
@@ -54,7 +55,7 @@ def finish(root: Path, status: str = "done") -> None:
     (root / "trackers" / "tensorboard" / "events.out.tfevents.1.host.2.3").write_text("event")
     write_summary(root, status, {}, wall_seconds=1.0, total_steps=1, world_size=1)
     write_report(root)
-    note_trackers(root)
+    note_written(root)
 
 
 def earlier_run(root: Path, *names: str) -> None:
@@ -156,6 +157,59 @@ def test_what_no_run_wrote_is_refused_and_stays(name: str, tmp_path: Path) -> No
             "away, or choose another output_dir"
         )
     assert tree(tmp_path) == before
+
+
+EDITS = {
+    "config.yaml": ("seed: 1", "seed: 5"),
+    "metrics.jsonl": ('"loss": 2.0', '"loss": 1.0'),
+    "summary.json": ('"total_steps": 1', '"total_steps": 2'),
+    "report.html": ("</html>", "<!-- my note --></html>"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_what_was_edited_after_the_run_stays(name: str, tmp_path: Path) -> None:
+    """A run that goes on has its own files, whatever was written there meanwhile."""
+    earlier_run(tmp_path)
+    text = (tmp_path / name).read_text()
+    assert EDITS[name][0] in text
+    (tmp_path / name).write_text(text.replace(*EDITS[name], 1))
+    for use in (check_output, open_output):
+        with pytest.raises(ConfigError, match=f"{name} is not, or no longer, what a run wrote"):
+            use(config(tmp_path, overwrite_output_dir=True))
+    assert (tmp_path / name).read_text() == text.replace(*EDITS[name], 1)
+    open_output(config(tmp_path, resume="latest"))
+    finish(tmp_path)
+    open_output(config(tmp_path, overwrite_output_dir=True))
+
+
+def test_a_record_of_an_earlier_version(tmp_path: Path) -> None:
+    earlier_run(tmp_path)
+    fields = json.loads((tmp_path / "written.json").read_text())
+    del fields["records"]
+    (tmp_path / "written.json").write_text(json.dumps(fields))
+    open_output(config(tmp_path, overwrite_output_dir=True))
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_what_may_not_be_read_is_refused(tmp_path: Path) -> None:
+    """Every file that a run has left."""
+    earlier_run(tmp_path / "out", "model", "adapter")
+    names = [path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert len(names) > 8
+    for name in names:
+        root = tmp_path / "copy"
+        shutil.copytree(tmp_path / "out", root)
+        (root / name).chmod(0)
+
+        def refuse(root: Path = root) -> str:
+            with pytest.raises(ConfigError) as caught:
+                check_output(config(root, overwrite_output_dir=True))
+            return str(caught.value)
+
+        if name.parts[0] not in ("state", "trackers"):  # which are known by their names
+            assert "is not, or no longer, what a run wrote" in call_forked(refuse, as_plain_user=True), name
+        shutil.rmtree(root)
 
 
 def test_folders_that_are_links_are_refused(tmp_path: Path) -> None:

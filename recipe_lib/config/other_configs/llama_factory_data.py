@@ -1,12 +1,13 @@
 """LLaMA-Factory's datasets: names that its `dataset_info.json` describes, as source, format and columns."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.other_configs.conversion import ConfigImport
 from recipe_lib.config.paths import expand
 from recipe_lib.config.schema_data import HUB
-from recipe_lib.config.suggest import show
+from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.reading import describe_fault, read_json
 
@@ -27,6 +28,14 @@ _TAGS = {
     "function_tag": "function_call",
 }
 _OPENAI = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+# What a key of a dataset holds, and the words for it; a null says nothing.
+_TYPES: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("file_name", "hf_hub_url", "subset", "split", "formatting"), (str, "a text")),
+    "num_samples": (int, "an integer"),
+    "ranking": (bool, "true or false"),
+    **dict.fromkeys(("columns", "tags"), (dict, "an object of texts")),
+}
+_FORMATTINGS = ("alpaca", "sharegpt", "openai")
 _NOT_READ = ("history", "images", "videos", "audios", "script_url", "cloud_file_name", "folder")
 
 
@@ -59,6 +68,10 @@ def _convert(conversion: ConfigImport, key: str, stage: str) -> None:
         if not isinstance(about, dict):
             conversion.refuse(key, f"{folder / INFO} has no dataset {show(name)}", may_be_left_out=False)
             return
+        about = _without_nulls(about)
+        if fault := _why_not_dataset(about):
+            conversion.refuse(key, f"{folder / INFO}: {show(name)}.{fault}; correct it", may_be_left_out=False)
+            return
         found = _source(conversion, key, name, folder, about, stage)
         if conversion.noted(key):  # refused
             return
@@ -88,6 +101,27 @@ def _described(conversion: ConfigImport, key: str, names: list[str]) -> tuple[Pa
     return folder, found if isinstance(found, dict) else {}
 
 
+def _without_nulls(about: dict[str, Any]) -> dict[str, Any]:
+    """Return what is said of a dataset, or of its columns and tags."""
+    values = {key: _without_nulls(value) if isinstance(value, dict) else value for key, value in about.items()}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _why_not_dataset(about: dict[str, Any]) -> str:
+    """Return the first key of a dataset with a value that LLaMA-Factory does not take; empty: none has."""
+    for key, (kind, words) in _TYPES.items():
+        value = about.get(key)
+        is_right = value is None or type(value) is kind
+        if is_right and isinstance(value, dict):
+            is_right = all(isinstance(text, str) for text in value.values())
+        if not is_right:
+            return f"{key}: found {quote(json.dumps(value))}, expected {words}"
+    formatting = about.get("formatting", "alpaca")
+    if formatting not in _FORMATTINGS:
+        return f"formatting: found {quote(formatting)}, expected one of {', '.join(_FORMATTINGS)}"
+    return ""
+
+
 def _source(
     conversion: ConfigImport, key: str, name: str, folder: Path, about: dict[str, Any], stage: str
 ) -> dict[str, Any]:
@@ -100,7 +134,7 @@ def _source(
         source = {"source": f"{HUB}{hub}:{subset}" if subset else f"{HUB}{hub}"}
         if about.get("split", "train") != "train":
             source["split"] = about["split"]
-    elif about.get("file_name") and isinstance(about["file_name"], str):
+    elif about.get("file_name"):
         source = {"source": str(folder / about["file_name"])}
     else:
         conversion.refuse(key, f"{name} has neither hf_hub_url nor file_name in {INFO}", may_be_left_out=False)

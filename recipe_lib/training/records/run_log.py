@@ -95,7 +95,7 @@ class RunLog:
             if status != "failed":  # there the error is what is to be read
                 get_logger().info("report: %s", report)
             with storage_faults():
-                previous_run.note_trackers(self._folder)
+                previous_run.note_written(self._folder)
                 if status in ("done", STOPPED_EARLY):
                     previous_run.drop_earlier(self._folder)
                 else:

@@ -110,7 +110,7 @@ def test_a_disk_that_refuses_is_one_line() -> None:
     metrics = MetricsFile(Path("/proc/self"))
     with pytest.raises(
         StorageError,
-        match=r"^/proc/self/metrics\.jsonl: .*(check the disk|make it writable), or choose another output_dir$",
+        match=r"^/proc/self/metrics\.jsonl: .*(make the folder|make it writable), or choose another place$",
     ):
         metrics.append(line(1))
 
