@@ -7,6 +7,8 @@ from typing import Any
 from recipe_lib.config.local_files import check_transformers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import silence_torchao
+from recipe_lib.models.config_spellings import spell_both
+from recipe_lib.models.rope_config import NEWER
 
 TRANSFORMERS = "transformers"
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # whose config has an is_decoder that they do not read
@@ -46,6 +48,21 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
             f"{where}: model_type {kind!r} is no causal language model in transformers; take one that is"
         )
     return made
+
+
+def spell_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a config.json with the older and the newer names of its keys, if its class reads the same from them."""
+    made = transformers_config(config, where).to_dict()
+    spelled = spell_both(_add_ropes(config, made))
+    again = transformers_config(spelled, where).to_dict()
+    return spelled if again.items() >= made.items() else dict(config)
+
+
+def _add_ropes(config: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json, and its parts, with the `rope_parameters` that its class makes of it."""
+    parts = {key: value for key, value in config.items() if isinstance(value, dict) and isinstance(made.get(key), dict)}
+    added = dict(config) | {key: _add_ropes(part, made[key]) for key, part in parts.items()}
+    return added | ({NEWER: made[NEWER]} if made.get(NEWER) else {})
 
 
 def looks_ahead(made: Any) -> bool:
