@@ -18,7 +18,8 @@ _BY_HAND: dict[str, dict[str, Any]] = {
     "mixtral": {"rope_theta": 1000000.0},
     "mixtral-all": {"rope_theta": 1000000.0},
     "gemma3-linear": {
-        "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "gpt-oss": {
         "rope_theta": 150000.0,

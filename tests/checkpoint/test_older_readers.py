@@ -1,6 +1,9 @@
 """What is exported says all that transformers 5 has renamed under both names, and means the same by either."""
 
 import json
+import logging
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,14 @@ import torch
 import transformers
 
 from recipe_lib.checkpoint.weights_out import export_config
+from recipe_lib.cli import main
 from recipe_lib.models import spec_from_config
 from tests.checkpoint.spellings import NEWER, OLDER, leave_out, write_older
 from tests.models.reference import CASES, SMALL
+from tests.recipes import labeled_runs
+from tests.recipes.labeled_runs import write_margins
+from tests.recipes.runs import FULL, LORA, REWARD, ROOT, arguments, latest, probe, run_here
+from tests.selection import slow_except
 
 
 def newer_config(case: str, folder: Path) -> dict[str, Any]:
@@ -33,12 +41,21 @@ def read_by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What transformers logs, which it keeps from the root logger."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_either_name_means_what_was_trained(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_either_name_means_what_was_trained(case: str, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     newer = newer_config(case, tmp_path)
     older = write_older(case, newer)
     expected = read_by_transformers(newer | {"dtype": "bfloat16"})
-    caplog.clear()  # what transformers says of the numbers themselves, once in a process
+    said.clear()  # what transformers says of the numbers themselves, once in a process
     for source in (newer, older, newer | older):
         spec = spec_from_config(source, case)
         exported = export_config(source, spec, torch.bfloat16)
@@ -50,4 +67,75 @@ def test_either_name_means_what_was_trained(case: str, tmp_path: Path, caplog: p
             read = read_by_transformers(config)
             differing = {key: (value, read.get(key)) for key, value in expected.items() if read.get(key) != value}
             assert not differing
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("transformers")] == []
+    assert [record.getMessage() for record in said.records if record.name.startswith("transformers")] == []
+
+
+def write_base(folder: Path) -> Path:
+    """A Llama whose rotary embedding is scaled, as transformers 5 writes it, with the demo's tokenizer."""
+    torch.manual_seed(0)
+    scaling = CASES["llama3.1"][1]["rope_scaling"] | {"rope_theta": 500000.0}
+    config = transformers.LlamaConfig(
+        **SMALL | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "rope_parameters": scaling},
+        initializer_range=0.3,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    for file in (ROOT / "examples" / "demo" / "tokenizer").iterdir():
+        shutil.copy(file, folder)
+    return folder
+
+
+def train(base: Path, output: Path, recipe: str, *more: str) -> Path:
+    """One step of a recipe on the base; returns the folder of the model that it leaves."""
+    given = [f"model.path={base}", f"tokenizer.path={base}", "dtype=fp32", "device=cpu", "max_steps=1"]
+    if recipe == REWARD:
+        words = labeled_runs.arguments(write_margins(base.parent), output, recipe, "lora.merge_on_save=true")
+        words = [word for word in words if not word.startswith("model.preset")]
+    else:
+        words = [*arguments(output, "demo/lora" if recipe == LORA else "demo/full"), "~model.preset"]
+    run = run_here(latest(*words, *given, *more), recipe=recipe)
+    assert run.code == 0, run.said
+    return output / "model"
+
+
+def export(*words: Any) -> None:
+    assert main.main(["export", *map(str, words)]) == 0
+
+
+def write_kind(kind: str, base: Path, folder: Path) -> Path:
+    """What this kind of export leaves of the base."""
+    external = ["model.implementation=transformers", "data.packing=false"] if "transformers" in kind else []
+    if kind.startswith("full"):
+        return train(base, folder / "run", FULL, *external)
+    if kind == "reward":
+        return train(base, folder / "run", REWARD)
+    if kind.startswith("merged"):
+        train(base, folder / "run", LORA, "lora.merge_on_save=true", *external)
+        if "later" not in kind:
+            return folder / "run" / "model"
+        export(folder / "run" / "adapter", "--merge", "--base", base, "--out", folder / "merged")
+        return folder / "merged"
+    export(base, "--quantize", kind, "--out", folder / "quantized")
+    return folder / "quantized"
+
+
+KINDS = ["full", "full transformers", "reward", "merged", "merged later", "merged transformers",
+         "merged transformers later", "int4", "int8"]  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", slow_except(KINDS, ["full", "merged transformers later", "int8"]))
+def test_every_kind_of_export_computes_the_same_by_either_name(kind: str, tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    with torch.enable_grad():
+        folder = write_kind(kind, base, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 500000.0
+    assert config["rope_scaling"].items() <= config["rope_parameters"].items() and config["rope_scaling"]["factor"] == 8
+    assert config["dtype"] == config["torch_dtype"] == "float32"
+    opener = transformers.AutoModelForSequenceClassification if kind == "reward" else transformers.AutoModelForCausalLM
+    expected = opener.from_pretrained(folder).eval()(probe()).logits
+    for left_out in (NEWER, OLDER):
+        (folder / "config.json").write_text(json.dumps(leave_out(config, left_out)))
+        found = opener.from_pretrained(folder).eval()(probe()).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
