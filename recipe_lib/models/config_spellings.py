@@ -21,6 +21,8 @@ _ROPE_KEYS_IN = {
     "gpt_neox_japanese": ("rotary_emb_base", "rotary_pct", ""),
     "modernbert-decoder": ("global_rope_theta", "", "local_rope_theta"),
 }
+# Families whose older class counts the keys of `rope_scaling`, of which one is `type`.
+_WITH_TYPE = ("fuyu", "olmo", "olmo2", "phi3", "phi4_multimodal")
 _NO_PARTS = ("quantization_config", "compression_config")
 
 
@@ -30,19 +32,21 @@ def spell_native(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     return spell_both(dict(config) | {NEWER: complete_ropes(fields, family)})
 
 
-def spell_both(config: Mapping[str, Any]) -> dict[str, Any]:
+def spell_both(config: Mapping[str, Any], with_ropes: bool = True) -> dict[str, Any]:
     """Return a config.json, and its parts, with both names of what transformers 5 renamed.
 
-    Rotary embeddings are taken from `rope_parameters`; what has none keeps the older keys alone.
+    with_ropes: of the rotary embeddings too, which are taken from `rope_parameters`.
     """
-    spelled = {key: spell_both(value) if _is_part(key, value) else value for key, value in config.items()}
+    spelled = {key: spell_both(value, with_ropes) if _is_part(key, value) else value for key, value in config.items()}
     family = str(config.get("model_type"))
     for newer, older in (_RENAMED | _RENAMED_IN.get(family, {})).items():
         values = [config[key] for key in (newer, older) if config.get(key) is not None]
         if values:
             spelled |= dict.fromkeys((newer, older), values[0])
     ropes = config.get(NEWER)
-    return spelled | _older_ropes(ropes, family) if isinstance(ropes, Mapping) and ropes else spelled
+    if with_ropes and isinstance(ropes, Mapping) and ropes:
+        spelled |= _older_ropes(ropes, family)
+    return spelled
 
 
 def _is_part(key: str, value: Any) -> bool:
@@ -63,7 +67,9 @@ def _older_ropes(ropes: Mapping[str, Any], family: str) -> dict[str, Any]:
     scaling = {key: value for key, value in everywhere.items() if key not in ("rope_theta", "partial_rotary_factor")}
     if scaling.get("rope_type") == "longrope":
         values[POSITIONS] = scaling.pop(POSITIONS, None)  # older readers look for it beside the object alone
-        if family == "phi3":  # whose older class takes an object of three keys, of these names
-            scaling["type"] = scaling.pop("rope_type")
     older = {key: value for key, value in values.items() if key and value is not None}
-    return older | {OLDER: None if scaling == {"rope_type": "default"} else scaling}
+    if scaling == {"rope_type": "default"}:
+        return older | {OLDER: None}
+    if family in _WITH_TYPE and "rope_type" in scaling:
+        scaling["type"] = scaling.pop("rope_type")
+    return older | {OLDER: scaling}

@@ -85,11 +85,14 @@ def write_base(folder: Path) -> Path:
     return folder
 
 
+WHOLE = ("reward.trainable=all", "checkpoint.save_model=true")  # of a reward model
+
+
 def train(base: Path, output: Path, recipe: str, *more: str) -> Path:
     """One step of a recipe on the base; returns the folder of the model that it leaves."""
     given = [f"model.path={base}", f"tokenizer.path={base}", "dtype=fp32", "device=cpu", "max_steps=1"]
     if recipe == REWARD:
-        words = labeled_runs.arguments(write_margins(base.parent), output, recipe, "lora.merge_on_save=true")
+        words = labeled_runs.arguments(write_margins(base.parent), output, recipe, *WHOLE)
         words = [word for word in words if not word.startswith("model.preset")]
     else:
         words = [*arguments(output, "demo/lora" if recipe == LORA else "demo/full"), "~model.preset"]
