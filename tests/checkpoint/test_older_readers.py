@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from recipe_lib.checkpoint.weights_out import export_config
 from recipe_lib.cli import main
+from recipe_lib.external.transformers_config import spell_config
 from recipe_lib.models import spec_from_config
 from tests.checkpoint.spellings import NEWER, OLDER, leave_out, write_older
 from tests.models.reference import CASES, SMALL
@@ -142,3 +144,44 @@ def test_every_kind_of_export_computes_the_same_by_either_name(kind: str, tmp_pa
         (folder / "config.json").write_text(json.dumps(leave_out(config, left_out)))
         found = opener.from_pretrained(folder).eval()(probe()).logits
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def has_key(config: dict[str, Any], key: str) -> bool:
+    """Whether a config.json or a part of it has a key."""
+    parts = [value for name, value in config.items() if name.endswith("_config") and isinstance(value, dict)]
+    return bool(config.get(key)) or any(has_key(part, key) for part in parts)
+
+
+# Families with names of their own for the rotary embedding, or with parts. A scaling of the first one is said too.
+EXTERNAL = ["gemma3", "gpt_neox", "llama4_text", "modernbert-decoder", "olmo2", "phi", "phi3", "qwen3_moe", "stablelm"]
+
+
+@pytest.mark.parametrize("family", EXTERNAL)
+def test_what_a_class_of_transformers_reads_stays_the_same(family: str) -> None:
+    config = json.loads(transformers.AutoConfig.for_model(family).to_json_string())
+    spelled = spell_config(config, family)
+    assert has_key(spelled, "rope_parameters")
+    theta = {"gpt_neox": "rotary_emb_base", "modernbert-decoder": "local_rope_theta"}.get(family, "rope_theta")
+    assert has_key(spelled, theta)
+    expected = transformers.AutoConfig.for_model(**json.loads(json.dumps(config))).to_dict()
+    for left_out in (set(), OLDER, NEWER):
+        read = transformers.AutoConfig.for_model(**leave_out(spelled, left_out)).to_dict()
+        assert not {key for key, value in expected.items() if read.get(key) != value and key not in OLDER}
+
+
+@pytest.mark.slow
+def test_no_family_of_transformers_fails() -> None:
+    """Also those that came with transformers 5, whose classes may not take an older name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    differing = []
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            config = json.loads(transformers.AutoConfig.for_model(family).to_json_string())
+            expected = transformers.AutoConfig.for_model(**json.loads(json.dumps(config))).to_dict()
+        except (ValueError, TypeError, StrictDataclassError):  # no config without arguments
+            continue
+        read = transformers.AutoConfig.for_model(**json.loads(json.dumps(spell_config(config, family)))).to_dict()
+        if any(read.get(key) != value for key, value in expected.items()):
+            differing.append(family)
+    assert not differing
