@@ -55,7 +55,8 @@ def _is_part(key: str, value: Any) -> bool:
 
 def _older_ropes(ropes: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Return what the keys of older files say of the rotary embeddings."""
-    everywhere, local = ropes, {}
+    everywhere = ropes
+    local: Mapping[str, Any] = {}
     if not ropes.keys().isdisjoint(LAYER_KINDS):
         everywhere, local = (ropes.get(kind) or {} for kind in LAYER_KINDS)
     base_key, fraction_key, local_key = _ROPE_KEYS_IN.get(family, _ROPE_KEYS)
