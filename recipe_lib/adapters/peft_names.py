@@ -30,6 +30,8 @@ _MULTIMODAL = {
     "language_model.model.": "model.",
     "language_model.lm_head": "lm_head",
 }
+# Ends of modules' names in transformers 4 -> in transformers 5, where the matrix is the same: PEFT takes either.
+_RENAMED = {".block_sparse_moe.gate": ".mlp.gate"}
 _LEAVES = {f"{owner}.{child}": target for target, (owner, child) in LINEARS.items()}
 _LEAVES |= {"mlp.router": "router", "experts.gate_up_proj": "experts", "experts.down_proj": "experts"}
 # PEFT wraps a module once for each of its parameters that have an adapter, the first of them innermost.
@@ -163,13 +165,16 @@ def targets_of(modules: Iterable[FileModule]) -> list[str]:
 def split_name(name: str, *, of_text: bool = True) -> tuple[str, str] | None:
     """A tensor's name in a file as the module's and what follows; None: not an adapter's name.
 
-    of_text: the module's name in a text-only model, which may be a part of the one that the file is for.
+    of_text: the module's name in a text-only model, which may be a part of the one that the file is for. The name is
+    that of transformers 5.
     `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` is (`model.layers.0.mlp.up_proj`, `lora_A.weight`).
     """
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(f".{suffix}")), None)
     if suffix is None or not name.startswith(PREFIX):
         return None
     module = name.removeprefix(PREFIX).removesuffix(f".{suffix}")
+    older = next((end for end in _RENAMED if module.endswith(end)), "")
+    module = module.removesuffix(older) + _RENAMED.get(older, "")
     for other, own in _MULTIMODAL.items():
         if of_text and module.startswith(other):
             return own + module.removeprefix(other), suffix

@@ -161,11 +161,18 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
     strange = adapter.tensors.keys() - known.keys()
     faults: list[str | None] = []
     apart = sorted(name for name in strange if _EXPERT_APART.search(name))
-    if apart and getattr(spec, "mixture", None) is not None:
+    modules = set(spec.layout().modules) if isinstance(spec, ExternalSpec) else set()
+    has_experts = getattr(spec, "mixture", None) is not None or any(name.endswith(".experts") for name in modules)
+    if apart and has_experts:
         faults.append(
             f"{adapter.path}: adapts the linears of each expert ({apart[0]}), as transformers 4 has them; expected "
             "mlp.experts.gate_up_proj and mlp.experts.down_proj, in each of which all experts of a layer are one "
             "parameter; merge it with transformers 4 and PEFT, or train it again"
+        )
+    elif strange & modules:
+        faults.append(
+            f"{adapter.path}: {name_first(strange & modules, 'is', 'are')} no linear of this model, and linears alone "
+            "may have an adapter with model.implementation=transformers; merge it with PEFT (merge_and_unload)"
         )
     elif strange:
         faults.append(

@@ -24,12 +24,13 @@ from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
 from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.checkpoint.weights_in import unknown_extras
+from recipe_lib.checkpoint.weights_out import spell_config
 from recipe_lib.config.local_files import install_line
 from recipe_lib.errors import CheckpointError, SetupError, StorageError
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.qat import base_config
 from recipe_lib.models import read_config, read_trained_spec
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
 
@@ -63,7 +64,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
     transformers; then there is no `out`, but where the check of the whole folder fails.
     """
     transformers = _transformers()
-    check_quantizable(folder, kind, group_size)
+    spec = check_quantizable(folder, kind, group_size)
     tokenizer_files(folder)  # transformers reads some of them too, whatever they are
     needed = sum(tensor.entry.end - tensor.entry.start for tensor in read_headers(folder).values())
     with files.storage_faults(), _quiet(transformers):
@@ -78,6 +79,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
         try:
             files.make_folder(temporary)
             _save(model, temporary, out)
+            _respell(temporary / "config.json", spec)
             del model
             _copy_rest(folder, temporary)
             publish(temporary, out)
@@ -102,8 +104,8 @@ def _transformers() -> Any:
     return transformers
 
 
-def check_quantizable(folder: Path, kind: str, group_size: int) -> None:
-    """Refuses a model that torchao would leave as it is, or fail at. CheckpointError."""
+def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
+    """Return the spec of a model. Raises CheckpointError for one that torchao would leave as it is, or fail at."""
     config = read_config(folder)
     spec = read_trained_spec(config, str(folder))
     extras = [name for name, tensor in read_headers(folder).items() if tensor.extra]
@@ -114,7 +116,7 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> None:
             f"{folder}: is a mixture of experts, whose weights are stacked and no linears to torchao; serve it as it is"
         )
     if kind != "int4":
-        return
+        return spec
     for name, tensor in read_headers(folder).items():
         shape = tensor.entry.shape
         if ".layers." in name and name.endswith("proj.weight") and len(shape) == 2 and shape[1] % group_size:
@@ -122,6 +124,7 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> None:
                 f"--group-size: found {group_size} for {name}, whose rows have {shape[1]} weights, expected a divisor "
                 "of them; choose one, or --quantize int8, which takes rows as they are"
             )
+    return spec
 
 
 def _opened(transformers: Any, folder: Path, **more: Any) -> nn.Module:
@@ -144,6 +147,13 @@ def _save(model: nn.Module, folder: Path, out: Path) -> None:
         raise StorageError(
             f"{out}: the weights cannot be written ({error}); free some space, or choose another --out"
         ) from error
+
+
+def _respell(path: Path, spec: ModelSpec) -> None:
+    """Write transformers' config.json once more, for readers of other releases too."""
+    config = spell_config(read_config(path), spec)
+    files.remove_file(path)  # of a folder that nobody sees yet
+    files.write_json(path, config)
 
 
 @contextmanager

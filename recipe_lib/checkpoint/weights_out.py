@@ -1,6 +1,6 @@
 """A trained model as a Hugging Face folder, written tensor by tensor."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from recipe_lib.checkpoint.weight_files import INDEX, SINGLE
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import in_file_order
+from recipe_lib.models.config_spellings import spell_native
 from recipe_lib.models.external_spec import Conversion, ExternalSpec
 from recipe_lib.models.families import FAMILIES, text_config
 from recipe_lib.models.meta_init import persistent_buffers
@@ -298,6 +299,10 @@ def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.d
         causal = FAMILIES[spec.family].architectures[0]
         config["architectures"] = [score_architecture(spec) if has_score_head(spec) else causal]
     config["tie_word_embeddings"] = spec.tied
-    config.pop("dtype", None)  # the newer name; every release reads the older one
-    config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    return config
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    return spell_config(config, spec)
+
+
+def spell_config(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """Return a config.json whose renamed keys have both names: readers before transformers 5 know the older alone."""
+    return spec.spell_config(config) if isinstance(spec, ExternalSpec) else spell_native(config, spec.family)

@@ -16,7 +16,13 @@ from recipe_lib.external.build import ModuleSource, make_module
 from recipe_lib.external.find_modules import embedding_and_head
 from recipe_lib.external.tensor_parallel import shard_module
 from recipe_lib.external.tensor_plan.transformers_models import shrink
-from recipe_lib.external.transformers_config import TRANSFORMERS, looks_ahead, one_line, transformers_config
+from recipe_lib.external.transformers_config import (
+    TRANSFORMERS,
+    looks_ahead,
+    one_line,
+    spell_config,
+    transformers_config,
+)
 from recipe_lib.models.external_spec import ExternalSpec, StageParts, TensorLayout, WeightEntry, WrittenLayout
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.quantized_files import refuse_quantized
@@ -58,6 +64,11 @@ class ModuleSpec(ExternalSpec):
 
     def written_layout(self) -> WrittenLayout | None:
         return weight_conversions.writing(self.source)
+
+    def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        if self.source.implementation != TRANSFORMERS:
+            return super().spell_config(config)
+        return spell_config(config, self.family)
 
     def adapted_linears(self, cfg: LoraConfig) -> list[str]:
         held = build.layout(self.source)

@@ -1,12 +1,15 @@
 """A config.json as transformers' own config object. No torch here."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from recipe_lib.config.local_files import check_transformers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import silence_torchao
+from recipe_lib.models.config_spellings import spell_both
+from recipe_lib.models.rope_config import NEWER
 
 TRANSFORMERS = "transformers"
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # whose config has an is_decoder that they do not read
@@ -46,6 +49,37 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
             f"{where}: model_type {kind!r} is no causal language model in transformers; take one that is"
         )
     return made
+
+
+def spell_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a config.json with the older and the newer names of its keys, if its class reads the same from them.
+
+    Classes that came with transformers 5 may not; earlier releases have none for those models.
+    """
+    made = transformers_config(config, where).to_dict()
+    spelled = spell_both(_add_ropes(config, made))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of such a class on a name that is not its own
+        try:
+            read = transformers_config(spelled, where).to_dict()
+        except CheckpointError:
+            read = {}
+    is_same = all(_without_type(read.get(key)) == _without_type(value) for key, value in made.items())
+    return spelled if is_same else spell_both(config, with_ropes=False)
+
+
+def _without_type(value: Any) -> Any:
+    """Return a value of a config without `type`, which transformers keeps beside `rope_type`."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_type(inner) for key, inner in value.items() if key != "type"}
+
+
+def _add_ropes(config: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json, and its parts, with the `rope_parameters` that its class makes of it."""
+    parts = {key: value for key, value in config.items() if isinstance(value, dict) and isinstance(made.get(key), dict)}
+    added = dict(config) | {key: _add_ropes(part, made[key]) for key, part in parts.items()}
+    return added | ({NEWER: made[NEWER]} if made.get(NEWER) else {})
 
 
 def looks_ahead(made: Any) -> bool:

@@ -134,6 +134,10 @@ class ExternalSpec(ABC):
     def implementation(self) -> str:
         """What `model.implementation` says for it."""
 
+    def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config.json of the model with both names of what a release of its library renamed."""
+        return dict(config)
+
     @abstractmethod
     def build(self, dtype: "torch.dtype") -> "nn.Module":
         """The model on the meta device, called as a decoder is. See `build_meta`, which calls this."""

@@ -15,7 +15,10 @@ _WITHOUT_ANY: dict[str, dict[str, Any]] = {
     "gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-
+NEWER, OLDER = "rope_parameters", "rope_scaling"  # the two keys of config.json
+LAYER_KINDS = ("full_attention", "sliding_attention")  # which the newer one may tell apart
+POSITIONS = "original_max_position_embeddings"
+_STRETCHED = ("llama3", "yarn", "longrope")  # types with such a number
 
 NUMBERS = (1e-30, 1e30)  # of a config.json: what fp32 holds, and its square too
 ROPE_NUMBERS = (1e-9, 1e9)  # factors and lengths of a rotary embedding
@@ -34,37 +37,68 @@ def show_bounds(bounds: tuple[float, float]) -> str:
 
 def read_rope(fields: "Fields", family: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
     """The rotary embedding of a model, and a second one for layers with a window where the family has one."""
-    config = fields.config
-    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    key = _find_spelling(fields)
     ropes = _read_ropes(fields, family, key, head_width)
     # transformers takes the older spelling then, with the base of rope_theta: a model that nobody may have meant.
-    both = key == "rope_parameters" and config.get("rope_scaling")
-    if both and _read_ropes(fields, family, "rope_scaling", head_width) != ropes:
-        raise fields.fault("rope_scaling", "what rope_parameters says as well; take one of the two out")
+    both = key == NEWER and fields.config.get(OLDER)
+    if both and _read_ropes(fields, family, OLDER, head_width) != ropes:
+        raise fields.fault(OLDER, f"what {NEWER} says as well; take one of the two out")
     return ropes
+
+
+def complete_ropes(fields: "Fields", family: str) -> dict[str, Any]:
+    """Return `rope_parameters` with all that config.json says of rotary embeddings, in either spelling."""
+    ropes = []
+    for base, given in _find_ropes(fields, family, _find_spelling(fields)).items():
+        rope = {"rope_theta": fields.number(base), **given, "rope_type": _find_kind(fields, given)}
+        rope.pop("type", None)
+        fraction = fields.config.get("partial_rotary_factor")
+        if fraction is not None:
+            rope.setdefault("partial_rotary_factor", fraction)
+        positions = fields.config.get(POSITIONS)
+        if positions is not None and rope["rope_type"] in _STRETCHED:
+            rope[POSITIONS] = positions
+        ropes.append(rope)
+    return ropes[0] if len(ropes) == 1 else dict(zip(LAYER_KINDS, ropes, strict=True))
+
+
+def _find_spelling(fields: "Fields") -> str:
+    """Return the key that counts: the newer one where config.json has both."""
+    return OLDER if fields.config.get(NEWER) is None else NEWER
 
 
 def _read_ropes(fields: "Fields", family: str, key: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
     """Return what one spelling of the two says."""
+    ropes = [
+        _one_rope(fields, key, given, fields.number(base), head_width)
+        for base, given in _find_ropes(fields, family, key).items()
+    ]
+    return ropes[0], ropes[1] if len(ropes) > 1 else None
+
+
+def _find_ropes(fields: "Fields", family: str, key: str) -> dict[str, Mapping[str, Any]]:
+    """Return the objects of a model's rotary embeddings in one spelling, by the older key for the base of each."""
     given = _WITHOUT_ANY.get(family, {}) if fields.config.get(key) is None else fields.config[key] or {}
     if not isinstance(given, Mapping):
         raise fields.fault(key, "an object, or null")
     if family != "gemma3":
-        return _one_rope(fields, key, given, fields.number("rope_theta"), head_width), None
-    nested = "full_attention" in given or "sliding_attention" in given
-    everywhere = (given.get("full_attention") if nested else given) or {}
-    local = (given.get("sliding_attention") if nested else None) or {}
-    return (
-        _one_rope(fields, key, everywhere, fields.number("rope_theta"), head_width),
-        _one_rope(fields, key, local, fields.number("rope_local_base_freq"), head_width),
-    )
+        return {"rope_theta": given}
+    nested = not given.keys().isdisjoint(LAYER_KINDS)
+    everywhere, local = (given.get(kind) or {} for kind in LAYER_KINDS) if nested else (given, {})
+    return {"rope_theta": everywhere, "rope_local_base_freq": local}
+
+
+def _find_kind(fields: "Fields", given: Mapping[str, Any]) -> Any:
+    """Return the type of a rotary embedding, by its present name."""
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "su" or (kind == "yarn" and fields.config.get("model_type") == "phi3"):
+        return "longrope"  # what Phi 3's first files called it
+    return kind
 
 
 def _one_rope(fields: "Fields", key: str, given: Mapping[str, Any], base: float, head_width: int) -> RopeSpec:
     """One rotary embedding from its object in config.json; `base` counts unless the object has its own."""
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind == "su" or (kind == "yarn" and fields.config.get("model_type") == "phi3"):
-        kind = "longrope"  # what Phi 3's first files called it
+    kind = _find_kind(fields, given)
     if kind not in ROPE_TYPES:
         raise CheckpointError(
             f"{fields.where}: config.json: {key}: type {kind!r} is not supported; expected one of "
@@ -123,7 +157,7 @@ class _Numbers:
 
     def original_positions(self) -> float:
         """Positions the model was first trained on, before its context was stretched."""
-        name = "original_max_position_embeddings"
+        name = POSITIONS
         outer = self.fields.optional_integer(name)
         own = self.optional(name)
         positions = float(outer or own or self.fields.integer("max_position_embeddings"))

@@ -83,6 +83,22 @@ def test_every_bf16_and_the_fp32_around_borders_get_torchaos_level() -> None:
     assert expected.unique().tolist() == list(range(16))
 
 
+def test_levels_are_the_formulas_but_for_their_rounding() -> None:
+    """Beside the codebook in fp32, which bitsandbytes has; the figures of docs/adapters.md."""
+    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
+    ends = [torch.linspace(0.9677083, 0.5, count, dtype=torch.float64)[:-1] for count in (8, 9)]
+    formula = torch.cat([-normal.icdf(ends[0]), torch.zeros(1, dtype=torch.float64), normal.icdf(ends[1])])
+    formula = (formula / formula.abs().max()).sort().values.float()
+    levels = torch.tensor(nf4.LEVELS, dtype=torch.bfloat16).float()
+    assert float((formula - levels).abs().max()) == pytest.approx(0.0016, abs=5e-5)
+    assert int((formula != levels).sum()) == 13
+    blocks = torch.randn(4096, nf4.BLOCK, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).float()
+    scales = blocks.abs().amax(1, keepdim=True)
+    shares = (blocks / scales).unsqueeze(-1)
+    values = [(table[(shares - table).abs().argmin(-1)] * scales).to(torch.bfloat16) for table in (formula, levels)]
+    assert float((values[0] != values[1]).float().mean()) == pytest.approx(0.21, abs=0.005)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_real_weights_are_torchaos_nf4(realdata: Path, dtype: torch.dtype) -> None:
     weights = load_file(realdata / "stories260K-hf" / "model.safetensors")

@@ -105,7 +105,9 @@ def test_the_type_is_that_of_the_weights(tmp_path: Path, caplog: pytest.LogCaptu
 def test_what_another_program_must_not_run_or_look_for_is_left_out() -> None:
     config = CONFIG | {"auto_map": {"AutoModel": "evil.Model"}, "quantization_config": {}, "_name_or_path": "/home/me"}
     exported = weights_out.export_config(config, tiny_spec(), torch.bfloat16)
-    assert exported == CONFIG | {"torch_dtype": "bfloat16"}
+    spelled = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rope_theta": 10000.0,
+               "rope_scaling": None, "dtype": "bfloat16", "torch_dtype": "bfloat16"}  # fmt: skip
+    assert exported == CONFIG | spelled
 
 
 def test_a_text_that_json_can_only_escape_is_written_as_it_was_read(tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""What earlier releases of transformers compute from what is exported here: `python -m benchmarks.older_readers`.
+
+Makes an environment of its own for each release (pip, some 3 GB in all; --environments keeps them), exports a small
+random model of every family, has the release read it, and writes a page with the differences of logits.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from recipe_lib.checkpoint.huggingface import export_model, load_weights
+from recipe_lib.checkpoint.rank_agreement import SingleRank
+from recipe_lib.external.module_spec import read_spec
+from recipe_lib.external.tensor_plan.transformers_models import randomize, shrink
+from recipe_lib.models import build_meta, read_config, spec_from_config
+from recipe_lib.models.meta_init import allocate
+from recipe_lib.models.spec import ModelSpec
+from tests.models.reference import CASES, reference_model
+
+COMMAND = "python -m benchmarks.older_readers --output docs/measurements/older_readers.md"
+RELEASES = {"4.57.6": "torch==2.13.0", "4.46.3": "torch==2.13.0"}
+# Families that are exported in transformers' own class, and whose rotary embedding has keys of its own.
+EXTERNAL = ("cohere", "cohere2", "ernie4_5", "exaone4", "glm", "gpt_neox", "granite", "olmo2", "persimmon", "phi",
+            "qwen2_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2")  # fmt: skip
+CHANGED = {"gpt-oss": {"swiglu_limit": 7.0}}  # the only one that transformers 4 has
+BASE = 777.0  # of the rotary embedding, which is no family's default
+LENGTH = 48  # tokens of the prompt
+READER = """
+import json, sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+import torch, transformers
+transformers.logging.set_verbosity_error()
+found = {}
+for folder in map(Path, sys.argv[2:]):
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+        expected = torch.load(folder.parent / "expected.pt")
+        with torch.no_grad():
+            logits = model(expected["tokens"]).logits
+        found[str(folder)] = float((logits - expected["logits"]).abs().max() / expected["logits"].abs().max())
+    except Exception as error:
+        found[str(folder)] = f"{type(error).__name__}: {error}"[:200]
+Path(sys.argv[1]).write_text(json.dumps(found))
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="the page to write")
+    parser.add_argument("--environments", type=Path, help="a folder that keeps the environments")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        environments = arguments.environments or Path(folder) / "environments"
+        models = Path(folder) / "models"
+        rows = [*(write_native(models / case, case) for case in CASES),
+                *(write_external(models / name, name) for name in EXTERNAL)]  # fmt: skip
+        read = {release: ask(environments, release, rows) for release in RELEASES}
+        arguments.output.write_text(write_page(rows, read), encoding="utf-8")
+
+
+def write_native(folder: Path, case: str) -> Path:
+    """A folder with a model of a case as transformers writes it, and as we export it."""
+    return write_both(folder, reference_model(case, **CHANGED.get(case, {})), external=False)
+
+
+def write_external(folder: Path, family: str) -> Path:
+    """The same for a family that is trained in transformers' own class."""
+    config = shrink(transformers.AutoConfig.for_model(family))
+    config.rope_parameters["rope_theta"] = BASE
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    randomize(model)
+    return write_both(folder, model, external=True)
+
+
+@torch.no_grad()
+def write_both(folder: Path, model: Any, *, external: bool) -> Path:
+    """transformers' own folder, our export of it, and the logits that both stand for."""
+    model.save_pretrained(folder / "theirs")
+    tokens = torch.arange(LENGTH)[None] * 37 % 91 + 3
+    torch.save({"tokens": tokens, "logits": model(tokens).logits}, folder / "expected.pt")
+    config = read_config(folder / "theirs")
+    spec: ModelSpec = read_spec(config, folder.name) if external else spec_from_config(config, folder.name)
+    ours = build_meta(spec, torch.float32)
+    allocate(ours, torch.device("cpu"))
+    load_weights(ours, spec, folder / "theirs")
+    export_model(
+        ours,
+        spec,
+        config,
+        folder / "ours",
+        tokenizer_folder=None,
+        max_shard_bytes=2**30,
+        world=SingleRank(),
+    )
+    return folder
+
+
+def ask(environments: Path, release: str, rows: list[Path]) -> dict[str, float | str]:
+    """What a release computes of each folder: the difference of logits as a share of the largest, or its error."""
+    environment = environments / release
+    python = environment / "bin" / "python"
+    if not python.is_file():
+        venv.create(environment, with_pip=True)
+        for package in (RELEASES[release], f"transformers=={release}"):
+            subprocess.run([python, "-m", "pip", "install", "--quiet", package, "numpy"], check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        folders = [str(row / whose) for row in rows for whose in ("theirs", "ours")]
+        subprocess.run([python, "-c", READER, found, *folders], check=True)
+        read: dict[str, float | str] = json.loads(found.read_text())
+        return read
+
+
+def write_page(rows: list[Path], read: dict[str, dict[str, float | str]]) -> str:
+    """The page: a row a model, two columns a release."""
+    columns = [(release, whose) for release in RELEASES for whose in ("theirs", "ours")]
+    title = {"theirs": f"file of {transformers.__version__}", "ours": "our export"}
+    lines = [
+        "# Exports in earlier releases of transformers\n",
+        f"```bash\n{COMMAND}\n```\n",
+        "Small random models of every family are saved by transformers "
+        f"{transformers.__version__}, and exported here. An earlier release reads both. Each cell is the largest "
+        "difference of its logits from those of the model, as a share of the largest logit. The first models are "
+        "trained in the library's own decoder, the others with `model.implementation=transformers`; the base of those "
+        f"is {BASE:g}, which is no family's default.\n",
+        "`unknown`: the release has no such family. What our export cannot mend is in the release: 4.46.3 has no "
+        "`original_max_position_embeddings` of YaRN, rotates all channels of Phi 4 mini, and gives all layers of Qwen "
+        "2.5 the window of some.\n",
+        "| model | " + " | ".join(f"{release}, {title[whose]}" for release, whose in columns) + " |",
+        "|---|" + "---|" * len(columns),
+    ]
+    for row in rows:
+        cells = [show(read[release][str(row / whose)]) for release, whose in columns]
+        lines.append(f"| {row.name} | {' | '.join(cells)} |")
+    for whose in ("theirs", "ours"):
+        known = [read["4.57.6"][str(row / whose)] for row in rows]
+        same = sum(isinstance(value, float) and value < 1e-5 for value in known)
+        lines.append(f"\n4.57.6 computes the model from {same} of {len(known)}: {title[whose]}.")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+    return "\n".join(lines) + f"\n\nWritten with {versions}; {platform.system()} {platform.machine()}, CPU.\n"
+
+
+def show(value: float | str) -> str:
+    """A cell: a difference, bold where it is another model."""
+    if isinstance(value, str):
+        return "unknown" if "does not recognize" in value else f"**{value.partition(':')[0]}**"
+    return f"{value:.1g}" if value < 1e-5 else f"**{value:.2g}**"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

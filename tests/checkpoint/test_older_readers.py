@@ -1,0 +1,187 @@
+"""What is exported says all that transformers 5 has renamed under both names, and means the same by either."""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+
+from recipe_lib.checkpoint.weights_out import export_config
+from recipe_lib.cli import main
+from recipe_lib.external.transformers_config import spell_config
+from recipe_lib.models import spec_from_config
+from tests.checkpoint.spellings import NEWER, OLDER, leave_out, write_older
+from tests.models.reference import CASES, SMALL
+from tests.recipes import labeled_runs
+from tests.recipes.labeled_runs import write_margins
+from tests.recipes.runs import FULL, LORA, REWARD, ROOT, arguments, latest, probe, run_here
+from tests.selection import slow_except
+
+
+def newer_config(case: str, folder: Path) -> dict[str, Any]:
+    """A case's config.json as transformers 5 writes it."""
+    class_name, options = CASES[case]
+    made = getattr(transformers, class_name)(**SMALL | options)
+    made.architectures = [class_name.replace("TextConfig", "Config").replace("Config", "ForCausalLM")]
+    made.dtype = "float32"
+    made.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text())
+
+
+def read_by_transformers(config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers 5 makes of a config.json, but for older names that it keeps as they are."""
+    made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+    found = {key: value for key, value in made.to_dict().items() if key not in OLDER}
+    if "rope_scaling" in config:
+        found["rope_parameters"].pop("type", None)  # which transformers keeps beside rope_type
+    return found
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What transformers logs, which it keeps from the root logger."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_either_name_means_what_was_trained(case: str, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    newer = newer_config(case, tmp_path)
+    older = write_older(case, newer)
+    expected = read_by_transformers(newer | {"dtype": "bfloat16"})
+    said.clear()  # what transformers says of the numbers themselves, once in a process
+    for source in (newer, older, newer | older):
+        spec = spec_from_config(source, case)
+        exported = export_config(source, spec, torch.bfloat16)
+        assert exported["dtype"] == exported["torch_dtype"] == "bfloat16"
+        assert {"rope_parameters", "rope_theta", "rope_scaling"} <= exported.keys()
+        for left_out in (set(), OLDER, NEWER):
+            config = leave_out(exported, left_out)
+            assert spec_from_config(config, case) == spec
+            read = read_by_transformers(config)
+            differing = {key: (value, read.get(key)) for key, value in expected.items() if read.get(key) != value}
+            assert not differing
+    assert [record.getMessage() for record in said.records if record.name.startswith("transformers")] == []
+
+
+def write_base(folder: Path) -> Path:
+    """A Llama whose rotary embedding is scaled, as transformers 5 writes it, with the demo's tokenizer."""
+    torch.manual_seed(0)
+    scaling = CASES["llama3.1"][1]["rope_scaling"] | {"rope_theta": 500000.0}
+    config = transformers.LlamaConfig(
+        **SMALL | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "rope_parameters": scaling},
+        initializer_range=0.3,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    for file in (ROOT / "examples" / "demo" / "tokenizer").iterdir():
+        shutil.copy(file, folder)
+    return folder
+
+
+WHOLE = ("reward.trainable=all", "checkpoint.save_model=true")  # of a reward model
+
+
+def train(base: Path, output: Path, recipe: str, *more: str) -> Path:
+    """One step of a recipe on the base; returns the folder of the model that it leaves."""
+    given = [f"model.path={base}", f"tokenizer.path={base}", "dtype=fp32", "device=cpu", "max_steps=1"]
+    if recipe == REWARD:
+        words = labeled_runs.arguments(write_margins(base.parent), output, recipe, *WHOLE)
+        words = [word for word in words if not word.startswith("model.preset")]
+    else:
+        words = [*arguments(output, "demo/lora" if recipe == LORA else "demo/full"), "~model.preset"]
+    run = run_here(latest(*words, *given, *more), recipe=recipe)
+    assert run.code == 0, run.said
+    return output / "model"
+
+
+def export(*words: Any) -> None:
+    assert main.main(["export", *map(str, words)]) == 0
+
+
+def write_kind(kind: str, base: Path, folder: Path) -> Path:
+    """What this kind of export leaves of the base."""
+    external = ["model.implementation=transformers", "data.packing=false"] if "transformers" in kind else []
+    if kind.startswith("full"):
+        return train(base, folder / "run", FULL, *external)
+    if kind == "reward":
+        return train(base, folder / "run", REWARD)
+    if kind.startswith("merged"):
+        train(base, folder / "run", LORA, "lora.merge_on_save=true", *external)
+        if "later" not in kind:
+            return folder / "run" / "model"
+        export(folder / "run" / "adapter", "--merge", "--base", base, "--out", folder / "merged")
+        return folder / "merged"
+    export(base, "--quantize", kind, "--out", folder / "quantized")
+    return folder / "quantized"
+
+
+KINDS = ["full", "full transformers", "reward", "merged", "merged later", "merged transformers",
+         "merged transformers later", "int4", "int8"]  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", slow_except(KINDS, ["full", "merged transformers later", "int8"]))
+def test_every_kind_of_export_computes_the_same_by_either_name(kind: str, tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    with torch.enable_grad():
+        folder = write_kind(kind, base, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 500000.0
+    assert config["rope_scaling"].items() <= config["rope_parameters"].items() and config["rope_scaling"]["factor"] == 8
+    assert config["dtype"] == config["torch_dtype"] == "float32"
+    opener = transformers.AutoModelForSequenceClassification if kind == "reward" else transformers.AutoModelForCausalLM
+    expected = opener.from_pretrained(folder).eval()(probe()).logits
+    for left_out in (NEWER, OLDER):
+        (folder / "config.json").write_text(json.dumps(leave_out(config, left_out)))
+        found = opener.from_pretrained(folder).eval()(probe()).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def has_key(config: dict[str, Any], key: str) -> bool:
+    """Whether a config.json or a part of it has a key."""
+    parts = [value for name, value in config.items() if name.endswith("_config") and isinstance(value, dict)]
+    return bool(config.get(key)) or any(has_key(part, key) for part in parts)
+
+
+# Families with names of their own for the rotary embedding, or with parts. A scaling of the first one is said too.
+EXTERNAL = ["gemma3", "gpt_neox", "llama4_text", "modernbert-decoder", "olmo2", "phi", "phi3", "qwen3_moe", "stablelm"]
+
+
+@pytest.mark.parametrize("family", EXTERNAL)
+def test_what_a_class_of_transformers_reads_stays_the_same(family: str) -> None:
+    config = json.loads(transformers.AutoConfig.for_model(family).to_json_string())
+    spelled = spell_config(config, family)
+    assert has_key(spelled, "rope_parameters")
+    theta = {"gpt_neox": "rotary_emb_base", "modernbert-decoder": "local_rope_theta"}.get(family, "rope_theta")
+    assert has_key(spelled, theta)
+    expected = transformers.AutoConfig.for_model(**json.loads(json.dumps(config))).to_dict()
+    for left_out in (set(), OLDER, NEWER):
+        read = transformers.AutoConfig.for_model(**leave_out(spelled, left_out)).to_dict()
+        assert not {key for key, value in expected.items() if read.get(key) != value and key not in OLDER}
+
+
+@pytest.mark.slow
+def test_no_family_of_transformers_fails() -> None:
+    """Also those that came with transformers 5, whose classes may not take an older name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    differing = []
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            config = json.loads(transformers.AutoConfig.for_model(family).to_json_string())
+            expected = transformers.AutoConfig.for_model(**json.loads(json.dumps(config))).to_dict()
+        except (ValueError, TypeError, StrictDataclassError):  # no config without arguments
+            continue
+        read = transformers.AutoConfig.for_model(**json.loads(json.dumps(spell_config(config, family)))).to_dict()
+        if any(read.get(key) != value for key, value in expected.items()):
+            differing.append(family)
+    assert not differing
