@@ -322,12 +322,13 @@ def write_fields(
     base: str,
     modules: Mapping[str, int],
     target_modules: list[str] | str,
+    parameters: Collection[str] = (),
     saved: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the file's contents.
 
-    modules: name -> rank of its adapter, where fused ones have their parts' ranks together. saved: modules that are in
-    the file as they are.
+    modules: name -> rank of its adapter, where fused ones have their parts' ranks together. parameters: ends of names
+    of those that have an adapter by themselves. saved: modules that are in the file as they are.
     """
     rank = max(modules.values())  # servers make room for the file's `r`; scaling is the same everywhere
     rank_pattern = {name.rsplit(".", 1)[-1]: lower for name, lower in modules.items() if lower != rank}
@@ -339,8 +340,9 @@ def write_fields(
         "lora_alpha": _scale_alpha(cfg, rank),
         "use_rslora": cfg.rslora,
         "use_dora": cfg.dora,
-        "lora_dropout": cfg.dropout,
+        "lora_dropout": 0.0 if parameters else cfg.dropout,  # PEFT refuses to open any other with target_parameters
         "target_modules": target_modules,
+        "target_parameters": sorted(set(parameters)) or None,
         "rank_pattern": rank_pattern,
         "alpha_pattern": {name: _scale_alpha(cfg, lower) for name, lower in rank_pattern.items()},
         "bias": "none",

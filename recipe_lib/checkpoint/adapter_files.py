@@ -173,7 +173,7 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
             "another base" + (f" ({adapter.config.base})" if adapter.config.base else "")
         )
     adapted = adapter.modules(saved.spec)
-    faults.append(_find_unselected_fault(adapter, [module for module in adapted if not module.parameter]))
+    faults.append(_find_unselected_fault(adapter, [module for module in adapted if not module.experts]))
     module_faults = (_find_module_fault(adapter, known[name]) for name in sorted(adapter.tensors.keys() - strange))
     faults.append(next(filter(None, module_faults), None))  # one is enough: the others have the same cause
     raise_faults(CheckpointError, faults)

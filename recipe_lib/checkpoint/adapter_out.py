@@ -106,10 +106,16 @@ def export_adapter(
         extras, saved = [*extras, weight], [*saved, module]
     plan += [replace(extra, name=f"{PREFIX}{file_name(extra.name, multimodal)}") for extra in extras]
     saved = [file_name(name, multimodal) for name in saved]
-    fields = write_fields(cfg, base, ranks, _target_modules(modules, spec, multimodal), saved)
+    fields = write_fields(
+        cfg,
+        base,
+        ranks,
+        target_modules=_target_modules(modules, spec, multimodal),
+        parameters=[module.parameter for module in modules if module.parameter],
+        saved=saved,
+    )
     adapted = [module for module in model.modules() if isinstance(module, AdaptedModule)]
     fields["task_type"] = "SEQ_CLS" if has_score_head(spec) else fields["task_type"]
-    fields["target_parameters"] = sorted({module.parameter for module in modules if module.parameter}) or None
     fields["fan_in_fan_out"] = bool(adapted) and all(module.transposed for module in adapted)  # a stage may have none
     copied = tokenizer_files(tokenizer_folder)
     metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder))
