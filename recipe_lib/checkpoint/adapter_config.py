@@ -129,8 +129,9 @@ class AdapterConfig:
 
     def _spellings(self, module: FileModule) -> list[str]:
         """Return the names that PEFT compares patterns with: of the parameter, where that has the adapter."""
-        named = any(f".{module.full_name}".endswith(f".{end}") for end in self.parameters)
-        return spellings(module.full_name if named or module.experts else module.name)
+        parameter = module.full_name if module.parameter else f"{module.name}.weight"
+        is_named = any(f".{parameter}".endswith(f".{end}") for end in self.parameters)
+        return spellings(parameter if is_named or module.experts else module.name)
 
     def _find_number(self, key: str, module: FileModule, default: float) -> float:
         """Return the rank or alpha that the first matching pattern of a key gives a module."""

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from recipe_lib.adapters.peft_names import (
+    FIRST,
     FROZEN,
     LENGTHS,
     PREFIX,
@@ -201,6 +202,11 @@ def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
     tensors = adapter.tensors[module.name]
     expected = module.shapes(config.rank_of(module), config.dora)
     missing = expected.keys() - tensors.keys()
+    if module.is_embedding and FIRST in tensors:
+        return (
+            f"{config.path}: target_parameters: found the embedding's weight, expected embed_tokens among "
+            "target_modules; merge it with PEFT first (merge_and_unload), or train it again"
+        )
     if missing:
         return f"{adapter.path}: {module.name}.{min(missing)} is missing; export or download the adapter again"
     if LENGTHS in tensors and not config.dora:
