@@ -162,7 +162,8 @@ def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
         rest = [target for target in cfg.targets if target not in targets_of(without_dora)]
         raise ConfigError(
             f"lora.dora: {without_dora[0].name} is in a model with experts, where PEFT adapts it as a parameter, which "
-            f"has no DoRA; set lora.dora=false (LoRA)" + (f", or lora.target_modules=[{','.join(rest)}]" if rest else "")
+            f"has no DoRA; set lora.dora=false (LoRA)"
+            + (f", or lora.target_modules=[{','.join(rest)}]" if rest else "")
         )
     return adapted
 

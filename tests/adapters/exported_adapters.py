@@ -136,7 +136,7 @@ def open_with_peft(folder: Path, adapter: Path) -> Any:
     assert not [text for text in spoken if "keys" in text or "matched" in text or "ignored" in text], spoken
     with safe_open(str(adapter / "adapter_model.safetensors"), framework="pt") as file:
         names = set(file.keys())
-    opened = {name for name in get_peft_model_state_dict(model, save_embedding_layers=False)}
+    opened = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     assert opened == names, (sorted(opened - names)[:3], sorted(names - opened)[:3])
     return model
 
