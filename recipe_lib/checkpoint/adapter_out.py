@@ -17,6 +17,7 @@ from recipe_lib.adapters.peft_names import (
     EMBEDDING_FIRST,
     EMBEDDING_SECOND,
     FIRST,
+    HEAD,
     LENGTHS,
     PREFIX,
     SECOND,
@@ -201,7 +202,10 @@ def _target_modules(modules: list[FileModule], spec: ModelSpec, multimodal: bool
         names = {module.name for module in modules}
         if any(name.rpartition(".")[2] in ends for name in spec.layout().modules if name not in names):
             return sorted(names)
-    return rf".*\blanguage_model\..*\.({'|'.join(ends)})" if multimodal else ends
+    if not multimodal:
+        return ends
+    head = "|lm_head" if HEAD in ends else ""  # which is beside the language model
+    return rf".*\blanguage_model\.(.*\.)?({'|'.join(ends)}){head}"
 
 
 def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: Path | None) -> dict[str, str]:

@@ -61,18 +61,22 @@ def check_with_peft(
         try:
             with phase("opening the base with transformers"):
                 model = open_model(base, dtype, device)
-            base_logits = _compute_logits(model, trained[1], spec)
+            vocabulary = trained[0].shape[-1]
+            is_resized = vocabulary != model.config.get_text_config().vocab_size
+            base_logits = trained[1] if is_resized else _compute_logits(model, trained[1], spec)
         except (ImportError, *_FAULTS) as error:
             return f"note: not opened with PEFT: transformers does not open the base ({first_line(error)})"
+        if is_resized:  # its new rows have no numbers before PEFT brings them
+            model.resize_token_embeddings(vocabulary, mean_resizing=False)
         alone = _compare_steady(trained[1], base_logits, None, dtype)
         if not alone.agrees(dtype):
             return f"note: not opened with PEFT: transformers computes the base otherwise: {alone}"
         _check_patterns(adapter.config, model)
-        opened = _open_adapter(model, adapter, vocabulary=trained[0].shape[-1], device=device)
+        opened = _open_adapter(model, adapter, device)
         if isinstance(opened, str):
             return f"note: not opened with PEFT: {opened}"
         logits = _compute_logits(opened, trained[0], spec)
-    before = trained[1] if trained[1].shape == trained[0].shape else None  # the vocabulary may have been resized
+    before = trained[1] if trained[1].shape == trained[0].shape else None
     comparison = compare(trained[0], logits, before)
     steady = _compare_steady(trained[0], logits, before, dtype)
     # However little the adapter changes: closer than half of that, or as close as the libraries are without it.
@@ -175,10 +179,8 @@ def _why_not_opened(
     return None
 
 
-def _open_adapter(model: Any, adapter: AdapterFile, vocabulary: int, device: torch.device) -> Any:
-    """Return PEFT's model on a base; a text, why PEFT itself cannot be used. vocabulary: size of the adapter's."""
-    if vocabulary != model.config.get_text_config().vocab_size:
-        model.resize_token_embeddings(vocabulary, mean_resizing=False)
+def _open_adapter(model: Any, adapter: AdapterFile, device: torch.device) -> Any:
+    """Return PEFT's model on a base; a text, why PEFT itself cannot be used."""
     try:
         from peft import PeftModel
 
@@ -218,8 +220,6 @@ def _compare_steady(trained: Tensor, logits: Tensor, before: Tensor | None, dtyp
 
     Two right programs round differently, and a token at a tie of a router then goes to other experts.
     """
-    if trained.shape != logits.shape:  # of a base whose vocabulary the adapter has resized
-        return Comparison(0.0, 1.0, None)
     if dtype.itemsize >= torch.float32.itemsize:
         return compare(trained, logits, before)
     differences = (trained.double() - logits.double()).abs().amax(dim=-1).flatten()

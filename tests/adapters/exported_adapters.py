@@ -66,6 +66,7 @@ MIXED: dict[str, dict[str, Any]] = {
     "flex_olmo": _DENSE | _EXPERTS,
     "granitemoeshared": _DENSE | {"num_local_experts": 4, "shared_intermediate_size": 16},
 }  # fmt: skip
+MULTIMODAL = "gemma3, multimodal"
 EVERYWHERE = {f"{kind} of transformers": config for kind, config in MIXED.items()}
 EVERYWHERE |= {f"{kind} of transformers": config for kind, config in OF_TENSORS.items()}
 EVERYWHERE |= {
@@ -81,7 +82,8 @@ def make_base(base: str, folder: Path) -> Path:
         reference_model(case, **changes).save_pretrained(folder)
         return folder
     torch.manual_seed(5)
-    config = transformers.AutoConfig.for_model(base.removesuffix(" of transformers"), **EVERYWHERE[base])
+    kind = "gemma3" if base == MULTIMODAL else base.removesuffix(" of transformers")
+    config = transformers.AutoConfig.for_model(kind, **EVERYWHERE[f"{kind} of transformers"])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -92,7 +94,8 @@ def make_base(base: str, folder: Path) -> Path:
 
 def read_base_spec(base: str, folder: Path) -> Any:
     """Return the spec of a base, native or of transformers."""
-    return read_trained_spec(read_config(folder), str(folder), "native" if base in NATIVE else "transformers")
+    implementation = "transformers" if base in EVERYWHERE else "native"
+    return read_trained_spec(read_config(folder), str(folder), implementation)
 
 
 def write_adapter(base: str, folder: Path, cfg: LoraConfig, out: Path) -> Path:
@@ -118,7 +121,7 @@ def write_adapter(base: str, folder: Path, cfg: LoraConfig, out: Path) -> Path:
         out / "adapter",
         out / "model",
         quantize="none",
-        implementation=spec.implementation if base not in NATIVE else "native",
+        implementation="transformers" if base in EVERYWHERE else "native",
         dtype=torch.float32,
         ranks=SingleRank(),
     )

@@ -15,11 +15,15 @@ from recipe_lib.cli import main
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import read_config, read_trained_spec
+from tests.adapters import peft_folders
 from tests.adapters.exported_adapters import make_base, write_adapter
+from tests.adapters.test_peft_saved import CANNOT, make_case
+from tests.adapters.test_peft_saved import KINDS as SAVED_KINDS
 from tests.selection import slow_except
 
 MIXED = "qwen3_moe, one dense layer"
 READ = "read with PEFT "
+SAVED = [kind for kind in SAVED_KINDS if ("qwen2", kind) not in CANNOT]
 CPU = torch.device("cpu")
 
 
@@ -74,6 +78,51 @@ def test_a_merged_model_is_opened_by_transformers(tmp_path: Path, capsys: pytest
     save_file(tensors, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="transformers .* computes another model than was trained"):
         other_readers.check_with_transformers(tmp_path / "merged", spec, torch.float32, CPU, logits)
+
+
+@pytest.mark.parametrize("kind", slow_except(SAVED, ["both of more tokens"]))
+def test_peft_opens_what_brings_weights_of_the_base_along(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    base, adapter, _ = make_case(f"qwen2: {kind}", tmp_path)
+    code, lines, err = export(capsys, adapter, "--adapter", "--base", base)
+    assert (code, err) == (0, "") and any(READ in line for line in lines), lines
+
+
+_ALL: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "up_proj"]}
+# What PEFT has made -> (family, changes of its base, what PEFT was told)
+MADE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "ranks": ("llama", {}, _ALL | {"rank_pattern": {"v_proj": 2, r".*\.1\..*up_proj": 3}}),
+    "scalings": ("llama", {}, _ALL | {"alpha_pattern": {"v_proj": 2, r"layers\.1\..*": 9}, "use_rslora": True}),
+    "both, DoRA": (
+        "qwen2",
+        {},
+        _ALL | {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}, "use_dora": True},
+    ),
+    "some layers": ("llama", {}, _ALL | {"layers_to_transform": [1]}),
+    "all linears of a mixture": ("qwen3_moe", {}, {"target_modules": "all-linear"}),
+    "all linears, a dense layer": ("qwen3_moe", {"mlp_only_layers": [1]}, {"target_modules": "all-linear"}),
+    "dense layers alone": (
+        "qwen3_moe",
+        {"mlp_only_layers": [1]},
+        {"target_modules": ["k_proj"], "target_parameters": ["up_proj.weight"], "alpha_pattern": {"k_proj": 9}},
+    ),
+}
+
+
+@pytest.mark.parametrize("made", slow_except(MADE, ["dense layers alone"]))
+def test_peft_opens_its_own_adapters_as_they_are_written_anew(
+    made: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    family, changes, settings = MADE[made]
+    base = peft_folders.make_base(tmp_path / "base", family, **changes)
+    adapter = peft_folders.train_with_peft(base, tmp_path / "made", **settings)
+    for out in (tmp_path / "new", tmp_path / "again"):
+        code, lines, err = export(capsys, adapter, "--adapter", "--base", base, "--out", out)
+        assert (code, err) == (0, "") and any(READ in line for line in lines), lines
+        expected, _ = peft_folders.ask_peft(base, adapter)
+        assert peft_folders.relative(peft_folders.ask_peft(base, out)[0], expected) < 1e-5
+        adapter = out
 
 
 AS_BEFORE = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]  # what older releases wrote
