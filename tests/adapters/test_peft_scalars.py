@@ -1,4 +1,4 @@
-"""Parameters of no dimension in an adapter's file (modules_to_save): of a user's own model, merged and computed with."""
+"""Numbers of no dimension in an adapter's file (modules_to_save): of a user's own model, merged and computed with."""
 
 from pathlib import Path
 from typing import Any
