@@ -126,6 +126,7 @@ def open_model(folder: Path, dtype: torch.dtype | str, device: torch.device | No
     """Return transformers' model of a folder. Nothing of the folder's own code is run, no pickled weights are read."""
     import transformers
 
+    # Without a word transformers asks on the terminal whether to run a folder's code.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, **more
     )
