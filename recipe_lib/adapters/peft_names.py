@@ -12,6 +12,7 @@ from torch import Tensor
 from recipe_lib.adapters.lora import LINEARS
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
+from recipe_lib.errors import ConfigError
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.mixture_files import router_name
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
@@ -34,6 +35,9 @@ _MULTIMODAL = {
 _RENAMED = {".block_sparse_moe.gate": ".mlp.gate"}
 _LEAVES = {f"{owner}.{child}": target for target, (owner, child) in LINEARS.items()}
 _LEAVES |= {"mlp.router": "router", "experts.gate_up_proj": "experts", "experts.down_proj": "experts"}
+# Linears of a mixture's dense layers. PEFT (0.21, with transformers 5) takes these ends of `target_modules`, of whole
+# names and patterns too, for the experts' parameters; `target_parameters` it takes as they are.
+_TAKEN_FOR_EXPERTS = ("gate", "up", "down")
 # PEFT wraps a module once for each of its parameters that have an adapter, the first of them innermost.
 _EXPERTS = {"gate_up_proj": "base_layer", "down_proj": ""}
 
@@ -128,7 +132,10 @@ def file_modules(spec: ModelSpec) -> dict[str, FileModule]:
             of_mixture = _of_mixture(spec, held[0], shape)
             found[of_mixture.name] = of_mixture
         else:
-            found[name] = FileModule(name, sum(part.rows for part in held), shape[1], tuple(held))
+            is_taken = spec.mixture is not None and held[0].target in _TAKEN_FOR_EXPERTS
+            parameter = ".".join([*name.split(".")[-2:], "weight"]) if is_taken else ""
+            rows = sum(part.rows for part in held)
+            found[name] = FileModule(name, rows, shape[1], tuple(held), parameter=parameter)
     return found
 
 
@@ -144,11 +151,23 @@ def _of_mixture(spec: DecoderSpec, part: MergedRows, shape: tuple[int, ...]) -> 
 
 
 def adapted_modules(spec: ModelSpec, cfg: LoraConfig) -> list[FileModule]:
-    """Those with at least one part that is a target. ConfigError for a name in lora.target_modules that none has."""
+    """Return those with at least one part that is a target.
+
+    Raises ConfigError for a name in lora.target_modules that none has, and for DoRA where PEFT has none.
+    """
     modules = file_modules(spec)
     if isinstance(spec, ExternalSpec):
         return [modules[name] for name in spec.adapted_linears(cfg)]
-    return [module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)]
+    adapted = [module for module in modules.values() if any(is_target(part, cfg) for part in module.parts)]
+    without_dora = [module for module in adapted if module.parameter]
+    if cfg.dora and without_dora:
+        rest = [target for target in cfg.targets if target not in targets_of(without_dora)]
+        raise ConfigError(
+            f"lora.dora: {without_dora[0].name} is in a model with experts, where PEFT adapts it as a parameter, which "
+            f"has no DoRA; set lora.dora=false (LoRA)"
+            + (f", or lora.target_modules=[{','.join(rest)}]" if rest else "")
+        )
+    return adapted
 
 
 def is_target(part: MergedRows, cfg: LoraConfig) -> bool:

@@ -129,8 +129,9 @@ class AdapterConfig:
 
     def _spellings(self, module: FileModule) -> list[str]:
         """Return the names that PEFT compares patterns with: of the parameter, where that has the adapter."""
-        named = any(f".{module.full_name}".endswith(f".{end}") for end in self.parameters)
-        return spellings(module.full_name if named or module.experts else module.name)
+        parameter = module.full_name if module.parameter else f"{module.name}.weight"
+        is_named = any(f".{parameter}".endswith(f".{end}") for end in self.parameters)
+        return spellings(parameter if is_named or module.experts else module.name)
 
     def _find_number(self, key: str, module: FileModule, default: float) -> float:
         """Return the rank or alpha that the first matching pattern of a key gives a module."""
@@ -322,12 +323,13 @@ def write_fields(
     base: str,
     modules: Mapping[str, int],
     target_modules: list[str] | str,
+    parameters: Collection[str] = (),
     saved: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the file's contents.
 
-    modules: name -> rank of its adapter, where fused ones have their parts' ranks together. saved: modules that are in
-    the file as they are.
+    modules: name -> rank of its adapter, where fused ones have their parts' ranks together. parameters: ends of names
+    of those that have an adapter by themselves. saved: modules that are in the file as they are.
     """
     rank = max(modules.values())  # servers make room for the file's `r`; scaling is the same everywhere
     rank_pattern = {name.rsplit(".", 1)[-1]: lower for name, lower in modules.items() if lower != rank}
@@ -339,8 +341,9 @@ def write_fields(
         "lora_alpha": _scale_alpha(cfg, rank),
         "use_rslora": cfg.rslora,
         "use_dora": cfg.dora,
-        "lora_dropout": cfg.dropout,
+        "lora_dropout": 0.0 if parameters else cfg.dropout,  # PEFT refuses to open any other with target_parameters
         "target_modules": target_modules,
+        "target_parameters": sorted(set(parameters)) or None,
         "rank_pattern": rank_pattern,
         "alpha_pattern": {name: _scale_alpha(cfg, lower) for name, lower in rank_pattern.items()},
         "bias": "none",

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from recipe_lib.adapters.peft_names import (
+    FIRST,
     FROZEN,
     LENGTHS,
     PREFIX,
@@ -180,7 +181,7 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
             "another base" + (f" ({adapter.config.base})" if adapter.config.base else "")
         )
     adapted = adapter.modules(saved.spec)
-    faults.append(_find_unselected_fault(adapter, [module for module in adapted if not module.parameter]))
+    faults.append(_find_unselected_fault(adapter, [module for module in adapted if not module.experts]))
     module_faults = (_find_module_fault(adapter, known[name]) for name in sorted(adapter.tensors.keys() - strange))
     faults.append(next(filter(None, module_faults), None))  # one is enough: the others have the same cause
     raise_faults(CheckpointError, faults)
@@ -208,6 +209,11 @@ def _find_module_fault(adapter: AdapterFile, module: FileModule) -> str | None:
     tensors = adapter.tensors[module.name]
     expected = module.shapes(config.rank_of(module), config.dora)
     missing = expected.keys() - tensors.keys()
+    if module.is_embedding and FIRST in tensors:
+        return (
+            f"{config.path}: target_parameters: found the embedding's weight, expected embed_tokens among "
+            "target_modules; merge it with PEFT first (merge_and_unload), or train it again"
+        )
     if missing:
         return f"{adapter.path}: {module.name}.{min(missing)} is missing; export or download the adapter again"
     if LENGTHS in tensors and not config.dora:

@@ -17,6 +17,7 @@ from recipe_lib.adapters.peft_names import (
     EMBEDDING_FIRST,
     EMBEDDING_SECOND,
     FIRST,
+    HEAD,
     LENGTHS,
     PREFIX,
     SECOND,
@@ -105,26 +106,25 @@ def export_adapter(
         weight, module = _score_head(model, holders, world)
         extras, saved = [*extras, weight], [*saved, module]
     plan += [replace(extra, name=f"{PREFIX}{file_name(extra.name, multimodal)}") for extra in extras]
-    saved = [file_name(name, multimodal) for name in saved]
-    fields = write_fields(cfg, base, ranks, _target_modules(modules, spec, multimodal), saved)
-    adapted = [module for module in model.modules() if isinstance(module, AdaptedModule)]
+    fields = write_fields(
+        cfg,
+        base,
+        ranks,
+        target_modules=_target_modules(modules, spec, multimodal),
+        parameters=[module.parameter for module in modules if module.parameter],
+        saved=[file_name(name, multimodal) for name in saved],
+    )
     fields["task_type"] = "SEQ_CLS" if has_score_head(spec) else fields["task_type"]
-    fields["target_parameters"] = sorted({module.parameter for module in modules if module.parameter}) or None
-    fields["fan_in_fan_out"] = bool(adapted) and all(module.transposed for module in adapted)  # a stage may have none
+    transposed = [module.transposed for module in model.modules() if isinstance(module, AdaptedModule)]
+    fields["fan_in_fan_out"] = bool(transposed) and all(transposed)  # a stage may have none
     copied = tokenizer_files(tokenizer_folder)
-    metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder))
+    metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder, source_config or {}))
     metadata |= extra_metadata([extra.name for extra in extras if extra.name != SCORE])
-    if has_score_head(spec):
-        kept = {name: (source_config or {})[name] for name in OF_SCORES if name in (source_config or {})}
-        metadata[SCORE_KEYS] = json.dumps(kept)
     temporary = Path(decide(world, lambda: begin_folder(out, {TENSOR_FILE: plan}, copied)))
     try:
-        pieces = chain.from_iterable(
-            chain(
-                (_pieces(model, module, cfg, holders) for module in modules),
-                (_extra_pieces(model, extra.name, holders) for extra in extras),
-            )
-        )
+        of_adapters = (_pieces(model, module, cfg, holders) for module in modules)
+        of_extras = (_extra_pieces(model, extra.name, holders) for extra in extras)
+        pieces = chain.from_iterable(chain(of_adapters, of_extras))
         write_gathered(temporary / TENSOR_FILE, plan, pieces, metadata, world)
 
         def finish() -> None:
@@ -195,10 +195,19 @@ def _target_modules(modules: list[FileModule], spec: ModelSpec, multimodal: bool
         names = {module.name for module in modules}
         if any(name.rpartition(".")[2] in ends for name in spec.layout().modules if name not in names):
             return sorted(names)
-    return rf".*\blanguage_model\..*\.({'|'.join(ends)})" if multimodal else ends
+    if not multimodal:
+        return ends
+    head = "|lm_head" if HEAD in ends else ""  # which is beside the language model
+    return rf".*\blanguage_model\.(.*\.)?({'|'.join(ends)}){head}"
 
 
-def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: Path | None) -> dict[str, str]:
+def _metadata(
+    model: nn.Module,
+    spec: ModelSpec,
+    cfg: LoraConfig,
+    base_folder: Path | None,
+    source_config: Mapping[str, Any],
+) -> dict[str, str]:
     """What PEFT looks for, and what merging has to know of the base."""
     metadata = {"format": "pt", BASE_STORAGE: cfg.quantize_base}
     stored = stored_weights(model)  # what is quantized has its own types
@@ -212,6 +221,9 @@ def _metadata(model: nn.Module, spec: ModelSpec, cfg: LoraConfig, base_folder: P
     metadata[BASE_DTYPE] = str(dtype).removeprefix("torch.")
     if base_folder is not None:
         metadata[BASE_FINGERPRINT] = base_fingerprint(spec, base_folder)
+    if has_score_head(spec):
+        kept = {name: source_config[name] for name in OF_SCORES if name in source_config}
+        metadata[SCORE_KEYS] = json.dumps(kept)
     return metadata
 
 

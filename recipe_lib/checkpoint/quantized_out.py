@@ -8,8 +8,6 @@ Embedding and output head stay as they are.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,10 @@ from torch import Tensor, nn
 
 from recipe_lib import files
 from recipe_lib.checkpoint.model_card import CARD
+from recipe_lib.checkpoint.other_readers import first_line, open_model, quiet_transformers
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
+from recipe_lib.checkpoint.verify import prompt_tokens
 from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.checkpoint.weights_in import unknown_extras
 from recipe_lib.checkpoint.weights_out import spell_config
@@ -34,7 +34,7 @@ from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
 
-_ROWS, _LENGTH = 2, 32  # of the prompt that both models are compared on
+_LENGTH = 32  # of the prompt that both models are compared on
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
     spec = check_quantizable(folder, kind, group_size)
     tokenizer_files(folder)  # transformers reads some of them too, whatever they are
     needed = sum(tensor.entry.end - tensor.entry.start for tensor in read_headers(folder).values())
-    with files.storage_faults(), _quiet(transformers):
+    with files.storage_faults(), quiet_transformers():
         files.remove_leftovers(out.absolute().parent, out.name)
         files.require_space(out.absolute().parent, needed + 64 * MIB, "the quantized model")
         with phase("quantizing"):
-            expected = _logits(_opened(transformers, folder))
+            expected = _logits(_opened(folder))
             config = transformers.TorchAoConfig(base_config(kind, group_size))
-            model = _opened(transformers, folder, quantization_config=config)
+            model = _opened(folder, quantization_config=config)
         quantized, linears = _logits(model), _count(model)
         temporary = files.temporary_path(out)
         try:
@@ -86,7 +86,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
         except BaseException:
             files.discard(temporary)
             raise
-        found = _logits(_opened(transformers, out))
+        found = _logits(_opened(out))
     if not torch.equal(found, quantized):
         raise CheckpointError(
             f"{out}: does not compute what was quantized: logits differ by "
@@ -127,13 +127,12 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
     return spec
 
 
-def _opened(transformers: Any, folder: Path, **more: Any) -> nn.Module:
+def _opened(folder: Path, **more: Any) -> nn.Module:
     try:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **more)
+        model: nn.Module = open_model(folder, "auto", **more)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise CheckpointError(f"{folder}: transformers does not open it ({said})") from error
-    return model.eval()
+        raise CheckpointError(f"{folder}: transformers does not open it ({first_line(error)})") from error
+    return model
 
 
 def _save(model: nn.Module, folder: Path, out: Path) -> None:
@@ -156,26 +155,10 @@ def _respell(path: Path, spec: ModelSpec) -> None:
     files.write_json(path, config)
 
 
-@contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Without the bars and advice that transformers prints."""
-    logging = transformers.utils.logging
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
 @torch.no_grad()
 def _logits(model: nn.Module) -> Tensor:
     """Logits `[2, 32, v]` of random tokens, in fp32."""
-    vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-    tokens = torch.randint(0, vocabulary, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = prompt_tokens(int(model.config.get_text_config().vocab_size), _LENGTH)  # type: ignore[union-attr, operator]
     with phase("computing logits of a fixed prompt"):
         logits: Tensor = model(tokens).logits
     return logits.float()

@@ -84,7 +84,8 @@ class SavedWeights:
         if name not in self.parts:
             return read_base()
         tensor, offset = self.parts[name]
-        in_file = slice(offset + start, offset + stop)
+        whole = tensor.copy is not None and not tensor.copy[1].shape  # a number has no rows
+        in_file = ... if whole else slice(offset + start, offset + stop)
         with safe_open(str(self.path), framework="pt") as file:
             rows = read_base() if tensor.copy is None else file.get_slice(tensor.copy[0])[in_file]
             if tensor.rows is not None:
@@ -119,11 +120,12 @@ class SavedWeights:
                     f"{self.path}: brings {name} along, which ranks cannot share; merge the adapter first (tune export "
                     "--merge), or use one process"
                 )
-            rows = self.read_rows(name, start=0, stop=shapes[name][0], read_base=parameter.cpu)
+            num_rows = shapes[name][0] if shapes[name] else 1
+            rows = self.read_rows(name, start=0, stop=num_rows, read_base=parameter.cpu)
             new = rows.to(parameter, copy=True)
             before = new.clone()  # of rows that the base has not got, the adapter's
-            common = min(len(parameter), len(new))
-            before[:common] = parameter[:common]
+            common = slice(min(len(parameter), len(new))) if parameter.dim() else ...
+            before[common] = parameter[common]
             base[name] = nn.Parameter(before, requires_grad=False)
             _set_weight(model, name, new)
         if self.spec.tied and EMBEDDING_WEIGHT in base:

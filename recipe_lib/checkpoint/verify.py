@@ -93,13 +93,16 @@ def model_of_adapter(
     return model, load_adapter(model, spec, folder, some=True)
 
 
+def prompt_tokens(vocabulary: int, max_positions: int) -> torch.Tensor:
+    """Return the fixed prompt of random tokens `[2, 32]`, shorter for a model of fewer positions."""
+    shape = (_ROWS, min(_LENGTH, max_positions))
+    return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(0))
+
+
 @torch.no_grad()
 def prompt_logits(model: Decoder, with_adapters: bool = True) -> torch.Tensor:
     """Logits `[2, 32, v]` of a prompt that is the same for all models of one vocabulary, on the host."""
-    generator = torch.Generator().manual_seed(0)
-    length = min(_LENGTH, model.spec.max_positions)
-    tokens = torch.randint(0, model.spec.vocab_size, (_ROWS, length), generator=generator)
-    tokens = tokens.to(next(model.parameters()).device)
+    tokens = prompt_tokens(model.spec.vocab_size, model.spec.max_positions).to(next(model.parameters()).device)
     with phase("computing logits of a fixed prompt"), nullcontext() if with_adapters else adapters_off(model):
         return model(tokens).cpu()
 

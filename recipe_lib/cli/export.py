@@ -130,6 +130,7 @@ def _target(found: ExportSource, kind: str, arguments: argparse.Namespace) -> Pa
 
 def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     """The model of a state of full fine-tuning."""
+    from recipe_lib.checkpoint.other_readers import check_with_transformers
     from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.state import holds_adapters, load_trained
     from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
@@ -162,6 +163,7 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     trained = prompt_logits(model)
     del model
     tell(f"model: {out}", compare(trained, prompt_logits(plain_model(spec, out, dtype, device))), dtype, out)
+    print_wrapped(check_with_transformers(out, spec, dtype, device, trained))
     print_next(model_commands(out))
 
 
@@ -289,6 +291,7 @@ def _check_adapter(
     written: bool,
 ) -> None:
     from recipe_lib.checkpoint.adapter_files import read_adapter
+    from recipe_lib.checkpoint.other_readers import check_with_peft
     from recipe_lib.checkpoint.verify import check_names, compare, model_of_adapter, prompt_logits
 
     model, filled = model_of_adapter(adapter, spec, base, dtype, device)
@@ -299,7 +302,10 @@ def _check_adapter(
         print_wrapped("check: names are those of the base's modules, as PEFT and vLLM look for them")
     if held.config.dora:
         print_wrapped("note: vLLM does not load DoRA adapters; serve the merged model there (tune export --merge)")
-    tell(f"adapter: {adapter}", compare(trained[0], prompt_logits(model), trained[1]), dtype, adapter)
+    logits = prompt_logits(model)
+    del model  # PEFT's comes in its place
+    tell(f"adapter: {adapter}", compare(trained[0], logits, trained[1]), dtype, adapter)
+    print_wrapped(check_with_peft(adapter, base, spec, dtype, device, trained))
 
 
 def _tell_next(found: ExportSource, arguments: argparse.Namespace, spec: "ModelSpec", adapter: Path) -> None:
@@ -334,6 +340,7 @@ def _check_merged(
     trained: tuple["torch.Tensor", "torch.Tensor"],
 ) -> None:
     from recipe_lib.checkpoint.adapter_files import read_adapter
+    from recipe_lib.checkpoint.other_readers import check_with_transformers
     from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
     from recipe_lib.models import read_config, read_trained_spec
     from recipe_lib.parallel import DTYPES
@@ -345,7 +352,9 @@ def _check_merged(
     spec = read_trained_spec(read_config(out), str(out), implementation_of(found))
     print_wrapped(f"check: {len(held.tensors)} adapted modules are merged, every tensor of the model is there")
     comparison = compare(trained[0], prompt_logits(plain_model(spec, out, wanted, device)), trained[1])
-    tell(f"model: {out}", comparison, min(dtype, wanted, key=lambda kind: kind.itemsize), out)
+    coarser = min(dtype, wanted, key=lambda kind: kind.itemsize)
+    tell(f"model: {out}", comparison, coarser, out)
+    print_wrapped(check_with_transformers(out, spec, coarser, device, *trained))
     if comparison.change and comparison.difference > comparison.change / 2:
         print_wrapped(
             "note: rounding hides what the adapter has learned; try --dtype fp32, or serve base and adapter apart"
@@ -358,4 +367,4 @@ def tell(written: str, comparison: "Comparison", dtype: "torch.dtype", out: Path
     print_wrapped(written)
     if not comparison.agrees(dtype):
         raise CheckpointError(f"{out}: does not compute what was trained: {comparison}; do not use it, and report this")
-    print_wrapped(f"check: {comparison}")
+    print_wrapped(f"check: {comparison}, read with tune")

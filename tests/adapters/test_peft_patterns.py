@@ -124,3 +124,42 @@ def test_merged_generated_with_and_trained_on_as_peft_does(name: str, tmp_path: 
     load_adapter(own, own.spec, adapter)
     with torch.no_grad():
         assert relative(own(make_tokens()), logits) < 1e-5
+
+
+PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "no pattern": ("llama", {"target_parameters": ["q_proj.weight", "mlp.up_proj.weight"]}),
+    "of the module": ("llama", {"target_parameters": ["q_proj.weight"], "rank_pattern": {"q_proj": 2}}),
+    "of the parameter": (
+        "llama",
+        {"target_parameters": ["q_proj.weight"], "rank_pattern": {"q_proj.weight": 2}, "alpha_pattern": {"q_proj": 3}},
+    ),
+    "beside modules": (
+        "qwen2",
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["v_proj.weight"],
+            "alpha_pattern": {"v_proj": 2, "v_proj.weight": 17},
+        },
+    ),
+    "of dense layers among experts": (
+        "qwen3_moe",
+        {"target_parameters": ["mlp.gate_proj.weight"], "rank_pattern": {"gate_proj": 2, "gate_proj.weight": 3}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(PARAMETERS, ["of the parameter"]))
+def test_patterns_of_parameters_are_compared_with_their_whole_names(name: str, tmp_path: Path, capsys: Any) -> None:
+    """PEFT compares the name of what has the adapter, `....q_proj.weight`, where that is named by a parameter."""
+    family, settings = PARAMETERS[name]
+    base = make_base(tmp_path / "base", family, **({"mlp_only_layers": [1]} if family == "qwen3_moe" else {}))
+    adapter = train_with_peft(base, tmp_path / "adapter", **({"target_modules": []} | settings))
+    assert merge(base, adapter, tmp_path / "out", capsys) == (0, "")
+    assert relative(read_merged(tmp_path / "out")[0], ask_peft(base, adapter)[0]) < 1e-5
+
+
+def test_an_embedding_that_is_a_parameter_is_refused_by_name(tmp_path: Path, capsys: Any) -> None:
+    base = make_base(tmp_path / "base", "llama")
+    settings = {"target_modules": [], "target_parameters": ["embed_tokens.weight"]}
+    code, err = merge(base, train_with_peft(base, tmp_path / "adapter", **settings), tmp_path / "out", capsys)
+    assert code == 2 and "target_parameters: found the embedding's weight" in err and err.count("\n") == 1

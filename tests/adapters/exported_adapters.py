@@ -1,0 +1,157 @@
+"""Tiny bases of every family, and adapters of every kind that we write for them: what PEFT has to open as trained."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor
+
+from recipe_lib.adapters import adapter_parameters
+from recipe_lib.checkpoint.adapter_out import export_adapter
+from recipe_lib.checkpoint.merged import merge_adapter
+from recipe_lib.checkpoint.rank_agreement import SingleRank
+from recipe_lib.checkpoint.verify import model_with_adapters
+from recipe_lib.config.schema import LoraConfig
+from recipe_lib.models import read_config, read_trained_spec
+from tests.adapters.hugging_face import theirs
+from tests.checkpoint.test_every_tensor import EXTERNAL as OF_TENSORS
+from tests.models.reference import reference_model
+from tests.recipes.external_kinds import KINDS as OF_RUNS
+from tests.recipes.external_kinds import settings_of
+
+# base -> (case of reference_model, what differs in its config)
+NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama3", {}),
+    "llama, tied": ("llama3.1", {}),
+    "llama, biases": ("llama-biases", {}),
+    "mistral": ("mistral-window", {}),
+    "qwen2": ("qwen2.5", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3", {}),
+    "phi3": ("phi3", {}),
+    "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {}),
+    "gpt_oss": ("gpt-oss", {}),
+    "qwen3_moe": ("qwen3-moe", {"mlp_only_layers": []}),
+    "qwen3_moe, one dense layer": ("qwen3-moe", {}),
+    "qwen3_moe, every second layer dense": ("qwen3-moe-unnormalized", {}),
+}
+_DENSE: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 8,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4}
+_FIRST_DENSE = _DENSE | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+# model_type -> its config: mixtures of transformers with dense layers or shared experts among the experts.
+MIXED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _FIRST_DENSE | _LATENT | {"num_key_value_heads": 4},
+    "glm4_moe": _FIRST_DENSE,
+    "dots1": _FIRST_DENSE | {"n_shared_experts": 1},
+    "ernie4_5_moe": _DENSE | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
+    "qwen2_moe": _DENSE | _EXPERTS | {"shared_expert_intermediate_size": 16, "mlp_only_layers": [1]},
+    "qwen3_moe": _DENSE | _EXPERTS | {"mlp_only_layers": [1]},
+    "llama4_text": _DENSE
+    | {"num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
+       "layer_types": ["chunked_attention", "full_attention"]},
+    "hunyuan_v1_moe": _DENSE | _EXPERTS | {"moe_topk": 2},
+    "minimax": _DENSE
+    | {"num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+    "flex_olmo": _DENSE | _EXPERTS,
+    "granitemoeshared": _DENSE | {"num_local_experts": 4, "shared_intermediate_size": 16},
+}  # fmt: skip
+MULTIMODAL = "gemma3, multimodal"
+EVERYWHERE = {f"{kind} of transformers": config for kind, config in MIXED.items()}
+EVERYWHERE |= {f"{kind} of transformers": config for kind, config in OF_TENSORS.items()}
+EVERYWHERE |= {
+    f"{kind} of transformers": settings_of(kind) for kind in OF_RUNS if f"{kind} of transformers" not in EVERYWHERE
+}
+MOVED = 0.05
+
+
+def make_base(base: str, folder: Path) -> Path:
+    """Save a tiny random model under its name of NATIVE or EVERYWHERE."""
+    if base in NATIVE:
+        case, changes = NATIVE[base]
+        reference_model(case, **changes).save_pretrained(folder)
+        return folder
+    torch.manual_seed(5)
+    kind = "gemma3" if base == MULTIMODAL else base.removesuffix(" of transformers")
+    config = transformers.AutoConfig.for_model(kind, **EVERYWHERE[f"{kind} of transformers"])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def read_base_spec(base: str, folder: Path) -> Any:
+    """Return the spec of a base, native or of transformers."""
+    implementation = "transformers" if base in EVERYWHERE else "native"
+    return read_trained_spec(read_config(folder), str(folder), implementation)
+
+
+def write_adapter(base: str, folder: Path, cfg: LoraConfig, out: Path) -> Path:
+    """Train a little by moving what is trained, write `out`/adapter as a run does, and the merged model `out`/model."""
+    spec = read_base_spec(base, folder)
+    model = model_with_adapters(spec, folder, cfg, torch.float32, torch.device("cpu"))
+    torch.manual_seed(6)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.add_(torch.randn_like(parameter), alpha=MOVED)
+    export_adapter(
+        model,
+        spec,
+        cfg,
+        out / "adapter",
+        base=str(folder),
+        base_folder=folder,
+        source_config=read_config(folder),
+        world=SingleRank(),
+    )
+    merge_adapter(
+        folder,
+        out / "adapter",
+        out / "model",
+        quantize="none",
+        implementation="transformers" if base in EVERYWHERE else "native",
+        dtype=torch.float32,
+        ranks=SingleRank(),
+    )
+    return out
+
+
+def open_with_peft(folder: Path, adapter: Path) -> Any:
+    """Open the adapter with PEFT on transformers' base; PEFT must have the file's tensors, and no others."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = PeftModel.from_pretrained(theirs(folder), str(adapter)).eval()
+    spoken = [str(warning.message) for warning in said]
+    assert not [text for text in spoken if "keys" in text or "matched" in text or "ignored" in text], spoken
+    with safe_open(str(adapter / "adapter_model.safetensors"), framework="pt") as file:
+        names = set(file.keys())
+    opened = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    assert opened == names, (sorted(opened - names)[:3], sorted(names - opened)[:3])
+    return model
+
+
+@torch.no_grad()
+def compute_logits(model: Any) -> Tensor:
+    """Logits of a fixed prompt, as fp64."""
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = torch.randint(0, vocabulary, (2, 24), generator=torch.Generator().manual_seed(2))
+    return model(input_ids=tokens, use_cache=False).logits.double()
+
+
+def relative(mine: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a share of the largest number."""
+    return float((mine - expected).abs().max() / expected.abs().max())

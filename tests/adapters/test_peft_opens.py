@@ -1,0 +1,103 @@
+"""Every kind of adapter that we write, of every family: PEFT itself opens it as trained, and as we merge it."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import LoraConfig
+from recipe_lib.errors import ConfigError
+from recipe_lib.models.families import FAMILIES
+from recipe_lib.training import validate_parallelism
+from tests.adapters.exported_adapters import (
+    EVERYWHERE,
+    MULTIMODAL,
+    NATIVE,
+    compute_logits,
+    make_base,
+    open_with_peft,
+    read_base_spec,
+    relative,
+    write_adapter,
+)
+from tests.adapters.hugging_face import theirs
+from tests.selection import slow_except
+
+# kind -> what the config says of lora beside the rank
+KINDS: dict[str, dict[str, Any]] = {
+    "all-linear": {},
+    "all-linear, rsLoRA": {"rslora": True, "rank": 3, "alpha": 5.0},
+    "all-linear, dropout": {"dropout": 0.1},
+    "DoRA": {"dora": True},
+    "q and v, rsLoRA": {"target_modules": ["q", "v"], "rslora": True},
+    "MLPs": {"target_modules": ["gate", "up", "down"]},
+    "one matrix of the MLPs": {"target_modules": ["q", "down"]},
+    "embedding": {"target_modules": ["q", "embedding"]},
+    "head": {"target_modules": ["q", "head"]},
+    "head alone, DoRA": {"target_modules": ["head"], "dora": True},
+    "experts alone": {"target_modules": ["experts"]},
+    "router alone": {"target_modules": ["router"]},
+    "experts and router": {"target_modules": ["q", "v", "router", "experts"]},
+    "all of it": {"target_modules": ["all-linear", "embedding", "head", "router", "experts"]},
+}
+OF_MIXTURES = {"experts alone", "router alone", "experts and router", "all of it"}
+MIXTURES = ("mixtral", "olmoe", "gpt_oss", "qwen3_moe")
+# Layers of experts alone have no MLP, and adapters of MLPs are refused.
+WITHOUT_MLPS = ("mixtral", "olmoe", "gpt_oss", "qwen3_moe")
+OF_MLPS = ("MLPs", "one matrix of the MLPs")
+EXTERNAL_KINDS = ("all-linear", "all-linear, rsLoRA", "all-linear, dropout", "DoRA")
+DENSE_AMONG_EXPERTS = [base for base in NATIVE if base.startswith("qwen3_moe, ")]
+
+
+def list_cases() -> list[str]:
+    """Return `base: kind` for all kinds that there are of a base."""
+    cases = [f"{base}: {kind}" for base in EVERYWHERE for kind in EXTERNAL_KINDS]
+    for base in (*NATIVE, MULTIMODAL):
+        kinds = set(KINDS)
+        if not base.startswith(MIXTURES):
+            kinds -= OF_MIXTURES
+        if base in WITHOUT_MLPS:
+            kinds -= set(OF_MLPS)
+        if base in DENSE_AMONG_EXPERTS:
+            kinds -= {"DoRA"}  # is refused, see below
+        cases += [f"{base}: {kind}" for kind in KINDS if kind in kinds]
+    return cases
+
+
+def settings(kind: str) -> LoraConfig:
+    return LoraConfig(**({"rank": 4, "alpha": 8.0} | KINDS[kind]))
+
+
+QUICK = ["qwen3_moe, one dense layer: all-linear", "qwen3_moe, one dense layer: all of it", "phi3: DoRA",
+         "gpt_oss: experts and router", "deepseek_v3 of transformers: all-linear"]  # fmt: skip
+
+
+def test_every_family_of_the_library_has_a_base() -> None:
+    assert {base.partition(",")[0] for base in NATIVE} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("case", slow_except(list_cases(), QUICK))
+def test_peft_opens_what_was_trained(case: str, tmp_path: Path) -> None:
+    base, kind = case.split(": ")
+    folder = make_base(base, tmp_path / "base")
+    written = write_adapter(base, folder, settings(kind), tmp_path)
+    merged = compute_logits(theirs(written / "model"))
+    assert relative(compute_logits(open_with_peft(folder, written / "adapter")), merged) < 1e-5
+    assert relative(compute_logits(theirs(folder)), merged) > 1e-3, "the adapter changes next to nothing"
+
+
+@pytest.mark.parametrize("base", DENSE_AMONG_EXPERTS)
+def test_dora_of_dense_layers_among_experts_is_refused_before_training(base: str, tmp_path: Path) -> None:
+    """PEFT has them by target_parameters alone, which go with no lengths; the remedies work."""
+    spec = read_base_spec(base, make_base(base, tmp_path))
+    cfg = LoraFinetuneConfig(device="cpu", lora=settings("DoRA"))
+    with pytest.raises(ConfigError, match=r"^lora.dora: model.layers.\d.mlp.gate_proj") as fault:
+        validate_parallelism(cfg, spec)
+    assert "\n" not in str(fault.value)
+    remedy = re.search(r"lora.target_modules=\[([\w,]+)\]$", str(fault.value))
+    assert remedy is not None
+    validate_parallelism(replace(cfg, lora=replace(cfg.lora, target_modules=remedy[1].split(","))), spec)
+    validate_parallelism(replace(cfg, lora=replace(cfg.lora, dora=False)), spec)
