@@ -252,6 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
     page = make_page(arguments.steps, EVERY)
     if arguments.output is None:
         print(page, end="")

@@ -218,7 +218,9 @@ CONFIGS = {
     "8": {"state_bits": 8},
     "4": {"state_bits": 4},
     "chance": {"stochastic_rounding": True, "state_bits": 8},
+    "chance, bf16 states": {"stochastic_rounding": True},
     "master": {"master_weights": True, "state_bits": 16},
+    "master, fp32 states": {"master_weights": True},
 }
 
 
