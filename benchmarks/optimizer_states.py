@@ -117,7 +117,7 @@ def read_state(optimizer: Optimizer, parameter: nn.Parameter, name: str) -> Tens
     """Return a state as the next step will read it, fp64."""
     state = optimizer.state[parameter]
     if name in state:
-        return state[name].double()
+        return state[name].double().clone()  # the next step changes it
     codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
     bits = 8 * codes.shape[-1] // parameter.shape[-1]
     return make_code(bits, signed=name == "exp_avg", device=codes.device).decode(codes, scales).double()
@@ -209,13 +209,14 @@ quarters of a block `apart` from the rest; `noise` over three decades, its devia
   `import` say so where a mean may stay at half or twice of what it should be: a decay over 1 - 1/129, where it is
   rounded twice 1 - 1.5/129.
 - Rounded by chance, a mean is right on average over a parameter's numbers and over steps. A number of a second moment
-  has a deviation of 1 / (256 sqrt(1 - d^2)) of itself at most: {deviation_95:.1%} with 0.95, {deviation_999:.1%} with
-  0.999.
+  has a deviation of 1 / (256 sqrt(1 - d^2)) of itself at most: {deviation_95:.1f} % with 0.95, {deviation_999:.1f} %
+  with 0.999.
 - 8 bits keep a block's largest number exactly, others down to a tenth of it to 4 %, and twice as roughly with each
-  power of ten below. A second moment of less than 1 / 3,000,000 of the largest is taken for that: such steps are too
-  short, never too long. Small changes of one number among others that stay are lost here too.
+  power of ten below. A second moment of less than 1 / 3,000,000 of the largest is taken for that, so that the steps of
+  the smallest gradients are too short. Small changes of one number among others that stay are lost here too.
 - 4 bits have no level of a second moment under 1/16 of a block's largest. A gradient of a hundredth of the largest
-  takes a fortieth of its step, smaller ones next to none: in such a block 4 bits train the largest numbers alone.
+  takes a fortieth of its step, smaller ones next to none. A mean that shrinks beside others which do not (`100 x, apart`)
+  does not come down, so that its weight goes on as before.
 """
 
 
@@ -241,8 +242,8 @@ def make_page(steps: int, every: int) -> str:
         high_95=high_95,
         high_999=high_999,
         long_999=high_999**0.5,
-        deviation_95=1 / (256 * (1 - 0.95**2) ** 0.5),
-        deviation_999=1 / (256 * (1 - 0.999**2) ** 0.5),
+        deviation_95=100 / (256 * (1 - 0.95**2) ** 0.5),
+        deviation_999=100 / (256 * (1 - 0.999**2) ** 0.5),
     )
 
 

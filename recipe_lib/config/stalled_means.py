@@ -1,4 +1,4 @@
-"""Means that an optimizer keeps in bf16 and that stop short of what they average: how far, and what to set instead.
+"""Means that an optimizer keeps in too few bits to follow what they average: how far off, and what to set instead.
 
 A mean m becomes d m + (1 - d) x in a step. bf16 has 8 bits, so that a change of less than half the distance of two
 numbers, 1/512 to 1/256 of m, is lost. Rounded once a step, as torch's fused kernels and ours do, m may rest wherever
@@ -14,6 +14,10 @@ from typing import Any
 from recipe_lib.config.idle import trained_dtype
 from recipe_lib.config.optimizer_facts import BYTES, optimizer_facts, state_bytes
 
+FOUR_BITS = (
+    "beside a gradient 100 times as large, in one block of 128 numbers, one takes a fortieth of its step, and a mean "
+    "that shrinks alone stays as it is"
+)
 FARTHEST = 2.0  # times too large or too small that a mean may stay before it is told
 
 
@@ -67,6 +71,7 @@ def describe_stalled_means(
     cfg: Any, size_of: Callable[[Any], str] | None = None, size: str = "bytes a parameter"
 ) -> list[str]:
     """Return a line for each mean of a config that may stay FARTHEST times off: what is lost, what to set, its bytes.
+    States of 4 bits have one too.
 
     size_of: size of the states with a section `optimizer`, in words; None: bytes for one parameter. size: what it is.
     """
@@ -85,6 +90,9 @@ def describe_stalled_means(
         lines.append(
             f"{mean.setting(cfg.optimizer)}: in bf16 {mean.name} may {low} {high}; {_remedy(cfg, size_of, size)}"
         )
+    facts = optimizer_facts(cfg.optimizer.name)
+    if facts is not None and facts.state_bits(cfg.optimizer) == 4:
+        lines.append(f"optimizer.state_bits=4: {FOUR_BITS}; {_remedy(cfg, size_of, size)}")
     return lines
 
 
@@ -108,7 +116,8 @@ def _remedy(cfg: Any, size_of: Callable[[Any], str], size: str) -> str:
     facts, optimizer, dtype = optimizer_facts(cfg.optimizer.name), cfg.optimizer, trained_dtype(cfg)
     if facts is None or "state_bits" not in facts.keys:
         return f"set it to 0.98 or less, or {'dtype' if cfg.trained_adapters is None else 'lora.dtype'}=fp32"
-    by_chance = [{"stochastic_rounding": True}] if dtype == "bf16" and not optimizer.master_weights else []
+    in_bf16 = dtype == "bf16" and not optimizer.master_weights and optimizer.state_bits != 4
+    by_chance = [{"stochastic_rounding": True}] if in_bf16 else []
     choices = []
     for choice in ({"state_bits": 32}, *by_chance, {"state_bits": 8}):
         ((key, value),) = choice.items()

@@ -5,7 +5,8 @@ its temporaries have a fixed size whatever that of the model; each element's num
 block, so that they are the same on any number of ranks. Made of torch's own operators, one kernel each; what a GPU's
 time for them is has not been measured.
 
-Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare them bit for bit. Its
+Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare them bit for bit, but
+for second moments that its 8 bits round to zero: such a number would take steps of up to 1 / sqrt(1 - betas[1]). Its
 classes are not used, because they cut blocks out of the flattened part of a rank. So the states of Qwen2.5 0.5B take
 270 MiB on each of 5 ranks, where ours take 194 MiB (121 of its 169 matrices are in 8 bits, ours all, on any number of
 ranks), and what 3 ranks have saved 1, 2 or 4 cannot load, nor the other way round ("start and end align with block

@@ -162,6 +162,11 @@ OTHERS = {
         "optimizer.momentum=0.999: in bf16 the momentum may stop at 0.26 of its value and never comes down again; set "
         "it to 0.98 or less, or dtype=fp32"
     ),
+    "optimizer.state_bits=4 optimizer.stochastic_rounding=true": (
+        "note: optimizer.state_bits=4: beside a gradient 100 times as large, in one block of 128 numbers, one takes a "
+        "fortieth of its step, and a mean that shrinks alone stays as it is; set optimizer.state_bits=32 (8) or "
+        "optimizer.state_bits=8 (2.03); in brackets the states' bytes a parameter, now 1.06"
+    ),
     "optimizer.betas=[0.9,0.999] optimizer.master_weights=true optimizer.state_bits=16": (
         "set optimizer.state_bits=32 (12) or optimizer.state_bits=8 (6.03); in brackets the states' bytes a parameter, "
         "now 8"
