@@ -215,8 +215,8 @@ quarters of a block `apart` from the rest; `noise` over three decades, its devia
   power of ten below. A second moment of less than 1 / 3,000,000 of the largest is taken for that, so that the steps of
   the smallest gradients are too short. Small changes of one number among others that stay are lost here too.
 - 4 bits have no level of a second moment under 1/16 of a block's largest. A gradient of a hundredth of the largest
-  takes a fortieth of its step, smaller ones next to none. A mean that shrinks beside others which do not (`100 x, apart`)
-  does not come down, so that its weight goes on as before.
+  takes a fortieth of its step, smaller ones next to none. A mean that shrinks beside others which do not, as in
+  `100 x, apart`, does not come down, so that its weight goes on as before.
 """
 
 

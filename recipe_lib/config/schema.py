@@ -62,8 +62,8 @@ class OptimizerConfig:
     )
     state_bits: int | None = key(
         None,
-        "Bits of each number of the optimizer's states; 8 and 4: in blocks with a scale each, of which 4 train little but "
-        "the largest numbers; null: those of dtype, beside master_weights 32.",
+        "Bits of each number of the optimizer's states; 8 and 4: in blocks with a scale each, of which 4 train little "
+        "but the largest numbers; null: those of dtype, beside master_weights 32.",
         choices=(4, 8, 16, 32),
         needs=idle.read_by_optimizer("state_bits"),
         known_as="torchao AdamW8bit, AdamW4bit; bitsandbytes optim_bits",

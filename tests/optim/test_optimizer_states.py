@@ -7,6 +7,7 @@ is at most (d e + u |m|) / (1 - u) after a step.
 
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,3 +154,53 @@ def test_the_patterns_are_what_the_page_says() -> None:
     assert (before == 1).all() and (after[::4] == 1).all() and after[1] == torch.tensor(0.01).bfloat16()
     noise: Any = torch.stack([make_gradients(step)[-ROWS:] for step in range(50)])
     assert float((noise.float().std(0) / noise.float().mean(0)).median()) == pytest.approx(0.5, rel=0.05)
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "optimizer_states.md"
+
+
+def read_page(title: str) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return by kind and pattern the median and the worst of one of the page's tables."""
+    _, header, _, *rows = PAGE.read_text().partition(f"## {title}\n")[2].partition("\n##")[0].strip().splitlines()
+    found = {}
+    for row in [line for line in rows if line.startswith("|")]:
+        label, _, *cells = [cell.strip() for cell in row.strip("|").split("|")]
+        pairs = [cell.rstrip(")").split(" (") for cell in cells]
+        found[label] = {name: (float(a), float(b)) for name, (a, b) in zip(PATTERNS, pairs, strict=True)}
+    assert header
+    return found
+
+
+STEADY = ["constant", *(name for name in PATTERNS if name.startswith("outlier"))]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=Kind.label)
+def test_the_page_is_what_fewer_steps_show(kind: Kind) -> None:
+    """With betas[1] of 0.95 a constant gradient's steps are after 100 what they are after 3,000; and the bytes."""
+    label = kind.label()
+    betas = BETAS[0]
+    (exact,) = run_steps(replace(BASE, betas=betas), torch.float64, 100, 100)
+    (found,) = run_steps(replace(BASE, betas=betas, **kind.settings), DTYPES[kind.dtype], 100, 100)
+    page = read_page(f"Steps, betas {betas}")[label]
+    for name in STEADY:
+        median = float((found.band(name).update / exact.band(name).update).median())
+        assert median == pytest.approx(page[name][0], rel=0.02), name
+    assert f"| {label} | {kind.bytes_per_parameter():.3g} |" in PAGE.read_text()
+
+
+def test_the_page_says_what_docs_say() -> None:
+    """Each claim of docs/memory_levers.md, by the page's figures."""
+    by_chance, in_8, in_4 = (kind.label() for kind in (*BY_CHANCE, *BLOCKED))
+    exact = [kind.label() for kind in TO_THE_NEAREST if rounding_unit(kind, "exp_avg_sq") < HALF]
+    fused = "`dtype=bf16 optimizer.implementation=fused`"
+    for betas in BETAS:
+        page = read_page(f"Steps, betas {betas}")
+        assert all(abs(math.log(worst)) < 0.005 for label in exact for _, worst in page[label].values())
+        assert all(abs(median - 1) < 0.01 for median, _ in page[by_chance].values())
+        small = [page[in_8][f"outlier, others {one:g}"][0] for one in OUTLIERS]
+        assert small == pytest.approx([1, 1, 1 / 2, 1 / 6], rel=0.1)
+        assert page[in_4]["outlier, others 0.01"][0] == pytest.approx(1 / 40, rel=0.05)
+        assert page[in_4]["100 x, apart"][1] > 5
+    slow, fast = (read_page(f"Steps, betas {betas}")[fused] for betas in BETAS)
+    assert all(abs(math.log(worst)) < 0.045 for _, worst in slow.values())
+    assert max(worst for _, worst in fast.values()) == pytest.approx(math.sqrt(1 + 1 / 0.256), rel=0.05)
