@@ -117,10 +117,12 @@ def _remedy(cfg: Any, size_of: Callable[[Any], str], size: str) -> str:
     if facts is None or "state_bits" not in facts.keys:
         return f"set it to 0.98 or less, or {'dtype' if cfg.trained_adapters is None else 'lora.dtype'}=fp32"
     in_bf16 = dtype == "bf16" and not optimizer.master_weights and optimizer.state_bits != 4
-    by_chance = [{"stochastic_rounding": True}] if in_bf16 else []
+    tried: list[dict[str, Any]] = [{"state_bits": 32}, {"state_bits": 8}]
+    if in_bf16:
+        tried.insert(1, {"stochastic_rounding": True})
     choices = []
-    for choice in ({"state_bits": 32}, *by_chance, {"state_bits": 8}):
-        ((key, value),) = choice.items()
-        choices.append(f"optimizer.{key}={str(value).lower()} ({size_of(replace(optimizer, **choice))})")
+    for setting in tried:
+        ((key, value),) = setting.items()
+        choices.append(f"optimizer.{key}={str(value).lower()} ({size_of(replace(optimizer, **setting))})")
     words = f"{', '.join(choices[:-1])} or {choices[-1]}"
     return f"set {words}; in brackets the states' {size}, now {size_of(optimizer)}"
