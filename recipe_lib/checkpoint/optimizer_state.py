@@ -189,9 +189,11 @@ def _own_state(
         raise _other_states(f"holds optimizer state {key} of {name}, which this run's optimizer does not keep", where)
     if (value.dtype, tuple(value.shape)) != (dtype, shape):
         here = describe_tensor(value.dtype, tuple(value.shape))
-        raise _other_states(
-            f"optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, this run's is {here}", where
-        )
+        what = f"optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, this run's is {here}"
+        if tuple(value.shape) == shape and (bits := {torch.bfloat16: 16, torch.float32: 32}.get(dtype)):
+            # Before master weights had states in fp32, a run without state_bits had them in its dtype.
+            raise CheckpointError(f"{where}: {what}; resume with optimizer.state_bits={bits}")
+        raise _other_states(what, where)
     return value
 
 

@@ -8,6 +8,7 @@ from recipe_lib.cli.start_checks import check_shape, check_start
 from recipe_lib.config.load import load
 from recipe_lib.config.paths import list_recipes
 from recipe_lib.config.registry import load_plugin
+from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.errors import DONE
 from recipe_lib.logs import print_wrapped
 
@@ -35,6 +36,6 @@ def run(words: list[str]) -> int:
     notes = check_start(loaded.cfg)
     check_shape(loaded.cfg)
     print_wrapped(f"{', '.join(configs)}: a valid config of {recipe.name}")
-    for note in (*loaded.idle, *notes):
+    for note in (*loaded.idle, *describe_stalled_means(loaded.cfg), *notes):
         print_wrapped(f"note: {note}")
     return DONE

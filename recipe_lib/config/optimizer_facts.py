@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+_BLOCKS = {8: 256, 4: 128}  # numbers of a state of so many bits that share a scale in fp32, in long rows
 ALGORITHMS = Path(__file__).resolve().parent.parent / "optim" / "algorithms"
 
 
@@ -37,11 +39,19 @@ class OptimizerFacts:
 
     def state_bits(self, cfg: Any) -> int | None:
         """Bits of a state's numbers; None: those of the parameter."""
-        return cfg.state_bits if "state_bits" in self.keys else None
+        return kept_bits(cfg) if "state_bits" in self.keys else None
 
     def keeps_master(self, cfg: Any) -> bool:
         """Whether the weights are also kept in fp32."""
         return "master_weights" in self.keys and bool(cfg.master_weights)
+
+
+def kept_bits(cfg: Any) -> int | None:
+    """Return the bits of a state's numbers that a section `optimizer` asks for; None: those of the parameter.
+
+    Beside master weights, which steps add up in, the states are as exact as those unless `state_bits` says otherwise.
+    """
+    return 32 if cfg.state_bits is None and cfg.master_weights else cfg.state_bits
 
 
 @cache
@@ -61,6 +71,21 @@ def optimizer_facts(name: str) -> OptimizerFacts | None:
 def every_facts() -> list[OptimizerFacts]:
     """Those that ship, and those of plugins."""
     return [*built_in_optimizers().values(), *_of_plugins.values()]
+
+
+def state_bytes(optimizer: Any, width: int, *, in_layer: bool) -> float:
+    """Return bytes of the states, master weights included, for one number of a matrix with long rows.
+
+    optimizer: the section. width: bytes of that number. in_layer: of a layer's matrix, of which Muon keeps one state,
+    not of embedding or head. None, and an optimizer that is not known: two states of the number's type.
+    """
+    facts = None if optimizer is None else optimizer_facts(optimizer.name)
+    if facts is None:
+        return 2 * width
+    bits = facts.state_bits(optimizer)
+    each = width if bits is None else bits / 8 + (4 / _BLOCKS[bits] if bits in _BLOCKS else 0)
+    count = len(facts.states_of(optimizer, layer_matrix=in_layer))
+    return count * each + (4 if facts.keeps_master(optimizer) else 0)
 
 
 def keep_facts(name: str, facts: OptimizerFacts) -> None:

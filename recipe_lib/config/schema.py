@@ -62,20 +62,23 @@ class OptimizerConfig:
     )
     state_bits: int | None = key(
         None,
-        "Bits of each number of AdamW's states; 8 and 4: in blocks with a scale each; null: those of dtype.",
+        "Bits of each number of the optimizer's states; 8 and 4: in blocks with a scale each, of which 4 train little "
+        "but the largest numbers; null: those of dtype, beside master_weights 32.",
         choices=(4, 8, 16, 32),
         needs=idle.read_by_optimizer("state_bits"),
         known_as="torchao AdamW8bit, AdamW4bit; bitsandbytes optim_bits",
     )
     master_weights: bool = key(
         False,
-        "Also keep the weights in fp32, which the steps add up in; dtype=bf16 is what is computed with.",
+        "Also keep the weights in fp32, which the steps add up in, and unless state_bits says otherwise the states; "
+        "dtype=bf16 is what is computed with.",
         needs=(idle.read_by_optimizer("master_weights"), idle.trains_bf16),
         known_as="DeepSpeed fp32 master weights; Megatron main_params_dtype",
     )
     stochastic_rounding: bool = key(
         False,
-        "Round a step's bf16 weights up or down at random, so that steps smaller than bf16's resolution add up.",
+        "Round a step's bf16 weights, and states in bf16, up or down at random, so that changes smaller than bf16's "
+        "resolution add up.",
         needs=(idle.read_by_optimizer("stochastic_rounding"), idle.trains_bf16),
         known_as="torchao bf16_stochastic_round",
     )

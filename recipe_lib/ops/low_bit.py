@@ -3,9 +3,10 @@
 A block of consecutive numbers is divided by its largest absolute value, and each becomes the index of the nearest of
 2^bits levels between -1 (or 0) and 1. The levels are the dynamic ones of Dettmers (arXiv:1511.04561, arXiv:2110.02861),
 whose spacing grows with the number; unsigned 4-bit levels are evenly spaced without a zero (Li, Chen and Zhu,
-arXiv:2309.01507), since a second moment of zero would make a step of any size. Levels, the longest blocks and rounding
-are torchao's, bit for bit, which tests hold. Its functions are not called: importing them takes a start 2 s of CPU
-more, as much again as torch, and its levels are made of tensors, which have no numbers on a simulated device.
+arXiv:2309.01507), since a second moment of zero would make a step of any size. For the same reason a positive number
+never becomes the zero of the unsigned 8-bit levels, but the level above it. Levels, the longest blocks and all other
+rounding are torchao's, bit for bit, which tests hold. Its functions are not called: importing them takes a start 2 s of
+CPU more, as much again as torch, and its levels are made of tensors, which have no numbers on a simulated device.
 """
 
 from dataclasses import dataclass
@@ -66,7 +67,10 @@ def _tables(bits: int, signed: bool) -> tuple[tuple[float, ...], tuple[float, ..
         levels = np.arange(1, 17, dtype=np.float32) / np.float32(16)
     else:
         levels = _dynamic_levels(bits, signed)
-    return tuple(levels.tolist()), tuple(_borders(levels).tolist())
+    borders = _borders(levels)
+    if not signed and levels[0] == 0:
+        borders[0] = np.nextafter(np.float32(0), np.float32(1))  # whatever is more than zero has the next level
+    return tuple(levels.tolist()), tuple(borders.tolist())
 
 
 def _dynamic_levels(bits: int, signed: bool) -> np.ndarray:
@@ -102,14 +106,15 @@ def _borders(levels: np.ndarray) -> np.ndarray:
 def round_by_chance(numbers: Tensor, places: Tensor, key: tuple[int, int]) -> Tensor:
     """bf16 of fp32 numbers: up or down, each with a probability by which the mean over keys is the number itself.
 
-    places: int32 of the same shape, by which each draws its own; key: two words for all of them (`chance_key`). Numbers
-    that are not finite stay what they are.
+    places: int32 of the same shape, by which each draws its own, used up; key: two words for all of them
+    (`chance_key`). Numbers that are not finite stay what they are.
     """
-    drawn = _mix(places ^ _signed(key[0])).bitwise_xor_(_signed(key[1]))
+    drawn = _mix(places.bitwise_xor_(_signed(key[0]))).bitwise_xor_(_signed(key[1]))
     bits = (
         _mix(drawn).bitwise_and_(0xFFFF).add_(numbers.view(torch.int32)).bitwise_and_(-65536)
     )  # what fp32 has beyond bf16 is 0 now
-    return torch.where(numbers.isfinite(), bits.view(torch.float32), numbers).to(torch.bfloat16)
+    rounded = bits.view(torch.float32)
+    return torch.where(numbers.isfinite(), rounded, numbers, out=rounded).to(torch.bfloat16)
 
 
 def chance_key(seed: int, step: int, name: str) -> tuple[int, int]:
@@ -134,7 +139,7 @@ def element_places(
         words = torch.where(words >= _WORD // 2, words - _WORD, words).to(torch.int32)
         places = places + words.view(-1, *(1,) * (len(shape) - 1 - dim))
         stride = stride * whole[dim] % _WORD
-    return places.expand(shape) if places.shape != shape else places
+    return places
 
 
 def _signed(word: int) -> int:

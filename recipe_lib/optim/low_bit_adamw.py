@@ -5,7 +5,8 @@ its temporaries have a fixed size whatever that of the model; each element's num
 block, so that they are the same on any number of ranks. Made of torch's own operators, one kernel each; what a GPU's
 time for them is has not been measured.
 
-Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare them bit for bit. Its
+Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare them bit for bit, but
+for second moments that its 8 bits round to zero: such a number would take steps of up to 1 / sqrt(1 - betas[1]). Its
 classes are not used, because they cut blocks out of the flattened part of a rank. So the states of Qwen2.5 0.5B take
 270 MiB on each of 5 ranks, where ours take 194 MiB (121 of its 169 matrices are in 8 bits, ours all, on any number of
 ranks), and what 3 ranks have saved 1, 2 or 4 cannot load, nor the other way round ("start and end align with block
@@ -23,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recipe_lib.config.optimizer_facts import kept_bits
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.ops.dtensor_shards import local_of, local_part
-from recipe_lib.ops.low_bit import chance_key, element_places, round_by_chance
+from recipe_lib.ops.low_bit import Code, chance_key, element_places, round_by_chance
 from recipe_lib.optim.state_layout import (
     MASTER,
     Codes,
@@ -56,8 +58,8 @@ class Trained(list[nn.Parameter]):
 class StateChunk:
     """A parameter's own part on this rank, in a step: with its gradient and states, their parts too.
 
-    start, whole: where the part begins in the parameter, and that one's shape. key: of what is drawn by chance in this
-    step; None: nothing is.
+    start, whole: where the part begins in the parameter, and that one's shape. chance: seed, step and parameter's name,
+    which tell apart what is drawn by chance; None: all is rounded to the nearest.
     """
 
     weights: Tensor
@@ -65,7 +67,7 @@ class StateChunk:
     state: dict[str, Tensor]
     start: tuple[int, ...]
     whole: tuple[int, ...]
-    key: tuple[int, int] | None
+    chance: tuple[int, int, str] | None
 
     def take(self, rows: slice) -> Tensor:
         """Rows of the weights in the type that is computed in, to be changed in place and then put back."""
@@ -77,12 +79,23 @@ class StateChunk:
         stored = self.weights[rows]
         if MASTER not in self.state and values.dtype == stored.dtype:
             return  # they are the weights themselves
-        if self.key is None:
+        self._store(stored, values, rows, "")
+
+    def take_state(self, name: str, rows: slice, dtype: torch.dtype, code: Code | None) -> Numbers:
+        """Return rows of a state as numbers to compute with."""
+        return Numbers(self.state, name, rows, dtype, code, self._store)
+
+    def _store(self, stored: Tensor, values: Tensor, rows: slice, state: str) -> None:
+        """Write values to rows of the weights (state empty) or of a state; bf16 by chance where there is any."""
+        if self.chance is None or stored.dtype != torch.bfloat16:
             stored.copy_(values)
             return
         start = (self.start[0] + rows.start, *self.start[1:])
         places = element_places(tuple(stored.shape), start, self.whole, stored.device)
-        stored.copy_(round_by_chance(values, places, self.key))
+        seed, step, name = self.chance
+        # No parameter's name has a zero byte: weights and states draw apart.
+        key = chance_key(seed, step, f"{name}\0{state}" if state else name)
+        stored.copy_(round_by_chance(values.float(), places, key))
 
 
 class ChunkedOptimizer(Optimizer):
@@ -95,16 +108,17 @@ class ChunkedOptimizer(Optimizer):
 
     def __init__(self, params: Trained, cfg: OptimizerConfig, numbers: dict[str, Any]):
         # The last two say of a saved state what it is made of; what counts is the config.
-        made_of = {"state_bits": cfg.state_bits, "master_weights": cfg.master_weights}
+        made_of = {"state_bits": kept_bits(cfg), "master_weights": cfg.master_weights}
         self.cfg, self.names, self.device, self.seed = cfg, params.names, params.device, params.seed
-        self._codes = Codes(cfg.state_bits)
+        self.state_bits = kept_bits(cfg)
+        self._codes = Codes(self.state_bits)
         self._rows_of: tuple[nn.Parameter, nn.Parameter, int] | None = None
         super().__init__(
             list(params) or [{"params": []}], {"lr": cfg.lr, "weight_decay": cfg.weight_decay} | numbers | made_of
         )
         for parameter in params:
-            check_blocks(parameter, self.names.get(parameter, ""), cfg.state_bits)
-        chosen = [parameter for parameter in params if cfg.stochastic_rounding and parameter.dtype == torch.bfloat16]
+            check_blocks(parameter, self.names.get(parameter, ""), self.state_bits)
+        chosen = params if cfg.stochastic_rounding else ()
         self._starts = {parameter: local_part(parameter)[1] for parameter in chosen}  # torch takes long to find them
 
     def states_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
@@ -117,7 +131,7 @@ class ChunkedOptimizer(Optimizer):
 
     def bytes_of(self, parameter: nn.Parameter) -> int:
         """Bytes of a parameter's states on this rank."""
-        made_of = self.cfg.state_bits, self.cfg.master_weights
+        made_of = self.state_bits, self.cfg.master_weights
         return sum(stored_sizes(parameter, self.states_of(parameter), *made_of))
 
     @contextmanager
@@ -138,7 +152,7 @@ class ChunkedOptimizer(Optimizer):
     def new_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Zeros for every state tensor of a parameter, or of some rows of one, by their keys; sharded as it is."""
         whole, _ = self._whole_of(parameter)
-        found = layouts(whole, self.states_of(whole), self.cfg.state_bits, master=self.cfg.master_weights)
+        found = layouts(whole, self.states_of(whole), self.state_bits, master=self.cfg.master_weights)
         return {key: new_tensor(parameter, layout) for key, layout in found.items()}
 
     @torch.no_grad()
@@ -171,13 +185,20 @@ class ChunkedOptimizer(Optimizer):
         state["step"] += 1
         whole, first = self._whole_of(parameter)
         start = self._starts.get(whole)
-        key = None if start is None else chance_key(self.seed, state["step"], self.names.get(whole, ""))
+        chance = None if start is None else (self.seed, state["step"], self.names.get(whole, ""))
         tensors = {name: _rows(local_of(value)) for name, value in state.items() if isinstance(value, Tensor)}
         gradient = parameter.grad
         assert gradient is not None
         start = (start[0] + first, *start[1:]) if start else (0,)
         shape = tuple(whole.shape) or (1,)
-        return StateChunk(_rows(local_of(parameter)), _rows(local_of(gradient)), tensors, start, shape, key)
+        return StateChunk(
+            weights=_rows(local_of(parameter)),
+            gradient=_rows(local_of(gradient)),
+            state=tensors,
+            start=start,
+            whole=shape,
+            chance=chance,
+        )
 
 
 def _rows(local: Tensor) -> Tensor:
@@ -198,10 +219,10 @@ def step_adamw(part: StateChunk, group: dict[str, Any], step: int, codes: Codes,
     signed, unsigned = codes.of(parameter, device, signed=True), codes.of(parameter, device, signed=False)
     for rows in pieces(part.weights):
         gradient = part.gradient[rows].to(dtype)
-        mean = Numbers(part.state, "exp_avg", rows, dtype, signed)
+        mean = part.take_state("exp_avg", rows, dtype, signed)
         mean.values.lerp_(gradient, 1 - beta1)
         mean.keep()
-        square = Numbers(part.state, "exp_avg_sq", rows, dtype, unsigned)
+        square = part.take_state("exp_avg_sq", rows, dtype, unsigned)
         square.values.lerp_(gradient.square(), 1 - beta2)
         del gradient
         square.keep()

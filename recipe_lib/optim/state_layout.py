@@ -7,7 +7,7 @@ nor what is saved depend on how many ranks there are.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -145,11 +145,21 @@ def pieces(local: Tensor) -> Iterator[slice]:
 class Numbers:
     """A piece of one state, as numbers to compute with: `values` to be changed in place, then `keep()`.
 
-    Where the state is in the type that is computed in, `values` is the state itself.
+    Where the state is in the type that is computed in, `values` is the state itself. store: rounds values to rows of
+    the state of that name.
     """
 
-    def __init__(self, state: dict[str, Tensor], name: str, rows: slice, dtype: torch.dtype, code: Code | None):
+    def __init__(
+        self,
+        state: dict[str, Tensor],
+        name: str,
+        rows: slice,
+        dtype: torch.dtype,
+        code: Code | None,
+        store: Callable[[Tensor, Tensor, slice, str], None],
+    ):
         self.code = code
+        self._name, self._rows, self._store = name, rows, store
         if code is not None:
             self._codes, self._scales = state[f"{name}_codes"][rows], state[f"{name}_scales"][rows]
             self.values = code.decode(self._codes, self._scales)
@@ -169,7 +179,7 @@ class Numbers:
             self._codes.copy_(codes)
             self._scales.copy_(scales)
         elif self.is_copy:
-            self._stored.copy_(self.values)
+            self._store(self._stored, self.values, self._rows, self._name)
 
 
 class Codes:

@@ -20,6 +20,7 @@ from recipe_lib.plan.allocation.untraced_memory import attention_backend, outsid
 from recipe_lib.plan.cluster_traffic import dimension_plans
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.large_tensors import large_tensor_notes
+from recipe_lib.plan.layer_tables import say_stalled_means
 from recipe_lib.plan.pipeline_plan import Staged, first_of_each_place, layers_of_all, pipeline_assumptions, staged
 from recipe_lib.plan.rank_plans import lowered, not_simulated, rank_plan, verdict_of
 from recipe_lib.plan.result import (
@@ -140,6 +141,7 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
     say_router_choices(plan, cfg, simulated, hardware, settings.calibration)
+    say_stalled_means(plan, cfg)
     return plan, found.trace
 
 

@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
+from recipe_lib.config.idle import trained_dtype
+from recipe_lib.config.optimizer_facts import BYTES, state_bytes
+from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.plan.result import LayerRow, Plan
 from recipe_lib.plan.tables import outermost
 from recipe_lib.plan.tree import join_numbered, split_number
@@ -65,3 +68,16 @@ def _layer_sums(rows: Iterable[LayerRow]) -> list[str]:
     sizes = [format_bytes(sum(getattr(row, name) for row in rows)) for name in ("bytes", "local_bytes", "kept")]
     alone = [row.kept_alone for row in rows if row.kept_alone is not None]
     return [*counts, *sizes, format_bytes(sum(alone)) if alone else "-"]
+
+
+def say_stalled_means(plan: Plan, cfg: Any) -> None:
+    """Add a line for each mean of the optimizer that cannot follow, with the bytes of all that is trained."""
+    trained = sum(row.trained for row in outermost(plan.layers))
+    width = BYTES[trained_dtype(cfg)]
+
+    def size_of(optimizer: Any) -> str:
+        return format_bytes(round(trained * state_bytes(optimizer, width, in_layer=True)))
+
+    lines = describe_stalled_means(cfg, size_of, "size on all ranks")
+    plan.notes += lines
+    plan.assumptions += lines

@@ -7,7 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.config.mesh import micro_batches, stage_count, with_context
-from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig, OptimizerConfig
+from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import stored_weights
 from recipe_lib.optim.in_backward import OptimizerLevers
@@ -47,6 +48,7 @@ def derived_numbers(
         *describe_best(cfg),
         *([f"checkpointing: {parallel.checkpointing}"] if parallel.checkpointing else []),
         *([parallel.quantization.describe()] if parallel.quantization else []),
+        *_stalled_means(cfg, model),
     ]
 
 
@@ -153,6 +155,13 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel, levers
         f"{where} per rank: parameters {held or format_bytes(parameters)}, gradients {format_bytes(gradients)}{freed}, "
         f"optimizer state {known}; together {format_bytes(total)} before activations",
     ]
+
+
+def _stalled_means(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
+    def size_of(optimizer: OptimizerConfig) -> str:
+        return format_bytes(optimizer_state_bytes(optimizer, model.named_parameters()) or 0)
+
+    return [f"warning: {line}" for line in describe_stalled_means(cfg, size_of, "size on this rank")]
 
 
 def _other_parts(model: nn.Module) -> list[str]:

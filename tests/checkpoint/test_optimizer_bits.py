@@ -23,6 +23,9 @@ CASES: dict[str, tuple[OptimizerConfig, torch.dtype]] = {
     "4 bits": (replace(CFG, state_bits=4), torch.bfloat16),
     "master weights": (replace(CFG, master_weights=True, state_bits=8), torch.bfloat16),
     "by chance": (replace(CFG, stochastic_rounding=True, state_bits=32), torch.bfloat16),
+    "bf16 by chance": (replace(CFG, stochastic_rounding=True), torch.bfloat16),
+    "master weights in fp32": (replace(CFG, master_weights=True), torch.bfloat16),
+    "master weights, 16 bits": (replace(CFG, master_weights=True, state_bits=16), torch.bfloat16),
     "muon": (replace(CFG, name="muon", state_bits=4, stochastic_rounding=True), torch.bfloat16),
 }
 
@@ -113,6 +116,11 @@ OTHERS = {
     "no bits": ("8 bits", CFG, "is uint8 [33, 128], its parameter float32 [33, 128]"),
     "no master weights": ("master weights", replace(CFG, state_bits=8), "master of model.embed_tokens.weight, which"),
     "torch's": ("by chance", CFG, "is float32 [33, 128], its parameter bfloat16 [33, 128]"),
+    "fp32 states for bf16": (
+        "master weights, 16 bits",
+        replace(CFG, master_weights=True),
+        "is bfloat16 [33, 128], this run's is float32 [33, 128]; resume with optimizer.state_bits=16",
+    ),
     "adamw for muon": ("muon", replace(CFG, state_bits=4), "holds optimizer state momentum_buffer_codes of"),
 }
 
@@ -128,6 +136,20 @@ def test_another_optimizers_state_is_refused_in_one_line(tmp_path: Path, name: s
             load_state(tmp_path / "step_1", model, optimizer, world)
     line = str(raised.value)
     assert words in line and "\n" not in line and "optimizer.state_bits" in line
+
+
+def test_what_such_a_line_says_resumes(tmp_path: Path) -> None:
+    """A run saved without state_bits, when its states were of its dtype, goes on with those 16 bits."""
+    case = "master weights, 16 bits"
+    with tiny_world() as world:
+        model, optimizer = model_and_optimizer(world, case, 0)
+        train(model, optimizer, 1)
+        optimizer.param_groups[0]["state_bits"] = None
+        save_state(tmp_path, 1, model, optimizer, {}, world, keep=1)
+        expected = fingerprint(model, optimizer)
+        model, optimizer = model_and_optimizer(world, case, None)
+        load_state(tmp_path / "step_1", model, optimizer, world)
+        assert fingerprint(model, optimizer) == expected
 
 
 def test_torchs_state_is_refused_by_ours(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from recipe_lib.cli.recipes import recipe_of
 from recipe_lib.config import load_config as load_any
 from recipe_lib.config.paths import RECIPE_CONFIGS, find_config, list_configs
+from recipe_lib.config.stalled_means import describe_stalled_means
 from tests.house.files import ROOT
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -27,8 +28,10 @@ def test_there_are_configs():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_is_valid(name: str):
+    """Also that no mean of its optimizer stands still."""
     cfg = load_config(name)
     assert type(cfg) is RECIPE_CONFIGS[cfg.recipe]
+    assert describe_stalled_means(cfg) == []
 
 
 def test_all_are_listed():

@@ -30,7 +30,8 @@ def test_levels_are_torchaos(theirs: Any, bits: int, signed: bool) -> None:
 
 @pytest.mark.parametrize(("bits", "signed"), KINDS)
 def test_codes_are_torchaos_at_every_border(theirs: Any, bits: int, signed: bool) -> None:
-    """Numbers at random, and the fp32 numbers on both sides of the middle between any two levels."""
+    """Numbers at random, and the fp32 numbers on both sides of the middle between any two levels; but what is more
+    than zero is never zero of the unsigned levels."""
     quantize = getattr(theirs[0], f"quantize_{bits}bit_with_qmap")
     code = code_of(bits, signed)
     middles = (code.levels[1:].double() + code.levels[:-1].double()).div(2).float()
@@ -43,7 +44,12 @@ def test_codes_are_torchaos_at_every_border(theirs: Any, bits: int, signed: bool
     numbers = torch.cat([*near, drawn, drawn**5, code.levels, torch.tensor([-1.0, 0.0, 1.0])]).clamp(-1, 1)
     numbers = numbers if signed else numbers.abs()
     ours = torch.bucketize(numbers, code.borders, right=True)
-    assert torch.equal(ours.to(torch.uint8), quantize(numbers, code.levels))
+    expected = quantize(numbers, code.levels)
+    if not signed:
+        vanished = (numbers > 0) & (code.levels[expected.int()] == 0)
+        assert vanished.any() == (bits == 8)
+        expected = torch.where(vanished, 1, expected)
+    assert torch.equal(ours.to(torch.uint8), expected)
 
 
 @pytest.mark.parametrize(("bits", "signed"), KINDS)
@@ -57,7 +63,9 @@ def test_numbers_come_back_as_the_nearest_level_of_their_block(bits: int, signed
     blocks = numbers.double().unflatten(-1, (2, -1))
     assert torch.equal(scales, blocks.abs().amax(-1).float())
     scaled = (blocks / scales.double().unsqueeze(-1)).unsqueeze(-1)
-    nearest = (scaled - code.levels.double()).abs().amin(-1)
+    levels = code.levels.double()
+    levels = levels if signed else levels[levels > 0]  # none of the numbers is zero
+    nearest = (scaled - levels).abs().amin(-1)
     back = code.decode(codes, scales)
     off = (back.double().unflatten(-1, (2, -1)) / scales.double().unsqueeze(-1) - scaled.squeeze(-1)).abs()
     assert float((off - nearest).abs().max()) < 1e-6
@@ -72,6 +80,17 @@ def test_zeros_come_back_as_zeros_and_what_is_not_finite_does_not_vanish() -> No
         numbers[0, 7] = math.nan
         back = code.decode(*code.encode(numbers, 128))
         assert not back[0, :128].isfinite().any() and back[0, 128:].isfinite().all() and back[1].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", BLOCKS)
+def test_what_is_more_than_zero_never_becomes_zero(bits: int) -> None:
+    """Down to the smallest number that fp32 has; zero itself stays where there is such a level."""
+    tiny = [2.0**-exponent for exponent in range(150)]
+    numbers = torch.tensor([1.0, *tiny, *[0.0] * (BLOCKS[bits] * 2 - 1 - len(tiny))]).view(1, -1)
+    code = code_of(bits, signed=False)
+    back = code.decode(*code.encode(numbers, numbers.shape[-1]))[0]
+    assert (back[: len(tiny) + 1] > 0).all()
+    assert (back[len(tiny) + 1 :] > 0).all() == (bits == 4)
 
 
 def places_of(count: int) -> Tensor:

@@ -136,8 +136,10 @@ OPTIMIZERS = {
     "sgd": {"name": "sgd"},
     "momentum": {"name": "sgd", "momentum": 0.9},
     "8 bits by chance": {"state_bits": 8, "stochastic_rounding": True},
+    "bf16 by chance": {"stochastic_rounding": True},
     "4 bits and master": {"state_bits": 4, "master_weights": True},
     "muon": {"name": "muon"},
+    "muon by chance": {"name": "muon", "stochastic_rounding": True},
 }
 
 
@@ -211,7 +213,7 @@ def test_a_step_by_rows_is_a_step(case: str, way: str, monkeypatch: pytest.Monke
     first step on, and with states that were there before."""
     monkeypatch.setattr(row_steps, "CHUNK_BYTES", 8192)
     cfg = replace(CFG, **{"name": "adamw", **OPTIMIZERS[case]})
-    dtype = torch.bfloat16 if "bits" in case else torch.float32
+    dtype = torch.bfloat16 if "bits" in case or "chance" in case else torch.float32
     copies = [{name: nn.Parameter(value.to(dtype)) for name, value in drawn(9).items()} for _ in range(4)]
     arrange = by_rows if way == "beside" else lambda optimizer: OffloadedStates(optimizer, CPU).step_one
     whole = lambda optimizer: lambda parameter: step_only(optimizer, parameter)  # noqa: E731
@@ -219,7 +221,7 @@ def test_a_step_by_rows_is_a_step(case: str, way: str, monkeypatch: pytest.Monke
     assert set(rows) == {70, 48, 600}
     found, rows = stepped(cfg, copies[1], arrange)
     assert not alike(found, expected)
-    matrices = {48} if case == "muon" else set()
+    matrices = {48} if "muon" in case else set()
     assert len(set(rows)) > 2 and set(rows) & {70, 48} == matrices and sum(rows) == STEPS * (70 + 48 + 600)
     expected, _ = stepped(cfg, copies[2], whole, expected)
     assert not alike(stepped(cfg, copies[3], arrange, found)[0], expected)

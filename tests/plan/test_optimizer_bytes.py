@@ -28,7 +28,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "odd": (8, 7, FULL, "optimizer.state_bits=8", "odd"),
     "tensor": (4, 0, FULL, "parallel.tensor=2", "optimizer.state_bits=8"),
     "master": (2, 0, FULL, "optimizer.master_weights=true", "optimizer.state_bits=8"),
+    "master in fp32": (2, 0, FULL, "optimizer.master_weights=true"),
     "chance": (2, 0, FULL, "optimizer.stochastic_rounding=true"),
+    "muon by chance": (2, 0, FULL, "optimizer.name=muon", "optimizer.stochastic_rounding=true"),
     "muon": (2, 0, FULL, "optimizer.name=muon"),
     "muon, tensor": (4, 0, FULL, "optimizer.name=muon", "parallel.tensor=2"),
     "adapters": (2, 0, LORA, "optimizer.state_bits=8"),
@@ -124,7 +126,11 @@ def test_states_of_few_bits_are_codes_and_scales(taken: dict[str, Taken], bits: 
 def test_master_weights_have_4_bytes_and_rounding_none(taken: dict[str, Taken]) -> None:
     elements = of_rows(model(), 2, lambda elements, _: elements)
     assert taken["chance"].states == 2 * BF16 * elements
+    assert taken["muon by chance"].states == taken["muon"].states
     assert taken["master"].states == taken["8"].states + 4 * elements
+    assert (
+        taken["master in fp32"].states == 3 * 4 * elements
+    )  # both means beside them, unless state_bits says otherwise
 
 
 def test_uneven_parts_and_parts_of_columns(taken: dict[str, Taken]) -> None:
@@ -140,11 +146,12 @@ def test_adapters_have_short_blocks_where_their_rows_are_short(taken: dict[str, 
     assert taken["adapters"].states == of_rows(ADAPTERS, 2, lambda elements, columns: 2 * coded(8, elements, columns))
 
 
-@pytest.mark.parametrize("name", ["8", "4", "odd", "tensor", "master", "chance"])
+@pytest.mark.parametrize("name", ["8", "4", "odd", "tensor", "master", "master in fp32", "chance"])
 def test_a_step_takes_a_fixed_number_of_bytes(taken: dict[str, Taken], name: str) -> None:
-    """16 B for an element of a piece, whatever the model: the two means, one of them being encoded; or the weights,
-    and what is drawn for them."""
-    assert 8 * CHUNK_ELEMENTS < taken[name].beside <= 20 * CHUNK_ELEMENTS
+    """16 B for an element of a piece, whatever the model: the two means, one of them being encoded, or rounded by
+    chance; or the weights, and what is drawn for them. Means that are kept in fp32 take 8 B: gradient and its square.
+    """
+    assert 8 * CHUNK_ELEMENTS <= taken[name].beside <= 20 * CHUNK_ELEMENTS
 
 
 def test_muon_has_one_state_of_a_matrix_and_two_of_the_rest(taken: dict[str, Taken]) -> None:

@@ -33,14 +33,16 @@ def dynamic_levels(bits: int, signed: bool) -> Tensor:
 
 
 def in_blocks(numbers: Tensor, bits: int, block: int, signed: bool) -> Tensor:
-    """Numbers of which each block shares its largest absolute value as scale, each rounded to the nearest level."""
+    """Numbers of which each block shares its largest absolute value as scale, each rounded to the nearest level.
+
+    Unsigned ones that are more than zero never become zero."""
     blocks = numbers.reshape(-1, block)
     scales = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12)
     levels = dynamic_levels(bits, signed)
     scaled = (blocks / scales).contiguous()
     upper = torch.searchsorted(levels, scaled).clamp(1, len(levels) - 1)
     low, high = levels[upper - 1], levels[upper]
-    nearest = torch.where(scaled - low < high - scaled, low, high)
+    nearest = torch.where((scaled - low < high - scaled) & (signed | (low > 0) | (scaled == 0)), low, high)
     return (nearest * scales).reshape(numbers.shape)
 
 
@@ -82,7 +84,7 @@ class Formula:
 
     def kept(self, state: str, value: Tensor, signed: bool) -> Tensor:
         """The state as it is stored until the next step; computing goes on with the value before that."""
-        bits = self.cfg.state_bits
+        bits = 32 if self.cfg.state_bits is None and self.cfg.master_weights else self.cfg.state_bits
         if bits in LONGEST_BLOCK:
             block = math.gcd(value.shape[-1], LONGEST_BLOCK[bits]) if value.dim() else 1
             if value.dim() >= 2 and value.numel() >= LEAST_IN_BLOCKS and block >= 16:
@@ -90,7 +92,8 @@ class Formula:
                 return value
             bits = 32
         dtype = {None: self.dtype, 16: torch.bfloat16, 32: torch.float32}[bits]
-        self.states[state] = value.to(dtype).double()
+        by_chance = self.by_chance and dtype == torch.bfloat16  # right on average: as if it was not rounded
+        self.states[state] = value if by_chance else value.to(dtype).double()
         return value
 
     def before(self, state: str) -> Tensor:

@@ -75,26 +75,35 @@ def theirs() -> Any:
 def test_steps_are_torchaos(theirs: Any, bits: int, dtype: torch.dtype) -> None:
     """Codes and scales to the bit, where the blocks are the same; weights to the order of two products.
 
-    In bf16 torchao keeps small parameters' states in bf16, we in fp32: these are not compared.
+    In bf16 torchao keeps small parameters' states in bf16, we in fp32: these are not compared. Nor are numbers whose
+    second moment torchao has rounded to zero in 8 bits, which ours never is.
     """
     ours, params = trained(replace(CFG, state_bits=bits), dtype, 10)
     others = weights(dtype)
     optimizer = theirs[bits](others.values(), lr=CFG.lr, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    same = {name: torch.ones(shape, dtype=torch.bool) for name, shape in SHAPES.items()}
     torch.compiler.set_stance("force_eager")
     try:
         for step in range(10):
             for name, parameter in others.items():
                 parameter.grad = gradient(name, step, dtype)
             optimizer.step()
+            for name in BLOCKED if bits == 8 else ():
+                codes = getattr(optimizer.state[others[name]]["exp_avg_sq"], "codes", None)
+                if codes is not None:
+                    same[name] &= codes.view(SHAPES[name]) > 0
     finally:
         torch.compiler.set_stance("default")
     for name in ("a", "b", "g") if dtype == torch.bfloat16 else ("a", "b", "g", "d", "e", "f"):
         tolerance = 1e-6 if dtype == torch.float32 else 2**-7
-        torch.testing.assert_close(params[name], others[name], rtol=tolerance, atol=1e-6)
+        kept = same[name]
+        assert kept.double().mean() > 0.998
+        torch.testing.assert_close(params[name][kept], others[name][kept], rtol=tolerance, atol=1e-6)
         if name in BLOCKED:
+            alike = kept if bits == 8 else kept.unflatten(-1, (-1, 2)).all(-1)  # two codes in a byte
             for key in ("exp_avg", "exp_avg_sq"):
-                expected = optimizer.state[others[name]][key]
-                assert torch.equal(ours.state[params[name]][f"{key}_codes"].flatten(), expected.codes.flatten())
+                codes, expected = ours.state[params[name]][f"{key}_codes"], optimizer.state[others[name]][key]
+                assert torch.equal(codes[alike], expected.codes.view(codes.shape)[alike])
                 assert torch.equal(ours.state[params[name]][f"{key}_scales"].flatten(), expected.scale)
 
 
@@ -209,7 +218,9 @@ CONFIGS = {
     "8": {"state_bits": 8},
     "4": {"state_bits": 4},
     "chance": {"stochastic_rounding": True, "state_bits": 8},
+    "chance, bf16 states": {"stochastic_rounding": True},
     "master": {"master_weights": True, "state_bits": 16},
+    "master, fp32 states": {"master_weights": True},
 }
 
 

@@ -25,6 +25,7 @@ from recipe_lib.config.other_configs.conversion import (
 from recipe_lib.config.other_configs.their_file import read_their_file
 from recipe_lib.config.other_configs.tools import tool_of
 from recipe_lib.config.recipes import RECIPE_CONFIGS
+from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 
@@ -36,7 +37,7 @@ _LEAST_WIDTH = 20
 class Imported:
     """tool: whose file it was. recipe: of ours. cfg: the config. fates: what became of each key of the file, and of
     what their tool takes for keys that the file leaves out. settings: our keys that differ from the defaults. notes:
-    commands that help further."""
+    what to know of the config, and commands that help further."""
 
     tool: str
     recipe: str
@@ -116,7 +117,8 @@ def import_file(
     loaded = _load(conversion, overrides)
     fates = _without_effect(conversion, loaded) | left_out
     settings = _settings(loaded, conversion.recipe)
-    return Imported(module.NAME, conversion.recipe, theirs.path.name, loaded.cfg, fates, settings, conversion.notes)
+    notes = [*(f"note: {line}" for line in describe_stalled_means(loaded.cfg)), *conversion.notes]
+    return Imported(module.NAME, conversion.recipe, theirs.path.name, loaded.cfg, fates, settings, notes)
 
 
 def _load(conversion: ConfigImport, overrides: Sequence[str]) -> Loaded:

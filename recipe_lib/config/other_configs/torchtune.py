@@ -11,6 +11,7 @@ from recipe_lib.config.other_configs.torchtune_keys import (
     ATTENTION,
     DEFAULTS,
     DIVERGENCES,
+    FOUR_BITS,
     METHODS,
     NULL_MEANS,
     OPTIMIZERS,
@@ -196,7 +197,7 @@ def _optimizer(c: ConfigImport, key: str) -> None:
     if component == "torch.optim.Adam" and c.value("optimizer.weight_decay"):
         c.refuse(key, "its weight decay is part of the gradient, ours is decoupled; torch.optim.AdamW has that too")
         return
-    (c.change if why else c.carry)(key, ours, why)
+    (c.change if why not in ("", FOUR_BITS) else c.carry)(key, ours, why)
 
 
 def _fused(c: ConfigImport, key: str) -> None:

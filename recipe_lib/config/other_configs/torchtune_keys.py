@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from recipe_lib.config.other_configs.trainer_keys import BLOCKS, FOUR_BITS, NO_ZEROS, PAGED
+
 NULL_MEANS = ("clip_grad_norm", "seed", "tokenizer.max_seq_len")
 
 DEFAULTS: dict[str, Any] = {
@@ -37,35 +39,33 @@ QUANTIZERS = {
 }
 
 OPTIMIZERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    # component: our keys; torch's or bitsandbytes' defaults; what is different
+    # component: our keys; torch's or bitsandbytes' defaults; what is different, or of 4 bits to be known
     "torch.optim.AdamW": ({"optimizer.name": "adamw"}, {"weight_decay": 0.01, "betas": [0.9, 0.999]}, ""),
     "torch.optim.Adam": ({"optimizer.name": "adamw"}, {"weight_decay": 0.0, "betas": [0.9, 0.999]}, ""),
     "torch.optim.SGD": ({"optimizer.name": "sgd"}, {}, ""),
     "bitsandbytes.optim.AdamW8bit": (
         {"optimizer.name": "adamw", "optimizer.state_bits": 8},
         {"weight_decay": 0.01, "betas": [0.9, 0.999]},
-        "blocks of other sizes have a scale each, so the states are rounded otherwise",
+        BLOCKS,
     ),
     "bitsandbytes.optim.PagedAdamW": (
         {"optimizer.name": "adamw", "optimizer.state_bits": 32},
         {"weight_decay": 0.01, "betas": [0.9, 0.999]},
-        "states are on the device, none is paged out when it is full: memory.optimizer_offload=true has them on the "
-        "host",
+        PAGED,
     ),
     "bitsandbytes.optim.PagedAdamW8bit": (
         {"optimizer.name": "adamw", "optimizer.state_bits": 8},
         {"weight_decay": 0.01, "betas": [0.9, 0.999]},
-        "states are on the device, none is paged out when it is full: memory.optimizer_offload=true has them on the "
-        "host; blocks of other sizes have a scale each",
+        f"{PAGED}; {BLOCKS}",
     ),
 }
 
-for _bits in (8, 4):
+for _bits, _why in ((8, NO_ZEROS), (4, FOUR_BITS)):
     for _module in ("prototype.low_bit_optim", "optim"):
         OPTIMIZERS[f"torchao.{_module}.AdamW{_bits}bit"] = (
             {"optimizer.name": "adamw", "optimizer.state_bits": _bits},
             {"weight_decay": 0.01, "betas": [0.9, 0.999]},
-            "",
+            _why,
         )
 
 TRACKERS = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}

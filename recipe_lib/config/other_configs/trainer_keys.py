@@ -6,20 +6,29 @@ from recipe_lib.config.other_configs.conversion import ConfigImport, is_off
 from recipe_lib.config.other_configs.methods import is_here
 from recipe_lib.config.other_configs.warm_up import WARM_UP
 
-# `optim` of the Trainer -> bits of a state, None: the states have the parameters' type.
-ADAMW_BITS: dict[str, int | None] = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "optimi_adamw"), None),
-    "paged_adamw_32bit": 32,
-    "paged_adamw": 32,
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit"), 8),
-    **dict.fromkeys(("adamw_torch_4bit", "ao_adamw_4bit"), 4),
-}
-_PAGED = (
+PAGED = (
     "states are on the device, none is paged out when it is full: memory.optimizer_offload=true has them on the host"
 )
-_BLOCKS = "blocks of other sizes have a scale each, so the states are rounded otherwise"
+BLOCKS = (
+    "blocks of other sizes have a scale each, so the states are rounded otherwise; as there, a gradient under a "
+    "thousandth of its block's largest takes too short steps"
+)
+NO_ZEROS = "no second moment is rounded to 0, which there makes too long steps of small gradients"
+FOUR_BITS = "as there, a gradient far below its block's largest hardly moves its weight"
+# `optim` of the Trainer -> bits of a state (None: the states have the parameters' type), what is to be known of it, and
+# whether that is an effect that it does not have there.
+ADAMW: dict[str, tuple[int | None, str, bool]] = {
+    **dict.fromkeys(
+        ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "optimi_adamw"), (None, "", False)
+    ),
+    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), (32, PAGED, True)),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), (8, BLOCKS, True)),
+    "paged_adamw_8bit": (8, f"{PAGED}; {BLOCKS}", True),
+    **dict.fromkeys(("adamw_torch_8bit", "ao_adamw_8bit"), (8, NO_ZEROS, True)),
+    **dict.fromkeys(("adamw_torch_4bit", "ao_adamw_4bit"), (4, FOUR_BITS, False)),
+}
 _MUON = "AdamW steps what is no matrix here; the rates of the two are scaled otherwise there"
-_NO_OPTIMIZER = f"no such optimizer; known are {', '.join(ADAMW_BITS)}, sgd and muon"
+_NO_OPTIMIZER = f"no such optimizer; known are {', '.join(ADAMW)}, sgd and muon"
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 _DECAY = "here of every parameter, there not of norms and biases"
@@ -55,11 +64,10 @@ SHARDING: dict[str, dict[str, Any]] = {
 def convert_optimizer(c: ConfigImport, key: str) -> None:
     """`optimizer`, `optim`."""
     name = str(c.value(key))
-    if name in ADAMW_BITS:
-        bits = ADAMW_BITS[name]
+    if name in ADAMW:
+        bits, why, is_other = ADAMW[name]
         ours = {"optimizer.name": "adamw"} | ({"optimizer.state_bits": bits} if bits else {})
-        why = _PAGED if "paged" in name else _BLOCKS if bits and "ao_" not in name and "torch" not in name else ""
-        (c.change if why else c.carry)(key, ours, why)
+        (c.change if is_other else c.carry)(key, ours, why)
     elif name in ("sgd", "muon"):
         (c.change if name == "muon" else c.carry)(key, {"optimizer.name": name}, _MUON if name == "muon" else "")
     else:

@@ -21,7 +21,7 @@ from recipe_lib.config.registry import register
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, StateChunk, Trained
-from recipe_lib.optim.state_layout import Numbers, is_layer_matrix, pieces, wide
+from recipe_lib.optim.state_layout import is_layer_matrix, pieces, wide
 
 FACTS = OptimizerFacts(
     keys=("betas", "eps", "momentum", "state_bits", "master_weights", "stochastic_rounding"),
@@ -106,7 +106,7 @@ class Muon(ChunkedOptimizer):
         code = self._codes.of(matrix, part.weights.device, signed=True)
         for rows in pieces(part.weights):
             gradient = part.gradient[rows].to(dtype)
-            mean = Numbers(part.state, "momentum_buffer", rows, dtype, code)
+            mean = part.take_state("momentum_buffer", rows, dtype, code)
             mean.values.lerp_(gradient, 1 - momentum)
             mean.keep()
             found[rows].copy_(gradient.lerp(mean.values, momentum))

@@ -15,15 +15,13 @@ from math import prod
 from typing import Any
 
 from recipe_lib.config.mesh import micro_batches, rank_of_stage, stage_count, stages_of_rank, token_ranks
-from recipe_lib.config.optimizer_facts import optimizer_facts
-from recipe_lib.config.schema import OptimizerConfig, ParallelConfig
+from recipe_lib.config.optimizer_facts import BYTES, state_bytes
+from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec, ModelSpec
 from recipe_lib.parallel.pipeline.schedules import compute_orders
 
-BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 _QUANTIZED = {"none": None, "nf4": 0.516, "int8": 1.0}  # bytes of a weight; nf4: 4 bits and the scales of its blocks
-_BLOCKS = {8: 256, 4: 128}  # numbers of a state of so many bits that share a scale in fp32, in long rows
 # Of a token's pass through a layer's matrices: how much of it is done again in backward.
 _AGAIN = {"none": 0.0, "selective": 0.5, "budget": 0.5, "full": 1.0}
 
@@ -171,21 +169,6 @@ def _read(cfg: Any) -> _Run:
         vocabulary_states=0 if on_host else state_bytes(optimizer, width, in_layer=False),
         chunks=1 if memory is None else memory.loss_chunks,
     )
-
-
-def state_bytes(optimizer: OptimizerConfig | None, width: int, *, in_layer: bool) -> float:
-    """Bytes of the states, master weights included, that an optimizer keeps for one number of a matrix with long rows.
-
-    width: bytes of that number. in_layer: of a layer's matrix, of which Muon keeps one state, not of embedding or head.
-    None, and an optimizer that is not known: two states of the number's type.
-    """
-    facts = None if optimizer is None else optimizer_facts(optimizer.name)
-    if facts is None:
-        return 2 * width
-    bits = facts.state_bits(optimizer)
-    each = width if bits is None else bits / 8 + (4 / _BLOCKS[bits] if bits in _BLOCKS else 0)
-    count = len(facts.states_of(optimizer, layer_matrix=in_layer))
-    return count * each + (4 if facts.keeps_master(optimizer) else 0)
 
 
 def layer_weights(spec: Sizes) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from recipe_lib.adapters import add_adapters
+from recipe_lib.config.optimizer_facts import BYTES, state_bytes
 from recipe_lib.models import build_meta
-from recipe_lib.parallel.pipeline.balance import BYTES, state_bytes
 from recipe_lib.plan.router_choices import mixture_of
 from recipe_lib.plan.world.shape_only_model import spec_of
 from recipe_lib.units import format_bytes, format_count

@@ -228,6 +228,8 @@ def test_what_does_not_fit_is_refused_with_a_remedy(layers, cfg, message):
         {},
         {"state_bits": 8},
         {"state_bits": 4, "master_weights": True},
+        {"master_weights": True},
+        {"stochastic_rounding": True},
         {"state_bits": 32},
         {"name": "muon"},
         {"name": "muon", "state_bits": 8},

@@ -1,0 +1,128 @@
+"""Means that an optimizer keeps in too few bits to follow what they average: how far off, and what to set instead.
+
+A mean m becomes d m + (1 - d) x in a step. bf16 has 8 bits, so that a change of less than half the distance of two
+numbers, 1/512 to 1/256 of m, is lost. Rounded once a step, as torch's fused kernels and ours do, m may rest wherever
+x / m is within 1 +- 1 / (256 (1 - d)): with d = 0.95 a second moment is off by 8 %, a step by 4 %; with d = 0.999 a
+step is up to 2.2 times too long, and m never comes down. docs/measurements/optimizer_states.md has runs of it.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from recipe_lib.config.idle import trained_dtype
+from recipe_lib.config.optimizer_facts import BYTES, optimizer_facts, state_bytes
+
+FOUR_BITS = (
+    "beside a gradient 100 times as large, in one block of 128 numbers, one takes a fortieth of its step, and a mean "
+    "that shrinks alone stays as it is"
+)
+FARTHEST = 2.0  # times too large or too small that a mean may stay before it is told
+
+
+@dataclass(frozen=True)
+class _Mean:
+    """A state that is a mean. key: of its decay, in the section `optimizer`; index: in that key's list. roundings: of a
+    step by torch's kernels that are not fused. scales_steps: a step is divided by its root."""
+
+    name: str
+    key: str
+    index: int | None
+    roundings: int
+    scales_steps: bool = False
+
+    def decay(self, optimizer: Any) -> float:
+        """Return the decay; 0 for none."""
+        value = getattr(optimizer, self.key)
+        return float((value if self.index is None else value[self.index]) or 0)
+
+    def setting(self, optimizer: Any) -> str:
+        """Return `optimizer.betas[1]=0.999`."""
+        index = "" if self.index is None else f"[{self.index}]"
+        return f"optimizer.{self.key}{index}={self.decay(optimizer):g}"
+
+
+_MEANS = {  # by the state's name; of a plugin's optimizer too
+    "exp_avg": _Mean("the gradients' mean", "betas", 0, 1),
+    "exp_avg_sq": _Mean("the second moment", "betas", 1, 2, scales_steps=True),
+    "momentum_buffer": _Mean("the momentum", "momentum", None, 2),
+}
+
+
+def resting_range(decay: float, roundings: int = 1) -> tuple[float, float]:
+    """Return between which multiples of a mean in bf16 what it averages may be while the mean stays what it is.
+
+    Exact, over all numbers of bf16, whose distances double from one power of two to the next. roundings: 2 where the
+    product with `decay` is rounded as well.
+    """
+    lowest = highest = 1.0
+    for mean in range(128, 256):  # all significands: a distance of 1, below 128 of 1/2
+        kept = decay * mean
+        if roundings == 2:
+            kept = round(kept) if kept >= 128 else round(2 * kept) / 2
+        below = mean - (0.5 if mean > 128 else 0.25)
+        lowest = min(lowest, (below - kept) / ((1 - decay) * mean))
+        highest = max(highest, (mean + 0.5 - kept) / ((1 - decay) * mean))
+    return max(0.0, lowest), highest
+
+
+def describe_stalled_means(
+    cfg: Any, size_of: Callable[[Any], str] | None = None, size: str = "bytes a parameter"
+) -> list[str]:
+    """Return a line for each mean of a config that may stay FARTHEST times off: what is lost, what to set, its bytes.
+    States of 4 bits have one too.
+
+    size_of: size of the states with a section `optimizer`, in words; None: bytes for one parameter. size: what it is.
+    """
+    width = BYTES[trained_dtype(cfg)]
+    size_of = size_of or (lambda optimizer: f"{state_bytes(optimizer, width, in_layer=False):.3g}")
+    lines = []
+    for mean, roundings in _bf16_means(cfg):
+        lowest, highest = resting_range(mean.decay(cfg.optimizer), roundings)
+        if lowest > 1 / FARTHEST and highest < FARTHEST:
+            continue
+        low = f"stop at {1 / highest:.2g} of its value"
+        high = f"or stay at {1 / lowest:.2g} times of it" if lowest else "and never comes down again"
+        if mean.scales_steps:
+            low += f" (steps {math.sqrt(highest):.2g} times too long)"
+            high += f" (steps of {math.sqrt(lowest):.2g} of their length)" if lowest else " (steps too short)"
+        lines.append(
+            f"{mean.setting(cfg.optimizer)}: in bf16 {mean.name} may {low} {high}; {_remedy(cfg, size_of, size)}"
+        )
+    facts = optimizer_facts(cfg.optimizer.name)
+    if facts is not None and facts.state_bits(cfg.optimizer) == 4:
+        lines.append(f"optimizer.state_bits=4: {FOUR_BITS}; {_remedy(cfg, size_of, size)}")
+    return lines
+
+
+def _bf16_means(cfg: Any) -> Iterator[tuple[_Mean, int]]:
+    """The means that are kept in bf16 and rounded to the nearest, and how often a step rounds each."""
+    optimizer, dtype = cfg.optimizer, trained_dtype(cfg)
+    facts = optimizer_facts(optimizer.name)
+    if facts is None or (facts.state_bits(optimizer) or 8 * BYTES[dtype]) != 16 or optimizer.stochastic_rounding:
+        return
+    # Of torch's SGD in bf16 `auto` is fused on a single GPU alone.
+    is_fused = optimizer.implementation == "fused" or (optimizer.implementation == "auto" and optimizer.name != "sgd")
+    has_own_step = facts.torch_class is None or optimizer.master_weights or dtype != "bf16"
+    for state in dict.fromkeys((*facts.states, *(facts.layer_matrix_states or ()))):
+        mean = _MEANS.get(state)
+        if mean is not None and mean.key in facts.keys and mean.decay(optimizer):
+            yield mean, 1 if is_fused or has_own_step else mean.roundings
+
+
+def _remedy(cfg: Any, size_of: Callable[[Any], str], size: str) -> str:
+    """`set optimizer.state_bits=32 (8) or ...; in brackets the states' bytes a parameter, now 4`"""
+    facts, optimizer, dtype = optimizer_facts(cfg.optimizer.name), cfg.optimizer, trained_dtype(cfg)
+    if facts is None or "state_bits" not in facts.keys:
+        return f"set it to 0.98 or less, or {'dtype' if cfg.trained_adapters is None else 'lora.dtype'}=fp32"
+    in_bf16 = dtype == "bf16" and not optimizer.master_weights and optimizer.state_bits != 4
+    tried: list[dict[str, Any]] = [{"state_bits": 32}, {"state_bits": 8}]
+    if in_bf16:
+        tried.insert(1, {"stochastic_rounding": True})
+    choices = []
+    for setting in tried:
+        ((key, value),) = setting.items()
+        choices.append(f"optimizer.{key}={str(value).lower()} ({size_of(replace(optimizer, **setting))})")
+    words = f"{', '.join(choices[:-1])} or {choices[-1]}"
+    return f"set {words}; in brackets the states' {size}, now {size_of(optimizer)}"

@@ -1,0 +1,225 @@
+"""Means in bf16 that cannot follow are told exactly where they stand still, by every verb that reads a config."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recipe_lib.cli.main import main
+from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
+from recipe_lib.config.load import load_config
+from recipe_lib.config.optimizer_facts import built_in_optimizers
+from recipe_lib.config.stalled_means import FARTHEST, describe_stalled_means, resting_range
+from recipe_lib.optim.optimizers import build_optimizer
+from recipe_lib.plan.layer_tables import say_stalled_means
+from tests.plan.plans import hand_made, layer_rows
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+EDGES = {1: 2 / 258, 2: 3 / 258}  # 1 - decay below which a mean stays at twice or half, by roundings of a step
+DECAYS = [0.8, 0.9, 0.95, 0.98, 0.985, 0.99, 0.995, 0.998, 0.999, 0.9999]
+DECAYS += [1 - edge * (1 + off) for edge in (*EDGES.values(), 1 / 258) for off in (-0.05, 0.05)]
+STALLED = ["optimizer.betas=[0.9,0.999]", "dtype=bf16"]
+
+
+@pytest.mark.parametrize("roundings", EDGES)
+def test_means_rest_where_the_arithmetic_of_bf16_leaves_them(roundings: int) -> None:
+    """torch's bf16 at both ends of the range, just inside and outside, over all significands of a number."""
+    means = (torch.arange(128, 256) / 128.0).bfloat16()
+
+    def rests(share: float, decay: float) -> bool:
+        kept = decay * means.double()
+        kept = kept.bfloat16().double() if roundings == 2 else kept
+        return bool((kept + (1 - decay) * share * means.double()).bfloat16().eq(means).any())
+
+    for decay in DECAYS:
+        low, high = resting_range(decay, roundings)
+        margin = 1e-6 / (1 - decay)
+        assert rests(high - margin, decay) and not rests(high + margin, decay), decay
+        if low:
+            assert rests(low + margin, decay) and not rests(low - margin, decay), decay
+        else:
+            assert rests(0.0, decay), decay
+        is_off = low <= 1 / FARTHEST or high >= FARTHEST
+        assert is_off == (1 - decay < EDGES[roundings])
+        if roundings == 1:
+            assert 1 - 1 / (256 * (1 - decay)) <= low + 1e-9 or low == 0
+            assert high == pytest.approx(1 + 1 / (256 * (1 - decay)))
+
+
+def stands_still(optimizer: Any, parameter: nn.Parameter, state: str, decay: float) -> bool:
+    """Whether a number stays in a step of the optimizer though what it is the mean of is half or twice of it."""
+    means = (torch.arange(128, 256).repeat(2) / 128.0).to(parameter.dtype).view(parameter.shape)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for share in (1 / FARTHEST, FARTHEST):
+        if state not in optimizer.state[parameter]:
+            return False
+        kept = optimizer.state[parameter][state]
+        kept.copy_(means)
+        wanted = means.double() * share
+        if state == "exp_avg_sq":
+            wanted = wanted.sqrt()
+        elif not hasattr(optimizer, "cfg") and state == "momentum_buffer":
+            wanted = wanted * (1 - decay)  # torch's is the sum, not the mean
+        parameter.grad = wanted.to(parameter.dtype)
+        before = kept.clone()
+        optimizer.step()
+        if bool(kept.eq(before).any()):
+            return True
+    return False
+
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("bf16", {}),
+    ("bf16", {"implementation": "fused"}),
+    ("bf16", {"implementation": "single"}),  # not foreach, which on a CPU rounds the decay itself to bf16
+    ("bf16", {"state_bits": 16}),
+    ("fp32", {"state_bits": 16}),
+    ("fp32", {}),
+    ("bf16", {"state_bits": 32}),
+    ("bf16", {"master_weights": True}),
+    ("bf16", {"master_weights": True, "state_bits": 16}),
+    ("bf16", {"name": "muon"}),
+    ("fp32", {"name": "muon", "state_bits": 16}),
+    ("bf16", {"name": "muon", "state_bits": 32}),
+    ("bf16", {"name": "sgd", "implementation": "single"}),
+    ("fp32", {"name": "sgd"}),
+]
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(("dtype", "settings"), KINDS, ids=str)
+def test_a_config_is_told_exactly_where_its_optimizer_stands_still(
+    dtype: str, settings: dict[str, Any], adapters: bool
+) -> None:
+    """Every decay of every optimizer in every kind of state, by steps of the optimizer itself."""
+    facts = built_in_optimizers()[settings.get("name", "adamw")]
+    means = {"exp_avg": ("betas", 0), "exp_avg_sq": ("betas", 1), "momentum_buffer": ("momentum", None)}
+    for state in {*facts.states, *(facts.layer_matrix_states or ())}:
+        word, at = means[state]
+        for decay in DECAYS:
+            value: Any = decay if at is None else [0.5, 0.5]
+            if at is not None:
+                value[at] = decay
+            words = [f"optimizer.{key}={str(one).lower()}" for key, one in (settings | {word: value}).items()]
+            own = ["dtype=bf16", f"lora.dtype={dtype}"] if adapters else [f"dtype={dtype}"]
+            schema = LoraFinetuneConfig if adapters else FullFinetuneConfig
+            cfg = load_config("llama3/8B_lora" if adapters else "llama3/8B_full", [*own, *words], schema)
+            lines = describe_stalled_means(cfg)
+            name = "layers.0.w" if state == "momentum_buffer" else "norm"
+            parameter = nn.Parameter(torch.ones((2, 128), dtype=DTYPES[dtype]))
+            optimizer = build_optimizer(cfg.optimizer, [(name, parameter)], torch.device("cpu"))
+            place = "" if at is None else f"[{at}]"
+            assert [line.split("=")[0] for line in lines] == (
+                [f"optimizer.{word}{place}"] if stands_still(optimizer, parameter, state, decay) else []
+            ), (state, decay)
+
+
+def test_by_chance_a_mean_that_would_stand_still_moves() -> None:
+    """Every number in one of some steps: the chance of each step is a hundredth at least."""
+    cfg = load_config("llama3/8B_full", [*STALLED, "optimizer.stochastic_rounding=true"])
+    assert describe_stalled_means(cfg) == []
+    parameter = nn.Parameter(torch.zeros((2, 128), dtype=torch.bfloat16))
+    optimizer = build_optimizer(cfg.optimizer, [("w", parameter)], torch.device("cpu"))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    means: Tensor = (torch.arange(128, 256).repeat(2) / 128.0).bfloat16().view(2, 128)
+    optimizer.state[parameter]["exp_avg_sq"].copy_(means)
+    parameter.grad = torch.zeros_like(parameter)
+    for _ in range(300):
+        optimizer.step()
+    assert (optimizer.state[parameter]["exp_avg_sq"] < means).all()
+
+
+LINE = (
+    "optimizer.betas[1]=0.999: in bf16 the second moment may stop at 0.2 of its value (steps 2.2 times too long) and "
+    "never comes down again (steps too short); set optimizer.state_bits=32 (8), optimizer.stochastic_rounding=true (4) "
+    "or optimizer.state_bits=8 (2.03); in brackets the states' bytes a parameter, now 4"
+)
+
+
+def test_the_line_says_what_is_lost_what_to_set_and_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "demo/full", *STALLED]) == 0
+    assert f"note: {LINE}\n" in capsys.readouterr().out
+    assert math.sqrt(1 + 1 / 0.256) == pytest.approx(2.2, rel=0.01) and 1 / (1 + 1 / 0.256) == pytest.approx(
+        0.2, rel=0.02
+    )
+    for setting in ("optimizer.state_bits=32", "optimizer.stochastic_rounding=true", "optimizer.state_bits=8"):
+        assert main(["validate", "demo/full", *STALLED, setting]) == 0  # each of what it names helps
+        assert "stop at" not in capsys.readouterr().out
+
+
+OTHERS = {
+    "optimizer.betas=[0.9,0.995]": (
+        "optimizer.betas[1]=0.995: in bf16 the second moment may stop at 0.56 of its value (steps 1.3 times too long) "
+        "or stay at 4.4 times of it (steps of 0.47 of their length); set "
+    ),
+    "optimizer.name=sgd optimizer.momentum=0.999": (
+        "optimizer.momentum=0.999: in bf16 the momentum may stop at 0.26 of its value and never comes down again; set "
+        "it to 0.98 or less, or dtype=fp32"
+    ),
+    "optimizer.state_bits=4 optimizer.stochastic_rounding=true": (
+        "note: optimizer.state_bits=4: beside a gradient 100 times as large, in one block of 128 numbers, one takes a "
+        "fortieth of its step, and a mean that shrinks alone stays as it is; set optimizer.state_bits=32 (8) or "
+        "optimizer.state_bits=8 (2.03); in brackets the states' bytes a parameter, now 1.06"
+    ),
+    "optimizer.betas=[0.9,0.999] optimizer.master_weights=true optimizer.state_bits=16": (
+        "set optimizer.state_bits=32 (12) or optimizer.state_bits=8 (6.03); in brackets the states' bytes a parameter, "
+        "now 8"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_other_lines(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "demo/full", "dtype=bf16", *words.split()]) == 0
+    assert OTHERS[words] in capsys.readouterr().out
+
+
+AXOLOTL = "base_model: own/model\ndatasets:\n  - {path: own/data, type: alpaca}\nnum_epochs: 1\nlearning_rate: 1e-5\n"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "paged_adamw", "sgd"])
+def test_an_import_tells_it(tmp_path: Path, optimizer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their betas[1] of 0.999, which is their default, with states in bf16; and what 8 bits do."""
+    theirs = tmp_path / "axolotl.yaml"
+    theirs.write_text(f"{AXOLOTL}bf16: true\noptimizer: {optimizer}\n")
+    assert main(["import", str(theirs)]) == 0
+    said = capsys.readouterr().err
+    assert (f"note: {LINE}\n" in said) == optimizer.startswith("adamw_torch")
+    assert ("under a thousandth of its block's largest" in said) == (optimizer == "paged_adamw_8bit")
+
+
+def test_a_run_tells_it_with_the_bytes_of_its_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """AdamW has two states of 2 bytes for each number of the model; -q leaves warnings."""
+    words = ["max_steps=1", f"output_dir={tmp_path}/run", "checkpoint.save_model=false", "device=cpu", "batch_size=1",
+             "max_seq_len=32", "~validation", "data.max_samples=8"]  # fmt: skip
+    assert main(["run", "-q", "--no-plan", "demo/full", *STALLED, *words]) == 0
+    said = capfd.readouterr().err
+    (line,) = [line for line in said.splitlines() if "betas[1]" in line]
+    assert line.startswith("warning: optimizer.betas[1]=0.999: in bf16 the second moment may stop at 0.2 of its value")
+    assert line.endswith("in brackets the states' size on this rank, now 1.74 MiB")
+    assert "optimizer.state_bits=32 (3.48 MiB)" in line
+
+
+def test_a_plan_tells_it_with_the_bytes_of_its_model() -> None:
+    """Of all that is trained, modules inside of others counted once."""
+    rows = [replace(row, trained=1000 * 2**20) for row in layer_rows()]
+    outer = [row for row in rows if not any(row.module.startswith(f"{other.module}.") for other in rows)]
+    plan = hand_made(layers=rows, notes=[], assumptions=[])
+    say_stalled_means(plan, load_config("demo/full", STALLED))
+    expected = f"now {4000 * len(outer) / 1024:.2f} GiB"
+    assert plan.notes == plan.assumptions and len(plan.notes) == 1
+    assert plan.notes[0].endswith(f"in brackets the states' size on all ranks, {expected}")
+    assert f"optimizer.state_bits=32 ({8000 * len(outer) / 1024:.2f} GiB)" in plan.notes[0]
+
+
+@pytest.mark.slow
+def test_the_verb_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--device", "24GB", "demo/full", *STALLED, "~validation"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "optimizer.state_bits=32 (3.48 MiB)" in said and "states' size on all ranks, now 1.74 MiB" in said
