@@ -14,8 +14,9 @@ from recipe_lib.plan.timing.operator_times import OperatorTime
 from recipe_lib.reading import describe_fault, read_json
 
 VERSION = 1
-# What a file need not hold.
-_OPTIONAL = ("links", "copy_to_device", "copy_to_host", "operators", "recompute_seconds")
+# What may be None, where nothing was there to measure, and what a file need not hold.
+_UNKNOWN = ("link_bandwidth", "copy_to_device", "copy_to_host", "recompute_seconds", "step_share", "optimizer", "memory")
+_OPTIONAL = ("links", "operators", *_UNKNOWN[1:])
 
 # (m, n, k) of matmuls: the projections of 1B to 70B models at 512 to 8192 tokens. On a CPU, three tiny ones.
 MATMULS = ((512, 2048, 2048), (512, 4096, 4096), (2048, 4096, 4096), (4096, 14336, 4096), (8192, 28672, 8192))
@@ -74,10 +75,8 @@ def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
     for name in ("device", "torch", "date"):
         if not isinstance(values[name], str):
             raise ConfigError(f"{place}: {name} is no text; {remedy}")
-    # None where nothing was there to measure
-    unknown = ("link_bandwidth", "copy_to_device", "copy_to_host", "recompute_seconds")
-    for name in ("attention", "bandwidth", "host_seconds", "kernel_seconds", *unknown):
-        if not (_positive(values[name]) or (name in unknown and values[name] is None)):
+    for name in ("attention", "bandwidth", "host_seconds", "kernel_seconds", *_UNKNOWN):
+        if not (_positive(values[name]) or (name in _UNKNOWN and values[name] is None)):
             raise ConfigError(f"{place}: {name} is {quote(str(values[name]))}; expected a positive number, {remedy}")
     _check_device(place, values["device"], hardware)
     measured: dict[str, Any] = {field.name: values[field.name] for field in fields(Calibration)}
