@@ -48,19 +48,16 @@ def own_device() -> "Hardware | None":
 
     A card that is not in the table is planned with its own memory and the rates of a common card of that size.
     """
-    from recipe_lib.plan.hardware import find_hardware
+    from recipe_lib.plan.hardware import HARDWARE, reported_hardware
 
     gpus = own_gpus()
     if not gpus:
         return None
     name, size = gpus[0]
-    usable = int(size * SHARE_OF_TOTAL)
-    try:
-        known = find_hardware(name)
-    except ConfigError:
-        return dataclasses.replace(find_hardware(f"{usable / GIB:.2f}GiB"), name=name, memory=usable)
+    found = reported_hardware(name, int(size * SHARE_OF_TOTAL))
+    known = HARDWARE.get(found.name)
     # A slice of a card, or another size of it than the table's, has the memory that it says.
-    return known if 0.9 < known.memory / size <= 1 else dataclasses.replace(known, memory=usable)
+    return known if known and 0.9 < known.memory / size <= 1 else found
 
 
 def is_expandable() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from recipe_lib.config.suggest import quote
 from recipe_lib.errors import ConfigError
-from recipe_lib.plan.hardware import Hardware, find_hardware
+from recipe_lib.plan.hardware import Hardware, find_hardware, reported_hardware
 from recipe_lib.plan.timing.cost import OPERATIONS, Calibration, Links, wire_bytes
 from recipe_lib.plan.timing.operator_times import OperatorTime
 from recipe_lib.reading import describe_fault, read_json
@@ -53,12 +53,41 @@ def with_links(
     }
 
 
+def read_calibrated_device(path: str | Path) -> tuple[Hardware, str]:
+    """Return the device that a file's rates were measured on, and what is assumed of it; "" for nothing.
+
+    ConfigError as for `read_calibration`, and for a card that neither the table nor the file knows the memory of.
+    """
+    place, values = _read_values(path)
+    name, memory = values["device"], values["memory"]
+    if memory is not None:
+        return reported_hardware(name, int(memory)), ""
+    try:
+        return find_hardware(name), "its memory is not in the file, so it is the table's"
+    except ConfigError:
+        raise ConfigError(
+            f"{place} was measured on {quote(name)}, which is not known, and does not have its memory; "
+            "add the size, such as --device 48GB"
+        ) from None
+
+
 def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
-    """The rates in a file that `calibrate` wrote, to plan for `hardware`.
+    """Return the rates in a file that `calibrate` wrote, to plan for `hardware`.
 
     ConfigError if it cannot be read, lacks a key, holds no positive number where one is due, or is of another device
     (a size of memory, such as 24GB, takes any).
     """
+    place, values = _read_values(path)
+    _check_device(place, values["device"], hardware)
+    measured: dict[str, Any] = {field.name: values[field.name] for field in fields(Calibration)}
+    measured["matmul"] = _read_matmuls(place, values["matmul"])
+    measured["links"] = _read_links(place, values["links"])
+    measured["operators"] = _read_operators(place, values["operators"])
+    return Calibration(**measured)
+
+
+def _read_values(path: str | Path) -> tuple[str, dict[str, Any]]:
+    """Return (how errors name the file, its values); those that it need not hold are None."""
     place = f"calibration: {quote(str(path))}"
     remedy = "measure again with --calibrate"
     values: Any
@@ -78,11 +107,7 @@ def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
     for name in ("attention", "bandwidth", "host_seconds", "kernel_seconds", *_UNKNOWN):
         if not (_positive(values[name]) or (name in _UNKNOWN and values[name] is None)):
             raise ConfigError(f"{place}: {name} is {quote(str(values[name]))}; expected a positive number, {remedy}")
-    _check_device(place, values["device"], hardware)
-    measured: dict[str, Any] = {field.name: values[field.name] for field in fields(Calibration)}
-    matmul, links = _read_matmuls(place, values["matmul"]), _read_links(place, values["links"])
-    operators = _read_operators(place, values["operators"])
-    return Calibration(**{**measured, "matmul": matmul, "links": links, "operators": operators})
+    return place, values
 
 
 def _read_links(place: str, values: Any) -> Links | None:
@@ -151,5 +176,5 @@ def _check_device(place: str, device: str, hardware: Hardware) -> None:
     if measured != hardware.name and not (hardware.generic and measured != "cpu"):
         raise ConfigError(
             f"{place} was measured on {quote(device)}, the plan is for {hardware.name}; "
-            "leave the file out, or plan for the device that was measured"
+            "leave --device out to plan for what was measured, or leave the file out"
         )
