@@ -3,7 +3,7 @@
 A step computes in fp32 (fp64 for fp64 parameters) on runs of rows of a bounded number of elements, in place, so that
 its temporaries have a fixed size whatever that of the model; each element's numbers depend on nothing but its own
 block, so that they are the same on any number of ranks. Made of torch's own operators, one kernel each; what a GPU's
-time for them is has not been measured.
+time for them is has not been measured (docs/measurements/on_a_gpu.md).
 
 Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare them bit for bit. Its
 classes are not used, because they cut blocks out of the flattened part of a rank. So the states of Qwen2.5 0.5B take

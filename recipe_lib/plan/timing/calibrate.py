@@ -21,7 +21,7 @@ from recipe_lib.plan.timing.calibration import LARGE_MATMUL, MATMULS, TINY_MATMU
 from recipe_lib.plan.timing.cost import ATTENTION, TINY_ATTENTION
 from recipe_lib.units import MIB
 
-# Seconds of steps before the ones that are timed: on an H200 the first step was 3 % shorter than those after it
+# Seconds of steps before the ones that are timed: clocks fall, and the first step is shorter than those after it
 # (docs/measurements/gpu-times-nvidia-h200.md).
 _LOADED_SECONDS = 3.0
 
