@@ -117,7 +117,10 @@ def _families() -> list[RunPair]:
             pairs.append(RunPair(f"family {model} {dtype}", FULL, words, tolerance, model))
             packed = (*words, *PACKED, "memory.activation_checkpointing=full")
             pairs.append(RunPair(f"family {model} {dtype} packed checkpointed", FULL, packed, tolerance, model))
-        for name, words in {"compiled": ("compile=true",), "transformers": ("model.implementation=transformers",)}.items():
+        for name, words in {
+            "compiled": ("compile=true",),
+            "transformers": ("model.implementation=transformers",),
+        }.items():
             pairs.append(RunPair(f"family {model} {name} bf16", FULL, ("dtype=bf16", *words), 2e-2, model))
         nf4 = (*ADAPTERS, "dtype=bf16", "lora.quantize_base=nf4")
         pairs.append(RunPair(f"family {model} nf4 bf16", LORA, nf4, 2e-2, model))
@@ -163,7 +166,9 @@ def _low_precision() -> list[RunPair]:
     pairs = [
         RunPair("streamed full fp32", FULL, STREAMED, 2e-4),
         RunPair("streamed full bf16, states of 8 bits", FULL, (*STREAMED, *bf16, "optimizer.state_bits=8"), 2e-2),
-        RunPair("loss by liger", FULL, (*bf16, "memory.loss_kernel=liger"), 2e-2, basis=("memory.loss_kernel=chunked",)),
+        RunPair(
+            "loss by liger", FULL, (*bf16, "memory.loss_kernel=liger"), 2e-2, basis=("memory.loss_kernel=chunked",)
+        ),
         RunPair("matmul fp8", FULL, (*bf16, "matmul_dtype=fp8"), 5e-2, basis=("matmul_dtype=null",)),
         RunPair("matmul int8", FULL, (*bf16, "matmul_dtype=int8"), 5e-2),
     ]
@@ -198,7 +203,9 @@ def _distilled() -> list[RunPair]:
         ("distill.quantize_teacher=none", "distill.stream_teacher=true"),
         ("distill.divergence=jensen_shannon", "distill.trainable=adapters"),
     )
-    return [RunPair(f"distill {' '.join(words) or 'plain'}", DISTILL, ("dtype=fp32", *words), 2e-3) for words in teachers]
+    return [
+        RunPair(f"distill {' '.join(words) or 'plain'}", DISTILL, ("dtype=fp32", *words), 2e-3) for words in teachers
+    ]
 
 
 # Running
@@ -273,7 +280,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all of it")
     parser.add_argument("--processes", type=int, default=PROCESSES, help="how many run cases side by side")
     parser.add_argument("--part", type=int, help="of these, the one that this process is; it writes no page")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "measurements", help="folder of the report")
+    parser.add_argument(
+        "--output", type=Path, default=REPOSITORY / "docs" / "measurements", help="folder of the report"
+    )
     options = parser.parse_args(argv)
     second = options.second or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.part is not None:
@@ -285,7 +294,9 @@ def main(argv: list[str]) -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cpu-and-cuda-") as folder:
         words = [sys.executable, "-m", "benchmarks.cpu_and_cuda", *argv, "--second", second, "--output", folder]
-        parts = [subprocess.Popen([*words, "--part", str(number)], cwd=REPOSITORY) for number in range(options.processes)]
+        parts = [
+            subprocess.Popen([*words, "--part", str(number)], cwd=REPOSITORY) for number in range(options.processes)
+        ]
         for part in parts:
             part.wait()
         for number in range(options.processes):

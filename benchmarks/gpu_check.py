@@ -72,7 +72,8 @@ from recipe_lib.units import GIB  # noqa: E402
 
 TOTAL_SECONDS = 9 * 60
 PARTS = {
-    name: f"benchmarks.gpu_{name}" for name in ("streams", "kernels", "plan", "times", "ladder", "cards", "tensor", "doctor")
+    name: f"benchmarks.gpu_{name}"
+    for name in ("streams", "kernels", "plan", "times", "ladder", "cards", "tensor", "doctor")
 }
 PARTS["peers"] = "benchmarks.peers.gpu_peers"  # modules with a main(words)
 # Dense bf16 matmul rates that datasheets give, by a part of the device's name.

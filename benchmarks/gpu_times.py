@@ -38,21 +38,22 @@ MINUTES = 9.0
 STEADY_STEPS = 5
 SHEET, CALIBRATED = "data sheet", "calibration"
 NOW = "now"
-HOW = """The recipe's model, optimizer and training step on one process, random weights and random tokens, alone on the \
-GPU. Measured: the median of the steps after the first. Planned: by the data sheet, and by the rates that `tune doctor` \
-measured on the same GPU ([{rates}]({rates})). Error: planned over measured, less one."""
+HOW = """The recipe's model, optimizer and training step on one process, random weights and random tokens, alone on \
+the GPU. Measured: the median of the steps after the first. Planned: by the data sheet, and by the rates that \
+`tune doctor` measured on the same GPU ([{rates}]({rates})). Error: planned over measured, less one."""
 WHY = """## Why calibrated times were further off, and what was mended
 
 - **Attention.** torch took cuDNN's kernel: the recorded events hold its workspace once a layer and step \
-(`tests/plan/test_event_fixtures.py`). The same tokens in rows of 2048 take {measured:.3f} s less than in rows of 4096; \
-cuDNN's rates make that {cudnn:.3f} s, those of FlashAttention 2 {flash:.3f} s. Plans by data sheet took the latter, so \
-they were near the measured times by two errors that cancel; the calibration had measured cuDNN's and showed the other \
-error. Now both plan cuDNN's kernel where torch takes it, and a measured rate is of the kernel that was measured.
+(`tests/plan/test_event_fixtures.py`). The same tokens in rows of 2048 take {measured:.3f} s less than in rows of \
+4096; cuDNN's rates make that {cudnn:.3f} s, those of FlashAttention 2 {flash:.3f} s. Plans by data sheet took the \
+latter, so they were near the measured times by two errors that cancel; the calibration had measured cuDNN's and \
+showed the other error. Now both plan cuDNN's kernel where torch takes it, and a measured rate is of the kernel that \
+was measured.
 - **Fused AdamW** does not reach the memory's rate. Its own is now planned, from a published time on an H100; \
 `tune doctor` measures it.
 - **Bursts.** Each product was measured for a fifth of a second, between others. The first step after the warm-up is \
-{least:.1%} to {most:.1%} shorter than those after it. Rates of a burst are now taken down as those of data sheets are, \
-to 0.90 on cards of 700 W; `tune doctor` measures what products reach in steps, and plans take that share instead.
+{least:.1%} to {most:.1%} shorter than those after it. Rates of a burst are now taken down as those of data sheets \
+are, to 0.90 on cards of 700 W; `tune doctor` measures what products reach in steps, and plans take that share instead.
 - **The host.** The smallest product, 512 x 2048 x 2048, took 13 us, as long as the host takes to issue it: that is no \
 rate of the GPU's, and is left out. Adapters' small products were planned by it.
 
@@ -182,8 +183,8 @@ def rates_text(report: Mapping[str, Any], folder: Path) -> str:
     rates = json.loads((folder / report["rates"]).read_text(encoding="utf-8"))
     product = next(point["rate"] for point in rates["matmul"]["bf16"] if tuple(point["shape"]) == LARGE_MATMUL)
     return (
-        f"bf16 product of {' x '.join(map(str, LARGE_MATMUL))}: {report['doctor_cold_matmul'] / 1e12:.1f} TFLOP/s cold, "
-        f"{product / 1e12:.1f} loaded; memory {rates['bandwidth'] / 1e12:.2f} TB/s; to the GPU "
+        f"bf16 product of {' x '.join(map(str, LARGE_MATMUL))}: {report['doctor_cold_matmul'] / 1e12:.1f} TFLOP/s "
+        f"cold, {product / 1e12:.1f} loaded; memory {rates['bandwidth'] / 1e12:.2f} TB/s; to the GPU "
         f"{rates['copy_to_device'] / 1e9:.1f} GB/s, from it {rates['copy_to_host'] / 1e9:.1f}"
     )
 
@@ -207,7 +208,7 @@ def to_markdown(report: Mapping[str, Any]) -> str:
 def _causes(report: Mapping[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     """Return what a report that was planned before and after a change says of its causes; nothing of another one."""
     labels = list(dict.fromkeys(label for row in rows for label in row["planned"]))
-    if len(labels) < 2:
+    if len(labels) < 2 or "doctor_cold_matmul" not in report:
         return []
     long, short = (next(row for row in rows if (row["case"]["batch_size"], row["case"]["levers"]) == (batch, []))
                    for batch in (2, 4))  # fmt: skip

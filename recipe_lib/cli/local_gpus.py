@@ -1,14 +1,12 @@
 """The GPUs of this machine, as nvidia-smi lists them: asked without a CUDA context, and where none is to be made."""
 
 import csv
-import dataclasses
 import os
 import subprocess
 from functools import cache
 from typing import TYPE_CHECKING
 
-from recipe_lib.errors import ConfigError
-from recipe_lib.units import GIB, MIB
+from recipe_lib.units import MIB
 
 if TYPE_CHECKING:
     from recipe_lib.plan.hardware import Hardware

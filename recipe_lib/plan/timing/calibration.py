@@ -15,7 +15,15 @@ from recipe_lib.reading import describe_fault, read_json
 
 VERSION = 1
 # What may be None, where nothing was there to measure, and what a file need not hold.
-_UNKNOWN = ("link_bandwidth", "copy_to_device", "copy_to_host", "recompute_seconds", "step_share", "optimizer", "memory")
+_UNKNOWN = (
+    "link_bandwidth",
+    "copy_to_device",
+    "copy_to_host",
+    "recompute_seconds",
+    "step_share",
+    "optimizer",
+    "memory",
+)
 _OPTIONAL = ("links", "operators", *_UNKNOWN[1:])
 
 # (m, n, k) of matmuls: the projections of 1B to 70B models at 512 to 8192 tokens. On a CPU, three tiny ones.
