@@ -48,7 +48,8 @@ def parser() -> Parser:
     add("--config", action="append", metavar="CONFIG", help="a name of `tune ls`, or a path; of several the later win")
     add("--nproc_per_node", "--nproc-per-node", metavar="N", help="processes on each machine; default: 1")
     add("--nnodes", metavar="M", help="machines; default: 1")
-    add("--device", metavar="NAME", help="rtx4090, h100, ... or a size as 24GB; default: this machine's GPU, else 24GB")
+    devices = "rtx4090, h100, ... or a size as 24GB; default: that of --calibration, else this machine's GPU, else 24GB"
+    add("--device", metavar="NAME", help=devices)
     add("--fit", metavar="4x24GB", help="processes and device in one word")
     add(
         "--sequence",

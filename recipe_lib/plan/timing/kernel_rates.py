@@ -97,8 +97,9 @@ _CACHE_SPEED, _CACHED = 3.9, 0.5
 
 # Bytes a second that torch's fused Adam moves for each multiprocessor: it waits for memory with too few loads under
 # way. The model of github.com/pytorch/pytorch/pull/117872, Llama 2 in bf16 (taken to be 7B), took 49.935 ms on an H100
-# with 132 of them: weight, gradient and two states read, three of them written.
-_ADAM_RATE = 7 * 2 * 6_738_415_616 / 49.935e-3 / 132
+# with 132 of them: weight, gradient and two states read, three of them written. Nobody's of other architectures was
+# found: they get the memory's rate.
+_ADAM = {"sm90": 7 * 2 * 6_738_415_616 / 49.935e-3 / 132}
 
 
 def matmul_rate(hardware: Hardware, dtype: str, shape: tuple[int, ...], splits: bool = False) -> float:
@@ -180,5 +181,5 @@ def bandwidth_rate(hardware: Hardware, num_bytes: int) -> float:
 
 def adam_rate(hardware: Hardware, num_bytes: int) -> float:
     """Return the bytes a second of torch's fused Adam and AdamW, which are bound by memory or by their own loads."""
-    name = hardware.rates_of or hardware.name
-    return min(bandwidth_rate(hardware, num_bytes), _ADAM_RATE * MULTIPROCESSORS.get(name, 108))
+    multiprocessors = MULTIPROCESSORS.get(hardware.rates_of or hardware.name, 108)
+    return min(bandwidth_rate(hardware, num_bytes), _ADAM.get(hardware.architecture, math.inf) * multiprocessors)

@@ -79,7 +79,7 @@ def test_hopper_takes_cudnns_attention_for_the_widths_it_has(width: int, cudnn: 
 
 
 def test_fused_adamw_moves_what_its_kernel_can() -> None:
-    """Llama 2 7B in bf16 took 49.9 ms on an H100; cards with less bandwidth for each multiprocessor are bound by it."""
+    """Llama 2 7B in bf16 took 49.9 ms on an H100; of other architectures no time is known but the memory's."""
     step = Op("aten::_fused_adamw_", part="optimizer", bytes=14 * 6_738_415_616, dtype="bf16")
     assert op_seconds(step, H100) == pytest.approx(0.0499, rel=0.01)
     assert op_seconds(step, HARDWARE["h200"]) == op_seconds(step, H100)  # as many multiprocessors
@@ -89,4 +89,4 @@ def test_fused_adamw_moves_what_its_kernel_can() -> None:
     for card in HARDWARE.values():
         seconds, bound = op_seconds(step, card), bandwidth_rate(card, step.bytes) / MULTIPROCESSORS[card.name]
         assert seconds >= op_seconds(addition, card)
-        assert (seconds == op_seconds(addition, card)) == (bound < 14e9), card.name
+        assert (seconds > op_seconds(addition, card)) == (card.architecture == "sm90" and bound > 14.4e9), card.name
