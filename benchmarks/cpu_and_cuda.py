@@ -147,10 +147,11 @@ def _adapters() -> list[RunPair]:
     pairs = []
     for kind, lever in test_adapter_levers.CASES:
         if lever.ranks == 2 and not lever.refuses(kind):
-            words = _on_any_device((*ADAPTERS, *kind.overrides, *lever.overrides))
-            words = latest(*words, *(PACKED if lever.overrides == test_adapter_levers.PACKED else ()))
+            more_rows = PACKED if lever.overrides == test_adapter_levers.PACKED else ()
+            own = _on_any_device((*ADAPTERS, *kind.overrides, *lever.overrides))
+            words = tuple(latest(*own, *more_rows))
             tolerance = max(kind.tolerance, lever.tolerance, 5e-4)
-            pairs.append(RunPair(f"adapter {kind}: {lever or 'alone'}", LORA, tuple(words), tolerance))
+            pairs.append(RunPair(f"adapter {kind}: {lever or 'alone'}", LORA, words, tolerance))
     more = {"compiled": "compile=true", "fused off": "fused_kernels=false", "streamed": STREAMED[0],
             "transformers": "model.implementation=transformers"}  # fmt: skip
     for base in ("none", "nf4", "int8"):
