@@ -5,6 +5,7 @@
     python benchmarks/gpu_check.py streams            races and waits, next to torch's sanitizer (gpu_streams.py)
     python benchmarks/gpu_check.py kernels            the fused kernels at the shapes of 8B (gpu_kernels.py)
     python benchmarks/gpu_check.py plan               the planner's figures against measured ones (gpu_plan.py)
+    python benchmarks/gpu_check.py times              seconds of a step against planned ones (gpu_times.py)
     python benchmarks/gpu_check.py ladder             what each memory lever saves and costs (gpu_ladder.py)
     python benchmarks/gpu_check.py cards              what docs/fit.md says to type, on a card of 24 GB (gpu_cards.py)
     python benchmarks/gpu_check.py peers --environments FOLDER    this tool and others, head to head
@@ -71,7 +72,8 @@ from recipe_lib.units import GIB  # noqa: E402
 
 TOTAL_SECONDS = 9 * 60
 PARTS = {
-    name: f"benchmarks.gpu_{name}" for name in ("streams", "kernels", "plan", "ladder", "cards", "tensor", "doctor")
+    name: f"benchmarks.gpu_{name}"
+    for name in ("streams", "kernels", "plan", "times", "ladder", "cards", "tensor", "doctor")
 }
 PARTS["peers"] = "benchmarks.peers.gpu_peers"  # modules with a main(words)
 # Dense bf16 matmul rates that datasheets give, by a part of the device's name.

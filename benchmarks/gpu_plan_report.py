@@ -121,12 +121,16 @@ def plan_markdown(report: dict[str, Any]) -> str:
 def head(report: dict[str, Any]) -> list[str]:
     """When, with which command, with what and on which device, as a list."""
     device, versions = report["device"], report["versions"]
+    seconds = f", {report['seconds']} s" if "seconds" in report else ""
+    commit = f", commit {report['commit']}" if "commit" in report else ""
+    packages = f", {versions['packages']}" if "packages" in versions else ""
     lines = [
-        f"- {report['date']}, `{report['command']}`, {report.get('seconds', 0)} s",
-        f"- torch {versions['torch']}, Python {versions['python']}, {versions['system']}",
+        f"- {report['date']}{commit}, `{report['command']}`{seconds}",
+        f"- torch {versions['torch']}{packages}, Python {versions['python']}, {versions['system']}",
     ]
     if device.get("type") == "cuda":
-        lines.append(f"- {device['name']}, {device['memory_gib']} GiB, driver {device['driver']}, planned as "
+        power = f", power limit {device['power_limit']}" if "power_limit" in device else ""
+        lines.append(f"- {device['name']}, {device['memory_gib']} GiB, driver {device['driver']}{power}, planned as "
                      f"{report['hardware']}")  # fmt: skip
     return lines
 

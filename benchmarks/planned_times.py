@@ -31,6 +31,7 @@ from recipe_lib.models import decoder, preset_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import DOES_NOT_FIT
+from recipe_lib.plan.timing import kernel_rates
 from recipe_lib.plan.trace import OP, Trace
 from recipe_lib.plan.tracing.simulate import STEADY
 from recipe_lib.plan.world.sequence_lengths import planned_sequence
@@ -147,7 +148,9 @@ def compare(row: PublishedSpeed, folder: Path) -> Compared:
     cfg, hardware = config_of(row, folder), find_hardware(row.device)
     settings = PlanSettings(hardware, planned_sequence(cfg, str(row.sequence)), row.gpus, phases=())
     norms = mock.patch.object(decoder, "rms_norm", written_out_norm) if row.written_out_norms else nullcontext()
-    with norms:
+    # The sources are of 2023 to 2025: their torch did not prefer cuDNN's attention on any card yet.
+    flash = mock.patch.object(kernel_rates, "attention_backend", lambda architecture: "flash")
+    with norms, flash:
         plan, trace = make_plan(recipe_class(recipe_for(row.config)), cfg, settings)
     assert plan.time is not None, row.id
     tokens = plan.time.tokens_per_step / row.gpus
@@ -273,6 +276,8 @@ kernels, without a calibration. No rate was fitted to these rows. Speeds are tok
 over published, less one. The implied share is what matmuls and attention of the planned step, with what checkpointing
 repeats, would take of the card's dense rate in bf16 at the published speed. A source's chains of small operators are
 planned as such (`fused_kernels=false`, norms written out) where it ran eagerly, compiled where it compiled.
+Attention is FlashAttention 2's on every card, as in the torch that they ran; in today's, on Hopper, it is cuDNN's
+([measured](gpu-times-nvidia-h200.md)).
 
 The goal: a published speed is planned within {close:.0%}. In the summary the mean and the 90 % are of errors without
 their sign.

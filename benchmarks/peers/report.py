@@ -199,10 +199,11 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 def _head(report: dict[str, Any], gpu: bool) -> list[str]:
     device = report["device"]
+    commit = f", commit {report['commit']}" if "commit" in report else ""
     lines = [
         f"# {report['kind']}: {device['name']}",
         "",
-        f"- {report['date']}, `{report['command']}`, {report.get('seconds', 0)} s",
+        f"- {report['date']}{commit}, `{report['command']}`, {report.get('seconds', 0)} s",
         f"- {report['dtype']}; runs of each side: {report['repeats']}, in turns, each in a process of its own",
         f"- {_summary(report)}",
     ]
@@ -232,6 +233,21 @@ def _summary(report: Mapping[str, Any]) -> str:
     other = ", ".join(f"{name} in {case}" for case, name, equal in found if not equal)
     line = f"equal work: {sum(bool(equal) for *_, equal in found)} of {len(found)} runs of peers"
     return f"{line}; not shown for {other}" if other else line
+
+
+def fastest(report: Mapping[str, Any]) -> str:
+    """Return each case's tokens a second and reserved bytes, ours and of the fastest peer of equal work."""
+    told = []
+    for entry in report["cases"]:
+        case = PeerCase(**entry["case"])
+        sides = {name: found for name, found in entry["figures"].items() if found}
+        same = {name for name in sides if entry["comparison"].get(name, {}).get("equal")}
+        peers = sorted(same - {OURS}, key=lambda name: -sides[name]["tokens_per_second"])
+        shown = [f"{name} {sides[name]['tokens_per_second']:,.0f} tokens/s in {sides[name]['reserved'] / GIB:.2f} GiB"
+                 for name in (OURS, *peers[:1]) if name in sides]  # fmt: skip
+        lost = sorted(set(entry["figures"]) - set(sides))
+        told.append(f"{case.name}: {'; '.join(shown)}" + (f"; did not come to run: {', '.join(lost)}" if lost else ""))
+    return " ".join(told)
 
 
 def _sides(report: dict[str, Any]) -> list[str]:

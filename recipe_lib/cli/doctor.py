@@ -199,6 +199,5 @@ def write(path: str, facts: dict[str, Any]) -> str:
     links = next((each for each in (facts["links_without_p2p"], facts["links"]) if usable(each)), None)
     low = {name: facts["steps"][f"{name} matmuls"] for name in ("int8", "fp8") if f"{name} matmuls" in facts["steps"]}
     replace_text(Path(path), json.dumps(with_links(measured, links, low), indent=2) + "\n")
-    device = " --device cpu" if measured["device"] == "cpu" else ""
     among = f" and of collectives among {links['ranks']} ranks" if links else ""
-    return f"{path}: rates of {measured['device']}{among}; `tune plan{device} --calibration {path}` uses the file"
+    return f"{path}: rates of {measured['device']}{among}; `tune plan --calibration {path}` uses the file"

@@ -1,6 +1,6 @@
 """What `tune doctor` looks at: packages, host memory, limits and disks here; GPUs in processes of their own.
 
-The parts that need a CUDA device are written after torch's documentation and its source; they have never run on one.
+The rates were measured on one GPU; copies between GPUs have not run so far (docs/measurements/on_a_gpu.md).
 What compares numbers is the same code on any device, and is tested with copies that deliver the wrong ones.
 """
 

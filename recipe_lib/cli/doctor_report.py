@@ -7,6 +7,7 @@ from rich.console import Console
 
 from recipe_lib.cli.doctor_findings import Finding
 from recipe_lib.plan.tables import duration
+from recipe_lib.plan.timing.calibration import LARGE_MATMUL
 from recipe_lib.plan.timing.cost import OPERATIONS, wire_bytes
 from recipe_lib.report.terminal import Table, open_console, put, put_pairs, put_table, terminal_width, text_of
 from recipe_lib.units import format_bytes
@@ -100,13 +101,23 @@ def rates(facts: dict[str, Any]) -> list[Row]:
             parts.append(f"to it {per_second(copies['copy_to_device'])}, from it {per_second(copies['copy_to_host'])}")
         lines.append((f"GPU {number}", ", ".join(parts) or "not measured"))
     if measured:
-        best = {name: max(point["rate"] for point in points) for name, points in measured["matmul"].items()}
-        tiny = ", one core and tiny shapes: a dry run, no figure to plan with" if measured["dry_run"] else ""
-        shown = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in best.items())
-        lines.append(("cpu" if measured["dry_run"] else "GPU 0 at best", f"matmuls {shown} TFLOP/s{tiny}"))
+        lines.append(_rates_for_plans(measured))
         lines.append(("its memory", f"{per_second(measured['bandwidth'])} read and written by an addition"))
         lines.append(("an operator", f"{1e6 * measured['host_seconds']:.1f} us for the host to issue"))
     return lines
+
+
+def _rates_for_plans(measured: dict[str, Any]) -> Row:
+    """Return the line of the products that a plan takes: on a GPU of the shape that is measured cold as well."""
+    if measured["dry_run"]:
+        best = {name: max(point["rate"] for point in points) for name, points in measured["matmul"].items()}
+        shown = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in best.items())
+        return "cpu", f"matmuls {shown} TFLOP/s, one core and tiny shapes: a dry run, no figure to plan with"
+    rates = {tuple(point["shape"]): point["rate"] / 1e12 for point in measured["matmul"]["bf16"]}
+    rate = rates.get(LARGE_MATMUL, max(rates.values()))
+    share = measured.get("step_share")
+    in_steps = f", {share * rate:.1f} in steps" if share else ""
+    return "GPU 0 loaded", f"bf16 matmuls {rate:.1f} TFLOP/s{in_steps}, for plans"
 
 
 def peers(facts: dict[str, Any]) -> list[Row]:

@@ -1,14 +1,12 @@
 """The GPUs of this machine, as nvidia-smi lists them: asked without a CUDA context, and where none is to be made."""
 
 import csv
-import dataclasses
 import os
 import subprocess
 from functools import cache
 from typing import TYPE_CHECKING
 
-from recipe_lib.errors import ConfigError
-from recipe_lib.units import GIB, MIB
+from recipe_lib.units import MIB
 
 if TYPE_CHECKING:
     from recipe_lib.plan.hardware import Hardware
@@ -48,19 +46,16 @@ def own_device() -> "Hardware | None":
 
     A card that is not in the table is planned with its own memory and the rates of a common card of that size.
     """
-    from recipe_lib.plan.hardware import find_hardware
+    from recipe_lib.plan.hardware import HARDWARE, reported_hardware
 
     gpus = own_gpus()
     if not gpus:
         return None
     name, size = gpus[0]
-    usable = int(size * SHARE_OF_TOTAL)
-    try:
-        known = find_hardware(name)
-    except ConfigError:
-        return dataclasses.replace(find_hardware(f"{usable / GIB:.2f}GiB"), name=name, memory=usable)
+    found = reported_hardware(name, int(size * SHARE_OF_TOTAL))
+    known = HARDWARE.get(found.name)
     # A slice of a card, or another size of it than the table's, has the memory that it says.
-    return known if 0.9 < known.memory / size <= 1 else dataclasses.replace(known, memory=usable)
+    return known if known and 0.9 < known.memory / size <= 1 else found
 
 
 def is_expandable() -> bool:

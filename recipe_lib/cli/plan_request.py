@@ -48,7 +48,8 @@ def parser() -> Parser:
     add("--config", action="append", metavar="CONFIG", help="a name of `tune ls`, or a path; of several the later win")
     add("--nproc_per_node", "--nproc-per-node", metavar="N", help="processes on each machine; default: 1")
     add("--nnodes", metavar="M", help="machines; default: 1")
-    add("--device", metavar="NAME", help="rtx4090, h100, ... or a size as 24GB; default: this machine's GPU, else 24GB")
+    devices = "rtx4090, h100, ... or a size as 24GB; default: that of --calibration, else this machine's GPU, else 24GB"
+    add("--device", metavar="NAME", help=devices)
     add("--fit", metavar="4x24GB", help="processes and device in one word")
     add(
         "--sequence",
@@ -177,19 +178,27 @@ def known_ranks(arguments: argparse.Namespace) -> int:
 
 
 def device_for(arguments: argparse.Namespace) -> tuple[int, "Hardware", list[str]]:
-    """(ranks, device, what was assumed)."""
+    """Return (ranks, device, what was assumed): what is named, else what --calibration is of, else this machine's."""
     from recipe_lib.plan.hardware import find_hardware, parse_fit
 
     if arguments.fit:
         return *parse_fit(arguments.fit), []
     here, machines = rank_count(arguments.flags)
     assumed = [f"{here} ranks on each of {machines} machines"] if machines > 1 else []
-    hardware = find_hardware(arguments.device) if arguments.device else own_device()
-    if hardware is None:
+    if arguments.device:
+        hardware = find_hardware(arguments.device)
+    elif arguments.calibration:
+        from recipe_lib.plan.timing.calibration import read_calibrated_device
+
+        hardware, unknown = read_calibrated_device(arguments.calibration)
+        of_file = f"the device is that of --calibration, {hardware.name}"
+        assumed.append("; ".join(filter(None, [of_file, unknown, "--device names another"])))
+    elif own := own_device():
+        hardware = own
+        assumed.append(f"the device is this machine's, {hardware.name}; --device names another")
+    else:
         hardware = find_hardware(DEFAULT_DEVICE)
         assumed.append("there is no GPU here: planned for one of 24 GB; --device names another")
-    elif not arguments.device:
-        assumed.append(f"the device is this machine's, {hardware.name}; --device names another")
     return here * machines, dataclasses.replace(hardware, ranks_per_node=here), assumed
 
 

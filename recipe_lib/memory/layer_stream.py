@@ -11,8 +11,9 @@ then its new values go back to the host, and its memory is free: neither is its 
 there two layers' gradients at a time.
 
 The device's memory is the computing stream's. A copy begins when all that this stream was given before is done, which
-includes whatever used that memory last; so copies run next to the unit that computes, without `record_stream`. None of
-this has run on CUDA so far: the order of copies and waits is checked on the simulated device, values on a CPU.
+includes whatever used that memory last; so copies run next to the unit that computes, without `record_stream`. The
+order of copies and waits is checked on the simulated device, values on a CPU and on a GPU; its bytes and times have not
+been measured on one (docs/measurements/on_a_gpu.md).
 """
 
 from collections import Counter, deque

@@ -6,8 +6,9 @@ lever of time alone: weights, gradients and states take what they take, and next
 are being multiplied, one byte an element.
 
 INT8 runs on any device, fast on GPUs from Ampere on; FP8 takes a GPU of compute capability 8.9. Rounding reads each
-operand twice, which long micro-batches make up for and short ones do not: `tune plan` shows it. Neither has run on a
-GPU here. Why the linears are not torchao's stands, with figures, in `recipe_lib.ops.low_precision`.
+operand twice, which long micro-batches make up for and short ones do not: `tune plan` shows it. What has run on a
+GPU: docs/measurements/on_a_gpu.md. Why the linears are not torchao's stands, with figures, in
+`recipe_lib.ops.low_precision`.
 """
 
 from collections.abc import Callable

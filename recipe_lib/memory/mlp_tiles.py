@@ -4,7 +4,8 @@ A gated MLP of n tokens and f channels has three tensors `[n, f]` in forward and
 they are `[n / c, f]`. What is kept is its input `[n, d]` alone: each piece is computed again in backward, whatever
 `memory.activation_checkpointing` says. A layer that is computed again itself stops before its MLP where nothing after
 that is kept, so that with `full` a piece is still computed twice, not three times. (Chunks of a feed-forward layer:
-arXiv 2001.04451.) It has not run on CUDA; bytes are those of the simulated device, values those of a CPU.
+arXiv 2001.04451.) Bytes are those of the simulated device; values are compared on a CPU and a GPU
+(docs/measurements/on_a_gpu.md).
 """
 
 from collections.abc import Iterator, Sequence

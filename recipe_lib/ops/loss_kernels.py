@@ -3,7 +3,8 @@
 Both make their gradients in forward, as ours does, and know cross-entropy alone. torch's (2.13 has it, 2.11 not) adds
 up the loss of bf16 tokens in bf16: the number that is logged is right to about 2^-8 for each chunk, gradients are as
 exact as ours. Liger's (arXiv 2410.10989) holds bf16 logits, with gradients in their place, and chooses its pieces so
-that they take about as much as the hidden states. Neither has run on CUDA here: they are called as they are documented.
+that they take about as much as the hidden states. Neither has run on a GPU
+(docs/measurements/on_a_gpu.md): they are called as they are documented.
 
 A plan sees what these kernels hold by `on_paper`, since on a simulated device no kernel runs.
 """

@@ -3,7 +3,7 @@
 A step computes in fp32 (fp64 for fp64 parameters) on runs of rows of a bounded number of elements, in place, so that
 its temporaries have a fixed size whatever that of the model; each element's numbers depend on nothing but its own
 block, so that they are the same on any number of ranks. Made of torch's own operators, one kernel each; what a GPU's
-time for them is has not been measured.
+time for them is has not been measured (docs/measurements/on_a_gpu.md).
 
 Codes, scales and steps are those of torchao's AdamW8bit and AdamW4bit, with which tests compare them bit for bit, but
 for second moments that its 8 bits round to zero: such a number would take steps of up to 1 / sqrt(1 - betas[1]). Its

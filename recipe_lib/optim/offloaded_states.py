@@ -21,8 +21,8 @@ class OffloadedStates:
 
     Two more streams copy; what has been sent back is freed when the step after the next begins, so that the states of
     three pieces are on the device at most: one leaving, one stepped, one arriving. In the first step, in which states
-    are made, nothing arrives; and which parameter follows which is known from the second one on. Never run on a
-    GPU so far; on a simulated device it is.
+    are made, nothing arrives; and which parameter follows which is known from the second one on. What
+    has run on a GPU: docs/measurements/on_a_gpu.md.
     """
 
     def __init__(

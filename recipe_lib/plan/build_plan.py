@@ -338,7 +338,9 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
     if not like_cpu and cfg.fused_kernels:
         kernels += ", fused rotary embedding, gated activation, soft-capped scores, loss and dequantizing (by Triton)"
     if attention_backend(settings.hardware.architecture) == "cudnn":
-        kernels += "; for unpacked sequences torch may take cuDNN's attention here, whose workspace differs"
+        kernels += (
+            "; for unpacked sequences torch takes cuDNN's attention here: its times, with flash attention's workspace"
+        )
     multiple = cfg.data.pad_to_multiple_of
     padded = f", padded to {-(-settings.sequence.tokens // multiple) * multiple}" if multiple > 1 else ""
     source = settings.sequence.source.partition(":")[0]  # why it is that one, the run's own lines say

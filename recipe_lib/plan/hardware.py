@@ -11,7 +11,7 @@ the rate that their specification gives for sums in fp16.
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recipe_lib.config.suggest import nearest, quote
 from recipe_lib.errors import ConfigError
@@ -239,6 +239,13 @@ def _find(name: str) -> Hardware | None:
         if plain in {_plain(spelling) for spelling in (card.name, *card.aliases)}:
             return card
     return None
+
+
+def reported_hardware(name: str, memory: int) -> Hardware:
+    """Return the device that CUDA calls `name`, with `memory` bytes; rates of one that is not in the table are those
+    of a common card of that size."""
+    found = _find(name) or _of_size(name, memory / GIB, exact=True)
+    return replace(found, memory=memory)
 
 
 def parse_fit(text: str) -> tuple[int, Hardware]:

@@ -75,6 +75,19 @@ def test_of_a_healthy_machine_nothing_is_found() -> None:
     assert re.search(r"4 KiB +10\.4 us +393 MB/s +10\.4 us +197 MB/s", text)
 
 
+@pytest.mark.parametrize("share", [None, 0.9])
+def test_the_two_rates_of_a_card_are_of_one_product_cold_and_loaded(share: float | None) -> None:
+    """The first compares cards, the second is what a plan takes; neither is called the best of anything."""
+    facts = healthy()
+    facts["steps"]["matmuls of GPU 0"] = 1.6e14
+    facts["steps"]["calibration"]["matmul"]["bf16"].insert(0, {"shape": [512, 4096, 4096], "rate": 1.9e14})
+    facts["steps"]["calibration"]["step_share"] = share
+    lines = [line for line in report(facts, [], []).splitlines() if "TFLOP/s" in line]
+    assert [re.findall(r"bf16 matmuls (\S+) TFLOP/s", line) for line in lines] == [["160.0"], ["141.0"], ["140.0"]]
+    assert [line.split("  ")[1] for line in lines] == ["GPU 0", "GPU 1", "GPU 0 loaded"]
+    assert "for plans" in lines[2] and ("126.0 in steps" in lines[2]) == bool(share)
+
+
 @pytest.mark.parametrize(("place", "value", "name", "told"), PLANTED, ids=[row[2] for row in PLANTED])
 def test_a_fault_is_found_and_told_with_its_remedy(place: str, value: Any, name: str, told: str) -> None:
     facts = put(healthy(), place, value)
@@ -206,7 +219,7 @@ def test_what_doctor_measures_over_gloo_a_plan_uses(quick: None, tmp_path: Path,
     out = capsys.readouterr().out
     assert code == 0, out
     assert "2 ranks on the CPU, over gloo (which says nothing of GPUs)" in out and f"{folder} (not there yet)" in out
-    assert f"`tune plan --device cpu --calibration {path}` uses the file" in out
+    assert f"`tune plan --calibration {path}` uses the file" in out
     assert list(tmp_path.iterdir()) == [path]  # what the disk was measured with is gone
     values = json.loads(path.read_text())
     assert [point["bytes"] for point in values["links"]["all_gather"]] == [4096, 65536]

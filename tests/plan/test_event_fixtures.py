@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.allocator_events import events_from_snapshot, read_fixture, replay_events, write_fixture
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
 from recipe_lib.plan.allocation.replay import replay
+from recipe_lib.plan.allocation.untraced_memory import attention_backend, attention_backward_scratch
 from recipe_lib.units import MIB
 from tests.plan.allocation.test_snapshot import snapshot_of
 from tests.plan.made_traces import steps_of_training
@@ -34,6 +35,26 @@ def test_the_model_reserves_what_the_real_allocator_did(path):
     assert found.first_difference is None
     for name, figure in stream["measured"].items():
         assert getattr(found, name) == figure, name
+
+
+# Rows of 2048 tokens of the demo model, which has 4 layers of 4 heads of width 24 and half as many keys.
+LAYERS, STEPS, HEADS, TOKENS, WIDTH = 4, 3, 4, 2048, 24
+UNPACKED = {"full-demo-4x2048-none": 2, "qlora-demo-2x2048-selective": 1}
+
+
+@pytest.mark.parametrize("path", [path for path in RECORDED if path.name.startswith(tuple(UNPACKED))], ids=str)
+def test_attention_of_unpacked_rows_is_cudnns_on_hopper(path):
+    """Each backward of a layer has cuDNN's workspace: dq in fp32, dk and dv for every head, row sums. Flash attention
+    has none of that size: its heads are as wide as 32, and it takes three pieces."""
+    rows = UNPACKED[path.name.removesuffix(".json.gz").removesuffix("-expandable")]
+    elements = rows * HEADS * TOKENS
+    sizes = [size for action, _, size, _ in read_fixture(path)["events"] if action == "alloc"]
+    workspace = elements * (4 * WIDTH + 2 * 2 * WIDTH + 4) + 256
+    flash = attention_backward_scratch(
+        rows=rows, heads=HEADS, kv_heads=2, queries=TOKENS, keys=TOKENS, head_width=WIDTH
+    )
+    assert sizes.count(workspace) == LAYERS * STEPS and workspace not in (*flash, sum(flash))
+    assert attention_backend("sm90") == "cudnn"
 
 
 @pytest.mark.parametrize("expandable", [False, True])

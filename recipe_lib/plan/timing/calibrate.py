@@ -21,6 +21,10 @@ from recipe_lib.plan.timing.calibration import LARGE_MATMUL, MATMULS, TINY_MATMU
 from recipe_lib.plan.timing.cost import ATTENTION, TINY_ATTENTION
 from recipe_lib.units import MIB
 
+# Seconds of steps before the ones that are timed: clocks fall, and the first step is shorter than those after it
+# (docs/measurements/gpu-times-nvidia-h200.md).
+_LOADED_SECONDS = 3.0
+
 
 def calibrate(device: str | None = None, path: Path | None = None) -> dict[str, Any]:
     """Measures matmuls, attention, an elementwise operator, issuing, and an all-gather if ranks are joined already.
@@ -32,19 +36,25 @@ def calibrate(device: str | None = None, path: Path | None = None) -> dict[str, 
     on_gpu = torch.device(device).type != "cpu"
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    bandwidth = _bandwidth(device)
+    matmul = {name: _matmuls(dtype, device) for name, dtype in dtypes.items()}
     result: dict[str, Any] = {
         "version": VERSION,
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "dry_run": not on_gpu,
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),
-        "matmul": {name: _matmuls(dtype, device) for name, dtype in dtypes.items()},
+        "matmul": matmul,
         "attention": _attention(device),
-        "bandwidth": _bandwidth(device),
+        "bandwidth": bandwidth,
         **_issuing(device),
         "link_bandwidth": _link_bandwidth(device, ranks) if ranks > 1 else None,
-        **(copy_rates(device) if on_gpu else {}),
     }
+    if on_gpu:
+        result |= copy_rates(device)
+        result["memory"] = torch.cuda.mem_get_info(device)[1]
+        result["optimizer"] = optimizer_rate(device)
+        result["step_share"] = step_share(device, matmul["bf16"], bandwidth)
     if path is not None and (ranks == 1 or dist.get_rank() == 0):
         replace_text(Path(path), json.dumps(result, indent=2) + "\n")
     return result
@@ -131,6 +141,50 @@ def _bandwidth(device: str) -> float:
     elements = 64 * MIB if torch.device(device).type != "cpu" else MIB // 8
     first, second, out = (torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(3))
     return 3 * 2 * elements / _seconds(lambda: torch.add(first, second, out=out), device)
+
+
+def optimizer_rate(device: str) -> float:
+    """Return the bytes a second of fused AdamW in bf16: weights, gradients and two states read, all but gradients
+    written."""
+    tensors, elements = (16, 16 * MIB) if torch.device(device).type != "cpu" else (2, 1024)
+    weights = [torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(tensors)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    return 7 * 2 * tensors * elements / _seconds(optimizer.step, device)
+
+
+def step_share(device: str, matmuls: list[dict[str, Any]], bandwidth: float) -> float:
+    """Return the share of the bf16 rate of LARGE_MATMUL that such products reach in steps that follow each other.
+
+    matmuls: as `_matmuls` returns them. bandwidth: bytes a second of an addition, at which what a step's operators
+    move between the products is taken off. A step is forward and backward of three gated MLPs with residuals.
+    """
+    on_gpu = torch.device(device).type != "cpu"
+    tokens, inner, width = LARGE_MATMUL if on_gpu else TINY_MATMULS[-1]
+    layers = 3
+    shapes = [(inner, width), (inner, width), (width, inner)] * layers
+    weights = [torch.randn(shape, dtype=torch.bfloat16, device=device).div_(shape[1]) for shape in shapes]
+    hidden, gradient = (torch.randn(tokens, width, dtype=torch.bfloat16, device=device) for _ in range(2))
+    for tensor in (hidden, *weights):
+        tensor.requires_grad_()
+
+    def step() -> None:
+        output = hidden
+        for gate, up, down in zip(weights[::3], weights[1::3], weights[2::3], strict=True):
+            output = output + F.linear(F.silu(F.linear(output, gate)) * F.linear(output, up), down)
+        torch.autograd.grad(output, [hidden, *weights], gradient)
+
+    until = time.perf_counter() + (_LOADED_SECONDS if on_gpu else 0.0)
+    while time.perf_counter() < until:
+        _seconds(step, device)
+    # Each product has one forward and two backward. Of the inner width: silu 2, its product 3, their gradients 9; of
+    # the outer one: the residual 3, its gradient's sum with those of gate and up 6.
+    flops = layers * 3 * 3 * 2 * tokens * inner * width
+    moved = layers * 2 * tokens * (14 * inner + 9 * width)
+    seconds = _seconds(step, device) - moved / bandwidth
+    alone = next(point["rate"] for point in matmuls if point["shape"] == [tokens, inner, width])
+    return flops / max(seconds, 1e-9) / alone
 
 
 def _issuing(device: str) -> dict[str, float]:

@@ -8,14 +8,23 @@ from typing import Any
 
 from recipe_lib.config.suggest import quote
 from recipe_lib.errors import ConfigError
-from recipe_lib.plan.hardware import Hardware, find_hardware
+from recipe_lib.plan.hardware import Hardware, find_hardware, reported_hardware
 from recipe_lib.plan.timing.cost import OPERATIONS, Calibration, Links, wire_bytes
 from recipe_lib.plan.timing.operator_times import OperatorTime
 from recipe_lib.reading import describe_fault, read_json
 
 VERSION = 1
-# What a file need not hold.
-_OPTIONAL = ("links", "copy_to_device", "copy_to_host", "operators", "recompute_seconds")
+# What may be None, where nothing was there to measure, and what a file need not hold.
+_UNKNOWN = (
+    "link_bandwidth",
+    "copy_to_device",
+    "copy_to_host",
+    "recompute_seconds",
+    "step_share",
+    "optimizer",
+    "memory",
+)
+_OPTIONAL = ("links", "operators", *_UNKNOWN[1:])
 
 # (m, n, k) of matmuls: the projections of 1B to 70B models at 512 to 8192 tokens. On a CPU, three tiny ones.
 MATMULS = ((512, 2048, 2048), (512, 4096, 4096), (2048, 4096, 4096), (4096, 14336, 4096), (8192, 28672, 8192))
@@ -52,12 +61,41 @@ def with_links(
     }
 
 
+def read_calibrated_device(path: str | Path) -> tuple[Hardware, str]:
+    """Return the device that a file's rates were measured on, and what is assumed of it; "" for nothing.
+
+    ConfigError as for `read_calibration`, and for a card that neither the table nor the file knows the memory of.
+    """
+    place, values = _read_values(path)
+    name, memory = values["device"], values["memory"]
+    if memory is not None:
+        return reported_hardware(name, int(memory)), ""
+    try:
+        return find_hardware(name), "its memory is not in the file, so it is the table's"
+    except ConfigError:
+        raise ConfigError(
+            f"{place} was measured on {quote(name)}, which is not known, and does not have its memory; "
+            "add the size, such as --device 48GB"
+        ) from None
+
+
 def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
-    """The rates in a file that `calibrate` wrote, to plan for `hardware`.
+    """Return the rates in a file that `calibrate` wrote, to plan for `hardware`.
 
     ConfigError if it cannot be read, lacks a key, holds no positive number where one is due, or is of another device
     (a size of memory, such as 24GB, takes any).
     """
+    place, values = _read_values(path)
+    _check_device(place, values["device"], hardware)
+    measured: dict[str, Any] = {field.name: values[field.name] for field in fields(Calibration)}
+    measured["matmul"] = _read_matmuls(place, values["matmul"])
+    measured["links"] = _read_links(place, values["links"])
+    measured["operators"] = _read_operators(place, values["operators"])
+    return Calibration(**measured)
+
+
+def _read_values(path: str | Path) -> tuple[str, dict[str, Any]]:
+    """Return (how errors name the file, its values); those that it need not hold are None."""
     place = f"calibration: {quote(str(path))}"
     remedy = "measure again with --calibrate"
     values: Any
@@ -74,16 +112,10 @@ def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
     for name in ("device", "torch", "date"):
         if not isinstance(values[name], str):
             raise ConfigError(f"{place}: {name} is no text; {remedy}")
-    # None where nothing was there to measure
-    unknown = ("link_bandwidth", "copy_to_device", "copy_to_host", "recompute_seconds")
-    for name in ("attention", "bandwidth", "host_seconds", "kernel_seconds", *unknown):
-        if not (_positive(values[name]) or (name in unknown and values[name] is None)):
+    for name in ("attention", "bandwidth", "host_seconds", "kernel_seconds", *_UNKNOWN):
+        if not (_positive(values[name]) or (name in _UNKNOWN and values[name] is None)):
             raise ConfigError(f"{place}: {name} is {quote(str(values[name]))}; expected a positive number, {remedy}")
-    _check_device(place, values["device"], hardware)
-    measured: dict[str, Any] = {field.name: values[field.name] for field in fields(Calibration)}
-    matmul, links = _read_matmuls(place, values["matmul"]), _read_links(place, values["links"])
-    operators = _read_operators(place, values["operators"])
-    return Calibration(**{**measured, "matmul": matmul, "links": links, "operators": operators})
+    return place, values
 
 
 def _read_links(place: str, values: Any) -> Links | None:
@@ -152,5 +184,5 @@ def _check_device(place: str, device: str, hardware: Hardware) -> None:
     if measured != hardware.name and not (hardware.generic and measured != "cpu"):
         raise ConfigError(
             f"{place} was measured on {quote(device)}, the plan is for {hardware.name}; "
-            "leave the file out, or plan for the device that was measured"
+            "leave --device out to plan for what was measured, or leave the file out"
         )

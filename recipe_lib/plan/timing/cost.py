@@ -12,13 +12,21 @@ from dataclasses import dataclass, field, replace
 
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.timing.grouped_times import is_grouped, matmuls_issued
-from recipe_lib.plan.timing.kernel_rates import attention_seconds, bandwidth_rate, matmul_rate
+from recipe_lib.plan.timing.kernel_rates import (
+    adam_rate,
+    attention_kernel,
+    attention_seconds,
+    bandwidth_rate,
+    matmul_rate,
+    run_share,
+)
 from recipe_lib.plan.timing.operator_times import OperatorTime, operator_key
 from recipe_lib.plan.trace import OP, WORK_WAIT, Collective, Op, Trace
 
 KERNEL_SECONDS = 3e-6  # no kernel is shorter: its start and end on the device, commonly given as 2 to 4 us
 HOST_SECONDS = 6e-6  # for the host to issue one operator from Python, eagerly: 5 to 10 us
 COMPILED_SECONDS = 40e-6  # for the host to call one of ours that is compiled: docs/measurements/fused_kernels.md
+_HOST_BOUND = 2  # calls of Python that issue a product: one as long as `host_seconds`, and the module's around it
 COLLECTIVE_SECONDS = 8.4e-6  # before the first step of a ring: NCCL's src/graph/tuning.cc, ring, Simple
 
 # (rows, heads, tokens, width of a head) of the attention that a calibration measures; on a CPU a tiny one.
@@ -64,6 +72,8 @@ class Calibration:
     of an elementwise operator. host_seconds: to issue one. kernel_seconds: of the smallest kernel. link_bandwidth: bus
     bandwidth of a large all-gather, None where one rank measured. links: collectives by size, where `tune doctor`
     measured them. copy_to_device, copy_to_host: bytes/second of pinned copies, None where they were not measured.
+    step_share: of `matmul`'s rates, what products reach in steps that follow each other; optimizer: bytes/second of
+    fused AdamW; memory: total bytes of the device; each None in files that do not have it.
     operators: of a CPU, by name and dtype; host_seconds is then what a step takes beyond them, and recompute_seconds
     the same for each operator that is computed again in backward.
     """
@@ -82,6 +92,9 @@ class Calibration:
     copy_to_host: float | None = None
     operators: Mapping[str, OperatorTime] = field(default_factory=dict)
     recompute_seconds: float | None = None
+    step_share: float | None = None
+    optimizer: float | None = None
+    memory: int | None = None
 
 
 def wire_bytes(operation: str, num_bytes: int, ranks: int) -> int:
@@ -163,6 +176,9 @@ def op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = Non
 def _kernel_seconds(op: Op, hardware: Hardware, calibration: Calibration | None, splits: bool = False) -> float:
     floor = calibration.kernel_seconds if calibration else KERNEL_SECONDS
     bandwidth = calibration.bandwidth if calibration else bandwidth_rate(hardware, op.bytes)
+    if "_fused_adam" in op.name:
+        measured = calibration.optimizer if calibration else None
+        bandwidth = measured or min(bandwidth, adam_rate(hardware, op.bytes))
     return max(_computing(op, hardware, calibration, splits), op.bytes / bandwidth, floor)
 
 
@@ -171,7 +187,8 @@ def _computing(op: Op, hardware: Hardware, calibration: Calibration | None, spli
     if is_attention(op):
         if len(op.shape) != 5:
             return op.flops / hardware.rate(op.dtype)
-        return attention_seconds(hardware, op.name, op.dtype, op.shape) * _attention_scale(hardware, calibration)
+        seconds = attention_seconds(hardware, op.name, op.dtype, op.shape)
+        return seconds * _attention_scale(hardware, calibration, attention_kernel(hardware, op.name, op.shape[-1]))
     if not op.flops:
         return 0.0
     shape = op.shape[:-1] if is_grouped(op) else op.shape
@@ -226,21 +243,26 @@ def _matmul_scale(op: Op, hardware: Hardware, calibration: Calibration | None) -
 
 
 def _matmul_scales(dtype: str, hardware: Hardware, calibration: Calibration) -> list[tuple[float, float]]:
-    """(operations, measured rate over that of `matmul_rate`) of the shapes that were measured, small ones first."""
+    """Return (operations, rate in a run over that of `matmul_rate`) of the shapes measured, small ones first.
+
+    The host issues measured calls one by one: one that takes the host about as long is left out, but for the largest.
+    """
     known = next(name for name in (dtype, "bf16", *calibration.matmul) if name in calibration.matmul)
-    return [
-        (2.0 * m * n * k, rate / matmul_rate(hardware, known, (1, m, k, n)))
-        for (m, n, k), rate in calibration.matmul[known]
-    ]
+    share = calibration.step_share or run_share(hardware)
+    least = 0.0 if hardware.architecture == "cpu" else _HOST_BOUND * calibration.host_seconds
+    points = [(2.0 * m * n * k, rate, (1, m, k, n)) for (m, n, k), rate in calibration.matmul[known]]
+    points = [point for point in points if point[0] / point[1] >= least] or points[-1:]
+    return [(flops, share * rate / matmul_rate(hardware, known, shape)) for flops, rate, shape in points]
 
 
-def _attention_scale(hardware: Hardware, calibration: Calibration | None) -> float:
-    """Measured seconds of attention over those of `attention_seconds`."""
-    if calibration is None:
-        return 1.0
+def _attention_scale(hardware: Hardware, calibration: Calibration | None, kernel: str) -> float:
+    """Return measured seconds of attention over those of `attention_seconds`; 1 for a kernel that was not measured."""
     rows, heads, tokens, width = TINY_ATTENTION if hardware.architecture == "cpu" else ATTENTION
+    measured = "aten::_scaled_dot_product_flash_attention"
+    if calibration is None or kernel != attention_kernel(hardware, measured, width):
+        return 1.0
     shape = (rows * heads, tokens, tokens, (tokens + 1) // 2, width)
-    expected = sum(attention_seconds(hardware, name, "bf16", shape) for name in ("attention", "attention_backward"))
+    expected = sum(attention_seconds(hardware, name, "bf16", shape) for name in (measured, f"{measured}_backward"))
     return 14.0 * rows * heads * tokens * tokens * width / calibration.attention / expected
 
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from recipe_lib.plan.allocation.untraced_memory import attention_backend
 from recipe_lib.plan.hardware import Hardware
 
 # Multiprocessors, as the data sheets and architecture whitepapers of hardware.py have them.
@@ -36,6 +37,9 @@ _MATMUL = {
     "h100": 0.73, "h100-pcie": 0.64, "h100-nvl": 0.73, "h200": 0.73, "b200": 0.70,
 }  # fmt: skip
 _UNKNOWN_MATMUL = 0.75
+# What a run of minutes keeps of the rate of a burst of milliseconds, as said above: these cards, and others.
+_HOT = {"rtx3090", "rtx3090ti", "rtx4090", "rtx5090", "h100", "h100-nvl", "h200", "b200"}
+_HOT_SHARE, _COOL_SHARE = 0.90, 0.96
 
 # Tiles (rows, columns) with their share of the largest ones' rate, and the inner elements that beginning and ending a
 # tile costs: fitted to the 78 shapes of SimuMax above, which then are 5.1 % off on average and 31 % at worst (N = 512).
@@ -91,6 +95,12 @@ _LARGE_CACHE = {
 # of what a kernel moves is there, since it reads what was just written and writes what is read next.
 _CACHE_SPEED, _CACHED = 3.9, 0.5
 
+# Bytes a second that torch's fused Adam moves for each multiprocessor: it waits for memory with too few loads under
+# way. The model of github.com/pytorch/pytorch/pull/117872, Llama 2 in bf16 (taken to be 7B), took 49.935 ms on an H100
+# with 132 of them: weight, gradient and two states read, three of them written. Nobody's of other architectures was
+# found: they get the memory's rate.
+_ADAM = {"sm90": 7 * 2 * 6_738_415_616 / 49.935e-3 / 132}
+
 
 def matmul_rate(hardware: Hardware, dtype: str, shape: tuple[int, ...], splits: bool = False) -> float:
     """Operations a second of a matmul. shape: (matrices, m, k, n); (): as a very large one. splits: as `tile_share`."""
@@ -102,6 +112,13 @@ def matmul_rate(hardware: Hardware, dtype: str, shape: tuple[int, ...], splits: 
     if not shape:
         return share * hardware.rate(dtype)
     return share * hardware.rate(dtype) * tile_share(*shape, MULTIPROCESSORS.get(name, 108), splits)
+
+
+def run_share(hardware: Hardware) -> float:
+    """Return the share of a matmul's rate in a short measurement that is left in a run."""
+    if hardware.architecture == "cpu":
+        return 1.0
+    return _HOT_SHARE if (hardware.rates_of or hardware.name) in _HOT else _COOL_SHARE
 
 
 @lru_cache(maxsize=4096)
@@ -123,6 +140,19 @@ def tile_share(matrices: int, m: int, k: int, n: int, multiprocessors: int, spli
     return best
 
 
+def attention_kernel(hardware: Hardware, name: str, width: int) -> str:
+    """Return the kernel that torch runs for an attention operator: `cudnn`, `efficient` or `flash`.
+
+    The planner traces the flash operator where torch prefers cuDNN's, which has heads of up to 128 in eights.
+    """
+    if "cudnn" in name:
+        return "cudnn"
+    if "efficient" in name:
+        return "efficient"
+    preferred = "scaled_dot_product" in name and attention_backend(hardware.architecture) == "cudnn"
+    return "cudnn" if preferred and width <= 128 and width % 8 == 0 else "flash"
+
+
 def attention_seconds(hardware: Hardware, name: str, dtype: str, shape: tuple[int, ...]) -> float:
     """Of an attention operator, from its name and `(rows times heads, queries, keys, keys seen, width)`."""
     rows, queries, keys, seen, width = shape
@@ -130,11 +160,12 @@ def attention_seconds(hardware: Hardware, name: str, dtype: str, shape: tuple[in
     flops = (5 if backward else 2) * 2.0 * rows * queries * seen * width
     architecture = hardware.architecture
     rates = _ATTENTION.get(architecture, _ATTENTION["sm80"])
-    if "cudnn" in name:
+    kernel = attention_kernel(hardware, name, width)
+    if kernel == "cudnn":
         rates = _CUDNN.get(architecture, rates)
     share = rates.backward if backward else rates.forward
     share *= keys / (keys + rates.start) * width / (width + _WIDTH) * (128 + _WIDTH) / 128
-    if "efficient" in name and architecture != "sm75":
+    if kernel == "efficient" and architecture != "sm75":
         share *= _EFFICIENT
     return flops / (share * hardware.rate(dtype))
 
@@ -146,3 +177,9 @@ def bandwidth_rate(hardware: Hardware, num_bytes: int) -> float:
     if num_bytes < 0.6 * cache:
         rate /= 1 - _CACHED + _CACHED / _CACHE_SPEED
     return rate
+
+
+def adam_rate(hardware: Hardware, num_bytes: int) -> float:
+    """Return the bytes a second of torch's fused Adam and AdamW, which are bound by memory or by their own loads."""
+    multiprocessors = MULTIPROCESSORS.get(hardware.rates_of or hardware.name, 108)
+    return min(bandwidth_rate(hardware, num_bytes), _ADAM.get(hardware.architecture, math.inf) * multiprocessors)

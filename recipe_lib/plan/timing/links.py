@@ -1,6 +1,6 @@
 """Collectives timed by size among the ranks of a machine.
 
-Measured with NCCL on GPUs and with gloo on a CPU; the first has never run here.
+Measured with NCCL on GPUs and with gloo on a CPU; the first has not run so far (docs/measurements/on_a_gpu.md).
 """
 
 import time

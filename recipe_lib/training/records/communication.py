@@ -10,8 +10,8 @@ collectives do. From these times, each counted once however many run at a time:
 The last is the share of the step that would be left if all communication were hidden: what a rank does alone, as long
 as nothing else about the step changes. A collective runs from when rank 0 enters it, so that waiting for slower ranks
 is communication too. Copies between host and device are neither. The step that is profiled is a little slower than
-others; what the profiler takes before and after it is outside of the step's seconds. The part for CUDA never ran on a
-GPU here.
+others; what the profiler takes before and after it is outside of the step's seconds. The part for CUDA has
+not run on a GPU (docs/measurements/on_a_gpu.md).
 """
 
 import os

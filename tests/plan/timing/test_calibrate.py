@@ -1,16 +1,19 @@
 """A dry run of the measurements on the CPU, what is read back, and files that are refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import HARDWARE, find_hardware
 from recipe_lib.plan.timing import calibrate as module
 from recipe_lib.plan.timing.calibrate import calibrate
-from recipe_lib.plan.timing.calibration import read_calibration
+from recipe_lib.plan.timing.calibration import TINY_MATMULS, read_calibration
 from recipe_lib.plan.timing.cost import op_seconds
 from recipe_lib.plan.trace import Op
 
@@ -139,3 +142,58 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="a byte that is not UTF-8 at 0"):
         read_calibration(tmp_path / "bytes.json", HARDWARE["rtx4090"])
+
+
+class MovedBytes(TorchDispatchMode):
+    """Counts operations of products, and bytes that all other operators read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [tensor for tensor in (*args, result) if isinstance(tensor, torch.Tensor)]
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            left, right = tensors[-3:-1]
+            self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
+        elif not func.is_view and not any(tensor._is_view() for tensor in tensors[-1:]):
+            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return result
+
+
+def test_the_share_that_steps_reach_is_of_the_operations_and_bytes_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds that are what such products and bytes take at half of the rate give a half."""
+    shape, rate, bandwidth = list(TINY_MATMULS[-1]), 1e9, 1e8
+
+    def seconds(step: Callable[[], Any], device: str) -> float:
+        with MovedBytes() as moved:
+            step()
+        return 2 * moved.flops / rate + moved.bytes / bandwidth
+
+    monkeypatch.setattr(module, "_seconds", seconds)
+    assert module.step_share("cpu", [{"shape": shape, "rate": rate}], bandwidth) == pytest.approx(0.5)
+
+
+def test_the_optimizers_bytes_are_those_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read: weights, gradients and both states; written: all but gradients. Each is bf16."""
+
+    def seconds(step: Callable[[], Any], device: str) -> float:
+        step()
+        optimizer = step.__self__  # type: ignore[attr-defined]
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        states = [state for tensor in tensors for name, state in optimizer.state[tensor].items() if name != "step"]
+        sizes = [2 * tensor.numel() for tensor in tensors]
+        assert {tensor.dtype for tensor in (*tensors, *states)} == {torch.bfloat16} and len(states) == 2 * len(sizes)
+        return sum(sizes) * (4 + 3) / 1e6
+
+    monkeypatch.setattr(module, "_seconds", seconds)
+    assert module.optimizer_rate("cpu") == pytest.approx(1e6)
+
+
+@pytest.mark.parametrize("name", ["step_share", "optimizer", "memory"])
+def test_what_older_files_do_not_have(name: str, tmp_path: Path) -> None:
+    assert getattr(read_calibration(written(tmp_path, good()), HARDWARE["rtx4090"]), name) is None
+    assert getattr(read_calibration(written(tmp_path, good() | {name: 0.5}), HARDWARE["rtx4090"]), name) == 0.5
+    with pytest.raises(ConfigError, match=f"{name} is '0'; expected a positive number"):
+        read_calibration(written(tmp_path, good() | {name: 0}), HARDWARE["rtx4090"])

@@ -128,11 +128,11 @@ def test_measured_rates_replace_the_datasheets() -> None:
 
     square = (4096, 4096, 4096)
     twice = 2 * matmul_rate(H100, "bf16", (1, *square))
-    measured = replace(MEASURED, matmul={"bf16": ((square, twice),)})
+    measured = replace(MEASURED, matmul={"bf16": ((square, twice),)}, step_share=1.0)
     assert rate(4096 * 4096) == pytest.approx(twice)  # the shape that was measured
     assert rate(4096 * 8192) == pytest.approx(2 * matmul_rate(H100, "bf16", (1, 4096, 8192, 4096)))  # others by as much
     assert rate(4096 * 4096, "fp32") == pytest.approx(2 * matmul_rate(H100, "fp32", (1, *square)))
-    growing = replace(MEASURED, matmul={"bf16": (((1, 1, 1000), 1.0), ((1, 1, 100_000), 3.0))})
+    growing = replace(measured, matmul={"bf16": (((1, 1, 1000), 1.0), ((1, 1, 100_000), 3.0))})
     ends = [one / matmul_rate(H100, "bf16", (1, 1, k, 1)) for one, k in ((1.0, 1000), (3.0, 100_000))]
     half_way = Op("aten::mm", flops=20_000, dtype="bf16")  # on the logarithm of size
     expected = 20_000 / (matmul_rate(H100, "bf16", ()) * sum(ends) / 2)

@@ -1,0 +1,81 @@
+"""Pages of what was measured on a GPU, made from the files that lie beside them.
+
+    python -m benchmarks.gpu_pages        writes docs/measurements/*-nvidia-h200.md and on_a_gpu.md again
+
+The files are what the parts of `gpu_check.py` wrote there; nothing is measured.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import cpu_and_cuda, gpu_plan_report, gpu_times
+from benchmarks.peers import report as peers_report
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "measurements"
+CARD = "nvidia-h200"
+PAGES: Mapping[str, Callable[[Any], str]] = {
+    f"gpu-plan-{CARD}": gpu_plan_report.plan_markdown,
+    f"gpu-times-{CARD}": gpu_times.to_markdown,
+    f"peers-{CARD}": peers_report.to_markdown,
+    f"cpu-and-cuda-{CARD}": cpu_and_cuda.to_markdown,
+}
+SUMMARY = "on_a_gpu"
+TEXT = """# What has run on a GPU, and what has not
+
+For whoever wants to know which figures are measured. This page is made from the reports below:
+`python -m benchmarks.gpu_pages`
+
+One NVIDIA H200, on 27 November 2026, at commit {commit}. All else in README and docs is computed, planned, or measured
+on CPUs, and says which.
+
+## Measured
+
+| what | result | page |
+|---|---|---|
+{rows}
+
+## Not measured
+
+- Cards of 24 GB, and any other card than an H200.
+- More than one GPU: NCCL, links, real collectives. Ranks of 2 and 4 were played by a fake process group.
+- Compiled layers: their planned peaks, and their values against a CPU's.{compiled}
+- Offloading, streamed layers and experts on the host: their bytes and times against plans. Their values were compared.
+- Most of DPO, KTO, rewards and distillation; the loss kernels of torch and Liger; FP8 matmuls.
+- Kernels one by one, streams under torch's sanitizer, the ladder of levers: `python benchmarks/gpu_check.py` has them.
+"""
+
+
+def make_pages(folder: Path = FOLDER) -> dict[str, str]:
+    """Return every page's text by its file's name."""
+    reports = {stem: json.loads((folder / f"{stem}.json").read_text(encoding="utf-8")) for stem in PAGES}
+    pages = {f"{stem}.md": PAGES[stem](report) for stem, report in reports.items()}
+    return pages | {f"{SUMMARY}.md": _summary(*reports.values())}
+
+
+def _summary(plan: Any, times: Any, peers: Any, values: Any) -> str:
+    lines = gpu_plan_report.summary(plan)
+    rows = [
+        ("planned and measured peaks", "; ".join(lines[:4]), f"gpu-plan-{CARD}"),
+        ("fits or not, at 0.98 and 1.02 of the planned smallest cap", lines[4].partition(": ")[2], f"gpu-plan-{CARD}"),
+        ("the allocator's history replayed", lines[5].partition(": ")[2], f"gpu-plan-{CARD}"),
+        ("the same runs on the CPU and on CUDA", cpu_and_cuda.summary(values), f"cpu-and-cuda-{CARD}"),
+        ("seconds of a step", gpu_times.summary(times), f"gpu-times-{CARD}"),
+        ("head to head", peers_report.fastest(peers), f"peers-{CARD}"),
+        ("rates by `tune doctor --write`", gpu_times.rates_text(times, FOLDER), f"gpu-times-{CARD}"),
+    ]
+    compiled = " Steps of two configs were timed."
+    table = "\n".join(f"| {what} | {result} | [{page}]({page}.md) |" for what, result, page in rows)
+    return TEXT.format(commit=plan["commit"], rows=table, compiled=compiled)
+
+
+def main() -> None:
+    """Write the pages."""
+    for name, text in make_pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+        print(FOLDER / name)
+
+
+if __name__ == "__main__":
+    main()

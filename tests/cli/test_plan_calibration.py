@@ -1,0 +1,78 @@
+"""`tune plan --calibration FILE` without --device plans for the device of the file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe_lib.cli import local_gpus, plan_request
+from recipe_lib.cli.main import main
+from recipe_lib.errors import ConfigError
+from recipe_lib.plan.hardware import HARDWARE, find_hardware
+from recipe_lib.units import GIB
+from tests.plan.apart import apart
+from tests.plan.timing.test_calibrate import good
+
+CONFIG = ["demo/full"]
+MEASURED = Path(__file__).parents[2] / "docs" / "measurements" / "gpu-doctor-nvidia-h200-rates.json"
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_gpus, "own_gpus", list)
+
+
+def planned(folder: Path, *words: str, **changed: Any) -> tuple[int, Any, list[str]]:
+    file = folder / "rates.json"
+    file.write_text(json.dumps(good() | changed))
+    return plan_request.device_for(plan_request.read([*CONFIG, "--calibration", str(file), *words]))
+
+
+@pytest.mark.parametrize("name", sorted(HARDWARE))
+def test_a_files_card_is_planned_with_the_tables_memory_or_with_its_own(name: str, tmp_path: Path) -> None:
+    ranks, device, assumed = planned(tmp_path, "--nproc_per_node", "2", device=name)
+    assert (ranks, device.name, device.memory) == (2, name, HARDWARE[name].memory)
+    assert f"the device is that of --calibration, {name}; its memory is not in the file" in assumed[-1]
+    memory = HARDWARE[name].memory - 12345
+    _, device, assumed = planned(tmp_path, device=name, memory=memory)
+    assert (device.name, device.memory) == (name, memory) and "not in the file" not in assumed[-1]
+
+
+def test_a_card_that_no_table_has_is_planned_by_the_memory_in_its_file(tmp_path: Path) -> None:
+    _, device, _ = planned(tmp_path, device="NVIDIA Unheard Of", memory=40 * GIB)
+    assert (device.name, device.memory) == ("NVIDIA Unheard Of", 40 * GIB)
+    with pytest.raises(ConfigError, match="'NVIDIA Unheard Of', which is not known, and does not have its memory; add"):
+        planned(tmp_path, device="NVIDIA Unheard Of")
+    assert planned(tmp_path, "--device", "48GB", device="NVIDIA Unheard Of")[1].name == "48GB"
+
+
+def test_the_file_is_asked_before_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_gpus, "own_gpus", lambda: [("NVIDIA H100 80GB HBM3", 80 * GIB)])
+    assert planned(tmp_path)[1].name == "rtx4090"
+    assert planned(tmp_path, device="cpu")[1].name == "cpu"
+    assert planned(tmp_path, "--device", "h100")[1].name == "h100"
+    assert planned(tmp_path, "--fit", "2x24GB")[:2] == (2, find_hardware("24GB"))
+
+
+def test_the_device_that_is_named_and_the_files_disagree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(good()))
+    assert main(["plan", *CONFIG, "--calibration", str(file), "--device", "h100", "--sequence", "16"]) == 2
+    said = capsys.readouterr().err
+    assert "was measured on 'NVIDIA GeForce RTX 4090', the plan is for h100" in said and "leave --device out" in said
+
+
+def test_the_measured_h200_is_planned_as_one(tmp_path: Path) -> None:
+    words = [*CONFIG, "--calibration", str(MEASURED), "--sequence", "16", "--json", str(tmp_path / "plan.json")]
+    assert apart(main, ["plan", *words]) == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["device"]["name"] == "h200" and plan["device"]["memory"] == HARDWARE["h200"].memory
+    assert plan["time"]["calibrated"] and "rates measured on NVIDIA H200 (2026-11-27)" in plan["time"]["error"]
+
+
+@pytest.mark.parametrize("change", [{"device": 3}, {"version": 0}, {"memory": -1}, {"memory": "much"}])
+def test_a_broken_file_is_told_in_one_line(change: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="^calibration: '.*rates.json'") as caught:
+        planned(tmp_path, **change)
+    assert "\n" not in str(caught.value)
