@@ -52,8 +52,9 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
     it is left to the end of the process when there are other ranks: taking it down would wait for ranks that may never
     come.
 
-    Raises SetupError: incomplete environment. A UserError that several ranks raise on their own is reported by the
-    first of them only. What one rank raises alone ends the others too, which do not return from here: see `heartbeat`.
+    Raises SetupError: incomplete environment, no such device, fewer GPUs than processes. A UserError that several ranks
+    raise on their own is reported by the first of them only. What one rank raises alone ends the others too, which do
+    not return from here: see `heartbeat`.
     """
     timeout = cfg.parallel.heartbeat_timeout_seconds
     if dist.is_initialized():
@@ -64,6 +65,7 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
             yield Meeting(rank, size, local_rank, heartbeat)
         return
     rank, size, local_rank = _read_environment()
+    _check_device_count(_device_type(cfg.device), local_rank)
     store = _connect_store(rank, size)
     healthy = size == 1
     try:
@@ -136,7 +138,6 @@ def join_group(cfg: WorldConfig, ranks: Meeting) -> torch.device:
     """Join the default process group, unless it is there already; return this rank's device. Waits for all ranks."""
     device_type = _device_type(cfg.device)
     if ranks.store is not None:
-        _check_device_count(device_type, ranks.local_rank)
         if device_type == "cuda":
             torch.get_device_module(device_type).set_device(ranks.local_rank)
             torch.get_device_module(device_type).init()  # else the mesh picks the device once more, and warns

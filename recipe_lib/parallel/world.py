@@ -159,7 +159,7 @@ def start_world(cfg: WorldConfig) -> Iterator[World]:
 def make_world(cfg: WorldConfig, ranks: Meeting) -> World:
     """Return the world of processes that have met, once all have come here.
 
-    Raises SetupError: no such device, fewer GPUs than processes, mesh and ranks that differ.
+    Raises SetupError where mesh and ranks differ.
     """
     device = join_group(cfg, ranks)
     shape = tuple(mesh_shape(cfg.parallel, ranks.size).values())

@@ -23,7 +23,8 @@ TRAINING = [
     "loading weights", "setting up the optimizer", "resuming", "starting to train",
     "step 1", "recording step 1", "validation after step 1", "keeping the best step 1", "end of step 1",
     "saving step 1", "step 2", "recording step 2", "validation after step 2",
-    "keeping the best step 2", "end of step 2", "saving step 2", "loading the best step", "exporting", "waiting for the others to end",
+    "keeping the best step 2", "end of step 2", "saving step 2", "loading the best step", "exporting",
+    "waiting for the others to end",
 ]  # fmt: skip
 EVALUATION = [
     START, "reading the data", "meeting the other ranks", "loading weights", "likelihoods (tuned)", "answers (tuned)",
