@@ -28,7 +28,7 @@ TRAINING = [
 ]  # fmt: skip
 EVALUATION = [
     START, "reading the data", "meeting the other ranks", "loading weights", "likelihoods (tuned)", "answers (tuned)",
-    "waiting for the others to end",
+    "likelihoods (base)", "answers (base)", "waiting for the others to end",
 ]  # fmt: skip
 
 
