@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +49,10 @@ def drop_dead_groups() -> None:
     """
     if not dist.is_available() or dist.is_initialized():
         return
-    names = (name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
+    names = []
+    for file in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # the thread has ended
+            names.append(file.read_text())
     if any("gloo" in name for name in names):
         gc.unfreeze()
         gc.collect()
