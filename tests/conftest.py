@@ -18,11 +18,13 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from recipe_lib.config import registry  # noqa: E402
+from recipe_lib.data.workers import drop_dead_groups  # noqa: E402
 
 torch.set_num_threads(1)
 os.environ.pop("COLUMNS", None)  # pytest-xdist hands on the width of its terminal; what is tested has none
-# What this process leaves for its garbage collector (process groups with threads) must not be taken apart in a fork.
-os.register_at_fork(after_in_child=gc.freeze)
+# What this process leaves for its garbage collector (process groups with threads) must not be taken apart in a fork,
+# which may collect before it can freeze anything, and whose simulations collect all that they find.
+os.register_at_fork(before=drop_dead_groups, after_in_child=gc.freeze)
 
 
 @pytest.fixture(scope="session")

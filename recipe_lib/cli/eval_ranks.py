@@ -24,9 +24,7 @@ from recipe_lib.evaluation.results import BASE, EXAMPLES_FILE, PAGE_FILE, SUMMAR
 from recipe_lib.generation.answer_questions import Question, generate_answers, metric_of_answers, questions_of
 from recipe_lib.generation.source import GenerationSource, find_source
 from recipe_lib.logs import get_logger, is_quiet
-from recipe_lib.parallel import World
-from recipe_lib.parallel.world import start_world
-from recipe_lib.report.phases import phase
+from recipe_lib.parallel import World, make_world, meet_ranks, start_world
 from recipe_lib.report.terminal import Table, open_console, put_table, terminal_width, text_of
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 
@@ -56,22 +54,14 @@ def evaluate(arguments: argparse.Namespace) -> None:
     if out is not None:
         check_output_folder("--out", out, (EXAMPLES_FILE, SUMMARY_FILE, PAGE_FILE))
     cfg = eval_config(arguments, source, run)
-    for line in settle_formats(cfg):
-        get_logger().info(line)
-    tokenizer = load_tokenizer(Path(cfg.tokenizer.path or ""), cfg.tokenizer.chat_template)
-    with phase("reading the data"):
-        dataset = build_validation_dataset(cfg, tokenizer)
-    assert dataset is not None
-    for line in report_lines(dataset.report):
-        get_logger().info(line)
-    warn_of_positions(source.spec.max_positions, dataset)
-    if dataset.group != 1:
-        raise ConfigError(
-            f"validation.source: {cfg.validation.source} holds pairs of answers, expected one answer a sample; give "
-            "others with --data FILE"
-        )
-    questions = {} if arguments.no_generate else _questions(dataset, tokenizer)
-    with start_world(cfg) as world:
+    with meet_ranks(cfg) as ranks:
+        with ranks.heartbeat.phase("reading the data"):
+            for line in settle_formats(cfg):
+                get_logger().info(line)
+            tokenizer = load_tokenizer(Path(cfg.tokenizer.path or ""), cfg.tokenizer.chat_template)
+            dataset = _read_samples(cfg, tokenizer, source)
+            questions = {} if arguments.no_generate else _questions(dataset, tokenizer)
+        world = make_world(cfg, ranks)
         _check_generates(cfg, questions)
         placed = _placed(arguments, cfg, source, world)
         with _fits(source, world):
@@ -83,9 +73,24 @@ def evaluate(arguments: argparse.Namespace) -> None:
         _show(Evaluation(models, names, dataset, questions, tokenizer, settings), arguments, out)
 
 
+def _read_samples(cfg: Any, tokenizer: Tokenizer, source: GenerationSource) -> Dataset:
+    """Return the held-out samples, tokenized, after a word on what was read. Raises ConfigError and DataError."""
+    dataset = build_validation_dataset(cfg, tokenizer)
+    assert dataset is not None
+    for line in report_lines(dataset.report):
+        get_logger().info(line)
+    warn_of_positions(source.spec.max_positions, dataset)
+    if dataset.group != 1:
+        raise ConfigError(
+            f"validation.source: {cfg.validation.source} holds pairs of answers, expected one answer a sample; give "
+            "others with --data FILE"
+        )
+    return dataset
+
+
 def _placed(arguments: argparse.Namespace, cfg: Any, source: GenerationSource, world: World) -> PlacedModel:
     storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
-    with _fits(source, world), phase("loading weights"):
+    with _fits(source, world), world.heartbeat.phase("loading weights"):
         return place_model(cfg, source, world, storage, _base_folder(arguments, cfg, source))
 
 
@@ -103,7 +108,7 @@ def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Pa
             ours = harness_model(
                 model, spec=source.spec, tokenizer=tokenizer, device=world.device, batch_size=size, seed=arguments.seed
             )
-            with _fits(source, world), phase(f"tasks ({which})"):
+            with _fits(source, world), world.heartbeat.phase(f"tasks ({which})"):
                 return metric_rows(run_tasks(ours, tasks, **options))
 
         found = {TUNED: measured(placed.model, TUNED)}
@@ -183,11 +188,11 @@ def _measure(
 
     def measured(model: Any, which: str) -> Measured:
         found = Measured()
-        with phase(f"likelihoods ({which})"):
+        with world.heartbeat.phase(f"likelihoods ({which})"):
             found.scores = score_sequences(model, placed.parallel, dataset, cfg, world, tokenizer.pad_id)
         if questions:
             options = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
-            with phase(f"answers ({which})"):
+            with world.heartbeat.phase(f"answers ({which})"):
                 found.answers = generate_answers(
                     model, placed.source.spec, questions, world,
                     batch_size=cfg.validation.batch_size, seed=arguments.seed,

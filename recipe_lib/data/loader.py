@@ -1,5 +1,6 @@
 """The batches of a run's steps, made in line or ahead of the steps by worker processes, on the device."""
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -95,14 +96,18 @@ def _made_by_workers(maker: _StepMaker, order: _Order, workers: int) -> Iterator
         sampler=order,
         batch_size=None,
         num_workers=workers,
-        worker_init_fn=_leave_signals_to_the_parent,
+        worker_init_fn=_begin_worker,
         multiprocessing_context="fork",
         generator=torch.Generator(),
     )
     return iter(loader)
 
 
-def _leave_signals_to_the_parent(_worker: int) -> None:
-    """A launcher stops a run by a signal to the whole process group; the rank then saves, and ends its workers."""
+def _begin_worker(_worker: int) -> None:
+    """Leave signals to the rank, and what it has left for its garbage collector.
+
+    A launcher stops a run by a signal to the whole process group; the rank then saves, and ends its workers.
+    """
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -39,6 +40,22 @@ def worker_count(wanted: int | None, shared_by: int = 1) -> int:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, (wanted or cores) // shared_by)
+
+
+def drop_dead_groups() -> None:
+    """Collect the process group that a run before has left in this process, if there is one; called before a fork.
+
+    A fork in which the group's last reference goes away crashes or hangs (docs/upstream/gloo_group_in_fork.md).
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    names = []
+    for file in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # the thread has ended
+            names.append(file.read_text())
+    if any("gloo" in name for name in names):
+        gc.unfreeze()
+        gc.collect()
 
 
 def in_order(work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int) -> Generator[Result, None, None]:
@@ -71,6 +88,7 @@ def forks(work: Callable[[Piece], Result], workers: int) -> Iterator[Callable[[P
 
     A piece and its result go through pipes, `work` does not. Futures raise BrokenProcessPool if a fork was killed.
     """
+    drop_dead_groups()
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(work,))
     try:

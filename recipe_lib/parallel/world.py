@@ -1,13 +1,10 @@
 """The world a run lives in: its ranks, this rank's device, and the mesh that divides the work."""
 
 import json
-import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +14,11 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from recipe_lib import errors
 from recipe_lib.config.mesh import DATA_DIMS, MESH_DIMS, mesh_shape
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
+from recipe_lib.errors import UserError
 from recipe_lib.ops.gathered import Group
-from recipe_lib.parallel.hang_detection.heartbeat import Heartbeat, outlast_heartbeat, start_heartbeat
-from recipe_lib.parallel.hang_detection.peers import PeerFailedError, node_name
-
-_STORE_SECONDS = 5
-_PRINTING_SECONDS = 0.5
-
-
-class WorldConfig(Protocol):
-    """What a config needs for a world."""
-
-    device: str
-    parallel: ParallelConfig
+from recipe_lib.parallel.hang_detection.heartbeat import Heartbeat
+from recipe_lib.parallel.hang_detection.peers import PeerFailedError
+from recipe_lib.parallel.meeting import Meeting, WorldConfig, join_group, meet_ranks, set_group_limits
 
 
 @dataclass(frozen=True)
@@ -163,54 +151,23 @@ class World:
 
 @contextmanager
 def start_world(cfg: WorldConfig) -> Iterator[World]:
-    """The world that torchrun's environment describes, or a world of one that opens no port.
+    """Yield the world of a run that has nothing to do before its ranks are a group. See `meet_ranks`, `make_world`."""
+    with meet_ranks(cfg) as ranks:
+        yield make_world(cfg, ranks)
 
-    A process group that is there already is taken over and left as it is (tests and simulations make their own).
-    Otherwise the group is gloo on the host, plus NCCL on GPUs, and ends with the block. After an error it is left to
-    the end of the process when there are other ranks: taking it down would wait for ranks that may never come.
 
-    Raises SetupError: incomplete environment, no such device, fewer GPUs than processes, mesh and ranks that differ.
-    A UserError that several ranks raise on their own is reported by the first of them only. What one rank raises alone
-    ends the others too, which do not return from here: see `heartbeat`.
+def make_world(cfg: WorldConfig, ranks: Meeting) -> World:
+    """Return the world of processes that have met, once all have come here.
+
+    Raises SetupError where mesh and ranks differ.
     """
-    timeout = cfg.parallel.heartbeat_timeout_seconds
-    if dist.is_initialized():
-        with start_heartbeat(timeout) as heartbeat:
-            local_rank = _read_integer("LOCAL_RANK", default=0)
-            yield _make_world(cfg, dist.get_rank(), dist.get_world_size(), local_rank, heartbeat)
-        return
-    rank, size, local_rank = _read_environment()
-    device_type = _device_type(cfg.device)
-    _check_device_count(device_type, local_rank)
-    if device_type == "cuda":
-        torch.get_device_module(device_type).set_device(local_rank)
-        torch.get_device_module(device_type).init()  # else the mesh picks the device once more, and warns
-    store = _join_group(device_type, rank, size)
-    healthy = False
-    try:
-        with start_heartbeat(timeout) as heartbeat:
-            world = _make_world(cfg, rank, size, local_rank, heartbeat)
-            outlast_heartbeat(timeout)
-            yield world
-        healthy = True
-    except StoppedAndSaved:
-        healthy = True
-        raise
-    except UserError as error:
-        _tell_once(error, store, local_rank)
-        raise
-    finally:
-        if healthy or size == 1:
-            dist.destroy_process_group()
-
-
-def _make_world(cfg: WorldConfig, rank: int, size: int, local_rank: int, heartbeat: Heartbeat) -> World:
-    """The world on the process group that is there."""
-    device_type = _device_type(cfg.device)
-    shape = tuple(mesh_shape(cfg.parallel, size).values())
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS)
-    device = torch.device(device_type, local_rank) if device_type != "cpu" else torch.device("cpu")
-    return replace(world_of(mesh, rank, size, local_rank, device, cfg.parallel.context), heartbeat=heartbeat)
+    device = join_group(cfg, ranks)
+    shape = tuple(mesh_shape(cfg.parallel, ranks.size).values())
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_DIMS)
+    if ranks.store is not None:
+        set_group_limits(cfg)
+    world = world_of(mesh, ranks.rank, ranks.size, ranks.local_rank, device, cfg.parallel.context)
+    return replace(world, heartbeat=ranks.heartbeat)
 
 
 def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: torch.device, context: int = 1) -> World:
@@ -261,87 +218,6 @@ def communicators(parallel: ParallelConfig, size: int) -> list[int]:
     several = parallel.pipeline > 1 or all(shape[name] > 1 for name in DATA_DIMS)
     together = parallel.tensor > 1 and several
     return [*groups, *([size // parallel.tensor] if together else []), size, *sequences]
-
-
-def _read_environment() -> tuple[int, int, int]:
-    """(rank, size, local rank) from torchrun's variables; (0, 1, 0) without them."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    present = [name for name in names if os.environ.get(name)]
-    if "RANK" not in present and "WORLD_SIZE" not in present:
-        return 0, 1, 0
-    if len(present) < len(names):
-        missing = ", ".join(name for name in names if name not in present)
-        raise SetupError(
-            f"environment: found {', '.join(present)} but not {missing}; start with `tune run --nproc_per_node N` or "
-            f"torchrun, or unset RANK and WORLD_SIZE to run one process"
-        )
-    rank, size, local_rank = (_read_integer(name) for name in names[:3])
-    if not 0 <= rank < size:
-        raise SetupError(f"environment: found RANK={rank} with WORLD_SIZE={size}, expected a rank from 0 to {size - 1}")
-    return rank, size, local_rank
-
-
-def _read_integer(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name) or (None if default is None else str(default))
-    if text is None or not text.isdecimal():
-        raise SetupError(f"environment: found {name}={text}, expected an integer >= 0; torchrun sets it")
-    return int(text)
-
-
-def _device_type(device: str) -> str:
-    """`cpu` or `cuda`, from the config's `device`."""
-    available = torch.get_device_module("cuda").is_available()
-    if device == "cuda" and not available:
-        raise SetupError(
-            "device: found cuda, but torch sees no GPU here; check the driver and that torch is a CUDA build, "
-            "or use device=cpu"
-        )
-    if device == "auto":
-        return "cuda" if available else "cpu"
-    return device
-
-
-def _check_device_count(device_type: str, local_rank: int) -> None:
-    """One GPU for each process of this machine."""
-    if device_type == "cpu":
-        return
-    devices = torch.get_device_module(device_type).device_count()
-    processes = max(_read_integer("LOCAL_WORLD_SIZE", default=local_rank + 1), local_rank + 1)
-    if processes > devices:
-        raise SetupError(
-            f"device: found {processes} processes and {devices} GPUs on this machine, expected a GPU for each process; "
-            f"start with --nproc_per_node {devices}, or use device=cpu"
-        )
-
-
-def _join_group(device_type: str, rank: int, size: int) -> dist.Store:
-    """Joins the default process group; returns the store the ranks meet at."""
-    backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
-    if size == 1:
-        store: dist.Store = dist.HashStore()
-    else:
-        store, rank, size = next(dist.rendezvous("env://", rank, size))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    return store
-
-
-def _tell_once(error: UserError, store: dist.Store, local_rank: int) -> None:
-    """Takes those faults off the error that another rank of this machine tells.
-
-    A rank with nothing left to tell waits for the machine's first one, which prints just after it leaves: a launcher
-    that sees a rank end ends the others, and the line would be lost.
-    """
-    node = node_name()
-    try:
-        store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        error.faults = [fault for fault in error.faults if store.add(f"reported/{node}/{fault}", 1) == 1]
-        if local_rank == 0:
-            store.set(f"first_left/{node}", "yes")
-        elif not error.faults:
-            store.wait([f"first_left/{node}"])
-            time.sleep(_PRINTING_SECONDS)
-    except RuntimeError:
-        return  # the store is gone with the rank that held it: whatever is left to report is reported
 
 
 def _describe(error: Exception | None) -> list[Any] | None:

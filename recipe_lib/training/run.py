@@ -1,16 +1,13 @@
 """A recipe from its config to its last step: the same calls, in the same order, on every rank."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import PreparedData
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
-from recipe_lib.parallel import World, start_world
+from recipe_lib.parallel import World, make_world, meet_ranks
 from recipe_lib.parallel.seeds import set_seeds
-from recipe_lib.report.phases import phase
 from recipe_lib.training.added_parameters import check_models, check_trained, check_values
 from recipe_lib.training.check_card import check_card
 from recipe_lib.training.same_on_all_ranks import check_same_config, settings_of
@@ -49,22 +46,18 @@ class Recipe(Protocol):
 def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
     """Runs a recipe: one process, or under torchrun every rank.
 
-    Samples are tokenized before there is a process group, so that no rank waits for them in a collective. What is wrong
+    Samples are tokenized when the ranks have met and before they are a process group, so that no rank waits for them in
+    a collective. What is wrong
     with config, model or data is reported once: where the ranks agree on it, or else as the heartbeat has it, by which
     what one rank raises alone, in whatever part of the run, ends the others. No parameter enters training with what its
     memory held before. Raises UserError and StoppedAndSaved.
     """
     given = settings_of(cfg)
-    with phase("reading the data"):
-        tokenized = prepare(cfg)
-    with start_world(cfg) as world:
-
-        @contextmanager
-        def part(name: str) -> Iterator[None]:
-            world.heartbeat.enter(name)
-            with phase(name):
-                yield
-
+    with meet_ranks(cfg) as ranks:
+        part = ranks.heartbeat.phase
+        with part("reading the data"):
+            tokenized = prepare(cfg)
+        world = make_world(cfg, ranks)
         set_seeds(cfg.seed, world, alike=cfg.model.implementation != "native")
         with part("setting up"):
             check_same_config(given, world)

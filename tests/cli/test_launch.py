@@ -42,8 +42,8 @@ def main(argv):
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "wait":
         wait(rank)
-    if mode == "stopped":
-        stop_one(rank)
+    if mode.startswith("stopped"):
+        stop_one(rank, early=mode.endswith("early"))
     return 0
 
 
@@ -58,7 +58,10 @@ def add_up(number):
     return numbers.item()
 
 
-def stop_one(rank):
+def stop_one(rank, early):
+    print(f"ready {os.getpid()} ", end="", flush=True)
+    if rank == 1 and early:
+        os.kill(os.getpid(), signal.SIGSTOP)
     from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
     from recipe_lib.parallel import start_world
     from recipe_lib.parallel.hang_detection import beats
@@ -165,12 +168,20 @@ def test_a_crash_keeps_its_traceback_and_adds_one_line(recipe: Path):
     assert "ChildFailedError" not in result.stderr
 
 
-@pytest.mark.slow
-def test_a_stopped_rank_is_killed_soon_and_not_called_out_of_memory(recipe: Path):
-    result = run(recipe, "--nproc_per_node", "2", "mine.py", "stopped")
+@pytest.mark.parametrize(
+    ("mode", "line"),
+    [
+        pytest.param("stopped", r"is stopped for \d+ s; rank 0 waits for \d+ s in step 2", marks=pytest.mark.slow),
+        ("stopped early", r"has not met the others and is stopped for \d+ s; rank 0 waits for \d+ s in meeting"),
+    ],
+    ids=["in a step", "before it imports"],
+)
+def test_a_stopped_rank_is_killed_soon_and_not_called_out_of_memory(mode: str, line: str, recipe: Path):
+    result = run(recipe, "--nproc_per_node", "2", "mine.py", mode)
     assert result.returncode == 7
-    line = r"error: rank 1 is stopped or unreachable for \d+ s; rank 0 waits for \d+ s in step 2, at .*\n"
-    assert re.fullmatch(line, result.stderr), result.stderr
+    assert re.fullmatch(rf"error: rank 1 {line}.*\n", result.stderr), result.stderr
+    pids = re.findall(r"ready (\d+) ", result.stdout)
+    assert len(pids) == 2 and all(gone(int(pid)) for pid in pids), result.stdout
 
 
 def start(recipe: Path, folder: Path, *words: str) -> subprocess.Popen:

@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -25,21 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from recipe_lib.parallel import world
 
-_CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 _GRACE_SECONDS = 3.0  # how long the other ranks may go on after one has failed
 _STACKS = signal.SIGUSR2  # on which a rank writes the stacks of its threads
 
 
 class RankFailure(AssertionError):  # noqa: N818  (what a failing test shows)
     """One or more ranks failed; the message holds their tracebacks and what they wrote."""
-
-
-class RankCrash(RankFailure):
-    """A rank was ended by a signal that says that its memory was corrupted."""
-
-
-class RankCrashWarning(UserWarning):
-    """Ranks have run twice, because one crashed; with its stack."""
 
 
 def run_ranks(
@@ -53,20 +43,8 @@ def run_ranks(
     group is there, which `start_world` takes over. What a rank prints appears only when something fails.
 
     Raises RankFailure when a rank raises, exits or is still running after `timeout` seconds, with the stacks of its
-    threads; no process is left over.
-    Where memory was corrupted in a rank (a segmentation fault, an abort) all run once more, with a RankCrashWarning:
-    that happens rarely, to no test when it runs alone, and the cause is not known.
+    threads, or of the one that crashed; no process is left over.
     """
-    try:
-        return _run_once(fn, world_size, args, timeout, process_group)
-    except RankCrash as crash:
-        warnings.warn(f"ran twice: {crash}", RankCrashWarning, stacklevel=2)
-        return _run_once(fn, world_size, args, timeout, process_group)
-
-
-def _run_once(
-    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float, process_group: bool
-) -> list[Any]:
     context = multiprocessing.get_context("fork")
     sys.stdout.flush()
     sys.stderr.flush()
@@ -88,8 +66,7 @@ def _run_once(
             if process.exitcode != 0
         ]
         if failures:
-            crashed = any(process.exitcode in _CRASHES for process in processes)
-            raise (RankCrash if crashed else RankFailure)("\n".join(failures))
+            raise RankFailure("\n".join(failures))
         return [torch.load(folder / f"result{rank}", weights_only=True) for rank in range(world_size)]
 
 

@@ -1,6 +1,5 @@
 """Simulations in a process of their own: the simulated device cannot be taken back."""
 
-import gc
 import multiprocessing
 import traceback
 from collections.abc import Callable
@@ -9,9 +8,6 @@ from typing import Any
 
 def apart(work: Callable[..., Any], *args: Any) -> Any:
     """`work(*args)` in a fork, which may fork on; what it raises is raised here."""
-    # Here, since a fork lacks the threads of what tests before have left: its simulations collect all that they find.
-    gc.unfreeze()
-    gc.collect()
     context = multiprocessing.get_context("fork")
     mine, other = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(other, work, args))

@@ -5,13 +5,15 @@ that holds up the others is behind in a group and ahead in none, whatever it is 
 a call that does not return.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 # How many timeouts long a rank may be at something before the others stop waiting for it.
 STEP_SECONDS = 1.0  # a training step
-SILENT_TIMEOUTS = 5.0  # most, of any phase, for a rank without a beat; and of a step for all ranks together
+# Most, of any phase, for a rank without a beat that is not known to be stopped: a library that holds the interpreter's
+# lock, as while it opens a large file or the first use of a GPU, lets no thread beat. And of a step for all ranks.
+SILENT_TIMEOUTS = 5.0
 FIRST_STEP_SECONDS = 10.0  # communicators and kernels are made
 # Loading, quantizing, validation, saving, export: for ever while it moves, this long where it does not.
 LONG_SECONDS = 30.0
@@ -22,10 +24,11 @@ PHASE_TIMEOUTS = {"compiling": LONG_SECONDS, "in a debugger": float("inf")}  # w
 class Beat:
     """What a rank has said last.
 
-    number: of its beats, counted. phase: what it is at, and patience: how many timeouts that may take. still: seconds
-    for which its main thread has been at one and the same place; quiet: for which it has entered no collective and no
-    new phase. where: that place, `file.py:12 (function)`. groups: by process group, the collectives entered. stand: of
-    a pipeline. node: its machine. left: it has ended in order. unheard: seconds since `number` has last changed.
+    number: of its beats, counted; 0: it has not met the others. phase: what it is at, and patience: how many timeouts
+    that may take. still: seconds for which its main thread has been at one and the same place; quiet: for which it has
+    entered no collective and no new phase. where: that place, `file.py:12 (function)`. groups: by process group, the
+    collectives entered. stand: of a pipeline. node: its machine. left: it has ended in order. unheard: seconds since
+    `number` has last changed.
     """
 
     number: int = 0
@@ -46,9 +49,28 @@ class Beat:
         return f"{self.phase}, at {self.where}" if self.where else self.phase
 
 
-def silent(beats: Mapping[int, Beat], timeout: float) -> list[int]:
-    """Those that have not been heard of for too long: stopped, or on a machine that cannot be reached."""
-    return [rank for rank, beat in beats.items() if beat.unheard >= timeout * min(beat.patience, SILENT_TIMEOUTS)]
+def silent(beats: Mapping[int, Beat], timeout: float, stopped: Collection[int] = ()) -> list[int]:
+    """Return the ranks that have not been heard of for too long.
+
+    stopped: those known to be, which have one timeout whatever they are at. Others may be on a machine that cannot be
+    reached, or busy in a call that lets no thread beat; one that has not met the others may still import.
+    """
+    return [rank for rank, beat in beats.items() if beat.unheard >= timeout * _silent_timeouts(beat, rank in stopped)]
+
+
+def _silent_timeouts(beat: Beat, is_stopped: bool) -> float:
+    if is_stopped:
+        return STEP_SECONDS
+    return min(beat.patience, SILENT_TIMEOUTS) if beat.number else LONG_SECONDS
+
+
+def describe_silence(silent_ranks: Sequence[int], beats: Mapping[int, Beat], stopped: Collection[int]) -> str:
+    """Return `is stopped for 60 s`, `are stopped or unreachable for 300 s`, `has not met the others and is ...`."""
+    seconds = max(beats[rank].unheard for rank in silent_ranks)
+    be, have = ("is", "has") if len(silent_ranks) == 1 else ("are", "have")
+    has_met = any(beats[rank].number for rank in silent_ranks)
+    how = "stopped" if set(silent_ranks) <= set(stopped) else "stopped or unreachable"
+    return f"{'' if has_met else f'{have} not met the others and '}{be} {how} for {seconds:.0f} s"
 
 
 def behind(beats: Mapping[int, Beat]) -> list[int]:

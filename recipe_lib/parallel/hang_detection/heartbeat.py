@@ -13,9 +13,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -27,9 +27,17 @@ from recipe_lib.errors import OUT_OF_MEMORY, PEER_FAILED, StoppedAndSaved, UserE
 from recipe_lib.logs import get_logger
 from recipe_lib.parallel.hang_detection import beats as rules
 from recipe_lib.parallel.hang_detection.beats import Beat, numbers
-from recipe_lib.parallel.hang_detection.peers import PeerFailedError, first_line, node_name, says_gone
+from recipe_lib.parallel.hang_detection.peers import (
+    PeerFailedError,
+    first_line,
+    node_name,
+    says_gone,
+    stopped_ranks,
+)
 from recipe_lib.parallel.hang_detection.stacks import StackLine, busy, collectives, stack_of, this_thread, where
 from recipe_lib.redaction import redact
+from recipe_lib.report.phases import Phase
+from recipe_lib.report.phases import phase as show_phase
 
 BEAT_SECONDS = 0.5  # seconds between two beats
 OWN_STALL_SECONDS = 2.0  # seconds by which this process must be late to have been stopped itself
@@ -37,7 +45,6 @@ FAILURE_GRACE_SECONDS = 2.5  # seconds that a rank which fails waits for the oth
 REPORT_SECONDS = 6.0  # seconds that the others wait for its report: a launcher ends all when the first one ends
 SHUTDOWN_SECONDS = 60.0  # seconds for a rank that is on its way out itself, to write what it leaves
 PEER_LOST_SECONDS = 3.0  # seconds without a beat by which a rank is gone, after an exchange with it has failed
-LONGEST_GROUP_LIMIT = 30 * 86400.0  # seconds
 _made = 0  # heartbeats of this process; all ranks make them alike
 
 
@@ -57,25 +64,16 @@ class Detail(Protocol):
         """What a rank is at, or ""."""
 
 
-def start_heartbeat(timeout: float) -> "Heartbeat":
-    """The heartbeat of the process group that is there, to be entered; of one rank, or a simulated group, an idle one.
+def start_heartbeat(store: dist.Store, rank: int, size: int, timeout: float) -> "Heartbeat":
+    """Return the heartbeat of the ranks that meet at a store, to be entered; of one rank an idle one.
 
     timeout: seconds, see `parallel.heartbeat_timeout_seconds`.
     """
     global _made
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if size == 1 or dist.get_backend() == "fake":
+    if size == 1:
         return Heartbeat()
     _made += 1
-    store = dist.PrefixStore(f"heartbeat {_made}", dist.distributed_c10d._get_default_store().clone())
-    return Heartbeat(store, rank, size, timeout)
-
-
-def outlast_heartbeat(timeout: float) -> None:
-    """Sets the limits of all process groups, ten minutes by default, to what the heartbeat comes before."""
-    limit = timedelta(seconds=min(2 * rules.LONG_SECONDS * timeout, LONGEST_GROUP_LIMIT))
-    for group in list(dist.distributed_c10d._world.pg_names):
-        dist.distributed_c10d._set_pg_timeout(limit, group)
+    return Heartbeat(dist.PrefixStore(f"heartbeat {_made}", store.clone()), rank, size, timeout)
 
 
 class Heartbeat:
@@ -105,6 +103,7 @@ class Heartbeat:
         self._moved = self._advanced = self._answered = time.monotonic()
         self._wake, self._closed = threading.Event(), threading.Event()
         self._posted, self._heeded, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._parted = threading.Event()
         self._failure: dict[str, Any] | None = None  # the run's first, of whatever rank
         self._mine: dict[str, Any] | None = None
         self._looks_around = self._left = False
@@ -123,7 +122,12 @@ class Heartbeat:
         if self._store is None:
             return
         self._left = error is None or isinstance(error, StoppedAndSaved)
-        if isinstance(error, Exception) and not self._left:
+        if self._left:  # a rank that is stopped now would be missed by nobody
+            self.enter("waiting for the others to end")
+            self.is_ending, self._looks_around = False, True
+            self._wake.set()
+            self._parted.wait()
+        elif isinstance(error, Exception):
             self._fail(error)
         self._closed.set()
         self._wake.set()
@@ -133,6 +137,13 @@ class Heartbeat:
     def enter(self, phase: str, patience: float = rules.LONG_SECONDS) -> None:
         """Notes what the main thread comes to. patience: how many timeouts that may take, see `beats`."""
         self._phase, self._patience = phase, patience
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Notes what the main thread comes to, and shows it on the terminal, see `report.phases.phase`."""
+        self.enter(name)
+        with show_phase(name) as going:
+            yield going
 
     def count_anew(self) -> None:
         """Notes that the ranks have entered different numbers of collectives so far, as the stages of a pipeline do."""
@@ -145,9 +156,7 @@ class Heartbeat:
         looked = time.monotonic()
         while not self._closed.wait(BEAT_SECONDS):
             now = time.monotonic()
-            if (
-                now - looked > BEAT_SECONDS + OWN_STALL_SECONDS
-            ):  # this process was stopped itself: what it knows of the others is old
+            if now - looked > BEAT_SECONDS + OWN_STALL_SECONDS:  # stopped itself: what it knows of the others is old
                 self._moved = self._advanced = self._answered = now
                 self._seen.clear()
             looked = now
@@ -156,7 +165,7 @@ class Heartbeat:
                 return
             self._notice(now)
             resting = now - self._moved
-            self._looks_around = self.is_ending or resting >= min(2 * BEAT_SECONDS, self._timeout / 4)
+            self._looks_around = self.is_ending or self._left or resting >= min(2 * BEAT_SECONDS, self._timeout / 4)
             if not self._looks_around:
                 self._seen.clear()  # it would be old when it is wanted again
             verdict = self._verdict(now) if self._mine is None and resting >= self._timeout else None
@@ -185,13 +194,12 @@ class Heartbeat:
     def _verdict(self, now: float) -> tuple[list[int], str] | None:
         """Whom this rank waits for in vain: ranks that will not hear of it, and the line."""
         own, known, timeout = self._beat(), self._others(now), self._timeout
-        if now - self._answered >= timeout * min(own.patience, rules.SILENT_TIMEOUTS):
+        if now - self._answered >= timeout:  # in whatever phase: no thread of Python has to run for it to answer
             return [], self._line(self._without_store(now - self._answered), own)
-        found = rules.silent(known, timeout)
+        stopped = stopped_ranks() if any(beat.unheard >= timeout for beat in known.values()) else set()
+        found = rules.silent(known, timeout, stopped)
         if found:
-            seconds = max(known[rank].unheard for rank in found)
-            be = "is" if len(found) == 1 else "are"
-            return found, self._line(f"{self._names(found)} {be} stopped or unreachable for {seconds:.0f} s", own)
+            return found, self._line(f"{self._names(found)} {rules.describe_silence(found, known, stopped)}", own)
         stands = {rank: beat.stand for rank, beat in known.items() if beat.stand is not None}
         culprits = self.detail.culprits(stands) if self.detail is not None and len(stands) == len(known) else None
         found = rules.behind(known) if culprits is None else culprits
@@ -232,11 +240,13 @@ class Heartbeat:
                 self._exchange(number)
             except RuntimeError as error:  # it is gone, with the process that held it
                 self._lost = first_line(error)
+                self._parted.set()
                 return
             if self._closed.is_set():
                 return
             self._answered = time.monotonic()
-            self._wake.wait(BEAT_SECONDS if self._mine is None and self._failure is None else BEAT_SECONDS / 10)
+            is_ending = self._left or self._mine is not None or self._failure is not None
+            self._wake.wait(BEAT_SECONDS / 10 if is_ending else BEAT_SECONDS)
             self._wake.clear()
 
     def _exchange(self, number: int) -> None:
@@ -261,6 +271,8 @@ class Heartbeat:
                 beat = Beat(**json.loads(store.get(key))) if store.check([key]) else Beat()
                 is_same = former is not None and former[0].number == beat.number
                 self._seen[rank] = beat, former[1] if former is not None and is_same else time.monotonic()
+            if self._left and all(beat.left for beat, _ in list(self._seen.values())):
+                self._parted.set()
 
     def _others(self, now: float) -> dict[int, Beat]:
         """What is known of the ranks, this one too, without those that have left in order."""
@@ -350,9 +362,8 @@ class Heartbeat:
 
     def _end(self, failure: dict[str, Any]) -> None:
         self._once.acquire()  # for good: of two threads the first one ends the process
-        timer = threading.Timer(
-            2 * BEAT_SECONDS, lambda: os._exit(failure["code"])
-        )  # if a stuck thread holds what is flushed
+        # A stuck thread may hold what is flushed.
+        timer = threading.Timer(2 * BEAT_SECONDS, lambda: os._exit(failure["code"]))
         timer.daemon = True
         timer.start()
         self._say(failure)

@@ -3,12 +3,17 @@
 import os
 import re
 import socket
+from contextlib import suppress
+from pathlib import Path
 
 from recipe_lib.errors import UserError
 
 _GONE = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|ncclRemoteError|Socket Timeout|Timed out waiting"
 )
+
+
+_RUN = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")  # variables that the ranks of a run on one machine share
 
 
 class PeerFailedError(RuntimeError):
@@ -18,6 +23,23 @@ class PeerFailedError(RuntimeError):
 def node_name() -> str:
     """This machine, as torchrun counts them, or else by its name."""
     return os.environ.get("GROUP_RANK") or socket.gethostname()
+
+
+def stopped_ranks() -> set[int]:
+    """Return the ranks of this run on this machine whose process is stopped, as by SIGSTOP, from before they import.
+
+    Only Linux shows it. A process that is busy in a call which lets no thread of Python run is not among them, nor one
+    that a debugger holds.
+    """
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):  # it has ended, or is another user's
+            if (process / "stat").read_text().rpartition(")")[2].split()[0] == "T":
+                entries = os.fsdecode((process / "environ").read_bytes()).split("\0")
+                variables = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+                if all(variables.get(name) == os.environ.get(name) for name in _RUN):
+                    found.add(int(variables.get("RANK", "")))
+    return found
 
 
 def says_gone(error: BaseException) -> bool:

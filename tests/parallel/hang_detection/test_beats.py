@@ -3,7 +3,15 @@
 import pytest
 
 from recipe_lib.parallel.hang_detection import beats
-from recipe_lib.parallel.hang_detection.beats import Beat, all_stand, behind, is_overdue, numbers, silent
+from recipe_lib.parallel.hang_detection.beats import (
+    Beat,
+    all_stand,
+    behind,
+    describe_silence,
+    is_overdue,
+    numbers,
+    silent,
+)
 
 
 def entered(**groups: int) -> Beat:
@@ -25,11 +33,27 @@ def test_who_is_behind_all_others(ranks: list[Beat], expected: list[int]) -> Non
     assert behind(dict(enumerate(ranks))) == expected
 
 
-def test_who_is_not_heard_of_has_less_time_in_a_step() -> None:
-    step, long = beats.STEP_SECONDS, beats.LONG_SECONDS
-    ranks = {0: Beat(patience=step, unheard=59), 1: Beat(patience=step, unheard=60),
-             2: Beat(patience=long, unheard=299), 3: Beat(patience=long, unheard=300)}  # fmt: skip
-    assert silent(ranks, 60.0) == [1, 3]
+@pytest.mark.parametrize(
+    ("number", "patience", "is_stopped", "seconds"),
+    [
+        (1, beats.STEP_SECONDS, False, 60),
+        (1, beats.FIRST_STEP_SECONDS, False, 300),  # a call may let no thread beat
+        (1, beats.LONG_SECONDS, False, 300),
+        (0, beats.LONG_SECONDS, False, 1800),  # it may still import
+        *((number, patience, True, 60) for number in (0, 1) for patience in (1.0, 10.0, 30.0)),
+    ],
+)
+def test_how_long_a_rank_may_be_silent(number: int, patience: float, is_stopped: bool, seconds: int) -> None:
+    for unheard, expected in ((seconds - 1, []), (seconds, [3])):
+        ranks = {0: Beat(1), 3: Beat(number, patience=patience, unheard=unheard)}
+        assert silent(ranks, 60.0, {3} if is_stopped else ()) == expected
+
+
+def test_silence_in_words() -> None:
+    ranks = {0: Beat(7, unheard=60), 1: Beat(0, unheard=61), 2: Beat(0, unheard=62)}
+    assert describe_silence([0], ranks, {0, 1}) == "is stopped for 60 s"
+    assert describe_silence([0, 1], ranks, {0}) == "are stopped or unreachable for 61 s"
+    assert describe_silence([1, 2], ranks, {1, 2}) == "have not met the others and are stopped for 62 s"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""Ranks as `tune run` starts them, each a process with torchrun's environment, which has imported beforehand.
+
+A rank's process imports what a run needs, and each run is a fork of it: `/proc` shows a fork the same environment.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from recipe_lib.cli import worker
+from recipe_lib.cli.launch import PARENT_VARIABLE
+from recipe_lib.errors import FOLDER_VARIABLE, end_process
+from recipe_lib.parallel.hang_detection import heartbeat
+from recipe_lib.training import run as _run  # noqa: F401  (so that no rank pays for the import)
+from tests.distributed.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+START = "before it has imported anything"
+
+
+@dataclass
+class Ended:
+    """What is left of a run. codes: by rank; -9 of one that was stopped, and killed at the end. said: standard error
+    of all ranks. phases: those that rank 0 has come to."""
+
+    codes: list[int]
+    said: str
+    phases: list[str]
+
+
+class Ranks:
+    """The processes of two ranks, of which forks run; torchrun's store is here."""
+
+    def __init__(self, port: int, processes: Sequence[subprocess.Popen[str]]) -> None:
+        self._port, self._processes = port, processes
+
+    def run(self, folder: Path, recipe: Path, words: Sequence[str], stopped: int | None = None, at: str = "") -> Ended:
+        """Run a recipe's file on all ranks; `stopped` stops itself when it comes to the phase `at`."""
+        (folder / "pids").mkdir(parents=True)
+        store = dist.TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
+        case = {"folder": str(folder), "recipe": str(recipe), "words": list(words), "stopped": stopped, "at": at}
+        for process in self._processes:
+            print(json.dumps(case), file=process.stdin, flush=True)
+        pids = [int(process.stdout.readline()) for process in self._processes]  # type: ignore[union-attr]
+        deadline = time.monotonic() + 120
+        for rank, pid in enumerate(pids):
+            while rank != stopped and Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        for pid in pids:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+        codes = [int(process.stdout.readline()) for process in self._processes]  # type: ignore[union-attr]
+        del store
+        phases = (folder / "phases").read_text().splitlines() if (folder / "phases").exists() else []
+        return Ended(codes, "".join((folder / f"said{rank}").read_text() for rank in range(len(pids))), phases)
+
+
+@contextmanager
+def start_ranks(size: int = 2) -> Iterator[Ranks]:
+    """Yield ranks that have imported what they need."""
+    port = free_port()
+    common = os.environ | {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                           "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0",
+                           "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "tests.distributed.launched"], cwd=ROOT, text=True,
+                         env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        yield Ranks(port, processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def _serve() -> None:
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            _be_rank(**json.loads(line))
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def _be_rank(folder: str, recipe: str, words: list[str], stopped: int | None, at: str) -> None:
+    rank = int(os.environ["RANK"])
+    os.environ |= {FOLDER_VARIABLE: folder, PARENT_VARIABLE: str(os.getppid())}
+    os.dup2(os.open(Path(folder, f"said{rank}"), os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    os.dup2(1, 0)
+    heartbeat.BEAT_SECONDS = 0.1
+    original = heartbeat.Heartbeat.enter
+
+    def come_to(phase: str) -> None:
+        if rank == 0:
+            with open(Path(folder, "phases"), "a") as file:
+                print(phase, file=file)
+        if rank == stopped and phase == at:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def enter(self: heartbeat.Heartbeat, phase: str, *patience: Any) -> None:
+        original(self, phase, *patience)
+        come_to(phase)
+
+    heartbeat.Heartbeat.enter = enter  # type: ignore[method-assign]
+    come_to(START)
+    end_process(worker.main(recipe, words))
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,129 @@
+"""A rank that is stopped, in whatever phase of a run or an evaluation, is told by the others as soon as in a step."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recipe_lib.parallel.hang_detection.peers import stopped_ranks
+from tests.distributed.launched import ROOT, START, Ended, Ranks, start_ranks
+from tests.recipes.runs import arguments, latest
+from tests.selection import slow_except
+
+TIMEOUT = 2  # seconds, of the key
+KEY = f"parallel.heartbeat_timeout_seconds={TIMEOUT}"
+# What a rank comes to, in this order; `test_these_are_all_phases` holds that no other one is there.
+TRAINING = [
+    START, "reading the data", "meeting the other ranks", "setting up", "reading data", "setting up the model",
+    "loading weights", "setting up the optimizer", "resuming", "starting to train",
+    "step 1", "recording step 1", "validation after step 1", "keeping the best step 1", "end of step 1",
+    "saving step 1", "step 2", "recording step 2", "validation after step 2",
+    "keeping the best step 2", "end of step 2", "saving step 2", "loading the best step", "exporting",
+    "waiting for the others to end",
+]  # fmt: skip
+EVALUATION = [
+    START, "reading the data", "meeting the other ranks", "loading weights", "likelihoods (tuned)", "answers (tuned)",
+    "likelihoods (base)", "answers (base)", "waiting for the others to end",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Two ranks that have imported what they need."""
+    with start_ranks() as started:
+        yield started
+
+
+def train(ranks: Ranks, folder: Path, stopped: int | None = None, at: str = "", *overrides: str) -> Ended:
+    """Train two steps, with a validation and a state after each."""
+    words = latest(
+        *arguments(folder / "run"), "validation.source=examples/demo/heldout.jsonl", "validation.every_n_steps=1",
+        "checkpoint.save_every_n_steps=1", "checkpoint.keep_best=true", "max_steps=2", "data.max_samples=16", KEY,
+        *overrides,
+    )  # fmt: skip
+    words.remove("~validation")
+    return ranks.run(folder / "launch", ROOT / "recipes" / "full_finetune_distributed.py", words, stopped, at)
+
+
+def evaluate(ranks: Ranks, folder: Path, model: Path, stopped: int | None = None, at: str = "") -> Ended:
+    """Measure a model, with answers."""
+    words = [str(model), "--data", "examples/demo/heldout.jsonl", "--max-samples", "4", "--max-new-tokens", "2",
+             "device=cpu", KEY]  # fmt: skip
+    return ranks.run(folder / "launch", ROOT / "recipe_lib" / "cli" / "eval_ranks.py", words, stopped, at)
+
+
+@pytest.fixture(scope="module")
+def model(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run leaves in which nobody is stopped; its phases are in `phases` beside it."""
+    folder = tmp_path_factory.mktemp("trained")
+    ended = train(ranks, folder)
+    assert ended.codes == [0, 0], ended.said
+    (folder / "run" / "phases").write_text("\n".join(ended.phases))
+    return folder / "run" / "model"
+
+
+def check_is_told(ended: Ended, stopped: int, at: str) -> None:
+    """One line names the rank within less than two timeouts, and the other one ends with exit code 7."""
+    codes = [7, -signal.SIGKILL]
+    assert ended.codes == (codes if stopped == 1 else codes[::-1]), ended.said
+    assert "Traceback" not in ended.said
+    (line,) = [line for line in ended.said.splitlines() if line.startswith("error: ")]
+    unmet = "has not met the others and " if at == START else ""
+    matched = re.match(
+        rf"error: rank {stopped} {unmet}is stopped for (\d+) s; rank {1 - stopped} waits for (\d+) s in \S.*; "
+        rf"set {KEY} higher if the run is only slow$",
+        line,
+    )
+    assert matched, line
+    assert all(TIMEOUT <= int(seconds) < 2.5 * TIMEOUT for seconds in matched.groups()), line
+
+
+@pytest.mark.parametrize("at", slow_except(TRAINING, [START, "recording step 1"]))
+def test_a_rank_that_is_stopped_in_training_is_told(at: str, ranks: Ranks, tmp_path: Path) -> None:
+    check_is_told(train(ranks, tmp_path, 1, at), 1, at)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [START, "reading the data", "loading weights", "waiting for the others to end"])
+def test_so_is_the_first_rank(at: str, ranks: Ranks, tmp_path: Path) -> None:
+    check_is_told(train(ranks, tmp_path, 0, at), 0, at)
+
+
+@pytest.mark.parametrize("at", slow_except(EVALUATION, ["answers (tuned)"]))
+def test_a_rank_that_is_stopped_in_an_evaluation_is_told(at: str, ranks: Ranks, model: Path, tmp_path: Path) -> None:
+    check_is_told(evaluate(ranks, tmp_path, model, 1, at), 1, at)
+
+
+def test_these_are_all_phases(ranks: Ranks, model: Path, tmp_path: Path) -> None:
+    assert (model.parent / "phases").read_text().splitlines() == TRAINING
+    ended = evaluate(ranks, tmp_path, model)
+    assert (ended.codes, ended.phases) == ([0, 0], EVALUATION), ended.said
+
+
+def test_a_stopped_process_is_known_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not another run's, and not one that only sleeps."""
+    for name, value in {"MASTER_ADDR": "here", "MASTER_PORT": "1", "GROUP_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    cases = [{"RANK": "1"}, {"RANK": "2", "MASTER_PORT": "2"}, {"RANK": "3"}, {"RANK": "4", "GROUP_RANK": "1"}, {}]
+    processes = [subprocess.Popen(["sleep", "60"], env=os.environ | case) for case in cases]
+    try:
+        for case, process in zip(cases, processes, strict=True):
+            if case.get("RANK") != "3":
+                process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while stopped_ranks() != {1} and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert stopped_ranks() == {1}
+        processes[0].send_signal(signal.SIGCONT)
+        while stopped_ranks() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert stopped_ranks() == set()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
