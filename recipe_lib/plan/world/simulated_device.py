@@ -46,6 +46,10 @@ class Stream:
         """True: all is done."""
         return True
 
+    def is_capturing(self) -> bool:
+        """Return False: no graph of kernels is recorded; from 2.15 on torch's optimizers ask."""
+        return False
+
     def __enter__(self) -> "Stream":
         self._before, MODULE.stream_now = MODULE.stream_now, self
         return self
