@@ -330,7 +330,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "No ring attention": no_ring_attention,
     "No expert parallelism": no_expert_parallelism,
     "Of checkpoints that are quantized already": few_quantized_checkpoints,
-    "no Apple or Intel GPUs": devices,
+    "no AMD, Intel or Apple GPUs": devices,
     "BSD 3-Clause": license_is_bsd,
 }
 
