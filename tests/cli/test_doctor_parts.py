@@ -224,9 +224,8 @@ def test_each_card_is_measured_and_what_it_cannot_is_left_out(monkeypatch: pytes
     [
         ("torch", "2.11.0+cu130", True),
         ("torch", "2.13.1", True),
-        ("torch", "2.15.0+cu132", True),
         ("torch", "2.9.1", False),
-        ("torch", "2.16.0", False),
+        ("torch", "2.14.0", False),
         ("torchao", "0.15.0", True),
         ("torchao", "0.9.0", False),
         ("torchao", "0.19.0", False),
