@@ -21,7 +21,7 @@ help:
 	@sed -n 's/^# make /  make /p' Makefile
 	@echo '  make lint   ruff, import layers, types'
 	@echo '  make docs   write docs/config.md anew from the schema'
-	@echo '  make docs-site  build the documentation as a site in build/site; a broken link is an error'
+	@echo '  make docs-site  build the documentation as a site in build/site; a warning is an error'
 	@echo '  make clean  remove .venv and what runs left behind'
 
 install: $(STAMP)
@@ -68,9 +68,9 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	@touch $(DOCS_STAMP)
 
-# Settings are in mkdocs.yml. Pages may fetch nothing from other hosts, neither scripts nor styles nor pictures.
+# Settings are in mkdocs.yml. Not with --quiet: it drops warnings, and with them that they are errors. Pages may fetch nothing from other hosts, neither scripts nor styles nor pictures.
 docs-site: $(DOCS_STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@! grep -rlE '(src|<link[^>]* href)="https?:' --include='*.html' build/site
 
 clean:

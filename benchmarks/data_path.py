@@ -73,11 +73,12 @@ def main() -> None:
     if arguments.side:
         print(json.dumps(one_side(arguments.side, arguments.folder)))
         return
-    realdata = os.environ.get("REALDATA_DIR")
-    if not realdata:
-        sys.exit("data_path: REALDATA_DIR is not set; it is the folder with datasets/gsm8k and tokenizers/qwen2_5")
+    from benchmarks.realdata import find_real_data  # the other side's Python has no package of ours
+
+    find_real_data("tokenizers/qwen2_5")
+    realdata = find_real_data("datasets/gsm8k").parents[1]
     if arguments.against:
-        page = compare_with(arguments.against.resolve(), Path(realdata), arguments.rows, arguments.repeats)
+        page = compare_with(arguments.against.resolve(), realdata, arguments.rows, arguments.repeats)
         print(page)
         if arguments.output:
             arguments.output.write_text(page)
@@ -85,7 +86,7 @@ def main() -> None:
     pythons = {"ours": Path(sys.executable)} | ({"trl": arguments.trl} if arguments.trl else {})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_rows(Path(realdata), folder, arguments.rows)
+        write_rows(realdata, folder, arguments.rows)
         found = {side: run_side(side, python, folder, arguments.repeats) for side, python in pythons.items()}
     names = {"ours": "tune-recipes", "trl": "TRL"}
     lines = [

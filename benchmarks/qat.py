@@ -1,7 +1,8 @@
 """What INT4 costs: held-out losses of small models, rounded after training and with rounding trained in.
 
-    REALDATA_DIR=FOLDER python -m benchmarks.qat --output docs/measurements/qat.md       about ten minutes of CPU time
+    python -m benchmarks.qat --output docs/measurements/qat.md       about ten minutes of CPU time
 
+The folder that REALDATA_DIR names has stories260K-hf, real weights.
 For each seed two runs of as many steps from the same random weights with the same rows: one without `qat`, one whose
 later half trains with it. Each exported folder is loaded by transformers, as it is and quantized by torchao, and all
 held-out answers are scored there; what the second run's own last validation said is next to it.
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.realdata import find_real_data
 from recipe_lib.cli.main import main as tune
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.config.paths import configs_folder
@@ -45,8 +47,9 @@ class Setup:
     overrides: tuple[str, ...] = ()
 
 
-# Of real weights, in the folder that REALDATA_DIR names; with the demo's model, but that 128 divides its rows.
-STORIES = f"{os.environ.get('REALDATA_DIR', 'REALDATA_DIR')}/stories260K-hf"
+# Of real weights; with the demo's model, but that 128 divides its rows.
+REAL = "stories260K-hf"
+STORIES = f"{os.environ.get('REALDATA_DIR', 'REALDATA_DIR')}/{REAL}"
 FINE_TUNED = (
     "~model.preset",
     f"model.path={STORIES}",
@@ -99,6 +102,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     silence_torchao()
+    if arguments.only in (None, SETUPS[0].group):
+        find_real_data(REAL)
     setups = [
         replace(setup, steps=arguments.steps or setup.steps)
         for setup in SETUPS

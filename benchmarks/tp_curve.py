@@ -5,15 +5,14 @@ betas 0.9 and 0.95, clipping at 1, two micro-batches a step, a warm-up of two st
 """
 
 import math
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.realdata import find_real_data
 from benchmarks.tp_ways import one_buffer
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.models import build_meta, init_weights, spec_from_config
@@ -47,11 +46,8 @@ SPEC = spec_from_config(
 
 
 def stories() -> Tensor:
-    """The bytes of stories, in rows `[n, LENGTH + 1]`. FileNotFoundError without REALDATA_DIR, which has them."""
-    folder = os.environ.get("REALDATA_DIR")
-    if not folder:
-        raise FileNotFoundError(f"REALDATA_DIR: not set, expected a folder with {STORIES}; set it")
-    return rows_of((Path(folder) / STORIES).read_bytes())
+    """Return the bytes of real stories, in rows `[n, LENGTH + 1]`."""
+    return rows_of(find_real_data(STORIES).read_bytes())
 
 
 def rows_of(text: bytes) -> Tensor:

@@ -1,11 +1,12 @@
 """Losses of models of transformers on four tensor-parallel ranks against one process, step by step.
 
-    REALDATA_DIR=FOLDER python -m benchmarks.tp_losses --output docs/measurements/tp_losses.md
+    python -m benchmarks.tp_losses --output docs/measurements/tp_losses.md
 
-Each row is two runs of `tune run` with model.implementation=transformers on the CPU, from the same start, on the same
-sequences: with one process, and with parallel.tensor=4, by the plan that is inferred. FOLDER/stories260K-hf holds real
-weights (Llama, 260,032 parameters); another model has SmolLM2 1.7B's shape at an eighth of its width, and random
-weights, a third is of GPT-2's class.
+Each row is two runs of `tune run` with model.implementation=transformers on the CPU, from the same
+start, on the same sequences: with one process, and with parallel.tensor=4, by the plan that is
+inferred. The folder that REALDATA_DIR names has stories260K-hf, real weights (Llama, 260,032
+parameters); another model has SmolLM2 1.7B's shape at an eighth of its width, and random weights, a
+third is of GPT-2's class.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import torch
 import transformers
+
+from benchmarks.realdata import find_real_data
 
 ROOT = Path(__file__).parent.parent
 STEPS, RANKS = 100, 4
@@ -55,16 +58,19 @@ GPT2 = {
     "eos_token_id": 1,
 }
 REAL = "stories260K, real weights"
+REAL_FOLDER = "stories260K-hf"
 MODELS = {REAL: None, "SmolLM2's shape, random weights": SMOLLM2, "GPT-2's class, random weights": GPT2}
 
 TEXT = """# Losses of inferred tensor-parallel plans
 
 `{command}`, torch {torch}, transformers {transformers}, on the CPU (gloo).
+It needs `REALDATA_DIR`, a folder with `{real}`.
 
 Full fine-tuning with `model.implementation=transformers`, {steps} steps of AdamW on the demo's rows: one process, and
-`parallel.tensor={ranks}` by the plan that is inferred. stories260K are real weights in transformers' Llama class; the
-second model is of the same class, with the shape of SmolLM2 1.7B at an eighth of its width (4 layers of width 256, 4
-heads of 64, 512 tokens), the third of GPT-2's, as wide. Differences are relative, of whichever step has the largest.
+`parallel.tensor={ranks}` by the plan that is inferred. stories260K are real weights, 260,032 parameters, in
+transformers' Llama class; the second model is of the same class, with the shape of SmolLM2 1.7B at an eighth of its
+width (4 layers of width 256, 4 heads of 64, 512 tokens), the third of GPT-2's, as wide. Differences are relative, of
+whichever step has the largest.
 
 | model | type | first loss | last, one process | last, {ranks} ranks | losses differ by | gradient norms differ by |
 |---|---|---:|---:|---:|---:|---:|
@@ -79,7 +85,7 @@ def run(folder: Path, model: str, dtype: str, tensor: int, steps: int) -> list[t
     """(loss, gradient norm) of every step of a run."""
     output = folder / f"{dtype}-{tensor}"
     if model == REAL:
-        real = Path(os.environ["REALDATA_DIR"]) / "stories260K-hf"
+        real = find_real_data(REAL_FOLDER)
         of_model = ["~model.preset", f"model.path={real}", f"tokenizer.path={real}"]
     else:
         (folder / "config.json").write_text(json.dumps(MODELS[model]))
@@ -116,6 +122,7 @@ def main(argv: list[str]) -> None:
     options.add_argument("--output", type=Path, required=True)
     options.add_argument("--steps", type=int, default=STEPS)
     arguments = options.parse_args(argv)
+    find_real_data(REAL_FOLDER)
     rows = []
     for model in MODELS:
         for dtype in ("fp32", "fp64"):
@@ -124,7 +131,7 @@ def main(argv: list[str]) -> None:
     command = shlex.join(["python", "-m", "benchmarks.tp_losses", *argv])
     page = TEXT.format(
         command=command, torch=torch.__version__, transformers=transformers.__version__, steps=arguments.steps,
-        ranks=RANKS, rows="\n".join(rows),
+        ranks=RANKS, rows="\n".join(rows), real=REAL_FOLDER,
     )  # fmt: skip
     arguments.output.write_text(page)
 

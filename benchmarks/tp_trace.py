@@ -1,9 +1,10 @@
 """Memory over a step of a 70B under tensor parallel 8 and pipeline 4, and losses of a small one: ours and others' ways.
 
-    REALDATA_DIR=FOLDER python -m benchmarks.tp_trace --output docs/measurements/tp_trace.md
+    python -m benchmarks.tp_trace --output docs/measurements/tp_trace.md
 
-The large model is planned: rank 0 of 32 runs on the simulated device, whose tensors have sizes and no bytes; the small
-one is trained on four gloo processes. No GPU, and no time is measured. FOLDER has the stories that are trained on.
+The large model is planned: rank 0 of 32 runs on the simulated device, whose tensors have sizes and
+no bytes; the small one is trained on four gloo processes. No GPU, and no time is measured. The
+folder that REALDATA_DIR names has the stories that are trained on.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import torch
 from benchmarks import tp_curve
 from benchmarks.line_picture import Line, Picture, write_picture
 from benchmarks.tp_memory import RANDOM_STATE
-from benchmarks.tp_ways import KEPT, OURS, STYLES, WAYS, Way, taken
+from benchmarks.tp_ways import KEPT, OURS, STYLES, WAYS, Way, standing_sums, taken
 from recipe_lib.cli.recipes import RecipeFile, load_module
 from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.models import preset_config, spec_from_config
@@ -47,40 +48,54 @@ Point = tuple[float, float]
 
 @dataclass
 class Traced:
-    """The plan of one way. step: rank 0's peaks of a steady step. kept: bytes of a layer and micro-batch. held: bytes
-    of parameters. points: (place, GiB) over the step; names: (place, name) of its actions."""
+    """The plan of one way.
+
+    step: rank 0's peaks of a steady step; in_fp32: with sums of gradients in fp32 that stay. kept:
+    bytes of a layer and micro-batch. points: (place, GiB) over the step; names: (place, name) of its
+    actions.
+    """
 
     way: Way
     plan: Plan
     step: PhasePeak
+    in_fp32: PhasePeak
     kept: int
-    held: int
     points: list[Point]
     names: list[tuple[float, str]]
 
     @property
     def sums(self) -> int:
-        """Bytes by which sums of gradients in fp32 are more than ours in bf16."""
-        return self.held // _BF16 * 2
+        """Bytes by which the peak is higher with sums of gradients in fp32 that stay."""
+        return self.in_fp32.active - self.step.active
 
 
 def trace(way: Way) -> Traced:
-    """Plans the run with all of a pipeline's places; ValueError where a layer does not keep what its formula says."""
-    regather = f"parallel.tensor_regather_in_backward={way.regather}"
-    cfg, _ = plannable(load_config(CONFIG, (*OVERRIDES, regather), FullFinetuneConfig))
-    sequence = planned_sequence(cfg, str(TOKENS))
-    settings = PlanSettings(find_hardware(CARD), sequence, TENSOR * PIPELINE, phases=())
-    with taken(way):
-        plan, found = make_plan(load_module(RecipeFile.find(RECIPE).path).FullFinetune, cfg, settings)
-    if plan.heaviest.rank != 0:
-        raise ValueError(f"{way.name}: rank {plan.heaviest.rank} is the heaviest, expected rank 0")
+    """Plan the run of a way, with sums of gradients in bf16 and in fp32."""
+    plan, found = plan_run(way)
+    with standing_sums():
+        wider, _ = plan_run(way, "parallel.accumulate_grad_in_fp32=true", ranks=(0,))
     # Of as many micro-batches as 1F1B's first rank has in flight.
     kept, wanted = next(row.kept for row in plan.layers if row.module == _LAYER), layer_bytes(way)
     if kept != wanted * MICRO_BATCHES:
         raise ValueError(f"{way.name}: a layer keeps {kept} bytes of {MICRO_BATCHES}, expected {wanted} of each")
-    step = next(peak for peak in plan.heaviest.peaks if peak.phase == "step")
-    held = sum(storage.bytes for storage in found.storages if storage.kind == "parameters" and storage.device)
-    return Traced(way, plan, step, wanted, held, *timeline(found))
+    step, in_fp32 = (next(peak for peak in one.heaviest.peaks if peak.phase == "step") for one in (plan, wider))
+    return Traced(way, plan, step, in_fp32, wanted, *timeline(found))
+
+
+def plan_run(way: Way, *overrides: str, ranks: tuple[int, ...] = ()) -> tuple[Plan, Trace]:
+    """Plan ranks of the run, by default one of each place in the pipeline.
+
+    Raises ValueError where rank 0 is not the one that needs most.
+    """
+    regather = f"parallel.tensor_regather_in_backward={way.regather}"
+    cfg, _ = plannable(load_config(CONFIG, (*OVERRIDES, regather, *overrides), FullFinetuneConfig))
+    sequence = planned_sequence(cfg, str(TOKENS))
+    settings = PlanSettings(find_hardware(CARD), sequence, TENSOR * PIPELINE, traced_ranks=ranks, phases=())
+    with taken(way):
+        plan, found = make_plan(load_module(RecipeFile.find(RECIPE).path).FullFinetune, cfg, settings)
+    if plan.heaviest.rank != 0:
+        raise ValueError(f"{way.name}: rank {plan.heaviest.rank} is the heaviest, expected rank 0")
+    return plan, found
 
 
 def layer_bytes(way: Way) -> int:
@@ -127,9 +142,11 @@ def _thinned(sizes: list[int]) -> Iterator[Point]:
 
 PAGE = """# Memory over a step of a 70B under tensor parallel, and losses with a wrong buffer
 
-Made by `REALDATA_DIR=FOLDER python -m benchmarks.tp_trace --output docs/measurements/tp_trace.md`, on a CPU, with torch
-{torch}. The run is the one that nanotron's [#203](https://github.com/huggingface/nanotron/pull/203) shows traces of:
-a 70B, tensor 8, pipeline 4 (1F1B), data 1, sequences of {tokens} tokens, micro-batch 1, accumulation {micro}, no
+Made by `python -m benchmarks.tp_trace --output docs/measurements/tp_trace.md`, on a CPU, with torch {torch};
+it needs `REALDATA_DIR`, a folder with `{stories}`.
+
+The run is the one that nanotron's [#203](https://github.com/huggingface/nanotron/pull/203) shows traces of: a 70B,
+tensor 8, pipeline 4 (1F1B), data 1, sequences of {tokens} tokens, micro-batch 1, accumulation {micro}, without
 checkpointing, rank 0 of 32; its images carry no figures that could be compared with. **Nothing in the first section is
 measured on a GPU, and none of the others' programs has run**: all lines are our recipe on the simulated device of
 `tune plan`, whose tensors have sizes and no bytes, with the parts exchanged that keep other tensors
@@ -137,7 +154,8 @@ measured on a GPU, and none of the others' programs has run**: all lines are our
 them. A line whose layer does not keep what its formula says, to the byte, writes no page.
 
 - **DTensor styles**: torch's `SequenceParallel`, `ColwiseParallel`, `RowwiseParallel`. They keep the gathered tokens
-  and all of a gated MLP: what nanotron kept before #203, apart from the buffers of its reduce-scatters.
+  and all of a gated MLP: what nanotron kept before #203. Its reduce-scatters wrote to memory of their own, too;
+  autograd lets that go when the residual is added, so that it is not kept here.
 - **nanotron**: after #203 with its default `tp_recompute_allgather: true`. The shard is kept and gathered again in
   backward, all gathers write to one buffer that stays, the gated MLP is not fused.
 - **Megatron**: Megatron-core's dense layer. The same, and the activation of the fused SwiGLU is made again.
@@ -158,9 +176,10 @@ for sums of gradients in fp32.
 {peaks}
 
 h, F: width of the model and of the MLP, q and k: of all query and key heads, t = 8. Weights and gradients are bf16, the
-fp32 weights and both of AdamW's moments besides: 16 bytes a parameter. nanotron (`accumulate_grad_in_fp32`) and
-Megatron sum gradients in fp32, 18 bytes; that column adds the {sums:.2f} GiB by formula. Fits: reserved bytes are below
-{usable:.2f} GiB. Reserved bytes are those of torch's allocator replayed with its default settings.
+fp32 weights and both of AdamW's moments besides: 16 bytes a parameter, of which gradients are not there at the peak.
+nanotron (`accumulate_grad_in_fp32`) and Megatron sum gradients in fp32, in a buffer that stays. The last three columns
+are traced with such a buffer, in all five ways. Fits: reserved bytes are below {usable:.2f} GiB. Reserved bytes are
+those of torch's allocator replayed with its default settings.
 
 ## Time, planned
 
@@ -225,7 +244,7 @@ OPTIONS = [
 ]
 PEAK_HEAD = [
     "way", "kept of a token, times t", "kept of a layer and micro-batch, MiB", "active, GiB", "reserved, GiB",
-    "fits 80 GB", "with fp32 sums, GiB", "fits 80 GB",
+    "fits 80 GB", "active with fp32 sums, GiB", "reserved with fp32 sums, GiB", "fits 80 GB",
 ]  # fmt: skip
 TIME_HEAD = ["way", "step, s", "tokens a second", "to DTensor styles", "to ours, gather kept"]
 CURVE_HEAD = ["run", "first loss", "last loss", "largest difference to one process", "check"]
@@ -243,7 +262,8 @@ def page(folder: Path, name: str) -> str:
         [
             one.way.name, f"`{one.way.elements}`", f"{one.kept / MIB:.1f}", f"{one.step.active / GIB:.2f}",
             f"{one.step.reserved / GIB:.2f}", _fits(one.step.reserved, usable),
-            f"{(one.step.reserved + sums) / GIB:.2f}", _fits(one.step.reserved + sums, usable),
+            f"{one.in_fp32.active / GIB:.2f}", f"{one.in_fp32.reserved / GIB:.2f}",
+            _fits(one.in_fp32.reserved, usable),
         ]
         for one in found
     ]  # fmt: skip
@@ -260,8 +280,9 @@ def page(folder: Path, name: str) -> str:
     ]
     spec = tp_curve.SPEC
     return PAGE.format(
-        torch=torch.__version__, tokens=TOKENS, micro=MICRO_BATCHES, card=CARD, usable=usable / GIB, sums=sums / GIB,
-        memory=by_way[OURS].plan.device.memory / GIB, peaks=table(PEAK_HEAD, peaks), times=table(TIME_HEAD, times),
+        torch=torch.__version__, stories=tp_curve.STORIES, tokens=TOKENS, micro=MICRO_BATCHES, card=CARD,
+        usable=usable / GIB, sums=sums / GIB, memory=by_way[OURS].plan.device.memory / GIB,
+        peaks=table(PEAK_HEAD, peaks), times=table(TIME_HEAD, times),
         again=seconds[OURS] / seconds[KEPT] - 1, styles=seconds[OURS] / seconds[STYLES] - 1,
         curves=table(CURVE_HEAD, curve_rows), limit=LIMIT,
         options=table(["nanotron", "here"], OPTIONS), layers=spec.num_layers, width=spec.width,

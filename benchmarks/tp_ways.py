@@ -21,8 +21,10 @@ from benchmarks.tp_memory import stock_layer
 from recipe_lib import training
 from recipe_lib.models.decoder import Decoder, DecoderLayer
 from recipe_lib.ops import gathered
+from recipe_lib.ops.dtensor_shards import local_of, with_local
 from recipe_lib.ops.gated import ACTIVATIONS, gated
 from recipe_lib.parallel import World, parallelize, tensor
+from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 
 # How the MLP makes its product of gate and up.
 REMADE, FUSED, WRITTEN_OUT = "made again", "fused", "written out"
@@ -78,6 +80,39 @@ def taken(way: Way) -> Iterator[None]:
         if way.one_buffer:
             stack.enter_context(one_buffer())
         yield
+
+
+@contextmanager
+def standing_sums() -> Iterator[None]:
+    """While entered, sums of gradients in fp32 lie in memory that stays from step to step, as nanotron's and Megatron's
+    do. Takes `parallel.accumulate_grad_in_fp32=true`."""
+    with mock.patch.object(sys.modules[parallelize.__module__], "GradientAccumulation", _StandingSums):
+        yield
+
+
+class _StandingSums(GradientAccumulation):
+    """As ours, with one fp32 tensor for each trained parameter, which is never given back."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._standing: dict[nn.Parameter, Tensor] = {}  # from the first step's first backward on
+
+    @torch.no_grad()
+    def _move(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            if parameter not in self._standing:
+                self._standing[parameter] = torch.zeros_like(local_of(parameter), dtype=torch.float32)
+            self._standing[parameter].add_(local_of(parameter.grad))
+            parameter.grad = None
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        self._done = True
+        for parameter, total in self._standing.items():
+            parameter.grad = with_local(parameter, total.to(parameter.dtype))
+            total.zero_()
 
 
 @contextmanager

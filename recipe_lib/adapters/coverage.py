@@ -1,5 +1,6 @@
 """What adapters and quantized weights cover of a model, counted on its modules as they are."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,7 +21,8 @@ _SMALL = 0.005  # share of the layers' weights below which what is left out is n
 
 @dataclass(frozen=True)
 class Coverage:
-    """The frozen matrices of a model's layers. layers: how many there are. adapted: kind of module -> in how many.
+    """The frozen matrices of a model's layers. layers: how many there are. adapted: kind of module -> in how many of
+    them, and how many the lists have in which it is.
 
     outside: adapted modules outside of the layers. numbers: of all matrices of the layers; quantized: those kept in
     fewer bits, of linears many modules, and of the experts of so many layers. bare, wide: kind -> numbers without an
@@ -28,7 +30,7 @@ class Coverage:
     """
 
     layers: int
-    adapted: Mapping[str, int]
+    adapted: Mapping[str, tuple[int, int]]
     outside: tuple[str, ...]
     numbers: int
     linears: int
@@ -49,8 +51,10 @@ def cover(model: nn.Module) -> Coverage:
     shapes: dict[str, int] = {}
     numbers = linears = quantized = 0
     experts: set[str] = set()
+    lists = Counter(map(_list_of, names))  # a model may have others beside that of its layers
     for layer in names:
         for name, module in model.get_submodule(layer).named_modules():
+            name = name or _list_of(layer).rpartition(".")[2]  # an element that is a linear itself
             has_adapter = isinstance(module, AdaptedModule)
             if has_adapter:
                 adapted.setdefault(kind_of(name), set()).add(layer)
@@ -80,7 +84,9 @@ def cover(model: nn.Module) -> Coverage:
         for name, module in model.named_modules()
         if isinstance(module, AdaptedModule) and not name.startswith(inside)
     )
-    found = {kind: len(layers) for kind, layers in adapted.items()}
+    found = {
+        kind: (len(layers), sum(lists[name] for name in set(map(_list_of, layers)))) for kind, layers in adapted.items()
+    }
     return Coverage(len(names), found, outside, numbers, linears, len(experts), quantized, bare, wide, shapes)
 
 
@@ -116,8 +122,8 @@ def describe_targets(found: Coverage, words: Mapping[str, str]) -> str:
     """The modules with an adapter, `q_proj, v_proj, up_proj (in 1 of 4 layers)`. words: kind -> shorter name."""
     leaves = [kind.rpartition(".")[2] for kind in found.adapted]
     named = []
-    for kind, layers in found.adapted.items():
-        part = "" if layers == found.layers else f" (in {layers} of {found.layers} layers)"
+    for kind, (layers, whole) in found.adapted.items():
+        part = "" if layers == whole else f" (in {layers} of {whole} layers)"
         leaf = kind.rpartition(".")[2]
         named.append(words.get(kind, leaf if leaves.count(leaf) == 1 and not leaf.isdigit() else kind) + part)
     return ", ".join(dict.fromkeys([*named, *(words.get(name, name) for name in found.outside)]))
@@ -141,6 +147,11 @@ def kind_of(name: str) -> str:
     """The last two parts of a name within a layer, without the numbers that others have too, as of experts."""
     *before, last = name.split(".")
     return ".".join([*(part for part in before if not part.isdigit()), last][-2:])
+
+
+def _list_of(layer: str) -> str:
+    """Return the name of the list that a layer is an element of."""
+    return layer.rpartition(".")[0]
 
 
 def _add(numbers: dict[str, int], kind: str, count: int) -> None:

@@ -32,7 +32,7 @@ from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.find_layers import layer_names
-from recipe_lib.models.language_model import is_external
+from recipe_lib.models.language_model import LanguageModel, is_external
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.dtensor_shards import local_part
@@ -248,8 +248,9 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     found, external = cover(model), is_external(model)
     targets = describe_targets(found, {} if external else WORDS)
-    whole = getattr(getattr(model, "spec", None), "num_layers", found.layers)
-    here = f" in this rank's {found.layers} of {whole} layers" if found.layers < whole else ""
+    here = ""
+    if isinstance(model, LanguageModel) and model.modules_elsewhere:
+        here = f" in this rank's {found.layers} of {len(model.stage_parts().layers)} layers"
     line = (
         f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}{here}: "
         f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} on top of "

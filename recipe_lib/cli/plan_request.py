@@ -110,6 +110,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     if arguments.fit and (arguments.device or any(value_of(flags, name) for name in ("--nproc-per-node", "--nnodes"))):
         raise ConfigError("--fit: names processes and device; leave --device, --nproc_per_node and --nnodes out")
     _check_no_plan(arguments)
+    _check_values(arguments)
     inputs = [(f"--{name}", getattr(arguments, name)) for name in ("calibration", "diff")]
     inputs += [("--plugin", path) for path in arguments.plugin]
     inputs += [("--config", path) for path in arguments.config or ()]
@@ -127,6 +128,19 @@ def _check_no_plan(arguments: argparse.Namespace) -> None:
     for name, what in (("check_streams", "follows streams"), ("search", "looks for settings")):
         if getattr(arguments, name) and unused:
             raise ConfigError(f"--{name.replace('_', '-')}: {what} and makes no plan; leave --{unused[0]} out")
+
+
+def _check_values(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for a device, length or rank that is none; needs no torch."""
+    from recipe_lib.plan.hardware import find_hardware
+    from recipe_lib.plan.world.sequence_choice import check_choice
+
+    if arguments.device:
+        find_hardware(arguments.device)
+    check_choice(arguments.sequence)
+    ranks = known_ranks(arguments)
+    if arguments.rank:
+        read_ranks(arguments.rank, ranks)
 
 
 def _check_receipts(arguments: argparse.Namespace) -> None:
@@ -204,9 +218,8 @@ def device_for(arguments: argparse.Namespace) -> tuple[int, "Hardware", list[str
 
 def settings_for(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["PlanSettings", list[str]]:
     """What a plan needs besides recipe and config, and what was assumed for it."""
-    from recipe_lib.plan.world.sequence_lengths import check_choice, planned_sequence
+    from recipe_lib.plan.world.sequence_lengths import planned_sequence
 
-    check_choice(arguments.sequence)
     ranks, hardware, assumed = device_for(arguments)
     traced = read_ranks(arguments.rank, ranks) if arguments.rank else ()
     from recipe_lib.plan.build_plan import PlanSettings  # torch from here on

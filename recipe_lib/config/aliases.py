@@ -132,8 +132,8 @@ _ELSEWHERE = {
     "pipeline_parallel_layers_per_stage pipeline_model_parallel_layout decoder_first_pipeline_num_layers "
     "decoder_last_pipeline_num_layers num_layers_in_first_pipeline_stage split_points layers_per_stage",
     "parallel.fsdp_wrap_policy": "fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap "
-    "custom_sharded_layers auto_wrap_policy fsdp_auto_wrap_policy memory_efficient_fsdp_wrap min_num_params "
-    "fsdp_min_num_params",
+    "custom_sharded_layers auto_wrap_policy fsdp_auto_wrap_policy memory_efficient_fsdp_wrap "
+    "memory_efficient_wrapping min_num_params fsdp_min_num_params",
     "parallel.reshard_after_forward": "fsdp_reshard_after_forward",
     "parallel.reduce_dtype": "mixed_precision_reduce grad_reduce_dtype grad_reduce_in_fp32 reduce_type",
     "parallel.reduce_gradients": "set_requires_gradient_sync sync_each_batch no_sync require_backward_grad_sync "

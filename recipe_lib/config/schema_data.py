@@ -234,7 +234,7 @@ class ValidationConfig:
         kind="data.format",
         also=("auto",),
         needs="validation.source",
-        known_as="none has it: torchtune and Axolotl say it within the dataset",
+        known_as="Axolotl test_datasets type; torchtune dataset_val's class",
     )
     split: str | None = key(
         None,

@@ -211,7 +211,7 @@ class MemoryConfig:
         "Keep layers, frozen embedding and head in pinned host memory; each is copied to the device while the one "
         "before it computes. Trained layers need optimizer_in_backward and optimizer_offload with it.",
         needs=("device != cpu", "memory.cpu_offload = false"),
-        known_as="none has it: Soup streams layers by a flag",
+        known_as="Soup stream_layers",
     )
     expert_offload: bool = key(
         False,

@@ -197,6 +197,15 @@ _CARDS = (
 
 HARDWARE = {card.name: card for card in _CARDS}
 
+# Maker -> how the names of its devices begin, in letters and digits.
+_OTHER_MAKERS = {
+    "AMD": r"amd|radeon|rx\d|\d{4}(xt|gre)|gfx\d|instinct|mi\d|w[67]\d00",
+    "Intel": r"intel|arc|gaudi",
+    "Apple": r"apple|mps|m\d($|pro|max|ultra)",
+    "Google": r"google|tpu",
+    "Huawei": r"huawei|ascend",
+}
+
 # A card sold as so many GB holds so many GiB, of which CUDA reports this share or more where no error correction is on
 # (RTX 4090 23.52 of 24, RTX 5090 31.36 of 32).
 SHARE_REPORTED = 0.98
@@ -223,6 +232,12 @@ def find_hardware(name: str) -> Hardware:
     likely = [card for card in HARDWARE if plain and _plain(card).startswith(plain)]
     likely = likely or [card for card in HARDWARE if _plain(card) == close]
     meant = f"; did you mean {' or '.join(likely)}?" if likely else ""
+    maker = next((maker for maker, names in _OTHER_MAKERS.items() if re.match(names, plain)), None)
+    if maker and not likely:
+        raise ConfigError(
+            f"device: {quote(name)} is {maker}'s, whose kernels and rates are not known here: runs and plans are for "
+            "NVIDIA's GPUs and for CPUs; give a size as 24GB for a plan as if NVIDIA had made it"
+        )
     raise ConfigError(
         f"device: {quote(name)} is not known; expected one of {', '.join(HARDWARE)}, cpu, or a size as 24GB{meant}"
     )

@@ -38,7 +38,7 @@ def test_every_key_has_its_name_elsewhere():
     """Of torch, HF, PEFT, TRL, torchtitan, Megatron, torchtune or another tool, or the reason why none has one."""
     page, tools = (
         markdown(),
-        ("torch", "HF", "PEFT", "TRL", "Megatron", "DeepSpeed", "Axolotl", "LLaMA-Factory", "vLLM"),
+        ("torch", "HF", "PEFT", "TRL", "Megatron", "DeepSpeed", "Axolotl", "LLaMA-Factory", "vLLM", "Soup"),
     )
     inner = item_schema(read_schema(DpoFinetuneConfig).keys["data.sources"], 0).keys
     for name, described in {**read_schema(DpoFinetuneConfig).keys, **inner}.items():

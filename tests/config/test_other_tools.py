@@ -11,7 +11,8 @@ from recipe_lib.config.keys import read_schema
 from recipe_lib.config.recipes import RECIPE_CONFIGS
 
 SCHEMA = read_schema(DpoFinetuneConfig)
-TOOLS = ("torch", "HF", "PEFT", "TRL", "torchtitan", "Megatron", "torchtune", "Axolotl", "LLaMA-Factory", "DeepSpeed")
+TOOLS = ("torch", "HF", "PEFT", "TRL", "torchtitan", "Megatron", "torchtune", "Axolotl", "LLaMA-Factory", "DeepSpeed",
+         "Soup")  # fmt: skip
 OTHERWISE = {"max_samples": "validation.max_samples"}  # bare, it is that of the training data
 
 # From the documentation of each tool; none: there is nothing like it here.
@@ -86,7 +87,8 @@ AXOLOTL_AND_OTHERS = {
     "dataset.column_map": "data.columns", "checkpointer.checkpoint_dir": "model.path", "tensor_parallel_dim":
     "parallel.tensor", "parallel.tp": "parallel.tensor", "optimizer_in_bwd": "memory.optimizer_in_backward",
     "enable_activation_offloading": "memory.activation_offload", "num_output_chunks": "memory.loss_chunks",
-    "memory_efficient_fsdp_wrap": "parallel.fsdp_wrap_policy", "fsdp_cpu_offload": "memory.cpu_offload",
+    "memory_efficient_fsdp_wrap": "parallel.fsdp_wrap_policy", "memory_efficient_wrapping":
+    "parallel.fsdp_wrap_policy", "fsdp_cpu_offload": "memory.cpu_offload", "stream_layers": "memory.stream_layers",
     "run_val_every_n_steps": "validation.every_n_steps", "keep_last_n_checkpoints": "checkpoint.keep_last_n",
     "model.lora_attn_modules": "lora.target_modules", "model.lora_rank": "lora.rank", "lr_scheduler.num_warmup_steps":
     "lr_scheduler.warmup_steps", "max_steps_per_epoch": "max_steps", "log_peak_memory_stats": None,

@@ -1,19 +1,29 @@
 """The page of the five systems is what its commands and the pages that they write say."""
 
+import ast
 import json
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from benchmarks.five_systems import KEPT, output_of, page
-from benchmarks.five_systems_rows import SYSTEMS
-from tests.house.files import ROOT
+from benchmarks import five_systems
+from benchmarks.five_systems import KEPT, PAGE, read_cell, run_command, write_page
+from benchmarks.five_systems_rows import LONG, NEEDS, SYSTEMS, ZERO_1, Row
+from tests.house.files import ROOT, python_files, tree
+from tests.selection import slow_except
 
-QUICK = [
-    command
-    for command in dict.fromkeys(row.command for system in SYSTEMS for row in system.rows if row.page is None)
-    if command.startswith("tune ") and "--full" not in command and "8B_full --device" not in command
-]
+ROWS = [row for system in SYSTEMS for row in system.rows]
+COMMANDS = list(dict.fromkeys(row.command for row in ROWS))
+TUNE = [command for command in COMMANDS if command.startswith("tune ")]
+TESTS = [command for command in COMMANDS if command.startswith("pytest ")]
+SCRIPTS = [command for command in COMMANDS if command.startswith("python ")]
 
 
 def kept() -> dict[str, str]:
@@ -22,26 +32,96 @@ def kept() -> dict[str, str]:
 
 
 def test_the_page_is_made_from_kept_outputs_and_pages():
-    found = (ROOT / "docs" / "five_systems.md").read_text(encoding="utf-8")
-    assert found == page(kept()), "run `python -m benchmarks.five_systems --output docs/five_systems.md`"
+    assert PAGE.read_text(encoding="utf-8") == write_page(kept()), "run `python benchmarks/five_systems.py`"
 
 
 def test_every_cell_says_something():
-    assert len(SYSTEMS) == 5
-    for system in SYSTEMS:
-        assert len(system.rows) >= 7
-        for row in system.rows:
-            assert row.command.split()[0] in ("tune", "pytest", "python")
+    assert len(SYSTEMS) == 5 and all(len(system.rows) >= 7 for system in SYSTEMS)
+    assert set(TUNE + TESTS + SCRIPTS) == set(COMMANDS) and set(NEEDS) <= set(LONG) <= set(COMMANDS)
+    assert set(kept()) == {row.command for row in ROWS if row.page is None}
 
 
-def test_no_row_says_that_tests_failed():
-    for command, text in kept().items():
-        assert not command.startswith("pytest") or re.fullmatch(
-            r"\d+ passed(, \d+ (deselected|warnings?|skipped))*", text
-        )
+def test_a_row_that_another_runs_line_could_answer_is_refused():
+    """A page with several tables has rows of one name: without its section none of them is read."""
+    (row,) = [row for row in ROWS if row.command == ZERO_1]
+    assert "36 / 4.71" in read_cell(row, {})
+    for other in (replace(row, section=""), replace(row, lines=1), replace(row, section="## Llama")):
+        with pytest.raises(SystemExit, match=r"gradient_reduction\.md: \d (lines|sections) .*, expected (one|\d)"):
+            read_cell(other, {})
+    of_output = Row("x", "tune x", "^tokens .*")
+    with pytest.raises(SystemExit, match=r"^tune x: 2 lines like '\^tokens \.\*', expected 1, for 'x'$"):
+        read_cell(of_output, {"tune x": "tokens 1\ntokens 2"})
+
+
+def test_no_count_of_tests_is_quoted():
+    """It would be another one with the next test that is added."""
+    assert {kept()[command] for command in TESTS} == {"all passed"}
+    assert not re.search(r"\d+ (passed|failed|tests)\b", PAGE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("command", TESTS)
+def test_named_tests_are_there(command: str):
+    _, file, *options = shlex.split(command)
+    names = [node.name for node in ast.walk(tree(ROOT / file)) if isinstance(node, ast.FunctionDef)]
+    chosen = options[options.index("-k") + 1].split(" or ") if "-k" in options else ["test_"]
+    for word in chosen:
+        assert any(name.startswith("test_") and word in name for name in names), word
+
+
+def test_it_runs_as_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As a file, without arguments; and it runs nothing whose output is kept."""
+    shutil.copy(KEPT, tmp_path / "kept.json")
+    monkeypatch.setattr(five_systems, "KEPT", tmp_path / "kept.json")
+    monkeypatch.setattr(five_systems, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(sys, "argv", ["benchmarks/five_systems.py"])
+    five_systems.main()
+    assert (tmp_path / "page.md").read_bytes() == PAGE.read_bytes()
+    assert (tmp_path / "kept.json").read_bytes() == KEPT.read_bytes()
+    started = run_alone(["benchmarks/five_systems.py", "--help"], ROOT)
+    assert started.returncode == 0 and "--only" in started.stdout
+
+
+def run_alone(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python in a fresh process, without REALDATA_DIR."""
+    environment = {name: value for name, value in os.environ.items() if name != "REALDATA_DIR"}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", QUICK)
+@pytest.mark.parametrize("command", [command for command in SCRIPTS if "docs/upstream" not in command])
+def test_scripts_start(command: str):
+    words = shlex.split(command)[1:]
+    done = run_alone([*words[: 2 if words[0] == "-m" else 1], "--help"], ROOT)
+    assert done.returncode == 0 and all(word in done.stdout for word in words if word.startswith("--")), done.stderr
+
+
+# Every benchmark whose first lines name REALDATA_DIR, and their command.
+REAL = {
+    path.stem: re.search(r"^    python (-m benchmarks\.\w+)", ast.get_docstring(tree(path), clean=False) or "", re.M)
+    for path in python_files("benchmarks")
+    if "REALDATA_DIR" in (ast.get_docstring(tree(path)) or "") and path.stem != "realdata"
+}
+
+
+@pytest.mark.parametrize("name", slow_except(sorted(REAL), ["tp_losses"]))
+def test_a_benchmark_without_its_real_data_says_so(name: str, tmp_path: Path):
+    command = REAL[name]
+    assert command is not None and command[1].endswith(f".{name}")
+    done = run_alone([*command[1].split(), "--output", str(tmp_path / "page.md")], ROOT)
+    needed = [re.escape(need) for words, need in NEEDS.items() if f".{name} " in words] or [r"\S+"]
+    line = rf"error: REALDATA_DIR: not set, expected a folder with {needed[0]}; see \S+"
+    said = [each for each in done.stderr.splitlines() if not re.match(r"W\d{4} ", each)]  # of torch's imports
+    assert done.returncode == 2 and len(said) == 1 and re.fullmatch(line, said[0]), done.stderr
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_all_that_need_real_data_are_known():
+    callers = [path.stem for path in python_files("benchmarks") if "find_real_data(" in path.read_text("utf-8")]
+    assert {*callers} - {"realdata", "tp_curve"} | {"tp_trace"} == REAL.keys()
+    assert {Path(command.split()[2].replace(".", "/")).name for command in NEEDS} <= REAL.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", TUNE)
 def test_commands_print_what_is_kept(command: str):
-    assert output_of(command) == kept()[command], f"run it again: --only {command!r}"
+    assert run_command(command) == kept()[command], f"run it again: --only {command!r}"

@@ -13,6 +13,7 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
+from packaging.requirements import Requirement
 
 from benchmarks import fit
 from recipe_lib.cli import plan as plan_verb
@@ -230,6 +231,13 @@ def few_quantized_checkpoints() -> None:
             spec_from_config({**dense, "quantization_config": {"quant_method": method}}, "config.json")
 
 
+def check_window_of_torch() -> None:
+    """The first and the last of the window, and the one that is pinned."""
+    (torch,) = [Requirement(line) for line in PROJECT["dependencies"] if line.startswith("torch>")]
+    assert [version for version in range(30) if f"2.{version}.0" in torch.specifier] == list(range(11, 14))
+    assert "\ntorch==2.13." in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+
+
 def devices() -> None:
     assert KEYS["device"].limits["choices"] == ("auto", "cpu", "cuda")
 
@@ -259,6 +267,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "none, then nearly all": "tests/house/test_demo.py::test_score_counts_exact_answers",
     "Nothing is downloaded for it": demo_needs_no_download,
     "`make` takes torch": torch_versions,
+    "Tested are torch 2.11": check_window_of_torch,
     "## The 24 GB story": ARITHMETIC,
     "on four cards of 24 GB is a matter": four_cards,
     "Let N be the parameters": ARITHMETIC,
@@ -335,7 +344,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "No ring attention": no_ring_attention,
     "No expert parallelism": no_expert_parallelism,
     "Of checkpoints that are quantized already": few_quantized_checkpoints,
-    "no Apple or Intel GPUs": devices,
+    "no AMD, Intel or Apple GPUs": devices,
     "BSD 3-Clause": license_is_bsd,
 }
 

@@ -97,12 +97,29 @@ def test_the_cpu_is_this_machine() -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "maker"),
+    [
+        ("rx7900xtx", "AMD"), ("AMD Radeon RX 9070 XT", "AMD"), ("7900 XTX", "AMD"), ("gfx1100", "AMD"),
+        ("Instinct MI300X", "AMD"), ("mi210", "AMD"), ("Arc B580", "Intel"), ("Intel Max 1550", "Intel"),
+        ("gaudi3", "Intel"), ("M4 Max", "Apple"), ("Apple M2", "Apple"), ("tpu v5e", "Google"),
+        ("Ascend 910B", "Huawei"),
+    ],
+)  # fmt: skip
+def test_another_makers_device_is_refused_with_the_reason(typed: str, maker: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^device: '{typed}' is {maker}'s, .* NVIDIA's GPUs .*; give a size as 24GB"
+    ):
+        find_hardware(typed)
+
+
+@pytest.mark.parametrize(
     ("typed", "meant"),
     [
         ("rtx4009", "rtx4090"),
         ("RTX 409", "rtx4090"),
         ("a100", "a100-40gb or a100-80gb or a100-40gb-pcie or a100-80gb-pcie"),
         ("a6000x", "a6000"),
+        ("rx4090", "rtx4090"),
     ],
 )
 def test_an_unknown_name_gets_the_nearest(typed: str, meant: str) -> None:

@@ -16,12 +16,12 @@ import numpy as np
 from recipe_lib.checkpoint.huggingface import find_checkpoint
 from recipe_lib.config.local_files import cache_root, find_files
 from recipe_lib.config.schema_data import is_hub, resolved_sources
-from recipe_lib.config.suggest import show
 from recipe_lib.data import DataPlan, as_trained, build_dataset, build_validation_dataset, settle_formats
 from recipe_lib.data import tokenize_dataset as data_build
 from recipe_lib.data.cache import MANIFEST, cache_key
 from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import ConfigError, UserError
+from recipe_lib.plan.world.sequence_choice import PERCENTILES, check_choice
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.units import MIB, format_bytes
 
@@ -29,13 +29,10 @@ if TYPE_CHECKING:
     from recipe_lib.data import Dataset
     from recipe_lib.tokenizers import Tokenizer
 
-# What reads data is imported where it is needed: a choice is checked without torch.
-
 # Sources up to this size are tokenized for a plan: a minute at most.
 MAX_BYTES_READ = 64 * MIB
 FEW_BYTES = 4 * MIB  # a second's work; the samples of more are enough for a step of any batch
 POLL_SECONDS = 0.5
-PERCENTILES = ("p50", "p90", "p99")
 
 
 @dataclass(frozen=True)
@@ -98,14 +95,6 @@ def _with_formats(cfg: Any) -> Any:
     except UserError:
         pass  # reading says it
     return cfg
-
-
-def check_choice(choice: str) -> None:
-    """Raises ConfigError for a text that is no choice of `planned_sequence`, whatever the config."""
-    if choice not in ("auto", "max", *PERCENTILES) and not (choice.isascii() and choice.isdigit() and int(choice)):
-        raise ConfigError(
-            f"--sequence: found {show(choice)!r}, expected auto, max, {', '.join(PERCENTILES)} or a number of tokens"
-        )
 
 
 def _number(choice: str, longest: int) -> int | None:

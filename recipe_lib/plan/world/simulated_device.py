@@ -15,14 +15,19 @@ import torch
 from torch.utils.backend_registration import _DummyPrivateUse1Hook, _setup_privateuseone_for_python_backend
 
 NAME = "sim"
+_PRIVATE_USE_1 = 20  # c10/core/DeviceType.h
 
 
 class Stream:
     """A queue of the device; number 0 is the one that computes."""
 
+    # FSDP of torch 2.15 hands on which stream reads a gradient.
+    device_index = 0
+    device_type = _PRIVATE_USE_1
+
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device = torch.device(NAME, 0)
-        self.number = MODULE.new_stream()
+        self.number = self.stream_id = MODULE.new_stream()
 
     def wait_event(self, event: "Event") -> None:
         """What is issued on this stream later starts when the event has come."""
@@ -45,6 +50,10 @@ class Stream:
     def query(self) -> bool:
         """True: all is done."""
         return True
+
+    def is_capturing(self) -> bool:
+        """Return False: no graph of kernels is recorded; from 2.15 on torch's optimizers ask."""
+        return False
 
     def __enter__(self) -> "Stream":
         self._before, MODULE.stream_now = MODULE.stream_now, self

@@ -1,0 +1,14 @@
+"""What `--sequence` may say. No torch in here: a command line is refused before it is imported."""
+
+from recipe_lib.config.suggest import show
+from recipe_lib.errors import ConfigError
+
+PERCENTILES = ("p50", "p90", "p99")
+
+
+def check_choice(choice: str) -> None:
+    """Raise ConfigError for a text that is no choice of `planned_sequence`, whatever the config."""
+    if choice not in ("auto", "max", *PERCENTILES) and not (choice.isascii() and choice.isdigit() and int(choice)):
+        raise ConfigError(
+            f"--sequence: found {show(choice)!r}, expected auto, max, {', '.join(PERCENTILES)} or a number of tokens"
+        )

@@ -1,0 +1,64 @@
+"""The menu of the documentation's site, from docs/index.md: `python -m tests.house.menu` writes it into mkdocs.yml.
+
+A heading of the index is a section. Each line of its list is an entry, with every page that the line links to; a line
+that begins with words, not with a link, is a group of its own. Pages of docs/measurements and docs/upstream that the
+index leaves to docs/measurements/README.md follow in that page's order, under the names that their headings give them.
+"""
+
+import json
+import re
+
+from tests.house.files import ROOT
+
+DOCS = ROOT / "docs"
+SITE = ROOT / "mkdocs.yml"
+_NAV = re.compile(r"^nav:\n(?:  .*\n)*", re.MULTILINE)
+_LINK = re.compile(r"\[([^\]]+)\]\(([\w./-]+\.md)\)")
+_ITEM = re.compile(r"^\d+\. (.*)$", re.MULTILINE)
+
+
+def write_menu() -> str:
+    """Return the `nav:` of mkdocs.yml."""
+    lines = ["nav:", "  - Home: index.md"]
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    listed = {"index.md"}
+    for section in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
+        lines.append(f"  - {section.partition(':')[0].strip()}:")
+        for item in _ITEM.findall(section):
+            links = [(title, page) for title, page in _LINK.findall(item) if page not in listed]
+            listed |= {page for _, page in links}
+            indent = " " * 6
+            if not item.startswith("["):
+                lines.append(f"{indent}- {re.split('[,:]', item)[0]}:")
+                indent += " " * 4
+            lines += [f"{indent}- {_quote(title[:1].upper() + title[1:])}: {page}" for title, page in links]
+    lines += [f"      - {page}" for page in measurements() if page not in listed]
+    return "\n".join(lines) + "\n"
+
+
+def measurements() -> list[str]:
+    """Return the pages of docs/measurements and docs/upstream, in the order of their guide."""
+    guide = (DOCS / "measurements" / "README.md").read_text(encoding="utf-8")
+    paths = [*DOCS.glob("measurements/*.md"), *DOCS.glob("upstream/*.md")]
+    pages = [path.relative_to(DOCS).as_posix() for path in paths]
+    place = {page: guide.find(f"({link_in_guide(page)})") for page in pages}
+    return sorted(pages, key=lambda page: (place[page] < 0, place[page], page))
+
+
+def link_in_guide(page: str) -> str:
+    """Return a page's target in docs/measurements/README.md."""
+    return page.removeprefix("measurements/") if page.startswith("measurements/") else f"../{page}"
+
+
+def _quote(title: str) -> str:
+    plain = title.replace("`", "")
+    return json.dumps(plain) if ": " in plain else plain
+
+
+def main() -> None:
+    """Write the menu."""
+    SITE.write_text(_NAV.sub(lambda _: write_menu(), SITE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
