@@ -31,7 +31,7 @@ RELEASES = {"4.57.6": "torch==2.13.0", "4.46.3": "torch==2.13.0"}
 # Families that are exported in transformers' own class, and whose rotary embedding has keys of its own.
 EXTERNAL = ("cohere", "cohere2", "ernie4_5", "exaone4", "glm", "gpt_neox", "granite", "olmo2", "persimmon", "phi",
             "qwen2_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2")  # fmt: skip
-CHANGED = {"gpt-oss": {"swiglu_limit": 7.0}}  # the only one that transformers 4 has
+CHANGED: dict[str, dict[str, Any]] = {"gpt-oss": {"swiglu_limit": 7.0}}  # the only one that transformers 4 has
 BASE = 777.0  # of the rotary embedding, which is no family's default
 LENGTH = 48  # tokens of the prompt
 READER = """
