@@ -109,7 +109,11 @@ def main(argv: list[str] | None = None) -> int:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python benchmarks/gpu_check.py", *words]),
         "device": device,
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "system": platform.platform()},
+        "versions": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
         "cap_gib": CAP_GIB,
         "cases": [],
     }

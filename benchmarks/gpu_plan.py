@@ -102,7 +102,11 @@ def begun_report(part: str, argv: list[str], device: dict[str, Any], hardware: H
         "command": " ".join(["python benchmarks/gpu_check.py", part, *argv]),
         "device": device,
         "hardware": hardware.name,
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "system": platform.platform()},
+        "versions": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
         "rows": [],
     }
 
