@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from recipe_lib.checkpoint.huggingface import export_model, load_weights
 from recipe_lib.checkpoint.rank_agreement import SingleRank
@@ -39,12 +40,13 @@ import json, sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
 import torch, transformers
+from safetensors.torch import load_file
 transformers.logging.set_verbosity_error()
 found = {}
 for folder in map(Path, sys.argv[2:]):
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-        expected = torch.load(folder.parent / "expected.pt")
+        expected = load_file(folder.parent / "expected.safetensors")
         with torch.no_grad():
             logits = model(expected["tokens"]).logits
         found[str(folder)] = float((logits - expected["logits"]).abs().max() / expected["logits"].abs().max())
@@ -88,7 +90,7 @@ def write_both(folder: Path, model: Any, *, external: bool) -> Path:
     """transformers' own folder, our export of it, and the logits that both stand for."""
     model.save_pretrained(folder / "theirs")
     tokens = torch.arange(LENGTH)[None] * 37 % 91 + 3
-    torch.save({"tokens": tokens, "logits": model(tokens).logits}, folder / "expected.pt")
+    save_file({"tokens": tokens, "logits": model(tokens).logits}, folder / "expected.safetensors")
     config = read_config(folder / "theirs")
     spec: ModelSpec = read_spec(config, folder.name) if external else spec_from_config(config, folder.name)
     ours = build_meta(spec, torch.float32)

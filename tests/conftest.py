@@ -19,6 +19,7 @@ import torch  # noqa: E402
 
 from recipe_lib.config import registry  # noqa: E402
 from recipe_lib.data.workers import drop_dead_groups  # noqa: E402
+from recipe_lib.logs import VERBOSITY_VARIABLE  # noqa: E402
 
 torch.set_num_threads(1)
 os.environ.pop("COLUMNS", None)  # pytest-xdist hands on the width of its terminal; what is tested has none
@@ -49,6 +50,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def fresh_logger() -> Iterator[None]:
     """The logger has the rank and the verbosity of the environment that it is made in, which tests change."""
     yield
+    os.environ.pop(VERBOSITY_VARIABLE, None)  # a verb in this process sets it, for those that it starts
     logging.getLogger("tune").handlers.clear()
 
 

@@ -17,7 +17,7 @@ from recipe_lib.parallel.gradient_accumulation import once_a_step
 from recipe_lib.plan.allocation.blocks import LAUNCH_QUEUE
 from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
-from recipe_lib.plan.cluster_traffic import dimension_plans
+from recipe_lib.plan.cluster_traffic import dimension_plans, group_sizes
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.large_tensors import large_tensor_notes
 from recipe_lib.plan.layer_tables import say_stalled_means
@@ -96,7 +96,7 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         with phase(f"simulating rank {rank} of {settings.ranks}", leaves_line=False):
             simulated[rank] = simulate_rank(recipe_class, cfg, settings, rank)
     outside = settings.outside or max(
-        (outside_torch(hardware, _communicators(found.trace)) for found in simulated.values()),
+        (outside_torch(hardware, group_sizes(found.trace)) for found in simulated.values()),
         key=lambda one: one.total,
     )
     usable = hardware.memory - outside.total
@@ -253,13 +253,6 @@ def _communication(trace: Trace, settings: PlanSettings) -> list[CommunicationRo
             seconds=collective_seconds(collective, settings.hardware, settings.calibration) if settings.timed else 0.0,
         )
     return [row for row in rows.values() if len(row.ranks) > 1]
-
-
-def _communicators(trace: Trace) -> list[int]:
-    """The sizes of the groups that communicate in the trace. Ranks that share sequences have one of their own also
-    where they are all."""
-    found = {(op.collective.dim == "context", op.collective.ranks) for op in trace.ops if op.collective}
-    return [len(ranks) for _, ranks in sorted(found)]
 
 
 def _time(

@@ -47,6 +47,15 @@ def dimension_plans(
     return found
 
 
+def group_sizes(trace: Trace) -> list[int]:
+    """Return the sizes of the groups that communicate in a trace.
+
+    Ranks that share sequences have a group of their own also where they are all.
+    """
+    groups = {(op.collective.dim == "context", op.collective.ranks) for op in trace.ops if op.collective}
+    return [len(ranks) for _, ranks in sorted(groups)]
+
+
 _Key = tuple[str, tuple[str, ...]]  # a dimension's name, and the dimensions along which its groups lie
 
 

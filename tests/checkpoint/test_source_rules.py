@@ -29,7 +29,9 @@ def faults(source: str) -> list[str]:
                 found.append((node.lineno, name))
             for keyword in node.keywords:
                 value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
-                if keyword.arg == "trust_remote_code" or (keyword.arg in KEYWORDS and value is KEYWORDS[keyword.arg]):
+                # False is said where transformers would ask on the terminal otherwise.
+                is_trust = keyword.arg == "trust_remote_code" and value is not False
+                if is_trust or (keyword.arg in KEYWORDS and value is KEYWORDS[keyword.arg]):
                     found.append((node.lineno, f"{keyword.arg}={ast.unparse(keyword.value)}"))
     return [f"{line}: {what}" for line, what in found]
 

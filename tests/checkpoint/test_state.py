@@ -269,8 +269,7 @@ def test_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(StorageError) as raised:
         save_after(tmp_path, 2)
     assert str(raised.value) == (
-        f"{tmp_path}: the state of step 2 needs 2.01 MiB, 1000 B are free; free some space, or choose another "
-        "output_dir"
+        f"{tmp_path}: the state of step 2 needs 2.01 MiB, 1000 B are free; free some space, or choose another place"
     )
     assert tree(tmp_path) == before
 
