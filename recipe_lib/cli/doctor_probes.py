@@ -26,7 +26,7 @@ from recipe_lib.units import MIB
 
 PACKAGES = ("torch", "torchao", "safetensors", "tokenizers", "huggingface_hub", "transformers", "peft", "triton")
 # What this package was made for, as its requirements say; of a checkout, those of its pyproject.toml.
-RANGES = {"torch": ((2, 11), (2, 14)), "torchao": ((0, 15), (0, 19))}
+RANGES = {"torch": ((2, 11), (2, 16)), "torchao": ((0, 15), (0, 19))}
 # Variables that change what is measured here; tokens and passwords have other names.
 REPORTED = re.compile(
     r"(NCCL|TORCH_NCCL|GLOO|CUDA|OMP|MKL|PYTORCH)_\w+|TORCH_\w*LOGS|HF_HOME|HF_HUB_CACHE|XDG_CACHE_HOME"

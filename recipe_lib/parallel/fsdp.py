@@ -303,7 +303,11 @@ def _shard_tied_pair(
     return tie
 
 
-def _hand_over(weight: Tensor, gathered: Tensor) -> None:
+def _hand_over(weight: Any, gathered: Any) -> None:
     """Moves the head's gradient to the parameter that FSDP reduces, before it does so at the end of the head."""
-    gathered.grad = weight.grad if gathered.grad is None else gathered.grad + weight.grad
+    if gathered.grad is not None:
+        gathered.grad.add_(weight.grad)  # in place, as autograd adds: it is as large as the matrix
+    else:
+        # Newer torch keeps gradients that wait for their reduction in the reduction's type.
+        gathered.grad = weight.grad.to(gathered.grad_dtype or weight.grad.dtype)
     weight.grad = None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.ops.device import kernels_of
-from recipe_lib.parallel.fsdp_parts import group_of
+from recipe_lib.parallel.fsdp_parts import end_backward, group_of
 
 
 class OffloadedGradients:
@@ -66,7 +66,7 @@ class OffloadedGradients:
         self._sends_numbers = False
         if self._waits_at_end:
             self._model.set_is_last_backward(True)
-            self._model._get_fsdp_state()._root_post_backward_final_callback()
+            end_backward(self._model)
         self._previous = None
 
     def _following(self, group: Any) -> Callable[..., None]:

@@ -26,8 +26,8 @@ WRONG = collectives(points=[{"operation": "all_gather", "bytes": 4096, "seconds"
 # Where, what is there, the finding, and what its line has to say.
 PLANTED: list[tuple[str, Any, str, str]] = [
     ("machine/packages/torchao", None, "package-missing", "torchao: not installed, expected torchao>=0.15,<0.19"),
-    ("machine/packages/torch", "2.9.1", "package-version", "found 2.9.1, expected torch>=2.11,<2.14; pip install"),
-    ("machine/packages/torch", "2.14.0.dev20261101", "package-version", "found 2.14.0"),
+    ("machine/packages/torch", "2.9.1", "package-version", "found 2.9.1, expected torch>=2.11,<2.16; pip install"),
+    ("machine/packages/torch", "2.16.0.dev20261101", "package-version", "found 2.16.0"),
     ("failed/torchao", "ImportError: no such symbol", "torchao", "torchao 0.18.0 cannot be imported with torch 2.13"),
     ("failed/torch", "not done after 60 s", "torch-broken", "torch cannot be used: not done after 60 s; install"),
     ("machine/driver", "does not answer", "driver", "nvidia-smi does not answer"),

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from recipe_lib.config import load_config
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
@@ -255,9 +256,10 @@ def test_gradients_are_whole_until_they_are_reduced_once_a_step(
     found: dict[str, Found], name: str, size: int, gathers: int
 ) -> None:
     """The second in fp32, with weights that stay gathered too. The head's are reduced first: beside all that are whole
-    its part is there."""
+    its part is there, unless torch has let go of the head's whole ones by then, as newer releases do."""
     matrix, layer, norm = ([(VOCABULARY, WIDTH)], LAYER, LAST_NORM)
-    assert found[name].most["gradients"] == part(model(), 1) * size + part(matrix, 4) * BF16
+    part_beside = 0 if hasattr(_fsdp_collectives, "_default_reduce_scatter_input_fn") else part(matrix, 4) * BF16
+    assert found[name].most["gradients"] == part(model(), 1) * size + part_beside
     assert found[name].most["parameters"] == part(model(), 4) * BF16
     assert found[name].most["gathered"] == (gathered(matrix, 4) + 8192 if gathers > 1 else gathered(model(), 4))
     layer_gathers = 2 * gathers if gathers > 1 else 1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.ops.deferred import DeferredGradients
-from recipe_lib.parallel.fsdp_parts import entries_of, group_of
+from recipe_lib.parallel.fsdp_parts import end_backward, entries_of, reduce_kept_gradients
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 from recipe_lib.parallel.pipeline.schedules import MAKING_GRADIENTS, Action
 
@@ -22,8 +22,8 @@ class DeferredReduction:
 
     is_last: whether the action that runs is one of those that `begin` has returned.
 
-    Private parts of torch's FSDP2 are used here: a unit's reduction (`post_backward`), and what its root does at the
-    end of backward.
+    Private parts of torch's FSDP2 are used here, by `fsdp_parts`: a unit's reduction, and what its root does at the end
+    of backward.
     """
 
     def __init__(self, model: nn.Module, accumulation: GradientAccumulation | None) -> None:
@@ -57,13 +57,13 @@ class DeferredReduction:
             entry = later.pop()
             unit = units.get(id(_parameter_of(entry.weights[0])), current)
             if current is not None and unit is not current:
-                _reduce(current)
+                reduce_kept_gradients(current)
             current = unit
             entry.run()
         if self._root is not None:
             for unit in self._units:
-                _reduce(unit)
-            self._root._get_fsdp_state()._root_post_backward_final_callback()
+                reduce_kept_gradients(unit)
+            end_backward(self._root)
 
     def begin(self, actions: Sequence[Action]) -> set[int]:
         """Before a step's actions. Where gradients are reduced once a step none is from here on, and the places of the
@@ -89,7 +89,7 @@ class DeferredReduction:
         if self._once is not None:
             self._root.set_requires_gradient_sync(True)
             self._root.set_reshard_after_backward(True)
-            self._root._get_fsdp_state()._root_post_backward_final_callback()
+            end_backward(self._root)
 
     def _places(self) -> dict[int, FSDPModule]:
         """The unit of each whole parameter, by its id."""
@@ -99,16 +99,6 @@ class DeferredReduction:
 
 def _units_in(modules: Sequence[nn.Module]) -> list[FSDPModule]:
     return [unit for module in modules for unit in module.modules() if isinstance(unit, FSDPModule)]
-
-
-def _reduce(unit: FSDPModule) -> None:
-    """Reduces what gradients a unit has, or adds them to its sums where it is to wait; all of one type, as those kept
-    since backward have been turned to theirs."""
-    for entry in entries_of(unit):
-        entry.accumulate_unsharded_grad_if_needed()
-        if hasattr(entry, "_unsharded_param"):
-            entry.to_accumulated_grad_if_needed()
-    group_of(unit).post_backward()
 
 
 def _is_deferred(entry: Any) -> bool:
