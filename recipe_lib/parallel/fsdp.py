@@ -309,5 +309,5 @@ def _hand_over(weight: Any, gathered: Any) -> None:
         gathered.grad.add_(weight.grad)  # in place, as autograd adds: it is as large as the matrix
     else:
         # Newer torch keeps gradients that wait for their reduction in the reduction's type.
-        gathered.grad = weight.grad.to(gathered.grad_dtype or weight.grad.dtype)
+        gathered.grad = weight.grad.to(getattr(gathered, "grad_dtype", None) or weight.grad.dtype)
     weight.grad = None
