@@ -51,10 +51,10 @@ def cover(model: nn.Module) -> Coverage:
     shapes: dict[str, int] = {}
     numbers = linears = quantized = 0
     experts: set[str] = set()
-    lists = Counter(map(_list_of, names))  # a model may have others beside that of its layers
+    lists = Counter(map(_name_list, names))  # a model may have others beside that of its layers
     for layer in names:
         for name, module in model.get_submodule(layer).named_modules():
-            name = name or _list_of(layer).rpartition(".")[2]  # an element that is a linear itself
+            name = name or _name_list(layer).rpartition(".")[2]  # an element that is a linear itself
             has_adapter = isinstance(module, AdaptedModule)
             if has_adapter:
                 adapted.setdefault(kind_of(name), set()).add(layer)
@@ -85,7 +85,8 @@ def cover(model: nn.Module) -> Coverage:
         if isinstance(module, AdaptedModule) and not name.startswith(inside)
     )
     found = {
-        kind: (len(layers), sum(lists[name] for name in set(map(_list_of, layers)))) for kind, layers in adapted.items()
+        kind: (len(layers), sum(lists[name] for name in set(map(_name_list, layers))))
+        for kind, layers in adapted.items()
     }
     return Coverage(len(names), found, outside, numbers, linears, len(experts), quantized, bare, wide, shapes)
 
@@ -149,7 +150,7 @@ def kind_of(name: str) -> str:
     return ".".join([*(part for part in before if not part.isdigit()), last][-2:])
 
 
-def _list_of(layer: str) -> str:
+def _name_list(layer: str) -> str:
     """Return the name of the list that a layer is an element of."""
     return layer.rpartition(".")[0]
 

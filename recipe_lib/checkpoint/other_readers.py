@@ -138,7 +138,8 @@ def quiet_transformers() -> Iterator[None]:
     """Keep the bars, advice and warnings of transformers and PEFT away from the user."""
     from transformers.utils import logging
 
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:

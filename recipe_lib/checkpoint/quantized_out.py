@@ -86,13 +86,13 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
         except BaseException:
             files.discard(temporary)
             raise
-        found = _logits(_opened(out))
-    if not torch.equal(found, quantized):
+        reopened = _logits(_opened(out))
+    if not torch.equal(reopened, quantized):
         raise CheckpointError(
             f"{out}: does not compute what was quantized: logits differ by "
-            f"{float((found - quantized).abs().max()):.2g}; do not use it, and report this"
+            f"{float((reopened - quantized).abs().max()):.2g}; do not use it, and report this"
         )
-    return _compare(expected, found, linears)
+    return _compare(expected, reopened, linears)
 
 
 def _transformers() -> Any:

@@ -52,10 +52,10 @@ def own_device() -> "Hardware | None":
     if not gpus:
         return None
     name, size = gpus[0]
-    found = reported_hardware(name, int(size * SHARE_OF_TOTAL))
-    known = HARDWARE.get(found.name)
+    reported = reported_hardware(name, int(size * SHARE_OF_TOTAL))
+    known = HARDWARE.get(reported.name)
     # A slice of a card, or another size of it than the table's, has the memory that it says.
-    return known if known and 0.9 < known.memory / size <= 1 else found
+    return known if known and 0.9 < known.memory / size <= 1 else reported
 
 
 def is_expandable() -> bool:

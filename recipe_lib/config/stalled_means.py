@@ -68,15 +68,16 @@ def resting_range(decay: float, roundings: int = 1) -> tuple[float, float]:
 
 
 def describe_stalled_means(
-    cfg: Any, size_of: Callable[[Any], str] | None = None, size: str = "bytes a parameter"
+    cfg: Any, format_size: Callable[[Any], str] | None = None, size: str = "bytes a parameter"
 ) -> list[str]:
     """Return a line for each mean of a config that may stay FARTHEST times off: what is lost, what to set, its bytes.
     States of 4 bits have one too.
 
-    size_of: size of the states with a section `optimizer`, in words; None: bytes for one parameter. size: what it is.
+    format_size: size of the states with a section `optimizer`, in words; None: bytes for one parameter. size: what it
+    is.
     """
     width = BYTES[trained_dtype(cfg)]
-    size_of = size_of or (lambda optimizer: f"{state_bytes(optimizer, width, in_layer=False):.3g}")
+    format_size = format_size or (lambda optimizer: f"{state_bytes(optimizer, width, in_layer=False):.3g}")
     lines = []
     for mean, roundings in _bf16_means(cfg):
         lowest, highest = resting_range(mean.decay(cfg.optimizer), roundings)
@@ -88,17 +89,18 @@ def describe_stalled_means(
             low += f" (steps {math.sqrt(highest):.2g} times too long)"
             high += f" (steps of {math.sqrt(lowest):.2g} of their length)" if lowest else " (steps too short)"
         lines.append(
-            f"{mean.setting(cfg.optimizer)}: in bf16 {mean.name} may {low} {high}; {_remedy(cfg, size_of, size)}"
+            f"{mean.setting(cfg.optimizer)}: in bf16 {mean.name} may {low} {high}; {_remedy(cfg, format_size, size)}"
         )
     facts = optimizer_facts(cfg.optimizer.name)
     if facts is not None and facts.state_bits(cfg.optimizer) == 4:
-        lines.append(f"optimizer.state_bits=4: {FOUR_BITS}; {_remedy(cfg, size_of, size)}")
+        lines.append(f"optimizer.state_bits=4: {FOUR_BITS}; {_remedy(cfg, format_size, size)}")
     return lines
 
 
 def _bf16_means(cfg: Any) -> Iterator[tuple[_Mean, int]]:
     """The means that are kept in bf16 and rounded to the nearest, and how often a step rounds each."""
-    optimizer, dtype = cfg.optimizer, trained_dtype(cfg)
+    optimizer = cfg.optimizer
+    dtype = trained_dtype(cfg)
     facts = optimizer_facts(optimizer.name)
     if facts is None or (facts.state_bits(optimizer) or 8 * BYTES[dtype]) != 16 or optimizer.stochastic_rounding:
         return
@@ -111,9 +113,11 @@ def _bf16_means(cfg: Any) -> Iterator[tuple[_Mean, int]]:
             yield mean, 1 if is_fused or has_own_step else mean.roundings
 
 
-def _remedy(cfg: Any, size_of: Callable[[Any], str], size: str) -> str:
+def _remedy(cfg: Any, format_size: Callable[[Any], str], size: str) -> str:
     """`set optimizer.state_bits=32 (8) or ...; in brackets the states' bytes a parameter, now 4`"""
-    facts, optimizer, dtype = optimizer_facts(cfg.optimizer.name), cfg.optimizer, trained_dtype(cfg)
+    optimizer = cfg.optimizer
+    dtype = trained_dtype(cfg)
+    facts = optimizer_facts(optimizer.name)
     if facts is None or "state_bits" not in facts.keys:
         return f"set it to 0.98 or less, or {'dtype' if cfg.trained_adapters is None else 'lora.dtype'}=fp32"
     in_bf16 = dtype == "bf16" and not optimizer.master_weights and optimizer.state_bits != 4
@@ -123,6 +127,6 @@ def _remedy(cfg: Any, size_of: Callable[[Any], str], size: str) -> str:
     choices = []
     for setting in tried:
         ((key, value),) = setting.items()
-        choices.append(f"optimizer.{key}={str(value).lower()} ({size_of(replace(optimizer, **setting))})")
+        choices.append(f"optimizer.{key}={str(value).lower()} ({format_size(replace(optimizer, **setting))})")
     words = f"{', '.join(choices[:-1])} or {choices[-1]}"
-    return f"set {words}; in brackets the states' {size}, now {size_of(optimizer)}"
+    return f"set {words}; in brackets the states' {size}, now {format_size(optimizer)}"

@@ -15,7 +15,8 @@ _WITHOUT_ANY: dict[str, dict[str, Any]] = {
     "gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-NEWER, OLDER = "rope_parameters", "rope_scaling"  # the two keys of config.json
+NEWER = "rope_parameters"  # the key of config.json since transformers 5
+OLDER = "rope_scaling"
 LAYER_KINDS = ("full_attention", "sliding_attention")  # which the newer one may tell apart
 POSITIONS = "original_max_position_embeddings"
 _STRETCHED = ("llama3", "yarn", "longrope")  # types with such a number

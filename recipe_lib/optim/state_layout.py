@@ -159,7 +159,9 @@ class Numbers:
         store: Callable[[Tensor, Tensor, slice, str], None],
     ):
         self.code = code
-        self._name, self._rows, self._store = name, rows, store
+        self._name = name
+        self._rows = rows
+        self._store = store
         if code is not None:
             self._codes, self._scales = state[f"{name}_codes"][rows], state[f"{name}_scales"][rows]
             self.values = code.decode(self._codes, self._scales)

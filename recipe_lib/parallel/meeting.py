@@ -58,7 +58,9 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
     """
     timeout = cfg.parallel.heartbeat_timeout_seconds
     if dist.is_initialized():
-        rank, size, local_rank = dist.get_rank(), dist.get_world_size(), _read_integer("LOCAL_RANK", default=0)
+        rank = dist.get_rank()
+        size = dist.get_world_size()
+        local_rank = _read_integer("LOCAL_RANK", default=0)
         is_simulated = dist.get_backend() == "fake"
         store = dist.distributed_c10d._get_default_store()
         with Heartbeat() if is_simulated else start_heartbeat(store, rank, size, timeout) as heartbeat:

@@ -166,7 +166,14 @@ def make_world(cfg: WorldConfig, ranks: Meeting) -> World:
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_DIMS)
     if ranks.store is not None:
         set_group_limits(cfg)
-    world = world_of(mesh, ranks.rank, ranks.size, ranks.local_rank, device, cfg.parallel.context)
+    world = world_of(
+        mesh,
+        rank=ranks.rank,
+        size=ranks.size,
+        local_rank=ranks.local_rank,
+        device=device,
+        context=cfg.parallel.context,
+    )
     return replace(world, heartbeat=ranks.heartbeat)
 
 

@@ -259,8 +259,8 @@ def _find(name: str) -> Hardware | None:
 def reported_hardware(name: str, memory: int) -> Hardware:
     """Return the device that CUDA calls `name`, with `memory` bytes; rates of one that is not in the table are those
     of a common card of that size."""
-    found = _find(name) or _of_size(name, memory / GIB, exact=True)
-    return replace(found, memory=memory)
+    hardware = _find(name) or _of_size(name, memory / GIB, exact=True)
+    return replace(hardware, memory=memory)
 
 
 def parse_fit(text: str) -> tuple[int, Hardware]:

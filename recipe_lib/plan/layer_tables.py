@@ -75,9 +75,9 @@ def say_stalled_means(plan: Plan, cfg: Any) -> None:
     trained = sum(row.trained for row in outermost(plan.layers))
     width = BYTES[trained_dtype(cfg)]
 
-    def size_of(optimizer: Any) -> str:
+    def format_size(optimizer: Any) -> str:
         return format_bytes(round(trained * state_bytes(optimizer, width, in_layer=True)))
 
-    lines = describe_stalled_means(cfg, size_of, "size on all ranks")
+    lines = describe_stalled_means(cfg, format_size, "size on all ranks")
     plan.notes += lines
     plan.assumptions += lines

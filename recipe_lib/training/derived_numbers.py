@@ -158,10 +158,10 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel, levers
 
 
 def _stalled_means(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
-    def size_of(optimizer: OptimizerConfig) -> str:
+    def format_size(optimizer: OptimizerConfig) -> str:
         return format_bytes(optimizer_state_bytes(optimizer, model.named_parameters()) or 0)
 
-    return [f"warning: {line}" for line in describe_stalled_means(cfg, size_of, "size on this rank")]
+    return [f"warning: {line}" for line in describe_stalled_means(cfg, format_size, "size on this rank")]
 
 
 def _other_parts(model: nn.Module) -> list[str]:

@@ -61,7 +61,7 @@ def validate_parallelism(cfg: FullFinetuneConfig, spec: ModelSpec) -> None:
     if adapters is not None:
         dtype = DTYPES[cfg.dtype]
         add_adapters(build_meta(spec, dtype), adapters, dtype)
-        adapted_modules(spec, adapters)
+        adapted_modules(spec, adapters)  # refuses what an adapter file cannot say
     if isinstance(spec, DecoderSpec):
         quantize = "none" if adapters is None else adapters.quantize_base
         check_tensor(spec, cfg.parallel, quantize)

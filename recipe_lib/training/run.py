@@ -46,8 +46,8 @@ class Recipe(Protocol):
 def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
     """Runs a recipe: one process, or under torchrun every rank.
 
-    Samples are tokenized when the ranks have met and before they are a process group, so that no rank waits for them in
-    a collective. What is wrong
+    Samples are tokenized when the ranks have met and before they are a process group, so that no rank waits for
+    them in a collective. What is wrong
     with config, model or data is reported once: where the ranks agree on it, or else as the heartbeat has it, by which
     what one rank raises alone, in whatever part of the run, ends the others. No parameter enters training with what its
     memory held before. Raises UserError and StoppedAndSaved.

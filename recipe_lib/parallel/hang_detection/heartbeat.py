@@ -124,7 +124,8 @@ class Heartbeat:
         self._left = error is None or isinstance(error, StoppedAndSaved)
         if self._left:  # a rank that is stopped now would be missed by nobody
             self.enter("waiting for the others to end")
-            self.is_ending, self._looks_around = False, True
+            self.is_ending = False
+            self._looks_around = True
             self._wake.set()
             self._parted.wait()
         elif isinstance(error, Exception):

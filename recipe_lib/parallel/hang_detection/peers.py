@@ -31,15 +31,15 @@ def stopped_ranks() -> set[int]:
     Only Linux shows it. A process that is busy in a call which lets no thread of Python run is not among them, nor one
     that a debugger holds.
     """
-    found = set()
+    stopped = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):  # it has ended, or is another user's
             if (process / "stat").read_text().rpartition(")")[2].split()[0] == "T":
                 entries = os.fsdecode((process / "environ").read_bytes()).split("\0")
                 variables = dict(entry.split("=", 1) for entry in entries if "=" in entry)
                 if all(variables.get(name) == os.environ.get(name) for name in _RUN):
-                    found.add(int(variables.get("RANK", "")))
-    return found
+                    stopped.add(int(variables.get("RANK", "")))
+    return stopped
 
 
 def says_gone(error: BaseException) -> bool:

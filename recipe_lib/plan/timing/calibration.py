@@ -67,7 +67,8 @@ def read_calibrated_device(path: str | Path) -> tuple[Hardware, str]:
     ConfigError as for `read_calibration`, and for a card that neither the table nor the file knows the memory of.
     """
     place, values = _read_values(path)
-    name, memory = values["device"], values["memory"]
+    name = values["device"]
+    memory = values["memory"]
     if memory is not None:
         return reported_hardware(name, int(memory)), ""
     try:

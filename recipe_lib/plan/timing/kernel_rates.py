@@ -39,7 +39,8 @@ _MATMUL = {
 _UNKNOWN_MATMUL = 0.75
 # What a run of minutes keeps of the rate of a burst of milliseconds, as said above: these cards, and others.
 _HOT = {"rtx3090", "rtx3090ti", "rtx4090", "rtx5090", "h100", "h100-nvl", "h200", "b200"}
-_HOT_SHARE, _COOL_SHARE = 0.90, 0.96
+_HOT_SHARE = 0.90
+_COOL_SHARE = 0.96
 
 # Tiles (rows, columns) with their share of the largest ones' rate, and the inner elements that beginning and ending a
 # tile costs: fitted to the 78 shapes of SimuMax above, which then are 5.1 % off on average and 31 % at worst (N = 512).
