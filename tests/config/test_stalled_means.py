@@ -142,14 +142,17 @@ LINE = (
 )
 
 
-def test_the_line_says_what_is_lost_what_to_set_and_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "demo/full", *STALLED]) == 0
+def test_the_line_says_what_is_lost_what_to_set_and_its_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["validate", "demo/full", f"output_dir={tmp_path}/run", *STALLED]
+    assert main(words) == 0
     assert f"note: {LINE}\n" in capsys.readouterr().out
     assert math.sqrt(1 + 1 / 0.256) == pytest.approx(2.2, rel=0.01) and 1 / (1 + 1 / 0.256) == pytest.approx(
         0.2, rel=0.02
     )
     for setting in ("optimizer.state_bits=32", "optimizer.stochastic_rounding=true", "optimizer.state_bits=8"):
-        assert main(["validate", "demo/full", *STALLED, setting]) == 0  # each of what it names helps
+        assert main([*words, setting]) == 0  # each of what it names helps
         assert "stop at" not in capsys.readouterr().out
 
 
@@ -175,8 +178,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("words", OTHERS)
-def test_other_lines(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "demo/full", "dtype=bf16", *words.split()]) == 0
+def test_other_lines(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "demo/full", f"output_dir={tmp_path}/run", "dtype=bf16", *words.split()]) == 0
     assert OTHERS[words] in capsys.readouterr().out
 
 

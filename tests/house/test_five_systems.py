@@ -122,6 +122,6 @@ def test_all_that_need_real_data_are_known():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", TUNE)
+@pytest.mark.parametrize("command", [command for command in TUNE if command in kept()])  # the others write a page
 def test_commands_print_what_is_kept(command: str):
     assert run_command(command) == kept()[command], f"run it again: --only {command!r}"
