@@ -120,7 +120,8 @@ def write_page(kept: dict[str, str]) -> str:
         "Five public pieces of work are what this library stands on. Each table has what its authors showed, in their "
         "order, and beside it a command and what it prints here. `python benchmarks/five_systems.py` writes the page "
         "from the commands' output and from the pages under [measurements](measurements/README.md) that they write. "
-        "Figures are planned or come from a CPU; none was measured on a GPU.",
+        "What is printed is planned or comes from a CPU, not from a GPU; many of the authors' figures were measured on "
+        "GPUs. [What was measured here on an H200](measurements/on_a_gpu.md) has pages of its own.",
         "",
         f"Of {len(rows) + missing} rows {others} are no like for like: what differs from the authors' run stands in "
         f"the cell, behind *differs*. {missing} are not shown, behind a `-`.",

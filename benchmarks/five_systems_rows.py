@@ -166,7 +166,7 @@ NANOTRON = System(
             "pytest tests/parallel/test_gradient_accumulation.py -q -k fp32", PASSED,
             note="; sums of 32 gradients that bf16 would lose, on 1 and 2 ranks"),
     ),
-    (("8B: measured tokens a second of all versions", "takes GPUs; only planned seconds are here"),),
+    (("8B: measured tokens a second of all versions", "takes several GPUs; only planned seconds are here"),),
 )  # fmt: skip
 
 PLANNED_CELLS = " (rank; held; ours, torch GiB; ratio; besides held: ours, torch, ratio; before; saved)"
@@ -208,7 +208,7 @@ ZERO_BUBBLE = System(
 MEGATRON = System(
     "Megatron-LM's analysis tool: memory and communication before the run",
     "[NVIDIA/Megatron-LM#482](https://github.com/NVIDIA/Megatron-LM/pull/482)",
-    "Figures of data sheets and shapes: nothing runs on a GPU.",
+    "Figures are of data sheets and shapes.",
     (
         Row("measured peaks of Llama 2 7B on 8 H800, 69.1 / 55.7 / 49.8 / 28.8 GB, predicted within 0.7 %", REPLICATE,
             r"^\| (\d / \d+ / \d / \d / \d \| [\d.]+ \| [\d.]+ \| -.*) \|$", PLANNER, 4,
@@ -251,7 +251,7 @@ MEGATRON = System(
             VERDICT),
     ),
     (("memory of every cudaMalloc, line by line", "tensors are traced and an allocator replayed; "
-      "`python benchmarks/gpu_check.py plan` compares that with a GPU"),),
+      "[recordings of an H200's allocator](measurements/gpu-plan-nvidia-h200.md) are replayed exactly"),),
 )  # fmt: skip
 
 DEEPSPEED = System(

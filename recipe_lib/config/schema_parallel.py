@@ -153,8 +153,9 @@ class ParallelConfig:
     heartbeat_timeout_seconds: float = key(
         60.0,
         "Seconds that a rank waits for one whose process is stopped, in a step also for one that does not answer or "
-        "hangs: then all ranks end, with a line that names it, and exit code 7. Outside of steps one that does not "
-        "answer, though nothing on its machine sees it stopped, has 5 times as long; one that hangs has 30 times.",
+        "hangs: then all ranks end, with a line that names it, and exit code 7. In the first step one that hangs has "
+        "10 times as long; where all hang in a step, they have 5 times. Outside of steps one that does not answer, "
+        "though nothing on its machine sees it stopped, has 5 times as long; one that hangs has 30 times.",
         minimum=1.0,
         known_as="torch TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC; HF ddp_timeout",
     )

@@ -10,6 +10,7 @@ from recipe_lib.cli import local_gpus, plan_request
 from recipe_lib.cli.main import main
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import HARDWARE, find_hardware
+from recipe_lib.plan.timing.calibration import read_calibration
 from recipe_lib.units import GIB
 from tests.plan.apart import apart
 from tests.plan.timing.test_calibrate import good
@@ -61,6 +62,32 @@ def test_the_device_that_is_named_and_the_files_disagree(tmp_path: Path, capsys:
     assert main(["plan", *CONFIG, "--calibration", str(file), "--device", "h100", "--sequence", "16"]) == 2
     said = capsys.readouterr().err
     assert "was measured on 'NVIDIA GeForce RTX 4090', the plan is for h100" in said and "leave --device out" in said
+
+
+@pytest.mark.parametrize("name", sorted(HARDWARE))
+@pytest.mark.parametrize("in_the_file", [False, True])
+def test_a_size_is_taken_where_the_files_card_has_it(name: str, in_the_file: bool, tmp_path: Path) -> None:
+    """Another size is another card: what it takes for a step would be planned with rates that it does not have."""
+    file = tmp_path / "rates.json"
+    memory = HARDWARE[name].memory
+    file.write_text(json.dumps(good() | {"device": name} | ({"memory": memory} if in_the_file else {})))
+    assert read_calibration(file, find_hardware(f"{memory / GIB:.2f}GiB")).device == name
+    for factor in (0.5, 0.8, 1.25, 2.0):
+        size = f"{memory / GIB * factor:.2f}GiB"
+        with pytest.raises(ConfigError, match=f"was measured on '{name}', the plan is for {size}; leave --device out"):
+            read_calibration(file, find_hardware(size))
+
+
+def test_a_cards_sold_size_is_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "rates.json"
+    for name, size in {"rtx4090": "24GB", "a10": "24GB", "l40s": "48GB", "h100": "80GB", "h200": "141GB"}.items():
+        file.write_text(json.dumps(good() | {"device": name}))
+        assert read_calibration(file, find_hardware(size)).device == name
+
+
+def test_of_a_cpu_the_memory_is_this_machines(tmp_path: Path) -> None:
+    assumed = planned(tmp_path, device="cpu")[2][-1]
+    assert assumed == "the device is that of --calibration, cpu; its memory is this machine's; --device names another"
 
 
 def test_the_measured_h200_is_planned_as_one(tmp_path: Path) -> None:

@@ -71,8 +71,9 @@ def read_calibrated_device(path: str | Path) -> tuple[Hardware, str]:
     memory = values["memory"]
     if memory is not None:
         return reported_hardware(name, int(memory)), ""
+    memory_from = "this machine's" if name == "cpu" else "not in the file, so it is the table's"
     try:
-        return find_hardware(name), "its memory is not in the file, so it is the table's"
+        return find_hardware(name), f"its memory is {memory_from}"
     except ConfigError:
         raise ConfigError(
             f"{place} was measured on {quote(name)}, which is not known, and does not have its memory; "
@@ -84,10 +85,10 @@ def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
     """Return the rates in a file that `calibrate` wrote, to plan for `hardware`.
 
     ConfigError if it cannot be read, lacks a key, holds no positive number where one is due, or is of another device
-    (a size of memory, such as 24GB, takes any).
+    (a size of memory, such as 24GB, takes a card of that size).
     """
     place, values = _read_values(path)
-    _check_device(place, values["device"], hardware)
+    _check_device(place, values["device"], values["memory"], hardware)
     measured: dict[str, Any] = {field.name: values[field.name] for field in fields(Calibration)}
     measured["matmul"] = _read_matmuls(place, values["matmul"])
     measured["links"] = _read_links(place, values["links"])
@@ -176,13 +177,18 @@ def _positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _check_device(place: str, device: str, hardware: Hardware) -> None:
-    """ConfigError unless rates of `device` may be used for `hardware`."""
+def _check_device(place: str, device: str, memory: float | None, hardware: Hardware) -> None:
+    """ConfigError unless rates of `device`, with `memory` bytes if the file has them, may be used for `hardware`."""
+    name = device
     try:
-        measured = find_hardware(device).name
+        measured = find_hardware(device)
+        name = measured.name
+        memory = memory or measured.memory
     except ConfigError:  # a card that the table lacks: its rates serve for a size of memory only
-        measured = device
-    if measured != hardware.name and not (hardware.generic and measured != "cpu"):
+        pass
+    # A size is that of cards without error correction; with it they report 6 % less.
+    of_its_size = memory is None or 0.9 < hardware.memory / memory < 1.1
+    if name != hardware.name and not (hardware.generic and name != "cpu" and of_its_size):
         raise ConfigError(
             f"{place} was measured on {quote(device)}, the plan is for {hardware.name}; "
             "leave --device out to plan for what was measured, or leave the file out"

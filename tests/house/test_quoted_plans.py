@@ -1,0 +1,75 @@
+"""Tables of guides that quote plans have what the commands above them print."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.house.documents import blocks
+from tests.house.files import ROOT
+
+DOCS = ROOT / "docs"
+# Row of the table -> what the report's line has.
+TENSOR_ROWS = {
+    "kept for backward by the layers": r"model\.layers\.0-31 [\d.]+ B [\d.]+ GiB ([\d.]+ GiB)",
+    "peak reserved": r"peak reserved ([\d.]+)",
+    "sent per step": r"one rank \d+ [\d.]+ GiB ([\d.]+ GiB)",
+    "tokens a second, all ranks (data sheet, for ranking)": r"a step, ([\d.]+ K) a second",
+}
+
+
+def read_plans(page: str) -> list[list[str]]:
+    """Return the words behind `tune` of the page's commands that plan."""
+    commands = [words for block in blocks(DOCS / page) if block.language == "bash" for words in block.commands()]
+    return [words[1:] for words in commands if words[:2] == ["tune", "plan"]]
+
+
+def read_rows(page: str) -> dict[str, list[str]]:
+    """Return the cells of the page's tables by the first one of their row."""
+    lines = [line for line in (DOCS / page).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    rows = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: row[1:] for row in rows}
+
+
+def print_plan(words: list[str]) -> str:
+    """Return a plan's report in one line; whether the run fits does not matter."""
+    environment = os.environ | {"COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, "-m", "recipe_lib", *words], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode in (0, 3), done.stderr
+    return " ".join(done.stdout.split())
+
+
+@pytest.mark.slow
+def test_plans_with_and_without_tensor_parallel() -> None:
+    rows = read_rows("tensor_parallel.md")
+    plans = read_plans("tensor_parallel.md")[:2]
+    assert ["parallel.tensor=8" in words for words in plans] == [False, True]
+    for column, words in enumerate(plans):
+        text = print_plan([*words, "--full"])
+        for row, pattern in TENSOR_ROWS.items():
+            (printed,) = set(re.findall(pattern, text))
+            assert rows[row][column].removesuffix(" GiB") == printed.removesuffix(" GiB"), row
+        tokens = int(rows["tokens of a step"][column].replace(",", ""))
+        assert f"tokens {tokens / 1000:.1f} K a step" in text
+
+
+@pytest.mark.slow
+def test_ways_to_have_room_for_long_sequences() -> None:
+    (words,) = [words for words in read_plans("long_sequences.md") if "--advice" in words]
+    rows = read_rows("long_sequences.md")
+    text = print_plan(words)
+    active, reserved = re.findall(r" step ([\d.]+ GiB) [\d.]+ GiB ([\d.]+ GiB)", text)[-1]  # behind the first step
+    page = (DOCS / "long_sequences.md").read_text(encoding="utf-8")
+    assert f"takes {reserved} reserved on each card, {active} of them active at the peak" in page
+    assert rows["none"][0] == active and f" step {rows['none'][1]}, " in text
+    changes = [change for change in rows if change.startswith(("parallel.", "memory."))]
+    assert len(changes) == 5
+    for change in changes:
+        peak, step, sent, host, verdict = rows[change]
+        line = re.escape(f"{change} {peak} {step} {verdict} ") + "(?:(?!sends ).)*"
+        line += re.escape(f"sends {sent} a step") + r" \([^)]*\), " + re.escape(f"to and from the host {host}")
+        assert re.search(line, text), f"{change}: none like {line}"
