@@ -177,14 +177,17 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "llama3": {"factor": 4.0, "original_max_position_embeddings": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "longrope": _LONG,
 }
-OF_PHI = {"phi3": {}, "phimoe": {"short_mscale": 1.1, "long_mscale": 1.2}}  # which take this one alone
+OF_PHI: dict[str, dict[str, Any]] = {
+    "phi3": {},
+    "phimoe": {"short_mscale": 1.1, "long_mscale": 1.2},
+}  # which take this one alone
 SCALED = [(family, kind) for family in ("llama", "qwen3_moe", "glm", "olmo2") for kind in SCALINGS]
 SCALED += [(family, "longrope") for family in OF_PHI]
 
 
 @pytest.mark.parametrize(("family", "kind"), SCALED)
 def test_every_scaling_is_said_in_older_names_too(family: str, kind: str) -> None:
-    rope = {"rope_type": kind, "rope_theta": 777.0} | SCALINGS[kind] | OF_PHI.get(family, {})
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 777.0} | SCALINGS[kind] | OF_PHI.get(family, {})
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 8, "max_position_embeddings": 128}
     beside = {"original_max_position_embeddings": 24} if family in OF_PHI else {}
     made = transformers.AutoConfig.for_model(family, **sizes, **beside, rope_parameters=rope)
