@@ -177,10 +177,8 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "llama3": {"factor": 4.0, "original_max_position_embeddings": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "longrope": _LONG,
 }
-OF_PHI: dict[str, dict[str, Any]] = {
-    "phi3": {},
-    "phimoe": {"short_mscale": 1.1, "long_mscale": 1.2},
-}  # which take this one alone
+# Families that take a longrope alone -> what it has besides.
+OF_PHI: dict[str, dict[str, Any]] = {"phi3": {}, "phimoe": {"short_mscale": 1.1, "long_mscale": 1.2}}
 SCALED = [(family, kind) for family in ("llama", "qwen3_moe", "glm", "olmo2") for kind in SCALINGS]
 SCALED += [(family, "longrope") for family in OF_PHI]
 
