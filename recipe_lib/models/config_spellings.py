@@ -23,6 +23,7 @@ _ROPE_KEYS_IN = {
 }
 # Families whose older class counts the keys of `rope_scaling`, of which one is `type`.
 _WITH_TYPE = ("fuyu", "olmo", "olmo2", "phi3", "phi4_multimodal")
+_THREE_KEYS = ("phi3", "phi4_multimodal")  # of a longrope: the type and both lists
 _NO_PARTS = ("quantization_config", "compression_config")
 
 
@@ -67,10 +68,12 @@ def _older_ropes(ropes: Mapping[str, Any], family: str) -> dict[str, Any]:
     }
     scaling = {key: value for key, value in everywhere.items() if key not in ("rope_theta", "partial_rotary_factor")}
     if scaling.get("rope_type") == "longrope":
-        values[POSITIONS] = scaling.pop(POSITIONS, None)  # older readers look for it beside the object alone
+        values[POSITIONS] = scaling.get(POSITIONS)  # where older readers look for it, but for PhiMoE's
     older = {key: value for key, value in values.items() if key and value is not None}
     if scaling == {"rope_type": "default"}:
         return older | {OLDER: None}
     if family in _WITH_TYPE and "rope_type" in scaling:
         scaling["type"] = scaling.pop("rope_type")
+    if family in _THREE_KEYS and POSITIONS in older:
+        del scaling[POSITIONS]
     return older | {OLDER: scaling}

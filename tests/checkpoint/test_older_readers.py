@@ -169,6 +169,38 @@ def test_what_a_class_of_transformers_reads_stays_the_same(family: str) -> None:
         assert not {key for key, value in expected.items() if read.get(key) != value and key not in OLDER}
 
 
+_LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 24}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 0.7},
+    "llama3": {"factor": 4.0, "original_max_position_embeddings": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": _LONG,
+}
+# Families that take a longrope alone -> what it has besides.
+OF_PHI: dict[str, dict[str, Any]] = {"phi3": {}, "phimoe": {"short_mscale": 1.1, "long_mscale": 1.2}}
+SCALED = [(family, kind) for family in ("llama", "qwen3_moe", "glm", "olmo2") for kind in SCALINGS]
+SCALED += [(family, "longrope") for family in OF_PHI]
+
+
+@pytest.mark.parametrize(("family", "kind"), SCALED)
+def test_every_scaling_is_said_in_older_names_too(family: str, kind: str) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 777.0} | SCALINGS[kind] | OF_PHI.get(family, {})
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 8, "max_position_embeddings": 128}
+    beside = {"original_max_position_embeddings": 24} if family in OF_PHI else {}
+    made = transformers.AutoConfig.for_model(family, **sizes, **beside, rope_parameters=rope)
+    config = json.loads(made.to_json_string())
+    spelled = spell_config(config, family)
+    said = dict(spelled["rope_scaling"])
+    assert said.pop("rope_type", kind) == said.pop("type", kind) == kind
+    assert spelled["rope_theta"] == 777.0
+    said |= {key: spelled[key] for key in ("original_max_position_embeddings",) if key in spelled}
+    assert {key: said.get(key) for key in SCALINGS[kind]} == SCALINGS[kind]
+    for left_out in (OLDER, NEWER):
+        read = read_by_transformers(leave_out(spelled, left_out))
+        assert read["rope_parameters"] == config["rope_parameters"]
+
+
 @pytest.mark.slow
 def test_no_family_of_transformers_fails() -> None:
     """Also those that came with transformers 5, whose classes may not take an older name."""
