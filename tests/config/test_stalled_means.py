@@ -277,6 +277,17 @@ def test_a_plan_tells_it_with_the_bytes_of_its_model() -> None:
     assert f"optimizer.state_bits=32 ({8000 * len(outer) / 1024:.2f} GiB)" in plan.notes[0]
 
 
+def test_a_plan_counts_the_one_state_that_muon_keeps_of_a_layer() -> None:
+    """Embedding and last norm have AdamW's two."""
+    rows = [replace(row, trained=1000 * 2**20) for row in layer_rows()]
+    outer = [row.module for row in rows if not any(row.module.startswith(f"{other.module}.") for other in rows)]
+    layers = [module for module in outer if ".layers." in module]
+    states = len(layers) + 2 * (len(outer) - len(layers))
+    plan = hand_made(layers=rows, notes=[], assumptions=[])
+    say_stalled_means(plan, load_config("demo/full", [*STALLED, "optimizer.name=muon"]))
+    assert plan.notes[0].endswith(f"in brackets the states' size on all ranks, now {2000 * states / 1024:.2f} GiB")
+
+
 @pytest.mark.slow
 def test_the_verb_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--device", "24GB", "demo/full", *STALLED, "~validation"]) == 0
