@@ -76,6 +76,22 @@ def start_heartbeat(store: dist.Store, rank: int, size: int, timeout: float) -> 
     return Heartbeat(dist.PrefixStore(f"heartbeat {_made}", store.clone()), rank, size, timeout)
 
 
+@contextmanager
+def limit_connecting(rank: int, size: int, timeout: float, is_made: bool) -> Iterator[None]:
+    """End this process with a line where the block, which connects to the store, takes too long.
+
+    torch waits half an hour for a store that is not there, and for ever for one that takes a connection and is silent.
+    is_made: the store is older than this rank, and has one timeout. Otherwise rank 0 makes it, and may still import.
+    """
+    connected = threading.Event()
+    watching = Heartbeat(None, rank, size, timeout)
+    threading.Thread(target=watching.wait_for_store, args=(connected, is_made), name="heartbeat", daemon=True).start()
+    try:
+        yield
+    finally:
+        connected.set()
+
+
 class Heartbeat:
     """Says that this rank lives and where it is, and hears it of the others.
 
@@ -145,6 +161,18 @@ class Heartbeat:
         self.enter(name)
         with show_phase(name) as going:
             yield going
+
+    def wait_for_store(self, connected: threading.Event, is_made: bool) -> None:
+        """In a thread: end the process unless it is connected in time, see `limit_connecting`."""
+        self.enter("meeting the other ranks")
+        waited = 0.0  # counted, since a clock goes on while this process is stopped itself
+        while not connected.wait(BEAT_SECONDS):
+            waited += BEAT_SECONDS
+            if waited < self._timeout:
+                continue
+            timeouts = rules.STEP_SECONDS if is_made or 0 in stopped_ranks() else rules.LONG_SECONDS
+            if waited >= self._timeout * timeouts:
+                self._end(self._for_all([self._line(self._without_store(waited), self._beat())], []))
 
     def count_anew(self) -> None:
         """Notes that the ranks have entered different numbers of collectives so far, as the stages of a pipeline do."""
