@@ -14,7 +14,8 @@ import torch.distributed as dist
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.parallel.hang_detection import beats
-from recipe_lib.parallel.hang_detection.heartbeat import Heartbeat, limit_connecting, start_heartbeat
+from recipe_lib.parallel.hang_detection.connecting import limit_connecting
+from recipe_lib.parallel.hang_detection.heartbeat import Heartbeat, start_heartbeat
 from recipe_lib.parallel.hang_detection.peers import node_name
 
 _STORE_SECONDS = 5

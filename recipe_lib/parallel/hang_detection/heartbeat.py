@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from recipe_lib import errors
 from recipe_lib.errors import OUT_OF_MEMORY, PEER_FAILED, StoppedAndSaved, UserError
 from recipe_lib.logs import get_logger
 from recipe_lib.parallel.hang_detection import beats as rules
-from recipe_lib.parallel.hang_detection.beats import Beat, numbers
+from recipe_lib.parallel.hang_detection.beats import Beat, Detail, numbers
 from recipe_lib.parallel.hang_detection.peers import (
     PeerFailedError,
     first_line,
@@ -48,22 +48,6 @@ PEER_LOST_SECONDS = 3.0  # seconds without a beat by which a rank is gone, after
 _made = 0  # heartbeats of this process; all ranks make them alike
 
 
-class Detail(Protocol):
-    """What only a pipeline knows: how far its actions are, and which stage waits for which."""
-
-    def name(self, rank: int) -> str:
-        """`rank 2 (stage 2)`."""
-
-    def stand(self) -> dict[str, Any]:
-        """What this rank is at, as JSON holds it; `done` counts what it has come to."""
-
-    def culprits(self, stands: dict[int, dict[str, Any]]) -> list[int] | None:
-        """The ranks that the others wait for; None: this one is at no action."""
-
-    def words(self, rank: int, stand: dict[str, Any]) -> str:
-        """What a rank is at, or ""."""
-
-
 def start_heartbeat(store: dist.Store, rank: int, size: int, timeout: float) -> "Heartbeat":
     """Return the heartbeat of the ranks that meet at a store, to be entered; of one rank an idle one.
 
@@ -74,22 +58,6 @@ def start_heartbeat(store: dist.Store, rank: int, size: int, timeout: float) -> 
         return Heartbeat()
     _made += 1
     return Heartbeat(dist.PrefixStore(f"heartbeat {_made}", store.clone()), rank, size, timeout)
-
-
-@contextmanager
-def limit_connecting(rank: int, size: int, timeout: float, is_made: bool) -> Iterator[None]:
-    """End this process with a line where the block, which connects to the store, takes too long.
-
-    torch waits half an hour for a store that is not there, and for ever for one that takes a connection and is silent.
-    is_made: the store is older than this rank, and has one timeout. Otherwise rank 0 makes it, and may still import.
-    """
-    connected = threading.Event()
-    watching = Heartbeat(None, rank, size, timeout)
-    threading.Thread(target=watching.wait_for_store, args=(connected, is_made), name="heartbeat", daemon=True).start()
-    try:
-        yield
-    finally:
-        connected.set()
 
 
 class Heartbeat:
