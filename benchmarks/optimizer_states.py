@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from recipe_lib.config.optimizer_facts import BYTES, state_bytes
 from recipe_lib.config.schema import OptimizerConfig
-from recipe_lib.config.stalled_means import resting_range
+from recipe_lib.config.stalled_means import resting_range, resting_range_in_block
 from recipe_lib.ops.low_bit import make_code
 from recipe_lib.optim.optimizers import build_optimizer
 from recipe_lib.optim.state_layout import MASTER
@@ -213,7 +213,10 @@ quarters of a block `apart` from the rest; `noise` over three decades, its devia
   with 0.999.
 - 8 bits keep a block's largest number exactly, others down to a tenth of it to 4 %, and twice as roughly with each
   power of ten below. A second moment of less than 1 / 3,000,000 of the largest is taken for that, so that the steps of
-  the smallest gradients are too short. Small changes of one number among others that stay are lost here too.
+  the smallest gradients are too short. Levels below the largest are no finer than bf16, so that a number which
+  changes among others that stay is not followed either: of half of the largest a second moment rests where what it
+  averages is {low_block_95:.2f} to {high_block_95:.2f} of it with 0.95, anything up to {high_block_999:.1f} with 0.999.
+  The same line tells of a second moment's decay over 1 - 0.9/64, of other means' over 1 - 0.9/32.
 - 4 bits have no level of a second moment under 1/16 of a block's largest. A gradient of a hundredth of the largest
   takes a fortieth of its step, smaller ones next to none. A mean that shrinks beside others which do not, as in
   `100 x, apart`, does not come down, so that its weight goes on as before.
@@ -231,6 +234,7 @@ def make_page(steps: int, every: int) -> str:
             parts += [f"## {what}, betas {betas}\n", header, *(f"| {line} |" for line in body), ""]
     low_95, high_95 = resting_range(0.95)
     high_999 = resting_range(0.999)[1]
+    low_block_95, high_block_95 = resting_range_in_block(0.95, is_signed=False)
     return PAGE.format(
         torch=torch.__version__,
         steps=steps,
@@ -241,6 +245,9 @@ def make_page(steps: int, every: int) -> str:
         low_95=low_95,
         high_95=high_95,
         high_999=high_999,
+        low_block_95=low_block_95,
+        high_block_95=high_block_95,
+        high_block_999=resting_range_in_block(0.999, is_signed=False)[1],
         long_999=high_999**0.5,
         deviation_95=100 / (256 * (1 - 0.95**2) ** 0.5),
         deviation_999=100 / (256 * (1 - 0.999**2) ** 0.5),

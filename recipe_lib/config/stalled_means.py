@@ -4,6 +4,9 @@ A mean m becomes d m + (1 - d) x in a step. bf16 has 8 bits, so that a change of
 numbers, 1/512 to 1/256 of m, is lost. Rounded once a step, as torch's fused kernels and ours do, m may rest wherever
 x / m is within 1 +- 1 / (256 (1 - d)): with d = 0.95 a second moment is off by 8 %, a step by 4 %; with d = 0.999 a
 step is up to 2.2 times too long, and m never comes down. docs/measurements/optimizer_states.md has runs of it.
+
+In 8 bits a block's largest number is exact. Below it levels are 0.9/128 of it apart, with a sign 0.9/64: no finer than
+bf16, so that a number which changes while a larger one of its block stays rests as those do, and sooner.
 """
 
 import math
@@ -67,6 +70,13 @@ def resting_range(decay: float, roundings: int = 1) -> tuple[float, float]:
     return max(0.0, lowest), highest
 
 
+def resting_range_in_block(decay: float, is_signed: bool) -> tuple[float, float]:
+    """Return the same of a mean in 8 bits that is half of its block's largest number, while that one stays."""
+    level_distance = 0.9 / (64 if is_signed else 128)  # in multiples of the largest
+    off = level_distance / (1 - decay)  # half a distance, in multiples of a half
+    return max(0.0, 1 - off), 1 + off
+
+
 def describe_stalled_means(
     cfg: Any, format_size: Callable[[Any], str] | None = None, size: str = "bytes a parameter"
 ) -> list[str]:
@@ -78,39 +88,48 @@ def describe_stalled_means(
     """
     width = BYTES[trained_dtype(cfg)]
     format_size = format_size or (lambda optimizer: f"{state_bytes(optimizer, width, in_layer=False):.3g}")
+    facts = optimizer_facts(cfg.optimizer.name)
+    bits = None if facts is None else facts.state_bits(cfg.optimizer)
     lines = []
-    for mean, roundings in _bf16_means(cfg):
-        lowest, highest = resting_range(mean.decay(cfg.optimizer), roundings)
-        if lowest > 1 / FARTHEST and highest < FARTHEST:
-            continue
+    for mean, lowest, highest in _stalled_means(cfg, cfg.optimizer):
         low = f"stop at {1 / highest:.2g} of its value"
         high = f"or stay at {1 / lowest:.2g} times of it" if lowest else "and never comes down again"
         if mean.scales_steps:
             low += f" (steps {math.sqrt(highest):.2g} times too long)"
             high += f" (steps of {math.sqrt(lowest):.2g} of their length)" if lowest else " (steps too short)"
-        lines.append(
-            f"{mean.setting(cfg.optimizer)}: in bf16 {mean.name} may {low} {high}; {_remedy(cfg, format_size, size)}"
-        )
-    facts = optimizer_facts(cfg.optimizer.name)
-    if facts is not None and facts.state_bits(cfg.optimizer) == 4:
+        what = f"in bf16 {mean.name}"
+        if bits == 8:
+            what = f"in 8 bits {mean.name}, beside one twice as large in its block,"
+        remedy = _remedy(cfg, format_size, size)
+        lines.append(f"{mean.setting(cfg.optimizer)}: {what} may {low} {high}; {remedy}")
+    if bits == 4:
         lines.append(f"optimizer.state_bits=4: {FOUR_BITS}; {_remedy(cfg, format_size, size)}")
     return lines
 
 
-def _bf16_means(cfg: Any) -> Iterator[tuple[_Mean, int]]:
-    """The means that are kept in bf16 and rounded to the nearest, and how often a step rounds each."""
-    optimizer = cfg.optimizer
+def _stalled_means(cfg: Any, optimizer: Any) -> Iterator[tuple[_Mean, float, float]]:
+    """The means of a section `optimizer` that may stay FARTHEST times off, and their resting ranges."""
     dtype = trained_dtype(cfg)
     facts = optimizer_facts(optimizer.name)
-    if facts is None or (facts.state_bits(optimizer) or 8 * BYTES[dtype]) != 16 or optimizer.stochastic_rounding:
+    if facts is None:
+        return
+    bits = facts.state_bits(optimizer) or 8 * BYTES[dtype]
+    if bits != 8 and (bits != 16 or optimizer.stochastic_rounding):
         return
     # Of torch's SGD in bf16 `auto` is fused on a single GPU alone.
     is_fused = optimizer.implementation == "fused" or (optimizer.implementation == "auto" and optimizer.name != "sgd")
     has_own_step = facts.torch_class is None or optimizer.master_weights or dtype != "bf16"
     for state in dict.fromkeys((*facts.states, *(facts.layer_matrix_states or ()))):
         mean = _MEANS.get(state)
-        if mean is not None and mean.key in facts.keys and mean.decay(optimizer):
-            yield mean, 1 if is_fused or has_own_step else mean.roundings
+        if mean is None or mean.key not in facts.keys or not mean.decay(optimizer):
+            continue
+        if bits == 8:
+            lowest, highest = resting_range_in_block(mean.decay(optimizer), is_signed=not mean.scales_steps)
+        else:
+            roundings = 1 if is_fused or has_own_step else mean.roundings
+            lowest, highest = resting_range(mean.decay(optimizer), roundings)
+        if lowest <= 1 / FARTHEST or highest >= FARTHEST:
+            yield mean, lowest, highest
 
 
 def _remedy(cfg: Any, format_size: Callable[[Any], str], size: str) -> str:
@@ -120,13 +139,21 @@ def _remedy(cfg: Any, format_size: Callable[[Any], str], size: str) -> str:
     facts = optimizer_facts(optimizer.name)
     if facts is None or "state_bits" not in facts.keys:
         return f"set it to 0.98 or less, or {'dtype' if cfg.trained_adapters is None else 'lora.dtype'}=fp32"
-    in_bf16 = dtype == "bf16" and not optimizer.master_weights and optimizer.state_bits != 4
     tried: list[dict[str, Any]] = [{"state_bits": 32}, {"state_bits": 8}]
-    if in_bf16:
-        tried.insert(1, {"stochastic_rounding": True})
+    if dtype == "bf16" and not optimizer.master_weights:
+        tried.insert(1, {"state_bits": 16, "stochastic_rounding": True})
+    present = {"state_bits": optimizer.state_bits or 8 * BYTES[dtype]}
     choices = []
-    for setting in tried:
-        ((key, value),) = setting.items()
-        choices.append(f"optimizer.{key}={str(value).lower()} ({format_size(replace(optimizer, **setting))})")
-    words = f"{', '.join(choices[:-1])} or {choices[-1]}"
-    return f"set {words}; in brackets the states' {size}, now {format_size(optimizer)}"
+    for settings in tried:
+        changed = replace(optimizer, **settings)
+        if next(_stalled_means(cfg, changed), None) is not None:
+            continue
+        words = [
+            f"optimizer.{key}={str(value).lower()}"
+            for key, value in settings.items()
+            if value != present.get(key, getattr(optimizer, key))
+        ]
+        if words:
+            choices.append(f"{' '.join(words)} ({format_size(changed)})")
+    remedies = " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
+    return f"set {remedies}; in brackets the states' {size}, now {format_size(optimizer)}"

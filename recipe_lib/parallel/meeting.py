@@ -14,6 +14,7 @@ import torch.distributed as dist
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.parallel.hang_detection import beats
+from recipe_lib.parallel.hang_detection.connecting import limit_connecting
 from recipe_lib.parallel.hang_detection.heartbeat import Heartbeat, start_heartbeat
 from recipe_lib.parallel.hang_detection.peers import node_name
 
@@ -68,7 +69,7 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
         return
     rank, size, local_rank = _read_environment()
     _check_device_count(_device_type(cfg.device), local_rank)
-    store = _connect_store(rank, size)
+    store = _connect_store(rank, size, timeout)
     healthy = size == 1
     try:
         with start_heartbeat(store, rank, size, timeout) as heartbeat:
@@ -163,20 +164,21 @@ def _group_limit(cfg: WorldConfig) -> timedelta:
     return timedelta(seconds=min(2 * beats.LONG_SECONDS * timeout, _LONGEST_LIMIT))
 
 
-def _connect_store(rank: int, size: int) -> dist.Store:
+def _connect_store(rank: int, size: int, timeout: float) -> dist.Store:
     """Return the store that the ranks meet at: torchrun's, or rank 0's. `dist.rendezvous` would wait in rank 0."""
     if size == 1:
         return dist.HashStore()
     is_held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        _read_integer("MASTER_PORT"),
-        size,
-        is_master=rank == 0 and not is_held_by_torchrun,
-        timeout=dist.default_pg_timeout,
-        wait_for_workers=False,
-        multi_tenant=not is_held_by_torchrun,
-    )
+    with limit_connecting(rank, size, timeout, is_made=is_held_by_torchrun):
+        return dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            _read_integer("MASTER_PORT"),
+            size,
+            is_master=rank == 0 and not is_held_by_torchrun,
+            timeout=dist.default_pg_timeout,
+            wait_for_workers=False,
+            multi_tenant=not is_held_by_torchrun,
+        )
 
 
 def _tell_once(error: UserError, store: dist.Store, local_rank: int) -> None:

@@ -72,11 +72,14 @@ def _layer_sums(rows: Iterable[LayerRow]) -> list[str]:
 
 def say_stalled_means(plan: Plan, cfg: Any) -> None:
     """Add a line for each mean of the optimizer that cannot follow, with the bytes of all that is trained."""
-    trained = sum(row.trained for row in outermost(plan.layers))
     width = BYTES[trained_dtype(cfg)]
 
     def format_size(optimizer: Any) -> str:
-        return format_bytes(round(trained * state_bytes(optimizer, width, in_layer=True)))
+        size = 0.0
+        for row in outermost(plan.layers):
+            is_in_layer = split_number(row.module)[1] is not None
+            size += row.trained * state_bytes(optimizer, width, in_layer=is_in_layer)
+        return format_bytes(round(size))
 
     lines = describe_stalled_means(cfg, format_size, "size on all ranks")
     plan.notes += lines

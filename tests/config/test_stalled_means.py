@@ -1,6 +1,7 @@
 """Means in bf16 that cannot follow are told exactly where they stand still, by every verb that reads a config."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,15 @@ from recipe_lib.config.stalled_means import FARTHEST, describe_stalled_means, re
 from recipe_lib.optim.optimizers import build_optimizer
 from recipe_lib.plan.layer_tables import say_stalled_means
 from tests.plan.plans import hand_made, layer_rows
+from tests.training.formulas import dynamic_levels
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 EDGES = {1: 2 / 258, 2: 3 / 258}  # 1 - decay below which a mean stays at twice or half, by roundings of a step
 DECAYS = [0.8, 0.9, 0.95, 0.98, 0.985, 0.99, 0.995, 0.998, 0.999, 0.9999]
-DECAYS += [1 - edge * (1 + off) for edge in (*EDGES.values(), 1 / 258) for off in (-0.05, 0.05)]
+BLOCK_EDGES = {"exp_avg": 0.9 / 32, "exp_avg_sq": 0.9 / 64}  # in 8 bits, of half of a block's largest number
+BLOCK_EDGES["momentum_buffer"] = BLOCK_EDGES["exp_avg"]
+EVERY_EDGE = {*EDGES.values(), 1 / 258, *BLOCK_EDGES.values()}
+DECAYS += [1 - edge * (1 + off) for edge in EVERY_EDGE for off in (-0.05, 0.05)]
 STALLED = ["optimizer.betas=[0.9,0.999]", "dtype=bf16"]
 
 
@@ -73,6 +78,29 @@ def stands_still(optimizer: Any, parameter: nn.Parameter, state: str, decay: flo
     return False
 
 
+def stands_still_in_8_bits(optimizer: Any, parameter: nn.Parameter, state: str) -> bool:
+    """Whether a number of half of its block's largest, which stays, does so too though it averages half or twice."""
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    if f"{state}_codes" not in optimizer.state[parameter]:
+        return False
+    levels = dynamic_levels(8, state != "exp_avg_sq").double()
+    half = int((levels >= 0.5).nonzero()[0])
+    codes = torch.full(parameter.shape, half, dtype=torch.uint8)
+    codes[:, 0] = 255
+    for share in (1 / FARTHEST, FARTHEST):
+        optimizer.state[parameter][f"{state}_codes"].copy_(codes)
+        optimizer.state[parameter][f"{state}_scales"].fill_(1.0)
+        wanted = levels[codes.int()]
+        wanted[:, 1:] *= share
+        wanted = wanted.sqrt() if state == "exp_avg_sq" else wanted
+        parameter.grad = wanted.to(parameter.dtype)
+        optimizer.step()
+        if bool(optimizer.state[parameter][f"{state}_codes"].eq(codes)[:, 1:].all()):
+            return True
+    return False
+
+
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("bf16", {}),
     ("bf16", {"implementation": "fused"}),
@@ -88,7 +116,21 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("bf16", {"name": "muon", "state_bits": 32}),
     ("bf16", {"name": "sgd", "implementation": "single"}),
     ("fp32", {"name": "sgd"}),
+    ("bf16", {"state_bits": 8}),
+    ("fp32", {"state_bits": 8}),
+    ("bf16", {"state_bits": 8, "stochastic_rounding": True}),
+    ("bf16", {"state_bits": 8, "master_weights": True}),
+    ("bf16", {"name": "muon", "state_bits": 8}),
 ]
+
+
+def check_remedies(cfg: Any, lines: list[str]) -> None:
+    """After each setting that a line names nothing is left to tell."""
+    for line in lines:
+        for choice in re.findall(r"((?:optimizer\.[a-z_]+=[a-z0-9]+ )+)\([0-9.]+\)", line):
+            changed = {word.split("=")[0].removeprefix("optimizer."): word.split("=")[1] for word in choice.split()}
+            values: dict[str, Any] = {key: True if text == "true" else int(text) for key, text in changed.items()}
+            assert describe_stalled_means(replace(cfg, optimizer=replace(cfg.optimizer, **values))) == [], choice
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -111,12 +153,19 @@ def test_a_config_is_told_exactly_where_its_optimizer_stands_still(
             cfg = load_config("llama3/8B_lora" if adapters else "llama3/8B_full", [*own, *words], schema)
             lines = describe_stalled_means(cfg)
             name = "layers.0.w" if state == "momentum_buffer" else "norm"
-            parameter = nn.Parameter(torch.ones((2, 128), dtype=DTYPES[dtype]))
+            in_blocks = cfg.optimizer.state_bits == 8
+            shape = (16, 256) if in_blocks else (2, 128)
+            parameter = nn.Parameter(torch.ones(shape, dtype=DTYPES[dtype]))
             optimizer = build_optimizer(cfg.optimizer, [(name, parameter)], torch.device("cpu"))
             place = "" if at is None else f"[{at}]"
-            assert [line.split("=")[0] for line in lines] == (
-                [f"optimizer.{word}{place}"] if stands_still(optimizer, parameter, state, decay) else []
-            ), (state, decay)
+            if in_blocks:
+                still = stands_still_in_8_bits(optimizer, parameter, state)
+            else:
+                still = stands_still(optimizer, parameter, state, decay)
+            assert [line.split("=")[0] for line in lines] == ([f"optimizer.{word}{place}"] if still else []), (
+                state, decay
+            )  # fmt: skip
+            check_remedies(cfg, lines)
 
 
 def test_by_chance_a_mean_that_would_stand_still_moves() -> None:
@@ -137,8 +186,8 @@ def test_by_chance_a_mean_that_would_stand_still_moves() -> None:
 
 LINE = (
     "optimizer.betas[1]=0.999: in bf16 the second moment may stop at 0.2 of its value (steps 2.2 times too long) and "
-    "never comes down again (steps too short); set optimizer.state_bits=32 (8), optimizer.stochastic_rounding=true (4) "
-    "or optimizer.state_bits=8 (2.03); in brackets the states' bytes a parameter, now 4"
+    "never comes down again (steps too short); set optimizer.state_bits=32 (8) or optimizer.stochastic_rounding=true "
+    "(4); in brackets the states' bytes a parameter, now 4"
 )
 
 
@@ -151,7 +200,7 @@ def test_the_line_says_what_is_lost_what_to_set_and_its_bytes(
     assert math.sqrt(1 + 1 / 0.256) == pytest.approx(2.2, rel=0.01) and 1 / (1 + 1 / 0.256) == pytest.approx(
         0.2, rel=0.02
     )
-    for setting in ("optimizer.state_bits=32", "optimizer.stochastic_rounding=true", "optimizer.state_bits=8"):
+    for setting in ("optimizer.state_bits=32", "optimizer.stochastic_rounding=true"):
         assert main([*words, setting]) == 0  # each of what it names helps
         assert "stop at" not in capsys.readouterr().out
 
@@ -167,12 +216,18 @@ OTHERS = {
     ),
     "optimizer.state_bits=4 optimizer.stochastic_rounding=true": (
         "note: optimizer.state_bits=4: beside a gradient 100 times as large, in one block of 128 numbers, one takes a "
-        "fortieth of its step, and a mean that shrinks alone stays as it is; set optimizer.state_bits=32 (8) or "
-        "optimizer.state_bits=8 (2.03); in brackets the states' bytes a parameter, now 1.06"
+        "fortieth of its step, and a mean that shrinks alone stays as it is; set optimizer.state_bits=32 (8), "
+        "optimizer.state_bits=16 (4) or optimizer.state_bits=8 (2.03); in brackets the states' bytes a parameter, "
+        "now 1.06"
     ),
     "optimizer.betas=[0.9,0.999] optimizer.master_weights=true optimizer.state_bits=16": (
-        "set optimizer.state_bits=32 (12) or optimizer.state_bits=8 (6.03); in brackets the states' bytes a parameter, "
-        "now 8"
+        "set optimizer.state_bits=32 (12); in brackets the states' bytes a parameter, now 8"
+    ),
+    "optimizer.betas=[0.9,0.999] optimizer.state_bits=8": (
+        "note: optimizer.betas[1]=0.999: in 8 bits the second moment, beside one twice as large in its block, may stop "
+        "at 0.12 of its value (steps 2.8 times too long) and never comes down again (steps too short); set "
+        "optimizer.state_bits=32 (8) or optimizer.state_bits=16 optimizer.stochastic_rounding=true (4); in brackets "
+        "the states' bytes a parameter, now 2.03"
     ),
 }
 
@@ -194,6 +249,7 @@ def test_an_import_tells_it(tmp_path: Path, optimizer: str, capsys: pytest.Captu
     assert main(["import", str(theirs)]) == 0
     said = capsys.readouterr().err
     assert (f"note: {LINE}\n" in said) == optimizer.startswith("adamw_torch")
+    assert ("betas[1]=0.999: in 8 bits" in said) == (optimizer == "paged_adamw_8bit")
     assert ("under a thousandth of its block's largest" in said) == (optimizer == "paged_adamw_8bit")
 
 
@@ -219,6 +275,17 @@ def test_a_plan_tells_it_with_the_bytes_of_its_model() -> None:
     assert plan.notes == plan.assumptions and len(plan.notes) == 1
     assert plan.notes[0].endswith(f"in brackets the states' size on all ranks, {expected}")
     assert f"optimizer.state_bits=32 ({8000 * len(outer) / 1024:.2f} GiB)" in plan.notes[0]
+
+
+def test_a_plan_counts_the_one_state_that_muon_keeps_of_a_layer() -> None:
+    """Embedding and last norm have AdamW's two."""
+    rows = [replace(row, trained=1000 * 2**20) for row in layer_rows()]
+    outer = [row.module for row in rows if not any(row.module.startswith(f"{other.module}.") for other in rows)]
+    layers = [module for module in outer if ".layers." in module]
+    states = len(layers) + 2 * (len(outer) - len(layers))
+    plan = hand_made(layers=rows, notes=[], assumptions=[])
+    say_stalled_means(plan, load_config("demo/full", [*STALLED, "optimizer.name=muon"]))
+    assert plan.notes[0].endswith(f"in brackets the states' size on all ranks, now {2000 * states / 1024:.2f} GiB")
 
 
 @pytest.mark.slow

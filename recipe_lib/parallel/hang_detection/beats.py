@@ -7,7 +7,7 @@ a call that does not return.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 # How many timeouts long a rank may be at something before the others stop waiting for it.
 STEP_SECONDS = 1.0  # a training step
@@ -47,6 +47,22 @@ class Beat:
     def at(self) -> str:
         """`step 12, at recipe.py:120 (train_step)`."""
         return f"{self.phase}, at {self.where}" if self.where else self.phase
+
+
+class Detail(Protocol):
+    """What only a pipeline knows: how far its actions are, and which stage waits for which."""
+
+    def name(self, rank: int) -> str:
+        """`rank 2 (stage 2)`."""
+
+    def stand(self) -> dict[str, Any]:
+        """What this rank is at, as JSON holds it; `done` counts what it has come to."""
+
+    def culprits(self, stands: dict[int, dict[str, Any]]) -> list[int] | None:
+        """The ranks that the others wait for; None: this one is at no action."""
+
+    def words(self, rank: int, stand: dict[str, Any]) -> str:
+        """What a rank is at, or ""."""
 
 
 def silent(beats: Mapping[int, Beat], timeout: float, stopped: Collection[int] = ()) -> list[int]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from recipe_lib import errors
 from recipe_lib.errors import OUT_OF_MEMORY, PEER_FAILED, StoppedAndSaved, UserError
 from recipe_lib.logs import get_logger
 from recipe_lib.parallel.hang_detection import beats as rules
-from recipe_lib.parallel.hang_detection.beats import Beat, numbers
+from recipe_lib.parallel.hang_detection.beats import Beat, Detail, numbers
 from recipe_lib.parallel.hang_detection.peers import (
     PeerFailedError,
     first_line,
@@ -46,22 +46,6 @@ REPORT_SECONDS = 6.0  # seconds that the others wait for its report: a launcher 
 SHUTDOWN_SECONDS = 60.0  # seconds for a rank that is on its way out itself, to write what it leaves
 PEER_LOST_SECONDS = 3.0  # seconds without a beat by which a rank is gone, after an exchange with it has failed
 _made = 0  # heartbeats of this process; all ranks make them alike
-
-
-class Detail(Protocol):
-    """What only a pipeline knows: how far its actions are, and which stage waits for which."""
-
-    def name(self, rank: int) -> str:
-        """`rank 2 (stage 2)`."""
-
-    def stand(self) -> dict[str, Any]:
-        """What this rank is at, as JSON holds it; `done` counts what it has come to."""
-
-    def culprits(self, stands: dict[int, dict[str, Any]]) -> list[int] | None:
-        """The ranks that the others wait for; None: this one is at no action."""
-
-    def words(self, rank: int, stand: dict[str, Any]) -> str:
-        """What a rank is at, or ""."""
 
 
 def start_heartbeat(store: dist.Store, rank: int, size: int, timeout: float) -> "Heartbeat":
@@ -145,6 +129,18 @@ class Heartbeat:
         self.enter(name)
         with show_phase(name) as going:
             yield going
+
+    def wait_for_store(self, connected: threading.Event, is_made: bool) -> None:
+        """In a thread: end the process unless it is connected in time, see `limit_connecting`."""
+        self.enter("meeting the other ranks")
+        waited = 0.0  # counted, since a clock goes on while this process is stopped itself
+        while not connected.wait(BEAT_SECONDS):
+            waited += BEAT_SECONDS
+            if waited < self._timeout:
+                continue
+            timeouts = rules.STEP_SECONDS if is_made or 0 in stopped_ranks() else rules.LONG_SECONDS
+            if waited >= self._timeout * timeouts:
+                self._end(self._for_all([self._line(self._without_store(waited), self._beat())], []))
 
     def count_anew(self) -> None:
         """Notes that the ranks have entered different numbers of collectives so far, as the stages of a pipeline do."""

@@ -3,14 +3,19 @@
 import os
 import re
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
+from recipe_lib.parallel.hang_detection import beats
 from recipe_lib.parallel.hang_detection.peers import stopped_ranks
+from recipe_lib.parallel.meeting import meet_ranks
 from tests.distributed.launched import ROOT, START, Ended, Ranks, start_ranks
 from tests.recipes.runs import arguments, latest
 from tests.selection import slow_except
@@ -103,6 +108,59 @@ def test_these_are_all_phases(ranks: Ranks, model: Path, tmp_path: Path) -> None
     assert (model.parent / "phases").read_text().splitlines() == TRAINING
     ended = evaluate(ranks, tmp_path, model)
     assert (ended.codes, ended.phases) == ([0, 0], EVALUATION), ended.said
+
+
+STORES = {  # where ranks meet: whether torchrun has it, and after how many timeouts its silence is told
+    "stopped": (True, 1),  # it takes connections and says nothing
+    "gone": (True, 1),
+    "rank 0's, which is stopped": (False, 1),
+    "rank 0's, which still imports": (False, 2),
+}
+
+
+def meet_alone() -> None:
+    """What rank 1 does before it has met any other."""
+    beats.LONG_SECONDS = 2.0
+    signal.alarm(30)  # else it would wait for ever
+    parallel = ParallelConfig(heartbeat_timeout_seconds=TIMEOUT)
+    with meet_ranks(FullFinetuneConfig(parallel=parallel, device="cpu")):
+        pass
+
+
+@pytest.mark.parametrize("store", slow_except(STORES, ["stopped"]))
+def test_a_store_that_does_not_answer_is_told_before_the_ranks_meet(store: str) -> None:
+    """torch waits half an hour for one that is not there, and for ever for one that is silent."""
+    is_made, timeouts = STORES[store]
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        if store == "stopped":
+            listening.listen()
+        common = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                               "MASTER_PORT": str(listening.getsockname()[1]), "GROUP_RANK": "0",
+                               "TORCHELASTIC_USE_AGENT_STORE": str(is_made)}  # fmt: skip
+        first = subprocess.Popen(["sleep", "120"], env=common | {"RANK": "0"})
+        try:
+            if store.endswith("is stopped"):
+                first.send_signal(signal.SIGSTOP)
+            ended = subprocess.run(
+                [sys.executable, "-c", f"from {__name__} import meet_alone; meet_alone()"],
+                cwd=ROOT,
+                env=common | {"RANK": "1", "LOCAL_RANK": "1"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        finally:
+            first.kill()
+            first.wait()
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert ended.returncode == 7 and len(lines) == 1, ended.stderr
+    assert re.match(
+        r"error: the store of the run at 127\.0\.0\.1:\d+ \(rank 0 or its launcher\) is stopped or unreachable for "
+        rf"{timeouts * TIMEOUT} s; rank 1 waits for \d+ s in meeting the other ranks; set {KEY} higher if the run is "
+        r"only slow$",
+        lines[0],
+    ), lines
 
 
 def test_a_stopped_process_is_known_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
