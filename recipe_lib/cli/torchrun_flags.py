@@ -12,9 +12,9 @@ from recipe_lib.errors import ConfigError
 WITH_VALUE = {
     "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts",
     "--monitor-interval", "--start-method", "--event-log-handler", "--role", "--log-dir", "--redirects", "--tee",
-    "--local-ranks-filter", "--duplicate-stdout-filters", "--duplicate-stderr-filters", "--node-rank", "--master-addr",
-    "--master-port", "--local-addr", "--logs-specs", "--numa-binding", "--signals-to-handle", "--shutdown-timeout",
-    "-r", "-t",
+    "--log-line-prefix-template", "--local-ranks-filter", "--duplicate-stdout-filters", "--duplicate-stderr-filters",
+    "--node-rank", "--master-addr", "--master-port", "--local-addr", "--logs-specs", "--numa-binding",
+    "--signals-to-handle", "--shutdown-timeout", "--print-completion", "-r", "-t",
 }  # fmt: skip
 WITHOUT_VALUE = {"--standalone", "--virtual-local-rank"}
 REFUSED = {"-m", "--module", "--no-python", "--run-path"}

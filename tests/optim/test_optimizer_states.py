@@ -152,6 +152,10 @@ def test_the_patterns_are_what_the_page_says() -> None:
     last = list(PATTERNS).index("100 x, apart") * ROWS
     before, after = make_gradients(999)[last], make_gradients(1000)[last]
     assert (before == 1).all() and (after[::4] == 1).all() and after[1] == torch.tensor(0.01).bfloat16()
+    start = list(PATTERNS).index("100 x, in turn") * ROWS
+    in_turn: Any = torch.stack([make_gradients(step)[start] for step in range(0, 2000, 8)])
+    assert (in_turn.max(1).values == 1).all()  # the block's largest never changes, each of its numbers does
+    assert (in_turn.min(0).values < 0.02).all() and ((in_turn[1:] != in_turn[:-1]).sum(1) <= 2).all()
     noise: Any = torch.stack([make_gradients(step)[-ROWS:] for step in range(50)])
     assert float((noise.float().std(0) / noise.float().mean(0)).median()) == pytest.approx(0.5, rel=0.05)
 
@@ -202,5 +206,5 @@ def test_the_page_says_what_docs_say() -> None:
         assert page[in_4]["outlier, others 0.01"][0] == pytest.approx(1 / 40, rel=0.05)
         assert page[in_4]["100 x, apart"][1] > 5
     slow, fast = (read_page(f"Steps, betas {betas}")[fused] for betas in BETAS)
-    assert all(abs(math.log(worst)) < 0.045 for _, worst in slow.values())
+    assert all(abs(math.log(worst)) < 0.055 for _, worst in slow.values())
     assert max(worst for _, worst in fast.values()) == pytest.approx(math.sqrt(1 + 1 / 0.256), rel=0.05)

@@ -44,6 +44,7 @@ OWN_STALL_SECONDS = 2.0  # seconds by which this process must be late to have be
 FAILURE_GRACE_SECONDS = 2.5  # seconds that a rank which fails waits for the others to have seen it, before it ends
 REPORT_SECONDS = 6.0  # seconds that the others wait for its report: a launcher ends all when the first one ends
 SHUTDOWN_SECONDS = 60.0  # seconds for a rank that is on its way out itself, to write what it leaves
+LINE_SECONDS = 2.0  # seconds that the last line may take to be written
 PEER_LOST_SECONDS = 3.0  # seconds without a beat by which a rank is gone, after an exchange with it has failed
 _made = 0  # heartbeats of this process; all ranks make them alike
 
@@ -132,7 +133,7 @@ class Heartbeat:
 
     def wait_for_store(self, connected: threading.Event, is_made: bool) -> None:
         """In a thread: end the process unless it is connected in time, see `limit_connecting`."""
-        self.enter("meeting the other ranks")
+        self.enter("connecting to the store")
         waited = 0.0  # counted, since a clock goes on while this process is stopped itself
         while not connected.wait(BEAT_SECONDS):
             waited += BEAT_SECONDS
@@ -360,7 +361,7 @@ class Heartbeat:
     def _end(self, failure: dict[str, Any]) -> None:
         self._once.acquire()  # for good: of two threads the first one ends the process
         # A stuck thread may hold what is flushed.
-        timer = threading.Timer(2 * BEAT_SECONDS, lambda: os._exit(failure["code"]))
+        timer = threading.Timer(LINE_SECONDS, lambda: os._exit(failure["code"]))
         timer.daemon = True
         timer.start()
         self._say(failure)

@@ -22,18 +22,19 @@ from tests.selection import slow_except
 
 TIMEOUT = 2  # seconds, of the key
 KEY = f"parallel.heartbeat_timeout_seconds={TIMEOUT}"
+CONNECTING = "connecting to the store"
 # What a rank comes to, in this order; `test_these_are_all_phases` holds that no other one is there.
 TRAINING = [
-    START, "reading the data", "meeting the other ranks", "setting up", "reading data", "setting up the model",
-    "loading weights", "setting up the optimizer", "resuming", "starting to train",
+    START, CONNECTING, "reading the data", "meeting the other ranks", "setting up", "reading data",
+    "setting up the model", "loading weights", "setting up the optimizer", "resuming", "starting to train",
     "step 1", "recording step 1", "validation after step 1", "keeping the best step 1", "end of step 1",
     "saving step 1", "step 2", "recording step 2", "validation after step 2",
     "keeping the best step 2", "end of step 2", "saving step 2", "loading the best step", "exporting",
     "waiting for the others to end",
 ]  # fmt: skip
 EVALUATION = [
-    START, "reading the data", "meeting the other ranks", "loading weights", "likelihoods (tuned)", "answers (tuned)",
-    "likelihoods (base)", "answers (base)", "waiting for the others to end",
+    START, CONNECTING, "reading the data", "meeting the other ranks", "loading weights", "likelihoods (tuned)",
+    "answers (tuned)", "likelihoods (base)", "answers (base)", "waiting for the others to end",
 ]  # fmt: skip
 
 
@@ -77,15 +78,16 @@ def check_is_told(ended: Ended, stopped: int, at: str) -> None:
     codes = [7, -signal.SIGKILL]
     assert ended.codes == (codes if stopped == 1 else codes[::-1]), ended.said
     assert "Traceback" not in ended.said
-    (line,) = [line for line in ended.said.splitlines() if line.startswith("error: ")]
-    unmet = "has not met the others and " if at == START else ""
+    lines = [line for line in ended.said.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, ended.said
+    unmet = "has not met the others and " if at in (START, CONNECTING) else ""
     matched = re.match(
         rf"error: rank {stopped} {unmet}is stopped for (\d+) s; rank {1 - stopped} waits for (\d+) s in \S.*; "
         rf"set {KEY} higher if the run is only slow$",
-        line,
+        lines[0],
     )
-    assert matched, line
-    assert all(TIMEOUT <= int(seconds) < 2.5 * TIMEOUT for seconds in matched.groups()), line
+    assert matched, lines
+    assert all(TIMEOUT <= int(seconds) < 2.5 * TIMEOUT for seconds in matched.groups()), lines
 
 
 @pytest.mark.parametrize("at", slow_except(TRAINING, [START, "recording step 1"]))
@@ -94,7 +96,7 @@ def test_a_rank_that_is_stopped_in_training_is_told(at: str, ranks: Ranks, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [START, "reading the data", "loading weights", "waiting for the others to end"])
+@pytest.mark.parametrize("at", [START, CONNECTING, "reading the data", "loading weights", TRAINING[-1]])
 def test_so_is_the_first_rank(at: str, ranks: Ranks, tmp_path: Path) -> None:
     check_is_told(train(ranks, tmp_path, 0, at), 0, at)
 
@@ -157,7 +159,7 @@ def test_a_store_that_does_not_answer_is_told_before_the_ranks_meet(store: str) 
     assert ended.returncode == 7 and len(lines) == 1, ended.stderr
     assert re.match(
         r"error: the store of the run at 127\.0\.0\.1:\d+ \(rank 0 or its launcher\) is stopped or unreachable for "
-        rf"{timeouts * TIMEOUT} s; rank 1 waits for \d+ s in meeting the other ranks; set {KEY} higher if the run is "
+        rf"{timeouts * TIMEOUT} s; rank 1 waits for \d+ s in {CONNECTING}; set {KEY} higher if the run is "
         r"only slow$",
         lines[0],
     ), lines
