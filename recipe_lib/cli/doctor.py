@@ -24,7 +24,7 @@ P2P = "NCCL_P2P_DISABLE"
 TORCHAO_WARNS = re.compile(r"incompatible torch|Failed to load")
 DESCRIPTION = """Looks at this machine as a run would use it: versions, GPUs and whether copies between them arrive
 whole, collectives by size, copies to the host, rates of matrix products, memory, limits, disks. Says in a line each
-what is wrong, and what to set. Takes about half a minute; it leaves no files.
+what is wrong, and what to set. Takes seconds on a CPU, longer with more GPUs; leaves no file but that of --write.
 
   tune doctor
   tune doctor --nproc_per_node 2 --write machine.json
