@@ -108,7 +108,7 @@ def describe_stalled_means(
 
 
 def _stalled_means(cfg: Any, optimizer: Any) -> Iterator[tuple[_Mean, float, float]]:
-    """The means of a section `optimizer` that may stay FARTHEST times off, and their resting ranges."""
+    """Yield the means of a section `optimizer` that may stay FARTHEST times off, and their resting ranges."""
     dtype = trained_dtype(cfg)
     facts = optimizer_facts(optimizer.name)
     if facts is None:

@@ -55,7 +55,8 @@ def both_peaks(case: tuple[Any, ...], folder: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_summed_as_a_run_sums_them(name: str, tmp_path: Path) -> None:
     planned, measured = both_peaks(wide(CASES[name], tmp_path), tmp_path)
-    assert -RANDOM_STATES <= planned - measured < BATCHES
+    recomputes = "memory.activation_checkpointing=full" in CASES[name]
+    assert -RANDOM_STATES * recomputes <= planned - measured < BATCHES
 
 
 @pytest.mark.slow

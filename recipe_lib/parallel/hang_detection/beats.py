@@ -50,19 +50,19 @@ class Beat:
 
 
 class Detail(Protocol):
-    """What only a pipeline knows: how far its actions are, and which stage waits for which."""
+    """Tells what only a pipeline knows: how far its actions are, and which stage waits for which."""
 
     def name(self, rank: int) -> str:
-        """`rank 2 (stage 2)`."""
+        """Return a rank and its stage: `rank 2 (stage 2)`."""
 
     def stand(self) -> dict[str, Any]:
-        """What this rank is at, as JSON holds it; `done` counts what it has come to."""
+        """Return what this rank is at, as JSON holds it; `done` counts what it has come to."""
 
     def culprits(self, stands: dict[int, dict[str, Any]]) -> list[int] | None:
-        """The ranks that the others wait for; None: this one is at no action."""
+        """Return the ranks that the others wait for; None: this one is at no action."""
 
     def words(self, rank: int, stand: dict[str, Any]) -> str:
-        """What a rank is at, or ""."""
+        """Describe what a rank is at; "" where nothing is known of it."""
 
 
 def silent(beats: Mapping[int, Beat], timeout: float, stopped: Collection[int] = ()) -> list[int]:

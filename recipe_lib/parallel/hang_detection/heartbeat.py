@@ -132,7 +132,7 @@ class Heartbeat:
             yield going
 
     def wait_for_store(self, connected: threading.Event, is_made: bool) -> None:
-        """In a thread: end the process unless it is connected in time, see `limit_connecting`."""
+        """End the process unless it is connected in time; runs in a thread of `limit_connecting`."""
         self.enter("connecting to the store")
         waited = 0.0  # counted, since a clock goes on while this process is stopped itself
         while not connected.wait(BEAT_SECONDS):
