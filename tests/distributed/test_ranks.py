@@ -90,6 +90,7 @@ def test_ranks_have_no_group_of_the_test_process() -> None:
     gc.disable()
     try:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(1))  # a thread of the group has begun, by whose name the group is seen
         run = Run()
         run.group, run.itself = dist.group.WORLD, run
         dist.destroy_process_group()
