@@ -108,7 +108,7 @@ MUTATIONS = [
         old="order = {PEER_FAILED: 1, -signal.SIGTERM: 2}",
         new="order = {PEER_FAILED: 1}",
         harm="`tune run` names a rank that torchrun ended, and not the one that crashed",
-        tests=("tests/cli/test_launch.py",),
+        tests=("tests/cli/test_launch.py::test_one_code_out_of_many",),
     ),
     Mutation(
         name="labels_off_by_one",
@@ -124,7 +124,7 @@ MUTATIONS = [
         old="token_files, tokenizer.chat_template, tokenizer.chat_template_place],",
         new="token_files],",
         harm="a changed chat template trains on what the former one wrote",
-        tests=("tests/data/test_cache.py",),
+        tests=("tests/data/test_cache.py", "-k", "changes_the_key"),
     ),
     Mutation(
         name="newest_state_by_name",
@@ -132,7 +132,7 @@ MUTATIONS = [
         old="return sorted(found, key=lambda item: item[1].sequence, reverse=True)",
         new="return sorted(found, key=lambda item: item[0].name, reverse=True)",
         harm="resume=latest goes back from step 10 to step 9",
-        tests=("tests/checkpoint/test_state.py",),
+        tests=("tests/checkpoint/test_state.py", "-k", "keep_and_order"),
     ),
     Mutation(
         name="first_rows_of_a_fused_matrix",
@@ -148,7 +148,7 @@ MUTATIONS = [
         old="if manifest.world_size == world.size:",
         new="if manifest.world_size != world.size:",
         harm="a resumed run with dropout is not the uninterrupted one",
-        tests=("tests/checkpoint/test_state.py",),
+        tests=("tests/checkpoint/test_state.py", "-k", "goes_on_bitwise"),
     ),
     Mutation(
         name="upper_bits_of_scales",

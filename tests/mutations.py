@@ -29,6 +29,7 @@ from tests.mutation_table import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 1800  # for the tests of one fault: to hang is to be seen
+MOST_SAID = 200  # characters of a failure: ranks that ran out of time may be those of a busy machine
 RED, GREEN, BROKEN = "red", "GREEN", "BROKEN"
 _VERDICTS = {0: GREEN, 1: RED}  # by pytest's exit code; with any other no test has judged
 
@@ -102,8 +103,8 @@ def run_tests(tests: Sequence[str], folder: Path) -> tuple[str, str]:
     verdict = _VERDICTS.get(done.returncode, BROKEN)
     if verdict == BROKEN:
         return BROKEN, f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return verdict, failed[1] if failed else ""
+    failed = re.search(r"^(?:FAILED|ERROR) (.+)", done.stdout, re.MULTILINE)
+    return verdict, failed[1][:MOST_SAID] if failed else ""
 
 
 def try_mutation(mutation: Mutation, base: Path, *, unchanged: bool = False) -> Outcome:
