@@ -70,7 +70,7 @@ MUTATIONS = [
         old="for earlier in memory.read.values():",
         new="for earlier in ():",
         harm="--check-streams passes a copy that overwrites what another stream still reads",
-        tests=("tests/plan/streams/test_stream_mutations.py", "-k", "every_wait_of_ours"),
+        tests=("tests/plan/streams/test_races.py",),
     ),
     Mutation(
         name="margin_with_the_estimate",
@@ -287,7 +287,7 @@ MUTATIONS = [
         old="        torch.set_rng_state(host)\n",
         new="",
         harm="with memory.mlp_tiles gradients are those of another dropout than the loss",
-        tests=("tests/memory/test_mlp_tiles.py",),
+        tests=("tests/memory/test_mlp_tiles.py", "-k", "dropout"),
     ),
     Mutation(
         name="dora_lengths_of_the_first_rank",
@@ -336,7 +336,7 @@ MUTATIONS = [
         old="None if seeds is None else seeds[number])",
         new="None if seeds is None else seeds[0])",
         harm="an answer depends on which prompt is first in its batch",
-        tests=("tests/generation/test_batch.py",),
+        tests=("tests/generation/test_batch.py", "-k", "seed"),
     ),
     Mutation(
         name="scores_of_one_rank",
