@@ -85,7 +85,6 @@ def test_whatever_changes_a_row_changes_the_key(chatml, plain, root, rows_file, 
         assert tokenized() == number, changed
     build(plain, root, source)
     build(load_tokenizer(write_json(tmp_path / "other", eos_token="<|pad|>")), root, source)
-    (tmp_path / "template.jinja").write_text("{{ messages[0].content }}")
     rows_file(*ROWS, ROWS[0])
     build(chatml, root, source)
     rows_file(*ROWS, name="again.jsonl")
@@ -102,6 +101,15 @@ def test_another_vocabulary_of_the_same_size_changes_the_key(root, rows_file, tm
     (folder / "tokenizer.json").write_text(json.dumps(content))
     second = build(load_tokenizer(folder), root, source)
     assert tokenized() == 2 and second.fingerprint != first.fingerprint
+
+
+def test_another_template_in_the_same_file_changes_the_key(root, rows_file, tmp_path, tokenized):
+    folder, template = write_json(tmp_path / "tokenizer"), tmp_path / "template.jinja"
+    source = rows_file(*ROWS)
+    for text in ("{{ messages[0].content }}", "{{ messages[-1].content }}"):
+        template.write_text(text)
+        build(load_tokenizer(folder, template), root, source)
+    assert tokenized() == len(folders(root)) == 2
 
 
 def test_what_changes_no_row_does_not(chatml, root, rows_file, tokenized):

@@ -22,6 +22,7 @@ from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import DecoderSpec, build_meta, init_weights, preset_config, spec_from_config
 from recipe_lib.models.decoder import Attention
+from recipe_lib.models.mixture import BalanceLoss
 from recipe_lib.ops.attention import document_positions, make_attention_info
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
@@ -83,12 +84,18 @@ def build(case: Case, world: World | None) -> tuple[nn.Module, Parallel]:
         add_adapters(model, cfg.lora, torch.float64)
     if world is None:
         model.to_empty(device="cpu")
+        if case.aux:
+            divided = Parallel(balance=BalanceLoss(case.aux, sum(spec.mixture.layers)))
+            for layer in model.model.layers:
+                layer.mlp.balance = divided.balance
     else:
         divided = parallelize(model, cfg, world)
         materialize(model, cfg.memory, world.device)
     init_weights(model, 3, spec)
     if case.lora is not None:
         start_adapters(model)
+    if divided.balance is not None:
+        divided.balance.begin(1)  # else it weighs nothing; rows are one micro-batch
     return model, divided
 
 

@@ -1,10 +1,14 @@
 """The figures of one rank as torch counts them, and what a verdict says of steps that were not simulated whole."""
 
+from typing import Any
+
 from recipe_lib.plan.rank_plans import lowered, not_simulated, rank_plan
 from recipe_lib.plan.report import render
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY
 from recipe_lib.plan.trace import ALLOC, PHASE, Storage, Trace
 from recipe_lib.plan.tracing.simulate import Simulated
+from recipe_lib.units import GIB
+from tests.plan.apart import apart, settings
 from tests.plan.plans import hand_made
 
 
@@ -31,3 +35,17 @@ def test_growth_that_is_not_simulated_never_fits():
     later = "the second step left 5 B more than the first, and so are the later ones taken to do"
     assert not_simulated(one, 12) == (7 + 10 * 5, f"2 of 8; {later}")
     assert not_simulated(one, None) == (7, f"2 of 8; {later}")
+
+
+def left_over() -> tuple[int, int, str]:
+    """Of a plan in which a GiB is not simulated: margin, usable bytes that are not reserved, verdict."""
+    from recipe_lib.plan import build_plan
+
+    build_plan.not_simulated = lambda found, steps: (GIB, "a GiB is left out")
+    plan: Any = build_plan.make_plan(*settings("demo/full", 1, "device=auto"))[0]
+    return plan.margin, plan.device.usable - plan.heaviest.reserved, plan.verdict
+
+
+def test_what_is_not_simulated_is_taken_off_the_margin():
+    margin, left, verdict = apart(left_over)
+    assert (margin, verdict) == (left - GIB, RISKY)

@@ -188,6 +188,25 @@ def test_an_adapter_of_peft_is_gone_on_with(realdata: Path, tmp_path: Path) -> N
     assert torch.allclose(found, own_scores, rtol=1e-5, atol=1e-5) and own_scores.abs().max() > 0.01
 
 
+def test_a_step_has_the_gradient_of_the_mean_over_its_pairs(tmp_path: Path) -> None:
+    """Of a model that has not moved, by a plain backward: two runs that agree say nothing of a fault of both."""
+    still = (*ALL, "max_steps=1", "optimizer.lr=1e-30", "batch_size=3", "gradient_accumulation_steps=2")
+    argv = arguments(write_margins(tmp_path), tmp_path / "run", REWARD, *still, "clip_grad_norm=null")
+    run = run_here(argv, recipe=REWARD)
+    assert run.code == 0, run.said
+    model = run.recipe.model
+    losses = []
+    for batch in next(run.recipe.data.batches(0)).micro_batches:
+        scores = sequence_scores(model(batch.tokens, batch.positions, batch.attention), batch)[:, 0]
+        losses.append(-torch.nn.functional.logsigmoid(scores[0::2] - scores[1::2] - batch.values))
+    mean = torch.cat(losses).mean()
+    mean.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    (step,) = metrics_of(tmp_path / "run")
+    assert step["loss"] == pytest.approx(float(mean), rel=1e-9)
+    assert step["grad_norm"] == pytest.approx(float(norm), rel=1e-9)
+
+
 def test_accuracy_rises(realdata: Path, tmp_path: Path) -> None:
     data = write_classes(tmp_path)
     own = (

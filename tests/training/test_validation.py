@@ -1,0 +1,38 @@
+"""A validation is without dropout, and training goes on with it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipe_lib.training.validation import validation_loss, validation_sums
+
+BATCHES = SimpleNamespace(micro_batches=[None], trained_tokens=4, items=2)
+ONE: Any = SimpleNamespace(pipeline=None)
+DATA: Any = SimpleNamespace(validation_batches=lambda: iter([BATCHES]), scored_metrics=[], generated_metrics=[])
+WORLD: Any = SimpleNamespace(device=torch.device("cpu"), all_reduce_sum=lambda tensor: tensor)
+
+
+def test_the_mean_loss_is_without_dropout_and_training_goes_on_with_it() -> None:
+    model, seen = nn.Dropout(0.5).train(), []
+
+    def summed_loss(batch: Any) -> torch.Tensor:
+        seen.append(model.training)
+        return torch.tensor(6.0)
+
+    found = validation_loss(model, ONE, summed_loss, DATA, WORLD)
+    assert found == {"validation_loss": 1.5, "validation_tokens": 4}
+    assert seen == [False] and model.training
+
+
+def test_so_are_the_sums_of_other_methods() -> None:
+    model, seen = nn.Dropout(0.5).train(), []
+
+    def numbers_of(batches: Any) -> Any:
+        seen.append(model.training)
+        return iter([torch.tensor([1.0, 2.0])])
+
+    sums, items = validation_sums(model, numbers_of, 2, ONE, DATA, WORLD)
+    assert (sums.tolist(), items) == ([1.0, 2.0], 2)
+    assert seen == [False] and model.training
