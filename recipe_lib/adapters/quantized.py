@@ -24,6 +24,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from recipe_lib.adapters import nf4
 from recipe_lib.adapters.int8 import dequantize_rows
 from recipe_lib.ops.dtensor_shards import gathered, local, local_part
+from recipe_lib.ops.shaped_work import follows_from_shapes
 
 KINDS = ("nf4", "int8")
 _BITS = torch.float8_e4m3fn  # any type of 8 bits that counts as floating point
@@ -39,6 +40,16 @@ def can_cut(in_features: int, out_features: int, kind: str, parts: int, *, by_co
     """Whether so many ranks can each have as many columns, or rows, of a weight `[out, in]`: NF4 cuts no block."""
     cut, other = (in_features, 1) if by_columns else (out_features, in_features)
     return cut % parts == 0 and (kind != "nf4" or cut // parts * other % nf4.BLOCK == 0)
+
+
+def _list_shapes_to_fill(linear: "QuantizedLinear", *_: Any) -> list[Any]:
+    """Return what quantizing a weight to NF4 follows from."""
+    shapes: list[Any] = [linear.in_features, linear.out_features, linear.rows, linear.columns, linear.dtype]
+    for parameter in (linear.weight_codes, linear.weight_scales, linear.weight_factors):
+        if parameter is not None:
+            part, first = local_part(parameter)
+            shapes += [part.shape, first]
+    return shapes
 
 
 class QuantizedLinear(nn.Module):
@@ -178,6 +189,7 @@ class QuantizedLinear(nn.Module):
             return self._computes_on
         return torch.device(codes.device_mesh.device_type) if isinstance(codes, DTensor) else codes.device
 
+    @follows_from_shapes(_list_shapes_to_fill)
     def _fill_nf4(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
         codes, (begin, *_) = local_part(self.weight_codes)
         device = self.working_device()
@@ -272,6 +284,7 @@ def _keep_part(parameter: Tensor, whole: Tensor) -> None:
     local.copy_(whole.view(parameter.shape)[part])
 
 
+@follows_from_shapes()
 def dequantize(
     codes: Tensor,
     scales: Tensor | None,

@@ -1,6 +1,6 @@
 """The trace of a deep model from those of two shallow ones, event by event. No torch in here.
 
-A shipped recipe does for each middle layer what it does for the one before it. So a model of 80 layers is simulated
+A recipe does for each middle layer what it does for the one before it. So a model of 80 layers is simulated
 twice with few of them, one period of layers apart; what the longer run has once more (a layer's forward, its gradient's
 reduction, its optimizer states) is found and repeated: every allocation and release, operator and mark of a stream,
 with its own layer's name. Where the two runs do not show it beyond doubt, nothing is continued, and the whole model is
