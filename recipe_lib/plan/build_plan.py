@@ -41,7 +41,6 @@ from recipe_lib.plan.timing.cost import (
     model_flops_utilization,
     wire_bytes,
 )
-from recipe_lib.plan.timing.pipeline_time import Sums
 from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
 from recipe_lib.plan.timing.time_by_kind import ATTENTION, MATMULS, MEMORY_BOUND, operators_launched, time_by_kind
 from recipe_lib.plan.trace import Trace
@@ -271,7 +270,7 @@ def _time(planned: PlannedRanks, settings: PlanSettings, dtype: str) -> TimePlan
     steps = settings.steps or settings.sequence.steps
     heaviest = planned.heaviest.rank
     simulated = planned.simulated
-    sums: StepTime | Sums | None = planned.timings[heaviest]
+    sums: StepTime | None = planned.timings[heaviest]
     trace: Trace | None = simulated[heaviest].trace
     if planned.pipeline is not None:
         sums = planned.pipeline.sums
