@@ -73,7 +73,7 @@ class CachingAllocator:
         self.settings = settings or AllocatorSettings()
         self.requested = self.allocated = self.active = self.reserved = 0
         self.peak_requested = self.peak_allocated = self.peak_active = self.peak_reserved = 0
-        self.num_alloc_retries = self.num_ooms = 0
+        self.num_alloc_retries = 0
         self.log: list[tuple[str, int, int, int]] | None = None  # (action, address, bytes, stream) if it is a list
         self._pools: dict[tuple[bool, int], Pool] = {}
         self._active: set[Block] = set()
@@ -212,7 +212,6 @@ class CachingAllocator:
             block = self._new_segment(pool, size)
         if block:
             return block
-        self.num_ooms += 1
         if self.log is not None:
             self.log.append(("oom", 0, size, pool.stream))
         raise OutOfMemory(requested, segment_size(size), self.reserved, self.allocated, self.settings.cap or 0)
