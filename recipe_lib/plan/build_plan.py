@@ -60,9 +60,9 @@ class PlanSettings:
     """What a plan is made for. ranks: of the run; traced_ranks: which of them are simulated, none: the first of each
     place in a pipeline, or rank 0. steps: of the whole run.
 
-    recipe, config, overrides: as typed, for the report. outside: in place of what `hidden` says. phases: traced besides
-    set-up and steps. assumptions: what was assumed on the way here. timed: whether operators
-    are put on a time line.
+    recipe, config, overrides: as typed, for the report. outside: in place of what `outside_torch` says. phases: traced
+    besides set-up and steps. assumptions: what was assumed on the way here. timed: whether operators are put on a time
+    line.
     """
 
     hardware: Hardware
