@@ -56,7 +56,8 @@ def rank_plan(rank: int, found: Simulated) -> RankPlan:
     """Of a simulated rank."""
     trace = found.trace
     device, host = trace.peaks(), trace.active_peaks(device=False)
-    default, expandable = replay(trace), replay(trace, AllocatorSettings(expandable=True))
+    default = replay(trace, emptied_after=MAKING_STATES)
+    expandable = replay(trace, AllocatorSettings(expandable=True), MAKING_STATES)
     peaks = []
     for phase, (requested, at) in device.items():
         if phase == MAKING_STATES:

