@@ -44,12 +44,10 @@ def can_cut(in_features: int, out_features: int, kind: str, parts: int, *, by_co
 
 def _list_shapes_to_fill(linear: "QuantizedLinear", *_: Any) -> list[Any]:
     """Return what quantizing a weight to NF4 follows from."""
-    shapes: list[Any] = [linear.in_features, linear.out_features, linear.rows, linear.columns, linear.dtype]
-    for parameter in (linear.weight_codes, linear.weight_scales, linear.weight_factors):
-        if parameter is not None:
-            part, first = local_part(parameter)
-            shapes += [part.shape, first]
-    return shapes
+    parameters = (linear.weight_codes, linear.weight_scales, linear.weight_factors)
+    parts = [local_part(parameter) for parameter in parameters if parameter is not None]
+    numbers = (linear.in_features, linear.out_features, linear.rows, linear.columns, linear.dtype)
+    return [*numbers, *((part.shape, first) for part, first in parts)]
 
 
 class QuantizedLinear(nn.Module):
@@ -140,8 +138,7 @@ class QuantizedLinear(nn.Module):
     def _place(self) -> list[int]:
         """Which of the whole weight's blocks the part has, see `nf4.block_numbers`; empty: all, or int8."""
         (top, bottom), (first, last) = self.rows, self.columns
-        whole = (bottom - top, last - first) == (self.out_features, self.in_features)
-        if whole or self.kind != "nf4":
+        if self.kind != "nf4" or (bottom - top, last - first) == (self.out_features, self.in_features):
             return []
         blocks = self.out_features * self.in_features // nf4.BLOCK
         begin = (top * self.in_features + first) // nf4.BLOCK
@@ -249,10 +246,8 @@ class QuantizedLinear(nn.Module):
 
 @torch.no_grad()
 def dequantized(weight: Tensor, kind: str) -> Tensor:
-    """What `kind` makes of a whole weight `[out, in]`: the numbers that a model with such a base is trained with.
-
-    The weight is of the type that the run had (config key `dtype`), and so is what is returned.
-    """
+    """Return what `kind` makes of a whole weight `[out, in]`: the numbers that a model with such a base is trained
+    with, in the weight's type, which is the run's (config key `dtype`)."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
     module = QuantizedLinear(linear, kind).to_empty(device=weight.device)
     module.fill_weight(lambda start, stop, columns: weight[start:stop, columns])
