@@ -59,6 +59,8 @@ Config = DistillFinetuneConfig
 class DistillFinetune:
     """Trains a model, all of it or adapters, on labels and on a teacher. `world`: this process's rank, device, mesh."""
 
+    treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
+
     def __init__(self, cfg: Config, world: World):
         training.check_output(cfg)
         self.cfg, self.world, self.device, self.output = cfg, world, world.device, Path(cfg.output_dir)

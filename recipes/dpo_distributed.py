@@ -61,6 +61,8 @@ Config = DpoFinetuneConfig
 class DpoFinetune:
     """Trains adapters or every parameter to prefer the chosen answers. `world`: this process's rank, device, mesh."""
 
+    treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
+
     def __init__(self, cfg: Config, world: World):
         training.check_output(cfg)
         self.cfg, self.world, self.device, self.output = cfg, world, world.device, Path(cfg.output_dir)

@@ -43,6 +43,8 @@ Config = FullFinetuneConfig
 class FullFinetune:
     """Trains every parameter. `world`: this process's rank, device and mesh."""
 
+    treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
+
     def __init__(self, cfg: Config, world: World):
         self.cfg, self.world, self.device = cfg, world, world.device
         self.output = Path(cfg.output_dir)

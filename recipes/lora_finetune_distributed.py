@@ -40,6 +40,8 @@ Config = LoraFinetuneConfig
 class LoraFinetune:
     """Trains adapters; the base weights are frozen, and quantized if the config says so."""
 
+    treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
+
     def __init__(self, cfg: Config, world: World):
         self.cfg, self.world, self.device = cfg, world, world.device
         self.output = Path(cfg.output_dir)

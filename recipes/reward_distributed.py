@@ -51,6 +51,8 @@ Config = RewardFinetuneConfig
 class RewardFinetune:
     """Trains a score head, with adapters on the layers below it or with every parameter of these."""
 
+    treats_all_alike = True  # layers, micro-batches: plans simulate a few; False where yours differ
+
     def __init__(self, cfg: Config, world: World):
         self.cfg, self.world, self.device = cfg, world, world.device
         training.check_output(cfg)

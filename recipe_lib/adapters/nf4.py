@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -34,6 +35,28 @@ DTYPES = frozenset(_PAIRS)  # what arithmetic can be done in; factors are kept i
 _TORCHAO_HOMES = ("torchao.quantization.quantize_.workflows.nf4.nf4_tensor", "torchao.dtypes.nf4tensor")
 
 
+# Whether tensors have numbers; in a simulation they have sizes alone.
+_has_values: ContextVar[bool] = ContextVar("has_values", default=True)
+
+
+@contextmanager
+def make_tables_anew(*, has_values: bool = True) -> Iterator[None]:
+    """Inside, tables are made where they are first needed, as in a new process.
+
+    has_values: False in a simulation: quantizing then looks at no numbers, and torchao is not imported.
+    """
+    tables = (_pairs, _levels)
+    for table in tables:
+        table.cache_clear()
+    before = _has_values.set(has_values)
+    try:
+        yield
+    finally:
+        _has_values.reset(before)
+        for table in tables:
+            table.cache_clear()
+
+
 def blocks_of(elements: int) -> int | None:
     """Blocks of a matrix of so many numbers; None: it does not divide into blocks and cannot be NF4."""
     return None if elements % BLOCK else elements // BLOCK
@@ -53,8 +76,8 @@ def quantize_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
     largest = values.abs().amax(dim=1)
     # Numbers of a zero block are 0 / 0 = NaN, which no comparison places.
     shares = (values / largest.unsqueeze(1)).nan_to_num_(nan=0.0)
-    borders = _borders(values.dtype).to(values.device)
-    codes = torch.bucketize(shares, borders, right=True, out_int32=True).to(torch.uint8)
+    borders = _borders(values.dtype) if _has_values.get() else torch.empty(len(LEVELS) - 1, dtype=values.dtype)
+    codes = torch.bucketize(shares, borders.to(values.device), right=True, out_int32=True).to(torch.uint8)
     return codes[:, ::2] << 4 | codes[:, 1::2], largest
 
 
@@ -64,6 +87,9 @@ def quantize_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
     largest: of every block of the matrix `[n]`. Scales that are all the same need nothing beyond the mean: they are
     zero, as is what torchao makes of them.
     """
+    if not _has_values.get():
+        factors = largest.new_empty(factors_of(len(largest)), dtype=torch.float32)
+        return torch.empty_like(largest, dtype=torch.int8), factors
     scales, factors, mean = _torchao().double_quantize_scalers(largest, 1, _group(len(largest)))
     scales = scales.masked_fill(factors.isinf().repeat_interleave(_group(len(largest))), 0)
     return scales, torch.cat([factors, mean.unsqueeze(0)]).float()

@@ -24,6 +24,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from recipe_lib.adapters import nf4
 from recipe_lib.adapters.int8 import dequantize_rows
 from recipe_lib.ops.dtensor_shards import gathered, local, local_part
+from recipe_lib.ops.shaped_work import follows_from_shapes
 
 KINDS = ("nf4", "int8")
 _BITS = torch.float8_e4m3fn  # any type of 8 bits that counts as floating point
@@ -39,6 +40,14 @@ def can_cut(in_features: int, out_features: int, kind: str, parts: int, *, by_co
     """Whether so many ranks can each have as many columns, or rows, of a weight `[out, in]`: NF4 cuts no block."""
     cut, other = (in_features, 1) if by_columns else (out_features, in_features)
     return cut % parts == 0 and (kind != "nf4" or cut // parts * other % nf4.BLOCK == 0)
+
+
+def _list_shapes_to_fill(linear: "QuantizedLinear", *_: Any) -> list[Any]:
+    """Return what quantizing a weight to NF4 follows from."""
+    parameters = (linear.weight_codes, linear.weight_scales, linear.weight_factors)
+    parts = [local_part(parameter) for parameter in parameters if parameter is not None]
+    numbers = (linear.in_features, linear.out_features, linear.rows, linear.columns, linear.dtype)
+    return [*numbers, *((part.shape, first) for part, first in parts)]
 
 
 class QuantizedLinear(nn.Module):
@@ -129,8 +138,7 @@ class QuantizedLinear(nn.Module):
     def _place(self) -> list[int]:
         """Which of the whole weight's blocks the part has, see `nf4.block_numbers`; empty: all, or int8."""
         (top, bottom), (first, last) = self.rows, self.columns
-        whole = (bottom - top, last - first) == (self.out_features, self.in_features)
-        if whole or self.kind != "nf4":
+        if self.kind != "nf4" or (bottom - top, last - first) == (self.out_features, self.in_features):
             return []
         blocks = self.out_features * self.in_features // nf4.BLOCK
         begin = (top * self.in_features + first) // nf4.BLOCK
@@ -178,6 +186,7 @@ class QuantizedLinear(nn.Module):
             return self._computes_on
         return torch.device(codes.device_mesh.device_type) if isinstance(codes, DTensor) else codes.device
 
+    @follows_from_shapes(_list_shapes_to_fill)
     def _fill_nf4(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
         codes, (begin, *_) = local_part(self.weight_codes)
         device = self.working_device()
@@ -237,10 +246,8 @@ class QuantizedLinear(nn.Module):
 
 @torch.no_grad()
 def dequantized(weight: Tensor, kind: str) -> Tensor:
-    """What `kind` makes of a whole weight `[out, in]`: the numbers that a model with such a base is trained with.
-
-    The weight is of the type that the run had (config key `dtype`), and so is what is returned.
-    """
+    """Return what `kind` makes of a whole weight `[out, in]`: the numbers that a model with such a base is trained
+    with, in the weight's type, which is the run's (config key `dtype`)."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
     module = QuantizedLinear(linear, kind).to_empty(device=weight.device)
     module.fill_weight(lambda start, stop, columns: weight[start:stop, columns])
@@ -272,6 +279,7 @@ def _keep_part(parameter: Tensor, whole: Tensor) -> None:
     local.copy_(whole.view(parameter.shape)[part])
 
 
+@follows_from_shapes()
 def dequantize(
     codes: Tensor,
     scales: Tensor | None,

@@ -45,7 +45,6 @@ from recipe_lib.units import GIB, format_bytes, format_seconds
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.result import Plan, RankPlan
-    from recipe_lib.plan.search.estimate import Estimate
 
 VARIABLE = "TUNE_PLAN"  # `off`: no plan unless --plan asks for one
 CPU_SECONDS = 10
@@ -53,9 +52,8 @@ COMPILED_CPU_SECONDS = 40  # of a run with compile=true, whose own compiling tak
 WAIT_SECONDS = 300  # for the run to have tokenized its data
 STEP_PHASES = ("first step", "step")  # the phases that a run measures
 MEMORY_KINDS = ("active", "allocated", "reserved")
-# With more layers, times the micro-batches that a plan goes through, a whole plan takes longer than there is time for.
+# With more layers, times the micro-batches that a plan goes through, two steps take longer than there is time for.
 MAX_LAYERS = 36
-RESERVED_TOLERANCE = 0.06  # share that an estimate of reserved memory may be off
 
 
 def take_choice(words: Sequence[str]) -> tuple[list[str], bool]:
@@ -155,36 +153,13 @@ def _peaks(rank: "RankPlan") -> dict[str, int]:
     }
 
 
-def figures_of_quick(found: "Estimate", usable: int) -> dict[str, Any]:
-    """The same from the estimate for a large model; the verdict is the estimate's, too. usable: by the allocator."""
-    from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY
-
-    reserved = found.reserved_expandable if is_expandable() else found.reserved
-    first = None
-    if found.first is not None:
-        first = {"active": found.first[0], "reserved": found.first[2 if is_expandable() else 1]}
-    fits = reserved <= usable * (1 - RESERVED_TOLERANCE) and not found.estimate
-    verdict = DOES_NOT_FIT if found.active > usable else FITS if fits else RISKY
-    return {
-        "active": found.active,
-        "allocated": None,
-        "reserved": reserved,
-        "first": first,
-        "verdict": verdict,
-        "estimate": found.estimate,
-        "usable": usable,
-        "seconds": found.seconds,
-        "tokens_per_second": found.tokens / found.seconds if found.seconds else None,
-    }
-
-
 def describe(figures: dict[str, Any], settings: "PlanSettings", own: bool) -> str:
     """The plan as a line. own: the device is one of this machine's."""
     memory = settings.hardware.memory
     where = f"{settings.ranks} x {settings.hardware.name}" + ("" if own else ", as there is no GPU here")
     text = (
         f"plan: {figures['verdict']} ({where}): active {format_bytes(figures['active'])}, "
-        f"{'about ' if figures['allocated'] is None else ''}{format_bytes(figures['reserved'])} reserved + "
+        f"{'about ' if figures.get('is_short') else ''}{format_bytes(figures['reserved'])} reserved + "
         f"{format_bytes(memory - figures['usable'])} outside torch, of {format_bytes(memory)}; sequences of "
         f"{settings.sequence.tokens:,} tokens"
     )
@@ -225,7 +200,7 @@ def main(argv: list[str]) -> int:
 
 
 def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
-    """(figures, what they are for). A model of many layers is estimated from two of few."""
+    """(figures, what they are for). Of a model whose many layers are all simulated, one step alone is."""
     recipe, cfg = read_config(arguments)
     if cfg.compile:
         _allow(COMPILED_CPU_SECONDS)
@@ -233,19 +208,19 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     settings = replace(settings, phases=())
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.receipt_facts import run_of
-    from recipe_lib.plan.search.estimate import quick
-    from recipe_lib.plan.search.trials import usable_bytes
+    from recipe_lib.plan.tracing.simulate import FIRST, STEADY, list_short_steps
+    from recipe_lib.plan.tracing.simulate_deep import few_layers
     from recipe_lib.plan.tracing.simulated_micro_batches import fewest_to_simulate
     from recipe_lib.plan.world.shape_only_model import layer_count, plannable
 
     shaped, _ = plannable(cfg)
     with explained(recipe, cfg):
         planned = recipe_class(recipe)
-        if layer_count(shaped) * fewest_to_simulate(planned, shaped) <= MAX_LAYERS:
-            figures = figures_of_plan(make_plan(planned, shaped, settings)[0])
-        else:
-            figures = figures_of_quick(quick(planned, shaped, settings), usable_bytes(shaped, settings))
-    figures |= {"run": asdict(run_of(cfg, shaped, settings)), "expandable": is_expandable()}
+        layers = sum(few_layers(planned, shaped) or [layer_count(shaped)])
+        is_short = layers * fewest_to_simulate(planned, shaped) > MAX_LAYERS
+        steps = list_short_steps(shaped) if is_short else (FIRST, STEADY)
+        figures = figures_of_plan(make_plan(planned, shaped, settings, steps)[0])
+    figures |= {"is_short": is_short, "run": asdict(run_of(cfg, shaped, settings)), "expandable": is_expandable()}
     return figures | {"output_dir": os.path.abspath(cfg.output_dir)}, settings
 
 

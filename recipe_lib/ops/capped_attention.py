@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recipe_lib.ops.fused_kernels import fused, fuses
+from recipe_lib.ops.shaped_work import follows_from_shapes
 
 CAPPED_SCORES = 2**24  # scores that exist at a time: 64 MiB in fp32, in which a chain that is not fused has them
 
@@ -68,6 +69,7 @@ class _CappedAttention(torch.autograd.Function):
         return (*_gradients(gradients[0], *ctx.saved_tensors, *ctx.settings), None, None, None, None)
 
 
+@follows_from_shapes()
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, softcap: float, scale: float
 ) -> Tensor:
@@ -82,6 +84,7 @@ def _attended(
     return out
 
 
+@follows_from_shapes()
 def _gradients(
     gradient: Tensor,
     q: Tensor,

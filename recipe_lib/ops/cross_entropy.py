@@ -20,6 +20,7 @@ from recipe_lib.config.registry import register
 from recipe_lib.ops.fused_loss import IGNORED, fused_cross_entropy, fuses_loss
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 from recipe_lib.ops.row_gradients import RowGradients
+from recipe_lib.ops.shaped_work import follows_from_shapes
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Finish = Callable[[Tensor], Tensor]
@@ -244,6 +245,7 @@ class _CrossEntropyByRows(torch.autograd.Function):
         return hidden_grad, whole, None, None, None, None, None
 
 
+@follows_from_shapes()
 def _sum_over_chunks(
     hidden: Tensor,
     weight: Tensor,

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from recipe_lib.config.mesh import MODEL_DIMS, micro_batches
-from recipe_lib.plan.build_plan import PlanSettings, layer_rows, simulate_rank
-from recipe_lib.plan.rank_plans import rank_plan
+from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
+from recipe_lib.plan.rank_plans import layer_rows, rank_plan
 from recipe_lib.plan.result import Plan
 from recipe_lib.report.phases import phase
 

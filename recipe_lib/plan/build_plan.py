@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,14 +21,14 @@ from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.large_tensors import large_tensor_notes
 from recipe_lib.plan.layer_tables import say_stalled_means
 from recipe_lib.plan.pipeline_plan import Staged, first_of_each_place, layers_of_all, pipeline_assumptions, staged
-from recipe_lib.plan.rank_plans import lowered, not_simulated, rank_plan, verdict_of
+from recipe_lib.plan.rank_plans import layer_rows, lowered, not_simulated, rank_plan, verdict_of
 from recipe_lib.plan.result import (
     DOES_NOT_FIT,
     CommunicationRow,
     DeviceFacts,
-    LayerRow,
     OutsideTorch,
     Plan,
+    RankPlan,
     TimePlan,
 )
 from recipe_lib.plan.router_choices import say_router_choices
@@ -42,10 +41,9 @@ from recipe_lib.plan.timing.cost import (
     model_flops_utilization,
     wire_bytes,
 )
-from recipe_lib.plan.timing.pipeline_time import Sums
 from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
 from recipe_lib.plan.timing.time_by_kind import ATTENTION, MATMULS, MEMORY_BOUND, operators_launched, time_by_kind
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace
+from recipe_lib.plan.trace import Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.tracing.simulate_deep import simulate_deep
 from recipe_lib.plan.verdict import HOST_ALLOWS
@@ -62,9 +60,9 @@ class PlanSettings:
     """What a plan is made for. ranks: of the run; traced_ranks: which of them are simulated, none: the first of each
     place in a pipeline, or rank 0. steps: of the whole run.
 
-    recipe, config, overrides: as typed, for the report. outside: in place of what `hidden` says. phases: traced besides
-    set-up and steps. assumptions: what was assumed on the way here. timed: whether operators
-    are put on a time line.
+    recipe, config, overrides: as typed, for the report. outside: in place of what `outside_torch` says. phases: traced
+    besides set-up and steps. assumptions: what was assumed on the way here. timed: whether operators are put on a time
+    line.
     """
 
     hardware: Hardware
@@ -87,31 +85,76 @@ class PlanSettings:
         object.__setattr__(self, "hardware", replace(self.hardware, ranks_here=here))
 
 
-def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Plan, Trace]:
+@dataclass(frozen=True)
+class PlannedRanks:
+    """The ranks that a plan simulates: what they do, their memory and their time."""
+
+    # By rank.
+    simulated: dict[int, Simulated]
+    plans: list[RankPlan]
+    # Of the heaviest rank, in a pipeline of all; None where no time is wanted.
+    timings: dict[int, StepTime] | None
+    pipeline: Staged | None
+
+    @property
+    def heaviest(self) -> RankPlan:
+        """The rank for which the most is reserved."""
+        return max(self.plans, key=lambda plan: plan.reserved)
+
+    @property
+    def step(self) -> float | None:
+        """Seconds of a steady step; None where it is not timed, or places of a pipeline are missing."""
+        if self.timings is None:
+            return None
+        return self.pipeline.step if self.pipeline else self.timings[self.heaviest.rank].step
+
+
+def plan_ranks(
+    recipe_class: type,
+    cfg: Any,
+    settings: PlanSettings,
+    steps: tuple[str, ...] = (FIRST, STEADY),
+    limit: int | None = None,
+) -> PlannedRanks:
+    """Simulate the ranks of a plan. steps: as `simulate` takes them. limit: after the first rank with more active
+    bytes no other is simulated. Raises UserErrors of recipe and config."""
+    simulated = {}
+    plans: list[RankPlan] = []
+    for rank in settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks):
+        with phase(f"simulating rank {rank} of {settings.ranks}", leaves_line=False):
+            simulated[rank] = simulate_rank(recipe_class, cfg, settings, rank, steps)
+        plans.append(rank_plan(rank, simulated[rank]))
+        if limit is not None and plans[-1].peak.active > limit:
+            break
+    timings = None
+    if settings.timed:
+        heaviest = PlannedRanks(simulated, plans, None, None).heaviest.rank
+        timings = {
+            rank: schedule(found.trace, STEADY, settings.hardware, settings.calibration)
+            for rank, found in simulated.items()
+            if rank == heaviest or cfg.parallel.pipeline > 1
+        }
+    pipeline = staged(cfg, simulated, timings, settings.hardware, settings.calibration)
+    return PlannedRanks(simulated, plans, timings, pipeline)
+
+
+def make_plan(
+    recipe_class: type, cfg: Any, settings: PlanSettings, steps: tuple[str, ...] = (FIRST, STEADY)
+) -> tuple[Plan, Trace]:
     """The plan, and the trace of the heaviest rank. cfg: plannable. Raises UserErrors of recipe and config."""
     hardware = settings.hardware
-    traced = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
-    simulated = {}
-    for rank in traced:
-        with phase(f"simulating rank {rank} of {settings.ranks}", leaves_line=False):
-            simulated[rank] = simulate_rank(recipe_class, cfg, settings, rank)
+    planned = plan_ranks(recipe_class, cfg, settings, steps)
+    simulated, pipeline, heaviest = planned.simulated, planned.pipeline, planned.heaviest
     outside = settings.outside or max(
         (outside_torch(hardware, group_sizes(found.trace)) for found in simulated.values()),
         key=lambda one: one.total,
     )
     usable = hardware.memory - outside.total
-    ranks = [rank_plan(rank, found) for rank, found in simulated.items()]
-    heaviest = max(ranks, key=lambda rank: rank.reserved)
     found = simulated[heaviest.rank]
     more, estimate = max(not_simulated(one, settings.steps or settings.sequence.steps) for one in simulated.values())
     verdict = lowered(verdict_of(found.trace, heaviest, usable, hardware), more, heaviest, usable)
     if not _host_suffices(cfg, settings, found.trace):
         verdict = DOES_NOT_FIT
-    timings = None
-    if settings.timed:
-        wanted = simulated if cfg.parallel.pipeline > 1 else {heaviest.rank: found}
-        timings = {rank: schedule(one.trace, STEADY, hardware, settings.calibration) for rank, one in wanted.items()}
-    pipeline = staged(cfg, simulated, timings, hardware, settings.calibration)
     places = {one.coordinates.get("pipeline", 0): one.trace for one in reversed(simulated.values())}
     plan = Plan(
         recipe=settings.recipe,
@@ -124,11 +167,11 @@ def make_plan(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Pla
         sequence=_sequence_facts(settings.sequence),
         verdict=verdict,
         margin=usable - heaviest.reserved - more,
-        rank_plans=ranks,
+        rank_plans=planned.plans,
         outside=outside,
-        layers=layers_of_all([layer_rows(simulated[rank]) for rank in traced]) if pipeline else layer_rows(found),
+        layers=layers_of_all([layer_rows(one) for one in simulated.values()]) if pipeline else layer_rows(found),
         communication=_communication(found.trace, settings),
-        time=_time(simulated, heaviest.rank, timings, pipeline, settings, cfg.dtype) if timings else None,
+        time=_time(planned, settings, cfg.dtype),
         pipeline=pipeline.plan if pipeline else None,
         assumptions=[*settings.assumptions, *_assumptions(cfg, settings, found)],
         not_modeled=_not_modeled(cfg, hardware, settings.ranks, found.trace),
@@ -188,51 +231,14 @@ def simulate_rank(
         return replace(found, notes=[*found.notes, why])
 
 
-def layer_rows(found: Simulated) -> list[LayerRow]:
-    """The table of modules; what they keep is what is there when the last backward of the steady step begins."""
-    kept: dict[str, int] = defaultdict(int)
-    for module, size in _kept_for_backward(found.trace).items():
-        pieces = module.split(".")
-        for cut in range(1, len(pieces) + 1):
-            kept[".".join(pieces[:cut])] += size
-    return [replace(row, kept=kept.get(row.module, 0)) for row in found.modules]
-
-
-def _kept_for_backward(trace: Trace) -> dict[str, int]:
-    """By module the bytes of activations that are live when a backward of the steady step begins, where the most are;
-    of equal ones the last."""
-    alive: dict[int, None] = {}
-    before = ""
-    found: dict[str, int] = {}
-    current = ""
-    for kind, number in trace.events:
-        if kind == PHASE:
-            current = trace.phases[number]
-        elif kind == ALLOC:
-            alive[number] = None
-        elif kind == FREE:
-            alive.pop(number, None)
-        elif kind == OP and current == STEADY:
-            part = trace.ops[number].part
-            if part == "backward" and before == "forward":
-                kept: dict[str, int] = defaultdict(int)
-                for storage in map(trace.storages.__getitem__, alive):
-                    if storage.kind == "activations" and storage.device:
-                        kept[storage.module] += storage.bytes
-                found = kept if sum(kept.values()) >= sum(found.values()) else found
-            before = part if part in ("forward", "backward") else before
-    return found
-
-
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def _communication(trace: Trace, settings: PlanSettings) -> list[CommunicationRow]:
     """Alike collectives of the steady step as one row each; numbers of layers become `*`."""
     rows: dict[tuple[Any, ...], CommunicationRow] = {}
-    for kind, number in trace.phase_events(STEADY):
-        op = trace.ops[number] if kind == OP else None
-        if op is None or op.collective is None:
+    for op in trace.phase_ops(STEADY):
+        if op.collective is None:
             continue
         collective, module = op.collective, _NUMBER.sub("*", op.module)
         key = (collective.operation, collective.dim, collective.ranks, op.part, module, collective.shapes, op.dtype)
@@ -255,24 +261,21 @@ def _communication(trace: Trace, settings: PlanSettings) -> list[CommunicationRo
     return [row for row in rows.values() if len(row.ranks) > 1]
 
 
-def _time(
-    simulated: dict[int, Simulated],
-    heaviest: int,
-    timings: dict[int, StepTime],
-    pipeline: Staged | None,
-    settings: PlanSettings,
-    dtype: str,
-) -> TimePlan | None:
-    """Of the heaviest rank, or in a pipeline of the one that computes the longest. None where the places of a pipeline
-    are not all known."""
-    steps = settings.steps or settings.sequence.steps
-    sums: StepTime | Sums | None = timings[heaviest]
-    seconds: float | None = timings[heaviest].step
-    trace: Trace | None = simulated[heaviest].trace
-    if pipeline is not None:
-        sums, seconds, trace = pipeline.sums, pipeline.step, pipeline.trace
-    if sums is None or seconds is None or trace is None:
+def _time(planned: PlannedRanks, settings: PlanSettings, dtype: str) -> TimePlan | None:
+    """Of the heaviest rank, or in a pipeline of the one that computes the longest. None where no time is wanted, or the
+    places of a pipeline are not all known."""
+    seconds = planned.step
+    if planned.timings is None or seconds is None:
         return None
+    steps = settings.steps or settings.sequence.steps
+    heaviest = planned.heaviest.rank
+    simulated = planned.simulated
+    sums: StepTime | None = planned.timings[heaviest]
+    trace: Trace | None = simulated[heaviest].trace
+    if planned.pipeline is not None:
+        sums = planned.pipeline.sums
+        trace = planned.pipeline.trace
+    assert sums is not None and trace is not None
     flops = [model_flops(found.trace, STEADY) for found in simulated.values()]  # each place has as many ranks
     mfu = model_flops_utilization(sum(flops) / len(flops), seconds, settings.hardware, dtype)
     tokens = next(iter(simulated.values())).tokens

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from recipe_lib.config.mesh import DATA_DIMS
 from recipe_lib.plan.cluster import DimensionPlan, Volume, groups_along
 from recipe_lib.plan.timing.cost import wire_bytes
-from recipe_lib.plan.trace import OP, Collective, Trace
+from recipe_lib.plan.trace import Collective, Trace
 from recipe_lib.plan.tree import split_number
 
 _OF_MICRO_BATCHES = ("forward", "backward", "recompute")  # parts of a step; the others are once a step
@@ -70,10 +70,7 @@ class _Counted:
             Counter
         )  # operation, bytes, on the wire
         self.layers: set[str] = set()
-        for kind, number in trace.phase_events(phase):
-            if kind != OP:
-                continue
-            op = trace.ops[number]
+        for op in trace.phase_ops(phase):
             before, at, _ = split_number(op.module)
             if at is not None:
                 self.layers.add(f"{before}{at}")

@@ -12,7 +12,7 @@ from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.result import ActionSpan, LayerRow, PipelinePlan, StagePlan
 from recipe_lib.plan.tables import outermost
 from recipe_lib.plan.timing.cost import Calibration
-from recipe_lib.plan.timing.pipeline_time import PipelineTime, Sums, pipeline_time, whole_step
+from recipe_lib.plan.timing.pipeline_time import PipelineTime, pipeline_time, whole_step
 from recipe_lib.plan.timing.stream_schedule import StepTime, is_transfer
 from recipe_lib.plan.trace import ACTION, OP, Trace
 from recipe_lib.plan.tracing.pipeline_actions import orders_of, traced_micro_batches
@@ -25,7 +25,7 @@ class Staged:
     seconds; None all where not every place was simulated."""
 
     plan: PipelinePlan
-    sums: Sums | None = None
+    sums: StepTime | None = None
     step: float | None = None
     trace: Trace | None = None
 

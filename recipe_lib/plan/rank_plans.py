@@ -1,13 +1,14 @@
 """One rank of a plan: its peaks by phase, what is live at the largest of them, and whether it all fits."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY, Alive, PhasePeak, RankPlan
-from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Storage, Trace
-from recipe_lib.plan.tracing.simulate import STEADY, Simulated
+from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY, Alive, LayerRow, PhasePeak, RankPlan
+from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, STORAGE_KINDS, Storage, Trace
+from recipe_lib.plan.tracing.simulate import MAKING_STATES, STEADY, Simulated
 from recipe_lib.units import format_bytes
 
 # A plan that leaves less than this share of the device's memory is called risky: its own error is as large.
@@ -55,9 +56,12 @@ def rank_plan(rank: int, found: Simulated) -> RankPlan:
     """Of a simulated rank."""
     trace = found.trace
     device, host = trace.peaks(), trace.active_peaks(device=False)
-    default, expandable = replay(trace), replay(trace, AllocatorSettings(expandable=True))
+    default = replay(trace, emptied_after=MAKING_STATES)
+    expandable = replay(trace, AllocatorSettings(expandable=True), MAKING_STATES)
     peaks = []
     for phase, (requested, at) in device.items():
+        if phase == MAKING_STATES:
+            continue
         place = trace.storages[trace.events[at][1]] if at >= 0 else Storage(0)
         peaks.append(
             PhasePeak(
@@ -105,3 +109,39 @@ def _alive(trace: Trace, phase: str) -> list[Alive]:
             groups[storage.kind, module, storage.label].append(storage.bytes)
     rows = [Alive(*place, bytes=sum(sizes), count=len(sizes)) for place, sizes in groups.items()]
     return sorted(rows, key=lambda row: (-row.bytes, row.kind, row.module, row.label))
+
+
+def layer_rows(found: Simulated) -> list[LayerRow]:
+    """The table of modules; what they keep is what is there when the last backward of the steady step begins."""
+    kept: dict[str, int] = defaultdict(int)
+    for module, size in _kept_for_backward(found.trace).items():
+        pieces = module.split(".")
+        for cut in range(1, len(pieces) + 1):
+            kept[".".join(pieces[:cut])] += size
+    return [replace(row, kept=kept.get(row.module, 0)) for row in found.modules]
+
+
+def _kept_for_backward(trace: Trace) -> dict[str, int]:
+    """By module the bytes of activations that are live when a backward of the steady step begins, where the most are;
+    of equal ones the last."""
+    alive: dict[int, None] = {}
+    before = ""
+    found: dict[str, int] = {}
+    current = ""
+    for kind, number in trace.events:
+        if kind == PHASE:
+            current = trace.phases[number]
+        elif kind == ALLOC:
+            alive[number] = None
+        elif kind == FREE:
+            alive.pop(number, None)
+        elif kind == OP and current == STEADY:
+            part = trace.ops[number].part
+            if part == "backward" and before == "forward":
+                kept: dict[str, int] = defaultdict(int)
+                for storage in map(trace.storages.__getitem__, alive):
+                    if storage.kind == "activations" and storage.device:
+                        kept[storage.module] += storage.bytes
+                found = kept if sum(kept.values()) >= sum(found.values()) else found
+            before = part if part in ("forward", "backward") else before
+    return found

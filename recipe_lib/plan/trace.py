@@ -146,6 +146,10 @@ class Trace:
             elif current == wanted:
                 yield kind, number
 
+    def phase_ops(self, phase: str) -> Iterator[Op]:
+        """Yield the operators of one phase, in order; ValueError if it was not traced."""
+        return (self.ops[number] for kind, number in self.phase_events(phase) if kind == OP)
+
     def peaks(self, device: bool = True) -> dict[str, tuple[int, int]]:
         """By phase the most bytes live at a time, on the accelerator or on the host, before any rounding; and the
         number of the event that led there, -1 if it was before the phase."""

@@ -28,9 +28,6 @@ SETTINGS = st.builds(
     AllocatorSettings,
     expandable=st.booleans(),
     cap=st.none() | st.integers(40 * MIB, 300 * MIB),
-    max_split_size=st.none() | st.integers(21 * MIB, 80 * MIB),
-    roundup_power2_divisions=st.sampled_from([0, 1, 2, 4, 8]),
-    garbage_collection_threshold=st.sampled_from([0.0, 0.3, 0.8]),
     by_fraction=st.booleans(),
 )
 

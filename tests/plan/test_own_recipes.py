@@ -78,17 +78,18 @@ def test_peaks_of_two_ranks_are_those_of_the_real_run() -> None:
 
 
 def looked_at(recipe_file: Path) -> dict[str, Any]:
-    """What is said of steps that there is no time to simulate whole, and of a copy of the shipped file."""
+    """What is said of steps that there is no time to simulate whole; micro-batches of copies of the shipped file."""
     found = {}
     simulated_micro_batches.MAX_EVENTS = 1
     for name in ("keeps_each", "alike", "sums_losses"):
         one = simulate(made(STEP[name]), config(8), SHAPE, phases=(), like_cpu=True)
         found[name] = [one.traced, one.untraced, one.estimate, one.trace.active_peaks()[STEADY]]
-    for changed in ("", "# mine\n"):
-        text = Path(recipe_module(FULL).__file__ or "").read_text(encoding="utf-8")
-        recipe_file.write_text(text + changed, encoding="utf-8")
+    text = Path(recipe_module(FULL).__file__ or "").read_text(encoding="utf-8")
+    changed = text.replace("treats_all_alike = True", "treats_all_alike = False") + "# mine\n"
+    for name, copy in (("copy", text + "# mine\n"), ("changed copy", changed)):
+        recipe_file.write_text(copy, encoding="utf-8")
         planned = load_module(recipe_file)
-        found[f"copy{changed}"] = simulate(recipe_class(planned), config(4), SHAPE, phases=(), like_cpu=True).traced
+        found[name] = simulate(recipe_class(planned), config(4), SHAPE, phases=(), like_cpu=True).traced
         del sys.modules[planned.__name__]
     return found
 
@@ -109,7 +110,7 @@ def test_what_is_not_simulated_is_said(
     )
     assert found["alike"][:2] == [2, 0] and found["alike"][2].endswith("the others are taken to be like them")
     assert found["sums_losses"][1] > 0
-    assert (found["copy"], found["copy# mine\n"]) == (2, 4)
+    assert (found["copy"], found["changed copy"]) == (2, 4)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ SMALL_SEGMENT = 2 * MIB  # segments and pages of the small pool
 LARGE_SEGMENT = 20 * MIB  # pages of the large pool, and the segment of a request from 1 to 10 MiB
 LARGE_REQUEST = 10 * MIB  # requests from here on take a segment of their own size
 SEGMENT_ROUNDING = 2 * MIB  # which is a multiple of it
-UNSPLIT_EXCESS = 20 * MIB  # how much larger than an oversize request a reused block may not be
 # Kernels of a stream that a host can have issued and that are not done: about 1000 for each stream, as measured in
 # forums.developer.nvidia.com/t/68937; the next launch waits. No document of NVIDIA's has the number.
 LAUNCH_QUEUE = 1024
@@ -26,7 +25,6 @@ class Block:
 
     mapped: it has memory; a stretch of an expandable segment may have addresses only. previous, next: its neighbors in
     the segment. streams: others than its own that use it. pending: how many of them may still do so after it was freed.
-    born: the allocator's count of searches when it came into its pool.
     """
 
     __slots__ = (
@@ -40,12 +38,11 @@ class Block:
         "next",
         "streams",
         "pending",
-        "born",
     )
 
     def __init__(self, address: int, size: int, pool: "Pool", mapped: bool = True):
         self.address, self.size, self.pool, self.mapped = address, size, pool, mapped
-        self.requested = self.pending = self.born = 0
+        self.requested = self.pending = 0
         self.allocated = False
         self.previous: Block | None = None
         self.next: Block | None = None
@@ -86,13 +83,9 @@ class Pool:
         del self.blocks[block.address]
 
 
-def round_size(num_bytes: int, divisions: int = 0) -> int:
+def round_size(num_bytes: int) -> int:
     """Bytes of the block for a request (`round_size` in CUDACachingAllocator.cpp)."""
-    if divisions > 1 and num_bytes > ROUNDING * divisions:
-        floor = 1 << num_bytes.bit_length() - 1
-        step = floor >> divisions.bit_length() - 1
-        return -(-num_bytes // step) * step
-    return max(ROUNDING, -(-num_bytes // ROUNDING) * ROUNDING)
+    return max(ROUNDING, block_bytes(num_bytes))
 
 
 def segment_size(size: int) -> int:

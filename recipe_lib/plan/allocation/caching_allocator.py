@@ -1,7 +1,8 @@
 """A model of CUDA's caching allocator (torch's native backend): which segments a run's allocations make it take.
 
 Rules from pytorch c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, as torch 2.11 to 2.13 have them.
-Not modeled: CUDA graphs' private pools, several threads, and address space that runs out in expandable mode.
+Not modeled: CUDA graphs' private pools, several threads, address space that runs out in expandable mode, and the
+settings `max_split_size`, `roundup_power2_divisions` and `garbage_collection_threshold`.
 """
 
 from bisect import bisect_left
@@ -14,7 +15,6 @@ from recipe_lib.plan.allocation.blocks import (
     LAUNCH_QUEUE,
     ROUNDING,
     SMALL_SIZE,
-    UNSPLIT_EXCESS,
     Block,
     Pool,
     check_blocks,
@@ -36,16 +36,11 @@ class AllocatorSettings:
 
     cap: that the segments may take in all; None: no end. by_fraction: the cap is one that
     `torch.cuda.set_per_process_memory_fraction` set, below the device's memory: a request is refused by the size of its
-    own segment, and `garbage_collection_threshold` (a share of the cap) works; an expandable segment may then grow past
-    the cap by less than a page. Else it is the device's own end. max_split_size: larger blocks are not split.
-    roundup_power2_divisions: sizes are rounded up to a power of two or to one of this many steps to the next; 0: not.
+    own segment; an expandable segment may then grow past the cap by less than a page. Else it is the device's own end.
     """
 
     expandable: bool = False
     cap: int | None = None
-    max_split_size: int | None = None
-    roundup_power2_divisions: int = 0
-    garbage_collection_threshold: float = 0
     by_fraction: bool = False
 
 
@@ -78,11 +73,8 @@ class CachingAllocator:
         self.settings = settings or AllocatorSettings()
         self.requested = self.allocated = self.active = self.reserved = 0
         self.peak_requested = self.peak_allocated = self.peak_active = self.peak_reserved = 0
-        self.num_alloc_retries = self.num_ooms = 0
+        self.num_alloc_retries = 0
         self.log: list[tuple[str, int, int, int]] | None = None  # (action, address, bytes, stream) if it is a list
-        self._max_split = self.settings.max_split_size
-        self._collects = self.settings.by_fraction and self.settings.garbage_collection_threshold > 0
-        self._searches = 0  # of the large pool: a free block's age is how many there were since
         self._pools: dict[tuple[bool, int], Pool] = {}
         self._active: set[Block] = set()
         self._pending: dict[int, deque[tuple[int, Block]]] = {}  # by stream, with what had been issued there when freed
@@ -92,21 +84,21 @@ class CachingAllocator:
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         """A block for `num_bytes` > 0, to be used on `stream`; OutOfMemory if the cap leaves no room for it."""
-        size = round_size(num_bytes, self.settings.roundup_power2_divisions)
+        size = round_size(num_bytes)
         pool = self._pools.get((size <= SMALL_SIZE, stream)) or self._new_pool(size, stream)
         block = self._reuse(pool, size) or self._grow(pool, size, num_bytes)
         excess = block.size - size
         if pool.small or self.settings.expandable:
             split = excess >= ROUNDING
         else:
-            split = excess > SMALL_SIZE and (self._max_split is None or size < self._max_split)
+            split = excess > SMALL_SIZE
         if split:
             rest, block = block, Block(block.address, size, pool)
             block.previous, block.next = rest.previous, rest
             if rest.previous:
                 rest.previous.next = block
             rest.previous, rest.address, rest.size = block, rest.address + size, excess
-            self._insert(rest)
+            pool.insert(rest)
         block.allocated, block.requested = True, num_bytes
         self._active.add(block)
         self.requested += num_bytes
@@ -195,14 +187,8 @@ class CachingAllocator:
         small = size <= SMALL_SIZE
         return self._pools.setdefault((small, stream), Pool(small, stream))
 
-    def _insert(self, block: Block) -> None:
-        block.born = self._searches
-        block.pool.insert(block)
-
     def _reuse(self, pool: Pool, size: int) -> Block | None:
         """The smallest free block that is large enough, taken from the pool (`get_free_block`)."""
-        if self._collects and not pool.small:
-            self._searches += 1
         at = bisect_left(pool.free, (size, 0))
         if at == len(pool.free):
             return None
@@ -214,27 +200,18 @@ class CachingAllocator:
                 if growable_size(other) >= growable_size(block):
                     break
                 block, at = other, at + 1
-        if self._max_split is not None and (
-            block.size >= (self._max_split if size < self._max_split else size + UNSPLIT_EXCESS)
-        ):
-            return None
         del pool.free[at], pool.blocks[block.address]
         return block
 
     def _grow(self, pool: Pool, size: int, requested: int) -> Block:
         """A block of a new segment; under a cap, after others were given back (`malloc`, where no block was found)."""
-        if self._collects:
-            self._collect_garbage()
         block = self._new_segment(pool, size)
-        if not block and self._give_back_oversize(pool, size):
-            block = self._new_segment(pool, size)
         if not block:
             self.empty_cache()
             self.num_alloc_retries += 1
             block = self._new_segment(pool, size)
         if block:
             return block
-        self.num_ooms += 1
         if self.log is not None:
             self.log.append(("oom", 0, size, pool.stream))
         raise OutOfMemory(requested, segment_size(size), self.reserved, self.allocated, self.settings.cap or 0)
@@ -270,51 +247,12 @@ class CachingAllocator:
         self.active -= block.size
         self.requested -= block.requested
         join_neighbors(block)
-        self._insert(block)
+        block.pool.insert(block)
 
     def _give_back(self, block: Block) -> None:
         """A free block that is a whole segment goes back to the device (`release_block`)."""
         block.pool.remove(block)
         self._count_reserved("segment_free", block.address, -block.size, block.pool.stream)
-
-    def _give_back_oversize(self, pool: Pool, size: int) -> bool:
-        """With max_split_size: gives back a free block as large as needed, else several from the largest on
-        (`release_available_cached_blocks`); False if they are not enough."""
-        if self._max_split is None or self.settings.expandable:
-            return False
-        needed = max(size, self._max_split)
-        at = bisect_left(pool.free, (needed, 0))
-        if at < len(pool.free):
-            self._give_back(pool.blocks[pool.free[at][1]])
-            return True
-        released = 0
-        while released < needed and pool.free and pool.free[-1][0] >= self._max_split:
-            released += pool.free[-1][0]
-            self._give_back(pool.blocks[pool.free[-1][1]])
-        return released >= needed
-
-    def _collect_garbage(self) -> None:
-        """Gives back whole large segments that were long unused, until less than the threshold of the cap is reserved
-        (`garbage_collect_cached_blocks`)."""
-        target = self.reserved - int(self.settings.garbage_collection_threshold * (self.settings.cap or 0))
-        free = [
-            pool.blocks[address]
-            for key, pool in sorted(self._pools.items())
-            for _, address in pool.free
-            if not key[0] and not pool.blocks[address].previous and not pool.blocks[address].next
-        ]
-        reclaimed, found = 0, True
-        total_age = sum(self._searches - block.born for block in free)
-        while reclaimed < target and found and free:
-            threshold, kept, found = total_age / len(free), [], False
-            for block in free:
-                age = self._searches - block.born
-                if age < threshold:
-                    kept.append(block)
-                    continue
-                found, reclaimed, total_age = True, reclaimed + block.size, total_age - age
-                self._give_back(block)
-            free = kept
 
     def _expand(self, pool: Pool, size: int) -> Block | None:
         """A block at the lowest addresses of the stream's expandable segment that are free or without memory and
@@ -368,7 +306,7 @@ class CachingAllocator:
             pool.insert(rest)
         block.mapped = True
         join_neighbors(block)
-        self._insert(block)
+        block.pool.insert(block)
         return True
 
     def _unmap(self, block: Block) -> None:
@@ -385,14 +323,14 @@ class CachingAllocator:
             if block.previous:
                 block.previous.next = before
             block.previous = before
-            self._insert(before)
+            pool.insert(before)
         if end < block.address + block.size:
             after = Block(end, block.address + block.size - end, pool)
             after.previous, after.next = block, block.next
             if block.next:
                 block.next.previous = after
             block.next = after
-            self._insert(after)
+            pool.insert(after)
         block.address, block.size, block.mapped = begin, end - begin, False
         join_neighbors(block)
         if block.previous or block.next:

@@ -23,33 +23,14 @@ class PhaseReplay:
 
 
 @dataclass
-class Failure:
-    """Where memory ran out. event, storage: their numbers in the trace. requested: bytes. message: what was held."""
-
-    phase: str
-    module: str
-    op: str
-    part: str
-    requested: int
-    event: int
-    storage: int
-    message: str
-
-
-@dataclass
 class Replay:
     """phases: by name, in order. retries: how often everything unused was given back to make room. events: allocations
-    and frees replayed. failed: where memory ran out; the phases after that are missing."""
+    and frees replayed. survived: memory did not run out; else the phases after that are missing."""
 
     phases: dict[str, PhaseReplay] = field(default_factory=dict)
     retries: int = 0
     events: int = 0
-    failed: Failure | None = None
-
-    @property
-    def survived(self) -> bool:
-        """Memory did not run out."""
-        return self.failed is None
+    survived: bool = True
 
     @property
     def reserved(self) -> int:
@@ -62,8 +43,10 @@ class Replay:
         return max((phase.active for phase in self.phases.values()), default=0)
 
 
-def replay(trace: Trace, settings: AllocatorSettings | None = None) -> Replay:
+def replay(trace: Trace, settings: AllocatorSettings | None = None, emptied_after: str = "") -> Replay:
     """What the allocator does on the device's storages of `trace`.
+
+    emptied_after: the phase at whose end it gives back what is unused, as nothing was freed in its place in a run.
 
     A freed block can be reused at once, but for those that `record_stream` named another stream for: when that is done
     nobody can foretell, so they are held for as long as the host can be ahead of that stream (`LAUNCH_QUEUE`), at most
@@ -75,7 +58,7 @@ def replay(trace: Trace, settings: AllocatorSettings | None = None) -> Replay:
     blocks: dict[int, Block] = {}
     streams = set[int]()
     phase = ""
-    for index, (kind, number) in enumerate(trace.events):
+    for kind, number in trace.events:
         if kind == ALLOC:
             storage = trace.storages[number]
             if not storage.device or not storage.bytes:
@@ -83,10 +66,8 @@ def replay(trace: Trace, settings: AllocatorSettings | None = None) -> Replay:
             result.events += 1
             try:
                 blocks[number] = allocator.malloc(storage.bytes, storage.stream)
-            except OutOfMemory as error:
-                result.failed = Failure(
-                    phase, storage.module, storage.op, storage.part, storage.bytes, index, number, str(error)
-                )
+            except OutOfMemory:
+                result.survived = False
                 break
         elif kind == FREE:
             if block := blocks.pop(number, None):
@@ -105,6 +86,9 @@ def replay(trace: Trace, settings: AllocatorSettings | None = None) -> Replay:
             for stream in streams:
                 allocator.finish(stream)
             _close(result, allocator, phase)
+            if phase and phase == emptied_after:
+                allocator.empty_cache()
+                allocator.reset_peaks()
             phase = trace.phases[number]
     _close(result, allocator, phase)
     result.retries = allocator.num_alloc_retries

@@ -1,4 +1,4 @@
-"""Scratch memory of the operators in a trace, from the tables of `hidden`: what the simulated device adds to it."""
+"""Scratch memory of the operators in a trace, by `untraced_memory`: what the simulated device adds to it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -59,10 +59,10 @@ def write_snapshot(trace: Trace, path: Path, settings: AllocatorSettings | None 
         "device_traces": [entries],
         "allocator_settings": {
             "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{settings.expandable}",
-            "max_split_size": -1 if settings.max_split_size is None else settings.max_split_size,
-            "garbage_collection_threshold": settings.garbage_collection_threshold,
+            "max_split_size": -1,
+            "garbage_collection_threshold": 0,
             "expandable_segments": settings.expandable,
-            "roundup_power2_divisions": {str(2**power): settings.roundup_power2_divisions for power in range(16)},
+            "roundup_power2_divisions": {str(2**power): 0 for power in range(16)},
         },
         "external_annotations": annotations,
     }

@@ -7,76 +7,24 @@ repository, release 2.13, unless they say otherwise; nothing here was fitted.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.result import OutsideTorch
 from recipe_lib.units import MIB
 
-ALLOCATED, OUTSIDE = "allocated", "outside torch"
+# cuBLAS's default configuration :4096:2:16:8, in KiB, up to sm89; aten/src/ATen/cuda/CublasHandlePool.cpp,
+# parseChosenWorkspaceSize; pytorch issue 95668.
+MATMUL_WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
+MATMUL_WORKSPACE_SM90 = 4096 * 8 * 1024  # the same, from sm90 on
 
-
-@dataclass(frozen=True)
-class HiddenMemory:
-    """A row of what is hidden. bytes: a fixed size, or None where a function of this module gives it from shapes.
-    counted: `allocated` by torch, or `outside torch`. source: where the size is from."""
-
-    name: str
-    bytes: int | None
-    counted: str
-    source: str
-
-
-HIDDEN = {
-    row.name: row
-    for row in (
-        HiddenMemory(
-            "matmul workspace, sm80 to sm89",
-            4096 * 1024 * 2 + 16 * 1024 * 8,  # cuBLAS's default configuration :4096:2:16:8, in KiB
-            ALLOCATED,
-            "aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize; pytorch issue 95668",
-        ),
-        HiddenMemory(
-            "matmul workspace, sm90 and later",
-            4096 * 8 * 1024,
-            ALLOCATED,
-            "aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize",
-        ),
-        HiddenMemory(
-            "attention backward",
-            None,
-            ALLOCATED,
-            "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd and mha_varlen_bwd; for cuDNN's "
-            "kernel the same sums, an estimate",
-        ),
-        HiddenMemory("embedding backward", None, ALLOCATED, "aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu"),
-        HiddenMemory(
-            "softmax backward", None, ALLOCATED, "aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out"
-        ),
-        HiddenMemory(
-            "grouped matmul",
-            None,
-            ALLOCATED,
-            "aten/src/ATen/native/cuda/GroupMM.cu, input_args_size; CUTLASS's workspace, some tens of KiB, is left out",
-        ),
-        HiddenMemory(
-            "context",
-            600 * MIB,
-            OUTSIDE,
-            "processes of torch on A100 and H200 that hold little else, 612 to 614 MiB in public logs; 300 to 600 MiB "
-            "is the range commonly given",
-        ),
-        HiddenMemory("communicator of 2 ranks", 544 * MIB, OUTSIDE, "github.com/NVIDIA/nccl/issues/964, 4 x A100"),
-        HiddenMemory(
-            "communicator of more ranks",
-            688 * MIB,
-            OUTSIDE,
-            "github.com/NVIDIA/nccl/issues/964, 4 x A100; fewer channels (PCIe) take less, an all-to-all takes more "
-            "(nccl issue 1685: 1.06 GB to 4.34 GB on 8 x H100)",
-        ),
-        HiddenMemory("reserve", 400 * MIB, OUTSIDE, "our choice: kernels loaded late, a display, other programs"),
-    )
-}
+# Outside of torch. Of a context: processes of torch on A100 and H200 that hold little else, 612 to 614 MiB in public
+# logs; 300 to 600 MiB is the range commonly given.
+CONTEXT = 600 * MIB
+# Of communicators on 4 x A100: github.com/NVIDIA/nccl/issues/964. Fewer channels (PCIe) take less, an all-to-all takes
+# more (nccl issue 1685: 1.06 GB to 4.34 GB on 8 x H100).
+COMMUNICATOR_OF_TWO = 544 * MIB
+COMMUNICATOR = 688 * MIB
+RESERVE = 400 * MIB  # our choice: kernels loaded late, a display, other programs
 
 _SORTED_FROM = 3072  # aten/src/ATen/native/cuda/Embedding.cu: fewer tokens are added up without scratch
 
@@ -89,8 +37,7 @@ def workspace_bytes(architecture: str) -> int:
     """
     if architecture == "cpu":
         return 0
-    recent = _capability(architecture) >= 90
-    return _bytes("matmul workspace, sm90 and later" if recent else "matmul workspace, sm80 to sm89")
+    return MATMUL_WORKSPACE_SM90 if _capability(architecture) >= 90 else MATMUL_WORKSPACE
 
 
 def attention_backend(architecture: str) -> str:
@@ -111,6 +58,8 @@ def attention_backward_scratch(
 
     In their order: row sums of gradient times output `[b, h, s]`, the sum of dq `[b, s, h, e]`, both fp32, with s
     rounded up to 128 and e to 32 (to 64 above 128); then, where heads share keys, dk and dv for every head.
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd and mha_varlen_bwd; for cuDNN's kernel the
+    same sums, an estimate.
     """
     rounded = _round_up(queries, 128)
     scratch = [4 * rows * heads * rounded, 4 * rows * rounded * heads * _rounded_head(head_width)]
@@ -129,7 +78,8 @@ def varlen_backward_scratch(
 def embedding_backward_scratch(*, tokens: int, width: int, index_bytes: int = 8) -> list[int]:
     """Bytes of each scratch tensor that the backward of an embedding holds while it runs; none for few tokens.
 
-    Tokens and their order sorted, four lists over them, and an fp32 row of `width` for each token.
+    Tokens and their order sorted, four lists over them, and an fp32 row of `width` for each token:
+    aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu.
     """
     if tokens <= _SORTED_FROM:
         return []
@@ -137,43 +87,31 @@ def embedding_backward_scratch(*, tokens: int, width: int, index_bytes: int = 8)
 
 
 def softmax_backward_scratch(*, numbers: int, element_bytes: int) -> list[int]:
-    """Bytes of the product of gradient and output that the backward of a softmax makes first; none of a log-softmax."""
+    """Bytes of the product of gradient and output that the backward of a softmax makes first; none of a log-softmax.
+
+    aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out.
+    """
     return [numbers * element_bytes]
 
 
 def grouped_arguments(*, groups: int) -> int:
     """Bytes of what the kernel of a grouped matmul reads about each group: three pointers, an even number of each;
-    three strides of 8 bytes, and three sizes of 4."""
+    three strides of 8 bytes, and three sizes of 4.
+
+    aten/src/ATen/native/cuda/GroupMM.cu, input_args_size; CUTLASS's workspace, some tens of KiB, is left out.
+    """
     return 3 * 8 * _round_up(groups, 2) + 3 * 8 * groups + 3 * 4 * groups
 
 
-def outside_torch(
-    hardware: Hardware, communicators: Iterable[int], *, context: int | None = None, reserve: int | None = None
-) -> OutsideTorch:
-    """What one process holds outside torch's allocator.
+def outside_torch(hardware: Hardware, communicators: Iterable[int]) -> OutsideTorch:
+    """What one process holds outside torch's allocator; nothing on a CPU.
 
-    communicators: the number of ranks of each group that communicates (a group of one takes nothing). context,
-    reserve: bytes that replace the table's. All are 0 on a CPU.
+    communicators: the number of ranks of each group that communicates (a group of one takes nothing).
     """
     if hardware.architecture == "cpu":
-        return OutsideTorch(context=context or 0, nccl=0, reserve=reserve or 0)
-    nccl = sum(
-        _bytes("communicator of 2 ranks" if ranks == 2 else "communicator of more ranks")
-        for ranks in communicators
-        if ranks > 1
-    )
-    return OutsideTorch(
-        context=_bytes("context") if context is None else context,
-        nccl=nccl,
-        reserve=_bytes("reserve") if reserve is None else reserve,
-    )
-
-
-def _bytes(name: str) -> int:
-    size = HIDDEN[name].bytes
-    if size is None:
-        raise ValueError(f"the size of {name} follows from shapes")
-    return size
+        return OutsideTorch(context=0, nccl=0, reserve=0)
+    nccl = sum(COMMUNICATOR_OF_TWO if ranks == 2 else COMMUNICATOR for ranks in communicators if ranks > 1)
+    return OutsideTorch(context=CONTEXT, nccl=nccl, reserve=RESERVE)
 
 
 def _capability(architecture: str) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.plan.build_plan import PlanSettings
-from recipe_lib.plan.search.estimate_facts import IN_LAYERS, Estimate
+from recipe_lib.plan.search.estimate import IN_LAYERS, Estimate
 from recipe_lib.plan.search.trials import Changes, changed, override_text, try_quick, usable_bytes, value_of
 
 # Settings that cost little time, and are tried together where the peak is outside of the layers.

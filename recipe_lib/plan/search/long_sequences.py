@@ -4,7 +4,7 @@ layers keep to the host. What each sends is reported with its bytes and its time
 from typing import Any
 
 from recipe_lib.config.mesh import same_batch_ranks
-from recipe_lib.plan.search.estimate_facts import Estimate
+from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.search.trials import Changes
 from recipe_lib.units import format_bytes
 

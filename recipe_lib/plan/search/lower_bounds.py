@@ -12,7 +12,7 @@ from recipe_lib.config.mesh import SCHEDULES, mesh_shape, micro_batches, stages_
 from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.pipeline.balance import split_layers
 from recipe_lib.plan.build_plan import PlanSettings
-from recipe_lib.plan.search.estimate_facts import Estimate
+from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.tracing.pipeline_actions import orders_of
 from recipe_lib.plan.world.shape_only_model import layer_count, spec_of
 

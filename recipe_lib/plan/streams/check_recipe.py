@@ -15,7 +15,7 @@ from recipe_lib.plan.streams.collective_order import CollectiveCall, order_fault
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.trace import HOST, OP, WAIT
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated
-from recipe_lib.plan.world.shape_only_model import layer_count, layer_period, with_layers
+from recipe_lib.plan.world.shape_only_model import find_layer_pattern, layer_count, with_layers
 from recipe_lib.plan.world.simulated_device import NAME
 
 MOST_RANKS = 64  # whose collectives are compared
@@ -129,7 +129,8 @@ def _smaller(cfg: Any) -> tuple[Any, int]:
     """The config with as few layers as have every kind of them on each stage, and how many those are; the whole model
     where one of its settings names layers that there would not be."""
     own = layer_count(cfg)
-    wanted = 2 * max(layer_period(cfg), stage_count(cfg.parallel), cfg.memory.activation_offload_prefetch_layers)
+    lead, period = find_layer_pattern(cfg)
+    wanted = lead + 2 * max(period, stage_count(cfg.parallel), cfg.memory.activation_offload_prefetch_layers)
     if wanted >= own or not isinstance(cfg.parallel.fsdp_wrap_policy, str):
         return cfg, own
     try:

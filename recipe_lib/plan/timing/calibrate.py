@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from recipe_lib.files import replace_text
@@ -27,15 +26,14 @@ _LOADED_SECONDS = 3.0
 
 
 def calibrate(device: str | None = None, path: Path | None = None) -> dict[str, Any]:
-    """Measures matmuls, attention, an elementwise operator, issuing, and an all-gather if ranks are joined already.
+    """Measures matmuls, attention, an elementwise operator and issuing; `tune doctor` measures links.
 
-    device: `cuda` or `cpu`; None: a GPU if there is one. path: where the result is written as JSON (by rank 0); what
-    is there is replaced. Takes some seconds on a GPU. Returns the result; its `dry_run` is true on a CPU.
+    device: `cuda` or `cpu`; None: a GPU if there is one. path: where the result is written as JSON; what is there is
+    replaced. Takes some seconds on a GPU. Returns the result; its `dry_run` is true on a CPU.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = torch.device(device).type != "cpu"
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     bandwidth = _bandwidth(device)
     matmul = {name: _matmuls(dtype, device) for name, dtype in dtypes.items()}
     result: dict[str, Any] = {
@@ -48,14 +46,14 @@ def calibrate(device: str | None = None, path: Path | None = None) -> dict[str, 
         "attention": _attention(device),
         "bandwidth": bandwidth,
         **_issuing(device),
-        "link_bandwidth": _link_bandwidth(device, ranks) if ranks > 1 else None,
+        "link_bandwidth": None,
     }
     if on_gpu:
         result |= copy_rates(device)
         result["memory"] = torch.cuda.mem_get_info(device)[1]
         result["optimizer"] = optimizer_rate(device)
         result["step_share"] = step_share(device, matmul["bf16"], bandwidth)
-    if path is not None and (ranks == 1 or dist.get_rank() == 0):
+    if path is not None:
         replace_text(Path(path), json.dumps(result, indent=2) + "\n")
     return result
 
@@ -206,19 +204,3 @@ def _issuing(device: str) -> dict[str, float]:
                 small.mul_(1.0)
         kernel = _seconds(graph.replay, device) / 1000
     return {"host_seconds": host, "kernel_seconds": kernel}
-
-
-def _link_bandwidth(device: str, ranks: int) -> float:
-    """Bus bandwidth of an all-gather, bytes/second: of 256 MiB, on a CPU 1 MiB."""
-    whole = (256 if torch.device(device).type != "cpu" else 1) * MIB // 2 // ranks * ranks
-    gathered = torch.empty(whole, dtype=torch.bfloat16, device=device)
-    shard = torch.ones(whole // ranks, dtype=torch.bfloat16, device=device)
-    synchronize = torch.get_device_module(device).synchronize if torch.device(device).type != "cpu" else (lambda: None)
-    times = []
-    for _ in range(8):  # as many on every rank
-        synchronize()
-        start = time.perf_counter()
-        dist.all_gather_into_tensor(gathered, shard)
-        synchronize()
-        times.append(time.perf_counter() - start)
-    return 2 * whole * (ranks - 1) / ranks / sorted(times[1:])[3]

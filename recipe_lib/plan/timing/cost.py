@@ -21,7 +21,7 @@ from recipe_lib.plan.timing.kernel_rates import (
     run_share,
 )
 from recipe_lib.plan.timing.operator_times import OperatorTime, operator_key
-from recipe_lib.plan.trace import OP, WORK_WAIT, Collective, Op, Trace
+from recipe_lib.plan.trace import WORK_WAIT, Collective, Op, Trace
 
 KERNEL_SECONDS = 3e-6  # no kernel is shorter: its start and end on the device, commonly given as 2 to 4 us
 HOST_SECONDS = 6e-6  # for the host to issue one operator from Python, eagerly: 5 to 10 us
@@ -279,8 +279,7 @@ def _interpolate(points: Sequence[tuple[float, float]], size: float) -> float:
 
 def model_flops(trace: Trace, phase: str) -> int:
     """Operations of forward and backward in a phase, on this rank, without what activation checkpointing redoes."""
-    ops = (trace.ops[number] for kind, number in trace.phase_events(phase) if kind == OP)
-    return sum(op.flops * op.repeats for op in ops if op.part in ("forward", "backward"))
+    return sum(op.flops * op.repeats for op in trace.phase_ops(phase) if op.part in ("forward", "backward"))
 
 
 def model_flops_utilization(flops: float, seconds: float, hardware: Hardware, dtype: str = "bf16") -> float:

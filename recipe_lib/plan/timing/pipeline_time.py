@@ -6,7 +6,7 @@ norms, the optimizer) each rank waits for the slowest.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedule_time import Timeline, simulate
@@ -26,19 +26,6 @@ class PipelineTime:
 
     timeline: Timeline
     step: float
-
-
-@dataclass(frozen=True)
-class Sums:
-    """A rank's step, seconds, all micro-batches counted: as `StepTime` has them, with what ranks exchange."""
-
-    compute: float
-    communication: float
-    exposed: float
-    launch: float
-    copies: float = 0.0
-    copies_exposed: float = 0.0
-    on_host: float = 0.0
 
 
 def pipeline_time(
@@ -122,8 +109,8 @@ def messages_of(
 
 def whole_step(
     trace: Trace, timing: StepTime, phase: str, hardware: Hardware, calibration: Calibration | None = None
-) -> Sums:
-    """A rank's own step with all micro-batches, of which a trace has some."""
+) -> StepTime:
+    """Return the time of a rank's own step with the sums of all micro-batches, of which a trace has some."""
     counted: dict[int, int] = {}
     repeats, transfers = 1, 0.0
     launch = 0.0
@@ -140,12 +127,12 @@ def whole_step(
     alone = sum(end - start for _, start, end in kernels)
     scale = sum((end - start) * counted[number] for number, start, end in kernels) / alone if alone else 1.0
     moved = sum(seconds * counted[number] for number, seconds in timing.collectives.items())
-    return Sums(
+    return replace(
+        timing,
         compute=timing.compute * scale,
         communication=moved + transfers,
         exposed=timing.exposed * scale,
         launch=launch,
         copies=timing.copies * scale,
         copies_exposed=timing.copies_exposed * scale,
-        on_host=timing.on_host,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.timing.cost import Calibration, is_attention, is_wait, op_seconds
-from recipe_lib.plan.trace import OP, Op, Trace
+from recipe_lib.plan.trace import Op, Trace
 
 MATMULS, ATTENTION, MEMORY_BOUND = "matmuls", "attention", "memory-bound kernels"
 COPIES, COMMUNICATION = "copies", "communication"
@@ -45,7 +45,7 @@ def time_by_kind(
 ) -> dict[str, float]:
     """Seconds by kind, KINDS in order; ValueError if the phase was not traced."""
     found = dict.fromkeys(KINDS, 0.0)
-    for op in _ops(trace, phase):
+    for op in trace.phase_ops(phase):
         if kind := kind_of(op):
             found[kind] += op.repeats * op_seconds(op, hardware, calibration)
     return found
@@ -58,7 +58,7 @@ def memory_bound_by_module(
     and what is outside of all modules under their part of the step. The slowest first."""
     kernels: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
-    for op in _ops(trace, phase):
+    for op in trace.phase_ops(phase):
         if kind_of(op) == MEMORY_BOUND:
             place = _NUMBER.sub("*", op.module) or f"({op.part})"
             kernels[place] += op.repeats
@@ -69,14 +69,10 @@ def memory_bound_by_module(
 
 def operators_launched(trace: Trace, phase: str) -> int:
     """How many operators the host issues, collectives and copies among them; ValueError if the phase was not traced."""
-    return sum(op.repeats for op in _ops(trace, phase) if not is_wait(op))
+    return sum(op.repeats for op in trace.phase_ops(phase) if not is_wait(op))
 
 
 def kernel_overhead(times: dict[str, float]) -> float:
     """The time of all kernels over that of matmuls and attention: 1 where nothing else takes time."""
     useful = times[MATMULS] + times[ATTENTION]
     return (useful + times[MEMORY_BOUND]) / useful if useful else float("inf")
-
-
-def _ops(trace: Trace, phase: str) -> list[Op]:
-    return [trace.ops[number] for kind, number in trace.phase_events(phase) if kind == OP]

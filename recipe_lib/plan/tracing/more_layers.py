@@ -1,6 +1,6 @@
 """The trace of a deep model from those of two shallow ones, event by event. No torch in here.
 
-A shipped recipe does for each middle layer what it does for the one before it. So a model of 80 layers is simulated
+A recipe does for each middle layer what it does for the one before it. So a model of 80 layers is simulated
 twice with few of them, one period of layers apart; what the longer run has once more (a layer's forward, its gradient's
 reduction, its optimizer states) is found and repeated: every allocation and release, operator and mark of a stream,
 with its own layer's name. Where the two runs do not show it beyond doubt, nothing is continued, and the whole model is
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from recipe_lib.plan.result import LayerRow
-from recipe_lib.plan.trace import ACTION, ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Op, Storage, Sync, Trace
+from recipe_lib.plan.trace import ALLOC, FREE, OP, RECORD, USE, WAIT, Op, Storage, Sync, Trace
 from recipe_lib.plan.tracing.sequences import Continued, LoopItems, continue_items
 
 # A size that grows with the number of layers may reach a limit that few layers do not show, such as that of a bucket.
@@ -136,52 +136,40 @@ def _named(pattern: str, numbers: tuple[int, ...]) -> str:
 def _trace(continued: Continued, long: Trace) -> Trace | None:
     """The continued events as a trace; None where one of them is released that is not there."""
     trace = Trace(phases=list(long.phases))
-    events, storages, ops, syncs = trace.events, trace.storages, trace.ops, trace.syncs
-    numbered: list[int] = []  # by event the number of its storage or event of the device
+    numbered: list[int] = []  # by event the number of its storage or mark; -1: it has none
     marks = 0
     alive: set[int] = set()
     for like, numbers, target in zip(continued.like, continued.numbers, continued.targets, strict=True):
         kind, number = long.events[like]
+        own = numbered[target] if 0 <= target < len(numbered) else -1
         if kind == ALLOC:
-            storages.append(_storage(long.storages[number], numbers))
-            if storages[-1].bytes > max(_MOST_GROWN, long.storages[number].bytes):
+            trace.storages.append(_storage(long.storages[number], numbers))
+            if trace.storages[-1].bytes > max(_MOST_GROWN, long.storages[number].bytes):
                 return None
-            made = len(storages) - 1
-            alive.add(made)
-            events.append((ALLOC, made))
-            numbered.append(made)
-            continue
-        if kind == FREE:
-            made = numbered[target] if 0 <= target < len(numbered) else -1
-            if made not in alive:
+            own = number = len(trace.storages) - 1
+            alive.add(own)
+        elif kind == FREE:
+            if own not in alive:
                 return None
-            alive.remove(made)
-            events.append((FREE, made))
-            numbered.append(made)
-            continue
-        mark = -1
-        if kind == OP:
-            ops.append(_op(long.ops[number], numbers))
-            now, then = ops[-1].collective, long.ops[number].collective
+            alive.remove(own)
+            number = own
+        elif kind == OP:
+            trace.ops.append(_op(long.ops[number], numbers))
+            now, then = trace.ops[-1].collective, long.ops[number].collective
             if now is not None and then is not None and now.bytes > max(_MOST_GROWN, then.bytes):
                 return None
-            events.append((OP, len(ops) - 1))
+            number = len(trace.ops) - 1
         elif kind in (RECORD, WAIT):
-            if target < 0:
-                mark, marks = marks, marks + 1
-            else:
-                mark = numbered[target]
-            syncs.append(Sync(mark, long.syncs[number].stream))
-            events.append((kind, len(syncs) - 1))
+            if own < 0:
+                own = marks
+                marks += 1
+            trace.syncs.append(Sync(own, long.syncs[number].stream))
+            number = len(trace.syncs) - 1
         elif kind == USE:
-            mark = numbered[target]
-            trace.uses.append((mark, long.uses[number][1]))
-            events.append((USE, len(trace.uses) - 1))
-        elif kind == PHASE:
-            events.append((PHASE, number))
-        else:
-            assert kind != ACTION
-        numbered.append(mark)
+            trace.uses.append((own, long.uses[number][1]))
+            number = len(trace.uses) - 1
+        trace.events.append((kind, number))
+        numbered.append(own)
     return trace
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 from recipe_lib.config.mesh import micro_batches, stage_count, stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
@@ -51,11 +52,8 @@ def following_actions(tracer: Tracer) -> Iterator[None]:
         trace.actions.append(mark)
         trace.events.append((ACTION, len(trace.actions) - 1))
 
-    before, driver.on_action = driver.on_action, note
-    try:
+    with mock.patch.object(driver, "on_action", note):
         yield
-    finally:
-        driver.on_action = before
 
 
 def traced_micro_batches(cfg: Any, place: int = 0) -> int:

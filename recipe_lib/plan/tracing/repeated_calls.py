@@ -5,24 +5,28 @@ notes hold the first run's allocations and operators; a loop in them is kept as 
 an allocator has the same free blocks as after all of them, and the operators say how often they were issued.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from recipe_lib.ops.shaped_work import SHAPED_WORK
 from recipe_lib.plan.trace import ALLOC, FREE, OP, Op
+from recipe_lib.plan.tracing.tracer import Tracer
 from recipe_lib.plan.world.cached_fake_mode import NotSure, key_of, wrap
-
-if TYPE_CHECKING:
-    from recipe_lib.plan.tracing.tracer import Tracer
 
 _LONGEST_LOOP = 48  # events in one turn
 
 # Notes: (ALLOC, (its number, storage)), (FREE, the allocation's number), (OP, operator).
 Note = tuple[int, Any]
 Returned: TypeAlias = Tensor | tuple[Tensor, ...] | None
+_Function: TypeAlias = Callable[..., Returned]
 
 
 @dataclass
@@ -47,32 +51,39 @@ class _Result:
     device: torch.device
 
 
-class Repeats:
-    """Notes by function, shapes and arguments."""
+@contextmanager
+def repeating_shaped_work(tracer: Tracer) -> Iterator[None]:
+    """Inside, functions that `follows_from_shapes` marks run once for each kind of arguments of a simulation."""
+    known: dict[Any, _Notes | None] = {}
 
-    def __init__(self) -> None:
-        self._known: dict[Any, _Notes | None] = {}
+    def repeat(original: _Function, decisive: Callable[..., Sequence[Any]] | None) -> _Function:
+        def run(*args: Any) -> Returned:
+            if tracer.muted:
+                return original(*args)
+            try:
+                key = (original, key_of(decisive(*args) if decisive else args, []))
+            except NotSure:
+                return original(*args)
+            notes = known.get(key)
+            if notes is not None:
+                return _repeat(notes, tracer)
+            begin = len(tracer.trace.events)
+            result = original(*args)
+            if key not in known:
+                known[key] = _take_notes(result, tracer, begin)
+            return result
 
-    def run(
-        self, function: Callable[..., Returned], args: tuple[Any, ...], tracer: "Tracer", decisive: Sequence[Any]
-    ) -> Returned:
-        """`function(*args)`, for real the first time. decisive: what its work follows from."""
-        assert tracer.fast is not None
-        try:
-            key = (function, key_of(decisive, []))
-        except NotSure:
-            return function(*args)
-        notes = self._known.get(key)
-        if notes is not None:
-            return _repeat(notes, tracer)
-        begin = len(tracer.trace.events)
-        result = function(*args)
-        if key not in self._known:
-            self._known[key] = _take_notes(result, tracer, begin)
-        return result
+        return run
+
+    with ExitStack() as stack:
+        for function, decisive in SHAPED_WORK.items():
+            *path, name = function.__qualname__.split(".")
+            owner = functools.reduce(getattr, path, sys.modules[function.__module__])
+            stack.enter_context(mock.patch.object(owner, name, repeat(function, decisive)))
+        yield
 
 
-def _take_notes(returned: Returned, tracer: "Tracer", begin: int) -> _Notes | None:
+def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None:
     """Notes of what happened since event `begin`; None if memory is left that is not the results'."""
     trace = tracer.trace
     order: dict[int, int] = {}
@@ -169,7 +180,7 @@ def _loop_at(tokens: list[tuple[Any, ...]], at: int) -> tuple[int, int]:
     return best
 
 
-def _repeat(notes: _Notes, tracer: "Tracer") -> Returned:
+def _repeat(notes: _Notes, tracer: Tracer) -> Returned:
     """Does it again, on paper."""
     assert tracer.fast is not None
     part, module = tracer.place()

@@ -10,7 +10,6 @@ not at all; where one does not, there is no continuation.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 # Turns that a loop has in the longer run at the least. Those at either end may be unlike the others, as many as here,
@@ -186,14 +185,17 @@ def _places(targets: list[int], parts: list[_LoopPart], which: int, starts: list
 @dataclass(frozen=True)
 class _Rule:
     """How an item goes on: like the longer run's item `like`; numbers grow by `per_turn` and `per_run`; its target is
-    at a place in the continued run, whose turn grows by `turn_step` with each of its own, `step` items."""
+    at a place in the continued run, which grows by `step` items with each of its own turns."""
 
     like: int
     numbers: tuple[int, ...]
     per_turn: tuple[int, ...] | None
     target: int
     step: int
-    turn_step: int = 0
+
+
+# (run, turn of the part, turns from the first that a rule is of)
+_Seen = tuple[int, int, int]
 
 
 def _continue_part(
@@ -212,38 +214,29 @@ def _continue_part(
     inner = long_turns - before - after
     if part.is_loop and (inner < 2 or long_turns < _FEWEST):
         return False
-    first = (part.starts[_SHORT], part.starts[_LONG])
-
-    def rules(turn: int, short_turn: int, seen: Iterator[tuple[int, int, int]] | None) -> list[_Rule] | None:
-        found = []
-        rest = list(seen or ())
-        for offset in range(part.length):
-            at = first[_LONG] + turn * part.length + offset
-            was = first[_SHORT] + short_turn * part.length + offset
-            others = [(which, first[which] + other * part.length + offset, distance) for which, other, distance in rest]
-            rule = _rule(parts, runs, places, on[0], at, was, others)
-            if rule is not None and part.is_loop and not _keeps_step(rule, places, at, on[1]):
-                rule = None
-            if rule is None:
-                return None
-            found.append(rule)
-        return found
-
-    heads = [rules(turn, turn, None) for turn in range(before)]
-    tails = [rules(long_turns - left, short_turns - left, None) for left in range(after, 0, -1)]
-    middle: list[list[_Rule] | None] = []
+    # (turn of the longer run, of the shorter, others that have to be like it, how often it is there)
+    kinds: list[tuple[int, int, list[_Seen], int]] = [(turn, turn, [], 1) for turn in range(before)]
     if inner > 0:
-        seen = [(_LONG, turn, turn - before) for turn in range(before + 1, before + inner)]
-        seen += [(_SHORT, turn, turn - before) for turn in range(before + 1, before + inner - 1)]
-        middle = [rules(before, before, iter(seen))]
-    if any(rule is None for rule in (*heads, *tails, *middle)):
-        return False
-    for rule_list in heads:
-        _apply(rule_list or [], 0, result)
-    for turn in range(turns - before - after if middle else 0):
-        _apply(middle[0] or [], turn, result)
-    for rule_list in tails:
-        _apply(rule_list or [], 0, result)
+        seen = [(_LONG, before + turn, turn) for turn in range(1, inner)]
+        seen += [(_SHORT, before + turn, turn) for turn in range(1, inner - 1)]
+        kinds.append((before, before, seen, turns - before - after))
+    kinds += [(long_turns - left, short_turns - left, [], 1) for left in range(after, 0, -1)]
+    rules: list[list[_Rule]] = []
+    for long_turn, short_turn, seen, _ in kinds:
+        rules.append([])
+        for offset in range(part.length):
+            at = part.starts[_LONG] + long_turn * part.length + offset
+            was = part.starts[_SHORT] + short_turn * part.length + offset
+            others = [
+                (which, part.starts[which] + turn * part.length + offset, distance) for which, turn, distance in seen
+            ]
+            rule = _rule(parts, runs, places, on, (at, was, others), is_loop=part.is_loop)
+            if rule is None:
+                return False
+            rules[-1].append(rule)
+    for rule_list, (*_, count) in zip(rules, kinds, strict=True):
+        for turn in range(count):
+            _apply(rule_list, turn, result)
     return True
 
 
@@ -251,56 +244,49 @@ def _rule(
     parts: list[_LoopPart],
     runs: tuple[LoopItems, LoopItems],
     places: list[list[_Place | None]],
-    more: int,
-    at: int,
-    was: int,
-    others: list[tuple[int, int, int]],
+    on: tuple[int, int],
+    items: tuple[int, int, list[tuple[int, int, int]]],
+    *,
+    is_loop: bool,
 ) -> _Rule | None:
-    """Of the longer run's item `at`, the shorter one's `was`, and others in the same place of other turns: (run, item,
-    turns from these). None where they are not on a line."""
-    short, long = runs
-    now, then = long.numbers[at], short.numbers[was]
-    place, earlier = places[_LONG][at], places[_SHORT][was]
-    if (place is None) != (earlier is None):
+    """Of the longer run's item, the shorter one's, and others in the same place of other turns: (run, item, turns from
+    these). None where they are not on a line, which in a loop goes up or down by a turn's worth, or not at all."""
+    more, step = on
+    at, was, others = items
+    place = places[_LONG][at]
+    values = _values(runs[_LONG], places[_LONG], at, place)
+    before = _values(runs[_SHORT], places[_SHORT], was, place)
+    if values is None or before is None:
         return None
-    values, before = list(now), list(then)
-    if place is not None and earlier is not None:
-        if place[0] != earlier[0] or place[2] != earlier[2]:
-            return None
-        values.append(place[1])
-        before.append(earlier[1])
-    growth = [new - old for new, old in zip(values, before, strict=True)]
     slopes = [0] * len(values)
     for which, item, distance in others:
-        other = places[which][item]
-        if (other is None) != (place is None):
-            return None
-        seen = list(runs[which].numbers[item])
-        if other is not None and place is not None:
-            if other[0] != place[0] or other[2] != place[2]:
-                return None
-            seen.append(other[1])
+        seen = _values(runs[which], places[which], item, place)
         base = values if which == _LONG else before
+        if seen is None:
+            return None
         if which == _LONG and distance == 1:
             slopes = [new - old for new, old in zip(seen, base, strict=True)]
         if any(new != old + slope * distance for new, old, slope in zip(seen, base, slopes, strict=True)):
             return None
-    values = [value + more * by for value, by in zip(values, growth, strict=True)]
-    target = step = -1
-    by = 0
+    values = [now + more * (now - then) for now, then in zip(values, before, strict=True)]
+    target = items_a_turn = turns_a_turn = 0
     if place is not None:
         aim = parts[place[0]]
-        turn, by = values.pop(), slopes.pop()
-        target = aim.starts[_NEW] + turn * aim.length + place[2]
-        step = by * aim.length
-    return _Rule(at, tuple(values), tuple(slopes) if any(slopes) else None, target, step, by)
+        target = aim.starts[_NEW] + values.pop() * aim.length + place[2]
+        turns_a_turn = slopes.pop()
+        items_a_turn = turns_a_turn * aim.length
+    if is_loop and not (turns_a_turn in (-1, 0, 1) and all(slope in (-step, 0, step) for slope in slopes)):
+        return None
+    per_turn = tuple(slopes) if any(slopes) else None
+    return _Rule(at, tuple(values), per_turn, -1 if place is None else target, items_a_turn)
 
 
-def _keeps_step(rule: _Rule, places: list[list[_Place | None]], at: int, step: int) -> bool:
-    """Whether a rule of a loop goes up or down by a turn's worth, or not at all."""
-    place = places[_LONG][at]
-    by_turn = rule.turn_step if place is not None else 0
-    return by_turn in (-1, 0, 1) and all(by in (-step, 0, step) for by in rule.per_turn or ())
+def _values(run: LoopItems, places: list[_Place | None], item: int, like: _Place | None) -> list[int] | None:
+    """An item's numbers, and the turn of its target; None for one whose target is not in the same place of a turn."""
+    place = places[item]
+    if place is None or like is None:
+        return list(run.numbers[item]) if place is like else None
+    return [*run.numbers[item], place[1]] if (place[0], place[2]) == (like[0], like[2]) else None
 
 
 def _apply(rules: list[_Rule], turn: int, result: Continued) -> None:

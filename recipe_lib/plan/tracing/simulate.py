@@ -11,14 +11,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from recipe_lib.adapters import nf4, quantized
+from recipe_lib.adapters import nf4
 from recipe_lib.checkpoint.weights_out import refused_extra, whole
 from recipe_lib.config.mesh import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, lines_in
 from recipe_lib.models.extra_parameters import extra_tensors
-from recipe_lib.ops import capped_attention, cross_entropy
-from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.parallel import World
 from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.parallelize import Parallel
@@ -37,15 +35,16 @@ from recipe_lib.plan.tracing.pipeline_actions import (
     traced_micro_batches,
 )
 from recipe_lib.plan.tracing.recipe_models import label_models, label_sums, models_of, module_facts
+from recipe_lib.plan.tracing.repeated_calls import repeating_shaped_work
 from recipe_lib.plan.tracing.simulated_micro_batches import (
     FEW_MICRO_BATCHES,
     Likeness,
     Passes,
     affordable,
     estimate_text,
-    is_shipped,
     last_stand_for_all,
     likeness,
+    treats_all_alike,
 )
 from recipe_lib.plan.tracing.simulated_works import following_works
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
@@ -58,16 +57,14 @@ from recipe_lib.plan.world.transformers_masks import masks_of_a_run
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 FIRST, STEADY = "first step", "step"
 MAKING_STATES = "states"  # in place of the first step, all gradients at once, as no run has them
-# Functions that issue many operators, whose work follows from their arguments' shapes.
-_REMEMBERED = (
-    (quantized, "dequantize"),
-    (cross_entropy, "_sum_over_chunks"),
-    (capped_attention, "_attended"),
-    (capped_attention, "_gradients"),
-)
 _MANY_OBJECTS = 2_000_000
 _left_objects = 0  # that the collector has not looked at, of this process's simulations
 _known_calls: dict[Any, Any] = {}  # of operators, in all simulations of this process
+
+
+def list_short_steps(cfg: FullFinetuneConfig) -> tuple[str, ...]:
+    """Return the steps that are enough to see a steady one; states that are stepped in backward come with the first."""
+    return (FIRST, STEADY) if cfg.memory.optimizer_in_backward else (STEADY,)
 
 
 @dataclass
@@ -123,22 +120,22 @@ def simulate(
             tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory, checker)
             tracer.stream = connect_streams(tracer.record, tracer.wait, tracer.use_on, following_host(tracer))
             with ExitStack() as stack:
-                masks = masks_of_a_run(cfg, shape.documents)
-                for context in (_quiet_collector(), tracer.running(), following_actions(tracer), masks):
-                    stack.enter_context(context)
-                stack.enter_context(_scales_without_values())
+                stack.enter_context(nf4.make_tables_anew(has_values=False))
+                stack.enter_context(_quiet_collector())
+                stack.enter_context(tracer.running())
+                stack.enter_context(following_actions(tracer))
+                stack.enter_context(masks_of_a_run(cfg, shape.documents))
                 code = stack.enter_context(compiling(tracer)) if cfg.compile else None
                 stack.enter_context(following_works(tracer))
                 if checker is None:  # which wants to see every operator
-                    for place, name in _REMEMBERED:
-                        stack.enter_context(tracer.remembering(place, name))
-                    stack.enter_context(tracer.remembering(quantized.QuantizedLinear, "_fill_nf4", _filled))
+                    stack.enter_context(repeating_shaped_work(tracer))
                 found = _run(recipe_class, cfg, world, shape, tracer, phases, steps, number, alone=traced is not None)
                 return found if code is None else replace(found, notes=[*found.notes, code.described()])
 
     if traced is not None:
         return run(traced)
-    own, count = not is_shipped(recipe_class), micro_batches(cfg)[1]
+    own = not treats_all_alike(recipe_class)
+    count = micro_batches(cfg)[1]
     found = run(count if own and count <= FEW_MICRO_BATCHES else None)
     if found.traced == count or (found.likeness.alike and not own):
         return found
@@ -156,7 +153,7 @@ def trace_real_run(
 ) -> Simulated:
     """The same phases run for real on `world`, a CPU's, with values; what a simulation is compared with."""
     tracer = Tracer(world.device.type)
-    with _quiet_collector(), tracer.running():
+    with nf4.make_tables_anew(), _quiet_collector(), tracer.running():
         return _run(recipe_class, cfg, world, shape, tracer, phases)
 
 
@@ -173,8 +170,6 @@ def _run(
 ) -> Simulated:
     """wanted: micro-batches of a step, None: the fewest that can stand for all. alone: they stand for themselves."""
     notes: list[str] = []
-    for table in (nf4._pairs, nf4._levels):  # of another simulation, or with values: a run begins without them
-        table.cache_clear()
     tracer.groups |= group_names(world)
     tracer.begin_phase("setup")
     recipe = cast(Any, recipe_class(cfg, world))
@@ -328,7 +323,7 @@ def stand_for_all(trace: Trace, count: int, traced: int = ALIKE_FROM, unlike: in
     if count <= traced:
         return
     for phase in {FIRST, STEADY} & set(trace.phases):
-        ops = [trace.ops[number] for kind, number in trace.phase_events(phase) if kind == OP]
+        ops = list(trace.phase_ops(phase))
         parts = [op.part for op in ops]
         backwards = [index for index, part in enumerate(parts) if part == "backward"]
         if not backwards:
@@ -347,34 +342,6 @@ def _begins(parts: list[str]) -> list[int]:
             found.append(index)
         behind = part == "backward" or (behind and part != "forward")
     return found
-
-
-def _filled(module: quantized.QuantizedLinear, *_: Any) -> tuple[Any, ...]:
-    """What quantizing a weight to NF4 follows from."""
-    parts = (module.weight_codes, module.weight_scales, module.weight_factors)
-    shapes = []
-    for part in parts:
-        here, first = (None, None) if part is None else local_part(part)
-        shapes.append(None if here is None else (here.shape, first))
-    return (*shapes, module.in_features, module.out_features, module.rows, module.columns, module.dtype)
-
-
-@contextmanager
-def _scales_without_values() -> Iterator[None]:
-    """Quantizing to NF4 looks at numbers in two places; in a simulation they have none, and torchao takes seconds."""
-    borders, scales = nf4._borders, nf4.quantize_scales
-
-    def sizes_of_scales(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        factors = largest.new_empty(nf4.factors_of(len(largest)), dtype=torch.float32)
-        return torch.empty_like(largest, dtype=torch.int8), factors
-
-    patched = cast(Any, nf4)
-    patched._borders = lambda dtype: torch.empty(len(nf4.LEVELS) - 1, dtype=dtype)
-    patched.quantize_scales = sizes_of_scales
-    try:
-        yield
-    finally:
-        patched._borders, patched.quantize_scales = borders, scales
 
 
 @contextmanager

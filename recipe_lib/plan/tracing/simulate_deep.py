@@ -7,8 +7,8 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import UserError
 from recipe_lib.plan.tracing.more_layers import more_layers, more_rows
 from recipe_lib.plan.tracing.simulate import Simulated
-from recipe_lib.plan.tracing.simulated_micro_batches import is_shipped
-from recipe_lib.plan.world.shape_only_model import layer_count, layer_period, with_layers
+from recipe_lib.plan.tracing.simulated_micro_batches import treats_all_alike
+from recipe_lib.plan.world.shape_only_model import find_layer_pattern, layer_count, with_layers
 
 # Of the shorter run: three turns of a layer's loop, of which the first and the last may be unlike the others, and two
 # layers at the ends of a step for which FSDP gathers ahead of time.
@@ -20,14 +20,13 @@ _WORTHWHILE = 1.4
 def simulate_deep(
     recipe_class: type, cfg: FullFinetuneConfig, simulated: Callable[[FullFinetuneConfig], Simulated]
 ) -> Simulated:
-    """`simulated(cfg)`, by two simulations of few layers where they tell what all of them do.
+    """Return `simulated(cfg)`, by two simulations of few layers where they tell what all of them do.
 
-    Not for a recipe of the user's own, which may do something at any of its layers, nor for a pipeline, whose stages
-    have few of them.
+    Not for a recipe that does not say that it treats all layers alike, nor for a pipeline, whose stages have few.
     """
-    depths = _depths(recipe_class, cfg)
+    depths = few_layers(recipe_class, cfg)
     if depths is not None:
-        layers, period = layer_count(cfg), layer_period(cfg)
+        layers, period = layer_count(cfg), depths[1] - depths[0]
         try:
             short, long = (simulated(with_layers(cfg, depth)) for depth in depths)
         except UserError:
@@ -38,19 +37,20 @@ def simulate_deep(
     return simulated(cfg)
 
 
-def _depths(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] | None:
-    """Layers of the two simulations; None: the whole model is simulated."""
+def few_layers(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] | None:
+    """Return the layers of the two simulations; None: the whole model is simulated."""
     adapters = cfg.trained_adapters
     patterns = [*_patterns(cfg.parallel.fsdp_wrap_policy), *(_patterns(adapters.target_modules) if adapters else ())]
     named = any(letter.isdigit() for pattern in patterns for letter in pattern)
     budget = cfg.memory.activation_checkpointing == "budget"  # for all layers together, which then differ
     # Buckets of DDP hold several layers' gradients, and Muon shares all matrices out among the ranks.
     across = cfg.parallel.strategy == "ddp" or cfg.optimizer.name == "muon"
-    if cfg.parallel.pipeline > 1 or budget or named or across or not is_shipped(recipe_class):
+    if cfg.parallel.pipeline > 1 or budget or named or across or not treats_all_alike(recipe_class):
         return None
-    layers, period = layer_count(cfg), layer_period(cfg)
+    layers = layer_count(cfg)
+    lead, period = find_layer_pattern(cfg)
     ahead = 2 * cfg.memory.activation_offload_prefetch_layers + 1 if cfg.memory.activation_offload else 0
-    short = _TURNS * period + _ENDS + ahead + cfg.compile  # what a compiled layer made lives a layer longer
+    short = lead + _TURNS * period + _ENDS + ahead + cfg.compile  # what a compiled layer made lives a layer longer
     short += (layers - short) % period
     return (short, short + period) if _WORTHWHILE * (2 * short + period) <= layers else None
 

@@ -1,26 +1,23 @@
 """How many of a step's micro-batches are simulated, and whether those can stand for all of them.
 
-A shipped recipe does the same for every micro-batch: what is alive after the second is what was alive after the first,
-which is checked, and so two are enough without a pipeline; three where the last one reduces the gradients of all. A
-recipe of the user's own may do anything at any of them: all are simulated. Where that would take too long, as many as
-there is time for, and the plan is called an estimate.
+A recipe that says so (`treats_all_alike`, as the shipped ones do) does the same for every micro-batch: what is alive
+after the second is what was alive after the first, which is checked, and so two are enough without a pipeline; three
+where the last one reduces the gradients of all. Another one may do anything at any of them: all are simulated. Where
+that would take too long, as many as there is time for, and the plan is called an estimate.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.mesh import micro_batches
-from recipe_lib.config.paths import recipes_folder
 from recipe_lib.config.registry import loaded_plugins
 from recipe_lib.data import Batch
 from recipe_lib.plan.trace import ALLOC, FREE, OP, Trace
 from recipe_lib.plan.tracing.pipeline_actions import traced_micro_batches
 from recipe_lib.units import format_bytes
 
-# Of a user's recipe so many micro-batches are simulated at once; of more, how long one takes is looked at before.
+# Of a recipe that does not say so, so many are simulated at once; of more, how long one takes is looked at before.
 FEW_MICRO_BATCHES = 4
 # Events of all micro-batches of the simulated steps together: half a minute of CPU time at most.
 MAX_EVENTS = 300_000
@@ -56,18 +53,17 @@ class Passes:
         marks.append(self.now())
 
 
-def is_shipped(recipe_class: type) -> bool:
-    """Whether a recipe's file is one of ours unchanged, by its text, and no plugin is part of the run."""
-    try:
-        text = Path(inspect.getfile(recipe_class)).read_bytes()
-    except (OSError, TypeError):
-        return False
-    return not loaded_plugins() and any(text == path.read_bytes() for path in recipes_folder().glob("*.py"))
+def treats_all_alike(recipe_class: type) -> bool:
+    """Return whether a recipe says that it does the same for every layer and micro-batch, and no plugin is in the run.
+
+    Its class has to say so itself: one that inherits from it may have another step.
+    """
+    return not loaded_plugins() and bool(vars(recipe_class).get("treats_all_alike"))
 
 
 def fewest_to_simulate(recipe_class: type, cfg: Any) -> int:
     """Micro-batches of a step that a plan goes through at the least."""
-    return traced_micro_batches(cfg) if is_shipped(recipe_class) else micro_batches(cfg)[1]
+    return traced_micro_batches(cfg) if treats_all_alike(recipe_class) else micro_batches(cfg)[1]
 
 
 def likeness(

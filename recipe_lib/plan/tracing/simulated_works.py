@@ -1,8 +1,9 @@
 """Works of asynchronous collectives in a simulation: which call made each, and who waits for it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ def following_works(tracer: Tracer) -> Iterator[None]:
     """Inside, a tracer and its checker learn which works a fake process group returns, and of each wait for one."""
     checker, asynchronous = tracer.checker, set[int]()
     group, work = dist.ProcessGroup, torch._C._distributed_c10d.FakeWork
-    originals = {name: vars(group)[name] for name in _STARTING if name in vars(group)}  # which bind, put back
     alive: list[Any] = []  # works are known by their id, which another may have when one is gone
 
     def starting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,12 +49,9 @@ def following_works(tracer: Tracer) -> Iterator[None]:
             checker.waited_for_work(self, tracer.stream())
         return wait(self, *args, **kwargs)
 
-    for name, original in originals.items():
-        setattr(group, name, starting(original))
-    work.wait = waited
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(work, "wait", waited))
+        for name in _STARTING:
+            if name in vars(group):
+                stack.enter_context(mock.patch.object(group, name, starting(vars(group)[name])))
         yield
-    finally:
-        work.wait = wait
-        for name, original in originals.items():
-            setattr(group, name, original)

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from recipe_lib.plan.tracing.memory_labels import HeldStorage, MemoryLabels
 from recipe_lib.plan.tracing.module_tracker import Places
 from recipe_lib.plan.tracing.operator_costs import Cost, cost_of, tensors_in
 from recipe_lib.plan.tracing.plain_tensors import PLAIN_TENSORS, has_memory, plain_parts
-from recipe_lib.plan.tracing.repeated_calls import Repeats
 from recipe_lib.plan.tracing.summed_gradients import ADD_IN_PLACE, is_summed_in_place
 from recipe_lib.plan.world.cached_fake_mode import CachedCall, CachedFakeMode
 from recipe_lib.plan.world.compiled_code import inside_of
@@ -57,12 +57,11 @@ class Tracer(TorchDispatchMode):
         self.between_actions: Callable[[], None] = lambda: None  # of a pipeline, where gradients were made
         self.values_are_zero = False  # in a simulation: a number that is read is 0, not refused
         self._batch = self._pinned = False
-        self._repeats = Repeats()
         self.groups: dict[str, str] = {}  # a process group's name -> its mesh dimension
         self._held: dict[int, HeldStorage] = {}
         self.labels = MemoryLabels(lambda: self.trace, self._held)
         self._places = Places()
-        self._muted = 0
+        self.muted = 0  # what runs is no part of the program, where it is not 0
         self.is_compiling: Callable[[], bool] | None = None  # where code is compiled: whether it is being compiled
         self.phase = -1
         self.optimizers: dict[int, Any] = {}
@@ -107,27 +106,6 @@ class Tracer(TorchDispatchMode):
                 yield
         finally:
             self.checker.counts = self.values_are_zero = False
-
-    @contextmanager
-    def remembering(
-        self, module: Any, name: str, decisive: Callable[..., Sequence[Any]] | None = None
-    ) -> Iterator[None]:
-        """A function of a module or class whose work follows from shapes alone is run once for each of them.
-
-        decisive: of its arguments, what its work follows from, if that is not the arguments as they are.
-        """
-        original = getattr(module, name)
-
-        def run(*args: Any) -> Any:
-            if self._muted or self.fast is None:
-                return original(*args)
-            return self._repeats.run(original, args, self, decisive(*args) if decisive else args)
-
-        setattr(module, name, run)
-        try:
-            yield
-        finally:
-            setattr(module, name, original)
 
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor's memory now; -1: none is known."""
@@ -179,7 +157,7 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if is_summed_in_place(func, args, kwargs):
             func = ADD_IN_PLACE
-        if self._muted:
+        if self.muted:
             return func(*args, **kwargs)
         call: CachedCall | None = None
         self._pinned = func is known.PIN or bool(kwargs.get("pin_memory")) or self._is_sent(func, args, kwargs)
@@ -210,7 +188,7 @@ class Tracer(TorchDispatchMode):
     def _number_read(self, func: Any, args: Sequence[Any]) -> float:
         """In place of a value that there is not: 0, or what a condition is more likely to go on with where all waits
         are to be seen."""
-        if self.checker is not None and not self._muted:
+        if self.checker is not None and not self.muted:
             op = Op("aten::item", self.stream(), *self.place())
             self.checker.operator(func, args, {}, None, op, self.number_of)
         number = int(self.checker is not None and args[0].dtype is not torch.bool)
@@ -221,7 +199,7 @@ class Tracer(TorchDispatchMode):
         return func is known.TO_COPY and bool(kwargs.get("non_blocking")) and _device_of(args[0]) == self.device_type
 
     def _mute(self, change: int) -> None:
-        self._muted += change
+        self.muted += change
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, cost: Cost) -> None:
         """Notes an operator with its results."""
@@ -337,15 +315,12 @@ class Tracer(TorchDispatchMode):
 
         def resized(storage: Any, size: int) -> Any:
             result = resize(storage, size)
-            if not self._muted:
+            if not self.muted:
                 self._resized(storage, size)
             return result
 
-        torch.UntypedStorage.resize_ = resized
-        try:
+        with mock.patch.object(torch.UntypedStorage, "resize_", resized):
             yield
-        finally:
-            torch.UntypedStorage.resize_ = resize
 
     # Optimizers, streams
 
@@ -364,7 +339,7 @@ class Tracer(TorchDispatchMode):
         """A tensor's memory is used on another stream than its own (`record_stream`)."""
         for part in plain_parts(tensor):
             number = self.number_of(part)
-            if number >= 0 and not self._muted:
+            if number >= 0 and not self.muted:
                 self.trace.uses.append((number, stream))
                 self.trace.events.append((USE, len(self.trace.uses) - 1))
                 if self.checker is not None:

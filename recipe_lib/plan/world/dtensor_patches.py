@@ -2,8 +2,9 @@
 and rules that it looks for at every operator."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 from torch._library import simple_registry
 from torch.distributed.tensor import DTensor
@@ -18,7 +19,6 @@ def propagation_unseen(mute: Callable[[int], None]) -> Iterator[None]:
 
     mute: called with 1 before that, with -1 after.
     """
-    originals = {name: vars(ShardingPropagator)[name] for name in _PROPAGATIONS if name in vars(ShardingPropagator)}
 
     def unseen(original: Callable[..., Any], finds_shapes: bool) -> Callable[..., Any]:
         def run(propagator: Any, schema: Any, *args: Any, **kwargs: Any) -> Any:
@@ -32,13 +32,12 @@ def propagation_unseen(mute: Callable[[int], None]) -> Iterator[None]:
 
         return run
 
-    for name, original in originals.items():
-        setattr(ShardingPropagator, name, unseen(original, "tensor_meta" in name))
-    try:
+    with ExitStack() as stack:
+        for name in _PROPAGATIONS:
+            if name in vars(ShardingPropagator):
+                replacement = unseen(vars(ShardingPropagator)[name], "tensor_meta" in name)
+                stack.enter_context(mock.patch.object(ShardingPropagator, name, replacement))
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(ShardingPropagator, name, original)
 
 
 def on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
@@ -70,8 +69,9 @@ def on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
 def no_rules_under(mode: type) -> Iterator[None]:
     """torch looks at every operator whether somebody has a rule for it under this mode, at 2 us; nobody has."""
     find = simple_registry.find_torch_dispatch_rule
-    simple_registry.find_torch_dispatch_rule = lambda op, kind: None if kind is mode else find(op, kind)
-    try:
+
+    def find_other(op: Any, kind: type) -> Any:
+        return None if kind is mode else find(op, kind)
+
+    with mock.patch.object(simple_registry, "find_torch_dispatch_rule", find_other):
         yield
-    finally:
-        simple_registry.find_torch_dispatch_rule = find

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from recipe_lib.models import preset_config, read_config
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.families import text_config
 from recipe_lib.models.scored_spec import spec_of_run
-from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.models.spec import ModelSpec
 
 CONFIG_FILE = "config.json"
 _SIZE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?[bm]\b")  # of a model, in its lower-case name
@@ -141,18 +141,28 @@ def with_layers(cfg: Any, layers: int) -> Any:
     return cfg
 
 
-def layer_period(cfg: Any) -> int:
-    """After how many layers a model's layers repeat: 2 or 6 where some of them have a window (Gemma) or an MLP among
-    mixtures of experts, else 1; all of them where they never do.
+def find_layer_pattern(cfg: Any) -> tuple[int, int]:
+    """Return (leading layers that are never repeated, after how many the others repeat).
 
-    cfg: a plannable config.
+    cfg: a plannable config. Layers are alike where all is that its spec has one of for each of them: a window, an MLP
+    in place of experts. (0, 6) for Gemma 3, (1, 1) for experts behind one MLP; few or no layers repeat where the sum
+    is near the number of layers.
     """
-    spec = spec_of(cfg)
-    kinds: Sequence[Any] = spec.layer_kinds() if isinstance(spec, ExternalSpec) else spec.windows
-    if isinstance(spec, DecoderSpec) and spec.mixture is not None:
-        kinds = list(zip(spec.windows, spec.mixture.layers, strict=True))
-    count = len(kinds)
-    return next(p for p in range(1, count + 1) if all(kinds[at] == kinds[at % p] for at in range(count)))
+    kinds = _layer_kinds(spec_of(cfg))
+    for length in range(1, len(kinds) + 1):
+        for period in range(1, length + 1):
+            if kinds[length:] == kinds[length - period : len(kinds) - period]:
+                return length - period, period
+    raise AssertionError("a model has layers")
+
+
+def _layer_kinds(spec: ModelSpec) -> list[Any]:
+    """Return what each layer is, equal for those that are alike."""
+    if isinstance(spec, ExternalSpec):
+        return spec.layer_kinds()
+    values = [*vars(spec).values(), *(vars(spec.mixture).values() if spec.mixture else ())]
+    per_layer = [value for value in values if isinstance(value, tuple) and len(value) == spec.num_layers]
+    return list(zip(*per_layer, strict=True))
 
 
 def layer_count(cfg: Any) -> int:

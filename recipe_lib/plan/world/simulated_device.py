@@ -12,7 +12,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.backend_registration import _DummyPrivateUse1Hook, _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _DummyPrivateUse1Hook,
+    _setup_privateuseone_for_python_backend,
+)
 
 NAME = "sim"
 _PRIVATE_USE_1 = 20  # c10/core/DeviceType.h
@@ -91,8 +95,11 @@ class Event:
         return 0.0
 
 
-class SimulatedModule:
-    """What `torch.get_device_module("sim")` returns: the part of torch.cuda's interface that recipes and FSDP use."""
+class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
+    """What `torch.get_device_module("sim")` returns: the part of torch.cuda's interface that recipes and FSDP use.
+
+    That there is one device, which is ready, torch's own class says.
+    """
 
     __name__ = NAME  # by which torch.compile speaks of a device's module
 
@@ -154,25 +161,9 @@ class SimulatedModule:
         """Of the card that it stands for."""
         return self.capability
 
-    def is_initialized(self) -> bool:
-        """Always."""
-        return True
-
-    def is_available(self) -> bool:
-        """Always."""
-        return True
-
     def is_bf16_supported(self) -> bool:
         """Always."""
         return True
-
-    def current_device(self) -> int:
-        """There is one device."""
-        return 0
-
-    def device_count(self) -> int:
-        """There is one device."""
-        return 1
 
     def set_device(self, device: Any) -> None:
         """There is one device."""
@@ -185,9 +176,6 @@ class SimulatedModule:
         """Nothing is cached."""
 
     def manual_seed(self, seed: int) -> None:
-        """Nothing is random."""
-
-    def manual_seed_all(self, seed: int) -> None:
         """Nothing is random."""
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
@@ -207,9 +195,6 @@ class SimulatedModule:
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         """The trace has the numbers."""
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
 
 
 MODULE = SimulatedModule()

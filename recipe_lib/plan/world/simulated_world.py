@@ -6,7 +6,8 @@ Everything that touches torch's private parts for this is in here, in `device`, 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,10 @@ def tensors_without_bytes() -> Iterator[FakeTensorMode]:
     """Inside the block every tensor is made without memory."""
     mode = _SizesOnly(allow_non_fake_inputs=True)
     with ExitStack() as stack:
-        stack.enter_context(_weak_references_are_no_hindrance())
+        # `module.to(...)` swaps fake parameters, and refuses where somebody knows one by a weak reference: the fake
+        # mode does, for a table that nobody reads any more.
+        nobody = SimpleNamespace(getweakrefs=lambda tensor: [])
+        stack.enter_context(mock.patch.object(torch.utils, "weakref", nobody))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(mode)
         yield mode
@@ -86,21 +90,16 @@ def _meshes_are_told_apart(world: int) -> Iterator[None]:
 
     def begin(mesh: Any, *args: Any, **kwargs: Any) -> None:
         original(mesh, *args, **kwargs)
-        mesh._thread_id, mesh._hash = world, None
+        mesh._thread_id = world
+        mesh._hash = None
 
-    cast(Any, DeviceMesh).__init__ = begin
-    try:
+    with mock.patch.object(DeviceMesh, "__init__", begin):
         yield
-    finally:
-        cast(Any, DeviceMesh).__init__ = original
 
 
 @contextmanager
 def _meshes_are_real() -> Iterator[None]:
     """A mesh computes with its own ranks' numbers, which must have values."""
-    places = [(DeviceMesh, name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)]
-    places.append((parts, "compute_local_shape_and_global_offset"))
-    originals = {(owner, name): getattr(owner, name) for owner, name in places}
 
     def real(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -109,39 +108,26 @@ def _meshes_are_real() -> Iterator[None]:
 
         return run
 
-    for (owner, name), original in originals.items():
-        setattr(owner, name, real(original))
-    try:
+    places = [(DeviceMesh, name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)]
+    with ExitStack() as stack:
+        for owner, name in [*places, (parts, "compute_local_shape_and_global_offset")]:
+            stack.enter_context(mock.patch.object(owner, name, real(getattr(owner, name))))
         yield
-    finally:
-        for (owner, name), original in originals.items():
-            setattr(owner, name, original)
 
 
 @contextmanager
 def _streams_are_ours() -> Iterator[None]:
     """FSDP asks torch.accelerator for a stream in one place, and so a C++ guard that this device does not have; and
     `record_stream` takes streams of C++."""
-    original, record = torch.accelerator.current_stream, torch.Tensor.record_stream
-    torch.accelerator.current_stream = MODULE.current_stream
-    torch.Tensor.record_stream = lambda tensor, stream: MODULE.on_use(tensor, stream.number)  # type: ignore
-    try:
-        yield
-    finally:
-        torch.accelerator.current_stream = original
-        torch.Tensor.record_stream = record  # type: ignore[method-assign]
 
+    def record(tensor: torch.Tensor, stream: Any) -> None:
+        MODULE.on_use(tensor, stream.number)
 
-@contextmanager
-def _weak_references_are_no_hindrance() -> Iterator[None]:
-    """`module.to(...)` swaps fake parameters, and refuses where somebody knows one by a weak reference: the fake mode
-    does, for a table that nobody reads any more."""
-    original = torch.utils.weakref
-    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])
-    try:
+    with (
+        mock.patch.object(torch.accelerator, "current_stream", MODULE.current_stream),
+        mock.patch.object(torch.Tensor, "record_stream", record),
+    ):
         yield
-    finally:
-        torch.utils.weakref = original
 
 
 def connect_streams(

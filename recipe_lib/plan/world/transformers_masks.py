@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 from torch import Tensor
 
@@ -29,8 +30,5 @@ def masks_of_a_run(cfg: FullFinetuneConfig, documents: int) -> Iterator[None]:
         (found[:, -1] == 0).all()  # what a run looks at, with the memory that it takes
         return None
 
-    masking_utils.find_packed_sequence_indices = find  # type: ignore[assignment]
-    try:
+    with mock.patch.object(masking_utils, "find_packed_sequence_indices", find):
         yield
-    finally:
-        masking_utils.find_packed_sequence_indices = original

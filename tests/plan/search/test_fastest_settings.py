@@ -10,7 +10,7 @@ import pytest
 from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search import candidates
 from recipe_lib.plan.search.candidates import Candidate, key_of
-from recipe_lib.plan.search.estimate_facts import Estimate
+from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.search.found_settings import Search
 from recipe_lib.plan.search.trial_order import Trials, largest, leanest, run_ways, variant_key, way
 from recipe_lib.plan.search.trials import Changes

@@ -1,14 +1,17 @@
 """Deep models planned from two shallow ones, against the whole model simulated, event by event."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recipe_lib.models import preset_config
 from recipe_lib.plan import build_plan
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Trace
 from recipe_lib.plan.tracing import simulate_deep as module
-from recipe_lib.plan.tracing.simulate import Simulated
+from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated
 from tests.plan.apart import apart, settings
 from tests.selection import slow_except
 
@@ -34,6 +37,11 @@ DEEPER = [
 ]
 # What depends on more than one layer at a time, or what few layers do not show.
 WHOLE = [(FULL, "optimizer.name=muon"), (LORA, "parallel.strategy=ddp")]
+# Shapes that no preset has: layers that are not repeated, and more of them until they are.
+PATTERNS = {
+    "dense layers first": ("qwen3_moe/30B", {"mlp_only_layers": [0, 1, 2]}),
+    "a period of four": ("gemma3/1B", {"sliding_window_pattern": 4, "num_hidden_layers": 52}),
+}
 CASES = {" ".join(case): case for case in (*DEEPER, *WHOLE)}
 
 
@@ -59,19 +67,21 @@ def events(trace: Trace) -> list[tuple[Any, ...]]:
     return found
 
 
-def compared(config: str, overrides: tuple[str, ...]) -> tuple[str, str, list[Any]]:
+def compared(
+    config: str, overrides: tuple[str, ...], steps: tuple[str, ...] = (FIRST, STEADY)
+) -> tuple[str, str, list[Any]]:
     """(how it was planned, the first events that differ, facts that differ)."""
     recipe, cfg, wanted = settings(config, RANKS, *overrides)
     wanted = replace(wanted, phases=build_plan.PHASES)
     deeper: list[Simulated | None] = []
     original = module._deeper
     module._deeper = lambda *args: deeper.append(original(*args)) or deeper[-1]  # type: ignore[func-returns-value]
-    found = build_plan.simulate_rank(recipe, cfg, wanted, 0)
+    found = build_plan.simulate_rank(recipe, cfg, wanted, 0, steps)
     module._deeper = original
     if not deeper or deeper[-1] is None:
         return "whole", "", []
     build_plan.simulate_deep = lambda recipe, cfg, run: run(cfg)  # type: ignore[assignment]
-    whole = build_plan.simulate_rank(recipe, cfg, wanted, 0)
+    whole = build_plan.simulate_rank(recipe, cfg, wanted, 0, steps)
     pairs = zip(events(found.trace), events(whole.trace), strict=True)
     first = next((f"{mine} for {theirs}" for mine, theirs in pairs if mine != theirs), "")
     facts = ("coordinates", "mesh", "tokens", "repeats", "notes", "grows", "traced", "modules", "estimate", "untraced")
@@ -85,6 +95,23 @@ def test_every_event_is_that_of_the_whole_model(name: str) -> None:
     assert apart(lambda: compared(config, tuple(overrides))) == (expected, "", [])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [(FULL,), DEEPER[2], (QLORA, SHARDED)])
+def test_so_is_every_event_of_one_step_alone(overrides: tuple[str, ...]) -> None:
+    config, *others = overrides
+    assert apart(lambda: compared(config, tuple(others), (STEADY,))) == ("deeper", "", [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PATTERNS)
+def test_layers_are_repeated_by_their_own_pattern(name: str, tmp_path: Path) -> None:
+    preset, changes = PATTERNS[name]
+    file = tmp_path / "shape.json"
+    file.write_text(json.dumps(preset_config(preset) | changes), encoding="utf-8")
+    overrides = (*OSS[:2], f"model.preset={file}")
+    assert apart(lambda: compared(FULL, overrides)) == ("deeper", "", [])
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -95,12 +122,13 @@ def test_every_event_is_that_of_the_whole_model(name: str) -> None:
 )
 def test_settings_that_speak_of_single_layers_are_simulated_whole(overrides: tuple[str, ...]) -> None:
     recipe, cfg, _ = settings(FULL, RANKS, *overrides)
-    assert module._depths(recipe, cfg) is None
+    assert module.few_layers(recipe, cfg) is None
 
 
-def test_own_recipes_are_simulated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_that_do_not_say_it_are_simulated_whole() -> None:
     """A recipe of the user's own may do something at its twentieth layer."""
     recipe, cfg, _ = settings(FULL, RANKS)
-    assert module._depths(recipe, cfg) is not None
-    monkeypatch.setattr(module, "is_shipped", lambda recipe: False)
-    assert module._depths(recipe, cfg) is None
+    own = type("Own", (recipe,), {})
+    alike = type("Own", (recipe,), {"treats_all_alike": True})
+    assert module.few_layers(recipe, cfg) == module.few_layers(alike, cfg) == (5, 6)
+    assert module.few_layers(own, cfg) is None

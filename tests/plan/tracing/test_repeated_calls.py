@@ -11,9 +11,9 @@ import pytest
 
 from recipe_lib.config import load_config
 from recipe_lib.plan.trace import ALLOC, FREE, OP, Op, Storage, Trace
+from recipe_lib.plan.tracing import simulate as module
 from recipe_lib.plan.tracing.repeated_calls import Note, shorten
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate
-from recipe_lib.plan.tracing.tracer import Tracer
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import LORA, PLAIN, ROOT, recipe_class, recipe_module
 
@@ -94,7 +94,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
         return figures(folder)
 
     def without_notes() -> dict[str, Any]:
-        Tracer.remembering = lambda *_: nullcontext()  # type: ignore[assignment]
+        module.repeating_shaped_work = lambda tracer: nullcontext()
         return figures(folder)
 
     return tuple(run_ranks(run, 1, process_group=False)[0] for run in (with_notes, without_notes))

@@ -11,7 +11,7 @@ from recipe_lib.config import load_config
 from recipe_lib.config.paths import list_configs, list_presets
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.models import preset_config, spec_from_config
-from recipe_lib.plan.world.shape_only_model import layer_count, layer_period, plannable, with_layers
+from recipe_lib.plan.world.shape_only_model import find_layer_pattern, layer_count, plannable, with_layers
 from tests.plan.configs import SMALL, load
 
 SHIPPED = [name for name in list_configs()["full_finetune_distributed"] if name.endswith("_full")]
@@ -96,7 +96,7 @@ def test_nothing_of_an_earlier_run_is_in_the_way(tmp_path: Path):
 @pytest.mark.parametrize(("name", "period"), [("gemma2/2B_full", 2), ("gemma3/1B_full", 6), ("llama3/8B_full", 1)])
 def test_the_period_of_layers_is_that_of_their_windows(name: str, period: int):
     shaped, _ = plannable(load_config(name))
-    assert layer_period(shaped) == period
+    assert find_layer_pattern(shaped) == (0, period)
     windows = spec_from_config(preset_config(shaped.model.preset), "").windows
     assert windows[period:] == windows[:-period]
     assert all(windows[shift:] != windows[:-shift] for shift in range(1, period))
@@ -131,17 +131,21 @@ def test_layers_listed_one_by_one_are_cut_too(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "period"),
+    ("name", "changed", "pattern"),
     [
-        ("qwen3_moe/30B", {}, 1),
-        ("qwen3_moe/30B", {"decoder_sparse_step": 3}, 3),
-        ("qwen3_moe/30B", {"mlp_only_layers": [0]}, 48),
-        ("gpt_oss/20B", {}, 2),
+        ("qwen3_moe/30B", {}, (0, 1)),
+        ("qwen3_moe/30B", {"decoder_sparse_step": 3}, (0, 3)),
+        ("qwen3_moe/30B", {"mlp_only_layers": [0]}, (1, 1)),
+        ("qwen3_moe/30B", {"mlp_only_layers": [0, 2], "decoder_sparse_step": 2}, (0, 2)),
+        ("qwen3_moe/30B", {"mlp_only_layers": [1, 3], "decoder_sparse_step": 2}, (4, 2)),
+        ("gpt_oss/20B", {}, (0, 2)),
     ],
 )
-def test_layers_with_experts_differ_from_others(name: str, changed: dict[str, object], period: int, tmp_path: Path):
-    """An MLP among mixtures is another layer; one at the front is never repeated."""
+def test_layers_with_experts_differ_from_others(
+    name: str, changed: dict[str, object], pattern: tuple[int, int], tmp_path: Path
+):
+    """An MLP among mixtures is another layer; those at the front are never repeated."""
     (tmp_path / "shape.json").write_text(json.dumps(preset_config(name) | changed))
     shaped, _ = plannable(load(SMALL, f"model.preset={tmp_path / 'shape.json'}"))
-    assert layer_period(shaped) == period
-    assert layer_period(with_layers(shaped, 12)) == min(period, 12)
+    assert find_layer_pattern(shaped) == pattern
+    assert find_layer_pattern(with_layers(shaped, 12)) == pattern
