@@ -28,7 +28,6 @@ from recipe_lib.ops.cross_entropy import (
 )
 from recipe_lib.ops.distillation import Distillation
 from recipe_lib.ops.gathered import Group
-from recipe_lib.ops.loss_kernels import KERNELS
 from recipe_lib.ops.row_gradients import RowGradients
 from recipe_lib.ops.token_log_probs import projected_token_log_probs, token_log_probs
 from recipe_lib.ops.token_scores import token_scores
@@ -56,13 +55,11 @@ class CrossEntropy:
     """The sum of token losses, in `chunks` pieces (see `linear_cross_entropy`); its gradients are made in forward, so
     that FSDP need not gather the weight for backward.
 
-    loss: of a chunk's logits, in place of cross-entropy. kernel: as memory.loss_kernel, of a head that is a weight
-    alone. rows: takes the weight's gradient by rows, as it is made (`cross_entropy_by_rows`).
+    loss: of a chunk's logits, in place of cross-entropy. rows: takes the weight's gradient by rows, as it is made.
     """
 
     chunks: int = 1
     loss: Loss | None = None
-    kernel: str = "chunked"
     rows: RowGradients | None = None
 
     def __call__(
@@ -82,8 +79,6 @@ class CrossEntropy:
             return projected_cross_entropy(adapter.project, flat, adapter.trained, targets, **shared)
         if self.rows is not None:
             return cross_entropy_by_rows(flat, weight, targets, rows=self.rows, **shared)
-        if self.kernel != "chunked":
-            return KERNELS[self.kernel](flat, weight, targets, **shared)
         return linear_cross_entropy(flat, weight, targets, **shared, **head)
 
 

@@ -136,7 +136,7 @@ def _make_by_rows(
     embedding, head = model.model.embed_tokens, model.lm_head
     if type(embedding) is nn.Embedding and (rows := rows_of(embedding.weight)) is not None:
         embedding.forward = partial(_embed, embedding, rows)  # type: ignore[method-assign]
-    if type(head) is OutputHead and memory.loss_kernel == "chunked" and (rows := rows_of(head.weight)) is not None:
+    if type(head) is OutputHead and (rows := rows_of(head.weight)) is not None:
         head.forward = partial(_project, head.forward, rows)  # type: ignore[method-assign]
     return made
 
