@@ -209,7 +209,7 @@ class MemoryConfig:
     )
     stream_layers: bool = key(
         False,
-        "Keep layers, frozen embedding and head in pinned host memory; each is copied to the device while the one "
+        "Keep layers, embedding and head in pinned host memory; each is copied to the device while the one "
         "before it computes. Trained layers need optimizer_in_backward and optimizer_offload with it.",
         needs=("device != cpu", "memory.cpu_offload = false"),
         known_as="Soup stream_layers",

@@ -19,7 +19,6 @@ from torch import Tensor
 from recipe_lib.config.registry import register
 from recipe_lib.ops.fused_loss import IGNORED, fused_cross_entropy, fuses_loss
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
-from recipe_lib.ops.row_gradients import RowGradients
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Finish = Callable[[Tensor], Tensor]
@@ -65,34 +64,6 @@ def linear_cross_entropy(
     if not (torch.is_grad_enabled() and trained):
         return _sum_over_chunks(hidden, weight, labels, chunks, softcap, loss, None, None, group, bias, None, finish)
     return _LinearCrossEntropy.apply(hidden, weight, labels, chunks, softcap, loss, group, bias, finish)
-
-
-def cross_entropy_by_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    chunks: int,
-    rows: RowGradients,
-    softcap: float | None = None,
-    loss: Loss | None = None,
-) -> Tensor:
-    """`linear_cross_entropy`, whose backward gives the weight's gradient to `rows` and returns none for it.
-
-    From the loss to the backward pass the gradients of all logits are kept, `[n, v]` in the dtype of `hidden`, in place
-    of the weight's `[v, d]`. Each of that one's rows is one sum over all tokens, in the matmul's own precision, where
-    `linear_cross_entropy` adds up chunks in the weight's dtype. With more tokens than channels, n > d, the weight's
-    gradient is the smaller of the two: then it is `linear_cross_entropy` itself, whose gradient is whole.
-    """
-    wanted = torch.is_grad_enabled() and weight.requires_grad
-    if not wanted or hidden.shape[0] > weight.shape[1]:
-        found = linear_cross_entropy(hidden, weight, labels, chunks=chunks, softcap=softcap, loss=loss)
-        if wanted:  # a use besides others all the same: none of them is a step of its own
-            rows.note_whole(found)
-        return found
-    loss = None if loss is cross_entropy else loss
-    found = _CrossEntropyByRows.apply(hidden, weight, labels, chunks, softcap, loss, rows)
-    return found
 
 
 def projected_cross_entropy(
@@ -202,48 +173,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*grads[:2], None, None, None, None, None, grads[2], None)
 
 
-class _CrossEntropyByRows(torch.autograd.Function):
-    """Keeps the gradients of all logits, `[n, v]`; those of the hidden states are made in forward, chunk by chunk."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        chunks: int,
-        softcap: float | None,
-        loss: Loss | None,
-        rows: RowGradients,
-    ) -> Tensor:
-        hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        kept = hidden.new_empty(hidden.shape[0], weight.shape[0])
-        grads = (hidden_grad, None, None, None, None, None, kept)
-        total = _sum_over_chunks(hidden, weight, labels, chunks, softcap, loss, *grads)
-        ctx.save_for_backward(hidden)
-        ctx.grads, ctx.rows, ctx.use = (hidden_grad, kept), rows, rows.begin()
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.grads is None:
-            raise RuntimeError("cross_entropy_by_rows went backward a second time: its gradients are handed over once")
-        (hidden,) = ctx.saved_tensors
-        (hidden_grad, kept), ctx.grads = ctx.grads, None
-        if hidden_grad is not None:
-            hidden_grad.mul_(grad_output)
-        whole = None
-        if ctx.rows.end(ctx.use):
-            for number, rows in enumerate(ctx.rows.pieces):
-                piece = torch.mm(kept[:, rows].t(), hidden).mul_(grad_output)
-                ctx.rows.take(number, piece)
-                del piece
-        else:
-            whole = torch.mm(kept.t(), hidden).mul_(grad_output)
-        return hidden_grad, whole, None, None, None, None, None
-
-
 def _sum_over_chunks(
     hidden: Tensor,
     weight: Tensor,
@@ -257,15 +186,13 @@ def _sum_over_chunks(
     bias: Tensor | None,
     bias_grad: Tensor | None,
     finish: Finish | None,
-    kept: Tensor | None = None,
 ) -> Tensor:
-    """The loss `[]`; fills hidden_grad `[n, d]` and kept `[n, v]`, the gradients of the logits, adds to weight_grad
-    `[v, d]` and bias_grad `[v]`, where given."""
+    """The loss `[]`; fills hidden_grad `[n, d]`, adds to weight_grad `[v, d]` and bias_grad `[v]`, where given."""
     rows = hidden.shape[0]
     pieces = max(1, min(chunks, rows))
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=dtype, device=hidden.device)
-    with_grad = any(grad is not None for grad in (hidden_grad, weight_grad, bias_grad, kept))
+    with_grad = any(grad is not None for grad in (hidden_grad, weight_grad, bias_grad))
     # Not where ranks agree on each row's sum in between.
     one_kernel = loss is None and group is None and finish is None and fuses_loss(hidden)
     for piece in range(pieces):
@@ -283,7 +210,7 @@ def _sum_over_chunks(
         total += value
         if logits_grad is None:
             continue
-        logits_grad = logits_grad.to(hidden.dtype) if kept is None else kept[part].copy_(logits_grad)
+        logits_grad = logits_grad.to(hidden.dtype)
         if hidden_grad is not None and group is None:
             torch.mm(logits_grad, weight, out=hidden_grad[part])
         elif hidden_grad is not None and group is not None:

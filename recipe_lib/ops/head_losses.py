@@ -22,13 +22,11 @@ from recipe_lib.errors import SetupError
 from recipe_lib.ops.cross_entropy import (
     Finish,
     Loss,
-    cross_entropy_by_rows,
     linear_cross_entropy,
     projected_cross_entropy,
 )
 from recipe_lib.ops.distillation import Distillation
 from recipe_lib.ops.gathered import Group
-from recipe_lib.ops.row_gradients import RowGradients
 from recipe_lib.ops.token_log_probs import projected_token_log_probs, token_log_probs
 from recipe_lib.ops.token_scores import token_scores
 
@@ -55,12 +53,11 @@ class CrossEntropy:
     """The sum of token losses, in `chunks` pieces (see `linear_cross_entropy`); its gradients are made in forward, so
     that FSDP need not gather the weight for backward.
 
-    loss: of a chunk's logits, in place of cross-entropy. rows: takes the weight's gradient by rows, as it is made.
+    loss: of a chunk's logits, in place of cross-entropy.
     """
 
     chunks: int = 1
     loss: Loss | None = None
-    rows: RowGradients | None = None
 
     def __call__(
         self,
@@ -77,8 +74,6 @@ class CrossEntropy:
         shared: dict[str, Any] = {"chunks": self.chunks, "softcap": softcap, "loss": self.loss}
         if adapter is not None:
             return projected_cross_entropy(adapter.project, flat, adapter.trained, targets, **shared)
-        if self.rows is not None:
-            return cross_entropy_by_rows(flat, weight, targets, rows=self.rows, **shared)
         return linear_cross_entropy(flat, weight, targets, **shared, **head)
 
 
