@@ -18,6 +18,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, lines_in
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.ops import capped_attention, cross_entropy
+from recipe_lib.ops.chunked_heads import ChunkedHead, Head
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.parallel import World
 from recipe_lib.parallel.gradient_accumulation import reduces_once
@@ -61,7 +62,6 @@ MAKING_STATES = "states"  # in place of the first step, all gradients at once, a
 # Functions that issue many operators, whose work follows from their arguments' shapes.
 _REMEMBERED = (
     (quantized, "dequantize"),
-    (cross_entropy, "_sum_over_chunks"),
     (capped_attention, "_attended"),
     (capped_attention, "_gradients"),
 )
@@ -133,6 +133,7 @@ def simulate(
                     for place, name in _REMEMBERED:
                         stack.enter_context(tracer.remembering(place, name))
                     stack.enter_context(tracer.remembering(quantized.QuantizedLinear, "_fill_nf4", _filled))
+                    stack.enter_context(tracer.remembering(cross_entropy, "_sum_over_chunks", _summed))
                 found = _run(recipe_class, cfg, world, shape, tracer, phases, steps, number, alone=traced is not None)
                 return found if code is None else replace(found, notes=[*found.notes, code.described()])
 
@@ -357,6 +358,13 @@ def _filled(module: quantized.QuantizedLinear, *_: Any) -> tuple[Any, ...]:
         here, first = (None, None) if part is None else local_part(part)
         shapes.append(None if here is None else (here.shape, first))
     return (*shapes, module.in_features, module.out_features, module.rows, module.columns, module.dtype)
+
+
+def _summed(head: Head, *numbers: Any) -> tuple[Any, ...]:
+    """What the loss of a head follows from; of one with an adapter it is not known."""
+    if not isinstance(head, ChunkedHead):
+        return (head,)
+    return (head.hidden, head.weight, head.bias, *head.gradients, head.group, *numbers)
 
 
 @contextmanager
