@@ -9,7 +9,6 @@ from torch import nn
 from recipe_lib.config.mesh import MESH_DIMS
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data.dataset_report import DataReport
-from recipe_lib.optim.in_backward import OptimizerLevers
 from recipe_lib.parallel import Parallel
 from recipe_lib.training.derived_numbers import derived_numbers
 from tests.distributed.ranks import run_ranks
@@ -110,7 +109,6 @@ def test_a_pipeline_is_said() -> None:
         SimpleNamespace(size=4, device=CPU, data_ranks=2, mesh=mesh, pipeline=0, gather_json=lambda value: [value]),
         network,
         Parallel(pipeline),
-        OptimizerLevers(),
         DATA,
     )
     assert lines[0] == "devices: 4 cpu = pipeline 2 x data_replicate 1 x data_shard 2"
@@ -150,7 +148,6 @@ def test_a_limit_beyond_the_epochs_is_said() -> None:
         SimpleNamespace(size=1, device=CPU, data_ranks=1, pipeline=None),
         model(),
         Parallel(),
-        OptimizerLevers(),
         DATA,
     )
     assert "steps: 6 (2 per epoch of 20 sequences x 3 epochs; max_steps 100 needs more epochs)" in lines
