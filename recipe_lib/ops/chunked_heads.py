@@ -56,6 +56,11 @@ class ChunkedHead:
         self._tokens: Tensor | None = None
 
     @property
+    def parts(self) -> tuple[Any, ...]:
+        """What a chunk's work follows from."""
+        return (self.hidden, self.weight, self.bias, *self.gradients, self.group)
+
+    @property
     def ranks(self) -> int:
         """Those that share the vocabulary."""
         return 1 if self.group is None else self.group.size
@@ -113,6 +118,11 @@ class ChunkedAdaptedHead:
             for tensor, trains in zip((self.hidden, *parts), trained, strict=True)
         ]
         self._made: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """See ChunkedHead; that of a projection is its own."""
+        return (self.project,)
 
     @property
     def logits_dtype(self) -> torch.dtype:

@@ -18,7 +18,6 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, lines_in
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.ops import capped_attention, cross_entropy
-from recipe_lib.ops.chunked_heads import ChunkedHead, Head
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.parallel import World
 from recipe_lib.parallel.gradient_accumulation import reduces_once
@@ -59,11 +58,12 @@ from recipe_lib.plan.world.transformers_masks import masks_of_a_run
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 FIRST, STEADY = "first step", "step"
 MAKING_STATES = "states"  # in place of the first step, all gradients at once, as no run has them
-# Functions that issue many operators, whose work follows from their arguments' shapes.
-_REMEMBERED = (
-    (quantized, "dequantize"),
-    (capped_attention, "_attended"),
-    (capped_attention, "_gradients"),
+# Functions that issue many operators, whose work follows from shapes: of their arguments (None), or as is said.
+_REMEMBERED: tuple[tuple[Any, str, Any], ...] = (
+    (quantized, "dequantize", None),
+    (cross_entropy, "_sum_over_chunks", lambda head, *numbers: (*head.parts, *numbers)),
+    (capped_attention, "_attended", None),
+    (capped_attention, "_gradients", None),
 )
 _MANY_OBJECTS = 2_000_000
 _left_objects = 0  # that the collector has not looked at, of this process's simulations
@@ -130,10 +130,9 @@ def simulate(
                 code = stack.enter_context(compiling(tracer)) if cfg.compile else None
                 stack.enter_context(following_works(tracer))
                 if checker is None:  # which wants to see every operator
-                    for place, name in _REMEMBERED:
-                        stack.enter_context(tracer.remembering(place, name))
+                    for place, name, decisive in _REMEMBERED:
+                        stack.enter_context(tracer.remembering(place, name, decisive))
                     stack.enter_context(tracer.remembering(quantized.QuantizedLinear, "_fill_nf4", _filled))
-                    stack.enter_context(tracer.remembering(cross_entropy, "_sum_over_chunks", _summed))
                 found = _run(recipe_class, cfg, world, shape, tracer, phases, steps, number, alone=traced is not None)
                 return found if code is None else replace(found, notes=[*found.notes, code.described()])
 
@@ -358,13 +357,6 @@ def _filled(module: quantized.QuantizedLinear, *_: Any) -> tuple[Any, ...]:
         here, first = (None, None) if part is None else local_part(part)
         shapes.append(None if here is None else (here.shape, first))
     return (*shapes, module.in_features, module.out_features, module.rows, module.columns, module.dtype)
-
-
-def _summed(head: Head, *numbers: Any) -> tuple[Any, ...]:
-    """What the loss of a head follows from; of one with an adapter it is not known."""
-    if not isinstance(head, ChunkedHead):
-        return (head,)
-    return (head.hidden, head.weight, head.bias, *head.gradients, head.group, *numbers)
 
 
 @contextmanager
