@@ -167,9 +167,6 @@ def _low_precision() -> list[RunPair]:
     pairs = [
         RunPair("streamed full fp32", FULL, STREAMED, 2e-4),
         RunPair("streamed full bf16, states of 8 bits", FULL, (*STREAMED, *bf16, "optimizer.state_bits=8"), 2e-2),
-        RunPair(
-            "loss by liger", FULL, (*bf16, "memory.loss_kernel=liger"), 2e-2, basis=("memory.loss_kernel=chunked",)
-        ),
         RunPair("matmul fp8", FULL, (*bf16, "matmul_dtype=fp8"), 5e-2, basis=("matmul_dtype=null",)),
         RunPair("matmul int8", FULL, (*bf16, "matmul_dtype=int8"), 5e-2),
     ]

@@ -76,7 +76,6 @@ LEVERS = (
     Lever(("memory.activation_offload=true",), ("memory.activation_offload=false",), saves=True),
     Lever(("memory.mlp_tiles=4",), ("memory.mlp_tiles=1",), saves=True),
     Lever(("memory.loss_chunks=32",), ("memory.loss_chunks=1",), saves=True),
-    Lever(("memory.loss_kernel=torch",), ("memory.loss_kernel=chunked",), exact=False),
     Lever(IN_BACKWARD, _CLIPPED, saves=True),
     Lever(("memory.optimizer_offload=true",), ("memory.optimizer_offload=false",), saves=True),
     Lever(("optimizer.state_bits=8",), _BITS, saves=True, rounds=True),

@@ -118,7 +118,7 @@ class DistillFinetune:
     def describe(self) -> list[str]:
         """What the config comes to here: data, global batch, steps, bytes per rank, teacher, FSDP units."""
         lines = self.data.report()
-        lines += training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.levers, self.data)
+        lines += training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.data)
         if self.adapts:
             lines.append(describe_adapters(self.model, self.cfg.lora))
         lines.append(describe_teacher(self.cfg.distill, self.teacher, self.teacher_parallel))

@@ -132,7 +132,7 @@ class DpoFinetune:
     def describe(self) -> list[str]:
         """What the config comes to here: pairs, global batch, steps, bytes per rank, reference, FSDP units."""
         lines = self.data.report()
-        lines += training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.levers, self.data)
+        lines += training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.data)
         if self.adapts:
             lines.append(describe_adapters(self.model, self.cfg.lora))
         lines.append(describe_reference(self.cfg.dpo, self.reference))

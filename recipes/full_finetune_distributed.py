@@ -94,7 +94,7 @@ class FullFinetune:
     def describe(self) -> list[str]:
         """What the config comes to here: data, global batch, steps, bytes per rank, FSDP units."""
         units = describe_units(self.model, self.parallel)
-        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.levers, self.data)
+        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.data)
         return [*self.data.report(), *numbers, units]
 
     def train_step(self, batches: StepBatches) -> training.Step:

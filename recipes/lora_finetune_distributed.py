@@ -96,7 +96,7 @@ class LoraFinetune:
 
     def describe(self) -> list[str]:
         """What the config comes to here: data, global batch, steps, bytes per rank, adapters, FSDP units."""
-        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.levers, self.data)
+        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.data)
         shape = [
             describe_adapters(self.model, self.cfg.lora),
             describe_units(self.model, self.parallel),

@@ -110,7 +110,7 @@ class RewardFinetune:
 
     def describe(self) -> list[str]:
         """What the config comes to here: items, global batch, steps, bytes per rank, the head, FSDP units."""
-        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.levers, self.data)
+        numbers = training.derived_numbers(self.cfg, self.world, self.model, self.parallel, self.data)
         adapters = [describe_adapters(self.model, self.lora)] if self.lora else []
         head, units = describe_score_head(self.model, self.start), describe_units(self.model, self.parallel)
         return [*self.data.report(), *numbers, *adapters, head, units]

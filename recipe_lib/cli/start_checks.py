@@ -23,9 +23,7 @@ from recipe_lib.config.local_files import (
     check_transformers,
     downloaded_model,
     find_tokenizer,
-    has_package,
     model_folder,
-    no_liger,
     no_whole_state,
     not_downloaded,
 )
@@ -73,7 +71,6 @@ def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, pla
         check(lambda: _check_own_tokenizer(cfg))
         for key, source in _sources(cfg).items():
             check(lambda key=key, source=source: check_source(source, key))  # type: ignore[misc]
-        check(lambda: _check_kernel(cfg))
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
     return list(dict.fromkeys(notes))
@@ -237,11 +234,6 @@ def _as_note(name: str, look: Callable[[], Any]) -> str | None:
             raise
         return str(error)
     return None
-
-
-def _check_kernel(cfg: Any) -> None:
-    if cfg.memory.loss_kernel == "liger" and cfg.device != "cpu" and not has_package("liger_kernel"):
-        raise ConfigError(no_liger())
 
 
 def check_shape(cfg: Any) -> None:

@@ -157,7 +157,6 @@ _ELSEWHERE = {
     "optimizer_offload_fraction optim_offload",
     "memory.mlp_tiles": "tiled_mlp tiled_mlp_num_shards mlp_num_shards",
     "memory.loss_chunks": "num_output_chunks num_chunks loss_num_chunks chunked_cross_entropy",
-    "memory.loss_kernel": "use_liger_kernel use_liger liger_fused_linear_cross_entropy cut_cross_entropy enable_liger",
     "checkpoint": "checkpointer checkpointing",
     "checkpoint.save_every_n_steps": "save_steps save_interval saves_per_epoch save_freq checkpoint.interval "
     "checkpoint.every_n_steps "
@@ -284,7 +283,13 @@ NOTHING_LIKE_IT = frozenset(
 )
 
 # Words of other tools that have no key here -> what there is in its place.
+_LOSS_KERNEL = "the loss is always computed in memory.loss_chunks chunks, by fused_kernels on a GPU; leave it out"
 ANSWERS = {
+    **dict.fromkeys(
+        ("loss_kernel", "memory.loss_kernel", "use_liger_kernel", "use_liger", "enable_liger", "cut_cross_entropy",
+         "liger_fused_linear_cross_entropy"),
+        _LOSS_KERNEL,
+    ),
     "log_level": "`tune run -q` and `-v` say less and more",
     "log_peak_memory_stats": "every step logs its peak memory; leave it out",
     "save_adapter_weights_only": "adapter/ has the adapter alone; leave it out",

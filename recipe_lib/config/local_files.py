@@ -328,14 +328,6 @@ def check_transformers() -> None:
         )
 
 
-def no_liger() -> str:
-    """The line for Liger's loss without its package."""
-    return (
-        f"memory.loss_kernel: found liger and no liger-kernel, expected chunked; {install_line('liger')}, or set "
-        "memory.loss_kernel=chunked"
-    )
-
-
 def no_tracker(package: str, reason: str) -> str:
     """The line for a tracker that cannot be imported."""
     return (

@@ -21,8 +21,8 @@ class OptimizerFacts:
 
     keys: those of the section `optimizer` that it reads, besides name, lr and weight_decay; others are idle.
     states: the state tensors that it keeps of a parameter, each of its shape. layer_matrix_states: of a matrix of a
-    layer, if these are others; such a matrix is stepped whole. states_need: a key without which it keeps none.
-    torch_class: the class of torch.optim that it may be, whose rule is for each element by itself.
+    layer, if these are others. states_need: a key without which it keeps none.
+    torch_class: the class of torch.optim that it may be.
     """
 
     keys: tuple[str, ...]
@@ -66,11 +66,6 @@ _of_plugins: dict[str, OptimizerFacts] = {}
 def optimizer_facts(name: str) -> OptimizerFacts | None:
     """What is known of an optimizer; None: of one that a plugin registered without facts."""
     return built_in_optimizers().get(name) or _of_plugins.get(name)
-
-
-def every_facts() -> list[OptimizerFacts]:
-    """Those that ship, and those of plugins."""
-    return [*built_in_optimizers().values(), *_of_plugins.values()]
 
 
 def state_bytes(optimizer: Any, width: int, *, in_layer: bool) -> float:

@@ -81,8 +81,3 @@ class RecipeFacts:
     def validation_numbers(self) -> tuple[str, ...]:
         """Names of what its validation measures, of which `checkpoint.best_metric` is to be one."""
         return ("validation_loss",)
-
-    @property
-    def sums_losses(self) -> bool:
-        """Whether the output head makes a sum of losses, and its gradients in forward; else numbers of tokens."""
-        return True

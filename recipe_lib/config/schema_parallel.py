@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from recipe_lib.config.idle import sums_over_tokens, trains_bf16
+from recipe_lib.config.idle import trains_bf16
 from recipe_lib.config.keys import key
 
 
@@ -209,7 +209,7 @@ class MemoryConfig:
     )
     stream_layers: bool = key(
         False,
-        "Keep layers, frozen embedding and head in pinned host memory; each is copied to the device while the one "
+        "Keep layers, embedding and head in pinned host memory; each is copied to the device while the one "
         "before it computes. Trained layers need optimizer_in_backward and optimizer_offload with it.",
         needs=("device != cpu", "memory.cpu_offload = false"),
         known_as="Soup stream_layers",
@@ -241,19 +241,10 @@ class MemoryConfig:
         "or memory.stream_layers",
         known_as="none has it: others take what there is",
     )
-    loss_kernel: str = key(
-        "chunked",
-        "Who computes cross-entropy of the output head: `chunked`: ours; `torch`: its linear_cross_entropy, where it "
-        "has one; `liger`: Liger's kernel (extra `liger`).",
-        choices=("chunked", "torch", "liger"),
-        needs=sums_over_tokens,
-        known_as="HF use_liger_kernel",
-    )
     loss_chunks: int = key(
         8,
         "Chunks the loss is computed in; more: less memory for logits.",
         minimum=1,
         most=2**16,
-        needs="memory.loss_kernel != liger",
         known_as="torchtune num_output_chunks",
     )

@@ -30,8 +30,7 @@ from recipe_lib.models.linear_head import LinearHead, LogitsAfter
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.cross_entropy import cross_entropy
 from recipe_lib.ops.fused_loss import IGNORED
-from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss, TokenLogProbs, TokenScores
-from recipe_lib.ops.token_scores import token_scores
+from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss, OutputAdapter, TokenLogProbs, TokenScores
 
 # What changes a tensor's type or who owns it, not its values' meaning.
 _COPIES = frozenset({"aten::_to_copy", "aten::clone", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::slice",
@@ -254,7 +253,8 @@ def _loss_of_logits(logits: Tensor, labels: Tensor, head_loss: HeadLoss | None) 
         found = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
         return -found.view_as(labels)
     if isinstance(head_loss, TokenScores):
-        return token_scores(wide, wide, labels, chunks=1, project=lambda rows: rows)
+        made = OutputAdapter(lambda rows: rows.clone(), (), lambda rows: rows)  # which are logits already
+        return TokenScores()(wide, wide, labels, adapter=made)
     if head_loss is not None and not isinstance(head_loss, CrossEntropy):
         raise SetupError(
             "head_loss: found a function of hidden states and weight for a model whose forward cannot be divided "

@@ -4,7 +4,6 @@ from recipe_lib.memory.activation_offload import offload_activations
 from recipe_lib.memory.apply_levers import apply_memory_levers
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
 from recipe_lib.memory.compiling import compile_layers
-from recipe_lib.memory.loss_kernel import check_loss_kernel
 from recipe_lib.memory.matmul_dtype import use_low_precision
 from recipe_lib.memory.mlp_tiles import chunk_mlps
 from recipe_lib.memory.oom import explain_out_of_memory
@@ -15,7 +14,6 @@ __all__ = [
     "Peaks",
     "apply_activation_checkpointing",
     "apply_memory_levers",
-    "check_loss_kernel",
     "chunk_mlps",
     "compile_layers",
     "explain_out_of_memory",

@@ -12,7 +12,6 @@ from recipe_lib.memory.compiling import compile_layers
 from recipe_lib.memory.expert_offload import ExpertFetcher, offload_experts
 from recipe_lib.memory.layer_costs import PipelineStages
 from recipe_lib.memory.layer_stream import LayerStream, stream_layers
-from recipe_lib.memory.loss_kernel import check_loss_kernel
 from recipe_lib.memory.matmul_dtype import use_low_precision
 from recipe_lib.memory.mlp_tiles import chunk_mlps
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
@@ -44,7 +43,7 @@ def apply_memory_levers(
 ) -> MemoryLevers:
     """What the layers of a meta model multiply in, compute in tiles, keep for backward, compile and offload, in place.
 
-    `memory.expert_offload`, `fused_kernels`, `matmul_dtype`, `qat`, `memory.mlp_tiles`, `memory.loss_kernel`,
+    `memory.expert_offload`, `fused_kernels`, `matmul_dtype`, `qat`, `memory.mlp_tiles`,
     `memory.activation_checkpointing`, `compile`, `memory.activation_offload`, `memory.stream_layers`. Call it when
     adapters and sharded matrices are in their places, and before FSDP wraps what it leaves. device: the one that
     computes. pipeline: what runs the model's stages. for_training: False for a model that never goes backward.
@@ -57,7 +56,6 @@ def apply_memory_levers(
     if for_training:  # a reference stays as it is
         quantization = fake_quantize_linears(model, cfg.qat, cfg.qat_group_size, cfg.qat_start_step)
     chunk_mlps(model, cfg.memory.mlp_tiles, is_stage=pipeline is not None)
-    check_loss_kernel(model, cfg.memory.loss_kernel, device)
     if for_training:
         mode = cfg.memory.activation_checkpointing
         checkpointing = apply_activation_checkpointing(model, mode, cfg, device, pipeline)

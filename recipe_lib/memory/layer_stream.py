@@ -1,8 +1,8 @@
 """Layers in pinned host memory, on the device only while they run: each is copied there while the one before computes.
 
-A unit is a decoder layer, or the embedding or output head where its weight is frozen. Between its uses a unit's
-parameters are the ones in host memory, which is what checkpoints, exports and optimizers see. For its forward, and
-again for its backward, they change places with tensors on the device. There is one such tensor a parameter, whose
+A unit is a decoder layer, or the embedding or output head, if these are two matrices or frozen. Between its uses a
+unit's parameters are the ones in host memory, which is what checkpoints, exports and optimizers see. For its forward,
+and again for its backward, they change places with tensors on the device. There is one such tensor a parameter, whose
 memory is given and taken (as FSDP2 does it), so that what autograd saved of a weight in forward has its values again in
 backward. On the device there are two units at most: the one that computes, and the next, or in backward the one before.
 
@@ -66,6 +66,10 @@ class StreamedUnit:
             found = self._on_device[number] = nn.Parameter(whole, requires_grad=host.requires_grad)
         return found
 
+    def trains(self) -> bool:
+        """Return whether there are trained parameters, which backward has to have here for their step."""
+        return any(host.requires_grad for host in self.hosts())
+
     def made(self) -> dict[str, nn.Parameter]:
         """Those tensors on the device that there are, with memory or without, by their parameters' names."""
         return {name: one for name, one in zip(self.names, self._on_device, strict=True) if one is not None}
@@ -91,7 +95,7 @@ class LayerStream:
     def __init__(self, units: Sequence[StreamedUnit], device: torch.device) -> None:
         self.units, self.device = list(units), device
         self._module = torch.get_device_module(device)
-        self._layers = [number for number, unit in enumerate(self.units) if unit.is_layer]
+        self._backward_units = [number for number, unit in enumerate(self.units) if unit.is_layer or unit.trains()]
         self._here: set[int] = set()  # units that have memory on the device
         self._streams: tuple[Any, Any] | None = None
         self._leaving: deque[tuple[Any, Tensor]] = deque()  # the event after a copy to the host, and what it reads
@@ -112,12 +116,13 @@ class LayerStream:
 
     def trains(self) -> bool:
         """Whether there are trained parameters among them."""
-        return any(parameter.requires_grad for parameter in self.parameters())
+        return any(unit.trains() for unit in self.units)
 
     def describe(self) -> str:
         """For the log, after the units of FSDP."""
         others = [unit.name for unit in self.units if not unit.is_layer]
-        *first, last = [f"{len(self._layers)} layer{'' if len(self._layers) == 1 else 's'}", *others]
+        count = len(self.units) - len(others)
+        *first, last = [f"{count} layer{'' if count == 1 else 's'}", *others]
         what = f"{', '.join(first)} and {last}" if first else last
         stepped = ", each stepped there in backward" if self.trains() else ""
         size = format_bytes(self.num_bytes())
@@ -154,7 +159,7 @@ class LayerStream:
             if wanted and needed_again(*args, **kwargs):
                 for tensor in wanted:
                     tensor.register_hook(partial(self._begin_backward, number))
-                stays = number >= max(self._layers, default=number)  # backward begins with these
+                stays = number >= max(self._backward_units, default=number)  # backward begins with these
             return output
         finally:
             if not stays:
@@ -187,8 +192,8 @@ class LayerStream:
             self._fetch(following)
 
     def _following(self, number: int, backward: bool) -> int | None:
-        """The unit that is needed next, if a rank's units run in their order. Backward begins with the last layer."""
-        before = [layer for layer in self._layers if layer < number]
+        """The unit that is needed next, if a rank's units run in their order. Backward begins with its last one."""
+        before = [unit for unit in self._backward_units if unit < number]
         if backward:
             return before[-1] if before else None
         if number + 1 < len(self.units):
@@ -267,10 +272,11 @@ class LayerStream:
 def stream_layers(model: nn.Module, memory: MemoryConfig, device: torch.device, ranks: int = 1) -> LayerStream | None:
     """Says of each layer's parameters that they lie on the host, in place; `materialize` puts them there.
 
-    Of a layer all frozen parameters are streamed, and with `memory.optimizer_in_backward` and
-    `memory.optimizer_offload` the trained ones that are no adapter's. Call it when layers are checkpointed and
-    compiled, before FSDP wraps what it leaves. On a CPU the model is left as it is. ranks: that have tokens of their
-    own. Raises ConfigError for trained layers on several, which would each step a layer by the gradient of theirs.
+    Of a unit all frozen parameters are streamed, and with `memory.optimizer_in_backward` and
+    `memory.optimizer_offload` the trained ones that are no adapter's and used once. Call it when layers are
+    checkpointed and compiled, before FSDP wraps what it leaves. On a CPU the model is left as it is. ranks: that have
+    tokens of their own. Raises ConfigError for trained layers on several, which would each step a layer by the gradient
+    of theirs.
     """
     if not memory.stream_layers or not has_host(device):
         return None
@@ -283,7 +289,7 @@ def stream_layers(model: nn.Module, memory: MemoryConfig, device: torch.device, 
         return trained if parameter.requires_grad else True
 
     layers, units = layer_names(model), []
-    for name in _unit_names(model, layers):
+    for name in _unit_names(model, layers, is_streamed):
         module, places = model.get_submodule(name), {}
         for inner, owner in module.named_modules():
             for local, parameter in owner._parameters.items():
@@ -303,7 +309,8 @@ def stream_layers(model: nn.Module, memory: MemoryConfig, device: torch.device, 
     model.note_on_host([name for unit in units for name in unit.names])
     for number, unit in enumerate(units):
         module = model.get_submodule(unit.name)
-        module.forward = partial(stream.run, number, module.forward, _needed_again(module, unit.is_layer))
+        needed_again = _needed_again(module, unit.is_layer or unit.trains())
+        module.forward = partial(stream.run, number, module.forward, needed_again)
     return stream
 
 
@@ -318,25 +325,27 @@ def host_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [*streamed_parameters(model), *expert_parameters(model)]
 
 
-def _unit_names(model: LanguageModel, layers: list[str]) -> list[str]:
-    """The layers, and what owns a frozen matrix outside of them, in module order."""
+def _unit_names(model: LanguageModel, layers: list[str], is_streamed: Callable[[str, nn.Parameter], bool]) -> list[str]:
+    """The layers, and what owns matrices outside of them that are all streamed, in module order."""
     found: list[str] = []
     for name, module in model.named_modules():
         inside = name.startswith(tuple(f"{outer}." for outer in found))
         elsewhere = name.startswith(tuple(model.other_parts)) if model.other_parts else False
         matrices = [
-            one for local, one in module.named_parameters(recurse=False) if one.dim() > 1 and not is_adapter(local)
+            (f"{name}.{local}", one)
+            for local, one in module.named_parameters(recurse=False)
+            if one.dim() > 1 and not is_adapter(local)
         ]
-        frozen = bool(matrices) and not any(one.requires_grad for one in matrices)
-        if name and not inside and not elsewhere and (name in layers or frozen):
+        outside = bool(matrices) and all(is_streamed(full, one) for full, one in matrices)
+        if name and not inside and not elsewhere and (name in layers or outside):
             found.append(name)
     return found
 
 
-def _needed_again(module: nn.Module, is_layer: bool) -> Callable[..., bool]:
-    """By the arguments of a call, whether backward needs a unit's parameters: that of an embedding reads tokens, and
-    an output head makes its gradients in forward if it is to sum losses."""
-    if is_layer:
+def _needed_again(module: nn.Module, always: bool) -> Callable[..., bool]:
+    """By the arguments of a call, whether backward needs a unit's parameters: that of a frozen embedding reads tokens,
+    and a frozen output head makes its gradients in forward if it is to sum losses."""
+    if always:
         return lambda *args, **kwargs: True
     if isinstance(module, nn.Embedding):
         return lambda *args, **kwargs: False

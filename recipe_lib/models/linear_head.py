@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipe_lib.ops.cross_entropy import Finish
+from recipe_lib.ops.chunked_heads import Finish
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 
 

@@ -1,102 +1,258 @@
-"""An output head whose logits are made, and whose gradients are added up, a chunk of tokens at a time."""
+"""An output head whose logits are made, and whose gradients are added up, a chunk of tokens at a time.
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+With n tokens and a vocabulary of v, full logits in fp32 are 4nv bytes, and a plain cross-entropy keeps about three such
+tensors alive: 6.3 GB at n = 4096, v = 128256. Here the tokens go through the output projection one chunk at a time.
+`walk_chunks` is the loop of every loss; what a loss makes of a chunk's logits is a function of its own. Where a loss is
+a sum, `sum_in_chunks` makes each chunk's gradient at once, while its logits are there. What is kept for the backward
+pass is then one gradient of the hidden states `[n, d]` and one of the weight `[v, d]`, which it returns anyway.
+
+With a tensor-parallel group of t ranks each has n of N = n t tokens and v / t rows of the weight. A chunk's tokens are
+gathered and meet the rank's part of the vocabulary; no rank ever has logits of the whole vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops.gathered import Group, start_gather, start_scatter, wait
+from recipe_lib.ops.fused_loss import fuses_loss
+from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
+
+Finish = Callable[[Tensor], Tensor]
+PerChunk = Callable[[slice, Tensor], Tensor | None]
 
 
-class ChunkedLogits(Protocol):
-    """The student's logits, a chunk at a time. gradients: what theirs come to so far, None where none is wanted."""
+@dataclass(frozen=True)
+class OutputAdapter:
+    """The adapter next to a head's weight. project: `fn(hidden, *trained) -> logits`, row by row alike, its last
+    operation one whose backward does not read its result, which is overwritten; what it computes with besides gets no
+    gradient from a sum. frozen: the weight's part of it, for a backward that projects again when the weight may no
+    longer be there."""
 
-    rows: int
-    gradients: list[Tensor | None]
-
-    def logits(self, part: slice) -> Tensor:
-        """Of a chunk, with a group of all its ranks' tokens."""
-
-    def take(self, part: slice, gradient: Tensor) -> None:
-        """The gradient of the logits that were made last."""
+    project: Callable[..., Tensor]
+    trained: tuple[Tensor | None, ...]
+    frozen: Callable[[Tensor], Tensor]
 
 
 class ChunkedHead:
     """A head that is a weight `[v, d]`, with or without a bias. tensors: hidden states, weight, bias."""
 
-    def __init__(self, tensors: Sequence[Tensor | None], wanted: Sequence[bool], *, group: Group | None) -> None:
+    def __init__(self, tensors: Sequence[Tensor | None], trained: Sequence[bool], *, group: Group | None) -> None:
         hidden, weight, self.bias = tensors
         assert hidden is not None and weight is not None
         self.hidden, self.weight, self.group = hidden.flatten(0, -2), weight, group
-        self.rows = self.hidden.shape[0]
-        self.gradients = [
-            None if tensor is None or not wants else torch.zeros_like(tensor)
-            for tensor, wants in zip((self.hidden, weight, self.bias), wanted, strict=True)
+        self.rows, self.trains = self.hidden.shape[0], any(trained)
+        self.gradients: list[Tensor | None] = [
+            torch.empty_like(self.hidden) if trained[0] else None,  # each chunk writes its rows
+            *(
+                torch.zeros_like(tensor) if tensor is not None and trains else None
+                for tensor, trains in zip((weight, self.bias), trained[1:], strict=True)
+            ),
         ]
-        self.tokens: Tensor | None = None
+        self._tokens: Tensor | None = None
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What a chunk's work follows from."""
+        return (self.hidden, self.weight, self.bias, *self.gradients, self.group)
+
+    @property
+    def ranks(self) -> int:
+        """Those that share the vocabulary."""
+        return 1 if self.group is None else self.group.size
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Of the logits that were made last."""
+        return self.hidden.dtype
+
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether one kernel reads a chunk's logits as they are: not where ranks agree on each row's sum in between."""
+        return self.group is None and fuses_loss(self.hidden)
 
     def logits(self, part: slice) -> Tensor:
-        """See ChunkedLogits."""
-        self.tokens = gathered(self.hidden[part], self.group)
-        return F.linear(self.tokens, self.weight, self.bias)
+        """Return the logits of a chunk, with a group of all its ranks' tokens, in storage of their own."""
+        tokens = gather_tokens(self.hidden[part], self.group)
+        self._tokens = tokens if self.trains else None
+        return F.linear(tokens, self.weight, self.bias)
 
     def take(self, part: slice, gradient: Tensor) -> None:
-        """See ChunkedLogits."""
-        of_hidden, of_weight, of_bias = self.gradients
-        tokens, self.tokens = self.tokens, None
+        """Add up what follows from the gradient of the logits that were made last."""
+        hidden_grad, weight_grad, bias_grad = self.gradients
+        tokens, self._tokens = self._tokens, None
         assert tokens is not None
-        if of_hidden is not None and self.group is None:
-            torch.mm(gradient, self.weight, out=of_hidden[part])
-        elif of_hidden is not None and self.group is not None:
-            of_hidden[part] = wait(start_scatter(gradient @ self.weight, self.group))
-        if of_weight is not None:
-            of_weight.addmm_(gradient.t(), tokens)
-        if of_bias is not None:
-            of_bias.add_(gradient.sum(dim=0))
+        if hidden_grad is not None and self.group is None:
+            torch.mm(gradient, self.weight, out=hidden_grad[part])
+        elif hidden_grad is not None and self.group is not None:
+            hidden_grad[part] = wait(start_scatter(gradient @ self.weight, self.group))
+        if weight_grad is not None:
+            weight_grad.addmm_(gradient.t(), tokens)
+        if bias_grad is not None:
+            bias_grad.add_(gradient.sum(dim=0))
 
 
 class ChunkedAdaptedHead:
     """A head with an adapter, whose gradients come from the logits' by autograd, over a chunk alone."""
 
+    group = None
+    ranks = 1
+
     def __init__(
-        self, tensors: Sequence[Tensor | None], wanted: Sequence[bool], *, project: Callable[..., Tensor]
+        self, tensors: Sequence[Tensor | None], trained: Sequence[bool], *, project: Callable[..., Tensor]
     ) -> None:
-        hidden, *trained = tensors
+        hidden, *parts = tensors
         assert hidden is not None
-        self.hidden, self.wanted, self.project = hidden.flatten(0, -2), wanted, project
-        self.rows = self.hidden.shape[0]
-        self.trained = [
-            None if one is None else one.detach().requires_grad_(wants)
-            for one, wants in zip(trained, wanted[1:], strict=True)
+        self.hidden, self.project = hidden.flatten(0, -2), project
+        self.rows, self.trains, self._trains_hidden = self.hidden.shape[0], any(trained), trained[0]
+        self._parts = [
+            None if part is None else part.detach().requires_grad_(trains)
+            for part, trains in zip(parts, trained[1:], strict=True)
         ]
-        self.gradients = [
-            None if one is None or not wants else torch.zeros_like(one)
-            for one, wants in zip((self.hidden, *trained), wanted, strict=True)
+        self.gradients: list[Tensor | None] = [
+            torch.zeros_like(tensor) if tensor is not None and trains else None
+            for tensor, trains in zip((self.hidden, *parts), trained, strict=True)
         ]
-        self.made: tuple[Tensor, Tensor] | None = None
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """See ChunkedHead; that of a projection is its own."""
+        return (self.project,)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """See ChunkedHead."""
+        assert self._made is not None
+        return self._made[1].dtype
+
+    @property
+    def fuses_loss(self) -> bool:
+        """See ChunkedHead."""
+        return fuses_loss(self.hidden)
 
     def logits(self, part: slice) -> Tensor:
-        """See ChunkedLogits."""
-        tokens = self.hidden[part].detach().requires_grad_(self.wanted[0])
-        with torch.set_grad_enabled(any(self.wanted)):
-            logits = self.project(tokens, *self.trained)
-        self.made = (tokens, logits) if any(self.wanted) else None
+        """See ChunkedHead."""
+        tokens = self.hidden[part].detach().requires_grad_(self._trains_hidden)
+        with torch.set_grad_enabled(self.trains):
+            logits = self.project(tokens, *self._parts)
+        self._made = (tokens, logits) if self.trains else None
         return logits.detach()
 
     def take(self, part: slice, gradient: Tensor) -> None:
-        """See ChunkedLogits."""
-        assert self.made is not None
-        (tokens, logits), self.made = self.made, None
-        places = [number for number, one in enumerate(self.gradients) if one is not None]
-        found = torch.autograd.grad(logits, [(tokens, *self.trained)[at] for at in places], gradient)  # type: ignore[misc]
-        for at, grad in zip(places, found, strict=True):
-            total = self.gradients[at]
-            assert total is not None
-            (total[part] if at == 0 else total).add_(grad)
+        """See ChunkedHead."""
+        assert self._made is not None
+        (tokens, logits), self._made = self._made, None
+        totals = [(number, total) for number, total in enumerate(self.gradients) if total is not None]
+        leaves: list[Any] = [tokens, *self._parts]
+        found = torch.autograd.grad(logits, [leaves[number] for number, _ in totals], gradient)
+        for (number, total), grad in zip(totals, found, strict=True):
+            (total[part] if number == 0 else total).add_(grad)
 
 
-def gathered(tokens: Tensor, group: Group | None) -> Tensor:
+Head = ChunkedHead | ChunkedAdaptedHead
+
+
+def walk_chunks(head: Head, labels: Tensor, chunks: int, per_chunk: PerChunk) -> None:
+    """Call `per_chunk(part, labels)` for each of `chunks` pieces of the head's tokens, even to within one of them.
+
+    part: of this rank's tokens. labels: the chunk's `[m]`, with a group those of all its ranks. per_chunk asks the head
+    for the chunk's logits and returns their gradient, which the head takes, or None.
+    """
+    by_rank = labels.reshape(head.ranks, -1)
+    for part in row_pieces(head.rows, chunks):
+        gradient = per_chunk(part, by_rank[:, part].flatten())
+        if gradient is not None:
+            gradient = gradient.to(head.logits_dtype)  # the wide one is gone
+            head.take(part, gradient)
+            del gradient
+
+
+def sum_in_chunks(
+    sum_loss: Callable[[Head], Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    group: Group | None = None,
+    adapter: OutputAdapter | None = None,
+) -> Tensor:
+    """Return `sum_loss(head)`, whose gradients the head has when it has been computed; differentiable once.
+
+    hidden: `[..., d]`. weight: `[v, d]`. With a group hidden is this rank's `[n, d]` of N tokens, weight its
+    `[v / t, d]`, bias its `[v / t]`. adapter: in place of weight and bias.
+    """
+    tensors = (hidden, weight, bias) if adapter is None else (hidden, *adapter.trained)
+    make_head: Callable[..., Head] = partial(ChunkedHead, group=group)
+    if adapter is not None:
+        make_head = partial(ChunkedAdaptedHead, project=adapter.project)
+    trained = [tensor is not None and tensor.requires_grad for tensor in tensors]
+    if not (torch.is_grad_enabled() and any(trained)):
+        return sum_loss(make_head(tensors, [False] * len(tensors)))
+    total: Tensor = _GradientsInForward.apply(sum_loss, make_head, *tensors)
+    return total
+
+
+class _GradientsInForward(torch.autograd.Function):
+    """Makes all gradients chunk by chunk in the forward pass; the backward pass scales and returns them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sum_loss: Callable[[Head], Tensor], make_head: Callable[..., Head], *tensors: Tensor | None
+    ) -> Tensor:
+        head = make_head(tensors, ctx.needs_input_grad[2:])
+        total = sum_loss(head)
+        if head.gradients[0] is not None:
+            head.gradients[0] = head.gradients[0].view_as(tensors[0])  # type: ignore[arg-type]  # hidden states
+        ctx.gradients = head.gradients
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("a chunked loss went backward a second time: its gradients are handed over once")
+        # Scaled in place and given away: a second copy of [v, d] would cost as much.
+        gradients, ctx.gradients = ctx.gradients, None
+        return (None, None, *(None if grad is None else grad.mul_(grad_output) for grad in gradients))
+
+
+def row_pieces(rows: int, chunks: int) -> Iterator[slice]:
+    """Yield the rows in `chunks` pieces, even to within one of them."""
+    pieces = max(1, min(chunks, rows))
+    for piece in range(pieces):
+        yield slice(rows * piece // pieces, rows * (piece + 1) // pieces)
+
+
+def gather_tokens(tokens: Tensor, group: Group | None) -> Tensor:
     """Tokens `[m, d]` of each rank, of all ranks of a group."""
     return tokens if group is None else wait(start_gather(tokens, group))
+
+
+def finish_logits(logits: Tensor, finish: Finish, with_grad: bool) -> tuple[Tensor, Tensor]:
+    """Return the logits `[m, v]` as a leaf, and what `finish` makes of them, with a graph between if wanted."""
+    with torch.set_grad_enabled(with_grad):
+        logits = logits.detach().requires_grad_(with_grad)
+        return logits, finish(logits)
+
+
+def own_columns(labels: Tensor, ignored: Tensor, width: int, group: Group | None) -> tuple[Tensor, Tensor | None]:
+    """(columns `[m, 1]` of the labels among a rank's `width` logits, where the label is another rank's `[m]`).
+
+    A column that is not there, or not wanted, is 0. Without a group no label is another rank's: None.
+    """
+    if group is None:
+        return labels.masked_fill(ignored, 0).unsqueeze(1), None
+    columns = labels - group.rank * (group.columns or width)
+    elsewhere = (columns < 0) | (columns >= width)
+    return columns.masked_fill_(elsewhere, 0).unsqueeze(1), elsewhere
+
+
+def largest_of(logits: Tensor, group: Group | None) -> Tensor:
+    """The largest logit of each row, over all ranks' parts of the vocabulary `[m, 1]`."""
+    largest = logits.amax(dim=1, keepdim=True)
+    return largest if group is None else all_reduce(largest, "max", group)

@@ -8,7 +8,7 @@ those of one model may be padded. With M = beta P + (1 - beta) Q the divergences
     jensen_shannon   beta KL(P || M) + (1 - beta) KL(Q || M), as in GKD (arXiv 2306.13649)
 
 times T^2, which keeps gradients as large as they are at T = 1 (arXiv 1503.02531). The gradients by the student's logits
-are closed formulas, made with the divergence while a chunk's logits are there, as `recipe_lib.ops.cross_entropy` does:
+are closed formulas, made with the divergence while a chunk's logits are there (`recipe_lib.ops.chunked_heads`):
 with u = logits / T they are Q - P, Q (log(Q / P) - KL(Q || P)) and (1 - beta) Q (log(Q / M) - KL(Q || M)).
 
 A chunk of m tokens takes 4 tensors `[m, v]` in fp32, with jensen_shannon 5, where the student caps its logits one more.
@@ -18,18 +18,24 @@ What is kept for backward is a gradient of the hidden states and one of the weig
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops.chunked_heads import ChunkedAdaptedHead, ChunkedHead, ChunkedLogits, gathered
-from recipe_lib.ops.cross_entropy import chunk_loss, largest_of
+from recipe_lib.ops.chunked_heads import (
+    Head,
+    OutputAdapter,
+    gather_tokens,
+    largest_of,
+    row_pieces,
+    sum_in_chunks,
+    walk_chunks,
+)
+from recipe_lib.ops.cross_entropy import chunk_loss
 from recipe_lib.ops.fused_loss import IGNORED, widen_dtype
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
-from recipe_lib.ops.token_log_probs import row_pieces
 
 SumRows = Callable[[Tensor], Tensor]
 
@@ -93,59 +99,25 @@ class Distillation:
         softcap: float | None = None,
         group: Group | None = None,
         bias: Tensor | None = None,
-        adapter: Any = None,
+        adapter: OutputAdapter | None = None,
     ) -> Tensor:
-        """A scalar in fp32 (fp64), differentiable once. The head's keywords as in `linear_cross_entropy`; adapter: an
-        `OutputAdapter`, not with a group."""
-        tensors = (weight, bias) if adapter is None else adapter.trained
-        make = (
-            partial(ChunkedHead, group=group)
-            if adapter is None
-            else partial(ChunkedAdaptedHead, project=adapter.project)
-        )
-        found: Tensor = _Distilled.apply(self, make, labels, softcap, group, hidden, *tensors)
-        return found
+        """Return a scalar in fp32 (fp64), differentiable once. The arguments are those of `CrossEntropy`."""
 
+        def sum_loss(head: Head) -> Tensor:
+            found = torch.zeros(2, dtype=widen_dtype(hidden.dtype), device=hidden.device)
 
-class _Distilled(torch.autograd.Function):
-    """Makes all gradients in forward; backward scales and returns them."""
+            def run(target: ChunkTarget) -> None:
+                _run_chunks(self, head, target, labels, softcap, found)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        loss: Distillation,
-        make_head: Callable[..., ChunkedLogits],
-        labels: Tensor,
-        softcap: float | None,
-        group: Group | None,
-        hidden: Tensor,
-        *tensors: Tensor | None,
-    ) -> Tensor:
-        student = make_head((hidden, *tensors), ctx.needs_input_grad[5:])
-        found = torch.zeros(2, dtype=widen_dtype(hidden.dtype), device=hidden.device)
+            if isinstance(self.target, TopTokens):
+                run(BucketTarget(self.target, self.divergence, group))
+            else:
+                with_teacher_head(self.target, lambda **of_head: run(HeadTarget(self.divergence, **of_head)))
+            if self.sums is not None:
+                self.sums.add_(found)
+            return self.weight * found[0] + (1 - self.weight) * found[1]
 
-        def run(target: "ChunkTarget") -> None:
-            _run_chunks(loss, student, target, labels, softcap, group, found)
-
-        if isinstance(loss.target, TopTokens):
-            run(BucketTarget(loss.target, loss.divergence, group))
-        else:
-            with_teacher_head(loss.target, lambda **of_head: run(HeadTarget(loss.divergence, **of_head)))
-        if loss.sums is not None:
-            loss.sums.add_(found)
-        gradients = student.gradients
-        if gradients[0] is not None:
-            gradients[0] = gradients[0].view_as(hidden)
-        ctx.grads = gradients
-        return loss.weight * found[0] + (1 - loss.weight) * found[1]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.grads is None:
-            raise RuntimeError("Distillation went backward a second time: its gradients are handed over once")
-        grads, ctx.grads = ctx.grads, None
-        return (None, None, None, None, None, *(None if grad is None else grad.mul_(grad_output) for grad in grads))
+        return sum_in_chunks(sum_loss, hidden, weight, bias=bias, group=group, adapter=adapter)
 
 
 def with_teacher_head(states: TeacherStates, run: Callable[..., None]) -> None:
@@ -187,23 +159,14 @@ def likeliest_tokens(states: TeacherStates, count: int, temperature: float, voca
 
 
 def _run_chunks(
-    loss: Distillation,
-    student: ChunkedLogits,
-    target: "ChunkTarget",
-    labels: Tensor,
-    softcap: float | None,
-    group: Group | None,
-    found: Tensor,
+    loss: Distillation, student: Head, target: "ChunkTarget", labels: Tensor, softcap: float | None, found: Tensor
 ) -> None:
-    """Adds divergence and cross-entropy of all tokens to `found`, and their gradients to the student's."""
-    by_rank = labels.reshape(1 if group is None else group.size, -1)
-    wants = any(gradient is not None for gradient in student.gradients)
-    temperature = loss.divergence.temperature
-    for part in row_pieces(student.rows, loss.chunks):
-        rows = by_rank[:, part].flatten()
+    """Add divergence and cross-entropy of all tokens to `found`; the student has their gradients."""
+    group, wants, temperature = student.group, student.trains, loss.divergence.temperature
+
+    def compare_chunk(part: slice, rows: Tensor) -> Tensor | None:
         ignored = rows == IGNORED
         logits = student.logits(part)
-        narrow = logits.dtype
         logits = logits.to(found.dtype)
         squash = None
         if softcap is not None:
@@ -219,15 +182,16 @@ def _run_chunks(
             common.div_(temperature)
         values, by_logit = target.compare(part, common.sub_(log_sum(common, group)), first, width)
         found[0] += values.masked_fill(ignored, 0).sum() * temperature**2
-        if grad is not None:
-            grad.mul_(1 - loss.weight)
-            grad[:, : common.shape[1]].add_(by_logit, alpha=loss.weight * temperature)
+        if grad is None:
+            return None
+        grad.mul_(1 - loss.weight)
+        grad[:, : common.shape[1]].add_(by_logit, alpha=loss.weight * temperature)
         del logits, common, by_logit
-        if grad is not None:
-            if squash is not None:
-                grad.mul_(squash.square_().neg_().add_(1))  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
-            student.take(part, grad.masked_fill_(ignored.unsqueeze(1), 0).to(narrow))
-        del grad, squash
+        if squash is not None:
+            grad.mul_(squash.square_().neg_().add_(1))  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
+        return grad.masked_fill_(ignored.unsqueeze(1), 0)
+
+    walk_chunks(student, labels, loss.chunks, compare_chunk)
 
 
 class ChunkTarget(Protocol):
@@ -268,7 +232,7 @@ class HeadTarget:
     def logits(self, part: slice, first: int, count: int, width: int) -> Tensor:
         """Of `count` ids from `first` on, divided by the temperature; where the vocabularies are cut at other places,
         as one is padded, the ranks exchange a chunk's."""
-        logits = F.linear(gathered(self.hidden[part], self.group), self.weight, self.bias)
+        logits = F.linear(gather_tokens(self.hidden[part], self.group), self.weight, self.bias)
         if self.group is not None and self.weight.shape[0] != width:
             logits = wait(start_gather(logits.t(), self.group))[first : first + count].t()
         logits = logits[:, :count].to(widen_dtype(logits.dtype))

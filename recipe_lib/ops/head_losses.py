@@ -11,27 +11,26 @@ refused for such a head, rather than computing with a part of it. `CrossEntropy(
 """
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from recipe_lib.errors import SetupError
-from recipe_lib.ops.cross_entropy import (
-    Finish,
-    Loss,
-    cross_entropy_by_rows,
-    linear_cross_entropy,
-    projected_cross_entropy,
-)
+from recipe_lib.ops.chunked_heads import Finish, OutputAdapter
+from recipe_lib.ops.cross_entropy import CrossEntropy
 from recipe_lib.ops.distillation import Distillation
 from recipe_lib.ops.gathered import Group
-from recipe_lib.ops.loss_kernels import KERNELS
-from recipe_lib.ops.row_gradients import RowGradients
-from recipe_lib.ops.token_log_probs import projected_token_log_probs, token_log_probs
-from recipe_lib.ops.token_scores import token_scores
+from recipe_lib.ops.token_log_probs import TokenLogProbs, TokenScores
+
+__all__ = [
+    "CrossEntropy",
+    "HeadLoss",
+    "OutputAdapter",
+    "TokenLogProbs",
+    "TokenScores",
+    "makes_gradients_in_forward",
+    "run_head_loss",
+]
 
 
 class HeadLoss(Protocol):
@@ -39,96 +38,6 @@ class HeadLoss(Protocol):
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, /) -> Tensor:
         """A sum of token losses, log-probabilities, or anything else with a gradient."""
-
-
-@dataclass(frozen=True)
-class OutputAdapter:
-    """The adapter next to a head's weight. project: `fn(hidden, *trained) -> logits`; frozen: the weight's part of it,
-    for a backward that projects again when the weight may no longer be there."""
-
-    project: Callable[..., Tensor]
-    trained: tuple[Tensor | None, ...]
-    frozen: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class CrossEntropy:
-    """The sum of token losses, in `chunks` pieces (see `linear_cross_entropy`); its gradients are made in forward, so
-    that FSDP need not gather the weight for backward.
-
-    loss: of a chunk's logits, in place of cross-entropy. kernel: as memory.loss_kernel, of a head that is a weight
-    alone. rows: takes the weight's gradient by rows, as it is made (`cross_entropy_by_rows`).
-    """
-
-    chunks: int = 1
-    loss: Loss | None = None
-    kernel: str = "chunked"
-    rows: RowGradients | None = None
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        *,
-        softcap: float | None = None,
-        adapter: OutputAdapter | None = None,
-        **head: Any,
-    ) -> Tensor:
-        """A scalar in fp32 (fp64). head: `group`, `bias`, `finish` as in `linear_cross_entropy`."""
-        flat, targets = hidden.flatten(0, -2), labels.flatten()
-        shared: dict[str, Any] = {"chunks": self.chunks, "softcap": softcap, "loss": self.loss}
-        if adapter is not None:
-            return projected_cross_entropy(adapter.project, flat, adapter.trained, targets, **shared)
-        if self.rows is not None:
-            return cross_entropy_by_rows(flat, weight, targets, rows=self.rows, **shared)
-        if self.kernel != "chunked":
-            return KERNELS[self.kernel](flat, weight, targets, **shared)
-        return linear_cross_entropy(flat, weight, targets, **shared, **head)
-
-
-@dataclass(frozen=True)
-class TokenLogProbs:
-    """The log-probability of each label `[b, s]`, 0 where there is none, in `chunks` pieces (see `token_log_probs`)."""
-
-    chunks: int = 1
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        *,
-        adapter: OutputAdapter | None = None,
-        softcap: float | None = None,
-        **head: Any,
-    ) -> Tensor:
-        """In fp32 (fp64). head: `group`, `bias`, `finish` as in `token_log_probs`."""
-        if adapter is None:
-            return token_log_probs(hidden, weight, labels, chunks=self.chunks, softcap=softcap, **head)
-
-        project = partial(_with_adapter, adapter)
-        return projected_token_log_probs(project, hidden, labels, chunks=self.chunks, softcap=softcap)
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Log-probabilities of each label and of the likeliest token `[b, s, 2]`, in `chunks` pieces, without gradients
-    (see `token_scores`)."""
-
-    chunks: int = 1
-
-    def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, *, adapter: OutputAdapter | None = None, **head: Any
-    ) -> Tensor:
-        """In fp32 (fp64). head: `softcap`, `group`, `bias`, `finish` as in `token_scores`."""
-        if adapter is not None:
-            head["project"] = partial(_with_adapter, adapter)
-        return token_scores(hidden, weight, labels, chunks=self.chunks, **head)
-
-
-def _with_adapter(adapter: OutputAdapter, tokens: Tensor) -> Tensor:
-    return adapter.project(tokens, *adapter.trained, frozen=adapter.frozen)
 
 
 def makes_gradients_in_forward(head_loss: HeadLoss | None) -> bool:
@@ -155,7 +64,7 @@ def run_head_loss(
     head_loss = head_loss or CrossEntropy()
     found = {"softcap": softcap, "group": group, "bias": bias, "finish": finish, "adapter": adapter}
     needs: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
-    if needs and not isinstance(head_loss, (CrossEntropy, TokenLogProbs, TokenScores)):
+    if needs:
         _check_takes(head_loss, needs)
     return head_loss(hidden, weight, labels, **needs)
 

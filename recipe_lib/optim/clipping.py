@@ -28,22 +28,15 @@ _Key = tuple[tuple[tuple[DeviceMesh, int], ...], torch.device]  # dimensions tha
 
 
 class GradNormsInBackward:
-    """Squared norms of this rank's gradients that were used and freed before the others are there, by kind.
-
-    by_rows: the parameters of which parts were counted since the norms were last taken.
-    """
+    """Squared norms of this rank's gradients that were used and freed before the others are there, by kind."""
 
     def __init__(self) -> None:
         self._squares: dict[_Key, Tensor] = {}
-        self.by_rows: set[nn.Parameter] = set()
 
     @torch.no_grad()
-    def add(self, parameter: nn.Parameter, gradient: Tensor | None = None) -> None:
-        """Counts a parameter's gradient, on the stream that has it. gradient: a part of it, where there is no whole."""
+    def add(self, parameter: nn.Parameter) -> None:
+        """Counts a parameter's gradient, on the stream that has it."""
         ((key, group),) = _group([parameter]).items()
-        if gradient is not None:
-            group.grads = [gradient]
-            self.by_rows.add(parameter)
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         square = group.own_square(dtype)
         self._squares[key] = square if key not in self._squares else self._squares[key] + square
@@ -51,7 +44,6 @@ class GradNormsInBackward:
     def take(self) -> dict[_Key, Tensor]:
         """All that was counted since the last call, `[]` fp64 each."""
         squares, self._squares = self._squares, {}
-        self.by_rows.clear()
         return squares
 
 

@@ -15,8 +15,7 @@ boundary"); where the parts happen to be whole blocks, as on 1, 2, 4 and 8 ranks
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +35,6 @@ from recipe_lib.optim.state_layout import (
     layouts,
     new_tensor,
     pieces,
-    stored_sizes,
     wide,
 )
 
@@ -102,8 +100,7 @@ class ChunkedOptimizer(Optimizer):
     """An optimizer whose step goes through a rank's part of each parameter piece by piece.
 
     `optimizer.state[parameter]` has `step`, a number, and the tensors of `new_states`; a step for any of the parameters
-    alone is as good as one for all. So is one for some rows of a parameter after the other, each as a parameter of its
-    own, inside of `stepping_rows`.
+    alone is as good as one for all.
     """
 
     def __init__(self, params: Trained, cfg: OptimizerConfig, numbers: dict[str, Any]):
@@ -112,7 +109,6 @@ class ChunkedOptimizer(Optimizer):
         self.cfg, self.names, self.device, self.seed = cfg, params.names, params.device, params.seed
         self.state_bits = kept_bits(cfg)
         self._codes = Codes(self.state_bits)
-        self._rows_of: tuple[nn.Parameter, nn.Parameter, int] | None = None
         super().__init__(
             list(params) or [{"params": []}], {"lr": cfg.lr, "weight_decay": cfg.weight_decay} | numbers | made_of
         )
@@ -125,34 +121,15 @@ class ChunkedOptimizer(Optimizer):
         """The names of the states that the rule keeps of a parameter."""
         return ADAMW_STATES
 
-    def is_elementwise(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter may be stepped by rows."""
-        return True
-
-    def bytes_of(self, parameter: nn.Parameter) -> int:
-        """Bytes of a parameter's states on this rank."""
-        made_of = self.state_bits, self.cfg.master_weights
-        return sum(stored_sizes(parameter, self.states_of(parameter), *made_of))
-
-    @contextmanager
-    def stepping_rows(self, piece: nn.Parameter, whole: nn.Parameter, first: int) -> Iterator[None]:
-        """Inside, `piece` stands for rows of this rank's part of `whole`, from row `first` on."""
-        self._rows_of = (piece, whole, first)
-        try:
-            yield
-        finally:
-            self._rows_of = None
-
-    def _whole_of(self, parameter: nn.Parameter) -> tuple[nn.Parameter, int]:
-        """The parameter that some rows are of, and the first of them on this rank; others are whole."""
-        if self._rows_of is not None and self._rows_of[0] is parameter:
-            return self._rows_of[1:]
-        return parameter, 0
+    def add_stand_in(self, parameter: nn.Parameter, owner: nn.Parameter) -> None:
+        """Let a parameter on the device be stepped for one of ours that is on the host, under its name."""
+        self.names[parameter] = self.names.get(owner, "")
+        if owner in self._starts:
+            self._starts[parameter] = self._starts[owner]
 
     def new_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Zeros for every state tensor of a parameter, or of some rows of one, by their keys; sharded as it is."""
-        whole, _ = self._whole_of(parameter)
-        found = layouts(whole, self.states_of(whole), self.state_bits, master=self.cfg.master_weights)
+        """Zeros for every state tensor of a parameter, by their keys; sharded as it is."""
+        found = layouts(parameter, self.states_of(parameter), self.state_bits, master=self.cfg.master_weights)
         return {key: new_tensor(parameter, layout) for key, layout in found.items()}
 
     @torch.no_grad()
@@ -171,8 +148,7 @@ class ChunkedOptimizer(Optimizer):
             self._step_adamw(parameter, group)
 
     def _step_adamw(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        whole, _ = self._whole_of(parameter)
-        step_adamw(self._begin(parameter), group, self.state[parameter]["step"], self._codes, whole)
+        step_adamw(self._begin(parameter), group, self.state[parameter]["step"], self._codes, parameter)
 
     def _begin(self, parameter: nn.Parameter) -> StateChunk:
         """Counts the step, makes the states if it is the first one, and takes this rank's parts."""
@@ -183,20 +159,17 @@ class ChunkedOptimizer(Optimizer):
             if MASTER in state:
                 local_of(state[MASTER]).copy_(local_of(parameter))
         state["step"] += 1
-        whole, first = self._whole_of(parameter)
-        start = self._starts.get(whole)
-        chance = None if start is None else (self.seed, state["step"], self.names.get(whole, ""))
+        start = self._starts.get(parameter)
+        chance = None if start is None else (self.seed, state["step"], self.names.get(parameter, ""))
         tensors = {name: _rows(local_of(value)) for name, value in state.items() if isinstance(value, Tensor)}
         gradient = parameter.grad
         assert gradient is not None
-        start = (start[0] + first, *start[1:]) if start else (0,)
-        shape = tuple(whole.shape) or (1,)
         return StateChunk(
             weights=_rows(local_of(parameter)),
             gradient=_rows(local_of(gradient)),
             state=tensors,
-            start=start,
-            whole=shape,
+            start=start or (0,),
+            whole=tuple(parameter.shape) or (1,),
             chance=chance,
         )
 

@@ -1,4 +1,4 @@
-"""Offloaded optimizer states: in pinned host memory, and on the device for the step of their parameter or rows."""
+"""Offloaded optimizer states: in pinned host memory, and on the device for the step of their parameter."""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,20 +9,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recipe_lib.ops.dtensor_shards import local_of, with_local
-from recipe_lib.optim.row_steps import RowSteps, is_cut, step_only
+from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer
+from recipe_lib.optim.optimizers import step_only
 
 _SMALL = 1024  # bytes: step counters and the like stay where the optimizer put them
-Chunk = tuple[nn.Parameter, int]  # a parameter, and which piece of it
 
 
 class OffloadedStates:
-    """Takes over `optimizer.step`: the states of a piece come before its step, during the step of the one before, and
-    go back after it. A piece is a parameter, or, of a large one that can be stepped by rows, a run of rows.
+    """Takes over `optimizer.step`: the states of a parameter come before its step, during the step of the one before,
+    and go back after it.
 
     Two more streams copy; what has been sent back is freed when the step after the next begins, so that the states of
-    three pieces are on the device at most: one leaving, one stepped, one arriving. In the first step, in which states
-    are made, nothing arrives; and which parameter follows which is known from the second one on. What
-    has run on a GPU: docs/measurements/on_a_gpu.md.
+    three parameters are on the device at most: one leaving, one stepped, one arriving. In the
+    first step, in which states are made, nothing arrives; and which parameter follows which is known from the second
+    one on. What has run on a GPU: docs/measurements/on_a_gpu.md.
     """
 
     def __init__(
@@ -31,14 +31,16 @@ class OffloadedStates:
         device: torch.device,
         instead: Callable[[nn.Parameter], nn.Parameter] | None = None,
     ) -> None:
-        """device: the one that computes; states that are elsewhere are on the host. instead: see `RowSteps`."""
+        """device: the one that computes; states that are elsewhere are on the host.
+
+        instead: what is stepped in a parameter's place, itself or one on the device for one that is on the host.
+        """
         self._optimizer, self._device = optimizer, device
         self._step = optimizer.step
-        self._rows = RowSteps(optimizer, lambda piece, shape: self._pinned(shape, piece), instead)
         self._instead = instead or (lambda parameter: parameter)
         self._module = torch.get_device_module(device)
         self._inbound, self._outbound = self._module.Stream(), self._module.Stream()
-        self._arrived: dict[Chunk, tuple[Any, dict[str, Tensor]]] = {}  # event, and states on the device
+        self._arrived: dict[nn.Parameter, tuple[Any, dict[str, Tensor]]] = {}  # event, and states on the device
         self._leaving: deque[tuple[Any, list[Tensor]]] = deque()
         self._next: dict[nn.Parameter, nn.Parameter] = {}  # whose step came after whose
         self._last: nn.Parameter | None = None
@@ -47,10 +49,6 @@ class OffloadedStates:
     def placed(self, value: Tensor) -> Tensor:
         """A state's memory where it waits, without values: of one that is being read from a checkpoint."""
         return with_local(value, self._pinned(local_of(value).shape, local_of(value))) if _is_large(value) else value
-
-    def pieces(self, parameter: nn.Parameter) -> list[slice]:
-        """The runs of rows that a parameter is stepped by; none: it is stepped whole."""
-        return self._rows.pieces(parameter)
 
     def step(self, closure: None = None) -> None:
         """A step of every parameter that has a gradient; then nothing is on its way, and nothing on the device."""
@@ -67,68 +65,61 @@ class OffloadedStates:
 
     @torch.no_grad()
     def step_one(self, parameter: nn.Parameter) -> None:
-        """A step of one parameter, with its whole gradient."""
-        rows = self.pieces(parameter)
-        if not rows:
-            self._step_whole(parameter)
-            return
-        gradient = local_of(self._instead(parameter).grad)
-        for number, part in enumerate(rows):
-            self.step_rows(parameter, number, gradient[part])
+        """Step one parameter, whose states change places with those on the device for as long as that takes."""
+        stepped, states = self._instead(parameter), self._optimizer.state
+        here = self._arrive(parameter)
+        hosts = states.get(parameter, {})
+        moved = {key: with_local(hosts[key], value) for key, value in here.items()}
+        counts = {key: self._count_to_device(value) for key, value in hosts.items() if key not in here}
+        if hosts:
+            states[stepped] = counts | moved
+        if stepped is not parameter and isinstance(self._optimizer, ChunkedOptimizer):
+            self._optimizer.add_stand_in(stepped, parameter)
+        step_only(self._optimizer, parameter, self._step, stepped)
+        after = states.get(stepped, {})
+        if stepped is not parameter:
+            states.pop(stepped, None)
+        places = {
+            key: hosts[key] if key in here else with_local(value, self._pinned(local_of(value).shape, value))
+            for key, value in after.items()
+            if self._waits(parameter, value)
+        }
+        if after:
+            states[parameter] = after | places
+        self._send({key: local_of(after[key]) for key in places}, {key: local_of(one) for key, one in places.items()})
 
-    @torch.no_grad()
-    def step_rows(self, parameter: nn.Parameter, number: int, gradient: Tensor) -> None:
-        """A step of one of a parameter's pieces, with the gradient of its rows. They come in order."""
-        here = self._arrive(parameter, number)
-        here = self._rows.step_with(parameter, number, gradient, here)
-        rows = self.pieces(parameter)[number]
-        places = {key: local_of(self._rows.whole(parameter, key, value))[rows] for key, value in here.items()}
-        self._send(here, places)
-        self._rows.finish(parameter, number)
+    def _waits(self, parameter: nn.Parameter, value: Any) -> bool:
+        """Return whether a state is on the host between steps; for a stand-in, whatever has its shape."""
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return False
+        return _is_large(value) or self._instead(parameter) is not parameter
 
-    def _step_whole(self, parameter: nn.Parameter) -> None:
-        """The states change places with those on the device for as long as the step takes."""
-        states = self._optimizer.state
-        here = self._arrive(parameter, 0)
-        hosts = {key: states[parameter][key] for key in here}
-        for key, value in here.items():
-            states[parameter][key] = with_local(hosts[key], value)
-        step_only(self._optimizer, parameter, self._step)
-        here = {key: local_of(value) for key, value in states.get(parameter, {}).items() if _is_large(value)}
-        for key, value in here.items():
-            if key not in hosts:
-                hosts[key] = with_local(states[parameter][key], self._pinned(value.shape, value))
-            states[parameter][key] = hosts[key]
-        self._send(here, {key: local_of(hosts[key]) for key in here})
+    def _count_to_device(self, value: Any) -> Any:
+        """Return a state that stays; fused kernels want a count on the device, where a state that was read has none."""
+        moves = isinstance(value, Tensor) and self._optimizer.defaults.get("fused")
+        return value.to(self._device) if moves else value
 
-    def _arrive(self, parameter: nn.Parameter, number: int) -> dict[str, Tensor]:
-        """The states of a piece, on the device; those of the next one are on their way then."""
-        if number == 0:
-            if self._last is not None:
-                self._next[self._last] = parameter
-            self._last = parameter
-        self._fetch((parameter, number))
+    def _arrive(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return a parameter's states on the device; those of the next one are on their way then."""
+        if self._last is not None:
+            self._next[self._last] = parameter
+        self._last = parameter
+        self._fetch(parameter)
         self._free_all_but(1)
-        if number + 1 < len(self.pieces(parameter)):
-            self._fetch((parameter, number + 1))
-        elif (following := self._next.get(parameter)) is not None:
-            self._fetch((following, 0))
-        if (found := self._arrived.pop((parameter, number), None)) is None:
+        if (following := self._next.get(parameter)) is not None:
+            self._fetch(following)
+        if (found := self._arrived.pop(parameter, None)) is None:
             return {}
         arrived, here = found
         self._module.current_stream().wait_event(arrived)
         return here
 
-    def _fetch(self, chunk: Chunk) -> None:
-        """Puts the states of a piece on the device, if there are any and they are not there already."""
-        if chunk in self._arrived:
+    def _fetch(self, parameter: nn.Parameter) -> None:
+        """Put the states of a parameter on the device, if there are any and they are not there already."""
+        if parameter in self._arrived:
             return
-        parameter, number = chunk
         states = self._optimizer.state.get(parameter, {})
-        if pieces := self.pieces(parameter):
-            hosts = {key: local_of(value)[pieces[number]] for key, value in states.items() if is_cut(value)}
-        else:
-            hosts = {key: local_of(value) for key, value in states.items() if _is_large(value)}
+        hosts = {key: local_of(value) for key, value in states.items() if self._waits(parameter, value)}
         if not hosts:
             return
         # Memory of the stream that steps, not of the one that copies: the allocator keeps them apart.
@@ -138,7 +129,7 @@ class OffloadedStates:
         with self._module.stream(self._inbound):
             for key, host in hosts.items():
                 here[key].copy_(host, non_blocking=True)
-            self._arrived[chunk] = self._inbound.record_event(), here
+            self._arrived[parameter] = self._inbound.record_event(), here
 
     def _send(self, here: dict[str, Tensor], places: dict[str, Tensor]) -> None:
         """Copies states back to their places, and lets go of those on the device when that is done."""
@@ -153,7 +144,7 @@ class OffloadedStates:
         return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=self._device.type != "cpu")
 
     def _free_all_but(self, count: int) -> None:
-        """Frees what was sent back before the last `count` pieces; streams wait for it, the host does not."""
+        """Frees what was sent back before the last `count` parameters; streams wait for it, the host does not."""
         while len(self._leaving) > count:
             sent, held = self._leaving.popleft()
             self._module.current_stream().wait_event(sent)

@@ -1,7 +1,7 @@
 """Optimizers by registered name, and the bytes their states take."""
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -52,6 +52,29 @@ def build_optimizer(
     optimizer = build(cfg, trained, _kernels(cfg.implementation, device))
     _leave_fused_sgd(optimizer, cfg)
     return optimizer
+
+
+def step_only(
+    optimizer: Optimizer,
+    parameter: nn.Parameter,
+    step: Callable[[], Any] | None = None,
+    instead: nn.Parameter | None = None,
+) -> None:
+    """Step one of the optimizer's parameters.
+
+    step: the optimizer's own, where `optimizer.step` is another. instead: what is stepped in the parameter's place, by
+    the numbers of its group.
+    """
+    groups = optimizer.param_groups
+    held = [group["params"] for group in groups]
+    stepped = parameter if instead is None else instead
+    try:
+        for group, parameters in zip(groups, held, strict=True):
+            group["params"] = [stepped] if any(one is parameter for one in parameters) else []
+        (step or optimizer.step)()
+    finally:
+        for group, parameters in zip(groups, held, strict=True):
+            group["params"] = parameters
 
 
 def set_numbers(optimizer: Optimizer, cfg: OptimizerConfig) -> None:

@@ -1,6 +1,5 @@
 """The derived numbers of a run, said at its start: what the config means on these devices with this data."""
 
-import sys
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -11,7 +10,6 @@ from recipe_lib.config.schema import FullFinetuneConfig, OptimizerConfig
 from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import stored_weights
-from recipe_lib.optim.in_backward import OptimizerLevers
 from recipe_lib.optim.lr_scheduler import warmup_steps
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes
 from recipe_lib.parallel.parallelize import Parallel
@@ -30,7 +28,6 @@ def derived_numbers(
     world: "World",
     model: nn.Module,
     parallel: Parallel,
-    levers: OptimizerLevers,
     data: "TrainingData",
 ) -> list[str]:
     """Lines for the log, each number with its unit and how it comes about. Collective in a pipeline."""
@@ -41,7 +38,7 @@ def derived_numbers(
         *_pipeline(cfg, parallel),
         _steps(cfg, dataset, plan),
         _learning_rate(cfg, plan.total_steps(cfg.epochs, cfg.max_steps)),
-        *_model(cfg, model, parallel, levers),
+        *_model(cfg, model, parallel),
         *describe_extra(model, world),
         *_other_parts(model),
         *([parallel.kernels] if parallel.kernels else []),
@@ -122,7 +119,7 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
     return f"learning rate: {start}{cfg.optimizer.lr:.2e}, then {schedule.type} over {after} steps towards {final:.2e}"
 
 
-def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel, levers: OptimizerLevers) -> list[str]:
+def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> list[str]:
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
     stored = stored_weights(model)  # quantized: fewer, packed numbers stand for the weights
@@ -140,13 +137,7 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel, levers
         known, state = f"{known} in host memory", 0
     freed = ""
     if cfg.memory.optimizer_in_backward:
-        tokens = micro_batches(cfg)[0] * cfg.max_seq_len
-        if not cfg.sums_losses:  # the gradient of the head's weight is whole then
-            tokens = sys.maxsize
-        sizes = (
-            sum(_gradient_at_once(one, tokens, levers) for one in together) for together in _reduced_together(model)
-        )
-        gradients, freed = max(sizes, default=0), " at a time"
+        gradients, freed = max(map(local_bytes, _reduced_together(model)), default=0), " at a time"
     total = parameters + gradients + (state or 0)
     here = " of this rank" if parallel.pipeline is not None else ""
     return [
@@ -174,12 +165,6 @@ def _other_parts(model: nn.Module) -> list[str]:
         f"parameters not trained: {format_count(count)} of {', '.join(names)}, which text does not run through; they "
         "are in an exported model as they are"
     ]
-
-
-def _gradient_at_once(parameter: nn.Parameter, tokens: int, levers: OptimizerLevers) -> int:
-    """Bytes of a gradient, or of the pieces that backward makes it in, as it does for no more tokens than channels."""
-    chunks = levers.gradient_chunks.get(parameter, 1) if tokens <= parameter.shape[-1] else 1
-    return -(-local_bytes([parameter]) // chunks)
 
 
 def _reduced_together(model: nn.Module) -> list[list[nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""What the output head computes: the loss that a config names, in the pieces and by the kernel that it names.
+"""What the output head computes: the loss that a config names, in the chunks that it asks for.
 
 The built-in loss is `recipe_lib.ops.cross_entropy`; a plugin registers its own, `fn(logits [m, v], labels [m]) -> sum`.
 """
@@ -9,8 +9,8 @@ from recipe_lib.ops.head_losses import CrossEntropy
 
 
 def build_head_loss(cfg: FullFinetuneConfig) -> CrossEntropy:
-    """The sum of token losses of `loss`, as `memory.loss_chunks` and `memory.loss_kernel` have it.
+    """The sum of token losses of `loss`, in `memory.loss_chunks` chunks.
 
     ConfigError with the nearest name if no loss of that name is registered.
     """
-    return CrossEntropy(cfg.memory.loss_chunks, registered("loss", cfg.loss), cfg.memory.loss_kernel)
+    return CrossEntropy(cfg.memory.loss_chunks, registered("loss", cfg.loss))

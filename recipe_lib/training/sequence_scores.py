@@ -21,7 +21,7 @@ def token_scores_of(
     positions: Tensor | None = None,
     attention: AttentionInfo | None = None,
 ) -> Tensor:
-    """Scores `[b, s, 2]` of labels, by calling the model; see `recipe_lib.ops.token_scores`."""
+    """Scores `[b, s, 2]` of labels, by calling the model; see `TokenScores`."""
     head_loss = TokenScores(-(-tokens.numel() // _ROWS))
     found: Tensor = model(tokens, positions, attention, labels=labels, head_loss=head_loss)
     return found

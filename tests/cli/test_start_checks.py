@@ -114,11 +114,6 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
         ("tokenizer.chat_template={folder}/none.jinja",),
         "{folder}/none.jinja: no such file; set tokenizer.chat_template to a Jinja file",
     ),
-    "liger": (
-        ("memory.loss_kernel=liger", "~memory.loss_chunks", "device=cuda"),
-        "memory.loss_kernel: found liger and no liger-kernel, expected chunked; pip install "
-        "'liger-kernel<1,>=0.6', or set memory.loss_kernel=chunked",
-    ),
 }
 
 
@@ -138,7 +133,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     index = {"weight_map": {f"{number}": f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}}
     (tmp_path / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     monkeypatch.setattr(local_files, "has_package", lambda name: name in ("wandb", "tensorboard", "transformers"))
-    monkeypatch.setattr(start_checks, "has_package", lambda name: False)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED", "NETRC", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -82,7 +82,6 @@ CASES = [
     ("memory.expert_offload=true", ["device=cpu"], "device is cpu"),
     ("memory.expert_offload=true", ["memory.cpu_offload=true"], "memory.cpu_offload is true"),
     ("memory.expert_offload=true", ["memory.stream_layers=true"], "memory.stream_layers is true", LORA),
-    ("memory.loss_chunks=16", ["memory.loss_kernel=liger"], "memory.loss_kernel is liger"),
     ("data.split=test", [], "no source is a dataset of the hub"),
     ("data.template=chat", ["data.format=text"], "data.format is text"),
     ("data.history=split", ["data.format=text"], "data.format is text"),
@@ -120,11 +119,9 @@ CASES = [
     ("reward.num_labels=3", [], "reward.loss is pairwise", RewardFinetuneConfig),
     ("reward.center_rewards_coefficient=0.1", ["reward.loss=classification", "data.format=classification"],
      "reward.loss is classification", RewardFinetuneConfig),
-    ("memory.loss_kernel=torch", [], "the loss of pairs is dpo.loss, sigmoid", DPO),
     ("data.train_on=all", [], "data.format is preference", DPO),
     ("data.add_eos=false", ["data.format=alpaca"], "data.format is alpaca"),
     ("data.parse_special_tokens=true", ["data.format=text"], "data.format is text"),
-    ("memory.loss_kernel=torch", [], "the loss is distillation, distill.divergence forward_kl", DISTILL),
     ("lora.rank=4", [], "distill.trainable is all", DISTILL),
     ("distill.beta=0.3", [], "distill.divergence is forward_kl", DISTILL),
     *((f"distill.{word}", ["distill.teacher=null", "distill.from_disk=y"], "distill.from_disk is y", DISTILL)
@@ -182,11 +179,6 @@ def test_an_idle_key_makes_no_other_idle(write, overrides, kept, idle, schema):
     assert [line.partition(" has no effect: ")[0] for line in loaded.idle] == [idle]
 
 
-def test_chunks_of_the_loss_are_judged_after_its_kernel(write):
-    loaded = load_all(write(PAIRS), ["memory.loss_kernel=liger", "memory.loss_chunks=3"], DPO)
-    assert loaded.cfg.memory.loss_chunks == 3 and loaded.cfg.memory.loss_kernel == "chunked"
-
-
 def test_a_pipeline_config_without_its_pipeline(write, capsys, monkeypatch):
     text = GOOD + "parallel:\n  pipeline: 2\n  pipeline_schedule: zbv\n  pipeline_microbatches: 4\nbatch_size: 4\n"
     loaded = load_all(write(text), ["parallel.pipeline=1"])
@@ -219,6 +211,8 @@ def test_a_wrong_value_of_an_idle_key_is_a_fault(faults):
 def test_a_loss_of_tokens_has_no_use_for_pairs():
     keys = read_schema(DPO).keys
     assert why_idle(DPO(), keys["loss"]) == "the loss of pairs is dpo.loss, sigmoid"
+    expected = "the loss is distillation, distill.divergence forward_kl"
+    assert why_idle(DISTILL(), keys["loss"]) == expected
     assert why_idle(FullFinetuneConfig(), keys["loss"]) is None
 
 

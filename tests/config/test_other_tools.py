@@ -61,7 +61,7 @@ HUGGING_FACE = {
     "save_steps": "checkpoint.save_every_n_steps", "save_total_limit": "checkpoint.keep_last_n",
     "logging_steps": "log.every_n_steps", "eval_steps": "validation.every_n_steps", "report_to": "log.trackers",
     "gradient_checkpointing": "memory.activation_checkpointing", "bf16": "dtype", "torch_compile": "compile",
-    "use_liger_kernel": "memory.loss_kernel", "label_smoothing_factor": None, "deepspeed": None, "push_to_hub": None,
+    "label_smoothing_factor": None, "deepspeed": None, "push_to_hub": None,
     "dataloader_num_workers": "data.num_workers", "fsdp_auto_wrap_policy": "parallel.fsdp_wrap_policy",
     "tp_size": "parallel.tensor", "cp_size": "parallel.context", "dp_replicate_size": "parallel.data_replicate",
     "load_best_model_at_end": "checkpoint.keep_best", "metric_for_best_model": "checkpoint.best_metric",

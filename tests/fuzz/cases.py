@@ -260,7 +260,6 @@ def _levers(draw: _Draw, dtype: str, ranks: int) -> list[str]:
         (0.25, [["memory.optimizer_offload=true"], ["memory.cpu_offload=true"]]),
         (0.15, [["memory.stream_layers=true"]]),
         (0.3, [["memory.mlp_tiles=3"]]),
-        (0.3, [["memory.loss_kernel=torch"]]),
         (0.5, [["memory.loss_chunks=1"], ["memory.loss_chunks=3"], ["memory.loss_chunks=16"]]),
         (0.2, [[f"optimizer.implementation={one}"] for one in ("foreach", "single", "fused")]),
     ]

@@ -104,10 +104,10 @@ def two_micro_batches(model: nn.Module, head_loss: Any = None) -> dict[str, Tens
     return found | {f"{name} gradient": one for name, one in gradients(model).items()}
 
 
-def three_steps(model: nn.Module) -> dict[str, Tensor]:
+def three_steps(model: nn.Module, head_loss: Any = None) -> dict[str, Tensor]:
     found = {}
     for step in range(3):
-        loss = loss_of(model)
+        loss = loss_of(model, head_loss=head_loss)
         found[f"loss {step}"] = loss.detach()
         loss.backward()
     return found | dict(model.named_parameters())
@@ -173,14 +173,15 @@ def test_a_head_that_backward_needs_is_there_again(mode: str) -> None:
     assert same(found, expected) and max(count for count, _ in seen) == 2
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_trained_layers_are_stepped_to_the_same_bits(mode: str) -> None:
-    expected = three_steps(trained(mode, MemoryConfig())[0])
+@pytest.mark.parametrize(("mode", "head_loss"), [*((mode, None) for mode in MODES), ("none", TokenLogProbs(2))])
+def test_trained_layers_are_stepped_to_the_same_bits(mode: str, head_loss: Any) -> None:
+    """So are embedding and output head, whose gradients are there before backward or, of log-probabilities, in it."""
+    expected = three_steps(trained(mode, MemoryConfig())[0], head_loss)
     model, stream = trained(mode, STEPPING)
-    assert stream is not None and [unit.is_layer for unit in stream.units] == [True] * LAYERS
+    assert stream is not None and [unit.is_layer for unit in stream.units] == [False, *[True] * LAYERS, False]
     seen = watched(stream)
     with late(stream):
-        found = three_steps(model)
+        found = three_steps(model, head_loss)
     assert same(found, expected) and max(count for count, _ in seen) == 2
 
 
@@ -353,7 +354,7 @@ def test_trained_layers_above_200_mib_give_the_same_bits() -> None:
     spec = wide_spec(4096, 4096)
     model, stream = trained("full", STEPPING, spec, torch.bfloat16)
     assert stream is not None
-    assert min(sum(host.nbytes for host in unit.hosts()) for unit in stream.units) > 200 * 2**20
+    assert min(sum(host.nbytes for host in unit.hosts()) for unit in stream.units if unit.is_layer) > 200 * 2**20
     losses = [*backward_once(model), *backward_once(model)]
     found = dict(model.named_parameters())
     del model, stream

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipe_lib.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from recipe_lib.ops.cross_entropy import CrossEntropy, Loss, cross_entropy
 
 N, D, V = 37, 24, 101
 
@@ -21,6 +21,18 @@ def inputs(dtype: torch.dtype = torch.float64, seed: int = 0, n: int = N) -> tup
     labels = torch.randint(0, V, (n,), generator=generator)
     labels[::5] = -100
     return hidden, weight, labels
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunks: int,
+    softcap: float | None = None,
+    loss: Loss | None = None,
+) -> Tensor:
+    return CrossEntropy(chunks, loss)(hidden, weight, labels, softcap=softcap)
 
 
 def full_loss(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None) -> Tensor:

@@ -15,10 +15,11 @@ from recipe_lib.adapters import int8, nf4
 from recipe_lib.adapters.nf4 import dequantize, quantize_blocks, quantize_scales
 from recipe_lib.ops import capped_attention, expert_gated, fused_kernels, fused_loss, gated, rope
 from recipe_lib.ops.attention import make_attention_info
-from recipe_lib.ops.cross_entropy import linear_cross_entropy, projected_cross_entropy
-from recipe_lib.ops.token_log_probs import token_log_probs
 from tests.distributed.ranks import in_a_fork
 from tests.ops.test_attention import definition
+from tests.ops.test_cross_entropy import linear_cross_entropy
+from tests.ops.test_projected_cross_entropy import projected_cross_entropy
+from tests.ops.test_token_log_probs import token_log_probs
 
 CPU = torch.device("cpu")
 OPERATORS = torch.ops.tune_recipes

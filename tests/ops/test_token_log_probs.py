@@ -1,5 +1,6 @@
 """Log-probabilities of labels against log_softmax over full logits: values, gradients, memory."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -7,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops.cross_entropy import linear_cross_entropy
-from recipe_lib.ops.token_log_probs import projected_token_log_probs, token_log_probs
-from tests.ops.test_cross_entropy import LiveBytes, relative
+from recipe_lib.ops.head_losses import OutputAdapter
+from recipe_lib.ops.token_log_probs import TokenLogProbs
+from tests.ops.test_cross_entropy import LiveBytes, linear_cross_entropy, relative
 
 ROWS, LENGTH, D, V = 3, 11, 24, 101
 
@@ -34,8 +35,18 @@ def full_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: floa
     return picked.masked_fill(labels == -100, 0)
 
 
+def token_log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunks: int, softcap: float | None = None
+) -> Tensor:
+    return TokenLogProbs(chunks)(hidden, weight, labels, softcap=softcap)
+
+
 def by_projection(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunks: int, softcap: float | None) -> Tensor:
-    return projected_token_log_probs(lambda rows: rows @ weight.t(), hidden, labels, chunks=chunks, softcap=softcap)
+    def project(rows: Tensor, frozen: Callable[[Tensor], Tensor]) -> Tensor:
+        return frozen(rows)
+
+    adapter = OutputAdapter(project, (), lambda rows: rows @ weight.t())
+    return TokenLogProbs(chunks)(hidden, weight, labels, softcap=softcap, adapter=adapter)
 
 
 WAYS = pytest.mark.parametrize("way", [token_log_probs, by_projection])
@@ -166,7 +177,8 @@ def test_a_projection_draws_the_same_random_numbers_again_in_backward() -> None:
         return (by_dropout(moved) * slopes).sum()
 
     def by_dropout(moved: Tensor) -> Tensor:
-        return projected_token_log_probs(lambda rows: F.dropout(rows, 0.4) @ weight.t(), moved, labels, chunks=4)
+        adapter = OutputAdapter(lambda rows, frozen: frozen(F.dropout(rows, 0.4)), (), lambda rows: rows @ weight.t())
+        return TokenLogProbs(4)(moved, weight, labels, adapter=adapter)
 
     (grad,) = torch.autograd.grad(value(hidden), hidden)
     step = torch.randn_like(hidden)

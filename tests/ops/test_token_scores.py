@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from recipe_lib.ops.head_losses import TokenScores
-from recipe_lib.ops.token_scores import token_scores
 from tests.ops.test_token_log_probs import full_log_probs, inputs, relative
 
 
@@ -27,7 +26,7 @@ def test_values_equal_full_logits_in_float64(chunks: int, softcap: float | None)
 def test_bias_and_what_is_done_to_logits_count() -> None:
     hidden, weight, labels, _ = inputs()
     bias = torch.linspace(-2, 2, len(weight), dtype=torch.float64)
-    ours = token_scores(hidden, weight, labels, chunks=3, bias=bias, finish=lambda logits: logits * 0.5)
+    ours = TokenScores(3)(hidden, weight, labels, bias=bias, finish=lambda logits: logits * 0.5)
     expected = ((hidden @ weight.t() + bias) * 0.5).log_softmax(-1)
     picked = expected.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(labels == -100, 0)
     assert relative(ours[..., 0], picked) < 1e-13
@@ -36,7 +35,7 @@ def test_bias_and_what_is_done_to_logits_count() -> None:
 
 def test_half_precision_is_scored_in_fp32() -> None:
     hidden, weight, labels, _ = inputs(torch.bfloat16)
-    ours = token_scores(hidden, weight, labels, chunks=2)
+    ours = TokenScores(2)(hidden, weight, labels)
     wanted = full_log_probs(hidden.float(), weight.float(), labels)
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours[..., 0], wanted, atol=0.05, rtol=0.02)

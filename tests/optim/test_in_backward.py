@@ -15,11 +15,10 @@ from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, Optimizer
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
-from recipe_lib.optim import in_backward, row_steps
+from recipe_lib.optim import in_backward
 from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.optim.offloaded_states import OffloadedStates
-from recipe_lib.optim.optimizers import build_optimizer
-from recipe_lib.optim.row_steps import RowSteps, step_only
+from recipe_lib.optim.optimizers import build_optimizer, step_only
 from recipe_lib.parallel import Parallel, materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import ROWS, small_batch, small_spec
@@ -148,19 +147,13 @@ def drawn(step: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in PARAMETERS.items()}
 
 
-def stepped(
-    cfg: OptimizerConfig, params: dict[str, nn.Parameter], arrange: Any, resumed: Any = None
-) -> tuple[Any, list[int]]:
-    """The optimizer after some steps, and the rows of what it stepped. arrange: of the optimizer, gives what steps one
-    parameter. resumed: an optimizer whose states it begins with, after its steps."""
+def stepped(cfg: OptimizerConfig, params: dict[str, nn.Parameter], arrange: Any, resumed: Any = None) -> Any:
+    """The optimizer after some steps. arrange: of the optimizer, gives what steps one parameter. resumed: an optimizer
+    whose states it begins with, after its steps."""
     optimizer = build_optimizer(cfg, params.items(), CPU)
     for mine, theirs in zip(params.values(), resumed.param_groups[0]["params"] if resumed else (), strict=False):
         mine.data.copy_(theirs.data)
         optimizer.state[mine] = {key: deepcopy(value) for key, value in resumed.state[theirs].items()}
-    rows = []
-    optimizer.register_step_pre_hook(
-        lambda taken, *_: rows.extend(len(one) for one in taken.param_groups[0]["params"] if one.grad is not None)
-    )
     step_one = arrange(optimizer)
     for step in range(STEPS):
         for name, parameter in params.items():
@@ -168,22 +161,7 @@ def stepped(
             parameter.grad = own_part(gradient, parameter) if isinstance(parameter, DTensor) else gradient
         for parameter in params.values():
             step_one(parameter)
-    return optimizer, rows
-
-
-def by_rows(optimizer: Any) -> Any:
-    """Steps a parameter whose states stay with it by pieces."""
-    steps = RowSteps(optimizer)
-
-    @torch.no_grad()
-    def step_one(parameter: nn.Parameter) -> None:
-        pieces = steps.pieces(parameter)
-        if not pieces:
-            step_only(optimizer, parameter)
-        for number, rows in enumerate(pieces):
-            steps.step_rows(parameter, number, parameter.grad[rows])
-
-    return step_one
+    return optimizer
 
 
 def alike(found: Any, expected: Any) -> list[str]:
@@ -206,70 +184,58 @@ def alike(found: Any, expected: Any) -> list[str]:
     return differ
 
 
-@pytest.mark.parametrize("way", ["offloaded", "beside"])
-@pytest.mark.parametrize("case", OPTIMIZERS)
-def test_a_step_by_rows_is_a_step(case: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, weights, states and their count; matrices that Muon makes orthogonal are stepped whole. From the
-    first step on, and with states that were there before."""
-    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 8192)
+@pytest.mark.parametrize(
+    ("case", "stands_in"),
+    [(case, False) for case in OPTIMIZERS] + [(case, True) for case in OPTIMIZERS if "muon" not in case],
+)
+def test_a_step_with_states_from_the_host_is_a_step(case: str, stands_in: bool) -> None:
+    """To the bit, weights, states and their count. From the first step on, and with states that were there before; and
+    for another tensor that is stepped in the parameter's place."""
     cfg = replace(CFG, **{"name": "adamw", **OPTIMIZERS[case]})
     dtype = torch.bfloat16 if "bits" in case or "chance" in case else torch.float32
     copies = [{name: nn.Parameter(value.to(dtype)) for name, value in drawn(9).items()} for _ in range(4)]
-    arrange = by_rows if way == "beside" else lambda optimizer: OffloadedStates(optimizer, CPU).step_one
-    whole = lambda optimizer: lambda parameter: step_only(optimizer, parameter)  # noqa: E731
-    expected, rows = stepped(cfg, copies[0], whole)
-    assert set(rows) == {70, 48, 600}
-    found, rows = stepped(cfg, copies[1], arrange)
+
+    def offload(optimizer: Any) -> Any:
+        return (step_elsewhere if stands_in else lambda one: OffloadedStates(one, CPU).step_one)(optimizer)
+
+    expected = stepped(cfg, copies[0], lambda optimizer: partial(step_only, optimizer))
+    found = stepped(cfg, copies[1], offload)
     assert not alike(found, expected)
-    matrices = {48} if "muon" in case else set()
-    assert len(set(rows)) > 2 and set(rows) & {70, 48} == matrices and sum(rows) == STEPS * (70 + 48 + 600)
-    expected, _ = stepped(cfg, copies[2], whole, expected)
-    assert not alike(stepped(cfg, copies[3], arrange, found)[0], expected)
+    expected = stepped(cfg, copies[2], lambda optimizer: partial(step_only, optimizer), expected)
+    assert not alike(stepped(cfg, copies[3], offload, found), expected)
 
 
-def test_sharded_states_move_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 2048)
-    plain = {
-        case: stepped(
-            replace(CFG, **{"name": "adamw", **OPTIMIZERS[case]}), copy, lambda optimizer: partial(step_only, optimizer)
-        )[0]
-        for case, copy in (
-            (case, {name: nn.Parameter(value.bfloat16()) for name, value in drawn(9).items()})
-            for case in ("adamw", "8 bits by chance")
-        )
-    }
+def step_elsewhere(optimizer: Any) -> Any:
+    """Step copies in the parameters' places, and bring back their values."""
+    copies: dict[nn.Parameter, nn.Parameter] = {}
+    offloaded = OffloadedStates(optimizer, CPU, lambda parameter: copies.get(parameter, parameter))
 
-    def work() -> list[list[str]]:
-        differ = []
-        for case, expected in plain.items():
-            params = placed({name: nn.Parameter(value.bfloat16()) for name, value in drawn(9).items()}, Cut("rows", 3))
-            cfg = replace(CFG, **{"name": "adamw", **OPTIMIZERS[case]})
-            found, rows = stepped(cfg, params, lambda optimizer: OffloadedStates(optimizer, CPU).step_one)
-            differ.append(alike(found, expected))
-            assert {5, 7, 8, 11, 12, 600} >= set(rows) - {6} >= {600}
-            assert len(rows) >= 5 * STEPS
-        return differ
+    def step_one(parameter: nn.Parameter) -> None:
+        copies.setdefault(parameter, nn.Parameter(parameter.detach().clone()))
+        copies[parameter].grad, parameter.grad = parameter.grad, None
+        offloaded.step_one(parameter)
+        parameter.data.copy_(copies[parameter])
 
-    assert run_ranks(work, 3) == [[[], []]] * 3
+    return step_one
 
 
-def test_states_of_columns_move_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a matrix whose columns the ranks share a state is as wide as that, and not as a rank's part."""
-    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 2048)
-    matrices = ("model.embed_tokens.weight", "model.layers.0.w")
+@pytest.mark.parametrize("cut", [Cut("rows", 3), Cut("columns, then rows", 2)], ids=str)
+def test_sharded_states_come_from_the_host(cut: Cut) -> None:
+    cases = ("adamw", "8 bits by chance") if cut.ranks == 3 else ("adamw",)
+    cfgs = [replace(CFG, **{"name": "adamw", **OPTIMIZERS[case]}) for case in cases]
+    names = [name for name, shape in PARAMETERS.items() if len(shape) == 2]
 
     def copy() -> dict[str, nn.Parameter]:
-        return {name: nn.Parameter(drawn(9)[name]) for name in matrices}
+        return {name: nn.Parameter(drawn(9)[name].bfloat16()) for name in names}
 
-    expected, _ = stepped(CFG, copy(), lambda optimizer: partial(step_only, optimizer))
+    plain = [stepped(cfg, copy(), lambda optimizer: partial(step_only, optimizer)) for cfg in cfgs]
 
-    def work() -> list[Any]:
-        params = placed(copy(), Cut("columns, then rows", 2))
-        found, rows = stepped(CFG, params, lambda optimizer: OffloadedStates(optimizer, CPU).step_one)
-        shapes = {tuple(state["exp_avg"].shape) == tuple(one.shape) for one, state in found.state.items()}
-        return [alike(found, expected), shapes, len(rows) > 5 * STEPS]
+    def work() -> list[list[str]]:
+        offload = lambda optimizer: OffloadedStates(optimizer, CPU).step_one  # noqa: E731
+        found = [stepped(cfg, placed(copy(), cut), offload) for cfg in cfgs]
+        return [alike(one, expected) for one, expected in zip(found, plain, strict=True)]
 
-    assert run_ranks(work, 2) == [[[], {True}, True]] * 2
+    assert run_ranks(work, cut.ranks) == [[[]] * len(cfgs)] * cut.ranks
 
 
 def test_states_of_what_is_not_stepped_are_not_left_on_the_device() -> None:
@@ -284,18 +250,16 @@ def test_states_of_what_is_not_stepped_are_not_left_on_the_device() -> None:
 
 
 USES: dict[str, Any] = {
-    "one": lambda loss, model: loss(0),
     "two": lambda loss, model: loss(0) + loss(1),
-    "one of more tokens than channels": lambda loss, model: loss(0) + loss(slice(None)),
     "logits": lambda loss, model: loss(0) + model(small_batch()[0][:1]).logsumexp(-1).square().sum() / 100,
     "per token": lambda loss, model: loss(0) - loss(1, TokenLogProbs(2)).sum(),
+    "weights": lambda loss, model: loss(0) + model.lm_head.weight.square().sum(),
 }
 
 
-@pytest.mark.parametrize("case", [*USES, "weights"])
-def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by plain training; and where a use cannot be seen, with an error and not twice."""
-    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 20_000)
+@pytest.mark.parametrize("case", USES)
+def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str) -> None:
+    """As by plain training."""
     tokens, labels = small_batch()
 
     def trained(memory: MemoryConfig) -> tuple[list[float], nn.Module]:
@@ -303,40 +267,17 @@ def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str, monkeypa
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
         levers = in_backward.apply_optimizer_levers(optimizer, model, Parallel(), memory, CPU)
 
-        def loss(rows: int | slice, head_loss: Any = None) -> Tensor:
-            rows = slice(rows, rows + 1) if isinstance(rows, int) else rows
+        def loss(row: int, head_loss: Any = None) -> Tensor:
+            rows = slice(row, row + 1)
             return model(tokens[rows], labels=labels[rows], head_loss=head_loss or CrossEntropy(2))
 
         for _ in range(STEPS):
-            value = loss(0) + model.lm_head.weight.square().sum() if case == "weights" else USES[case](loss, model)
-            value.backward()
+            USES[case](loss, model).backward()
             norms.append(float(clip_grad_norm(model.parameters(), None, ALONE, Parallel(), levers.norms)))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return norms, model
 
-    if case == "weights":
-        with pytest.raises(ValueError, match="used outside its loss"):
-            trained(IN_BACKWARD)
-        return
     (norms, plain), (found, model) = trained(PLAIN), trained(IN_BACKWARD)
     assert found == pytest.approx(norms, rel=1e-12)
     same(weights(model), weights(plain))
-
-
-def test_embedding_and_head_are_stepped_by_rows_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fewer tokens than channels no gradient of either is ever whole; norms and weights are as without."""
-    monkeypatch.setattr(row_steps, "CHUNK_BYTES", 40_000)
-    world, few = ALONE, slice(0, 2)
-    spec = small_spec()
-    norms, _ = train(plain := made(spec), PLAIN, world, few)
-    found, most = train(model := made(spec), IN_BACKWARD, world, few)
-    assert found == pytest.approx(norms, rel=1e-12)
-    same(weights(model), weights(plain))
-    matrices = [model.model.embed_tokens.weight, model.lm_head.weight]
-    layers = [parameter.nbytes for parameter in model.parameters() if all(parameter is not one for one in matrices)]
-    assert max(most) == max(layers) < matrices[0].nbytes
-    tokens, labels = small_batch()
-    with torch.no_grad():
-        losses = [float(one(tokens, labels=labels, head_loss=CrossEntropy(2))) for one in (model, plain)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-10)

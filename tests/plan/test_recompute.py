@@ -37,8 +37,6 @@ CASES |= {f"{chunks} pieces": (FULLY, f"memory.mlp_tiles={chunks}", "lora.target
 CASES |= {
     "chunked": (FULLY, "memory.loss_chunks=4"),
     "chunked one by one": (FULLY, "memory.loss_chunks=4", "fused_kernels=false"),
-    "torch": (FULLY, "memory.loss_chunks=4", "memory.loss_kernel=torch"),
-    "liger": (FULLY, "memory.loss_kernel=liger"),
 }
 
 
@@ -111,11 +109,9 @@ def test_an_mlp_in_pieces_holds_one(found: dict[str, dict[str, int]], pieces: in
     [
         ("chunked", TOKENS // 4, 2 * BF16),
         ("chunked one by one", TOKENS // 4, BF16 + FP32),
-        ("torch", TOKENS // 4, BF16 + FP32),
-        ("liger", 64, BF16),
     ],
 )
 def test_kernels_of_the_loss(found: dict[str, dict[str, int]], kernel: str, rows: int, size: int) -> None:
-    """The weight's gradient, and logits of so many tokens, of so many bytes each; Liger's take as much as the input."""
+    """The weight's gradient, and logits of so many tokens, of so many bytes each."""
     expected = VOCABULARY * WIDTH * BF16 + rows * VOCABULARY * size
     assert expected <= found[kernel]["head"] < expected + 20_000

@@ -82,7 +82,6 @@ LEVERS = [
     Setting("in backward", ("memory.optimizer_in_backward=true", NO_CLIPPING), basis=(NO_CLIPPING,)),
     _same("MLP chunks", "memory.mlp_tiles=3"),
     _same("strategy", "parallel.strategy=ddp"),
-    _same("loss kernel", "memory.loss_kernel=torch"),
     _same("loss chunks", "memory.loss_chunks=5"),
     _same("accumulation", "gradient_accumulation_steps=2"),
     _same("gradient reduction", REDUCED_ONCE, "gradient_accumulation_steps=2"),
@@ -177,13 +176,11 @@ NOT_LEVERS = {
 
 # Values that need a GPU -> words of the line that they are refused with on a CPU.
 GPU_ONLY = {
-    "memory.loss_kernel=liger": "where its kernels do not run",
     "matmul_dtype=fp8": "take a GPU of compute capability 8.9 or more",
 }
 # Overrides that are refused together -> words of the line. Everything else must run.
 PIPELINE, TENSOR, DDP = "parallel.pipeline=2", "parallel.tensor=2", "parallel.strategy=ddp"
 IN_BACKWARD, INT8, INT4 = "memory.optimizer_in_backward=true", "matmul_dtype=int8", "qat=int4"
-TORCH_LOSS = "memory.loss_kernel=torch"
 REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
     (
         {"optimizer.name=sgd", "optimizer.implementation=fused"},
@@ -211,8 +208,6 @@ REFUSED_TOGETHER: tuple[tuple[set[str], str], ...] = (
         for kind in ("selective", "budget")
     ),
     ({"compile=true", "memory.mlp_tiles=3"}, "could compute the tiles together again"),
-    ({TORCH_LOSS, f"loss={LOSS}"}, "it computes cross-entropy and nothing else"),
-    ({TORCH_LOSS, TENSOR}, "which is sharded over the vocabulary"),
 )
 HALVING = {TENSOR, PIPELINE, "parallel.context=2", "parallel.data_replicate=2", "parallel.data_shard=2"}
 

@@ -9,7 +9,6 @@ from torch import nn
 from recipe_lib.config.mesh import MESH_DIMS
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data.dataset_report import DataReport
-from recipe_lib.optim.in_backward import OptimizerLevers
 from recipe_lib.parallel import Parallel
 from recipe_lib.training.derived_numbers import derived_numbers
 from tests.distributed.ranks import run_ranks
@@ -53,7 +52,7 @@ def model() -> nn.Module:
 
 def test_every_line_word_for_word() -> None:
     world = SimpleNamespace(size=1, device=CPU, data_ranks=1, pipeline=None)
-    assert derived_numbers(config(), world, model(), Parallel(), OptimizerLevers(), DATA) == [
+    assert derived_numbers(config(), world, model(), Parallel(), DATA) == [
         "devices: 1 cpu",
         "global batch: 8 sequences = batch_size 2 x gradient_accumulation_steps 4 x data ranks 1",
         "tokens per step: 400 on average, 100 label tokens (25.0%); at most 4.1 K (8 sequences x max_seq_len 512)",
@@ -69,16 +68,10 @@ def test_what_is_freed_and_what_is_on_the_host() -> None:
     cfg = config()
     cfg.memory.optimizer_in_backward = cfg.memory.optimizer_offload = True
     world = SimpleNamespace(size=1, device=CPU, data_ranks=1, pipeline=None)
-    assert derived_numbers(cfg, world, model(), Parallel(), OptimizerLevers(), DATA)[-1] == (
+    assert derived_numbers(cfg, world, model(), Parallel(), DATA)[-1] == (
         "memory per rank: parameters 1.25 MiB, gradients 1.00 MiB at a time, optimizer state 2.00 MiB in host memory; "
         "together 2.25 MiB before activations"
     )
-
-    network = model()
-    levers = OptimizerLevers(gradient_chunks={network[1].weight: 4})
-    for length, said in ((128, "256.00 KiB"), (129, "1.00 MiB")):  # two rows of them, against 256 channels
-        cfg.max_seq_len = length
-        assert f"gradients {said} at a time" in derived_numbers(cfg, world, network, Parallel(), levers, DATA)[-1]
 
 
 def test_other_settings_are_said() -> None:
@@ -87,10 +80,10 @@ def test_other_settings_are_said() -> None:
     cfg.parallel.data_replicate = 2
     mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(1, 2, 4, 1))
     world = SimpleNamespace(size=8, device=CPU, data_ranks=8, mesh=mesh, pipeline=None)
-    lines = derived_numbers(cfg, world, model(), Parallel(), OptimizerLevers(), DATA)
+    lines = derived_numbers(cfg, world, model(), Parallel(), DATA)
     assert lines[0] == "devices: 8 cpu = data_replicate 2 x data_shard 4"
     cfg.parallel.context = 2
-    shared = derived_numbers(cfg, world, model(), Parallel(), OptimizerLevers(), DATA)
+    shared = derived_numbers(cfg, world, model(), Parallel(), DATA)
     assert shared[0] == "devices: 8 cpu = data_replicate 2 x data_shard 2 x context 2"
     cfg.parallel.context = 1
     assert "steps: 5 (2 per epoch of 20 sequences x 3 epochs, cut by max_steps from 6)" in lines
@@ -98,10 +91,10 @@ def test_other_settings_are_said() -> None:
     assert lines[-1].startswith("host memory per rank: ")
     assert "optimizer state not known before the first step;" in lines[-1]
     cfg.lr_scheduler.warmup_steps = 9
-    lines = derived_numbers(cfg, world, model(), Parallel(), OptimizerLevers(), DATA)
+    lines = derived_numbers(cfg, world, model(), Parallel(), DATA)
     assert "learning rate: warm-up over 9 steps to 2.00e-05, not reached: the run has 5 steps" in lines
     cfg.lr_scheduler.warmup_steps = 5
-    lines = derived_numbers(cfg, world, model(), Parallel(), OptimizerLevers(), DATA)
+    lines = derived_numbers(cfg, world, model(), Parallel(), DATA)
     assert "learning rate: warm-up over 5 steps to 2.00e-05, reached at the last step" in lines
 
 
@@ -116,7 +109,6 @@ def test_a_pipeline_is_said() -> None:
         SimpleNamespace(size=4, device=CPU, data_ranks=2, mesh=mesh, pipeline=0, gather_json=lambda value: [value]),
         network,
         Parallel(pipeline),
-        OptimizerLevers(),
         DATA,
     )
     assert lines[0] == "devices: 4 cpu = pipeline 2 x data_replicate 1 x data_shard 2"
@@ -136,7 +128,7 @@ def test_a_rank_counts_its_own_shards() -> None:
         fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
         mesh = SimpleNamespace(mesh_dim_names=MESH_DIMS, shape=(1, 1, 2, 1))
         world = SimpleNamespace(size=2, device=CPU, data_ranks=2, mesh=mesh, pipeline=None)
-        return derived_numbers(config(), world, network, Parallel(), OptimizerLevers(), DATA)
+        return derived_numbers(config(), world, network, Parallel(), DATA)
 
     for lines in run_ranks(work, 2):
         assert lines[0] == "devices: 2 cpu = data_replicate 1 x data_shard 2"
@@ -156,7 +148,6 @@ def test_a_limit_beyond_the_epochs_is_said() -> None:
         SimpleNamespace(size=1, device=CPU, data_ranks=1, pipeline=None),
         model(),
         Parallel(),
-        OptimizerLevers(),
         DATA,
     )
     assert "steps: 6 (2 per epoch of 20 sequences x 3 epochs; max_steps 100 needs more epochs)" in lines

@@ -13,7 +13,7 @@ from torch import nn
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import MemoryConfig, OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.optim import in_backward, row_steps
+from recipe_lib.optim import in_backward
 from recipe_lib.optim.in_backward import apply_optimizer_levers
 from recipe_lib.optim.optimizers import build_optimizer, set_learning_rate
 from recipe_lib.parallel import Parallel
@@ -136,11 +136,10 @@ def test_weights_move_as_the_formula_says(settings: dict[str, Any], dtype: torch
 
 @pytest.mark.parametrize("arranged", slow_except(list(ARRANGED)[1:], ["offloaded, in backward"]))
 def test_however_steps_are_arranged(arranged: str) -> None:
-    """In a process of its own, in which a CPU is said to have a host and small parameters are stepped by rows."""
+    """In a process of its own, in which a CPU is said to have a host."""
 
     def work() -> dict[str, float]:
         in_backward.has_host = lambda device: True
-        row_steps.CHUNK_BYTES = 4_000
         bad = {}
         for settings, dtype in CASES:
             cfg = replace(BASE, **settings)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.ops.cross_entropy import linear_cross_entropy
+from recipe_lib.ops.cross_entropy import CrossEntropy
 from recipe_lib.optim.clipping import clip_grad_norm
 from recipe_lib.optim.optimizers import build_optimizer
 from recipe_lib.parallel import Parallel
@@ -26,7 +26,7 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.randn(23, 6, dtype=torch.float64))
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, self.weight, labels, chunks=2)
+        return CrossEntropy(2)(hidden, self.weight, labels)
 
 
 class Model(nn.Module):

@@ -56,7 +56,7 @@ PAIR_LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "kto": "kto"}
 NEEDS = {"kto": "dpo.desirable_weight"}
 QAT_TYPES = {"int4": "int4", "int8": "int8", "float8": "fp8", "float8_e4m3fn": "fp8", "fp8": "fp8"}
 
-_KERNELS = "kernels compute the same: fused_kernels, memory.loss_kernel"
+_KERNELS = "kernels compute the same: fused_kernels"
 _ATTENTION = "attention takes the fastest kernel that is right"
 _PADDING = "padding is not trained on; data.pad_to_multiple_of pads"
 _CACHE = "tokenized samples are kept in data.cache_dir"

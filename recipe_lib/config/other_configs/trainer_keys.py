@@ -308,7 +308,7 @@ DEFAULTS: dict[str, Any] = {
 _STATES = "states that a run goes on from: checkpoint.save_every_n_steps; the model is saved at the end"
 _VALIDATES = "validation is at the end of each epoch: validation.every_n_steps"
 _HUB = "nothing is sent to the hub; the model is in output_dir/model"
-_KERNELS = "kernels compute the same: fused_kernels, memory.loss_kernel"
+_KERNELS = "kernels compute the same: fused_kernels"
 _BATCHES = "the order of samples comes of the seed"
 WITHOUT = {
     "save_strategy": _STATES,

@@ -121,8 +121,3 @@ class DistillFinetuneConfig(LoraFinetuneConfig):
     def other_models(self) -> dict[str, str]:
         """The teacher's."""
         return {"distill.teacher": "distill.teacher_preset"}
-
-    @property
-    def sums_losses(self) -> bool:
-        """It does, but makes no gradient by rows: that of the head's weight is whole."""
-        return False

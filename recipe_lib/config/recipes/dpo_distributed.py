@@ -129,8 +129,3 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
         rewards = ["chosen", "rejected", "margin"] + ([] if self.dpo.takes_single_answers else ["accuracy"])
         numbers = ["loss", *(f"reward_{name}" for name in rewards), *(["kl"] if self.compares_mismatched else [])]
         return tuple(f"validation_{name}" for name in numbers)
-
-    @property
-    def sums_losses(self) -> bool:
-        """Log-probabilities of tokens."""
-        return False

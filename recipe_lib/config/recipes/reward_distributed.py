@@ -80,11 +80,6 @@ class RewardFinetuneConfig(LoraFinetuneConfig):
         return {"reward.trainable": "adapters"}
 
     @property
-    def sums_losses(self) -> bool:
-        """Scores."""
-        return False
-
-    @property
     def validation_numbers(self) -> tuple[str, ...]:
         """Means over all items."""
         pairs = ("loss", "reward_chosen", "reward_rejected", "accuracy", "reward_margin")

@@ -62,7 +62,7 @@ class Muon(ChunkedOptimizer):
         return FACTS.states_of(self.cfg, layer_matrix=not self.is_elementwise(parameter))
 
     def is_elementwise(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter may be stepped by rows: not one that is made orthogonal, which takes it whole."""
+        """Return whether AdamW's rule steps a parameter: not one that is made orthogonal."""
         return not is_layer_matrix(parameter, self.names.get(parameter, ""))
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:

@@ -259,7 +259,7 @@ def _weights(cfg: Any) -> list[Lever]:
     if cfg.optimizer.implementation not in ("auto", "fused"):
         found.append(Lever({"optimizer.implementation": "fused"}))
     if not cfg.memory.optimizer_offload:
-        found.append(Lever({"memory.optimizer_offload": True}, "offloaded optimizer states, stepped in chunks"))
+        found.append(Lever({"memory.optimizer_offload": True}, "optimizer states on the host, fetched for their step"))
     if not cfg.memory.optimizer_in_backward:
         found.append(Lever(stepped_in_backward(cfg), _not_done_in_backward(cfg)))
     if cfg.optimizer.name == "adamw":
