@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -27,13 +27,13 @@ from recipe_lib.data.dataset import ARRAYS
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoding import SourceEncoder
 from recipe_lib.data.sample_files import hash_of
-from recipe_lib.data.samples import TextTokenizer
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.store import ArrayWriter, difference, map_arrays
 from recipe_lib.errors import UserError
 from recipe_lib.files import flush_folder, write_bytes
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.reading import parse_json, read_object
+from recipe_lib.tokenizers import Tokenizer
 
 MANIFEST = "manifest.json"
 FIRST_RANK_SECONDS = 2.0  # how long the other ranks let the first one go ahead: it is the one that shows progress
@@ -98,12 +98,10 @@ def _made_under_lock(root: Path, key: str, make: Make) -> Stored:
 
 def _made(folder: Path, make: Make) -> Stored:
     partial = folder.with_name(f"{folder.name}.partial")
-    try:
+    with _refusals_of_the_disk():
         _remove(partial)
         _remove(folder)
         partial.mkdir(parents=True)
-    except OSError as error:
-        raise _Unusable(error.strerror or str(error)) from None
     try:
         with _refusals_of_the_disk(), ArrayWriter(partial) as writer:
             report = make(writer)
@@ -113,7 +111,8 @@ def _made(folder: Path, make: Make) -> Stored:
             flush_folder(folder.parent)
             return Stored(map_arrays(folder), writer.checksums, report)
     finally:
-        _remove_quietly(partial)
+        with suppress(OSError):  # a rest that the next one to hold the lock removes
+            _remove(partial)
 
 
 @contextmanager
@@ -132,6 +131,7 @@ def _write_manifest(folder: Path, checksums: Mapping[str, str], report: DataRepo
 
 
 def _checksum(content: Any) -> str:
+    """Return the SHA-256 of JSON values, in hex."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -166,22 +166,13 @@ def _remove(folder: Path) -> None:
     folder.rmdir()
 
 
-def _remove_quietly(folder: Path) -> None:
-    try:
-        _remove(folder)
-    except OSError:
-        pass  # a rest that the next one to hold the lock removes
-
-
 @contextmanager
 def _locked(root: Path, key: str) -> Iterator[TextIO]:
     """Holds the lock of a key; waits while another process holds it. Raises _Unusable."""
     path = root / f"{key}.lock"
-    try:
+    with _refusals_of_the_disk():
         root.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")
-    except OSError as error:
-        raise _Unusable(error.strerror or str(error)) from None
     with file:
         try:
             _let_the_first_rank_go_ahead(file, root / key)
@@ -222,12 +213,10 @@ def _launch() -> str | None:
 def _note_failure(lock: TextIO, failure: Mapping[str, Any]) -> None:
     launch = _launch()
     if launch is not None:
-        try:
+        with suppress(OSError):  # a full disk: the others will find out by themselves
             lock.truncate(0)
             json.dump({"launch": launch, **failure}, lock)
             lock.flush()
-        except OSError:
-            pass  # a full disk: the others will find out by themselves
 
 
 def _noted(lock: TextIO) -> dict[str, Any] | None:
@@ -263,7 +252,7 @@ def cache_key(
     settings: Mapping[str, Any],
     files: Sequence[SampleFile],
     encoders: Sequence[SourceEncoder],
-    tokenizer: TextTokenizer,
+    tokenizer: Tokenizer,
 ) -> str | None:
     """SHA-256 in hex over settings, the content and the place of all files, tokenizer, formats and our own code.
 
@@ -285,7 +274,7 @@ def cache_key(
         "arrays": ARRAYS,
         "code": _our_code(),
     }
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+    return _checksum(decides)
 
 
 def _tokenizer_files(file: Path) -> list[list[str]]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from recipe_lib.data.special_counts import SpecialCounts
+from recipe_lib.data.escaping import SpecialCounts
 from recipe_lib.errors import DataError
 from recipe_lib.units import counted
 

@@ -12,16 +12,16 @@ from recipe_lib.config.registry import BUILT_IN, names, registered
 from recipe_lib.config.schema import FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import resolved_sources, validation_source
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data.sample_columns import (
+from recipe_lib.data.samples import (
     OTHER_NAMES,
     Renamed,
+    SampleFault,
     called,
     columns_section,
     is_json_list,
     list_spellings,
     overrides,
 )
-from recipe_lib.data.samples import SampleFault
 from recipe_lib.data.sources import SampleFile, open_sources
 from recipe_lib.errors import ConfigError, DataError
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from recipe_lib.data.dataset import Dataset, TokenSequence, copies, overlap
 from recipe_lib.data.dataset_report import DataReport
-from recipe_lib.data.packing import pack
-from recipe_lib.data.samples import TextTokenizer
+from recipe_lib.data.order import pack
+from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.units import counted
 
 SHOWN = 5  # places that a finding names
@@ -197,7 +197,7 @@ def _token_findings(untrained: Sequence[str]) -> Iterable[Finding]:
         yield Finding("untrained-tokens", line, 0)
 
 
-def special_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
+def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """The special tokens: id -> text."""
     texts = tokenizer.special_texts
     return {ids[0]: text for ids, text in zip(tokenizer.encode_pieces(texts), texts, strict=True) if len(ids) == 1}
@@ -233,7 +233,7 @@ class Shown:
     pieces: list[Piece]
 
 
-def show_item(dataset: Dataset, item: int, tokenizer: TextTokenizer) -> list[Shown]:
+def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[Shown]:
     """The sequences of an item: one, or a pair's chosen and rejected answer."""
     sequences = range(item * dataset.group, (item + 1) * dataset.group)
     return [
@@ -242,7 +242,7 @@ def show_item(dataset: Dataset, item: int, tokenizer: TextTokenizer) -> list[Sho
             place=_place(dataset, item),
             answer=("chosen", "rejected")[sequence % 2] if dataset.group == 2 else _show_label(dataset, item),
             tokens=int(dataset.lengths[sequence]),
-            trained=dataset.trained_tokens(sequence),
+            trained=int(dataset.trained_counts[sequence]),
             pieces=list(pieces_of(dataset[sequence], tokenizer)),
         )
         for sequence in sequences
@@ -262,7 +262,7 @@ def _place(dataset: Dataset, item: int) -> str:
     return dataset.place(item) + (f", sequence {number} of {count}" if count > 1 else "")
 
 
-def pieces_of(sequence: TokenSequence, tokenizer: TextTokenizer) -> Iterator[Piece]:
+def pieces_of(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:
     """The text of a sequence, in order: all tokens, and the last target if it is trained.
 
     A target is trained if the loss counts it; the first token is never one. Ids of one kind are decoded together, so
@@ -280,5 +280,5 @@ def pieces_of(sequence: TokenSequence, tokenizer: TextTokenizer) -> Iterator[Pie
             start = end
 
 
-def _decode(ids: Sequence[int], tokenizer: TextTokenizer) -> str:
+def _decode(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return b"".join(tokenizer.token_bytes(i) for i in ids).decode("utf-8", errors="replace")

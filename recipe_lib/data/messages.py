@@ -6,8 +6,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipe_lib.data.column_names import is_idle_key, read_truth, says_nothing
-from recipe_lib.data.sample_columns import RawSample, list_of, path_of, refuse_keys, text_of
-from recipe_lib.data.samples import Conversation, Message, MessagePlace, SampleFault, SamplePlaces, kind_of, shown
+from recipe_lib.data.samples import (
+    Conversation,
+    Message,
+    MessagePlace,
+    RawSample,
+    SampleFault,
+    SamplePlaces,
+    kind_of,
+    list_of,
+    path_of,
+    refuse_keys,
+    shown,
+    text_of,
+)
 from recipe_lib.data.template_behavior import THOUGHT_KEYS
 from recipe_lib.data.tool_calls import calls_in_text, name_calls, read_calls, read_function_call, take_idle
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.schema_data import resolved_sources
-from recipe_lib.data.samples import Message, TextTokenizer, Wanted
+from recipe_lib.data.samples import Message
 from recipe_lib.errors import DataError
+from recipe_lib.tokenizers import RenderRequest, Tokenizer
 
 NO_CALLS = "the plain template has no tool calls; use a tokenizer with a chat template"
 NO_TOOLS = "the plain template does not show tools; leave them out, or use a tokenizer with a chat template"
@@ -76,7 +77,7 @@ def render_plain(messages: Sequence[Message], eos: str, bos: str = "", prompt: b
     return "".join(parts)
 
 
-def plain_or_fault(messages: Sequence[Message], wanted: Wanted, eos: str, bos: str) -> str | DataError:
+def plain_or_fault(messages: Sequence[Message], wanted: RenderRequest, eos: str, bos: str) -> str | DataError:
     """One rendering of a conversation, as a tokenizer's `render_chats` gives them."""
     stop, prompt, contents = wanted
     instead = dict(contents)
@@ -96,7 +97,7 @@ def plain_jinja(eos: str, bos: str = "") -> str:
     return re.sub("|".join(values), lambda name: json.dumps(values[name[0]], ensure_ascii=False), _JINJA)
 
 
-def eos_text(tokenizer: TextTokenizer) -> str:
+def eos_text(tokenizer: Tokenizer) -> str:
     """The EOS token as it is written. Raises DataError: there is none."""
     if tokenizer.eos_id is None:
         raise DataError(
@@ -106,7 +107,7 @@ def eos_text(tokenizer: TextTokenizer) -> str:
     return tokenizer.token_bytes(tokenizer.eos_id).decode()
 
 
-def bos_text(tokenizer: TextTokenizer, add_bos: bool) -> str:
+def bos_text(tokenizer: Tokenizer, add_bos: bool) -> str:
     """What a conversation begins with: BOS as it is written where the tokenizer begins texts with it, else nothing."""
     if not add_bos or tokenizer.bos_id is None or not tokenizer.add_bos_by_default:
         return ""
@@ -114,7 +115,7 @@ def bos_text(tokenizer: TextTokenizer, add_bos: bool) -> str:
     return bos if tokenizer.encode_pieces([bos])[0] == [tokenizer.bos_id] else ""
 
 
-def trained_template(cfg: FullFinetuneConfig, tokenizer: TextTokenizer, chats: int = 0) -> str | None:
+def trained_template(cfg: FullFinetuneConfig, tokenizer: Tokenizer, chats: int = 0) -> str | None:
     """The template that wrote the conversations of a run, where the tokenizer's own files do not hold it; None: they
     do, or no sample of the run is a conversation. One that asks for today's date has that of training instead.
 

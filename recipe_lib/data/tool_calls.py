@@ -7,8 +7,18 @@ from functools import partial
 from typing import Any
 
 from recipe_lib.data.column_names import says_nothing
-from recipe_lib.data.sample_columns import RawSample, found_in, list_of, parse_column, path_of, refuse_keys
-from recipe_lib.data.samples import Message, SampleFault, kind_of, shown
+from recipe_lib.data.samples import (
+    Message,
+    RawSample,
+    SampleFault,
+    found_in,
+    kind_of,
+    list_of,
+    parse_column,
+    path_of,
+    refuse_keys,
+    shown,
+)
 from recipe_lib.reading import parse_json
 
 _FUNCTION = '{"name": ..., "arguments": {...}}'

@@ -87,7 +87,7 @@ class SentencePieceVocabulary:
         self.eats_space_after_special = self.eats_first_space and legacy
         self.collapses_spaces = self._first.encode("a  a") == self._first.encode("a a")
         greedy = [s for s in special if len(s) > 1 and self._first.piece_to_id(s) in self._inner.encode(s)]
-        self._breakable = alternation(greedy)
+        self._breakable = compile_alternation(greedy)
         self._bytes = [self._piece_bytes(i) for i in range(self.size)]
 
     @property
@@ -334,7 +334,7 @@ def _read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     return ranks
 
 
-def alternation(strings: Iterable[str]) -> re.Pattern[str] | None:
+def compile_alternation(strings: Iterable[str]) -> re.Pattern[str] | None:
     """A pattern that matches any of the strings, the longest first; None for none."""
     ordered = sorted(set(strings), key=lambda s: (-len(s), s))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None

@@ -31,7 +31,7 @@ ALLOWED = {
     ("recipe_lib/data/cache.py", "open"): (1, "a lock, in the cache"),
     ("recipe_lib/data/cache.py", "rename"): (1, "a folder of the cache gets its name"),
     ("recipe_lib/data/store.py", "open"): (1, "arrays of a folder of the cache, which gets its name when it is whole"),
-    ("recipe_lib/data/compressed.py", "open"): (1, "the temporary name of `write_aside`"),
+    ("recipe_lib/data/sources.py", "open"): (1, "the temporary name of `write_aside`"),
     ("recipe_lib/checkpoint/quantized_out.py", "save_pretrained"): (1, "a temporary folder; the format is torchao's"),
     ("recipe_lib/external/apply_plan.py", "save_pretrained"): (1, "transformers' own, under its own name, for a loop"),
     ("recipe_lib/plan/world/shape_only_model.py", "tempfile.mkdtemp"): (1, "of this process"),

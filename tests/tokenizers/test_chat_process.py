@@ -20,9 +20,9 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 def child() -> int:
     """The number of the process that renders."""
-    process = chat._keeper._process
-    assert process is not None
-    return process._child.pid
+    child = chat._process._child
+    assert child is not None
+    return child.pid
 
 
 def template(source: str = "{{ messages[0].content }}") -> ChatTemplate:
@@ -94,7 +94,7 @@ def test_a_forked_process_has_its_own():
     forked = os.fork()
     if not forked:
         good = ours.render(MESSAGES, False) == "a" and child() != number
-        chat._keeper.at_exit()
+        chat._process.drop(kill=True)
         os._exit(0 if good else 1)
     assert os.waitpid(forked, 0)[1] == 0
     assert ours.render(MESSAGES, False) == "a" and child() == number
@@ -105,7 +105,7 @@ def test_nothing_is_left_behind_and_nothing_is_handed_on():
         "import os, pathlib\n"
         "from recipe_lib.tokenizers import chat\n"
         "chat.ChatTemplate('x', 'p', {})\n"
-        "number = chat._keeper._process._child.pid\n"
+        "number = chat._process._child.pid\n"
         "assert b'SECRET' not in pathlib.Path(f'/proc/{number}/environ').read_bytes()\n"
         "assert len(os.listdir(f'/proc/{number}/fd')) == 3 and os.getsid(number) == number\n"
         "print(number)"
@@ -148,9 +148,9 @@ def test_the_users_own_file_is_rendered_there_too(tmp_path, monkeypatch):
     folder = write_json(tmp_path / "model", template="theirs")
     (tmp_path / "own.jinja").write_text("ours")
     asked = []
-    ask = chat._keeper.ask
+    ask = chat._process.ask
     monkeypatch.setattr(
-        chat._keeper, "ask", lambda template, *rest: asked.append(template["source"]) or ask(template, *rest)
+        chat._process, "ask", lambda template, *rest: asked.append(template["source"]) or ask(template, *rest)
     )
     assert load_tokenizer(folder, tmp_path / "own.jinja").render_chat(MESSAGES, False) == "ours"
     assert set(asked) == {"ours"}
