@@ -13,7 +13,7 @@ from recipe_lib.data.dataset_report import report_lines
 from recipe_lib.data.find_format import settle_formats
 from recipe_lib.data.order import DataPlan, Packs, pack
 from recipe_lib.data.packing_isolation import check_packing_isolation
-from recipe_lib.data.plain_template import trained_template
+from recipe_lib.data.rendering import trained_template
 from recipe_lib.data.templates import render_prompt, system_fault
 from recipe_lib.data.tokenize_dataset import (
     PreparedData,

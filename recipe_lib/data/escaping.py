@@ -15,7 +15,7 @@ from recipe_lib.data.samples import SampleFault
 from recipe_lib.data.template_behavior import TAGS, with_tags
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.tokenizers.vocabulary import compile_alternation
-from recipe_lib.units import counted
+from recipe_lib.units import choose_lines, counted
 
 # Counts the special tokens that the samples of a dataset spell out, and writes the lines for the
 # log.
@@ -72,18 +72,19 @@ class SpecialCounts:
 
     def lines(self, chats: int) -> list[str]:
         """Return the lines for the log. chats: how many samples the template writes."""
-        lines = []
-        if self.parsed:
-            lines.append(f"data: special tokens that the samples spell out are parsed: {_name_tokens(self.parsed)}")
-        if self.rendered:
-            before = "warning: data" if chats else "data"
-            lines.append(
-                f"{before}: {self.rendered} of {counted(self.rendered + chats, 'sample')} hold a chat template's "
-                "special tokens: their texts are taken as rendered already, and no template is applied"
-            )
-        if self.split:
-            lines.append(f"warning: data: {self.split_line()}")
-        return lines
+        return choose_lines(
+            (
+                self.parsed,
+                f"data: special tokens that the samples spell out are parsed: {_name_tokens(self.parsed)}",
+            ),
+            (
+                self.rendered,
+                f"{'warning: data' if chats else 'data'}: {self.rendered} of "
+                f"{counted(self.rendered + chats, 'sample')} hold a chat template's special tokens: their texts are "
+                "taken as rendered already, and no template is applied",
+            ),
+            (self.split, f"warning: data: {self.split_line()}"),
+        )
 
     def split_line(self) -> str:
         """Return which special tokens stay text, and what to do."""

@@ -118,48 +118,60 @@ def histogram(lengths: np.ndarray, max_seq_len: int) -> list[tuple[int, int, int
     return bins[used[0] : used[-1] + 1] if used else []
 
 
-def _report_findings(report: DataReport, max_seq_len: int) -> Iterable[Finding]:
-    for cause, count in report.bad_samples.most_common():
-        yield _placed("bad-samples", f"{counted(count, 'bad sample')}: {cause}", count, report.places(cause))
-    for part in report.parts or [report]:
-        if nothing := part.nothing_left():
-            yield Finding(NOTHING_LEFT, nothing, 0)
-    lost = report.lost_answer_tokens
-    if lost:
-        share = lost / max(1, report.trained_tokens + lost)
-        long = report.truncated_sequences + report.skipped_long_sequences
-        exceed = f"{_said(long, report.noun, 'exceeds', 'exceed')} {max_seq_len} tokens"
-        yield Finding("truncation", f"{exceed}; {lost} answer tokens ({share:.1%}) are lost", long)
-    if report.emptied_sequences:
-        line = (
-            f"{_said(report.emptied_sequences, report.noun, 'is', 'are')} left out because the whole answer is after "
-            f"{max_seq_len} tokens"
-        )
-        yield Finding("no-answer-left", line, report.emptied_sequences)
-    if report.untrained_ends:
-        end = _said(report.untrained_ends, "answer", "ends", "end")
-        line = f"{end} without a trained end-of-turn token: nothing teaches to stop there"
-        yield Finding("untrained-ends", line, report.untrained_ends)
-    if report.marks_differing:
-        answers = counted(report.marks_differing, "answer")
-        line = f"in {answers} the chat template marks something else than what is generated"
-        yield _placed("generation-marks", line, report.marks_differing, [report.first_mark])
-    if report.unseen_samples:
-        line = (
-            f"in {counted(report.unseen_samples, 'sample')} the chat template leaves out a system's or user's message"
-        )
-        yield Finding("unseen-messages", line, report.unseen_samples)
+def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
+    """Return what the counts of a dataset say is wrong."""
+    parts = report.parts or [report]
     special = report.special
-    if special.samples:
-        yield _placed("split-special-tokens", special.split_line(), special.samples, special.places)
-    if report.control_characters:
-        samples = counted(report.control_characters, "sample")
-        line = f"in {samples} a text holds a control character (JSON reads \\b as one; a backslash is two there)"
-        yield _placed("control-characters", line, report.control_characters, [report.first_control])
-    for part in report.parts or [report]:
-        fault = part.share_fault()
-        if fault:
-            yield Finding("label-tokens", f"{part.source}: {fault}", part.sequences)
+    lost = report.lost_answer_tokens
+    long = report.truncated_sequences + report.skipped_long_sequences if lost else 0
+    exceed = f"{_said(long, report.noun, 'exceeds', 'exceed')} {max_seq_len} tokens"
+    share = lost / max(1, report.trained_tokens + lost)
+    bad = [
+        _placed("bad-samples", f"{counted(count, 'bad sample')}: {cause}", count, report.places(cause))
+        for cause, count in report.bad_samples.most_common()
+    ]
+    empty = [Finding(NOTHING_LEFT, nothing, 0) for part in parts if (nothing := part.nothing_left())]
+    by_count = [
+        Finding("truncation", f"{exceed}; {lost} answer tokens ({share:.1%}) are lost", long),
+        Finding(
+            "no-answer-left",
+            f"{_said(report.emptied_sequences, report.noun, 'is', 'are')} left out because the whole answer is after "
+            f"{max_seq_len} tokens",
+            report.emptied_sequences,
+        ),
+        Finding(
+            "untrained-ends",
+            f"{_said(report.untrained_ends, 'answer', 'ends', 'end')} without a trained end-of-turn token: nothing "
+            "teaches to stop there",
+            report.untrained_ends,
+        ),
+        _placed(
+            "generation-marks",
+            f"in {counted(report.marks_differing, 'answer')} the chat template marks something else than what is "
+            "generated",
+            report.marks_differing,
+            [report.first_mark],
+        ),
+        Finding(
+            "unseen-messages",
+            f"in {counted(report.unseen_samples, 'sample')} the chat template leaves out a system's or user's message",
+            report.unseen_samples,
+        ),
+        _placed("split-special-tokens", special.split_line(), special.samples, special.places),
+        _placed(
+            "control-characters",
+            f"in {counted(report.control_characters, 'sample')} a text holds a control character (JSON reads \\b as "
+            "one; a backslash is two there)",
+            report.control_characters,
+            [report.first_control],
+        ),
+    ]
+    shares = [
+        Finding("label-tokens", f"{part.source}: {fault}", part.sequences)
+        for part in parts
+        if (fault := part.share_fault())
+    ]
+    return [*bad, *empty, *(one for one in by_count if one.count), *shares]
 
 
 def _said(count: int, noun: str, one: str, several: str) -> str:

@@ -1,11 +1,13 @@
-"""What a file of samples is to the rest: samples by number. And the two kinds that are read line by line or whole.
+"""What a file of samples is to the rest: samples by number. And the kinds that are read line by line or whole.
 
 No object here holds samples. Each keeps where its samples are and reads those that are asked for, so that memory does
 not grow with the file (24 bytes a sample), and the processes of a machine share what they read through its page cache.
 """
 
 import codecs
+import csv
 import hashlib
+import io
 import json
 import os
 from abc import ABC, abstractmethod
@@ -18,6 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from recipe_lib.config.suggest import show
 from recipe_lib.data.samples import DECODER, SampleFault, kind_of
 from recipe_lib.errors import DataError
 from recipe_lib.reading import open_regular, suggest_remedy
@@ -290,3 +293,99 @@ def build_line_fault(place: str, line: int) -> DataError:
 def not_utf8(place: str, line: int, byte: int) -> DataError:
     """The fault of a file with a byte that is no UTF-8."""
     return DataError(f"{place}:{line}: found the byte 0x{byte:02x}, expected UTF-8; convert the file")
+
+
+_DELIMITERS = (",", ";", "\t")  # of a .csv file, the one that its first line has the most of
+
+
+class CsvFile(IndexedFile):
+    """A .csv or .tsv file. Cells may be quoted, and hold line ends then; blank lines are passed over."""
+
+    def __init__(self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None) -> None:
+        super().__init__(path, sample_limit, place)
+        csv.field_size_limit(max(sample_limit, csv.field_size_limit()))
+
+    def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+        """As IndexedFile says."""
+        header, delimiter = self._header
+        lines = _Lines(file, self.place)
+        rows = lines.rows(delimiter)
+        next(rows)  # the header
+        is_empty = True
+        for _ in rows:
+            is_empty = False
+            yield lines.row_start, lines.at, lines.row_line
+        if is_empty:
+            names = show(", ".join(filter(None, header)))
+            raise DataError(f"{self.place}: found a header ({names}) and no rows, expected samples below it")
+
+    def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
+        """As IndexedFile says."""
+        header, delimiter = self._header
+        lines = io.StringIO(content.decode("utf-8", errors="replace"), newline="\n")
+        cells = next(csv.reader(lines, delimiter=delimiter), [])
+        if len(cells) != len(header):
+            names = show(", ".join(header))
+            return SampleFault(
+                "number of cells",
+                f"found {len(cells)} cells, expected {len(header)} ({names}); quote cells that hold the delimiter",
+            )
+        return {name: cell for name, cell in zip(header, cells, strict=True) if name}
+
+    @cached_property
+    def _header(self) -> tuple[list[str], str]:
+        """The names of the columns, and the delimiter. Raises DataError."""
+        with opened(self.path) as file:
+            first = next(iter(_Lines(file, self.place)), "")
+        if not first.strip():
+            raise empty(self.place)
+        is_tsv = Path(self.place.removesuffix(".gz").removesuffix(".zst")).suffix == ".tsv"
+        delimiter = "\t" if is_tsv else max(_DELIMITERS, key=first.count)
+        with opened(self.path) as file:
+            header = [name.strip() for name in next(_Lines(file, self.place).rows(delimiter))]
+        twice = next((name for name in header if name and header.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(f"{self.place}:1: found the column {twice} twice, expected each name once; rename one")
+        return header, delimiter
+
+
+class _Lines:
+    """The lines of a file as csv takes them, one at a time. row_start, row_line: first byte and line of the row that
+    `rows` gave last."""
+
+    def __init__(self, file: BinaryIO, place: str) -> None:
+        """file: just opened."""
+        self.file = file
+        self.place = place
+        self.at = self.row_start = skip_mark(file)
+        self.line = self.row_line = 1
+
+    def __iter__(self) -> Iterator[str]:
+        while content := self.file.readline(LINE_LIMIT + 1):
+            if len(content) > LINE_LIMIT:
+                raise build_line_fault(self.place, self.line)
+            try:
+                text = content.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise not_utf8(self.place, self.line, content[error.start]) from None
+            self.at += len(content)
+            self.line += 1
+            yield text
+
+    def rows(self, delimiter: str) -> Iterator[list[str]]:
+        """The cells of each row that is not blank. Raises DataError for quotes that are not closed."""
+        reader = csv.reader(iter(self), delimiter=delimiter, strict=True)
+        while True:
+            start, line = self.at, self.line
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                raise DataError(
+                    f"{self.place}:{line}: found a row that is no CSV ({error}), expected quotes around cells closed, "
+                    "and doubled inside; correct the row"
+                ) from None
+            if cells is None:
+                return
+            if cells:
+                self.row_start, self.row_line = start, line
+                yield cells

@@ -4,25 +4,22 @@ import gzip
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.config.local_files import COMPRESSED, cache_root, find_files, no_zstd
 from recipe_lib.config.schema import SourceConfig
-from recipe_lib.config.schema_data import is_hub, resolved_sources
+from recipe_lib.config.schema_data import is_hub
 from recipe_lib.data.arrow_tables import HubSamples, ParquetFile
-from recipe_lib.data.csv_files import CsvFile
 from recipe_lib.data.json_files import JsonFile
-from recipe_lib.data.sample_files import SAMPLE_LIMIT, JsonLinesFile, Located, SampleFile, TextFile
+from recipe_lib.data.sample_files import SAMPLE_LIMIT, CsvFile, JsonLinesFile, SampleFile, TextFile
 from recipe_lib.errors import DataError, StorageError
 from recipe_lib.files import discard_idle, write_aside
 from recipe_lib.reading import open_regular, suggest_remedy
 from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes
-
-__all__ = ["Located", "SampleFile", "find_files", "open_sources", "read_samples", "resolved_sources"]
 
 _KINDS: dict[str, Callable[[Path, int, str], SampleFile]] = {
     ".csv": CsvFile,
@@ -52,12 +49,6 @@ def _opened(path: Path, sample_limit: int, cache: Path | None) -> SampleFile:
         return _KINDS[path.suffix](path, sample_limit, str(path))
     inside = unpacked(path, cache or cache_root(None))
     return _KINDS[inside.suffix](inside, sample_limit, str(path))
-
-
-def read_samples(source: str, split: str) -> Iterator[Located]:
-    """All samples of one source, in order. Raises DataError like `open_sources` and `SampleFile.read`."""
-    for file in open_sources(SourceConfig(source, split=split)):
-        yield from file.read()
 
 
 # Files compressed with gzip or Zstandard: unpacked once, next to the tokenized samples, and read

@@ -144,23 +144,17 @@ class Encoder:
         if isinstance(content, Document):
             ids = self.texts.encode_text(content.text)
             return Encoded(ids, [False] + [True] * (len(ids) - 1))
-        chat = self._open(content, self._parses or row is not None)
+        chat = self.open_chat(content, self._parses or row is not None)
         return encode_spans(self.tokenizer, chat.whole, [], chat.escape, self._puts_bos, inside=False)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """Ids of a conversation that the assistant is to go on with. Raises DataError."""
-        chat = self._open(Conversation(messages, tools), parses=False)
+        chat = self.open_chat(Conversation(messages, tools), parses=False)
         (text,) = chat.render([RenderRequest(len(messages), add_generation_prompt=True)])
         if isinstance(text, DataError):
             raise text
         ids = encode_escaped(self.tokenizer, [text], chat.escape)[0]
         return put_bos(self.tokenizer, ids) if self._puts_bos else ids
-
-    def written(self, messages: Sequence[Message], tools: Tools = None) -> str | DataError:
-        """The text of a conversation that the assistant is to go on with, or what the template objects to."""
-        read, tools, _ = self._prepared(messages, tools)
-        request = RenderRequest(len(messages), add_generation_prompt=True)
-        return self._writer.render(read, [request], tools)[0]
 
     def _conversation(
         self, sample: Conversation, picked: Sequence[bool], only: bool = False, parses: bool = False
@@ -178,7 +172,7 @@ class Encoder:
         parses = parses or self._parses
         written = [self._without_end(message) for message in sample.messages] if parses else sample.messages
         try:
-            chat = self._open(replace(sample, messages=written), parses)
+            chat = self.open_chat(replace(sample, messages=written), parses)
             return self._shared_out(chat, numbers, inside)
         except RecursionError:
             raise SampleFault(
@@ -238,7 +232,7 @@ class Encoder:
             by_number[number] = Span(span.start, min(span.end, len(chat.whole)))
         return [by_number[number] for number in numbers]
 
-    def _open(self, sample: Conversation, parses: bool) -> RenderedChat:
+    def open_chat(self, sample: Conversation, parses: bool) -> RenderedChat:
         """Return a conversation to be rendered, with a letter in the special tokens that it spells out; they are noted.
 
         parses: as `encode_answer` has it."""
@@ -281,10 +275,10 @@ def render_prompt(
 def system_fault(tokenizer: Tokenizer, text: str) -> str | None:
     """Why a conversation cannot begin with this message of the system; None: it can."""
     messages = [{"role": "system", "content": text}, {"role": "user", "content": "a"}]
-    encoder = Encoder(tokenizer, "auto")
-    written = encoder.written(messages)
+    chat = Encoder(tokenizer, "auto").open_chat(Conversation(messages), parses=False)
+    (written,) = chat.render([RenderRequest(len(messages), add_generation_prompt=True)])
     if isinstance(written, DataError):
         return str(written)
-    if spans.left_out(messages[:1], written):
+    if spans.left_out(chat.messages[:1], written):
         return f"{tokenizer.chat_template_place}: the chat template does not write a system message"
     return None

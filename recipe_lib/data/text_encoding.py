@@ -12,8 +12,7 @@ from itertools import accumulate, chain, pairwise, takewhile
 
 from recipe_lib.data.answers import Marked
 from recipe_lib.data.escaping import Escape, encode_escaped
-from recipe_lib.data.plain_template import eos_text
-from recipe_lib.data.rendering import Template
+from recipe_lib.data.rendering import Template, eos_text
 from recipe_lib.data.samples import Completion, Conversation, LabeledAnswer, Message, Preference, SampleFault
 from recipe_lib.data.spans import Span
 from recipe_lib.data.template_behavior import TAGS

@@ -11,14 +11,13 @@ import numpy as np
 from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import sources_by_section, validation_source
-from recipe_lib.data.cache import cache_key, load_or_make, make_in_memory
+from recipe_lib.data.cache import ArrayWriter, cache_key, load_or_make, make_in_memory
 from recipe_lib.data.dataset import Dataset, Origin, copies
 from recipe_lib.data.dataset_report import MOST_BAD_LINES, DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder, Task
 from recipe_lib.data.find_format import with_format
 from recipe_lib.data.samples import columns_section
 from recipe_lib.data.sources import SampleFile, open_sources
-from recipe_lib.data.store import ArrayWriter
 from recipe_lib.data.templates import Encoder
 from recipe_lib.data.workers import in_order, worker_count
 from recipe_lib.errors import DataError

@@ -189,14 +189,6 @@ class ChatTemplate:
         if fault is not None:
             raise DataError(f"{place}: {fault}")
 
-    def render(self, messages: Messages, add_generation_prompt: bool, tools: Messages | None = None) -> str:
-        """The conversation as text. Raises DataError with what the template itself objects to."""
-        request = RenderRequest(len(messages), add_generation_prompt)
-        (found,) = self.render_many(messages, [request], tools)
-        if isinstance(found, DataError):
-            raise found
-        return found
-
     def render_many(
         self,
         messages: Messages,

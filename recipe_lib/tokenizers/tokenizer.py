@@ -223,15 +223,6 @@ class Tokenizer:
             raise DataError(f"{self.place}: found the id {token}, expected one from 0 to {self.vocab_size - 1}")
         return vocabulary.token_bytes(token)
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
-        """The conversation as the chat template writes it. Raises DataError: no template, or it objects."""
-        return self._needed_template().render(messages, add_generation_prompt, tools)
-
     def render_chats(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -239,15 +230,14 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[str | DataError]:
-        """Several renderings of a conversation in one go, as `ChatTemplate.render_many` has them."""
-        return self._needed_template().render_many(messages, wanted, tools, options)
+        """Return several renderings of a conversation in one go, as `ChatTemplate.render_many` has them.
 
-    def _needed_template(self) -> ChatTemplate:
+        Raises DataError: there is no template, or it cannot be run."""
         if self._template is None:
             raise DataError(
                 f"{self.place}: the tokenizer has no chat template; set tokenizer.chat_template to a Jinja file"
             )
-        return self._template
+        return self._template.render_many(messages, wanted, tools, options)
 
     def eats_space(self, token_before: int | None) -> bool:
         """Whether a text that begins after this id (None: at the start) begins with a space that is not its own."""

@@ -17,9 +17,9 @@ from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
 from recipe_lib.data import build_dataset, build_datasets
+from recipe_lib.data.cache import ArrayWriter
 from recipe_lib.data.encoding import SourceEncoder
 from recipe_lib.data.samples import Completion
-from recipe_lib.data.store import ArrayWriter
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.training import training_data
