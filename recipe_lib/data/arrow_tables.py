@@ -16,7 +16,7 @@ from huggingface_hub.errors import HTTPError
 
 from recipe_lib.config.local_files import no_datasets, no_pyarrow
 from recipe_lib.config.schema_data import HUB
-from recipe_lib.data.sample_files import SAMPLE_LIMIT, LocalFile, Located, SampleFile, as_sample, empty, hash_of, opened
+from recipe_lib.data.sample_files import SAMPLE_LIMIT, LocalFile, Located, SampleFile, empty, hash_of, opened
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.errors import DataError
 from recipe_lib.units import GIB, MIB, format_bytes
@@ -28,6 +28,8 @@ MOST_UNPACKED, LARGEST_RATIO = 256 * MIB, 200
 MAX_ROW_BYTES = GIB  # that the average sample of a group may unpack to
 ROWS_PER_BYTE = 1000  # of the file
 MAGIC = b"PAR1"  # at both ends of the file
+# A name on the hub, and no path, which `datasets` would read as well.
+NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")
 
 
 class ParquetFile(LocalFile):
@@ -44,7 +46,7 @@ class ParquetFile(LocalFile):
         return int(self._ends[-1])
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """As SampleFile says; inside a sample, a field that holds null is left out (see `without_nulls`)."""
+        """As SampleFile says; inside a sample, a field that holds null is left out."""
         stop = len(self) if stop is None else min(stop, len(self))
         if start >= stop:
             return
@@ -57,24 +59,11 @@ class ParquetFile(LocalFile):
                 for batch in file.iter_batches(rows_at_once, row_groups=[group], use_threads=False):
                     skipped = min(max(start - number, 0), len(batch))
                     number += skipped
-                    for sample in self._samples(batch.slice(skipped, stop - number)):
+                    for sample in _read_batch(self, batch.slice(skipped, stop - number)):
                         yield self.place_of(number), sample
                         number += 1
                     if number >= stop:
                         return
-
-    def _samples(self, batch: Any) -> Iterator[dict[str, Any] | SampleFault]:
-        """The samples of a batch, each on its own where one of them may be too large."""
-        if batch.nbytes <= self.sample_limit:
-            yield from map(without_nulls, batch.to_pylist())
-            return
-        for at in range(len(batch)):
-            sample = batch.slice(at, 1)
-            yield (
-                self.too_large(sample.nbytes)
-                if sample.nbytes > self.sample_limit
-                else without_nulls(sample.to_pylist()[0])
-            )
 
     def _rows_at_once(self, group: Any) -> int:
         """Samples of a group that unpack to BYTES_AT_ONCE, if each is as large as the group's metadata allows on
@@ -157,7 +146,18 @@ def _parquet(path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: the Parquet file cannot be read ({said}); write or download it again") from None
 
 
-def without_nulls(sample: dict[str, Any]) -> dict[str, Any]:
+def _read_batch(file: SampleFile, batch: Any) -> Iterator[dict[str, Any] | SampleFault]:
+    """Yield the samples of a batch, each on its own where one of them may be too large."""
+    if batch.nbytes <= file.sample_limit:
+        yield from map(_leave_out_nulls, batch.to_pylist())
+        return
+    for at in range(len(batch)):
+        row = batch.slice(at, 1)
+        is_large = row.nbytes > file.sample_limit
+        yield file.too_large(row.nbytes) if is_large else _leave_out_nulls(row.to_pylist()[0])
+
+
+def _leave_out_nulls(sample: dict[str, Any]) -> dict[str, Any]:
     """A sample of an Arrow table, without the nulls inside of its columns.
 
     A table gives all objects of a column the same fields, filled up with nulls; a chat template would write them out.
@@ -171,9 +171,6 @@ def _bare(value: Any) -> Any:
     if isinstance(value, list):
         return [_bare(item) for item in value]
     return value
-
-
-NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")  # and no path, which `datasets` would read as well
 
 
 class HubSamples(SampleFile):
@@ -197,11 +194,9 @@ class HubSamples(SampleFile):
         samples = self._samples
         stop = len(samples) if stop is None else min(stop, len(samples))
         for first in range(start, stop, ROWS_AT_ONCE):
-            columns = samples[first : min(first + ROWS_AT_ONCE, stop)]
-            for number, values in enumerate(zip(*columns.values(), strict=True), start=first):
-                sample = as_sample(without_nulls(dict(zip(columns, values, strict=True))))
-                size = text_size(sample)
-                yield self.place_of(number), sample if size <= self.sample_limit else self.too_large(size)
+            table = samples[first : min(first + ROWS_AT_ONCE, stop)]
+            for number, sample in enumerate(_read_batch(self, table), start=first):
+                yield self.place_of(number), sample
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -224,16 +219,7 @@ class HubSamples(SampleFile):
 
         name, _, subset = self.place.removeprefix(HUB).partition(":")
         try:
-            return load_dataset(name, subset or None, split=self.split)
+            return load_dataset(name, subset or None, split=self.split).with_format("arrow")
         except (OSError, ValueError, DatasetsError, HTTPError) as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise DataError(f"data.source: {self.place}: the hub dataset cannot be loaded ({said})") from None
-
-
-def text_size(value: Any) -> int:
-    """Letters of all texts in nested lists and dicts."""
-    if isinstance(value, (str, bytes)):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(text_size, value.values()))
-    return sum(map(text_size, value)) if isinstance(value, list) else 0

@@ -226,7 +226,7 @@ class SourceEncoder:
         whole = self.encoder.encode_sample(sample)
         if isinstance(sample, Conversation) and self.cfg.train_on != "all":
             report.openings += sample.messages[0]["role"] == "assistant"
-            report.endings += not spans.picked(sample.messages, self.cfg.train_on, sample.places)[-1]
+            report.endings += not spans.pick_trained(sample.messages, self.cfg.train_on, sample.places)[-1]
         if len(whole.sequences) > 1:
             report.split_samples += 1
             report.split_sequences += len(whole.sequences)

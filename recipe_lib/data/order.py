@@ -183,9 +183,6 @@ class DataPlan:
 
     def total_steps(self, epochs: int, max_steps: int | None = None) -> int:
         """Steps of a run of so many epochs, at most `max_steps`."""
-        if self._whole:
-            steps = epochs * self.steps(0)
-            return steps if max_steps is None else min(steps, max_steps)
         steps = 0
         for epoch in range(epochs):
             if max_steps is not None and steps >= max_steps:

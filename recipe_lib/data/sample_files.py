@@ -8,7 +8,6 @@ import codecs
 import csv
 import hashlib
 import io
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from recipe_lib.config.suggest import show
-from recipe_lib.data.samples import DECODER, SampleFault, kind_of
+from recipe_lib.data.samples import SampleFault, kind_of, parse_object
 from recipe_lib.errors import DataError
 from recipe_lib.reading import open_regular, suggest_remedy
 from recipe_lib.units import MIB, format_bytes
@@ -229,23 +228,18 @@ def skip_mark(file: BinaryIO) -> int:
 
 
 def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
-    """The object that a line, or an item of a list, holds; or the fault."""
+    """Return the object that a line, or an item of a list, holds; or the fault."""
     try:
-        sample = DECODER.decode(line.decode("utf-8"))
+        sample = parse_object(line.decode("utf-8"))
     except SampleFault as fault:
         return fault
     except UnicodeDecodeError as error:
         return SampleFault(
             "not UTF-8", f"column {error.start + 1}: found the byte 0x{line[error.start]:02x}, expected UTF-8"
         )
-    except json.JSONDecodeError as error:
-        return SampleFault(
-            "invalid JSON", f"column {error.colno}: invalid JSON ({error.msg}), expected an object a line"
-        )
-    except RecursionError:
-        return SampleFault("invalid JSON", "JSON nested too deep, expected an object a line")
-    except ValueError:  # Python refuses integers of thousands of digits
-        return SampleFault("invalid JSON", "found a number of more digits than can be read, expected an object a line")
+    except ValueError as error:
+        said = str(error).removeprefix("line 1 ")
+        return SampleFault("invalid JSON", f"{said}, expected an object a line")
     return as_sample(sample)
 
 

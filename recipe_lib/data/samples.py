@@ -182,7 +182,9 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return json_object
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_build_object)  # made once: json.loads makes one for each text
+def parse_object(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError like `parse_json`, and SampleFault for a key twice."""
+    return parse_json(text, make_object=_build_object)
 
 
 def list_spellings(reader: Any, column: str, columns: Mapping[str, str]) -> tuple[str, ...]:
@@ -310,7 +312,7 @@ def refuse_keys(holder: RawSample, read_keys: Sequence[str], where: str, owner: 
 def parse_column(text: str, name: str, path: str, expected: str = "a list of objects") -> Any:
     """Return what the JSON text in a column holds. Raises SampleFault."""
     try:
-        return parse_json(text, make_object=_build_object)
+        return parse_object(text)
     except ValueError as error:
         raise SampleFault(
             f"{name} is no JSON", f"{path}: found text that is no JSON ({error}), expected {expected} as JSON"

@@ -29,7 +29,7 @@ class Span:
 
 
 def check_train_on(train_on: str | Sequence[str]) -> None:
-    """Raises DataError for a value of data.train_on that says nothing."""
+    """Raise DataError for a value of data.train_on that says nothing."""
     faulty = [] if train_on in CHOICES else [train_on] if isinstance(train_on, str) else list(train_on) or [""]
     for value in faulty:
         if isinstance(train_on, str) or value not in ROLES:
@@ -39,8 +39,8 @@ def check_train_on(train_on: str | Sequence[str]) -> None:
             )
 
 
-def picked(messages: Sequence[Message], train_on: str | Sequence[str], places: SamplePlaces) -> list[bool]:
-    """Which messages are trained: by role, unless a message says `train` itself. Raises SampleFault.
+def pick_trained(messages: Sequence[Message], train_on: str | Sequence[str], places: SamplePlaces) -> list[bool]:
+    """Return which messages are trained: by role, unless a message says `train` itself. Raises SampleFault.
 
     An answer that the conversation begins with is not: no prompt asks for it.
     """
@@ -121,7 +121,7 @@ def _find_span(chat: RenderedChat, number: int) -> Span:
 
 
 def check_written(message: Message, written: str, where: str) -> None:
-    """Raises SampleFault if the template leaves out text or a call: the model would learn to say nothing in its
+    """Raise SampleFault if the template leaves out text or a call: the model would learn to say nothing in its
     place. where: the message is."""
     squeezed = _squeezed(written)
     for key in ("content", *THOUGHT_KEYS):
@@ -142,8 +142,8 @@ def check_written(message: Message, written: str, where: str) -> None:
             )
 
 
-def left_out(messages: Sequence[Message], whole: str) -> int:
-    """How many messages of the system and the user the template does not write: the model is never shown them.
+def count_left_out(messages: Sequence[Message], whole: str) -> int:
+    """Return how many messages of the system and the user the template does not write: the model is never shown them.
 
     No fault of a sample: there are templates for models that were trained without a system message.
     """
@@ -160,7 +160,7 @@ def left_out(messages: Sequence[Message], whole: str) -> int:
 def check_system(chat: RenderedChat) -> None:
     """Raise SampleFault for a system message that the template does not write where one comes after the first message.
 
-    One alone at the start is counted by `left_out`: there are templates that know none.
+    One alone at the start is counted by `count_left_out`: there are templates that know none.
     """
     messages = chat.messages
     system = [number for number, message in enumerate(messages) if message["role"] == "system"]
@@ -178,7 +178,7 @@ def check_system(chat: RenderedChat) -> None:
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str, where: str) -> None:
-    """Raises SampleFault if the template leaves out a tool: the model would call what it was never shown. where: they
+    """Raise SampleFault if the template leaves out a tool: the model would call what it was never shown. where: they
     are."""
     for number, tool in enumerate(tools or ()):
         name = name_of(tool)
@@ -191,15 +191,18 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str, where: st
 
 
 def name_of(described: Any) -> str | None:
-    """The function's name in a tool call or a tool's description; None: there is none."""
+    """Return the function's name in a tool call or a tool's description; None: there is none."""
     function = described.get("function", described) if isinstance(described, Mapping) else {}
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 
 
-def prepared(message: Message, where: str, habits: Habits) -> dict[str, Any]:
-    """The message without `train`, and with thoughts and tool calls as the template reads them: most write arguments as
-    JSON themselves. where: the message is. Raises SampleFault for text that is no JSON object."""
+def prepare_message(message: Message, where: str, habits: Habits) -> dict[str, Any]:
+    """Return the message without `train`, and with thoughts and tool calls as the template reads them.
+
+    Most templates write arguments as JSON themselves. where: the message is. Raises SampleFault for text that is no
+    JSON object.
+    """
     changed = under_its_name({key: value for key, value in message.items() if key != "train"}, habits)
     if not message.get("tool_calls"):
         return changed
@@ -230,7 +233,7 @@ def _object(text: str, where: str) -> dict[str, Any]:
 
 
 def first_difference(found: Sequence[str], expected: Sequence[str]) -> str:
-    """The first token in which two texts differ, in words."""
+    """Return the first token in which two texts differ, in words."""
     same = 0
     while same < min(len(found), len(expected)) and found[same] == expected[same]:
         same += 1

@@ -77,7 +77,7 @@ class Encoder:
         """Ids and trained targets of a sample's sequences. Raises SampleFault for one that does not fit the
         template."""
         if isinstance(sample, Conversation):
-            picked = spans.picked(sample.messages, self.train_on, sample.places)
+            picked = spans.pick_trained(sample.messages, self.train_on, sample.places)
             if sample.asked and self.train_on != "all":
                 picked[: sample.asked] = [message.get("train") is True for message in sample.messages[: sample.asked]]
             return self._conversation(sample, picked)
@@ -210,7 +210,7 @@ class Encoder:
             parts = [(whole, self._find_in_whole(chat, numbers))]
         spans.check_tools(chat.tools, whole, chat.places.tools)
         spans.check_system(chat)
-        unseen = spans.left_out(messages, whole)
+        unseen = spans.count_left_out(messages, whole)
         ends = [sum(not answer.ends for answer in one.answers) for one in sequences] or [0]
         encoded = list[Encoded]()
         for (text, trained), untrained_ends in zip(parts, ends, strict=True):
@@ -250,7 +250,8 @@ class Encoder:
     ) -> list[Any]:
         """Return what the template is given: messages, tools, variables."""
         at = (places or SamplePlaces()).at
-        read = [spans.prepared(message, at(number), self._writer.habits) for number, message in enumerate(messages)]
+        habits = self._writer.habits
+        read = [spans.prepare_message(message, at(number), habits) for number, message in enumerate(messages)]
         return [read, list(tools) if tools else None, dict(variables or {})]
 
 
@@ -279,6 +280,6 @@ def system_fault(tokenizer: Tokenizer, text: str) -> str | None:
     (written,) = chat.render([RenderRequest(len(messages), add_generation_prompt=True)])
     if isinstance(written, DataError):
         return str(written)
-    if spans.left_out(chat.messages[:1], written):
+    if spans.count_left_out(chat.messages[:1], written):
         return f"{tokenizer.chat_template_place}: the chat template does not write a system message"
     return None
