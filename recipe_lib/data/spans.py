@@ -12,8 +12,8 @@ from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.rendering import RenderedChat
 from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, shown
 from recipe_lib.data.template_behavior import THOUGHT_KEYS, Habits, under_its_name
+from recipe_lib.data.tool_calls import parse_arguments
 from recipe_lib.errors import DataError
-from recipe_lib.reading import parse_json
 from recipe_lib.tokenizers import RenderRequest
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -211,25 +211,17 @@ def prepare_message(message: Message, where: str, habits: Habits) -> dict[str, A
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping) and "arguments" in function:
             given = function["arguments"]
-            arguments = _object(given, where) if isinstance(given, str) else given
+            arguments = parse_arguments(given) if isinstance(given, str) else given
+            if arguments is None and isinstance(given, str):
+                raise SampleFault(
+                    "tool call's arguments are no JSON",
+                    f"{where}: found the arguments {shown(given)} of a tool call, expected a JSON object",
+                )
             if habits.text_arguments:
                 arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
             call = {**call, "function": {**function, "arguments": arguments}}
         calls.append(call)
     return changed | {"tool_calls": calls}
-
-
-def _object(text: str, where: str) -> dict[str, Any]:
-    try:
-        found = parse_json(text or "{}")
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise SampleFault(
-            "tool call's arguments are no JSON",
-            f"{where}: found the arguments {shown(text)} of a tool call, expected a JSON object",
-        )
-    return found
 
 
 def first_difference(found: Sequence[str], expected: Sequence[str]) -> str:

@@ -89,7 +89,7 @@ def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[st
 def check_arguments(function: RawSample, where: str) -> None:
     """Raise SampleFault for arguments of a call that are no object, nor JSON text of one."""
     given = function.get("arguments")
-    if isinstance(given, dict) or (isinstance(given, str) and _is_object(given)):
+    if isinstance(given, dict) or (isinstance(given, str) and parse_arguments(given) is not None):
         return
     found = found_in(function, "arguments") if not isinstance(given, str) else shown(given)
     raise SampleFault(
@@ -98,12 +98,13 @@ def check_arguments(function: RawSample, where: str) -> None:
     )
 
 
-def _is_object(text: str) -> bool:
-    """Return whether a text is a JSON object; an empty one stands for no arguments."""
+def parse_arguments(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a call that are written as JSON, an empty text for none; None: it is no object."""
     try:
-        return isinstance(parse_json(text or "{}"), dict)
+        arguments = parse_json(text or "{}")
     except ValueError:
-        return False
+        return None
+    return arguments if isinstance(arguments, dict) else None
 
 
 def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:

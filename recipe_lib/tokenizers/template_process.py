@@ -124,15 +124,26 @@ class Renderer:
             raise TemplateFault("the chat template is nested too deep; use another file") from None
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], prompt: bool, tools: Any = None, options: Options | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        request: RenderRequest,
+        tools: Any = None,
+        options: Options | None = None,
     ) -> str:
-        """The conversation as text. Raises TemplateFault with what the template itself objects to."""
+        """Return the first messages of a conversation as text, the contents of some replaced.
+
+        Raises TemplateFault with what the template itself objects to."""
+        num_messages, prompt, replacements = request
+        taken = list(messages[:num_messages])
+        for number, content in replacements:
+            if number < num_messages:
+                taken[number] = {**taken[number], "content": content}
         options = options or {}
         self._environment.marks = options.get("marks") or ("", "")  # type: ignore[attr-defined]
-        room = SPARE_CHARACTERS + 16 * self._length + 16 * len(json.dumps([messages, tools], default=str))
+        room = SPARE_CHARACTERS + 16 * self._length + 16 * len(json.dumps([taken, tools], default=str))
         parts, length = [], 0
         try:
-            given = {"messages": messages, "add_generation_prompt": prompt, "tools": tools}
+            given = {"messages": taken, "add_generation_prompt": prompt, "tools": tools}
             given = {**self._tokens, "documents": None, **(options.get("variables") or {}), **given}
             for part in self._template.generate(**given):
                 parts.append(part)
@@ -151,23 +162,12 @@ class Renderer:
             raise TemplateFault("the chat template failed (it writes half of a character)")
         return text
 
-    def render_one(
-        self, messages: Sequence[Mapping[str, Any]], request: RenderRequest, tools: Any, options: Options | None = None
-    ) -> str:
-        """The first messages of a conversation, the contents of some replaced. Raises TemplateFault."""
-        stop, prompt, contents = request
-        taken = list(messages[:stop])
-        for number, content in contents:
-            if number < stop:
-                taken[number] = {**taken[number], "content": content}
-        return self.render(taken, prompt, tools, options)
-
 
 def _warm_up() -> None:
     """Imports what is imported only when it is used: afterwards no file can be opened."""
     warm = Renderer("{{ 'a\\n\u00e9' | tojson }}{{ strftime_now('%d %b') }}{{ ''.a.b }}", {})
     with contextlib.suppress(TemplateFault):
-        warm.render([], False)
+        warm.render([], RenderRequest(0))
     with contextlib.suppress(TemplateFault):
         Renderer("{% for %}", {})
 
@@ -198,7 +198,7 @@ def _answer(request: Any, known: dict[str, Renderer]) -> Any:
     template, given = known[request["name"]], [request["tools"], request["options"]]
     for wanted in request["wanted"]:
         try:
-            found.append([template.render_one(request["messages"], wanted, *given), None])
+            found.append([template.render(request["messages"], wanted, *given), None])
         except TemplateFault as fault:
             found.append([None, str(fault)])
     return found

@@ -75,15 +75,16 @@ KEPT_TEXTS, KEPT_LENGTH = 256, 16_384  # texts whose ids are remembered, and how
 
 
 class Tokenizer:
-    """Text to ids and back.
+    """Turns text into ids and back.
 
-    vocab_size: one more than the largest id. bos_id, eos_id, pad_id: None where the tokenizer has none.
-    add_bos_by_default: the tokenizer begins a text with BOS by default. place: its file, for error lines.
+    vocabulary: what encodes ordinary text. vocab_size: one more than the largest id. bos_id, eos_id, pad_id: None where
+    the tokenizer has none. add_bos_by_default: the tokenizer begins a text with BOS by default. place: its file, for
+    error lines.
     """
 
     def __init__(self, vocabulary: Vocabulary, settings: Settings, place: str) -> None:
         self.place = place
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         # A sample is encoded whole and in pieces, and templates repeat themselves: most texts come again at once.
         self._encode = lru_cache(maxsize=KEPT_TEXTS)(self._encode_text)
         self._added = settings.listed | {token.content: token for token in vocabulary.added} | settings.added
@@ -134,11 +135,6 @@ class Tokenizer:
     def chat_template_place(self) -> str:
         """The file the chat template came from; without one, the tokenizer's own."""
         return self._template.place if self._template else self.place
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """What encodes ordinary text."""
-        return self._vocabulary
 
     @property
     def added_tokens(self) -> tuple[AddedToken, ...]:
@@ -207,7 +203,7 @@ class Tokenizer:
         return found
 
     def _encode_text(self, text: str, place: TextPosition) -> tuple[int, ...]:
-        return tuple(self._vocabulary.encode(text, place))
+        return tuple(self.vocabulary.encode(text, place))
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Text of the ids; bytes that are no UTF-8 become U+FFFD. skip_special: special tokens leave no text."""
@@ -216,7 +212,7 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that an id stands for, special tokens as they are written. Raises DataError for no id of ours."""
-        added, vocabulary = self._by_id.get(token), self._vocabulary
+        added, vocabulary = self._by_id.get(token), self.vocabulary
         if added is not None and (added.special or token in self._always_ids):
             return added.content.encode()
         if added is None and not 0 <= token < vocabulary.size:
@@ -242,8 +238,8 @@ class Tokenizer:
     def eats_space(self, token_before: int | None) -> bool:
         """Whether a text that begins after this id (None: at the start) begins with a space that is not its own."""
         if token_before is None or token_before == self.bos_id:
-            return self._vocabulary.eats_first_space
-        return self._vocabulary.eats_space_after_special
+            return self.vocabulary.eats_first_space
+        return self.vocabulary.eats_space_after_special
 
     def _role(self, settings: Settings, role: str, number: int | None) -> int | None:
         """The id of a special token: by its text, else by a number in a config, else what the vocabulary says."""
@@ -251,7 +247,7 @@ class Tokenizer:
             content = settings.roles[role]
             if content is None:
                 return None
-            found = self._added[content].id if content in self._added else self._vocabulary.find(content)
+            found = self._added[content].id if content in self._added else self.vocabulary.find(content)
             if found is None:
                 raise DataError(
                     f"{self.place}: found {role} {content!r}, which is no token of the vocabulary; "
@@ -260,7 +256,7 @@ class Tokenizer:
             if content not in self._added:
                 self._added[content] = self._by_id[found] = AddedToken(content, found)
             return found
-        own = {"bos_token": self._vocabulary.bos_id, "eos_token": self._vocabulary.eos_id}.get(role)
+        own = {"bos_token": self.vocabulary.bos_id, "eos_token": self.vocabulary.eos_id}.get(role)
         return number if own is None else own
 
 
