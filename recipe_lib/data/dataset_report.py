@@ -71,7 +71,7 @@ class DataReport:
     control_characters: int = 0  # samples with a control character in a text
     first_control: str = ""
     duplicate_sequences: int = 0  # the same as an earlier one, token by token; they are kept all the same
-    first_duplicate: str = ""
+    duplicates: list[list[str]] = field(default_factory=list)  # of the first: its place, and that of the earlier one
     parts: list["DataReport"] = field(default_factory=list)
 
     @property
@@ -340,6 +340,7 @@ class DataReport:
     def _bad_lines(self) -> list[str]:
         """Return which samples are left out, or the same as another one."""
         are = "is" if self.duplicate_sequences == 1 else "are"
+        first = ", the same as ".join(self.duplicates[0]) if self.duplicates else ""
         bad = sum(self.bad_samples.values())
         causes = ", ".join(f"{cause} {count}" for cause, count in self.bad_samples.most_common())
         were = "is bad and was" if bad == 1 else "are bad and were"
@@ -347,7 +348,7 @@ class DataReport:
             (
                 self.duplicate_sequences,
                 f"data: {counted(self.duplicate_sequences, self.noun)} {are} the same as an earlier one, and kept all "
-                f"the same (first: {self.first_duplicate})",
+                f"the same (first: {first})",
             ),
             (bad, f"warning: data: {bad} of {counted(self.samples_read, 'sample')} {were} left out: {causes}"),
         )

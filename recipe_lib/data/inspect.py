@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe_lib.data.dataset import Dataset, TokenSequence, copies, overlap
+from recipe_lib.data.dataset import Dataset, TokenSequence, overlap
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.order import pack
 from recipe_lib.tokenizers import Tokenizer
@@ -61,10 +61,10 @@ def inspect(
     }
     shared = overlap(training, validation) if validation is not None else np.array([], dtype=np.int64)
     numbers |= {"duplicate_sequences": report.duplicate_sequences, "overlapping_sequences": len(shared)}
-    findings = [*_report_findings(report, max_seq_len), *_copy_findings(training)]
+    findings = _report_findings(report, max_seq_len)
     if validation is not None:
         numbers["validation"] = _sample_counts(validation.report)
-        own = [*_report_findings(validation.report, max_seq_len), *_copy_findings(validation)]
+        own = _report_findings(validation.report, max_seq_len)
         findings += [replace(one, line=f"validation: {one.line}", dataset="validation") for one in own]
         findings += _overlap_findings(validation, shared)
     if untrained_tokens is not None:
@@ -171,7 +171,13 @@ def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
         for part in parts
         if (fault := part.share_fault())
     ]
-    return [*bad, *empty, *(one for one in by_count if one.count), *shares]
+    copies = _placed(
+        "duplicates",
+        f"{_said(report.duplicate_sequences, report.noun, 'repeats', 'repeat')} an earlier one",
+        report.duplicate_sequences,
+        [f"{item} is {earlier}" for item, earlier in report.duplicates],
+    )
+    return [*bad, *empty, *(one for one in by_count if one.count), *shares, *([copies] if copies.count else [])]
 
 
 def _said(count: int, noun: str, one: str, several: str) -> str:
@@ -181,15 +187,6 @@ def _said(count: int, noun: str, one: str, several: str) -> str:
 
 def _placed(name: str, line: str, count: int, places: Sequence[str]) -> Finding:
     return Finding(name, line, count, places, count - len(places))
-
-
-def _copy_findings(dataset: Dataset) -> Iterable[Finding]:
-    repeats, earlier = copies(dataset.digests)
-    if len(repeats):
-        pairs = zip(repeats[:SHOWN].tolist(), earlier[:SHOWN].tolist(), strict=True)
-        places = [f"{dataset.place(item)} is {dataset.place(first)}" for item, first in pairs]
-        line = f"{_said(len(repeats), dataset.report.noun, 'repeats', 'repeat')} an earlier one"
-        yield _placed("duplicates", line, len(repeats), places)
 
 
 def _overlap_findings(validation: Dataset, shared: np.ndarray) -> Iterable[Finding]:

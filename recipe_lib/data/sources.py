@@ -45,9 +45,7 @@ def open_sources(
 
 
 def _opened(path: Path, sample_limit: int, cache: Path | None) -> SampleFile:
-    if path.suffix not in COMPRESSED:
-        return _KINDS[path.suffix](path, sample_limit, str(path))
-    inside = unpacked(path, cache or cache_root(None))
+    inside = unpacked(path, cache or cache_root(None)) if path.suffix in COMPRESSED else path
     return _KINDS[inside.suffix](inside, sample_limit, str(path))
 
 

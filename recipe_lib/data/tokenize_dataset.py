@@ -13,7 +13,7 @@ from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfi
 from recipe_lib.config.schema_data import sources_by_section, validation_source
 from recipe_lib.data.cache import ArrayWriter, cache_key, load_or_make, make_in_memory
 from recipe_lib.data.dataset import Dataset, Origin, copies
-from recipe_lib.data.dataset_report import MOST_BAD_LINES, DataReport
+from recipe_lib.data.dataset_report import MOST_BAD_LINES, PLACES, DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder, Task
 from recipe_lib.data.find_format import with_format
 from recipe_lib.data.samples import columns_section
@@ -262,9 +262,9 @@ class DatasetBuilder:
         arrays = writer.arrays()
         found, earlier = copies(arrays["digests"])
         report.duplicate_sequences = len(found)
-        if len(found):
-            origin = Origin(self.files, arrays["file_of"], arrays["sample_of"], arrays["digests"])
-            report.first_duplicate = f"{origin.place(int(found[0]))}, the same as {origin.place(int(earlier[0]))}"
+        origin = Origin(self.files, arrays["file_of"], arrays["sample_of"], arrays["digests"])
+        for pair in zip(found[:PLACES].tolist(), earlier[:PLACES].tolist(), strict=True):
+            report.duplicates.append([origin.place(item) for item in pair])
 
 
 def _size(file: SampleFile) -> int:

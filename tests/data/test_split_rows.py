@@ -156,7 +156,7 @@ def test_copies_and_overlap_are_of_sequences(build: Build, forgets: Tokenizer, r
     other = talk(2)[:2] + [{"role": "user", "content": "else"}, {"role": "assistant", "content": "no"}]
     source = rows_file({"messages": talk(2)}, {"messages": other}, name="twice.jsonl")
     dataset = build_dataset(DataConfig(source=source, format="messages", cache=False), forgets, 256)
-    assert dataset.report.duplicate_sequences == 1 and dataset.report.first_duplicate.endswith("jsonl:1")
+    assert dataset.report.duplicate_sequences == 1 and dataset.report.duplicates[0][1].endswith("jsonl:1")
     assert "data: 1 sequence is the same as an earlier one" in " ".join(dataset.report.lines())
     held = build(1, name="held.jsonl")
     assert overlap(dataset, held).tolist() == [0]
