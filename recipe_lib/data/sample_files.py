@@ -239,6 +239,7 @@ def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
         )
     except ValueError as error:
         said = str(error).removeprefix("line 1 ")
+        said = said if "JSON" in said else f"found {said}"  # a number that is too long, by its kind
         return SampleFault("invalid JSON", f"{said}, expected an object a line")
     return as_sample(sample)
 
