@@ -46,3 +46,8 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 60:
         return f"{int(seconds // 60)}m{int(seconds % 60):02d}s"
     return f"{seconds:.2f}s" if seconds < 10 else f"{seconds:.0f}s"
+
+
+def choose_lines(*lines: tuple[object, str]) -> list[str]:
+    """Return the lines whose count, or whatever they are about, is not nothing."""
+    return [line for count, line in lines if count]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.data.sources import read_samples
 from recipe_lib.errors import USER_ERROR, UserError, exit_code_of, visible
 from recipe_lib.models import read_config
 from recipe_lib.reading import open_regular, parse_json, read_bytes, read_json
 from recipe_lib.tokenizers import load_tokenizer
+from tests.data.sources import read_samples
 
 SECONDS = 10  # that a read may take; one that blocks takes for ever
 

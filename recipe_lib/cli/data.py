@@ -52,10 +52,6 @@ def run(words: list[str]) -> int:
     return show_samples(cfg, arguments) if arguments.action == "show" else check_samples(cfg, arguments)
 
 
-def _one_of(names: Iterable[str]) -> str:
-    return f"; expected one of {', '.join(names)}"
-
-
 def parser(words: Sequence[str] = ()) -> Parser:
     """The options of the verb."""
     options = Parser("data", DESCRIPTION)
@@ -83,7 +79,8 @@ def read(words: list[str]) -> argparse.Namespace:
     arguments = parser(words).parse(words)
     for name in arguments.allow:
         if name not in FINDINGS:
-            raise ConfigError(f"--allow: unknown fault {show(name)}{did_you_mean(name, FINDINGS) or _one_of(FINDINGS)}")
+            hint = did_you_mean(name, FINDINGS) or f"; expected one of {', '.join(FINDINGS)}"
+            raise ConfigError(f"--allow: unknown fault {show(name)}{hint}")
     if arguments.limit < 1:
         raise ConfigError(f"--limit: found {arguments.limit}, expected a number >= 1")
     if arguments.step < 0:

@@ -1,22 +1,25 @@
 """Datasets: samples out of files, chat templates and label masks, the order of samples, batches."""
 
-from recipe_lib.data.batches import Batch, StepBatches, make_step, validation_batch_size, validation_steps
-from recipe_lib.data.checks import check_vocabulary, warn_of_overlap, warn_of_positions
-from recipe_lib.data.dataset import Dataset, TokenSequence, as_trained
+from recipe_lib.data.batches import Batch, StepBatches, make_step, step_batches, validation_steps
+from recipe_lib.data.dataset import (
+    Dataset,
+    TokenSequence,
+    as_trained,
+    check_vocabulary,
+    warn_of_overlap,
+    warn_of_positions,
+)
 from recipe_lib.data.dataset_report import report_lines
 from recipe_lib.data.find_format import settle_formats
-from recipe_lib.data.loader import step_batches
-from recipe_lib.data.order import DataPlan
-from recipe_lib.data.packing import Packs, pack
+from recipe_lib.data.order import DataPlan, Packs, pack
 from recipe_lib.data.packing_isolation import check_packing_isolation
-from recipe_lib.data.plain_template import trained_template
+from recipe_lib.data.rendering import trained_template
 from recipe_lib.data.templates import render_prompt, system_fault
 from recipe_lib.data.tokenize_dataset import (
     PreparedData,
     build_dataset,
     build_datasets,
     build_validation_dataset,
-    prepare_data,
 )
 
 __all__ = [
@@ -35,14 +38,12 @@ __all__ = [
     "check_vocabulary",
     "make_step",
     "pack",
-    "prepare_data",
     "render_prompt",
     "report_lines",
     "settle_formats",
     "step_batches",
     "system_fault",
     "trained_template",
-    "validation_batch_size",
     "validation_steps",
     "warn_of_overlap",
     "warn_of_positions",

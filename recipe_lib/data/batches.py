@@ -4,15 +4,20 @@ b sequences, s tokens. One holds one document, or several when packed; padding i
 a pad id may be a real token. Items of two sequences (pairs) stay in one micro-batch, each a separate document.
 """
 
+import gc
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
 
 from recipe_lib.data.dataset import Dataset, TokenSequence
-from recipe_lib.data.packing import pack
+from recipe_lib.data.order import DataPlan, pack
 from recipe_lib.ops.attention import AttentionInfo, document_positions, make_attention_info
 from recipe_lib.ops.fused_loss import IGNORED
 from recipe_lib.ops.real_tokens import RealTokens
@@ -145,7 +150,7 @@ def validation_steps(
         packs = pack(dataset.item_lengths, packing_capacity * dataset.group)
         slots = [packs[number] for number in range(len(packs))]
         pack_length = max(int(dataset.item_lengths[slot].sum()) for slot in slots)
-    batch_size = validation_batch_size(len(slots), data_ranks, batch_size)
+    batch_size = min(batch_size, max(1, -(-len(slots) // data_ranks)))  # no more than there are
     together = batch_size * data_ranks
     nothing = np.empty(0, dtype=np.int64)
     answer_of = None if mismatched is None else _circle(range(dataset.items))
@@ -160,11 +165,6 @@ def _circle(order: Iterable[Any]) -> dict[int, int]:
     """Of items, or slots of them, each one's and the one before it, of the first the last."""
     circle = np.concatenate([np.atleast_1d(slot) for slot in order]).tolist()
     return dict(zip(circle, circle[-1:] + circle[:-1], strict=True))
-
-
-def validation_batch_size(items: int, data_ranks: int, batch_size: int) -> int:
-    """Sequences of a rank's validation batch: no more than there are for it."""
-    return min(batch_size, max(1, -(-items // data_ranks)))
 
 
 class _StepSlots:
@@ -262,3 +262,79 @@ class _StepSlots:
         if self.dataset.group > 1 or self.dataset.labeled:
             batch = replace(batch, segments=torch.from_numpy(segments), num_segments=segment)
         return batch
+
+
+def step_batches(
+    dataset: Dataset,
+    plan: DataPlan,
+    *,
+    first_step: int,
+    last_step: int,
+    data_rank: int,
+    data_ranks: int,
+    batch_size: int,
+    accumulation: int,
+    pad_id: int | None = None,
+    multiple: int = 1,
+    mismatched: int | None = None,
+    workers: int = 0,
+    device: torch.device | str = "cpu",
+) -> Iterator[StepBatches]:
+    """This rank's part of the steps first_step .. last_step - 1 of the run, on `device`.
+
+    Starting at any step costs the same, and a step is the same wherever the start was and for any number of `workers`:
+    processes that make batches ahead, two steps each; 0: each is made when it is asked for. See `make_step` for the
+    rest. To an accelerator, batches are copied out of pinned memory without waiting.
+    """
+    device = torch.device(device)
+    make = partial(
+        make_step,
+        dataset,
+        data_rank=data_rank,
+        data_ranks=data_ranks,
+        batch_size=batch_size,
+        accumulation=accumulation,
+        pad_id=pad_id,
+        multiple=multiple,
+        mismatched=mismatched,
+    )
+    # Workers are sent the slots of a step, and need no plan.
+    planned = ((plan.slots(step), plan.pack_length(step)) for step in range(first_step, last_step))
+    maker = _StepMaker(make)
+    made: Iterable[StepBatches] = map(maker.__getitem__, planned)
+    if workers:
+        made = DataLoader(
+            maker,
+            sampler=planned,
+            batch_size=None,
+            num_workers=workers,
+            worker_init_fn=_begin_worker,
+            multiprocessing_context="fork",  # forks share the dataset's pages
+            # The loader would draw a seed from the global generator, and what a model draws would depend on `workers`.
+            generator=torch.Generator(),
+        )
+    for batches in made:
+        if device.type != "cpu":
+            batches = batches.pin_memory().to(device, non_blocking=True)
+        yield batches
+
+
+class _StepMaker(TorchDataset):
+    """Makes the batches of a step, as a DataLoader asks for them."""
+
+    def __init__(self, make: Callable[..., StepBatches]) -> None:
+        self._make = make
+
+    def __getitem__(self, planned: tuple[list[np.ndarray], int | None]) -> StepBatches:
+        slots, pack_length = planned
+        return self._make(slots, pack_length=pack_length)
+
+
+def _begin_worker(_worker: int) -> None:
+    """Leave signals to the rank, and what it has left for its garbage collector.
+
+    A launcher stops a run by a signal to the whole process group; the rank then saves, and ends its workers.
+    """
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

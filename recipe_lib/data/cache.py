@@ -1,6 +1,6 @@
 """Tokenized samples on disk: made once on a machine, mapped by all of its processes, checked whenever they are opened.
 
-A folder `<cache>/<key>` holds the arrays of `recipe_lib.data.store` and `manifest.json`: their SHA-256 and the report.
+A folder `<cache>/<key>` holds the arrays of an `ArrayWriter` and `manifest.json`: their SHA-256 and the report.
 It is written under another name, synced and renamed, so that it is complete or not there. Who makes it holds the lock
 of `<key>.lock`; the others wait for that file and need no connection to each other. If making fails, the lock file
 says why to the other processes of the same launch, so that they do not all try again.
@@ -9,31 +9,118 @@ says why to the other processes of the same launch, so that they do not all try 
 import fcntl
 import hashlib
 import inspect
+import io
 import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
 from recipe_lib import errors
 from recipe_lib.data.dataset import ARRAYS
 from recipe_lib.data.dataset_report import DataReport
-from recipe_lib.data.encoding import SourceEncoder
+from recipe_lib.data.encoding import Chunk, SourceEncoder
 from recipe_lib.data.sample_files import hash_of
-from recipe_lib.data.samples import TextTokenizer
 from recipe_lib.data.sources import SampleFile
-from recipe_lib.data.store import ArrayWriter, difference, map_arrays
 from recipe_lib.errors import UserError
-from recipe_lib.files import flush_folder, write_bytes
+from recipe_lib.files import flush_folder, sha256_of, write_bytes
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.reading import parse_json, read_object
+from recipe_lib.tokenizers import Tokenizer
+
+# The arrays of a dataset while they are made, in files or in memory, and read back as maps of those
+# files.
+
+
+class ArrayWriter:
+    """Takes chunks in order and appends them to one file for each array; folder None: in memory."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Raises OSError."""
+        self._folder, self._ids = folder, 0
+        self.items = 0
+        self.classes: dict[str, int] = {}  # name -> its number, for all chunks
+        self._hashes = {name: hashlib.sha256() for name in ARRAYS}
+        self._files: dict[str, BinaryIO] = {}
+        try:
+            for name in ARRAYS:
+                self._files[name] = io.BytesIO() if folder is None else open(folder / name, "xb")
+            self._write("offsets", np.zeros(1))
+        except OSError:
+            self._close()
+            raise
+
+    def __enter__(self) -> "ArrayWriter":
+        return self
+
+    def __exit__(self, *_exception: Any) -> None:
+        self._close()
+
+    def append(self, chunk: Chunk, file: int) -> None:
+        """All items of a chunk, from the file with that number. Raises OSError."""
+        lengths = np.frombuffer(chunk.lengths, dtype=np.int64)
+        self._write("ids", np.frombuffer(chunk.ids, dtype=np.int32))
+        self._write("trained", np.frombuffer(chunk.trained, dtype=np.uint8))
+        self._write("offsets", np.cumsum(lengths) + self._ids)
+        self._write("file_of", np.full(len(chunk.sample_of), file))
+        self._write("sample_of", np.frombuffer(chunk.sample_of, dtype=np.int64))
+        self._write("digests", np.frombuffer(chunk.digests, dtype=np.uint64))
+        values = np.frombuffer(chunk.values, dtype=np.float64)
+        numbers = [self.classes.setdefault(name, len(self.classes)) for name in chunk.classes]
+        self._write("values", np.array(numbers, dtype=np.float64)[values.astype(np.int64)] if numbers else values)
+        self._ids += int(lengths.sum())
+        self.items += len(chunk.sample_of)
+
+    def sync(self) -> None:
+        """Everything is on the disk. Raises OSError."""
+        for file in self._files.values():
+            file.flush()
+            if self._folder is not None:
+                os.fsync(file.fileno())
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of each array's bytes, in hex."""
+        return {name: digest.hexdigest() for name, digest in self._hashes.items()}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What was written."""
+        if self._folder is not None:
+            return map_arrays(self._folder)
+        return {name: np.frombuffer(self._files[name].getbuffer(), dtype=kind) for name, kind in ARRAYS.items()}  # type: ignore[attr-defined]
+
+    def _write(self, name: str, values: np.ndarray) -> None:
+        content = np.ascontiguousarray(values, dtype=ARRAYS[name]).data
+        self._hashes[name].update(content)
+        self._files[name].write(content)
+
+    def _close(self) -> None:
+        if self._folder is not None:
+            for file in self._files.values():
+                file.close()
+
+
+def map_arrays(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays in a folder, as read-only maps, whose pages processes share. Raises OSError or ValueError."""
+    return {name: np.memmap(folder / name, dtype=kind, mode="r").view(np.ndarray) for name, kind in ARRAYS.items()}
+
+
+def difference(folder: Path, checksums: Mapping[str, Any]) -> str | None:
+    """What is wrong with the files in a folder, in a few words; None: they are as they were written. Raises OSError."""
+    for name in ARRAYS:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if sha256_of(folder / name) != checksums.get(name):
+            return f"{name} has other content than was written"
+    return None
+
 
 MANIFEST = "manifest.json"
 FIRST_RANK_SECONDS = 2.0  # how long the other ranks let the first one go ahead: it is the one that shows progress
@@ -98,12 +185,10 @@ def _made_under_lock(root: Path, key: str, make: Make) -> Stored:
 
 def _made(folder: Path, make: Make) -> Stored:
     partial = folder.with_name(f"{folder.name}.partial")
-    try:
+    with _refusals_of_the_disk():
         _remove(partial)
         _remove(folder)
         partial.mkdir(parents=True)
-    except OSError as error:
-        raise _Unusable(error.strerror or str(error)) from None
     try:
         with _refusals_of_the_disk(), ArrayWriter(partial) as writer:
             report = make(writer)
@@ -113,7 +198,8 @@ def _made(folder: Path, make: Make) -> Stored:
             flush_folder(folder.parent)
             return Stored(map_arrays(folder), writer.checksums, report)
     finally:
-        _remove_quietly(partial)
+        with suppress(OSError):  # a rest that the next one to hold the lock removes
+            _remove(partial)
 
 
 @contextmanager
@@ -132,6 +218,7 @@ def _write_manifest(folder: Path, checksums: Mapping[str, str], report: DataRepo
 
 
 def _checksum(content: Any) -> str:
+    """Return the SHA-256 of JSON values, in hex."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -166,22 +253,13 @@ def _remove(folder: Path) -> None:
     folder.rmdir()
 
 
-def _remove_quietly(folder: Path) -> None:
-    try:
-        _remove(folder)
-    except OSError:
-        pass  # a rest that the next one to hold the lock removes
-
-
 @contextmanager
 def _locked(root: Path, key: str) -> Iterator[TextIO]:
     """Holds the lock of a key; waits while another process holds it. Raises _Unusable."""
     path = root / f"{key}.lock"
-    try:
+    with _refusals_of_the_disk():
         root.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")
-    except OSError as error:
-        raise _Unusable(error.strerror or str(error)) from None
     with file:
         try:
             _let_the_first_rank_go_ahead(file, root / key)
@@ -222,12 +300,10 @@ def _launch() -> str | None:
 def _note_failure(lock: TextIO, failure: Mapping[str, Any]) -> None:
     launch = _launch()
     if launch is not None:
-        try:
+        with suppress(OSError):  # a full disk: the others will find out by themselves
             lock.truncate(0)
             json.dump({"launch": launch, **failure}, lock)
             lock.flush()
-        except OSError:
-            pass  # a full disk: the others will find out by themselves
 
 
 def _noted(lock: TextIO) -> dict[str, Any] | None:
@@ -241,9 +317,7 @@ def _noted(lock: TextIO) -> dict[str, Any] | None:
 
 
 def _raise_known_failure(lock: TextIO) -> None:
-    noted = _noted(lock)
-    if noted is None:
-        return
+    noted = _noted(lock) or {}
     if "unusable" in noted:
         raise _Unusable(str(noted["unusable"]))
     kind = getattr(errors, str(noted.get("error")), None)
@@ -263,7 +337,7 @@ def cache_key(
     settings: Mapping[str, Any],
     files: Sequence[SampleFile],
     encoders: Sequence[SourceEncoder],
-    tokenizer: TextTokenizer,
+    tokenizer: Tokenizer,
 ) -> str | None:
     """SHA-256 in hex over settings, the content and the place of all files, tokenizer, formats and our own code.
 
@@ -285,7 +359,7 @@ def cache_key(
         "arrays": ARRAYS,
         "code": _our_code(),
     }
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+    return _checksum(decides)
 
 
 def _tokenizer_files(file: Path) -> list[list[str]]:

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from recipe_lib.data.special_counts import SpecialCounts
+from recipe_lib.data.escaping import SpecialCounts
 from recipe_lib.errors import DataError
-from recipe_lib.units import counted
+from recipe_lib.units import choose_lines, counted
 
 MOST_BAD_LINES = 20  # bad samples that an error names one by one
 PLACES = 5  # bad samples of one cause whose places are kept in any case
@@ -71,7 +71,7 @@ class DataReport:
     control_characters: int = 0  # samples with a control character in a text
     first_control: str = ""
     duplicate_sequences: int = 0  # the same as an earlier one, token by token; they are kept all the same
-    first_duplicate: str = ""
+    duplicates: list[list[str]] = field(default_factory=list)  # of the first: its place, and that of the earlier one
     parts: list["DataReport"] = field(default_factory=list)
 
     @property
@@ -252,109 +252,107 @@ class DataReport:
 
     def _sequence_lines(self) -> list[str]:
         """Return what became of conversations of several answers, and who says what an answer is."""
-        lines = []
-        if self.split_samples:
-            why = (
-                "as data.history says"
-                if self.history == "split"
-                else "because the chat template writes earlier turns anew"
-            )
-            cost = self.split_tokens / max(1, self.unsplit_tokens)
-            lines.append(
+        is_asked = self.history == "split"
+        why = "as data.history says" if is_asked else "because the chat template writes earlier turns anew"
+        cost = self.split_tokens / max(1, self.unsplit_tokens)
+        return choose_lines(
+            (
+                self.split_samples,
                 f"data: {self.split_samples} conversations became {self.split_sequences} sequences, {why}: each answer "
                 f"follows the prompt that generation is given; {self.split_tokens} tokens in place of "
-                f"{self.unsplit_tokens} ({cost:.2f} times as many)"
-            )
-        if self.marked_answers:
-            lines.append(
+                f"{self.unsplit_tokens} ({cost:.2f} times as many)",
+            ),
+            (
+                self.marked_answers,
                 f"data: of {self.marked_answers} answers the chat template itself says what is trained "
                 f"({{% generation %}}); {self.marks_differing} of them are not what generation is asked for, and in "
-                f"{self.marks_with_space_after} white space after the end of the turn is trained as well"
-            )
-            lines += [f"data: first that is not: {self.first_mark}"] if self.first_mark else []
-        return lines
+                f"{self.marks_with_space_after} white space after the end of the turn is trained as well",
+            ),
+            (self.first_mark, f"data: first that is not: {self.first_mark}"),
+        )
 
     def _lost_lines(self) -> list[str]:
-        lines = []
+        """Return what was cut off."""
         long = self.truncated_sequences + self.skipped_long_sequences
-        if long:
-            share = self.lost_answer_tokens / max(1, self.long_answer_tokens)
-            done = "truncated" if self.truncated_sequences else "left out"
-            empty = (
-                f", {self.emptied_sequences} of them left out because no answer was left"
-                if self.emptied_sequences
-                else ""
-            )
-            before = "warning: data" if share else "data"
-            of = f"{counted(self.items_made, self.noun)} ({_percent(long / self.items_made)})"
-            lines.append(
-                f"{before}: {long} of {of} exceed {self.max_seq_len} tokens and were {done}{empty}; {_percent(share)} "
-                "of their answer tokens lost"
-            )
-        if self.untrained_ends:
-            lines.append(
+        share = self.lost_answer_tokens / max(1, self.long_answer_tokens)
+        done = "truncated" if self.truncated_sequences else "left out"
+        empty = ""
+        if self.emptied_sequences:
+            empty = f", {self.emptied_sequences} of them left out because no answer was left"
+        of = f"{counted(self.items_made, self.noun)} ({_percent(long / max(1, self.items_made))})"
+        return choose_lines(
+            (
+                long,
+                f"{'warning: data' if share else 'data'}: {long} of {of} exceed {self.max_seq_len} tokens and were "
+                f"{done}{empty}; {_percent(share)} of their answer tokens lost",
+            ),
+            (
+                self.untrained_ends,
                 f"warning: data: {self.untrained_ends} answers end without their end-of-turn token, so nothing "
-                "teaches the model to stop there (they were cut, or their last token is none that generation stops at)"
-            )
-        return lines
+                "teaches the model to stop there (they were cut, or their last token is none that generation stops at)",
+            ),
+        )
 
     def _odd_lines(self) -> list[str]:
         """Return what is not as most would expect, and no fault."""
-        lines = []
-        if self.texts and self.lacks_eos:
-            lines.append(
+        return choose_lines(
+            (
+                self.texts and self.lacks_eos,
                 "warning: data: the tokenizer has no EOS token, so that nothing says where a text ends; set eos_token "
-                "in tokenizer_config.json, or data.add_eos=false"
-            )
-        if self.openings:
-            lines.append(
+                "in tokenizer_config.json, or data.add_eos=false",
+            ),
+            (
+                self.openings,
                 f"data: in {counted(self.openings, 'conversation')} the assistant begins; no prompt asks for that "
-                "message, so it is not trained"
-            )
-        if self.endings:
-            conversations = counted(self.endings, "conversation")
-            lines.append(f"data: in {conversations} messages follow the last one that is trained; they are left out")
-        if self.apart_samples:
-            lines.append(
+                "message, so it is not trained",
+            ),
+            (
+                self.endings,
+                f"data: in {counted(self.endings, 'conversation')} messages follow the last one that is trained; they "
+                "are left out",
+            ),
+            (
+                self.apart_samples,
                 f"data: in {self.apart_samples} samples an answer's first letters would join the prompt's last token; "
-                "the answer is encoded on its own there, as it is generated"
-            )
-        if self.unseen_samples:
-            lines.append(
+                "the answer is encoded on its own there, as it is generated",
+            ),
+            (
+                self.unseen_samples,
                 f"warning: data: in {self.unseen_samples} samples the chat template leaves out a system's or user's "
-                "message, which the model is never shown; set tokenizer.chat_template to one that writes it"
-            )
-        return lines
+                "message, which the model is never shown; set tokenizer.chat_template to one that writes it",
+            ),
+        )
 
     def _idle_lines(self) -> list[str]:
         """Return what samples hold that is not read, and of data.ignore_columns what none has."""
-        lines = []
-        if self.idle_names:
-            named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))
-            lines.append(f"data: columns that change nothing: {named}")
-        if self.margins:
-            lines.append(f"data: {counted(self.margins, 'pair')} with a margin, which reward_distributed alone reads")
+        named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))
         # What a bad sample holds is not counted, so that with one nobody knows.
         missing = [] if self.bad_samples else [name for name in self.ignored if name not in self.idle_names]
-        if missing:
-            lines.append(f"warning: data: data.ignore_columns: no sample has {', '.join(missing)}")
-        return lines
+        return choose_lines(
+            (named, f"data: columns that change nothing: {named}"),
+            (
+                self.margins,
+                f"data: {counted(self.margins, 'pair')} with a margin, which reward_distributed alone reads",
+            ),
+            (missing, f"warning: data: data.ignore_columns: no sample has {', '.join(missing)}"),
+        )
 
     def _bad_lines(self) -> list[str]:
-        lines = []
-        if self.duplicate_sequences:
-            are = "is" if self.duplicate_sequences == 1 else "are"
-            lines.append(
-                f"data: {counted(self.duplicate_sequences, self.noun)} {are} the same as an earlier one, and kept all "
-                f"the same (first: {self.first_duplicate})"
-            )
+        """Return which samples are left out, or the same as another one."""
+        are = "is" if self.duplicate_sequences == 1 else "are"
+        first = ", the same as ".join(self.duplicates[0]) if self.duplicates else ""
         bad = sum(self.bad_samples.values())
-        if bad:
-            causes = ", ".join(f"{cause} {count}" for cause, count in self.bad_samples.most_common())
-            are = "is bad and was" if bad == 1 else "are bad and were"
-            lines.append(f"warning: data: {bad} of {counted(self.samples_read, 'sample')} {are} left out: {causes}")
-            lines += [f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()]
-        return lines
+        causes = ", ".join(f"{cause} {count}" for cause, count in self.bad_samples.most_common())
+        were = "is bad and was" if bad == 1 else "are bad and were"
+        lines = choose_lines(
+            (
+                self.duplicate_sequences,
+                f"data: {counted(self.duplicate_sequences, self.noun)} {are} the same as an earlier one, and kept all "
+                f"the same (first: {first})",
+            ),
+            (bad, f"warning: data: {bad} of {counted(self.samples_read, 'sample')} {were} left out: {causes}"),
+        )
+        return lines + [f"data: first with {cause}: {place}" for cause, place in self.first_bad.items()]
 
     def bos_line(self) -> str:
         """Return what is put before a sequence, or who decides it."""

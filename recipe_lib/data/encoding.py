@@ -11,9 +11,7 @@ from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data import spans
 from recipe_lib.data.dataset import digest_of
 from recipe_lib.data.dataset_report import DataReport
-from recipe_lib.data.encoded import Encoded
 from recipe_lib.data.find_format import fitting
-from recipe_lib.data.sample_columns import Renamed, columns_section, list_spellings, overrides
 from recipe_lib.data.samples import (
     Classified,
     Completion,
@@ -21,12 +19,17 @@ from recipe_lib.data.samples import (
     Document,
     LabeledAnswer,
     Preference,
+    Renamed,
     Sample,
     SampleFault,
+    columns_section,
+    list_spellings,
     located,
+    overrides,
 )
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.data.templates import Encoder
+from recipe_lib.data.text_encoding import Encoded
 from recipe_lib.data.unread import UnreadNames, collect_texts, has_control_characters
 from recipe_lib.errors import DataError, UserError
 
@@ -223,7 +226,7 @@ class SourceEncoder:
         whole = self.encoder.encode_sample(sample)
         if isinstance(sample, Conversation) and self.cfg.train_on != "all":
             report.openings += sample.messages[0]["role"] == "assistant"
-            report.endings += not spans.picked(sample.messages, self.cfg.train_on, sample.places)[-1]
+            report.endings += not spans.pick_trained(sample.messages, self.cfg.train_on, sample.places)[-1]
         if len(whole.sequences) > 1:
             report.split_samples += 1
             report.split_sequences += len(whole.sequences)

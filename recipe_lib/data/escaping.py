@@ -6,13 +6,114 @@ has not written itself. After that they stay text, or become tokens all the same
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from recipe_lib.data.samples import SampleFault, TextTokenizer
-from recipe_lib.data.special_counts import SpecialCounts
-from recipe_lib.data.thoughts import TAGS, with_tags
+from recipe_lib.data.samples import SampleFault
+from recipe_lib.data.template_behavior import TAGS, with_tags
+from recipe_lib.tokenizers import Tokenizer
+from recipe_lib.tokenizers.vocabulary import compile_alternation
+from recipe_lib.units import choose_lines, counted
+
+# Counts the special tokens that the samples of a dataset spell out, and writes the lines for the
+# log.
+
+
+MOST_PLACES = 5  # samples that are named
+MOST_TOKENS = 5  # special tokens that a line names
+
+
+@dataclass
+class SpecialCounts:
+    """Counts by token, of one sample or of many."""
+
+    parsed: Counter[str] = field(default_factory=Counter)  # become tokens
+    unparsed: Counter[str] = field(default_factory=Counter)  # stay text
+    foreign: Counter[str] = field(default_factory=Counter)  # stay text: tokens of other tokenizers
+    samples: int = 0  # with any that stay text
+    places: list[str] = field(default_factory=list)  # of the first of these samples, with what they spell out
+    rendered: int = 0  # samples that hold the template's own tokens and are encoded as they stand
+
+    def note(self, place: str, spelled: "SpecialCounts") -> None:
+        """Add what a sample spells out. place: of the sample."""
+        if spelled.is_empty:  # as most are
+            return
+        if spelled.split:
+            spelled.samples = 1
+            spelled.places = [f"{place}: found {_name_tokens(spelled.split)}"]
+        self.add(spelled)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing was noted."""
+        return not (self.parsed or self.unparsed or self.foreign or self.rendered)
+
+    @property
+    def split(self) -> Counter[str]:
+        """Return those that stay text."""
+        return self.unparsed + self.foreign
+
+    def add(self, other: "SpecialCounts") -> None:
+        """Add the counts over samples that come later."""
+        self.parsed.update(other.parsed)
+        self.unparsed.update(other.unparsed)
+        self.foreign.update(other.foreign)
+        self.samples += other.samples
+        self.places = [*self.places, *other.places][:MOST_PLACES]
+        self.rendered += other.rendered
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> "SpecialCounts":
+        """Return the counts whose `vars` were made into JSON values. Raises TypeError or KeyError for anything else."""
+        counters = {name: Counter(content[name]) for name in ("parsed", "unparsed", "foreign")}
+        return SpecialCounts(**dict(content) | counters)
+
+    def lines(self, chats: int) -> list[str]:
+        """Return the lines for the log. chats: how many samples the template writes."""
+        return choose_lines(
+            (
+                self.parsed,
+                f"data: special tokens that the samples spell out are parsed: {_name_tokens(self.parsed)}",
+            ),
+            (
+                self.rendered,
+                f"{'warning: data' if chats else 'data'}: {self.rendered} of "
+                f"{counted(self.rendered + chats, 'sample')} hold a chat template's special tokens: their texts are "
+                "taken as rendered already, and no template is applied",
+            ),
+            (self.split, f"warning: data: {self.split_line()}"),
+        )
+
+    def split_line(self) -> str:
+        """Return which special tokens stay text, and what to do."""
+        spell = "spells" if self.samples == 1 else "spell"
+        remedies = []
+        if self.unparsed:
+            remedies.append(
+                "set data.parse_special_tokens=true if whoever wrote the samples is trusted, or take them out of the "
+                "samples"
+            )
+        if self.foreign:
+            named = " or ".join(map(repr, list(self.foreign)[:MOST_TOKENS]))
+            remedies.append(
+                f"this tokenizer has no {named}: give samples of messages, which its own chat "
+                "template writes, or the model whose template wrote these"
+            )
+        return (
+            f"{counted(self.samples, 'sample')} {spell} out special tokens that stay text, cut into pieces: "
+            f"{_name_tokens(self.split)}; {'; '.join(remedies)}"
+        )
+
+
+def _name_tokens(counts: Counter[str]) -> str:
+    """Return `'<|im_end|>' 12 times, '<s>' once`, the most frequent first."""
+    named = [
+        f"{token!r} {'once' if count == 1 else f'{count} times'}" for token, count in counts.most_common(MOST_TOKENS)
+    ]
+    return ", ".join(named) + (", ..." if len(counts) > MOST_TOKENS else "")
+
 
 # Unicode's private use areas, which no text should hold.
 PRIVATE_LETTERS = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
@@ -32,10 +133,10 @@ class SpecialTokens:
     """Looks for a tokenizer's special tokens in samples, and counts them. pattern: finds any; None: there are none.
     spelled: those of the sample that is encoded."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.spelled = SpecialCounts()
-        self.pattern = compile_special_pattern(tokenizer.special_texts)
+        self.pattern = compile_alternation(text for text in tokenizer.special_texts if len(text) > 1)
         self._foreign: dict[str, bool] = {}  # by token, as `_is_foreign` found it
 
     def take(self) -> SpecialCounts:
@@ -122,13 +223,7 @@ class SpecialTokens:
         return changed, letter, +counts
 
 
-def compile_special_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return what finds any of the special tokens in a text, the longest first; None: there are none."""
-    longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
-def encode_escaped(tokenizer: TextTokenizer, parts: Sequence[str], escape: Escape) -> list[list[int]]:
+def encode_escaped(tokenizer: Tokenizer, parts: Sequence[str], escape: Escape) -> list[list[int]]:
     """Return ids of each part of a rendering, without the letter of an escape."""
     if escape.parses and escape.letter is not None:
         return tokenizer.encode_pieces([part.replace(escape.letter, "") for part in parts])

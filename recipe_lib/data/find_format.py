@@ -12,18 +12,19 @@ from recipe_lib.config.registry import BUILT_IN, names, registered
 from recipe_lib.config.schema import FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import resolved_sources, validation_source
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data.sample_columns import (
+from recipe_lib.data.samples import (
     OTHER_NAMES,
     Renamed,
+    SampleFault,
     called,
     columns_section,
     is_json_list,
     list_spellings,
     overrides,
 )
-from recipe_lib.data.samples import SampleFault
 from recipe_lib.data.sources import SampleFile, open_sources
 from recipe_lib.errors import ConfigError, DataError
+from recipe_lib.units import choose_lines
 
 AUTO, PAIRS, LABELED = "auto", "preference", ("kto", "classification")
 LOOKED_AT, AMONG = 100, 1000  # samples that can be read, among the first of each file
@@ -104,23 +105,28 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
         ignored=cfg.data.ignore_columns,
     )
     usable = SAMPLES[cfg.samples]
-    if found == PAIRS and PAIRS not in usable:
-        raise ConfigError(
+    known = (*_ORDER, *LABELED)
+    faults = choose_lines(
+        (
+            found == PAIRS and PAIRS not in usable,
             f"{source.source}: found {PAIRS}s (chosen, rejected), which this recipe has no use for; choose other "
-            "samples, or run dpo_distributed"
-        )
-    if cfg.trains_on_pairs and found in _ORDER and found != PAIRS:
-        raise ConfigError(
+            "samples, or run dpo_distributed",
+        ),
+        (
+            cfg.trains_on_pairs and found in _ORDER and found != PAIRS,
             f"{source.source}: found the columns of the format {found}, expected those of {PAIRS} (chosen, rejected), "
             f"as the loss compares two answers; name yours with {format_key}={PAIRS} {section}.columns.chosen=NAME "
-            f"{section}.columns.rejected=NAME, or train with lora_finetune_distributed"
-        )
-    if not cfg.trains_on_pairs and found in (*_ORDER, *LABELED) and found not in usable:
-        raise ConfigError(
+            f"{section}.columns.rejected=NAME, or train with lora_finetune_distributed",
+        ),
+        (
+            not cfg.trains_on_pairs and found in known and found not in usable,
             f"{source.source}: found the columns of the format {found}, expected those of {usable[0]} "
             f"({', '.join(_required(usable[0]))}), as the loss needs a label; name yours with "
-            f"{format_key}={usable[0]} {section}.columns.label=NAME, or train with lora_finetune_distributed"
-        )
+            f"{format_key}={usable[0]} {section}.columns.label=NAME, or train with lora_finetune_distributed",
+        ),
+    )
+    if faults:
+        raise ConfigError(faults[0])
     return found
 
 

@@ -25,16 +25,8 @@ from recipe_lib.data.prompts import (
     refuse_beside_text,
     with_system,
 )
-from recipe_lib.data.sample_columns import (
-    OTHER_NAMES,
-    RawSample,
-    Renamed,
-    called,
-    overrides,
-    path_of,
-    text_of,
-)
 from recipe_lib.data.samples import (
+    OTHER_NAMES,
     Classified,
     Completion,
     Conversation,
@@ -42,10 +34,16 @@ from recipe_lib.data.samples import (
     LabeledAnswer,
     Message,
     Preference,
+    RawSample,
+    Renamed,
     Sample,
     SampleFault,
     SamplePlaces,
+    called,
+    overrides,
+    path_of,
     shown,
+    text_of,
 )
 from recipe_lib.data.tool_calls import read_tools
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from recipe_lib.data.dataset import Dataset, TokenSequence, copies, overlap
+from recipe_lib.data.dataset import Dataset, TokenSequence, overlap
 from recipe_lib.data.dataset_report import DataReport
-from recipe_lib.data.packing import pack
-from recipe_lib.data.samples import TextTokenizer
+from recipe_lib.data.order import pack
+from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.units import counted
 
 SHOWN = 5  # places that a finding names
@@ -61,10 +61,10 @@ def inspect(
     }
     shared = overlap(training, validation) if validation is not None else np.array([], dtype=np.int64)
     numbers |= {"duplicate_sequences": report.duplicate_sequences, "overlapping_sequences": len(shared)}
-    findings = [*_report_findings(report, max_seq_len), *_copy_findings(training)]
+    findings = _report_findings(report, max_seq_len)
     if validation is not None:
         numbers["validation"] = _sample_counts(validation.report)
-        own = [*_report_findings(validation.report, max_seq_len), *_copy_findings(validation)]
+        own = _report_findings(validation.report, max_seq_len)
         findings += [replace(one, line=f"validation: {one.line}", dataset="validation") for one in own]
         findings += _overlap_findings(validation, shared)
     if untrained_tokens is not None:
@@ -118,48 +118,66 @@ def histogram(lengths: np.ndarray, max_seq_len: int) -> list[tuple[int, int, int
     return bins[used[0] : used[-1] + 1] if used else []
 
 
-def _report_findings(report: DataReport, max_seq_len: int) -> Iterable[Finding]:
-    for cause, count in report.bad_samples.most_common():
-        yield _placed("bad-samples", f"{counted(count, 'bad sample')}: {cause}", count, report.places(cause))
-    for part in report.parts or [report]:
-        if nothing := part.nothing_left():
-            yield Finding(NOTHING_LEFT, nothing, 0)
-    lost = report.lost_answer_tokens
-    if lost:
-        share = lost / max(1, report.trained_tokens + lost)
-        long = report.truncated_sequences + report.skipped_long_sequences
-        exceed = f"{_said(long, report.noun, 'exceeds', 'exceed')} {max_seq_len} tokens"
-        yield Finding("truncation", f"{exceed}; {lost} answer tokens ({share:.1%}) are lost", long)
-    if report.emptied_sequences:
-        line = (
-            f"{_said(report.emptied_sequences, report.noun, 'is', 'are')} left out because the whole answer is after "
-            f"{max_seq_len} tokens"
-        )
-        yield Finding("no-answer-left", line, report.emptied_sequences)
-    if report.untrained_ends:
-        end = _said(report.untrained_ends, "answer", "ends", "end")
-        line = f"{end} without a trained end-of-turn token: nothing teaches to stop there"
-        yield Finding("untrained-ends", line, report.untrained_ends)
-    if report.marks_differing:
-        answers = counted(report.marks_differing, "answer")
-        line = f"in {answers} the chat template marks something else than what is generated"
-        yield _placed("generation-marks", line, report.marks_differing, [report.first_mark])
-    if report.unseen_samples:
-        line = (
-            f"in {counted(report.unseen_samples, 'sample')} the chat template leaves out a system's or user's message"
-        )
-        yield Finding("unseen-messages", line, report.unseen_samples)
+def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
+    """Return what the counts of a dataset say is wrong."""
+    parts = report.parts or [report]
     special = report.special
-    if special.samples:
-        yield _placed("split-special-tokens", special.split_line(), special.samples, special.places)
-    if report.control_characters:
-        samples = counted(report.control_characters, "sample")
-        line = f"in {samples} a text holds a control character (JSON reads \\b as one; a backslash is two there)"
-        yield _placed("control-characters", line, report.control_characters, [report.first_control])
-    for part in report.parts or [report]:
-        fault = part.share_fault()
-        if fault:
-            yield Finding("label-tokens", f"{part.source}: {fault}", part.sequences)
+    lost = report.lost_answer_tokens
+    long = report.truncated_sequences + report.skipped_long_sequences if lost else 0
+    exceed = f"{_said(long, report.noun, 'exceeds', 'exceed')} {max_seq_len} tokens"
+    share = lost / max(1, report.trained_tokens + lost)
+    bad = [
+        _placed("bad-samples", f"{counted(count, 'bad sample')}: {cause}", count, report.places(cause))
+        for cause, count in report.bad_samples.most_common()
+    ]
+    empty = [Finding(NOTHING_LEFT, nothing, 0) for part in parts if (nothing := part.nothing_left())]
+    by_count = [
+        Finding("truncation", f"{exceed}; {lost} answer tokens ({share:.1%}) are lost", long),
+        Finding(
+            "no-answer-left",
+            f"{_said(report.emptied_sequences, report.noun, 'is', 'are')} left out because the whole answer is after "
+            f"{max_seq_len} tokens",
+            report.emptied_sequences,
+        ),
+        Finding(
+            "untrained-ends",
+            f"{_said(report.untrained_ends, 'answer', 'ends', 'end')} without a trained end-of-turn token: nothing "
+            "teaches to stop there",
+            report.untrained_ends,
+        ),
+        _placed(
+            "generation-marks",
+            f"in {counted(report.marks_differing, 'answer')} the chat template marks something else than what is "
+            "generated",
+            report.marks_differing,
+            [report.first_mark],
+        ),
+        Finding(
+            "unseen-messages",
+            f"in {counted(report.unseen_samples, 'sample')} the chat template leaves out a system's or user's message",
+            report.unseen_samples,
+        ),
+        _placed("split-special-tokens", special.split_line(), special.samples, special.places),
+        _placed(
+            "control-characters",
+            f"in {counted(report.control_characters, 'sample')} a text holds a control character (JSON reads \\b as "
+            "one; a backslash is two there)",
+            report.control_characters,
+            [report.first_control],
+        ),
+    ]
+    shares = [
+        Finding("label-tokens", f"{part.source}: {fault}", part.sequences)
+        for part in parts
+        if (fault := part.share_fault())
+    ]
+    copies = _placed(
+        "duplicates",
+        f"{_said(report.duplicate_sequences, report.noun, 'repeats', 'repeat')} an earlier one",
+        report.duplicate_sequences,
+        [f"{item} is {earlier}" for item, earlier in report.duplicates],
+    )
+    return [*bad, *empty, *(one for one in by_count if one.count), *shares, *([copies] if copies.count else [])]
 
 
 def _said(count: int, noun: str, one: str, several: str) -> str:
@@ -169,15 +187,6 @@ def _said(count: int, noun: str, one: str, several: str) -> str:
 
 def _placed(name: str, line: str, count: int, places: Sequence[str]) -> Finding:
     return Finding(name, line, count, places, count - len(places))
-
-
-def _copy_findings(dataset: Dataset) -> Iterable[Finding]:
-    repeats, earlier = copies(dataset.digests)
-    if len(repeats):
-        pairs = zip(repeats[:SHOWN].tolist(), earlier[:SHOWN].tolist(), strict=True)
-        places = [f"{dataset.place(item)} is {dataset.place(first)}" for item, first in pairs]
-        line = f"{_said(len(repeats), dataset.report.noun, 'repeats', 'repeat')} an earlier one"
-        yield _placed("duplicates", line, len(repeats), places)
 
 
 def _overlap_findings(validation: Dataset, shared: np.ndarray) -> Iterable[Finding]:
@@ -197,7 +206,7 @@ def _token_findings(untrained: Sequence[str]) -> Iterable[Finding]:
         yield Finding("untrained-tokens", line, 0)
 
 
-def special_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
+def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """The special tokens: id -> text."""
     texts = tokenizer.special_texts
     return {ids[0]: text for ids, text in zip(tokenizer.encode_pieces(texts), texts, strict=True) if len(ids) == 1}
@@ -233,7 +242,7 @@ class Shown:
     pieces: list[Piece]
 
 
-def show_item(dataset: Dataset, item: int, tokenizer: TextTokenizer) -> list[Shown]:
+def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[Shown]:
     """The sequences of an item: one, or a pair's chosen and rejected answer."""
     sequences = range(item * dataset.group, (item + 1) * dataset.group)
     return [
@@ -242,7 +251,7 @@ def show_item(dataset: Dataset, item: int, tokenizer: TextTokenizer) -> list[Sho
             place=_place(dataset, item),
             answer=("chosen", "rejected")[sequence % 2] if dataset.group == 2 else _show_label(dataset, item),
             tokens=int(dataset.lengths[sequence]),
-            trained=dataset.trained_tokens(sequence),
+            trained=int(dataset.trained_counts[sequence]),
             pieces=list(pieces_of(dataset[sequence], tokenizer)),
         )
         for sequence in sequences
@@ -262,7 +271,7 @@ def _place(dataset: Dataset, item: int) -> str:
     return dataset.place(item) + (f", sequence {number} of {count}" if count > 1 else "")
 
 
-def pieces_of(sequence: TokenSequence, tokenizer: TextTokenizer) -> Iterator[Piece]:
+def pieces_of(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:
     """The text of a sequence, in order: all tokens, and the last target if it is trained.
 
     A target is trained if the loss counts it; the first token is never one. Ids of one kind are decoded together, so
@@ -280,5 +289,5 @@ def pieces_of(sequence: TokenSequence, tokenizer: TextTokenizer) -> Iterator[Pie
             start = end
 
 
-def _decode(ids: Sequence[int], tokenizer: TextTokenizer) -> str:
+def _decode(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return b"".join(tokenizer.token_bytes(i) for i in ids).decode("utf-8", errors="replace")

@@ -3,16 +3,12 @@
 import codecs
 import json
 import re
-from array import array
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from recipe_lib.data.column_names import is_idle_beside, says_nothing
-from recipe_lib.data.sample_files import LocalFile, Located, empty, not_utf8, opened, parse_sample
-from recipe_lib.data.samples import kind_of
+from recipe_lib.data.sample_files import IndexedFile, empty, not_utf8, parse_sample, skip_mark
+from recipe_lib.data.samples import SampleFault, kind_of
 from recipe_lib.errors import DataError
 
 READ_BYTES = 2**20  # bytes that are read at a time
@@ -25,57 +21,29 @@ _OUTSIDE, _INSIDE = re.compile(r'[\[\]{}"]'), re.compile(r'\\.?|"', re.DOTALL)  
 TOO_LONG = object()
 
 
-class JsonFile(LocalFile):
+class JsonFile(IndexedFile):
     """A .json file. Its index is made by decoding each item once, which also finds every fault of the file."""
 
-    def __len__(self) -> int:
-        return len(self._index[0])
+    def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+        """As IndexedFile says."""
+        scanner = _Scanner(file, self.place, self.sample_limit)
+        self._list_path = "." if scanner.next_letter() == "[" else ".data"
+        self._beside = scanner.beside
+        yield from scanner.items()
 
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """As SampleFile says."""
-        items = self._index[0][start:stop]
-        with opened(self.path) as file:
-            for sample, (first, end, _) in enumerate(items, start=start):
-                if end - first > self.sample_limit:
-                    yield self.place_of(sample), self.too_large(int(end - first))
-                    continue
-                file.seek(int(first))
-                yield self.place_of(sample), parse_sample(file.read(int(end - first)))
+    def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
+        """As IndexedFile says."""
+        return parse_sample(content)
 
-    def first(self, count: int) -> Iterator[Located]:
-        """As SampleFile says; a file that turns out to be no list of objects is read as a whole."""
-        with opened(self.path) as file:
-            scanner = _Scanner(file, self.place, self.sample_limit)
-            if scanner.next_letter() != "[":
-                yield from self.read(0, count)
-                return
-            items = scanner.list_items(count).tolist()
-        with opened(self.path) as file:
-            for number, (start, end, line) in enumerate(zip(items[::3], items[1::3], items[2::3], strict=True)):
-                if end - start <= self.sample_limit:
-                    file.seek(start)
-                    yield f"{self.place}:{line}: .[{number}]", parse_sample(file.read(end - start))
-
-    def place_of(self, sample: int) -> str:
-        """As SampleFile says."""
-        items, path, _ = self._index
-        line = int(items[sample, 2])
-        return f"{self.place}:{line}: {path}[{sample}]" if line else self.place
+    def locate(self, number: int, line: int) -> str:
+        """As IndexedFile says."""
+        return f"{self.place}:{line}: {self._list_path}[{number}]" if line else self.place
 
     @property
     def keys_beside(self) -> dict[str, str]:
         """Return the keys beside the list of samples, as SampleFile says."""
-        return self._index[2]
-
-    @cached_property
-    def _index(self) -> tuple[np.ndarray, str, dict[str, str]]:
-        """Return first byte, byte after the last one and line (0: the file is the sample) of each item, int64
-        `[samples, 3]`; the path of the list; and what stands beside it."""
-        with opened(self.path) as file:
-            scanner = _Scanner(file, self.place, self.sample_limit)
-            is_list = scanner.next_letter() == "["
-            items = np.array(scanner.items(), np.int64).reshape(-1, 3)
-            return items, "." if is_list else ".data", scanner.beside
+        len(self)  # they are known once the file was scanned
+        return self._beside
 
 
 def _describe(value: Any) -> str:
@@ -97,54 +65,44 @@ class _Scanner:
         self.text, self.at, self.ended = "", 0, False
         self.beside = dict[str, str]()  # keys of the object that holds the list, as SampleFile.keys_beside
         self.line, self.column = 1, 1
-        self.byte = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
-        file.seek(self.byte)
+        self.byte = skip_mark(file)
 
-    def items(self) -> array:
-        """Return three numbers for each item, as JsonFile's index has them. Raises DataError."""
+    def items(self) -> Iterator[tuple[int, int, int]]:
+        """Yield what JsonFile's `scan` does. Raises DataError."""
         opening = self.next_letter()
         if not opening:
             raise empty(self.place)
         if opening not in "[{":
             value = self.value()
             raise DataError(f'{self.place}: found {_describe(value)}, expected a list of objects or {{"data": [...]}}')
-        items = self.list_items() if opening == "[" else self.object_items()
+        yield from self.list_items() if opening == "[" else self.object_items()
         if self.next_letter():
             raise self.invalid("Extra data", self.at)
-        return items
 
-    def list_items(self, count: int | None = None) -> array:
-        """Return what `items` does of the list that begins here; of the first `count` items alone, after which the
-        scanner can be used no more."""
-        items = array("q")
+    def list_items(self) -> Iterator[tuple[int, int, int]]:
+        """Yield what `items` does of the list that begins here."""
         self.advance(self.at + 1)
-        mark = self.next_letter()
-        while mark != "]" or items:
+        mark = "]" if self.next_letter() == "]" else ","
+        while mark == ",":
             first, line = self.byte, self.line
             self.value()
-            items.extend((first, self.byte, line))
-            if count is not None and len(items) == 3 * count:
-                return items
+            yield first, self.byte, line
             mark = self.next_letter()
             if mark not in (",", "]"):
                 raise self.invalid("Expecting ',' delimiter", self.at)
-            if mark == "]":
-                break
-            self.advance(self.at + 1)
-            self.next_letter()
+            if mark == ",":
+                self.advance(self.at + 1)
+                self.next_letter()
         self.advance(self.at + 1)
-        return items
 
-    def object_items(self) -> array:
-        """Return what `items` does of the list under the key `data` of the object that begins here; else the object
+    def object_items(self) -> Iterator[tuple[int, int, int]]:
+        """Yield what `items` does of the list under the key `data` of the object that begins here; else the object
         itself."""
         start = self.byte
-        items = None
-        mark = ","
+        has_list = False
         num_data_keys = 0
         self.advance(self.at + 1)
-        if self.next_letter() == "}":
-            mark = "}"
+        mark = "}" if self.next_letter() == "}" else ","
         while mark == ",":
             if self.next_letter() != '"':
                 raise self.invalid("Expecting property name enclosed in double quotes", self.at)
@@ -156,7 +114,8 @@ class _Scanner:
                 raise self.invalid("Expecting ':' delimiter", self.at)
             self.advance(self.at + 1)
             if self.next_letter() == "[" and key == "data":
-                items = self.list_items()
+                has_list = True
+                yield from self.list_items()
             else:
                 value = self.value()
                 if not says_nothing(value):
@@ -167,10 +126,9 @@ class _Scanner:
             if mark == ",":
                 self.advance(self.at + 1)
         self.advance(self.at + 1)
-        if items is None:
+        if not has_list:
             self.beside.clear()  # the object is the one sample, and these are its columns
-            return array("q", (start, self.byte, 0))
-        return items
+            yield start, self.byte, 0
 
     def next_letter(self) -> str:
         """Pass over blanks; return the letter after them, or nothing at the end of the file."""

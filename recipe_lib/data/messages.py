@@ -6,8 +6,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipe_lib.data.column_names import is_idle_key, read_truth, says_nothing
-from recipe_lib.data.sample_columns import RawSample, list_of, path_of, refuse_keys, text_of
-from recipe_lib.data.samples import Conversation, Message, MessagePlace, SampleFault, SamplePlaces, kind_of, shown
+from recipe_lib.data.samples import (
+    Conversation,
+    Message,
+    MessagePlace,
+    RawSample,
+    SampleFault,
+    SamplePlaces,
+    kind_of,
+    list_of,
+    path_of,
+    refuse_keys,
+    shown,
+    text_of,
+)
 from recipe_lib.data.template_behavior import THOUGHT_KEYS
 from recipe_lib.data.tool_calls import calls_in_text, name_calls, read_calls, read_function_call, take_idle
 
@@ -107,43 +119,37 @@ def text_turn(sample: RawSample, name: str, role: str) -> Turns:
 
 
 def read_turn(turn: RawSample, where: str) -> Message:
-    """Return one message in either spelling. where: its path in the sample, for faults."""
-    if "from" not in turn:
-        return read_message(turn, where)
-    kept = _read_other_keys(turn, where, "from", "value")
-    if "role" in kept or "content" in kept:
+    """Return one message, {from, value} or {role, content}. where: its path in the sample, for faults.
+
+    content may be a list of text parts, or null next to tool_calls.
+    """
+    is_api = "from" not in turn
+    role_key, text_key = ("role", "content") if is_api else ("from", "value")
+    kept = _read_other_keys(turn, where, *(() if is_api else (role_key, text_key)))
+    if not is_api and ("role" in kept or "content" in kept):
         raise SampleFault(
             "message in two spellings",
             f"{where}: found from and {'role' if 'role' in kept else 'content'}, expected {{from, value}} or "
             "{role, content}",
         )
     if is_call(turn):
-        return _read_call_turn(turn, "value", kept, where)
-    role = _read_role(turn, "from", where, "human, gpt, system, tool, function_call or observation")
-    return _read_calls(kept, role, where) | {"role": role, "content": text_of(turn, "value", where=where)}
+        return _read_call_turn(turn, text_key, kept, where)
+    role = _read_role(turn, role_key, where)
+    kept = _read_calls(kept, role, where)
+    content = turn.get(text_key)
+    if is_api and isinstance(content, list):
+        kept |= _collect_part_keys(content)
+        content = "".join(_read_text_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
+    elif is_api and content is None and "tool_calls" in kept:
+        content = ""
+    else:
+        content = text_of(turn, text_key, where=where)
+    return kept | {"role": role, "content": content}
 
 
 def is_call(turn: RawSample) -> bool:
     """Return whether a turn is nothing but the call of a tool."""
     return turn.get("from", turn.get("role")) in CALLS
-
-
-def read_message(message: RawSample, where: str) -> Message:
-    """Return one {role, content}; content may be a list of text parts, or null next to tool_calls."""
-    kept = _read_other_keys(message, where)
-    if is_call(message):
-        return _read_call_turn(message, "content", kept, where)
-    role = _read_role(message, "role", where, ", ".join(ROLES))
-    kept = _read_calls(kept, role, where)
-    content = message.get("content")
-    if isinstance(content, list):
-        kept |= _collect_part_keys(content)
-        content = "".join(_read_text_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
-    elif content is None and "tool_calls" in kept:
-        content = ""
-    else:
-        content = text_of(message, "content", where=where)
-    return kept | {"role": role, "content": content}
 
 
 def _read_call_turn(turn: RawSample, text_key: str, kept: dict[str, Any], where: str) -> Message:
@@ -170,15 +176,16 @@ def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if name != key} | idle | {"tool_calls": calls}
 
 
-def _read_role(message: RawSample, key: str, where: str, expected: str) -> str:
+def _read_role(message: RawSample, key: str, where: str) -> str:
     """Return the name of the speaker as chat APIs have it. Raises SampleFault."""
     role = message.get(key)
     known_role = SPEAKERS.get(role) or SPEAKERS.get(role.lower()) if isinstance(role, str) else None
     if known_role is None:
         said = shown(role) if key in message else "nothing"
-        raise SampleFault(
-            "unknown role", f"{where}.{key}: found {said}, expected {'one of ' * (key == 'role')}{expected}"
-        )
+        expected = "human, gpt, system, tool, function_call or observation"
+        if key == "role":
+            expected = f"one of {', '.join(ROLES)}"
+        raise SampleFault("unknown role", f"{where}.{key}: found {said}, expected {expected}")
     return known_role
 
 

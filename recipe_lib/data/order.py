@@ -6,35 +6,117 @@ elsewhere. Two equal numbers, one chance in 10^7 for a million sequences, keep f
 """
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from recipe_lib.data.packing import Packs, pack
+from recipe_lib.data.dataset import Dataset
 from recipe_lib.errors import DataError
 from recipe_lib.units import counted
+
+# Packs items into sequences of up to `capacity` tokens, by their lengths alone.
+#
+# Best-fit decreasing: the longest item first, each into the fullest sequence that still has room
+# for it. Sequences with the same room left are alike, so that items of one length are placed by the
+# hundred and not one by one.
+
+
+@dataclass(frozen=True)
+class Packs:
+    """Holds which items each pack has: pack p those in `items[offsets[p] : offsets[p + 1]]`, in rising order."""
+
+    offsets: np.ndarray  # int64 [packs + 1]
+    items: np.ndarray  # int64 [items]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        return self.items[self.offsets[number] : self.offsets[number + 1]]
+
+
+def pack(lengths: np.ndarray, capacity: int) -> Packs:
+    """Return packs of items 0 .. n-1 with these lengths; each item is in one of them.
+
+    lengths: tokens, each from 1 to `capacity`.
+
+    How many packs there are, and how long the items in them are, follows from the multiset of lengths alone; which of
+    the items of one length goes where follows from their order.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= capacity:
+        raise ValueError(f"found lengths from {lengths.min()} to {lengths.max()}, expected 1 to {capacity}")
+    falling = np.argsort(-lengths, kind="stable")
+    sizes, counts = np.unique(lengths, return_counts=True)
+    pack_of = np.empty(len(lengths), dtype=np.int64)
+    pack_of[falling] = _place(sizes[::-1].tolist(), counts[::-1].tolist(), capacity)
+    items = np.argsort(pack_of, kind="stable")
+    sizes_of_packs = np.bincount(pack_of)
+    return Packs(np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes_of_packs)]), items)
+
+
+def _place(sizes: list[int], counts: list[int], capacity: int) -> list[int]:
+    """Return the pack of each item, longest item first. sizes: falling; counts: items of each."""
+    open_packs = _OpenPacks(capacity)
+    placed = list[int]()
+    for size, count in zip(sizes, counts, strict=True):
+        while count:
+            room, packs = open_packs.take(size, count)
+            each = room // size
+            num_filled = min(len(packs), count // each)
+            filled = packs[:num_filled]
+            placed.extend(filled if each == 1 else [pack for pack in filled for _ in range(each)])
+            open_packs.add(room - each * size, filled)
+            count -= num_filled * each
+            if num_filled < len(packs):  # one more takes the rest
+                placed.extend(packs[num_filled:] * count)
+                open_packs.add(room - count * size, packs[num_filled:])
+                count = 0
+    return placed
+
+
+class _OpenPacks:
+    """The packs by how much room they have left."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._num_packs = 0  # begun so far
+        self._by_room = dict[int, list[int]]()
+        self._rooms = list[int]()  # its keys, rising
+
+    def take(self, size: int, count: int) -> tuple[int, list[int]]:
+        """Take out the fullest packs that have room for items of this size, as many as `count` of them need.
+
+        Return their room and the packs, those first that got there last; new ones where no pack has room."""
+        at = bisect_left(self._rooms, size)
+        if at == len(self._rooms):
+            first = self._num_packs
+            self._num_packs += -(-count // (self._capacity // size))
+            return self._capacity, list(range(first, self._num_packs))
+        room = self._rooms[at]
+        packs = self._by_room[room]
+        number = -(-count // (room // size))
+        taken = packs[-number:]
+        del packs[-number:]
+        if not packs:
+            del self._by_room[room]
+            del self._rooms[at]
+        return room, taken
+
+    def add(self, room: int, packs: list[int]) -> None:
+        """Put packs where they belong with `room` left; full ones are done with."""
+        if not packs or not room:
+            return
+        if room not in self._by_room:
+            insort(self._rooms, room)
+            self._by_room[room] = []
+        self._by_room[room].extend(packs)
+
 
 # Numbers of one key that are independent of each other: the highest word of Philox' counter.
 _ORDER, _SHARES, _PACKS = 0, 1, 2
 _EPOCHS_KEPT = 2
-
-
-class Items(Protocol):
-    """What a plan needs to know of a dataset. An item is a sequence, or a pair of sequences that stay together.
-
-    group: sequences of an item. item_lengths: int64 `[items]`, tokens. source_of: int `[items]`, the source of each.
-    weights: how often the items of each source are taken in an epoch.
-    """
-
-    group: int
-    item_lengths: np.ndarray
-    source_of: np.ndarray
-
-    @property
-    def weights(self) -> Sequence[float]:
-        """See above."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +152,7 @@ class DataPlan:
 
     def __init__(
         self,
-        dataset: Items,
+        dataset: Dataset,
         *,
         seed: int,
         slots_per_step: int,
@@ -90,20 +172,17 @@ class DataPlan:
         self._whole = all(weight == int(weight) for weight in self._weights)  # every epoch takes the same items
         self._steps_of: dict[int, int] = {}
         self._epochs: dict[int, _Epoch] = {}
-        _steps(self._slots(0), slots_per_step, self._found(self._slots(0)))
+        self._check_first_step()
 
     def steps(self, epoch: int) -> int:
         """Optimizer steps of an epoch (from 0); with weights that are no whole numbers epochs may differ."""
         epoch = 0 if self._whole else epoch
         if epoch not in self._steps_of:
-            self._steps_of[epoch] = self._slots(epoch) // self.slots_per_step
+            self._steps_of[epoch] = self._epoch(epoch).slots // self.slots_per_step
         return self._steps_of[epoch]
 
     def total_steps(self, epochs: int, max_steps: int | None = None) -> int:
         """Steps of a run of so many epochs, at most `max_steps`."""
-        if self._whole:
-            steps = epochs * self.steps(0)
-            return steps if max_steps is None else min(steps, max_steps)
         steps = 0
         for epoch in range(epochs):
             if max_steps is not None and steps >= max_steps:
@@ -135,16 +214,13 @@ class DataPlan:
 
     def packs(self) -> int:
         """Slots of the first epoch."""
-        return self._slots(0)
+        return self._epoch(0).slots
 
     def packed_share(self) -> float | None:
         """How much of the first epoch's packs is tokens, where all are as long as the fullest; None without packing."""
         first = self._epoch(0)
         room = first.slots * (first.pack_length or 0)
         return float(self._lengths[first.items].sum()) / room if room else None
-
-    def _slots(self, epoch: int) -> int:
-        return self._epoch(epoch).slots
 
     def _epoch(self, number: int) -> _Epoch:
         if number not in self._epochs:
@@ -183,12 +259,20 @@ class DataPlan:
             parts.append(np.sort(own[np.argsort(numbers[own], kind="stable")[:count]]))
         return np.concatenate(parts).astype(np.int64, copy=False)
 
-    def _found(self, slots: int) -> str:
+    def _check_first_step(self) -> None:
+        """Raise DataError if the first epoch has not one step."""
+        slots = self.packs()
+        if slots >= self.slots_per_step:
+            return
         if self._capacity:
-            return f"data.packing: found {counted(slots, 'pack')} of up to {self._capacity} tokens"
-        kind = "sequence" if self._group == 1 else "pair"
-        return f"data.source: found {counted(slots, f'usable {kind}')}" + (
-            "" if self._plain else " an epoch by the weights"
+            found = f"data.packing: found {counted(slots, 'pack')} of up to {self._capacity} tokens"
+        else:
+            kind = "sequence" if self._group == 1 else "pair"
+            by_weight = "" if self._plain else " an epoch by the weights"
+            found = f"data.source: found {counted(slots, f'usable {kind}')}{by_weight}"
+        raise DataError(
+            f"{found}, expected at least {self.slots_per_step} for one step "
+            "(batch_size x gradient_accumulation_steps x ranks); lower batch_size or gradient_accumulation_steps"
         )
 
 
@@ -196,15 +280,6 @@ def _share(share: float, number: int, epoch: int) -> int:
     """Items that a share of `number` comes to in an epoch, so that epochs together have what they should."""
     per_epoch = share * number
     return math.floor(round((epoch + 1) * per_epoch, 6)) - math.floor(round(epoch * per_epoch, 6))
-
-
-def _steps(slots: int, slots_per_step: int, found: str) -> int:
-    if slots < slots_per_step:
-        raise DataError(
-            f"{found}, expected at least {slots_per_step} for one step "
-            "(batch_size x gradient_accumulation_steps x ranks); lower batch_size or gradient_accumulation_steps"
-        )
-    return slots // slots_per_step
 
 
 def _drawn_order(number: int, seed: int, epoch: int, stream: int) -> np.ndarray:

@@ -6,17 +6,20 @@ from typing import Any
 
 from recipe_lib.data.column_names import says_nothing
 from recipe_lib.data.messages import Turns, place_of_turn, read_turn, read_turns, text_turn
-from recipe_lib.data.sample_columns import (
+from recipe_lib.data.samples import (
+    Message,
+    MessagePlace,
     RawSample,
     Renamed,
+    SampleFault,
     found_in,
+    kind_of,
     open_json_list,
     parse_column,
     path_of,
     refuse_keys,
     text_of,
 )
-from recipe_lib.data.samples import Message, MessagePlace, SampleFault, kind_of
 
 CHAT = ("system", "tools", "chat_template_kwargs", "documents")  # columns of every format that a template writes
 # What `chat_template_kwargs` may not say: it has columns of its own, or the run says it.

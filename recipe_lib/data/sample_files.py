@@ -1,24 +1,26 @@
-"""What a file of samples is to the rest: samples by number. And the two kinds that are read line by line or whole.
+"""What a file of samples is to the rest: samples by number. And the kinds that are read line by line or whole.
 
-No object here holds samples. Each keeps where its samples begin and reads those that are asked for, so that memory does
-not grow with the file (8 bytes a sample), and the processes of a machine share what they read through its page cache.
+No object here holds samples. Each keeps where its samples are and reads those that are asked for, so that memory does
+not grow with the file (24 bytes a sample), and the processes of a machine share what they read through its page cache.
 """
 
 import codecs
+import csv
 import hashlib
-import json
+import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from recipe_lib.data.sample_columns import DECODER
-from recipe_lib.data.samples import SampleFault, kind_of
+from recipe_lib.config.suggest import show
+from recipe_lib.data.samples import SampleFault, kind_of, parse_object
 from recipe_lib.errors import DataError
 from recipe_lib.reading import open_regular, suggest_remedy
 from recipe_lib.units import MIB, format_bytes
@@ -26,8 +28,6 @@ from recipe_lib.units import MIB, format_bytes
 SAMPLE_LIMIT = 16 * MIB  # bytes of a sample, where nobody has said otherwise
 LINE_LIMIT = 2**30  # bytes of a line: a file with holes, or a disk's image, may have none that ends
 BLOCK = 2**22  # bytes read at once by a pass over a file
-NEWLINE = 10
-BLANK = np.frombuffer(b" \t\n\r\x0b\x0c", np.uint8)
 
 Located = tuple[str, dict[str, Any] | SampleFault]  # where the sample is, and the sample or why there is none
 
@@ -67,10 +67,10 @@ class SampleFile(ABC):
         """As `read(0, count)`; files that are found out about line by line, or item by item, are not read further."""
         return self.read(0, count)
 
-    @abstractmethod
     def place_of(self, sample: int) -> str:
-        """Where a sample is, as `read` says it, without reading it: `rows.jsonl:7`, by its line, counted from 1; in a
-        list its number from 0, as in jq: `rows.json:9: .[6]`, `rows.parquet: .[6]`."""
+        """Return where a sample is, as `read` says it, without reading it: `rows.jsonl:7`, by its line, counted from 1;
+        in a list its number from 0, as in jq: `rows.json:9: .[6]`, `rows.parquet: .[6]`."""
+        return f"{self.place}: .[{sample}]"
 
     @property
     def keys_beside(self) -> dict[str, str]:
@@ -101,152 +101,146 @@ class LocalFile(SampleFile):
         return {"name": Path(self.place).name} | hash_of(self.path)
 
 
-class TextFile(LocalFile):
-    """A .txt file: one sample with the column `text`."""
+class IndexedFile(LocalFile):
+    """A file of which each sample is a run of bytes.
+
+    One pass finds where the samples are; a sample that is asked for is read from there."""
+
+    line_end = 0  # bytes of a sample, at most, that end its line and are none of its own
+
+    @abstractmethod
+    def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+        """Yield first byte, byte after the last one, and line of each sample; 0: the file is the sample.
+
+        Raises DataError for what is wrong with the file, where it is reached."""
+
+    @abstractmethod
+    def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
+        """Return the sample with this number, from its bytes."""
+
+    def locate(self, number: int, line: int) -> str:
+        """Return where a sample is."""
+        return f"{self.place}:{line}"
 
     def __len__(self) -> int:
-        return 1
+        return len(self._index)
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """As SampleFile says; the text keeps its line ends."""
-        if start <= 0 and (stop is None or stop > 0):
-            with opened(self.path) as file:
-                size = os.fstat(file.fileno()).st_size
-            yield self.place, {"text": self._text()} if size <= self.sample_limit else self.too_large(size)
+        """As SampleFile says."""
+        rows = map(np.ndarray.tolist, self._index[start:stop])
+        with opened(self.path) as file:
+            yield from self._read_rows(file, rows, start)
+
+    def first(self, count: int) -> Iterator[Located]:
+        """As SampleFile says."""
+        with opened(self.path) as scanned, opened(self.path) as file:
+            yield from self._read_rows(file, islice(self.scan(scanned), count), 0)
 
     def place_of(self, sample: int) -> str:
         """As SampleFile says."""
+        return self.locate(sample, int(self._index[sample, 2]))
+
+    def _read_rows(self, file: BinaryIO, rows: Iterable[Sequence[int]], first: int) -> Iterator[Located]:
+        """Yield the samples at rows of the index. first: number of the first one."""
+        at = -1
+        for number, (start, end, line) in enumerate(rows, first):
+            size = end - start
+            if size > self.sample_limit + self.line_end:
+                yield self.locate(number, line), self.too_large(size)
+                continue
+            if at != start:
+                file.seek(start)
+            at = end
+            yield self.locate(number, line), self.decode(file.read(size), number)
+
+    @cached_property
+    def _index(self) -> np.ndarray:
+        """Return what `scan` yields, int64 `[samples, 3]`."""
+        with opened(self.path) as file:
+            return np.fromiter(chain.from_iterable(self.scan(file)), np.int64).reshape(-1, 3)
+
+
+class TextFile(IndexedFile):
+    """A .txt file: one sample with the column `text`, which keeps its line ends."""
+
+    def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+        """As IndexedFile says."""
+        yield 0, os.fstat(file.fileno()).st_size, 0
+
+    def locate(self, number: int, line: int) -> str:
+        """As IndexedFile says."""
         return self.place
 
-    def _text(self) -> str:
-        with opened(self.path) as file:
-            content = file.read().removeprefix(codecs.BOM_UTF8)
+    def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
+        """As IndexedFile says. Raises DataError."""
+        content = content.removeprefix(codecs.BOM_UTF8)
         if not content.strip():
             raise empty(self.place)
         try:
-            return content.decode("utf-8")
+            return {"text": content.decode("utf-8")}
         except UnicodeDecodeError as error:
             line = content.count(b"\n", 0, error.start) + 1
             raise not_utf8(self.place, line, content[error.start]) from None
 
 
-class JsonLinesFile(LocalFile):
+class JsonLinesFile(IndexedFile):
     """A .jsonl file: an object a line; blank lines are passed over."""
 
-    def __len__(self) -> int:
-        return len(self._index[0])
+    line_end = 2
 
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """As SampleFile says."""
-        starts = self._index[0]
-        with opened(self.path) as file:
-            at = -1
-            for sample in range(start, len(starts) if stop is None else min(stop, len(starts))):
-                if at != starts[sample]:  # the first one, or one after blank lines
-                    at = file.seek(int(starts[sample]))
-                line = file.readline(self.sample_limit + 2)  # and a line end of two
-                at += len(line)
-                if len(line.rstrip(b"\r\n")) > self.sample_limit:
-                    yield self.place_of(sample), self.too_large(self._size_of(sample))
-                else:
-                    yield self.place_of(sample), parse_sample(line) if sample else _parse_first(line)
-
-    def first(self, count: int) -> Iterator[Located]:
-        """As SampleFile says."""
-        with opened(self.path) as file:
-            file.seek(len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0)
-            number, parse = 0, _parse_first
-            while count and (line := file.readline(self.sample_limit + 2)):
-                number += 1
-                if not line.strip():
-                    continue
-                count -= 1
-                whole = line.endswith(b"\n") or len(line) < self.sample_limit + 2
-                yield f"{self.place}:{number}", parse(line) if whole else self.too_large(self.sample_limit + 1)
-                parse = parse_sample
-                if not whole:
-                    return
-
-    def place_of(self, sample: int) -> str:
-        """As SampleFile says."""
-        lines = self._index[1]
-        return f"{self.place}:{sample + 1 if lines is None else lines[sample]}"
-
-    def _size_of(self, sample: int) -> int:
-        """Bytes to the next sample."""
-        starts = self._index[0]
-        end = int(starts[sample + 1]) if sample + 1 < len(starts) else os.path.getsize(self.path)
-        return end - int(starts[sample])
-
-    @cached_property
-    def _index(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """(offset of each sample in bytes; its line, or None if every line is a sample), int64 `[samples]`."""
-        with opened(self.path) as file:
-            starts, firsts = _line_starts(file, self.place)
-            blank = [line for line in np.flatnonzero(np.isin(firsts, BLANK)) if _is_blank(file, int(starts[line]))]
-        if len(blank) == len(starts):
+    def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+        """As IndexedFile says."""
+        start = end = skip_mark(file)
+        line = 1
+        is_blank = is_empty = True
+        while piece := file.readline(BLOCK):  # a line may have no end
+            end += len(piece)
+            is_blank = is_blank and piece.isspace()
+            if end - start > LINE_LIMIT:
+                raise build_line_fault(self.place, line)
+            if piece.endswith(b"\n"):
+                if not is_blank:
+                    yield start, end, line
+                    is_empty = False
+                start = end
+                line += 1
+                is_blank = True
+        if not is_blank:
+            yield start, end, line
+        elif is_empty:
             raise DataError(f"{self.place}: the file is empty, expected samples")
-        if not blank:
-            return starts, None
-        kept = np.delete(np.arange(len(starts)), blank)
-        return starts[kept], kept + 1
+
+    def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
+        """As IndexedFile says."""
+        content = content.rstrip(b"\r\n")
+        if len(content) > self.sample_limit:
+            return self.too_large(len(content))
+        sample = parse_sample(content)
+        is_list = number == 0 and content.lstrip().startswith(b"[")
+        if is_list and isinstance(sample, SampleFault):  # it may be the whole file
+            return SampleFault(sample.cause, f"{sample}; if the file is one list of objects, name it .json")
+        return sample
 
 
-def _line_starts(file: BinaryIO, place: str) -> tuple[np.ndarray, np.ndarray]:
-    """(offset of each line, int64; its first byte, uint8), in one pass; a byte order mark is no part of the first.
-
-    Raises DataError for a line over LINE_LIMIT, with the file's name, `place`."""
-    if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-        file.seek(0)
-    base, at_start = file.tell(), True
-    last_start = base
-    num_lines = 1
-    starts, firsts = [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
-    while block := file.read(BLOCK):
-        content = np.frombuffer(block, np.uint8)
-        after = np.flatnonzero(content == NEWLINE) + 1
-        inside = after[: len(after) - (content[-1] == NEWLINE)]
-        if at_start:
-            inside = np.concatenate([[0], inside])
-        starts.append(inside + base)
-        firsts.append(content[inside])
-        base, at_start = base + len(content), content[-1] == NEWLINE
-        if len(after):
-            last_start = base - len(content) + int(after[-1])
-            num_lines += len(after)
-        if base - last_start > LINE_LIMIT:
-            raise build_line_fault(place, num_lines)
-    return np.concatenate(starts), np.concatenate(firsts)
-
-
-def _is_blank(file: BinaryIO, start: int) -> bool:
-    file.seek(start)
-    while piece := file.readline(BLOCK):
-        if piece.strip():
-            return False
-        if piece.endswith(b"\n"):
-            return True
-    return True
+def skip_mark(file: BinaryIO) -> int:
+    """Put a file that was just opened behind its byte order mark, if it has one; return where that is."""
+    return file.seek(len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0)
 
 
 def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
-    """The object that a line, or an item of a list, holds; or the fault."""
+    """Return the object that a line, or an item of a list, holds; or the fault."""
     try:
-        sample = DECODER.decode(line.rstrip(b"\r\n").decode("utf-8"))
+        sample = parse_object(line.decode("utf-8"))
     except SampleFault as fault:
         return fault
     except UnicodeDecodeError as error:
         return SampleFault(
             "not UTF-8", f"column {error.start + 1}: found the byte 0x{line[error.start]:02x}, expected UTF-8"
         )
-    except json.JSONDecodeError as error:
-        return SampleFault(
-            "invalid JSON", f"column {error.colno}: invalid JSON ({error.msg}), expected an object a line"
-        )
-    except RecursionError:
-        return SampleFault("invalid JSON", "JSON nested too deep, expected an object a line")
-    except ValueError:  # Python refuses integers of thousands of digits
-        return SampleFault("invalid JSON", "found a number of more digits than can be read, expected an object a line")
+    except ValueError as error:
+        said = str(error).removeprefix("line 1 ")
+        said = said if "JSON" in said else f"found {said}"  # a number that is too long, by its kind
+        return SampleFault("invalid JSON", f"{said}, expected an object a line")
     return as_sample(sample)
 
 
@@ -255,14 +249,6 @@ def as_sample(sample: Any) -> dict[str, Any] | SampleFault:
     if isinstance(sample, dict):
         return sample
     return SampleFault("not an object", f"found {kind_of(sample)}, expected an object with the columns of the sample")
-
-
-def _parse_first(line: bytes) -> dict[str, Any] | SampleFault:
-    """As `parse_sample`, of the first line that is not blank: the list that it begins may be the whole file."""
-    sample = parse_sample(line)
-    if isinstance(sample, SampleFault) and line.lstrip().startswith(b"["):
-        return SampleFault(sample.cause, f"{sample}; if the file is one list of objects, name it .json")
-    return sample
 
 
 @contextmanager
@@ -302,3 +288,99 @@ def build_line_fault(place: str, line: int) -> DataError:
 def not_utf8(place: str, line: int, byte: int) -> DataError:
     """The fault of a file with a byte that is no UTF-8."""
     return DataError(f"{place}:{line}: found the byte 0x{byte:02x}, expected UTF-8; convert the file")
+
+
+_DELIMITERS = (",", ";", "\t")  # of a .csv file, the one that its first line has the most of
+
+
+class CsvFile(IndexedFile):
+    """A .csv or .tsv file. Cells may be quoted, and hold line ends then; blank lines are passed over."""
+
+    def __init__(self, path: Path, sample_limit: int = SAMPLE_LIMIT, place: str | None = None) -> None:
+        super().__init__(path, sample_limit, place)
+        csv.field_size_limit(max(sample_limit, csv.field_size_limit()))
+
+    def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+        """As IndexedFile says."""
+        header, delimiter = self._header
+        lines = _Lines(file, self.place)
+        rows = lines.rows(delimiter)
+        next(rows)  # the header
+        is_empty = True
+        for _ in rows:
+            is_empty = False
+            yield lines.row_start, lines.at, lines.row_line
+        if is_empty:
+            names = show(", ".join(filter(None, header)))
+            raise DataError(f"{self.place}: found a header ({names}) and no rows, expected samples below it")
+
+    def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
+        """As IndexedFile says."""
+        header, delimiter = self._header
+        lines = io.StringIO(content.decode("utf-8", errors="replace"), newline="\n")
+        cells = next(csv.reader(lines, delimiter=delimiter), [])
+        if len(cells) != len(header):
+            names = show(", ".join(header))
+            return SampleFault(
+                "number of cells",
+                f"found {len(cells)} cells, expected {len(header)} ({names}); quote cells that hold the delimiter",
+            )
+        return {name: cell for name, cell in zip(header, cells, strict=True) if name}
+
+    @cached_property
+    def _header(self) -> tuple[list[str], str]:
+        """The names of the columns, and the delimiter. Raises DataError."""
+        with opened(self.path) as file:
+            first = next(iter(_Lines(file, self.place)), "")
+        if not first.strip():
+            raise empty(self.place)
+        is_tsv = Path(self.place.removesuffix(".gz").removesuffix(".zst")).suffix == ".tsv"
+        delimiter = "\t" if is_tsv else max(_DELIMITERS, key=first.count)
+        with opened(self.path) as file:
+            header = [name.strip() for name in next(_Lines(file, self.place).rows(delimiter))]
+        twice = next((name for name in header if name and header.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(f"{self.place}:1: found the column {twice} twice, expected each name once; rename one")
+        return header, delimiter
+
+
+class _Lines:
+    """The lines of a file as csv takes them, one at a time. row_start, row_line: first byte and line of the row that
+    `rows` gave last."""
+
+    def __init__(self, file: BinaryIO, place: str) -> None:
+        """file: just opened."""
+        self.file = file
+        self.place = place
+        self.at = self.row_start = skip_mark(file)
+        self.line = self.row_line = 1
+
+    def __iter__(self) -> Iterator[str]:
+        while content := self.file.readline(LINE_LIMIT + 1):
+            if len(content) > LINE_LIMIT:
+                raise build_line_fault(self.place, self.line)
+            try:
+                text = content.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise not_utf8(self.place, self.line, content[error.start]) from None
+            self.at += len(content)
+            self.line += 1
+            yield text
+
+    def rows(self, delimiter: str) -> Iterator[list[str]]:
+        """The cells of each row that is not blank. Raises DataError for quotes that are not closed."""
+        reader = csv.reader(iter(self), delimiter=delimiter, strict=True)
+        while True:
+            start, line = self.at, self.line
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                raise DataError(
+                    f"{self.place}:{line}: found a row that is no CSV ({error}), expected quotes around cells closed, "
+                    "and doubled inside; correct the row"
+                ) from None
+            if cells is None:
+                return
+            if cells:
+                self.row_start, self.row_line = start, line
+                yield cells

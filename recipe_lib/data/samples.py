@@ -1,12 +1,16 @@
 """What a dataset sample is once it is read, whatever its format; and what a sample that cannot be read raises."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from numbers import Number
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeGuard
 
-from recipe_lib.errors import DataError, visible
+from recipe_lib.data.column_names import is_idle, says_nothing
+from recipe_lib.errors import visible
+from recipe_lib.reading import parse_json
 
 Message = Mapping[str, Any]  # `role`, `content`, and what a chat template may know besides (`tool_calls`, `name`, ...)
 
@@ -147,76 +151,169 @@ def located(place: str, detail: object) -> str:
     return place + text if goes_on else f"{place}: {text}"
 
 
-# One rendering of a conversation: its first messages only, whether a prompt for the next answer follows, and what to
-# write in place of the contents of some messages.
-Wanted = tuple[int, bool, tuple[tuple[int, str], ...]]
+RawSample = Mapping[str, Any]
+
+_WORD = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
 
 
-class AnswerEnd(Protocol):
-    """closing: what the template writes after the end of an answer that comes last, and no model is asked for.
-    next_turn: the special token of the next turn that ends an answer, where the template ends it with nothing."""
+# Columns by other names, for the remedy.
+OTHER_NAMES = {
+    "instruction": ("question", "query", "problem", "input", "prompt", "inputs"),
+    "input": ("context", "query"),
+    "output": ("response", "answer", "completion", "target", "solution", "targets", "answers"),
+    "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
+    "prompt": ("question", "instruction", "query", "problem", "input"),
+    "chosen": ("preferred", "accepted", "response_chosen", "win"),
+    "rejected": ("dispreferred", "response_rejected", "lose"),
+    "system": ("system_prompt",),
+    "text": ("content", "document", "body"),
+    "completion": ("response", "answer", "output"),
+    "label": ("kto_tag", "class", "labels", "category", "target"),
+}
 
-    @property
-    def closing(self) -> str:
-        """See above."""
 
-    @property
-    def next_turn(self) -> str:
-        """See above."""
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises SampleFault for a key that stands in it twice: the last one would win unsaid."""
+    json_object = dict(pairs)
+    if len(json_object) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated_key = next(key for key in keys if keys.count(key) > 1)
+        raise SampleFault("key twice", f"found the key {shown(repeated_key)} twice in an object, expected it once")
+    return json_object
 
 
-class TextTokenizer(Protocol):
-    """What this folder asks of a tokenizer; `recipe_lib.tokenizers.Tokenizer` is one and says more."""
+def parse_object(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError like `parse_json`, and SampleFault for a key twice."""
+    return parse_json(text, make_object=_build_object)
 
-    place: str
-    vocab_size: int
-    ordinary_size: int
-    bos_id: int | None
-    eos_id: int | None
-    add_bos_by_default: bool
 
-    @property
-    def chat_template(self) -> str | None:
-        """Jinja source of the chat template, if there is one."""
+def list_spellings(reader: Any, column: str, columns: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names under which a format takes a column of a row, in this order. columns: as `data.columns`."""
+    if column in columns:
+        return (columns[column],)
+    aliases = getattr(reader, "same", {}), getattr(reader, "instead", {})
+    return (column, *(name for names in aliases for name in names.get(column, ())))
 
-    @property
-    def dated_template(self) -> str | None:
-        """The same, with the date of training where it asks for today's."""
 
-    @property
-    def chat_template_place(self) -> str:
-        """The file it came from, for error lines."""
+def called(column: str, sample: RawSample, others: Sequence[str]) -> str | None:
+    """Return what a sample calls a column, of the column's name and others; None: there is none, or it is null."""
+    names_by_lower = {str(name).lower(): str(name) for name, value in sample.items() if value is not None}
+    return next((names_by_lower[name] for name in (column, *others) if name in names_by_lower), None)
 
-    @property
-    def special_texts(self) -> tuple[str, ...]:
-        """The special tokens as text."""
 
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Ids that end an answer."""
+class Renamed(dict[str, Any]):
+    """A sample under the names that formats know. own: by what names the file has them, as `data.columns`. section: of
+    the config, in which `columns` are."""
 
-    @property
-    def turn_end(self) -> "AnswerEnd":
-        """How the chat template ends an answer."""
+    def __init__(self, sample: RawSample, own: Mapping[str, str], section: str, required: Sequence[str] = ()) -> None:
+        """Rename the columns; one that goes under another name keeps its own only where that is required."""
+        file_names = set(own.values())
+        moved_names = file_names - set(own) - set(required)
+        super().__init__({name: value for name, value in sample.items() if name not in moved_names})
+        self.update({name: sample[column] for name, column in own.items() if column in sample})
+        self.own = own
+        self.section = section
+        # Columns of the file that have the name of another one here.
+        self.hidden = {name: sample[name] for name in own if name in sample and name not in file_names}
 
-    def encode(self, text: str, *, add_bos: bool = False, allow_special: bool = False) -> list[int]:
-        """Ids of a text."""
 
-    def encode_pieces(
-        self, pieces: Sequence[str], *, allow_special: bool = True, literal: str | None = None
-    ) -> list[list[int]]:
-        """Ids of each piece of a text; special tokens that hold the letter `literal` are text without it."""
+def path_of(sample: RawSample, name: str) -> str:
+    """Return where a column is in the sample: `.messages`, `.["my column"]`."""
+    return format_path(sample.own.get(name, name) if isinstance(sample, Renamed) else name)
 
-    def token_bytes(self, token: int) -> bytes:
-        """What an id stands for."""
 
-    def render_chats(
-        self,
-        messages: Sequence[Message],
-        wanted: Sequence[Wanted],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> Sequence[str | DataError]:
-        """Renderings of one conversation by the chat template, all in one go; where it objects, what it said. options:
-        `marks`, two letters to write around what `{% generation %}` holds; `variables`, more that the template sees.
-        Raises DataError: the template cannot be run at all."""
+def format_path(name: str) -> str:
+    """Return the path of a column by its name in the file; one that begins with a dot is a path already."""
+    if name.startswith("."):
+        return name
+    return f".{name}" if _WORD.match(name) else f".[{json.dumps(name, ensure_ascii=False)}]"
+
+
+def columns_section(section: str) -> str:
+    """Return the section of the config that names the columns of a source of this one; validation has none of its
+    own."""
+    return "data" if section == "validation" else section
+
+
+def overrides(section: str, own: Mapping[str, str]) -> list[str]:
+    """Return what names columns on the command line: `data.columns.prompt=question`. section: that of the source."""
+    if section == "data":
+        return [f"data.columns.{name}={column}" for name, column in own.items()]
+    return [f"{section}.columns={{{', '.join(f'{name}: {column}' for name, column in own.items())}}}"] if own else []
+
+
+def found_in(holder: RawSample, name: str) -> str:
+    """Return the kind of a field, in words, for error lines; of one that is not there, `nothing`."""
+    return kind_of(holder[name]) if name in holder else "nothing"
+
+
+def text_of(sample: RawSample, name: str, *, may_be_missing: bool = False, where: str = "") -> str:
+    """Return the text in a column. Raises SampleFault: missing, no text, or not encodable as UTF-8.
+
+    where: path of the object that has it, if that is not the sample.
+    """
+    value = sample.get(name)
+    if value is None and may_be_missing:
+        return ""
+    label = f"{where}.{name}" if where else path_of(sample, name)
+    if not isinstance(value, str):
+        raise SampleFault(f"{name} is no text", f"{label}: found {found_in(sample, name)}, expected text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise SampleFault(
+            "half a character",
+            f"{label}: found half a surrogate pair at character {error.start + 1}, expected whole characters",
+        ) from None
+    return value
+
+
+def list_of(sample: RawSample, name: str) -> tuple[list[RawSample], str]:
+    """Return the list of objects in a column, and its path, which an index goes behind. Raises SampleFault."""
+    value, path = open_json_list(sample, name)
+    if not isinstance(value, list):
+        found = found_in(sample, name)
+        if isinstance(value, str):
+            found = "text that is no JSON list" if value.strip() else "empty text"
+        raise SampleFault(f"{name} is no list", f"{path}: found {found}, expected a list of objects")
+    for number, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise SampleFault(
+                f"{name} is no list of objects", f"{path}[{number}]: found {kind_of(item)}, expected an object"
+            )
+    return value, path
+
+
+def open_json_list(sample: RawSample, name: str) -> tuple[Any, str]:
+    """Return what a column holds, and its path; a list as JSON text, as tables have it, is parsed. Raises SampleFault
+    for one that is no JSON."""
+    value = sample.get(name)
+    path = path_of(sample, name)
+    if is_json_list(value):
+        return parse_column(value, name, path), f"{path}|fromjson|."
+    return value, path
+
+
+def is_json_list(value: Any) -> TypeGuard[str]:
+    """Return whether a value is a text that is meant as a list in JSON."""
+    return isinstance(value, str) and value.lstrip().startswith("[")
+
+
+def refuse_keys(holder: RawSample, read_keys: Sequence[str], where: str, owner: str, expected: str) -> None:
+    """Raise SampleFault for a key of an object that is not read and holds something that may change something.
+
+    where: the object's path. owner: what has the key, in words, to count the fault by. expected: the line's end.
+    """
+    for name, value in holder.items():
+        if name not in read_keys and not says_nothing(value) and not is_idle(name, value):
+            raise SampleFault(f"key {name} of {owner}", f"{where}.{name}: found {kind_of(value)}, {expected}")
+
+
+def parse_column(text: str, name: str, path: str, expected: str = "a list of objects") -> Any:
+    """Return what the JSON text in a column holds. Raises SampleFault."""
+    try:
+        return parse_object(text)
+    except ValueError as error:
+        raise SampleFault(
+            f"{name} is no JSON", f"{path}: found text that is no JSON ({error}), expected {expected} as JSON"
+        ) from None

@@ -1,19 +1,25 @@
 """Where samples come from: files, folders of files, hub datasets. Each is a list of SampleFiles, read by number."""
 
-from collections.abc import Callable, Iterator
+import gzip
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Generator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-from recipe_lib.config.local_files import COMPRESSED, cache_root, find_files
+from recipe_lib.config.local_files import COMPRESSED, cache_root, find_files, no_zstd
 from recipe_lib.config.schema import SourceConfig
-from recipe_lib.config.schema_data import is_hub, resolved_sources
-from recipe_lib.data.compressed import unpacked
-from recipe_lib.data.csv_files import CsvFile
-from recipe_lib.data.hub import HubSamples
+from recipe_lib.config.schema_data import is_hub
+from recipe_lib.data.arrow_tables import HubSamples, ParquetFile
 from recipe_lib.data.json_files import JsonFile
-from recipe_lib.data.parquet import ParquetFile
-from recipe_lib.data.sample_files import SAMPLE_LIMIT, JsonLinesFile, Located, SampleFile, TextFile
-
-__all__ = ["Located", "SampleFile", "find_files", "open_sources", "read_samples", "resolved_sources"]
+from recipe_lib.data.sample_files import SAMPLE_LIMIT, CsvFile, JsonLinesFile, SampleFile, TextFile
+from recipe_lib.errors import DataError, StorageError
+from recipe_lib.files import discard_idle, write_aside
+from recipe_lib.reading import open_regular, suggest_remedy
+from recipe_lib.report.phases import phase
+from recipe_lib.units import format_bytes
 
 _KINDS: dict[str, Callable[[Path, int, str], SampleFile]] = {
     ".csv": CsvFile,
@@ -39,13 +45,97 @@ def open_sources(
 
 
 def _opened(path: Path, sample_limit: int, cache: Path | None) -> SampleFile:
-    if path.suffix not in COMPRESSED:
-        return _KINDS[path.suffix](path, sample_limit, str(path))
-    inside = unpacked(path, cache or cache_root(None))
+    inside = unpacked(path, cache or cache_root(None)) if path.suffix in COMPRESSED else path
     return _KINDS[inside.suffix](inside, sample_limit, str(path))
 
 
-def read_samples(source: str, split: str) -> Iterator[Located]:
-    """All samples of one source, in order. Raises DataError like `open_sources` and `SampleFile.read`."""
-    for file in open_sources(SourceConfig(source, split=split)):
-        yield from file.read()
+# Files compressed with gzip or Zstandard: unpacked once, next to the tokenized samples, and read
+# there.
+#
+# Samples are read by number, from any place of the file and by several processes, which compressed
+# files do not allow.
+
+
+# Samples are compressed to a tenth or so; what is far below that is made to fill disks.
+_MOST_TIMES, _SMALL = 200, 2**26
+_DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
+_BLOCK = 2**18  # bytes read at a time
+
+
+def unpacked(path: Path, root: Path) -> Path:
+    """The content of a compressed file, as a file below `root/unpacked`; made if it is not there yet.
+
+    It is found again as long as the compressed file is the same by path, size and time. Raises DataError for one that
+    is damaged or of another kind, StorageError where the disk has no room.
+    """
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise DataError(f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}") from None
+    state = f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {found.st_ino}"
+    folder = root / "unpacked"
+    target = folder / f"{hashlib.sha256(state.encode()).hexdigest()[:24]}{path.with_suffix('').suffix}"
+    discard_idle(folder, "*")  # also of files that nobody asks for again
+    if target.exists():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with write_aside(target) as partial, phase(f"unpacking {path.name}", unit="bytes") as progress:
+            _unpack(path, partial, progress.advance)
+    except OSError as error:
+        if error.filename == str(path):
+            raise DataError(f"{path}: the file cannot be read ({error.strerror}); {suggest_remedy(error)}") from None
+        raise StorageError(
+            f"{path}: cannot be unpacked into {folder} ({error.strerror or error}); free some space, or set "
+            "data.cache_dir to another disk"
+        ) from None
+    return target
+
+
+def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
+    blocks, damaged = (_gzip_blocks(path), _DAMAGED) if path.suffix == ".gz" else _zstd_blocks(path)
+    size, most = 0, max(_SMALL, _MOST_TIMES * path.stat().st_size)
+    try:
+        with closing(blocks), target.open("wb") as out:
+            for block in blocks:
+                size += len(block)
+                if size > most:
+                    raise DataError(
+                        f"{path}: unpacks to more than {_MOST_TIMES} times its size ({format_bytes(most)}), expected "
+                        "samples; unpack it yourself if it is to be read"
+                    )
+                out.write(block)
+                advance(len(block))
+    except damaged as error:
+        raise DataError(
+            f"{path}: is damaged, or no {COMPRESSED[path.suffix]} file ({error}); fetch or make it again"
+        ) from None
+
+
+def _gzip_blocks(path: Path) -> Generator[bytes]:
+    with open_regular(path) as file, gzip.GzipFile(fileobj=file) as source:
+        while block := source.read(_BLOCK):
+            yield block
+
+
+def _zstd_blocks(path: Path) -> tuple[Generator[bytes], tuple[type[Exception], ...]]:
+    """The content, and what is raised for a damaged file. DataError without the package that reads it."""
+    try:
+        import zstandard
+    except ImportError:
+        raise DataError(no_zstd(path)) from None
+    return _frames(path, lambda: zstandard.ZstdDecompressor().decompressobj()), (zstandard.ZstdError, EOFError)
+
+
+def _frames(path: Path, new: Callable[[], Any]) -> Generator[bytes]:
+    """One frame after the other. EOFError for a last one that is not whole, which the packages pass over."""
+    frame, begun = new(), False
+    with open_regular(path) as source:
+        while block := source.read(_BLOCK):
+            while block:
+                if frame.eof:
+                    frame = new()
+                yield frame.decompress(block)
+                begun, block = True, frame.unused_data if frame.eof else b""
+    if begun and not frame.eof:
+        raise EOFError("the last frame is not whole")

@@ -4,22 +4,20 @@ Such a message is found by writing a private-use letter in its place. `recipe_li
 """
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, Wanted, shown
-from recipe_lib.data.template_behavior import THOUGHT_KEYS, Habits
-from recipe_lib.data.thoughts import under_its_name
+from recipe_lib.data.rendering import RenderedChat
+from recipe_lib.data.samples import Message, SampleFault, SamplePlaces, shown
+from recipe_lib.data.template_behavior import THOUGHT_KEYS, Habits, under_its_name
+from recipe_lib.data.tool_calls import parse_arguments
 from recipe_lib.errors import DataError
-from recipe_lib.reading import parse_json
+from recipe_lib.tokenizers import RenderRequest
 
 ROLES = ("system", "user", "assistant", "tool")
 CHOICES = ("assistant", "last", "all")
-
-Renders = Callable[[Sequence[Wanted]], Sequence[str | DataError]]
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Span:
 
 
 def check_train_on(train_on: str | Sequence[str]) -> None:
-    """Raises DataError for a value of data.train_on that says nothing."""
+    """Raise DataError for a value of data.train_on that says nothing."""
     faulty = [] if train_on in CHOICES else [train_on] if isinstance(train_on, str) else list(train_on) or [""]
     for value in faulty:
         if isinstance(train_on, str) or value not in ROLES:
@@ -41,8 +39,8 @@ def check_train_on(train_on: str | Sequence[str]) -> None:
             )
 
 
-def picked(messages: Sequence[Message], train_on: str | Sequence[str], places: SamplePlaces) -> list[bool]:
-    """Which messages are trained: by role, unless a message says `train` itself. Raises SampleFault.
+def pick_trained(messages: Sequence[Message], train_on: str | Sequence[str], places: SamplePlaces) -> list[bool]:
+    """Return which messages are trained: by role, unless a message says `train` itself. Raises SampleFault.
 
     An answer that the conversation begins with is not: no prompt asks for it.
     """
@@ -65,88 +63,65 @@ def picked(messages: Sequence[Message], train_on: str | Sequence[str], places: S
     return chosen
 
 
-def find_others(
-    renders: Renders,
-    messages: Sequence[Message],
-    numbers: Sequence[int],
-    special: re.Pattern[str] | None,
-    letters: Sequence[str],
-    places: SamplePlaces,
-) -> list[Span]:
-    """Where the messages with these numbers, none of them an answer, stand in the rendering of all.
+def find_others(chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
+    """Return where the messages with these numbers, none of them an answer, stand in the rendering of all.
 
-    special: finds special tokens (None: there are none). letters: two that neither the messages nor the template hold.
     Raises SampleFault: the template objects, or does not write one of them once and by its text.
     """
-    finder = _Finder(renders, messages, numbers, special, letters, places)
-    return [finder.span(number) for number in numbers]
+    if not numbers:
+        return []
+    requests = [RenderRequest(len(chat.messages))]
+    for number in numbers:
+        requests += _list_requests(chat, number)
+    chat.fetch(requests)
+    return [_find_span(chat, number) for number in numbers]
 
 
-class _Finder:
-    """The renderings of one conversation, all made in one go."""
+def _list_requests(chat: RenderedChat, number: int) -> list[RenderRequest]:
+    """Return the renderings that tell where a message stands: with a letter in its place; and, unless it is the last,
+    up to the answer after it, or with a second letter in the place of the next message."""
+    count = len(chat.messages)
+    first, second = chat.letters
+    alone = RenderRequest(count, replacements=((number, first),))
+    if number + 1 == count:
+        return [alone]
+    if chat.messages[number + 1]["role"] == "assistant":
+        return [alone, RenderRequest(number + 1, add_generation_prompt=True)]
+    return [alone, RenderRequest(count, replacements=((number, first), (number + 1, second)))]
 
-    def __init__(
-        self,
-        renders: Renders,
-        messages: Sequence[Message],
-        numbers: Sequence[int],
-        special: re.Pattern[str] | None,
-        letters: Sequence[str],
-        places: SamplePlaces,
-    ) -> None:
-        self._messages, self._special, self._letters, self._places = messages, special, letters, places
-        everything: Wanted = (len(messages), False, ())
-        needed = [everything]
-        for number in numbers:
-            needed += self._needed(number)
-        unique = list(dict.fromkeys(needed))
-        self._found = dict(zip(unique, renders(unique), strict=True))
-        self._whole = self._text(everything)
 
-    def _needed(self, number: int) -> list[Wanted]:
-        count, (first, second) = len(self._messages), self._letters
-        alone: Wanted = (count, False, ((number, first),))
-        if number + 1 == count:
-            return [alone]
-        if self._messages[number + 1]["role"] == "assistant":
-            return [alone, (number + 1, True, ())]
-        return [alone, (count, False, ((number, first), (number + 1, second)))]
-
-    def _text(self, wanted: Wanted) -> str:
-        """A template that objects to a conversation makes the sample a bad one, not the run."""
-        found = self._found[wanted]
-        if isinstance(found, DataError):
-            raise SampleFault("refused by the chat template", str(found))
-        return found
-
-    def span(self, number: int) -> Span:
-        """Where a message stands: between what is written around a letter in its place."""
-        whole, count, (first, second) = self._whole, len(self._messages), self._letters
-        around = self._text((count, False, ((number, first),))).split(first)
-        if len(around) != 2 or not whole.startswith(around[0]) or not whole.endswith(around[1]):
-            raise SampleFault(
-                "message not found",
-                f"{self._places.at(number)}: found that the chat template writes it {len(around) - 1} times or "
-                "differently by its text, expected once; it cannot be trained "
-                f"({self._messages[number]['role']} in data.train_on)",
-            )
-        start, end = len(around[0]), len(whole) - len(around[1])
-        while start and whole[start - 1] == " ":  # most tokenizers join a space and the word after it
-            start -= 1
-        limit = len(whole)
-        if number + 1 < count and self._messages[number + 1]["role"] == "assistant":
-            before = self._text((number + 1, True, ()))
-            limit = len(before) if whole.startswith(before) else end
-        elif number + 1 < count:
-            next_at = self._text((count, False, ((number, first), (number + 1, second)))).find(second)
-            between = next_at - len(around[0]) - len(first)
-            limit = end + between if next_at >= 0 and between >= 0 else end
-        token = self._special.search(whole, end, limit) if self._special else None
-        return Span(start, token.end() if token else end)
+def _find_span(chat: RenderedChat, number: int) -> Span:
+    """Return where a message stands: between what is written around a letter in its place."""
+    whole = chat.whole
+    first, second = chat.letters
+    alone, *after = _list_requests(chat, number)
+    around = chat.get_text(alone).split(first)
+    if len(around) != 2 or not whole.startswith(around[0]) or not whole.endswith(around[1]):
+        raise SampleFault(
+            "message not found",
+            f"{chat.places.at(number)}: found that the chat template writes it {len(around) - 1} times or "
+            "differently by its text, expected once; it cannot be trained "
+            f"({chat.messages[number]['role']} in data.train_on)",
+        )
+    start = len(around[0])
+    end = len(whole) - len(around[1])
+    while start and whole[start - 1] == " ":  # most tokenizers join a space and the word after it
+        start -= 1
+    limit = len(whole)
+    if after and after[0].add_generation_prompt:
+        before = chat.get_text(after[0])
+        limit = len(before) if whole.startswith(before) else end
+    elif after:
+        next_at = chat.get_text(after[0]).find(second)
+        between = next_at - len(around[0]) - len(first)
+        limit = end + between if next_at >= 0 and between >= 0 else end
+    special = chat.template.special.pattern
+    token = special.search(whole, end, limit) if special else None
+    return Span(start, token.end() if token else end)
 
 
 def check_written(message: Message, written: str, where: str) -> None:
-    """Raises SampleFault if the template leaves out text or a call: the model would learn to say nothing in its
+    """Raise SampleFault if the template leaves out text or a call: the model would learn to say nothing in its
     place. where: the message is."""
     squeezed = _squeezed(written)
     for key in ("content", *THOUGHT_KEYS):
@@ -167,8 +142,8 @@ def check_written(message: Message, written: str, where: str) -> None:
             )
 
 
-def left_out(messages: Sequence[Message], whole: str) -> int:
-    """How many messages of the system and the user the template does not write: the model is never shown them.
+def count_left_out(messages: Sequence[Message], whole: str) -> int:
+    """Return how many messages of the system and the user the template does not write: the model is never shown them.
 
     No fault of a sample: there are templates for models that were trained without a system message.
     """
@@ -182,33 +157,28 @@ def left_out(messages: Sequence[Message], whole: str) -> int:
     return count
 
 
-def check_system(
-    messages: Sequence[Message],
-    render: Callable[[Wanted], str],
-    letters: Callable[[], Sequence[str]],
-    places: SamplePlaces,
-) -> None:
-    """Raises SampleFault for a system message that the template does not write where one comes after the first message.
+def check_system(chat: RenderedChat) -> None:
+    """Raise SampleFault for a system message that the template does not write where one comes after the first message.
 
-    One alone at the start is counted by `left_out`: there are templates that know none. letters: those that no text
-    here holds.
+    One alone at the start is counted by `count_left_out`: there are templates that know none.
     """
+    messages = chat.messages
     system = [number for number, message in enumerate(messages) if message["role"] == "system"]
     if not any(system):
         return
-    letter = letters()[0]
+    letter = chat.letters[0]
     for number in system:
-        written = letter in render((len(messages), False, ((number, letter),)))
-        if messages[number]["content"].strip() and not written:
+        request = RenderRequest(len(messages), replacements=((number, letter),))
+        if messages[number]["content"].strip() and letter not in chat.get_text(request):
             raise SampleFault(
                 "system message left out",
-                f"{places.at(number)}: found a system message that the chat template does not write, expected one at "
-                "most, as the first message; set tokenizer.chat_template to one that writes others",
+                f"{chat.places.at(number)}: found a system message that the chat template does not write, expected one "
+                "at most, as the first message; set tokenizer.chat_template to one that writes others",
             )
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str, where: str) -> None:
-    """Raises SampleFault if the template leaves out a tool: the model would call what it was never shown. where: they
+    """Raise SampleFault if the template leaves out a tool: the model would call what it was never shown. where: they
     are."""
     for number, tool in enumerate(tools or ()):
         name = name_of(tool)
@@ -221,15 +191,18 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None, whole: str, where: st
 
 
 def name_of(described: Any) -> str | None:
-    """The function's name in a tool call or a tool's description; None: there is none."""
+    """Return the function's name in a tool call or a tool's description; None: there is none."""
     function = described.get("function", described) if isinstance(described, Mapping) else {}
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 
 
-def prepared(message: Message, where: str, habits: Habits) -> dict[str, Any]:
-    """The message without `train`, and with thoughts and tool calls as the template reads them: most write arguments as
-    JSON themselves. where: the message is. Raises SampleFault for text that is no JSON object."""
+def prepare_message(message: Message, where: str, habits: Habits) -> dict[str, Any]:
+    """Return the message without `train`, and with thoughts and tool calls as the template reads them.
+
+    Most templates write arguments as JSON themselves. where: the message is. Raises SampleFault for text that is no
+    JSON object.
+    """
     changed = under_its_name({key: value for key, value in message.items() if key != "train"}, habits)
     if not message.get("tool_calls"):
         return changed
@@ -238,7 +211,12 @@ def prepared(message: Message, where: str, habits: Habits) -> dict[str, Any]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping) and "arguments" in function:
             given = function["arguments"]
-            arguments = _object(given, where) if isinstance(given, str) else given
+            arguments = parse_arguments(given) if isinstance(given, str) else given
+            if arguments is None and isinstance(given, str):
+                raise SampleFault(
+                    "tool call's arguments are no JSON",
+                    f"{where}: found the arguments {shown(given)} of a tool call, expected a JSON object",
+                )
             if habits.text_arguments:
                 arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
             call = {**call, "function": {**function, "arguments": arguments}}
@@ -246,21 +224,8 @@ def prepared(message: Message, where: str, habits: Habits) -> dict[str, Any]:
     return changed | {"tool_calls": calls}
 
 
-def _object(text: str, where: str) -> dict[str, Any]:
-    try:
-        found = parse_json(text or "{}")
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise SampleFault(
-            "tool call's arguments are no JSON",
-            f"{where}: found the arguments {shown(text)} of a tool call, expected a JSON object",
-        )
-    return found
-
-
 def first_difference(found: Sequence[str], expected: Sequence[str]) -> str:
-    """The first token in which two texts differ, in words."""
+    """Return the first token in which two texts differ, in words."""
     same = 0
     while same < min(len(found), len(expected)) and found[same] == expected[same]:
         same += 1

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.data.samples import Message, TextTokenizer, Wanted
+from recipe_lib.data.samples import Message
 from recipe_lib.errors import DataError
+from recipe_lib.tokenizers import RenderRequest, Tokenizer
 
 # Where samples have the thought of an answer apart from its words.
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -26,7 +27,9 @@ _TEXTS = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'", re.DOTALL)
 _NAMES = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
 _UNUSED = "zqj"  # a text that no template holds
 
-Render = Callable[[Sequence[Message], Sequence[Wanted], Sequence[Mapping[str, Any]] | None], Sequence[str | DataError]]
+Render = Callable[
+    [Sequence[Message], Sequence[RenderRequest], Sequence[Mapping[str, Any]] | None], Sequence[str | DataError]
+]
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def learn_habits(render: Render, source: str, special: re.Pattern[str] | None, l
     renderings = ["", ""]  # up to a call, and up to its result
     for as_text in (False, True):
         messages = [_ASK, _build_call(letter, as_text), _RESULT]
-        tried = [_get_text(one) for one in render(messages, [(2, False, ()), (3, False, ())], [_TOOL])]
+        tried = [_get_text(one) for one in render(messages, [RenderRequest(2), RenderRequest(3)], [_TOOL])]
         if letter in tried[0]:
             text_arguments = as_text
             renderings = tried
@@ -67,7 +70,7 @@ def learn_habits(render: Render, source: str, special: re.Pattern[str] | None, l
 class TemplateFields:
     """Knows which keys of a message, and which variables, a chat template reads. names: all that it speaks of."""
 
-    def __init__(self, tokenizer: TextTokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         """Take the tokenizer that has the template; None: no template reads anything but roles and contents."""
         self._tokenizer = tokenizer
         source = (tokenizer.chat_template if tokenizer else None) or ""
@@ -103,7 +106,7 @@ class TemplateFields:
             texts = set[str]()
             for message in (bare, {**bare, key: value}):
                 chat = [*messages[:at], message, *messages[at + 1 :]]
-                (rendering,) = self._tokenizer.render_chats(chat, [(len(chat), False, ())], [_TOOL])
+                (rendering,) = self._tokenizer.render_chats(chat, [RenderRequest(len(chat))], [_TOOL])
                 texts.add(_get_text(rendering))
             if len(texts) > 1:
                 return True
@@ -121,7 +124,7 @@ def _build_call(letter: str, as_text: bool) -> dict[str, Any]:
 def _reads_thought(render: Render, key: str, letter: str, text_arguments: bool) -> bool:
     """Return whether a thought in this field is written, after a question or before a tool call."""
     answers = ({"role": "assistant", "content": "b"}, _build_call("c", text_arguments))
-    renderings = [render([_ASK, answer | {key: letter}], [(2, False, ())], [_TOOL])[0] for answer in answers]
+    renderings = [render([_ASK, answer | {key: letter}], [RenderRequest(2)], [_TOOL])[0] for answer in answers]
     return any(letter in _get_text(rendering) for rendering in renderings)
 
 
@@ -130,7 +133,7 @@ def _reads_tags(render: Render, key: str, letter: str) -> bool:
     not."""
     apart = {"role": "assistant", "content": "b", key: letter}
     tagged = {"role": "assistant", "content": f"<think>\n{letter}\n</think>\n\nb"}
-    texts = [_get_text(render([_ASK, answer], [(2, False, ())], None)[0]) for answer in (apart, tagged)]
+    texts = [_get_text(render([_ASK, answer], [RenderRequest(2)], None)[0]) for answer in (apart, tagged)]
     return letter not in texts[0] or "".join(texts[0].split()) == "".join(texts[1].split())
 
 
@@ -143,3 +146,70 @@ def _find_next_token(last: str, followed: str, special: re.Pattern[str] | None) 
 def _get_text(rendering: str | DataError) -> str:
     """Return a rendering; empty where the template objects."""
     return "" if isinstance(rendering, DataError) else rendering
+
+
+# A prompt for an answer may end with a thought that is begun, or with one that is over.
+OPENED = re.compile(r"<think>\s*\Z")
+CLOSED = re.compile(r"<think>\s*</think>\s*\Z")
+TAGS = ("<think>", "</think>")
+_WRITTEN = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+
+
+def thought_of(message: Message) -> tuple[str | None, str]:
+    """The thought of an answer, None if there is none, and its words."""
+    for key in THOUGHT_KEYS:
+        if isinstance(message.get(key), str):
+            return message[key].strip("\n"), message["content"]
+    written = _WRITTEN.match(message["content"])
+    if written is None:
+        return None, message["content"]
+    return written.group(1).strip("\n"), message["content"][written.end() :].lstrip("\n")
+
+
+def under_its_name(message: dict[str, Any], habits: Habits) -> dict[str, Any]:
+    """The message with its thought in the field that the template reads, if it reads one."""
+    found = next((key for key in THOUGHT_KEYS if isinstance(message.get(key), str)), None)
+    if message["role"] != "assistant" or not habits.thought_key or found == habits.thought_key:
+        return message
+    thought, words = thought_of(message)
+    if thought is None or (found is None and habits.tags):
+        return message
+    kept = {key: value for key, value in message.items() if key != found}
+    return kept | {habits.thought_key: thought if found is None else message[found], "content": words}
+
+
+def with_tags(message: Message, letter: str) -> Message:
+    """The message with the tags of its thought as they were, where `letter` was written into them: they are no words.
+
+    Some tokenizers have the tags as special tokens, and those that a sample only writes are kept from being found.
+    """
+    content, begin, end = message.get("content"), f"<{letter}think>", f"<{letter}/think>"
+    if message["role"] != "assistant" or not isinstance(content, str) or not content.lstrip().startswith(begin):
+        return message
+    return {**message, "content": content.replace(begin, "<think>", 1).replace(end, "</think>", 1)}
+
+
+def after_opening(
+    alone: str, begin: str, message: Message, habits: Habits, letter: str, render: Callable[[Message], str]
+) -> str:
+    """What a model must write after a prompt that has begun a thought: the thought, its end, and the answer.
+
+    alone: the rendering in which the answer comes last and its thought is missing or written in another way. begin: the
+    prompt without the beginning of a thought, which `alone` goes on from. render: the rendering up to this message,
+    with another in its place; empty if there is none.
+
+    The template's own words are taken where it writes thoughts, else those of DeepSeek-R1, whose template does not.
+    """
+    thought, words = thought_of(message)
+    if habits.thought_key:
+        shown = render({**message, "content": words, habits.thought_key: letter})
+        if shown.startswith(begin) and letter in shown:
+            return (thought or "") + shown[shown.index(letter) + 1 :]
+    rest = without_thought(alone[len(begin) :])
+    return (thought or "") + "\n</think>\n\n" + (rest if thought is None else rest.lstrip("\n"))
+
+
+def without_thought(written: str) -> str:
+    """An answer as a template writes it, without the thought at its beginning."""
+    found = _WRITTEN.match(written)
+    return written[found.end() :].lstrip("\n") if found else written

@@ -4,17 +4,14 @@ An answer is trained from the first token after the prompt that generation would
 token that ends the turn; `recipe_lib.data.answers` finds it in the text, and here it becomes ids.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 from recipe_lib.data import spans
-from recipe_lib.data.answers import AnswerFinder, Writing, in_whole, shared_out, text_of
-from recipe_lib.data.encoded import Encoded, EncodedSample, encode_spans, put_bos
-from recipe_lib.data.escaping import Escape, SpecialTokens, encode_escaped
-from recipe_lib.data.generation_tags import marked_answers
-from recipe_lib.data.plain_template import bos_text, eos_text, plain_or_fault
+from recipe_lib.data.answers import check_in_whole, find_answer, find_marked_answers, list_requests, share_out
+from recipe_lib.data.escaping import SpecialTokens, encode_escaped
+from recipe_lib.data.rendering import RenderedChat, Template, Tools
 from recipe_lib.data.samples import (
     Completion,
     Conversation,
@@ -24,15 +21,12 @@ from recipe_lib.data.samples import (
     Preference,
     SampleFault,
     SamplePlaces,
-    TextTokenizer,
-    Wanted,
 )
 from recipe_lib.data.spans import Span
-from recipe_lib.data.template_behavior import Habits, TemplateFields, learn_habits
-from recipe_lib.data.text_encoding import TextEncoder, read_text_row
+from recipe_lib.data.template_behavior import TemplateFields
+from recipe_lib.data.text_encoding import Encoded, EncodedSample, TextEncoder, encode_spans, put_bos, read_text_row
 from recipe_lib.errors import DataError
-
-Tools = Sequence[Mapping[str, Any]] | None
+from recipe_lib.tokenizers import RenderRequest, Tokenizer
 
 
 class Encoder:
@@ -40,14 +34,14 @@ class Encoder:
 
     template: `chat`, `plain`, or `auto` (chat if the tokenizer has a template). train_on: `assistant`, `last`, `all`,
     or a list of roles; a message's own `train` wins. add_bos: begin plain text with BOS where the tokenizer does so
-    by itself; a chat template writes its own. history: `auto`, `split` or `refuse`, as `shared_out` has them. add_eos:
+    by itself; a chat template writes its own. history: `auto`, `split` or `refuse`, as `share_out` has them. add_eos:
     put EOS behind texts that no template writes. parse_special: special tokens that a sample spells out become tokens;
     None: in the texts of columns, and not in messages.
     """
 
     def __init__(
         self,
-        tokenizer: TextTokenizer,
+        tokenizer: Tokenizer,
         template: str,
         train_on: str | Sequence[str] = "assistant",
         add_bos: bool = True,
@@ -64,20 +58,15 @@ class Encoder:
                 "set tokenizer.chat_template to a Jinja file, or data.template to plain"
             )
         self.template = "plain" if template == "plain" or tokenizer.chat_template is None else "chat"
+        is_chat = self.template == "chat"
         self.add_bos = add_bos and tokenizer.bos_id is not None and tokenizer.add_bos_by_default
-        self._bos = bos_text(tokenizer, add_bos)  # written, so that what follows is encoded as it is after BOS
+        self._puts_bos = self.add_bos and not is_chat  # before a rendering
         self.special = SpecialTokens(tokenizer)
+        self._writer = Template(tokenizer, self.special, is_chat, add_bos)
         self._parses = parse_special is True  # in messages
-        render = tokenizer.render_chats if self.template == "chat" else None
-        self.texts = TextEncoder(
-            tokenizer=tokenizer,
-            special=self.special,
-            add_bos=self.add_bos,
-            add_eos=add_eos,
-            parses=parse_special is not False,
-            render=render,
-        )
-        self.fields = TemplateFields(tokenizer if self.template == "chat" else None)
+        parses_texts = parse_special is not False
+        self.texts = TextEncoder(self._writer, self.add_bos, add_eos, parses=parses_texts)
+        self.fields = TemplateFields(tokenizer if is_chat else None)
 
     def encode(self, sample: Conversation | Completion) -> Encoded:
         """The one sequence of a sample. Raises SampleFault for a sample that does not fit the template, or that becomes
@@ -88,7 +77,7 @@ class Encoder:
         """Ids and trained targets of a sample's sequences. Raises SampleFault for one that does not fit the
         template."""
         if isinstance(sample, Conversation):
-            picked = spans.picked(sample.messages, self.train_on, sample.places)
+            picked = spans.pick_trained(sample.messages, self.train_on, sample.places)
             if sample.asked and self.train_on != "all":
                 picked[: sample.asked] = [message.get("train") is True for message in sample.messages[: sample.asked]]
             return self._conversation(sample, picked)
@@ -155,25 +144,17 @@ class Encoder:
         if isinstance(content, Document):
             ids = self.texts.encode_text(content.text)
             return Encoded(ids, [False] + [True] * (len(ids) - 1))
-        read = self._prepared(content.messages, content.tools, content.variables, content.places)
-        (messages, tools, variables), escape = self.special.escape(read, self._parses or row is not None)
-        text = text_of(self._renders(messages, tools, [(len(messages), False, ())], _given(variables))[0])
-        add_bos = self.add_bos and self.template == "plain"
-        return encode_spans(self.tokenizer, text, [], escape, add_bos, inside=False)
+        chat = self.open_chat(content, self._parses or row is not None)
+        return encode_spans(self.tokenizer, chat.whole, [], chat.escape, self._puts_bos, inside=False)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """Ids of a conversation that the assistant is to go on with. Raises DataError."""
-        (messages, tools, _), escape = self.special.escape(self._prepared(messages, tools))
-        (text,) = self._renders(messages, tools, [(len(messages), True, ())])
+        chat = self.open_chat(Conversation(messages, tools), parses=False)
+        (text,) = chat.render([RenderRequest(len(messages), add_generation_prompt=True)])
         if isinstance(text, DataError):
             raise text
-        ids = encode_escaped(self.tokenizer, [text], escape)[0]
-        return put_bos(self.tokenizer, ids) if self.add_bos and self.template == "plain" else ids
-
-    def written(self, messages: Sequence[Message], tools: Tools = None) -> str | DataError:
-        """The text of a conversation that the assistant is to go on with, or what the template objects to."""
-        read, tools, _ = self._prepared(messages, tools)
-        return self._renders(read, tools, [(len(messages), True, ())])[0]
+        ids = encode_escaped(self.tokenizer, [text], chat.escape)[0]
+        return put_bos(self.tokenizer, ids) if self._puts_bos else ids
 
     def _conversation(
         self, sample: Conversation, picked: Sequence[bool], only: bool = False, parses: bool = False
@@ -191,10 +172,8 @@ class Encoder:
         parses = parses or self._parses
         written = [self._without_end(message) for message in sample.messages] if parses else sample.messages
         try:
-            read = self._prepared(written, sample.tools, sample.variables, sample.places)
-            (messages, tools, variables), escape = self.special.escape(read, parses)
-            whole = Conversation(messages, tools, sample.places, variables)
-            return self._shared_out(whole, numbers, escape, inside)
+            chat = self.open_chat(replace(sample, messages=written), parses)
+            return self._shared_out(chat, numbers, inside)
         except RecursionError:
             raise SampleFault(
                 "nested too deep", "found lists or objects nested too deep, expected plainer ones"
@@ -208,84 +187,59 @@ class Encoder:
         self.special.note([end], parses=True)
         return {**message, "content": self.texts.take_end(message["content"])}
 
-    def _shared_out(self, sample: Conversation, numbers: Sequence[int], escape: Escape, inside: bool) -> EncodedSample:
+    def _shared_out(self, chat: RenderedChat, numbers: Sequence[int], inside: bool) -> EncodedSample:
         """Return the messages with these numbers in as few sequences as the template allows; inside false: everything
         but them, in one."""
-        messages, tools, places = sample.messages, sample.tools, sample.places
-
-        def renders(
-            taken: Sequence[Message], wanted: Sequence[Wanted], options: Mapping[str, Any] | None = None
-        ) -> Sequence[str | DataError]:
-            return self._renders(taken, tools, wanted, _given(sample.variables, options))
-
-        def letters() -> list[str]:
-            return self.special.unused_letters([messages, tools, sample.variables], 2)
-
+        messages = chat.messages
         answers = [number for number in numbers if messages[number]["role"] == "assistant"]
-        finder = AnswerFinder(renders, messages, answers, self._writing(letters, escape), places)
+        chat.fetch([RenderRequest(len(messages)), *list_requests(answers)])
+        whole = chat.whole
         marked = None
         if inside and len(answers) == len(numbers):
-            if self._habits.marks:
-                closing = self.tokenizer.turn_end.closing
-                marked = marked_answers(renders, messages, answers, finder, letters(), closing)
-            found = marked.answers if marked else [finder.find(number) for number in answers]
-            sequences = shared_out(found, self.history, finder)
-            everything = len(answers) == sum(message["role"] == "assistant" for message in messages)
-            if marked and len(sequences) == 1 and everything:
-                texts, at = [marked.whole[0]], [marked.whole[1]]
+            if self._writer.habits.marks:
+                marked = find_marked_answers(chat, answers)
+            found = marked.answers if marked else [find_answer(chat, number) for number in answers]
+            sequences = share_out(chat, found, self.history)
+            has_all = len(answers) == sum(message["role"] == "assistant" for message in messages)
+            if marked and len(sequences) == 1 and has_all:
+                parts = [marked.whole]
             else:
-                texts, at = [one.text for one in sequences], [one.spans for one in sequences]
+                parts = [(one.text, one.spans) for one in sequences]
         else:
-            texts, at, sequences = [finder.whole], [self._in_whole(sample, numbers, finder)], []
-        spans.check_tools(tools, finder.whole, places.tools)
-        spans.check_system(messages, lambda wanted: text_of(renders(messages, [wanted])[0]), letters, places)
-        unseen, add_bos = spans.left_out(messages, finder.whole), self.add_bos and self.template == "plain"
-        encoded = [
-            encode_spans(self.tokenizer, text, one, escape, add_bos, inside)
-            for text, one in zip(texts, at, strict=True)
-        ]
+            sequences = []
+            parts = [(whole, self._find_in_whole(chat, numbers))]
+        spans.check_tools(chat.tools, whole, chat.places.tools)
+        spans.check_system(chat)
+        unseen = spans.count_left_out(messages, whole)
         ends = [sum(not answer.ends for answer in one.answers) for one in sequences] or [0]
-        return EncodedSample(
-            [replace(one, left_out=unseen, untrained_ends=count) for one, count in zip(encoded, ends, strict=True)],
-            len(encode_escaped(self.tokenizer, [finder.whole], escape)[0]) if len(encoded) > 1 else 0,
-            marked,
-        )
+        encoded = list[Encoded]()
+        for (text, trained), untrained_ends in zip(parts, ends, strict=True):
+            one = encode_spans(self.tokenizer, text, trained, chat.escape, self._puts_bos, inside)
+            encoded.append(replace(one, left_out=unseen, untrained_ends=untrained_ends))
+        is_split = len(encoded) > 1
+        whole_ids = encode_escaped(self.tokenizer, [whole], chat.escape)[0] if is_split else []
+        return EncodedSample(encoded, len(whole_ids), marked)
 
-    def _in_whole(self, sample: Conversation, numbers: Sequence[int], finder: AnswerFinder) -> list[Span]:
-        """Where these messages stand in the one rendering of all."""
-        messages, tools = sample.messages, sample.tools
-        others = [number for number in numbers if messages[number]["role"] != "assistant"]
-        found: dict[int, Span] = {}
-        if others:
-            letters = self.special.unused_letters([messages, tools, sample.variables], 2)
-            where = spans.find_others(
-                lambda wanted: self._renders(messages, tools, wanted, _given(sample.variables)),
-                messages,
-                others,
-                self.special.pattern,
-                letters,
-                sample.places,
-            )
-            found |= dict(zip(others, where, strict=True))
+    def _find_in_whole(self, chat: RenderedChat, numbers: Sequence[int]) -> list[Span]:
+        """Return where these messages stand in the one rendering of all."""
+        others = [number for number in numbers if chat.messages[number]["role"] != "assistant"]
+        by_number = dict(zip(others, spans.find_others(chat, others), strict=True))
         for number in sorted(set(numbers) - set(others)):
-            answer = finder.find(number)
-            in_whole(
-                answer, finder, "data.train_on to assistant or last, or tokenizer.chat_template to one that does not"
-            )
-            found[number] = Span(answer.spans[0].start, min(answer.spans[0].end, len(finder.whole)))
-        return [found[number] for number in numbers]
+            answer = find_answer(chat, number)
+            remedy = "data.train_on to assistant or last, or tokenizer.chat_template to one that does not"
+            check_in_whole(chat, answer, remedy)
+            (span,) = answer.spans
+            by_number[number] = Span(span.start, min(span.end, len(chat.whole)))
+        return [by_number[number] for number in numbers]
 
-    @cached_property
-    def _habits(self) -> Habits:
-        source = self.tokenizer.chat_template
-        if self.template == "plain" or source is None:
-            return Habits()
-        return learn_habits(
-            lambda messages, wanted, tools: self.tokenizer.render_chats(messages, wanted, tools),
-            source,
-            self.special.pattern,
-            self.special.unused_letters([], 1)[0],
-        )
+    def open_chat(self, sample: Conversation, parses: bool) -> RenderedChat:
+        """Return a conversation to be rendered, with a letter in the special tokens that it spells out; they are noted.
+
+        parses: as `encode_answer` has it."""
+        read = self._prepared(sample.messages, sample.tools, sample.variables, sample.places)
+        (messages, tools, variables), escape = self.special.escape(read, parses)
+        opened = replace(sample, messages=messages, tools=tools, variables=variables)
+        return RenderedChat(self._writer, opened, escape)
 
     def _prepared(
         self,
@@ -296,42 +250,9 @@ class Encoder:
     ) -> list[Any]:
         """Return what the template is given: messages, tools, variables."""
         at = (places or SamplePlaces()).at
-        read = [spans.prepared(message, at(number), self._habits) for number, message in enumerate(messages)]
+        habits = self._writer.habits
+        read = [spans.prepare_message(message, at(number), habits) for number, message in enumerate(messages)]
         return [read, list(tools) if tools else None, dict(variables or {})]
-
-    def _renders(
-        self,
-        messages: Sequence[Message],
-        tools: Tools,
-        wanted: Sequence[Wanted],
-        options: Mapping[str, Any] | None = None,
-    ) -> Sequence[str | DataError]:
-        if self.template == "chat":
-            return self.tokenizer.render_chats(messages, wanted, tools, options)
-        return [plain_or_fault(messages, one, eos_text(self.tokenizer), self._bos) for one in wanted]
-
-    def _writing(self, letters: Callable[[], Sequence[str]], escape: Escape) -> Writing:
-        chat, end = self.template == "chat", self.tokenizer.turn_end
-        return Writing(
-            self.special.pattern,
-            self.texts.stops,
-            end.closing if chat else "",
-            end.next_turn if chat else "",
-            self._habits,
-            self.tokenizer.chat_template_place,
-            lambda text: self._tokens(text, escape),
-            letters,
-        )
-
-    def _tokens(self, text: str, escape: Escape) -> list[str]:
-        ids = encode_escaped(self.tokenizer, [text], escape)[0]
-        return [self.tokenizer.token_bytes(i).decode(errors="replace") for i in ids]
-
-
-def _given(variables: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
-    """Return the options of a rendering with the variables that a sample gives its template; these win."""
-    options = options or {}
-    return {**options, "variables": {**options.get("variables", {}), **variables}} if variables else options or None
 
 
 def _only(sample: EncodedSample) -> Encoded:
@@ -346,19 +267,19 @@ def _only(sample: EncodedSample) -> Encoded:
 
 
 def render_prompt(
-    tokenizer: TextTokenizer, messages: Sequence[Message], template: str = "auto", add_bos: bool = True
+    tokenizer: Tokenizer, messages: Sequence[Message], template: str = "auto", add_bos: bool = True
 ) -> list[int]:
     """Ids to generate an answer from, the same as training puts before that answer. Raises DataError."""
     return Encoder(tokenizer, template, add_bos=add_bos).prompt(messages)
 
 
-def system_fault(tokenizer: TextTokenizer, text: str) -> str | None:
+def system_fault(tokenizer: Tokenizer, text: str) -> str | None:
     """Why a conversation cannot begin with this message of the system; None: it can."""
     messages = [{"role": "system", "content": text}, {"role": "user", "content": "a"}]
-    encoder = Encoder(tokenizer, "auto")
-    written = encoder.written(messages)
+    chat = Encoder(tokenizer, "auto").open_chat(Conversation(messages), parses=False)
+    (written,) = chat.render([RenderRequest(len(messages), add_generation_prompt=True)])
     if isinstance(written, DataError):
         return str(written)
-    if spans.left_out(messages[:1], written):
+    if spans.count_left_out(chat.messages[:1], written):
         return f"{tokenizer.chat_template_place}: the chat template does not write a system message"
     return None

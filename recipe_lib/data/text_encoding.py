@@ -5,35 +5,111 @@ behind a text that does not end with one.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
+from itertools import accumulate, chain, pairwise, takewhile
 
-from recipe_lib.data.encoded import Encoded, encode_spans
-from recipe_lib.data.escaping import Escape, SpecialTokens, compile_special_pattern
-from recipe_lib.data.plain_template import eos_text
-from recipe_lib.data.samples import (
-    Completion,
-    Conversation,
-    LabeledAnswer,
-    Message,
-    Preference,
-    SampleFault,
-    TextTokenizer,
-    Wanted,
-)
+from recipe_lib.data.answers import Marked
+from recipe_lib.data.escaping import Escape, encode_escaped
+from recipe_lib.data.rendering import Template, eos_text
+from recipe_lib.data.samples import Completion, Conversation, LabeledAnswer, Message, Preference, SampleFault
 from recipe_lib.data.spans import Span
-from recipe_lib.data.thoughts import TAGS
-from recipe_lib.errors import DataError
+from recipe_lib.data.template_behavior import TAGS
+from recipe_lib.tokenizers import RenderRequest, Tokenizer
+from recipe_lib.tokenizers.vocabulary import compile_alternation
+
+# Makes ids of a text, of which some are trained: of a rendering, or of a text as it stands.
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Holds a sequence before it is cut."""
+
+    ids: list[int]
+    trained: list[bool]  # whether the loss counts each id as a target
+    apart: bool = False  # a text is encoded apart from what stands before it: a token reached over the border
+    answers: tuple[tuple[int, int], ...] = ()  # [start, end) of each trained message, with its end-of-turn token
+    untrained_ends: int = 0  # trained messages whose end-of-turn token was cut off, or is none
+    left_out: int = 0  # messages of the system and the user that are not written
+
+    def cut(self, room: int) -> "Encoded":
+        """Return the first `room` ids; the answers that lose their end are counted."""
+        answers = tuple((start, end) for start, end in self.answers if start < room)
+        return Encoded(
+            ids=self.ids[:room],
+            trained=self.trained[:room],
+            apart=self.apart,
+            answers=answers,
+            untrained_ends=self.untrained_ends + sum(end > room for _, end in answers),
+            left_out=self.left_out,
+        )
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """Holds a sample's sequences."""
+
+    sequences: Sequence[Encoded]
+    whole_tokens: int = 0  # ids of the whole conversation in one, where it became several
+    marked: Marked | None = None  # how it differs from the template's own marks, if there are any and they were used
+
+
+def encode_spans(
+    tokenizer: Tokenizer, text: str, spans: Sequence[Span], escape: Escape, add_bos: bool, inside: bool = True
+) -> Encoded:
+    """Return ids of the whole text, trained inside of the spans, or outside of them. Raises SampleFault: none is
+    trained."""
+    cuts = [0]
+    for span in spans:
+        cuts += (span.start, span.end)
+    ids, lengths, apart = _encode_between(tokenizer, text, [*cuts, len(text)], escape)
+    if add_bos and ids[:1] != [tokenizer.bos_id]:
+        ids = put_bos(tokenizer, ids)
+        lengths[0] += 1
+    trained = list[bool]()
+    for number, length in enumerate(lengths):  # those with odd numbers lie inside of a span
+        trained += [bool(number % 2) is inside] * length
+    trained[:1] = [False] * len(trained[:1])  # nothing stands before the first token to predict it from
+    if True not in trained:
+        raise SampleFault("no trained token", "found no label token, expected an answer")
+    end = len(trained) - trained[::-1].index(True)
+    ends = list(accumulate(lengths, initial=0))
+    answers = tuple(zip(ends[1::2], ends[2::2], strict=False)) if inside else ((0, end),)
+    return Encoded(ids[:end], trained[:end], apart, answers)
+
+
+def put_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Return the ids behind BOS, once."""
+    bos = tokenizer.bos_id
+    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+
+def _encode_between(
+    tokenizer: Tokenizer, text: str, cuts: Sequence[int], escape: Escape
+) -> tuple[list[int], list[int], bool]:
+    """Return ids of a text, how many lie between the cuts, and whether a cut had to be forced through a token."""
+    pieces = encode_escaped(tokenizer, [text[start:end] for start, end in pairwise(cuts)], escape)
+    piece_ids = list(chain.from_iterable(pieces))
+    lengths = [len(piece) for piece in pieces]
+    text_ids = encode_escaped(tokenizer, [text], escape)[0]
+    if piece_ids == text_ids:
+        return piece_ids, lengths, False
+    # Pieces can differ from the whole although no token reaches over a cut: one that takes space does.
+    ends = [0]
+    for cut in cuts[1:]:
+        ids_before = encode_escaped(tokenizer, [text[:cut]], escape)[0]
+        if text_ids[: len(ids_before)] != ids_before:
+            return piece_ids, lengths, True
+        ends.append(len(ids_before))
+    return text_ids, [end - start for start, end in pairwise(ends)], False
+
 
 _PROMPTS: tuple[list[str], ...] = ([], ["user"], ["system"], ["system", "user"])
 _PROBES: tuple[Sequence[Message], ...] = (
     ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}),
     ({"role": "system", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}),
 )
-
-Renders = Callable[[Sequence[Message], Sequence[Wanted]], Sequence[str | DataError]]
 
 
 @dataclass(frozen=True)
@@ -49,27 +125,17 @@ class TextEncoder:
     """Encodes texts.
 
     add_bos, add_eos: put BOS before a text, and EOS behind it. parses: special tokens that they spell out become
-    tokens. special: counts those. render: the chat template's renderings; None: there is no template. stops: the tokens
-    that generation stops at, as text.
+    tokens, which `template.special` counts.
     """
 
-    def __init__(
-        self,
-        tokenizer: TextTokenizer,
-        special: SpecialTokens,
-        add_bos: bool,
-        add_eos: bool,
-        parses: bool,
-        render: Renders | None,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._special = special
-        self._render = render
+    def __init__(self, template: Template, add_bos: bool, add_eos: bool, parses: bool) -> None:
+        self._template = template
+        self._tokenizer = template.tokenizer
+        self._special = template.special
         self.add_bos = add_bos
         self.add_eos = add_eos
         self.parses = parses
-        self.stops = {tokenizer.token_bytes(i).decode(errors="replace") for i in tokenizer.stop_ids}
-        self._ends = self.stops & set(tokenizer.special_texts)
+        self._ends = template.stops & set(self._tokenizer.special_texts)
 
     def encode_text(self, text: str) -> list[int]:
         """Return ids of a text, without an end token."""
@@ -154,14 +220,15 @@ class TextEncoder:
         """Return what finds the special tokens that make a text a rendered one: those that the template writes, BOS,
         and those that end an answer; without a template any. None: there are none."""
         any_special = self._special.pattern
-        if self._render is None or any_special is None:
+        if not self._template.is_chat or any_special is None:
             return any_special
         bos = self._tokenizer.bos_id
         turn_tokens = set(self._ends) if bos is None else {*self._ends, self._tokenizer.token_bytes(bos).decode()}
         for messages in _PROBES:
-            for text in self._render(messages, [(len(messages), False, ()), (len(messages) - 1, True, ())]):
+            prompt = RenderRequest(len(messages) - 1, add_generation_prompt=True)
+            for text in self._template.render(messages, [RenderRequest(len(messages)), prompt]):
                 turn_tokens.update(any_special.findall(text) if isinstance(text, str) else ())
-        return compile_special_pattern(turn_tokens - set(TAGS))
+        return compile_alternation(token for token in turn_tokens - set(TAGS) if len(token) > 1)
 
 
 def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow | None:

@@ -1,123 +1,85 @@
 """From a config to a dataset: tokenizes its sources in parallel, or maps what the cache has of them."""
 
-import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import sources_by_section, validation_source
-from recipe_lib.data.cache import cache_key, load_or_make, make_in_memory
+from recipe_lib.data.cache import ArrayWriter, cache_key, load_or_make, make_in_memory
 from recipe_lib.data.dataset import Dataset, Origin, copies
-from recipe_lib.data.dataset_report import MOST_BAD_LINES, DataReport
+from recipe_lib.data.dataset_report import MOST_BAD_LINES, PLACES, DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder, Task
 from recipe_lib.data.find_format import with_format
-from recipe_lib.data.sample_columns import columns_section
-from recipe_lib.data.samples import TextTokenizer
+from recipe_lib.data.samples import columns_section
 from recipe_lib.data.sources import SampleFile, open_sources
-from recipe_lib.data.store import ArrayWriter
 from recipe_lib.data.templates import Encoder
 from recipe_lib.data.workers import in_order, worker_count
 from recipe_lib.errors import DataError
 from recipe_lib.report.phases import phase
+from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.units import MIB
 
 SAMPLES_PER_TASK = 256
 BYTES_PER_WORKER = 2**20  # of the sources; for less, starting a process takes longer than it saves
 
-Made = TypeVar("Made")
-PreparedData = dict[str, Dataset]  # what `prepare_data` has made, by what it was made of
+# The samples for training, and those for validation, if there are any.
+PreparedData = tuple[Dataset, Dataset | None]
 
 
 def build_dataset(
     cfg: DataConfig,
-    tokenizer: TextTokenizer,
+    tokenizer: Tokenizer,
     max_seq_len: int,
     *,
     validation: SourceConfig | None = None,
-    prepared: PreparedData | None = None,
     may_be_empty: bool = False,
 ) -> Dataset:
-    """All samples of all sources, tokenized; out of the cache if they are there, or as `prepare_data` has made them.
+    """All samples of all sources, tokenized; out of the cache if they are there.
 
     validation: the source that is read in place of those in `cfg`. may_be_empty: a source of which no sample is left
     is no error; nothing is cached then.
     Raises DataError: nothing there, a bad or too long sample where those are errors, no sample that trains anything, or
     a source of which no token or every token is trained."""
-    build = _Build(cfg, tokenizer, max_seq_len, _sources(cfg, validation), may_be_empty)
-    found = (prepared or {}).get(build.name)
-    return build.dataset() if found is None else found
+    return DatasetBuilder(cfg, tokenizer, max_seq_len, validation, may_be_empty).build()
 
 
 def build_validation_dataset(
-    cfg: FullFinetuneConfig,
-    tokenizer: TextTokenizer,
-    prepared: PreparedData | None = None,
-    may_be_empty: bool = False,
+    cfg: FullFinetuneConfig, tokenizer: Tokenizer, may_be_empty: bool = False
 ) -> Dataset | None:
     """The samples of `validation.source`; None: no validation. may_be_empty, raises: as `build_dataset`."""
     source = validation_source(cfg.data, cfg.validation)
     if source is None:
         return None
-    return build_dataset(
-        cfg.data, tokenizer, cfg.max_seq_len, validation=source, prepared=prepared, may_be_empty=may_be_empty
-    )
+    return build_dataset(cfg.data, tokenizer, cfg.max_seq_len, validation=source, may_be_empty=may_be_empty)
 
 
-def build_datasets(
-    cfg: FullFinetuneConfig,
-    tokenizer: TextTokenizer,
-    prepared: PreparedData | None = None,
-    may_be_empty: bool = False,
-) -> tuple[Dataset, Dataset | None]:
+def build_datasets(cfg: FullFinetuneConfig, tokenizer: Tokenizer, may_be_empty: bool = False) -> PreparedData:
     """The samples for training, and those of `validation.source`. may_be_empty: as `build_dataset`.
 
-    Raises DataError with what is wrong with both."""
-    training, validation = _each(
-        (
-            lambda: build_dataset(cfg.data, tokenizer, cfg.max_seq_len, prepared=prepared, may_be_empty=may_be_empty),
-            lambda: build_validation_dataset(cfg, tokenizer, prepared, may_be_empty),
-        )
-    )
+    Before there is a process group or a device context it works with `data.num_proc` processes; on a machine with
+    several ranks one of them does the work and the others map its files. Raises DataError with what is wrong with both.
+    """
+    training: Dataset | None = None
+    validation: Dataset | None = None
+    faults = list[str]()
+    try:
+        training = build_dataset(cfg.data, tokenizer, cfg.max_seq_len, may_be_empty=may_be_empty)
+    except DataError as error:
+        faults += error.faults
+    try:
+        validation = build_validation_dataset(cfg, tokenizer, may_be_empty)
+    except DataError as error:
+        faults += [] if list(error.faults) == faults else error.faults
+    if faults:
+        raise DataError(*faults)
     assert training is not None
     return training, validation
-
-
-def _each(makes: Iterable[Callable[[], Made]]) -> list[Made]:
-    """What each makes. Raises DataError with the faults of all."""
-    made, faults = list[Made](), list[tuple[str, ...]]()
-    for make in makes:
-        try:
-            made.append(make())
-        except DataError as error:
-            faults.append(tuple(error.faults))
-    if faults:
-        raise DataError(*(fault for found in dict.fromkeys(faults) for fault in found))
-    return made
-
-
-def prepare_data(cfg: FullFinetuneConfig, load: Callable[[], TextTokenizer]) -> PreparedData:
-    """Tokenizes training and validation samples with `data.num_proc` processes, or finds them in the cache.
-
-    To be called before there is a process group or a device context: it forks, and nobody waits for it in a collective.
-    On a machine with several ranks one of them does the work and the others map its files. What it returns is
-    for `build_dataset` and `build_validation_dataset` in the same process. load: gives the tokenizer.
-    Raises what these raise.
-    """
-    tokenizer, validation = load(), validation_source(cfg.data, cfg.validation)
-
-    def make(source: SourceConfig | None) -> tuple[str, Dataset]:
-        build = _Build(cfg.data, tokenizer, cfg.max_seq_len, _sources(cfg.data, source))
-        return build.name, build.dataset()
-
-    return dict(_each(partial(make, one) for one in ([None] if validation is None else [None, validation])))
 
 
 def _sources(cfg: DataConfig, validation: SourceConfig | None) -> dict[str, SourceConfig]:
@@ -132,18 +94,21 @@ def _sources(cfg: DataConfig, validation: SourceConfig | None) -> dict[str, Sour
     return sources
 
 
-class _Build:
-    """One dataset, before it is made. name: tells apart what is to be made and the state of the files, in text."""
+class DatasetBuilder:
+    """Makes one dataset, or finds it in the cache."""
 
     def __init__(
         self,
         cfg: DataConfig,
-        tokenizer: TextTokenizer,
+        tokenizer: Tokenizer,
         max_seq_len: int,
-        sources: Mapping[str, SourceConfig],
+        validation: SourceConfig | None = None,
         may_be_empty: bool = False,
     ) -> None:
-        """Looks the files up, and into them only where their format is to be found. Raises DataError."""
+        """Look the files up, and into them only where their format is to be found. Raises DataError.
+
+        validation, may_be_empty: as `build_dataset` has them."""
+        sources = _sources(cfg, validation)
         self.cfg, self.tokenizer, self.max_seq_len, self.may_be_empty = cfg, tokenizer, max_seq_len, may_be_empty
         limit, cache = int(cfg.max_sample_mib * MIB), cache_root(cfg.cache_dir)
         opened = [open_sources(source, limit, cache, section) for section, source in sources.items()]
@@ -167,16 +132,18 @@ class _Build:
         ]
         self.files: list[SampleFile] = [file for files in opened for file in files]
         self.source_of_file = [number for number, files in enumerate(opened) for _ in files]
-        wanted = {section: asdict(source) for section, source in sources.items()}
-        states = [_state(file) for file in self.files]
-        self.name = json.dumps(
-            [asdict(cfg), wanted, max_seq_len, tokenizer.place, tokenizer.chat_template, states], default=str
-        )
 
-    def dataset(self) -> Dataset:
-        """Out of the cache, or made. Raises DataError."""
-        cached = self.cfg.cache and not self.may_be_empty  # what no run can use is not left for one
-        key = cache_key(self.read_with(), self.files, self.encoders, self.tokenizer) if cached else None
+    def find_key(self) -> str | None:
+        """Return the name that the dataset has in the cache; None: it is not kept there."""
+        if not self.cfg.cache or self.may_be_empty:  # what no run can use is not left for one
+            return None
+        cfg = self.cfg  # also what decides which samples can be read, and is not said of those
+        read = {"max_sample_mib": cfg.max_sample_mib, "history": cfg.history, "ignore_columns": cfg.ignore_columns}
+        return cache_key(self._decides() | read, self.files, self.encoders, self.tokenizer)
+
+    def build(self) -> Dataset:
+        """Return it out of the cache, or made. Raises DataError."""
+        key = self.find_key()
         stored = load_or_make(cache_root(self.cfg.cache_dir), key, self._make) if key else None
         if stored is None:
             stored = make_in_memory(lambda writer: self._make(writer, shared_by=_ranks_here()))
@@ -213,12 +180,6 @@ class _Build:
             "truncation": cfg.truncation,
             "vocab_size": self.tokenizer.vocab_size,
         }
-
-    def read_with(self) -> dict[str, Any]:
-        """What the cache's files depend on: also what decides which samples can be read, and is not said of those."""
-        cfg = self.cfg
-        read = {"max_sample_mib": cfg.max_sample_mib, "history": cfg.history, "ignore_columns": cfg.ignore_columns}
-        return self._decides() | read
 
     def _make(self, writer: ArrayWriter, shared_by: int = 1) -> DataReport:
         """Tokenizes everything. Raises DataError: up to the first fault that ends the reading, what is wrong with the
@@ -301,18 +262,9 @@ class _Build:
         arrays = writer.arrays()
         found, earlier = copies(arrays["digests"])
         report.duplicate_sequences = len(found)
-        if len(found):
-            origin = Origin(self.files, arrays["file_of"], arrays["sample_of"], arrays["digests"])
-            report.first_duplicate = f"{origin.place(int(found[0]))}, the same as {origin.place(int(earlier[0]))}"
-
-
-def _state(file: SampleFile) -> list[Any]:
-    """What changes when a local file is written again."""
-    try:
-        found = os.stat(file.place)
-    except OSError:
-        return [file.place]
-    return [file.place, found.st_size, found.st_mtime_ns, found.st_ino]
+        origin = Origin(self.files, arrays["file_of"], arrays["sample_of"], arrays["digests"])
+        for pair in zip(found[:PLACES].tolist(), earlier[:PLACES].tolist(), strict=True):
+            report.duplicates.append([origin.place(item) for item in pair])
 
 
 def _size(file: SampleFile) -> int:

@@ -7,8 +7,18 @@ from functools import partial
 from typing import Any
 
 from recipe_lib.data.column_names import says_nothing
-from recipe_lib.data.sample_columns import RawSample, found_in, list_of, parse_column, path_of, refuse_keys
-from recipe_lib.data.samples import Message, SampleFault, kind_of, shown
+from recipe_lib.data.samples import (
+    Message,
+    RawSample,
+    SampleFault,
+    found_in,
+    kind_of,
+    list_of,
+    parse_column,
+    path_of,
+    refuse_keys,
+    shown,
+)
 from recipe_lib.reading import parse_json
 
 _FUNCTION = '{"name": ..., "arguments": {...}}'
@@ -79,7 +89,7 @@ def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[st
 def check_arguments(function: RawSample, where: str) -> None:
     """Raise SampleFault for arguments of a call that are no object, nor JSON text of one."""
     given = function.get("arguments")
-    if isinstance(given, dict) or (isinstance(given, str) and _is_object(given)):
+    if isinstance(given, dict) or (isinstance(given, str) and parse_arguments(given) is not None):
         return
     found = found_in(function, "arguments") if not isinstance(given, str) else shown(given)
     raise SampleFault(
@@ -88,12 +98,13 @@ def check_arguments(function: RawSample, where: str) -> None:
     )
 
 
-def _is_object(text: str) -> bool:
-    """Return whether a text is a JSON object; an empty one stands for no arguments."""
+def parse_arguments(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a call that are written as JSON, an empty text for none; None: it is no object."""
     try:
-        return isinstance(parse_json(text or "{}"), dict)
+        arguments = parse_json(text or "{}")
     except ValueError:
-        return False
+        return None
+    return arguments if isinstance(arguments, dict) else None
 
 
 def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:

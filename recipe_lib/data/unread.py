@@ -23,7 +23,6 @@ from recipe_lib.data.column_names import (
     why_not_column,
     why_not_key,
 )
-from recipe_lib.data.sample_columns import RawSample, Renamed, format_path, is_json_list, parse_column, path_of
 from recipe_lib.data.samples import (
     Classified,
     Completion,
@@ -32,10 +31,16 @@ from recipe_lib.data.samples import (
     LabeledAnswer,
     Message,
     Preference,
+    RawSample,
+    Renamed,
     Sample,
     SampleFault,
     SamplePlaces,
+    format_path,
+    is_json_list,
     kind_of,
+    parse_column,
+    path_of,
 )
 from recipe_lib.data.template_behavior import THOUGHT_KEYS, TemplateFields
 from recipe_lib.errors import DataError

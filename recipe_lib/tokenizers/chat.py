@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -27,7 +27,7 @@ import markupsafe
 from recipe_lib.config.local_files import OTHER_TEMPLATE
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import template_process
-from recipe_lib.tokenizers.template_process import Options, Wanted
+from recipe_lib.tokenizers.template_process import Options, RenderRequest
 
 TIMEOUT_SECONDS = 10.0  # that a template may take to compile, or to write one conversation once
 MAX_ANSWER_BYTES = 1 << 31  # bytes; what the process may answer is far below, by its own limits
@@ -45,122 +45,120 @@ class _Stopped(Exception):  # noqa: N818  (turned into a DataError)
 
 
 class _TemplateProcess:
-    """The process and its pipes. known: names of the templates that it has compiled."""
-
-    def __init__(self) -> None:
-        folders = sorted({str(Path(module.__file__ or "").parents[1]) for module in (jinja2, markupsafe)})
-        program = "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
-        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH") if name in os.environ}
-        self.known: set[str] = set()
-        try:
-            self._child = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", program, template_process.__file__, *folders],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=kept,
-                cwd="/",
-                start_new_session=True,  # Ctrl-C is for us; without us its input ends, and so does it
-            )
-        except OSError as error:
-            raise _Stopped(f"could not be started in a separate process ({error.strerror})") from None
-        self._selector = selectors.DefaultSelector()
-        assert self._child.stdin and self._child.stdout
-        self._input, self._output = self._child.stdin, self._child.stdout
-        self._selector.register(self._output, selectors.EVENT_READ)
-
-    def ask(self, request: Mapping[str, Any], seconds: float) -> Any:
-        """What the process answers, within so many seconds. Raises _Stopped; the process is of no use then."""
-        line = json.dumps(request, default=str).encode("ascii") + b"\n"
-        try:
-            self._input.write(line)
-            self._input.flush()
-            return json.loads(self._line(time.monotonic() + seconds))
-        except TimeoutError:  # it watches the time itself, so it does not even do that
-            raise _Stopped(_TOO_LONG.format(TIMEOUT_SECONDS)) from None
-        except (OSError, ValueError):
-            raise _Stopped(self._why()) from None
-
-    def _line(self, deadline: float) -> bytes:
-        """The bytes up to the next line end. Raises TimeoutError; ValueError: it ended, or wrote too many bytes."""
-        parts, length = [], 0
-        while length < MAX_ANSWER_BYTES:
-            if not self._selector.select(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError
-            part = os.read(self._output.fileno(), 1 << 20)
-            if not part:
-                break
-            parts.append(part)
-            length += len(part)
-            if part.endswith(b"\n"):
-                return b"".join(parts)
-        raise ValueError
-
-    def _why(self) -> str:
-        try:
-            code = self._child.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            code = self._child.wait()
-        if code in (-signal.SIGALRM, -signal.SIGPROF):
-            return _TOO_LONG.format(TIMEOUT_SECONDS)
-        how = f"signal {-code}" if code < 0 else f"code {code}"
-        return f"was stopped: its process ended with {how} (it may use {template_process.MEMORY >> 20} MiB)"
-
-    def close(self, kill: bool) -> None:
-        """Gives back the pipes. kill: also ends the process."""
-        self._selector.close()
-        for pipe in (self._input, self._output):
-            with contextlib.suppress(OSError):
-                pipe.close()
-        if kill:
-            self._child.kill()
-            self._child.wait()
-        else:
-            self._child.returncode = 0  # it is another process' child; ours must not wait for it
-
-
-class _Keeper:
-    """The one process, started when it is first needed."""
+    """The process that renders, started when it is first needed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: _TemplateProcess | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._known = set[str]()  # names of the templates that it has compiled
 
-    def ask(self, template: Mapping[str, Any], request: Mapping[str, Any] | None, seconds: float) -> Any:
-        """Makes the template known, then puts the request. Raises _Stopped."""
+    def ask(self, template: Mapping[str, Any], request: Mapping[str, Any] | None) -> Any:
+        """Make the template known, then put the request. Raises _Stopped; the process is gone then."""
         with self._lock:
             try:
-                if self._process is None:
-                    self._process = _TemplateProcess()
-                if template["name"] not in self._process.known:
-                    fault = self._process.ask(template, START_SECONDS + TIMEOUT_SECONDS)
+                if self._child is None:
+                    self._child = _start()
+                if template["name"] not in self._known:
+                    fault = _exchange(self._child, template, START_SECONDS)
                     if fault is not None:
                         return fault
-                    self._process.known.add(template["name"])
-                return None if request is None else self._process.ask(request, seconds)
+                    self._known.add(template["name"])
+                return None if request is None else _exchange(self._child, request)
             except _Stopped:
-                self._drop(kill=True)
+                self.drop(kill=True)
                 raise
 
-    def _drop(self, kill: bool) -> None:
-        if self._process is not None:
-            self._process.close(kill)
-        self._process = None
+    def drop(self, kill: bool) -> None:
+        """Give back the pipes. kill: also end the process."""
+        child, self._child = self._child, None
+        self._known.clear()
+        if child is None:
+            return
+        for pipe in (child.stdin, child.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+        if kill:
+            child.kill()
+            child.wait()
+        else:
+            child.returncode = 0  # it is another process' child; ours must not wait for it
 
     def after_fork(self) -> None:
-        """The parent's process is not ours."""
+        """Leave the parent's process to it."""
         self._lock = threading.Lock()
-        self._drop(kill=False)
-
-    def at_exit(self) -> None:
-        """Leaves no process behind."""
-        self._drop(kill=True)
+        self.drop(kill=False)
 
 
-_keeper = _Keeper()
-os.register_at_fork(after_in_child=_keeper.after_fork)
-atexit.register(_keeper.at_exit)
+def _start() -> subprocess.Popen[bytes]:
+    """Return the process. Raises _Stopped."""
+    folders = sorted({str(Path(module.__file__ or "").parents[1]) for module in (jinja2, markupsafe)})
+    program = "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH") if name in os.environ}
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", program, template_process.__file__, *folders],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=kept,
+            cwd="/",
+            start_new_session=True,  # Ctrl-C is for us; without us its input ends, and so does it
+        )
+    except OSError as error:
+        raise _Stopped(f"could not be started in a separate process ({error.strerror})") from None
+
+
+def _exchange(child: subprocess.Popen[bytes], request: Mapping[str, Any], more: float = 0.0) -> Any:
+    """Return what the process answers, within the request's seconds and `more`. Raises _Stopped."""
+    assert child.stdin and child.stdout
+    line = json.dumps(request, default=str).encode("ascii") + b"\n"
+    try:
+        child.stdin.write(line)
+        child.stdin.flush()
+        return json.loads(_read_line(child.stdout.fileno(), time.monotonic() + request["seconds"] + more))
+    except TimeoutError:  # it watches the time itself, so it does not even do that
+        raise _Stopped(_TOO_LONG.format(TIMEOUT_SECONDS)) from None
+    except (OSError, ValueError):
+        raise _Stopped(_why_ended(child)) from None
+
+
+def _read_line(descriptor: int, deadline: float) -> bytes:
+    """Return the bytes up to the next line end.
+
+    Raises TimeoutError; ValueError: the other side ended, or wrote too many bytes."""
+    waiter = select.poll()
+    waiter.register(descriptor, select.POLLIN)
+    parts = list[bytes]()
+    length = 0
+    while length < MAX_ANSWER_BYTES:
+        if not waiter.poll(1000 * max(0.0, deadline - time.monotonic())):
+            raise TimeoutError
+        part = os.read(descriptor, 1 << 20)
+        if not part:
+            break
+        parts.append(part)
+        length += len(part)
+        if part.endswith(b"\n"):
+            return b"".join(parts)
+    raise ValueError
+
+
+def _why_ended(child: subprocess.Popen[bytes]) -> str:
+    """Return why the process has ended; one that has not is killed."""
+    try:
+        code = child.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        code = child.wait()
+    if code == -signal.SIGALRM:
+        return _TOO_LONG.format(TIMEOUT_SECONDS)
+    how = f"signal {-code}" if code < 0 else f"code {code}"
+    return f"was stopped: its process ended with {how} (it may use {template_process.MEMORY >> 20} MiB)"
+
+
+_process = _TemplateProcess()
+os.register_at_fork(after_in_child=_process.after_fork)
+atexit.register(_process.drop, kill=True)
 
 
 def with_date_of_training(source: str) -> str:
@@ -187,35 +185,34 @@ class ChatTemplate:
             "seconds": TIMEOUT_SECONDS,
             "remedy": remedy,
         }
-        fault = self._ask(None, 0)
+        fault = self._ask(None)
         if fault is not None:
             raise DataError(f"{place}: {fault}")
-
-    def render(self, messages: Messages, add_generation_prompt: bool, tools: Messages | None = None) -> str:
-        """The conversation as text. Raises DataError with what the template itself objects to."""
-        (found,) = self.render_many(messages, [(len(messages), add_generation_prompt, ())], tools)
-        if isinstance(found, DataError):
-            raise found
-        return found
 
     def render_many(
         self,
         messages: Messages,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[RenderRequest],
         tools: Messages | None = None,
         options: Options | None = None,
     ) -> list[str | DataError]:
-        """Renderings of parts of one conversation, in one go: (how many of its messages, whether a prompt for the next
-        answer follows, (number, content) to write in place of a message's own). options: `marks`, two letters to write
-        around what `{% generation %}` holds; `variables`, more that the template sees. Where the template objects,
-        what it said. Raises DataError: the template took too long or had to be stopped."""
-        request = {"name": self._template["name"], "messages": list(messages), "wanted": list(wanted)}
-        limits = {"tools": tools, "options": options, "seconds": TIMEOUT_SECONDS}
-        pairs = self._ask(request | limits, (1 + len(wanted)) * TIMEOUT_SECONDS)
+        """Renderings of one conversation, in one go; where the template objects, what it said.
+
+        options: `marks`, two letters to write around what `{% generation %}` holds; `variables`, more that the template
+        sees. Raises DataError: the template took too long or had to be stopped."""
+        request = {
+            "name": self._template["name"],
+            "messages": list(messages),
+            "wanted": list(wanted),
+            "tools": tools,
+            "options": options,
+            "seconds": (1 + len(wanted)) * TIMEOUT_SECONDS,
+        }
+        pairs = self._ask(request)
         return [DataError(f"{self.place}: {fault}") if text is None else text for text, fault in pairs]
 
-    def _ask(self, request: Mapping[str, Any] | None, seconds: float) -> Any:
+    def _ask(self, request: Mapping[str, Any] | None) -> Any:
         try:
-            return _keeper.ask(self._template, request, seconds)
+            return _process.ask(self._template, request)
         except _Stopped as stopped:
             raise DataError(f"{self.place}: the chat template {stopped}; {self._remedy}") from None

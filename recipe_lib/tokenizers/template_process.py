@@ -18,7 +18,7 @@ import signal
 import sys
 import textwrap  # noqa: F401
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.constants
@@ -40,7 +40,15 @@ DATE = datetime.datetime(2024, 7, 26)
 SPARE_CHARACTERS = 1 << 20  # a rendering may be this much longer than 16 times what it is made from
 MEMORY = 1 << 30  # bytes that the process may have
 
-Wanted = tuple[int, bool, Sequence[tuple[int, str]]]
+
+class RenderRequest(NamedTuple):
+    """Asks for one rendering of a conversation."""
+
+    num_messages: int  # of its first messages
+    add_generation_prompt: bool = False  # a prompt for the next answer follows
+    replacements: Sequence[tuple[int, str]] = ()  # (number of a message, what stands in place of its content)
+
+
 # `marks`: two letters to write around what `{% generation %}` holds; `variables`: more that the template sees.
 Options = Mapping[str, Any]
 
@@ -116,15 +124,26 @@ class Renderer:
             raise TemplateFault("the chat template is nested too deep; use another file") from None
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], prompt: bool, tools: Any = None, options: Options | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        request: RenderRequest,
+        tools: Any = None,
+        options: Options | None = None,
     ) -> str:
-        """The conversation as text. Raises TemplateFault with what the template itself objects to."""
+        """Return the first messages of a conversation as text, the contents of some replaced.
+
+        Raises TemplateFault with what the template itself objects to."""
+        num_messages, prompt, replacements = request
+        taken = list(messages[:num_messages])
+        for number, content in replacements:
+            if number < num_messages:
+                taken[number] = {**taken[number], "content": content}
         options = options or {}
         self._environment.marks = options.get("marks") or ("", "")  # type: ignore[attr-defined]
-        room = SPARE_CHARACTERS + 16 * self._length + 16 * len(json.dumps([messages, tools], default=str))
+        room = SPARE_CHARACTERS + 16 * self._length + 16 * len(json.dumps([taken, tools], default=str))
         parts, length = [], 0
         try:
-            given = {"messages": messages, "add_generation_prompt": prompt, "tools": tools}
+            given = {"messages": taken, "add_generation_prompt": prompt, "tools": tools}
             given = {**self._tokens, "documents": None, **(options.get("variables") or {}), **given}
             for part in self._template.generate(**given):
                 parts.append(part)
@@ -143,23 +162,12 @@ class Renderer:
             raise TemplateFault("the chat template failed (it writes half of a character)")
         return text
 
-    def render_one(
-        self, messages: Sequence[Mapping[str, Any]], wanted: Wanted, tools: Any, options: Options | None = None
-    ) -> str:
-        """The first messages of a conversation, the contents of some replaced. Raises TemplateFault."""
-        stop, prompt, contents = wanted
-        taken = list(messages[:stop])
-        for number, content in contents:
-            if number < stop:
-                taken[number] = {**taken[number], "content": content}
-        return self.render(taken, prompt, tools, options)
-
 
 def _warm_up() -> None:
     """Imports what is imported only when it is used: afterwards no file can be opened."""
     warm = Renderer("{{ 'a\\n\u00e9' | tojson }}{{ strftime_now('%d %b') }}{{ ''.a.b }}", {})
     with contextlib.suppress(TemplateFault):
-        warm.render([], False)
+        warm.render([], RenderRequest(0))
     with contextlib.suppress(TemplateFault):
         Renderer("{% for %}", {})
 
@@ -175,37 +183,24 @@ def _limit_process() -> None:
                 resource.setrlimit(getattr(resource, name), (limit, limit))
 
 
-def _limit_time(seconds: float) -> None:
-    """The kernel ends the process after so many seconds, of the clock or of the processor; 0 lifts the limit."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
 def _answer(request: Any, known: dict[str, Renderer]) -> Any:
     """Compiles (`source`, `tokens`, `remedy`) or renders (`messages`, `wanted`, `tools`, `options`) with the template
     `name`."""
-    seconds = request["seconds"]
     if "source" in request:
-        _limit_time(seconds)
         try:
             known[request["name"]] = Renderer(request["source"], request["tokens"], request["remedy"])
         except TemplateFault as fault:
             return str(fault)
         except MemoryError:
             return "the chat template failed (it needs too much memory)"
-        finally:
-            _limit_time(0)
         return None
     found = []
     template, given = known[request["name"]], [request["tools"], request["options"]]
     for wanted in request["wanted"]:
-        _limit_time(seconds)
         try:
-            found.append([template.render_one(request["messages"], wanted, *given), None])
+            found.append([template.render(request["messages"], wanted, *given), None])
         except TemplateFault as fault:
             found.append([None, str(fault)])
-        finally:
-            _limit_time(0)
     return found
 
 
@@ -214,7 +209,10 @@ def _serve() -> None:
     _warm_up()
     _limit_process()
     for line in sys.stdin.buffer:
-        answer = _answer(json.loads(line), known)
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # then the kernel ends the process
+        answer = _answer(request, known)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(json.dumps(answer).encode("ascii") + b"\n")
         sys.stdout.buffer.flush()
 

@@ -2,29 +2,89 @@
 
 import codecs
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from typing import Any
 
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers.chat import ChatTemplate, with_date_of_training
 from recipe_lib.tokenizers.special_tokens import AddedToken, Settings
-from recipe_lib.tokenizers.turn_end import TurnEnd, find_turn_end
-from recipe_lib.tokenizers.vocabulary import TextPosition, Vocabulary, alternation
+from recipe_lib.tokenizers.template_process import RenderRequest
+from recipe_lib.tokenizers.vocabulary import TextPosition, Vocabulary, compile_alternation
+
+# How a chat template ends an answer, found by rendering one that comes last and one that a question
+# follows.
+
+
+_ANSWER = "\ue123"  # a letter that no template writes
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """token: the special token that ends an answer, the last one where there are several (Command R7B); empty: the
+    template writes none there. closing: what it writes after that where an answer comes last (a line end, Phi-3's
+    EOS); no model is asked for it. next_turn: the special token that begins the user's next turn, if that alone says
+    that the answer is over (GLM-4.5)."""
+
+    token: str = ""
+    closing: str = ""
+    next_turn: str = ""
+
+
+def find_turn_end(
+    render_many: Callable[..., Sequence[str | DataError]],
+    split: Callable[[str], Iterable[tuple[str, AddedToken | None]]],
+    stops: Collection[str],
+    bos: str | None,
+) -> TurnEnd:
+    """render_many: `ChatTemplate.render_many`. split: a text as (what is before a special token, the token). stops:
+    special tokens that are known to end answers."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+    last, followed = render_many([*messages, messages[0]], [RenderRequest(2), RenderRequest(3)])
+    if isinstance(last, DataError) or _ANSWER not in last:
+        return TurnEnd()  # a template for other conversations than this one
+    alone = _pieces(split, last)
+    later = [] if isinstance(followed, DataError) or _ANSWER not in followed else _pieces(split, followed)
+    shared = [piece for piece, _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, later, strict=False))]
+    first = next((at for at, (_, is_special) in enumerate(shared) if is_special), None)
+    if first is not None:
+        run = [text for text, _ in takewhile(lambda piece: piece[1], shared[first:])]
+        after = "".join(text for text, _ in alone[first + len(run) :])
+        if after.strip():  # some begin the next turn without being asked: what the model stops at is no part of that
+            run = run[: max((at for at, text in enumerate(run) if text in stops), default=0) + 1]
+        return TurnEnd(run[-1], "".join(text for text, _ in alone[first + len(run) :]))
+    special = [text for text, is_special in alone if is_special]
+    if special:
+        return TurnEnd(special[-1] if later else special[0])
+    begins, is_special = (later[len(alone) :] or [("", False)])[0]
+    return TurnEnd(next_turn=begins if is_special and begins != bos else "")
+
+
+def _pieces(split: Callable[[str], Iterable[tuple[str, Any]]], rendered: str) -> list[tuple[str, bool]]:
+    """What follows the answer, as (text, whether it is a special token)."""
+    found: list[tuple[str, bool]] = []
+    for text, token in split(rendered[rendered.rindex(_ANSWER) + 1 :]):
+        found += [(text, False)] if text else []
+        found += [(token.content, token.special)] if token is not None else []
+    return found
+
 
 KEPT_TEXTS, KEPT_LENGTH = 256, 16_384  # texts whose ids are remembered, and how many letters they have at most
 
 
 class Tokenizer:
-    """Text to ids and back.
+    """Turns text into ids and back.
 
-    vocab_size: one more than the largest id. bos_id, eos_id, pad_id: None where the tokenizer has none.
-    add_bos_by_default: the tokenizer begins a text with BOS by default. place: its file, for error lines.
+    vocabulary: what encodes ordinary text. vocab_size: one more than the largest id. bos_id, eos_id, pad_id: None where
+    the tokenizer has none. add_bos_by_default: the tokenizer begins a text with BOS by default. place: its file, for
+    error lines.
     """
 
     def __init__(self, vocabulary: Vocabulary, settings: Settings, place: str) -> None:
         self.place = place
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         # A sample is encoded whole and in pieces, and templates repeat themselves: most texts come again at once.
         self._encode = lru_cache(maxsize=KEPT_TEXTS)(self._encode_text)
         self._added = settings.listed | {token.content: token for token in vocabulary.added} | settings.added
@@ -75,11 +135,6 @@ class Tokenizer:
     def chat_template_place(self) -> str:
         """The file the chat template came from; without one, the tokenizer's own."""
         return self._template.place if self._template else self.place
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """What encodes ordinary text."""
-        return self._vocabulary
 
     @property
     def added_tokens(self) -> tuple[AddedToken, ...]:
@@ -148,7 +203,7 @@ class Tokenizer:
         return found
 
     def _encode_text(self, text: str, place: TextPosition) -> tuple[int, ...]:
-        return tuple(self._vocabulary.encode(text, place))
+        return tuple(self.vocabulary.encode(text, place))
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Text of the ids; bytes that are no UTF-8 become U+FFFD. skip_special: special tokens leave no text."""
@@ -157,44 +212,34 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that an id stands for, special tokens as they are written. Raises DataError for no id of ours."""
-        added, vocabulary = self._by_id.get(token), self._vocabulary
+        added, vocabulary = self._by_id.get(token), self.vocabulary
         if added is not None and (added.special or token in self._always_ids):
             return added.content.encode()
         if added is None and not 0 <= token < vocabulary.size:
             raise DataError(f"{self.place}: found the id {token}, expected one from 0 to {self.vocab_size - 1}")
         return vocabulary.token_bytes(token)
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
-        """The conversation as the chat template writes it. Raises DataError: no template, or it objects."""
-        return self._needed_template().render(messages, add_generation_prompt, tools)
-
     def render_chats(
         self,
         messages: Sequence[Mapping[str, Any]],
-        wanted: Sequence[tuple[int, bool, Sequence[tuple[int, str]]]],
+        wanted: Sequence[RenderRequest],
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[str | DataError]:
-        """Several renderings of a conversation in one go, as `ChatTemplate.render_many` has them."""
-        return self._needed_template().render_many(messages, wanted, tools, options)
+        """Return several renderings of a conversation in one go, as `ChatTemplate.render_many` has them.
 
-    def _needed_template(self) -> ChatTemplate:
+        Raises DataError: there is no template, or it cannot be run."""
         if self._template is None:
             raise DataError(
                 f"{self.place}: the tokenizer has no chat template; set tokenizer.chat_template to a Jinja file"
             )
-        return self._template
+        return self._template.render_many(messages, wanted, tools, options)
 
     def eats_space(self, token_before: int | None) -> bool:
         """Whether a text that begins after this id (None: at the start) begins with a space that is not its own."""
         if token_before is None or token_before == self.bos_id:
-            return self._vocabulary.eats_first_space
-        return self._vocabulary.eats_space_after_special
+            return self.vocabulary.eats_first_space
+        return self.vocabulary.eats_space_after_special
 
     def _role(self, settings: Settings, role: str, number: int | None) -> int | None:
         """The id of a special token: by its text, else by a number in a config, else what the vocabulary says."""
@@ -202,7 +247,7 @@ class Tokenizer:
             content = settings.roles[role]
             if content is None:
                 return None
-            found = self._added[content].id if content in self._added else self._vocabulary.find(content)
+            found = self._added[content].id if content in self._added else self.vocabulary.find(content)
             if found is None:
                 raise DataError(
                     f"{self.place}: found {role} {content!r}, which is no token of the vocabulary; "
@@ -211,7 +256,7 @@ class Tokenizer:
             if content not in self._added:
                 self._added[content] = self._by_id[found] = AddedToken(content, found)
             return found
-        own = {"bos_token": self._vocabulary.bos_id, "eos_token": self._vocabulary.eos_id}.get(role)
+        own = {"bos_token": self.vocabulary.bos_id, "eos_token": self.vocabulary.eos_id}.get(role)
         return number if own is None else own
 
 
@@ -248,7 +293,7 @@ class StreamDecoder:
 
 
 def _splitter(tokens: Mapping[str, AddedToken]) -> tuple[re.Pattern[str] | None, Mapping[str, AddedToken]]:
-    return alternation(tokens), tokens
+    return compile_alternation(tokens), tokens
 
 
 def _split(

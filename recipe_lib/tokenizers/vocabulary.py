@@ -1,4 +1,4 @@
-"""The three kinds of vocabulary behind one protocol: sentencepiece, tiktoken, tokenizer.json.
+"""The three kinds of vocabulary behind one class: sentencepiece, tiktoken, tokenizer.json.
 
 A vocabulary turns ordinary text into ids and an id into bytes. It knows nothing of chat, BOS or control tokens: no
 text can produce one here. What all kinds share (special tokens, BOS, decoding) is in `tokenizer.py`.
@@ -9,11 +9,12 @@ import copy
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tiktoken
 import tokenizers
@@ -33,38 +34,41 @@ class TextPosition(Enum):
     INSIDE = "goes on from other text"
 
 
-class Vocabulary(Protocol):
-    """Ordinary text to ids, and an id to the bytes it stands for."""
+class Vocabulary(ABC):
+    """Turns ordinary text into ids, and an id into the bytes it stands for."""
 
     size: int  # ids without the added ones
-    added: tuple[AddedToken, ...]  # tokens that the file itself declares as added
-    matches_added: bool  # encode() finds added tokens that are not special by itself
-    eats_first_space: bool  # encode() begins a text with a space that is not in it
-    eats_space_after_special: bool  # and also after a special token
-    bos_id: int | None  # what the file itself says
-    eos_id: int | None
+    added: tuple[AddedToken, ...] = ()  # tokens that the file itself declares as added
+    matches_added = False  # encode() finds added tokens that are not special by itself
+    eats_first_space = False  # encode() begins a text with a space that is not in it
+    eats_space_after_special = False  # and also after a special token
+    bos_id: int | None = None  # what the file itself says
+    eos_id: int | None = None
+    _bytes: list[bytes]  # what each id stands for
 
+    @abstractmethod
     def encode(self, text: str, place: TextPosition) -> list[int]:
-        """Ids of a piece of ordinary text."""
+        """Return the ids of a piece of ordinary text."""
+
+    @abstractmethod
+    def find(self, piece: str) -> int | None:
+        """Return the id of a token as the file spells it; None: there is none."""
 
     def token_bytes(self, token: int) -> bytes:
-        """What an id stands for; part of a character for some."""
-
-    def find(self, piece: str) -> int | None:
-        """The id of a token as the file spells it; None: there is none."""
+        """Return what an id stands for; part of a character for some."""
+        return self._bytes[token]
 
     def begins_with(self, bos_id: int) -> bool:
-        """Whether this kind of tokenizer puts BOS before a text by default."""
+        """Return whether this kind of tokenizer puts BOS before a text by default, as models are trained with it."""
+        return True
 
 
-class SentencePieceVocabulary:
+class SentencePieceVocabulary(Vocabulary):
     """A sentencepiece model (protobuf), encoded by the sentencepiece library."""
 
     # Appended to the protobuf, where a later field wins: normalizer_spec {add_dummy_prefix: false,
     # remove_extra_whitespaces: false}. Text that goes on from other text must not get a leading space.
     NO_PREFIX = b"\x1a\x04\x18\x00\x20\x00"
-
-    matches_added = False
 
     def __init__(self, path: Path, model: bytes, legacy: bool, special: Iterable[str]) -> None:
         """path: named in errors. model: what the file holds. legacy: text after a special token begins like a new text
@@ -87,7 +91,7 @@ class SentencePieceVocabulary:
         self.eats_space_after_special = self.eats_first_space and legacy
         self.collapses_spaces = self._first.encode("a  a") == self._first.encode("a a")
         greedy = [s for s in special if len(s) > 1 and self._first.piece_to_id(s) in self._inner.encode(s)]
-        self._breakable = alternation(greedy)
+        self._breakable = compile_alternation(greedy)
         self._bytes = [self._piece_bytes(i) for i in range(self.size)]
 
     @property
@@ -106,18 +110,10 @@ class SentencePieceVocabulary:
             place = TextPosition.INSIDE
         return ids
 
-    def token_bytes(self, token: int) -> bytes:
-        """What an id stands for; one byte for the byte pieces."""
-        return self._bytes[token]
-
     def find(self, piece: str) -> int | None:
         """The id of a piece; None: there is none."""
         token = self._first.piece_to_id(piece)
         return token if self._first.id_to_piece(token) == piece else None
-
-    def begins_with(self, bos_id: int) -> bool:
-        """Models with a sentencepiece tokenizer are trained with BOS."""
-        return True
 
     def _piece_bytes(self, token: int) -> bytes:
         piece = self._first.id_to_piece(token)
@@ -128,7 +124,7 @@ class SentencePieceVocabulary:
         return piece.replace("▁", " ").encode()
 
 
-class TiktokenVocabulary:
+class TiktokenVocabulary(Vocabulary):
     """Base64 lines of a byte-level BPE, encoded by the tiktoken library with Llama 3's pattern."""
 
     LLAMA3_PATTERN = (
@@ -137,11 +133,6 @@ class TiktokenVocabulary:
     )
     # The library gives up on white space that is longer than a million characters.
     LONG_SPACE = re.compile(r"\s{500000}")
-
-    matches_added = eats_first_space = eats_space_after_special = False
-    added: tuple[AddedToken, ...] = ()
-    bos_id: int | None = None
-    eos_id: int | None = None
 
     def __init__(self, path: Path, content: bytes) -> None:
         """path: named in errors."""
@@ -158,25 +149,15 @@ class TiktokenVocabulary:
         cuts = [0, *(match.end() for match in self.LONG_SPACE.finditer(text)), len(text)]
         return [i for a, b in zip(cuts, cuts[1:], strict=False) for i in self._encoding.encode_ordinary(text[a:b])]
 
-    def token_bytes(self, token: int) -> bytes:
-        """What an id stands for; part of a character for some."""
-        return self._bytes[token]
-
     def find(self, piece: str) -> int | None:
         """The id of a piece; None: there is none."""
         return self._ids.get(piece.encode())
 
-    def begins_with(self, bos_id: int) -> bool:
-        """Llama 3 is trained with BOS."""
-        return True
 
-
-class JsonVocabulary:
+class JsonVocabulary(Vocabulary):
     """A tokenizer.json, encoded by the tokenizers library."""
 
     matches_added = True
-    bos_id: int | None = None
-    eos_id: int | None = None
 
     def __init__(self, path: Path, file: bytes) -> None:
         """path: named in errors. file: what it holds."""
@@ -334,7 +315,7 @@ def _read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     return ranks
 
 
-def alternation(strings: Iterable[str]) -> re.Pattern[str] | None:
+def compile_alternation(strings: Iterable[str]) -> re.Pattern[str] | None:
     """A pattern that matches any of the strings, the longest first; None for none."""
     ordered = sorted(set(strings), key=lambda s: (-len(s), s))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None

@@ -15,7 +15,6 @@ from recipe_lib.data import (
     as_trained,
     build_datasets,
     check_vocabulary,
-    prepare_data,
     report_lines,
     settle_formats,
     step_batches,
@@ -58,7 +57,7 @@ class TrainingData:
         self.tokenizer_path = _tokenizer_path(cfg, source)
         self.chat_template = Path(cfg.tokenizer.chat_template) if cfg.tokenizer.chat_template else None
         self.tokenizer = load_tokenizer_of(cfg, source)
-        training, validation = build_datasets(cfg, self.tokenizer, prepared)
+        training, validation = prepared or build_datasets(cfg, self.tokenizer)
         self.dataset = as_trained(cfg, training)
         self.validation_dataset = None if validation is None else as_trained(cfg, validation)
         check_vocabulary(self.tokenizer, source.spec.vocab_size, self.dataset, self.validation_dataset)
@@ -180,7 +179,7 @@ def prepare(cfg: FullFinetuneConfig) -> PreparedData | UserError:
         source = resolve_model(cfg.model, scored=cfg.scores_sequences, num_labels=cfg.num_labels)
         validate_parallelism(cfg, source.spec)
         found = settle_formats(cfg)
-        prepared = prepare_data(cfg, load=lambda: load_tokenizer_of(cfg, source))
+        prepared = build_datasets(cfg, load_tokenizer_of(cfg, source))
         for line in found:
             get_logger().info(line)
         return prepared

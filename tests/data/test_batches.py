@@ -41,7 +41,7 @@ def test_a_step_has_the_same_rows_however_it_is_divided(dataset, ranks, accumula
     steps = [make_step(dataset, rows, rank, ranks, size, accumulation, PAD) for rank in range(ranks)]
     expected = sorted((dataset[int(i)].tokens.tolist(), dataset[int(i)].labels.tolist()) for i in rows)
     assert sorted(unpadded(steps)) == expected
-    trained = sum(dataset.trained_tokens(int(i)) for i in rows)
+    trained = int(sum(dataset.trained_counts[int(i)] for i in rows))
     for step in steps:
         assert len(step.micro_batches) == accumulation
         assert step.trained_tokens == trained

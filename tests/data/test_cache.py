@@ -8,6 +8,7 @@ import resource
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +16,14 @@ import pytest
 from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig
-from recipe_lib.data import build_dataset, build_validation_dataset, prepare_data
+from recipe_lib.data import build_dataset, build_datasets
+from recipe_lib.data.cache import ArrayWriter
 from recipe_lib.data.encoding import SourceEncoder
 from recipe_lib.data.samples import Completion
-from recipe_lib.data.store import ArrayWriter
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
+from recipe_lib.training import training_data
+from recipe_lib.training.training_data import TrainingData
 from tests.distributed.ranks import run_ranks
 from tests.tokenizers.made import write_json
 
@@ -335,28 +338,21 @@ def test_a_waiting_process_takes_what_the_other_has_made(chatml, root, rows_file
 
 
 @pytest.mark.parametrize("cache", [True, False])
-def test_what_is_prepared_is_taken_once(chatml, root, rows_file, tokenized, cache):
-    cfg = FullFinetuneConfig(max_seq_len=64)
+def test_what_is_prepared_is_taken_once(chatml, root, rows_file, tokenized, cache, monkeypatch):
+    cfg = FullFinetuneConfig(max_seq_len=64, batch_size=1)
     cfg.data = DataConfig(source=rows_file(*ROWS), format="prompt_completion", cache=cache, cache_dir=str(root))
     cfg.validation.source = rows_file(*ROWS[:2], name="validation.jsonl")
-    prepared = prepare_data(cfg, load=lambda: chatml)
+    prepared = build_datasets(cfg, chatml)
     assert tokenized() == 2 and root.exists() == cache
-    rows = build_dataset(cfg.data, chatml, 64, prepared=prepared)
-    validation = build_validation_dataset(cfg, chatml, prepared)
-    assert (len(rows), len(validation)) == (4, 2) and tokenized() == 2
+    monkeypatch.setattr(training_data, "load_tokenizer_of", lambda cfg, source: chatml)
+    spec = SimpleNamespace(vocab_size=chatml.vocab_size, max_positions=64)
+    source, world = SimpleNamespace(folder=root, spec=spec), SimpleNamespace(data_ranks=1)
+    data = TrainingData(cfg, source, world, prepared)
+    assert (data.dataset, data.validation_dataset) == prepared and tokenized() == 2
+    assert (len(data.dataset), len(data.validation_dataset)) == (4, 2)
     again = build_dataset(cfg.data, chatml, 64)
-    assert again is not rows and again.fingerprint == rows.fingerprint
+    assert again is not data.dataset and again.fingerprint == data.dataset.fingerprint
     assert tokenized() == (2 if cache else 3)
-
-
-def test_what_is_prepared_is_not_taken_for_other_rows(chatml, root, rows_file, tokenized):
-    cfg = FullFinetuneConfig(max_seq_len=64)
-    cfg.data = DataConfig(source=rows_file(*ROWS), format="prompt_completion", cache=False)
-    prepared = prepare_data(cfg, load=lambda: chatml)
-    rows_file(*ROWS[:3])
-    assert len(build_dataset(cfg.data, chatml, 64, prepared=prepared)) == 3
-    prepared = prepare_data(cfg, load=lambda: chatml)
-    assert build_dataset(cfg.data, chatml, 3, prepared=prepared).lengths.max() == 3
 
 
 def test_faults_are_raised_where_rows_are_prepared(chatml, rows_file):
@@ -364,7 +360,7 @@ def test_faults_are_raised_where_rows_are_prepared(chatml, rows_file):
     cfg.data = DataConfig(source=rows_file(*ROWS), format="prompt_completion")
     cfg.validation.source = rows_file({"prompt": 1, "completion": "x"}, name="validation.jsonl")
     with pytest.raises(DataError, match="validation.jsonl:1: .prompt: found a number"):
-        prepare_data(cfg, load=lambda: chatml)
+        build_datasets(cfg, chatml)
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):

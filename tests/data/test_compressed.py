@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.config.schema import SourceConfig
-from recipe_lib.data import compressed
+from recipe_lib.data import sources
 from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import DataError
 from recipe_lib.files import temporary_path
@@ -87,7 +87,7 @@ def test_other_files_are_told(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(DataError, match="is damaged, or no"):
         open_sources(SourceConfig(str(path)), cache=tmp_path / "cache")
     path.write_bytes(gzip.compress(bytes(10**6)) if name.endswith(".gz") else zstandard.compress(bytes(10**6)))
-    monkeypatch.setattr(compressed, "_SMALL", 10**5)
+    monkeypatch.setattr(sources, "_SMALL", 10**5)
     with pytest.raises(DataError, match="unpacks to more than 200 times its size"):
         open_sources(SourceConfig(str(path)), cache=tmp_path / "cache")
     path.unlink()

@@ -9,7 +9,7 @@ import pytest
 
 from recipe_lib.config.schema_data import DataConfig
 from recipe_lib.data import build_dataset
-from recipe_lib.data.csv_files import CsvFile
+from recipe_lib.data.sample_files import CsvFile
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.errors import DataError
 

@@ -38,7 +38,7 @@ def test_labels_are_the_next_tokens_of_the_answer(chatml, rows_file):
     for at, label in enumerate(row.labels.tolist()):
         assert label in (-100, ids[at + 1])
     assert row.tokens.dtype == row.labels.dtype == np.int32 and len(row.tokens) == len(row.labels)
-    assert dataset.trained_tokens(0) == (row.labels != -100).sum() == dataset.trained_counts[0]
+    assert (row.labels != -100).sum() == dataset.trained_counts[0]
     assert dataset.lengths.tolist() == [len(ids) - 1] and len(dataset) == 1 and dataset.largest_id == max(ids)
     with pytest.raises(IndexError):
         dataset[1]
@@ -84,7 +84,7 @@ def test_truncated_rows_are_counted_with_what_they_lose(chatml, rows_file):
         "no answer was left; "
         f"{100 * lost / (answer + 2):.1f} % of their answer tokens lost"
     )
-    assert (dataset[1].labels != -100).sum() == kept == dataset.trained_tokens(1)
+    assert (dataset[1].labels != -100).sum() == kept == dataset.trained_counts[1]
 
 
 def test_long_rows_can_be_skipped_or_refused(chatml, rows_file):

@@ -10,7 +10,6 @@ from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfi
 from recipe_lib.data import (
     build_dataset,
     build_datasets,
-    prepare_data,
     report_lines,
     warn_of_overlap,
     warn_of_positions,
@@ -46,8 +45,7 @@ def test_the_first_bad_samples_are_kept_and_the_first_of_each_cause_however_they
             assert total.places(cause) == [line for found, line in lines if found == cause][:5]
 
 
-@pytest.mark.parametrize("prepares", [True, False])
-def test_bad_samples_of_all_sources_and_of_the_validation_are_told_at_once(chatml, rows_file, prepares):
+def test_bad_samples_of_all_sources_and_of_the_validation_are_told_at_once(chatml, rows_file):
     good, one = rows_file(PAIR, name="good.jsonl"), rows_file(PAIR, NO_TEXT, name="one.jsonl")
     many, empty = rows_file(PAIR, *[NO_TEXT] * 23, {"prompt": "x"}, name="many.jsonl"), rows_file([], name="empty.json")
     held_out = rows_file(NO_TEXT, PAIR, NO_TEXT, name="held_out.jsonl")
@@ -56,7 +54,7 @@ def test_bad_samples_of_all_sources_and_of_the_validation_are_told_at_once(chatm
     cfg.data = DataConfig(sources=sources, format="prompt_completion", cache=False)
     cfg.validation.source = held_out
     with pytest.raises(DataError) as caught:
-        prepare_data(cfg, load=lambda: chatml) if prepares else build_datasets(cfg, chatml)
+        build_datasets(cfg, chatml)
     told = [fault.partition(": ")[0] for fault in caught.value.faults]
     places = [f"{many}:{line}" for line in range(2, 22)]
     assert told == [f"{one}:2", *places, many, empty, f"{held_out}:1", f"{held_out}:3", held_out]

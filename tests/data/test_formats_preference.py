@@ -5,8 +5,7 @@ import re
 import pytest
 
 from recipe_lib.config.registry import registered
-from recipe_lib.data.sample_columns import Renamed
-from recipe_lib.data.samples import Preference, SampleFault
+from recipe_lib.data.samples import Preference, Renamed, SampleFault
 
 
 def read(**row):

@@ -18,7 +18,7 @@ from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.tokenizers.template_process import DATE
 from tests.data.masks_cases import trained_texts
 from tests.data.template_cases import KINDS, TEMPLATES, TRL, as_expected, filled, source_of, write_tokenizer
-from tests.tokenizers.made import write_json
+from tests.tokenizers.made import render, write_json
 
 # Of the training versions in trl's wheel: where the mark is not what generation is asked for. It begins before the end
 # of the prompt: with the turn (DeepSeek, gpt-oss, muse), a line end (Qwen2.5), the thought (Qwen3.5, Nemotron).
@@ -126,4 +126,4 @@ def test_differences_are_reported_with_their_place(tmp_path: Path, rows_file: Ca
 def test_what_is_set_between_marks_stays_there(tmp_path: Path):
     """As in transformers, whose marks are a scope of their own."""
     source = "{% set x = 'a' %}{% generation %}{% set x = 'b' %}{{ x }}{% endgeneration %}{{ x + '<|im_end|>' }}"
-    assert load_tokenizer(write_json(tmp_path, template=source)).render_chat([], False) == "ba<|im_end|>"
+    assert render(load_tokenizer(write_json(tmp_path, template=source)).render_chats, [], False) == "ba<|im_end|>"

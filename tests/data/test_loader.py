@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from recipe_lib.data import DataPlan, loader, make_step, step_batches
+from recipe_lib.data import DataPlan, make_step, step_batches
+from recipe_lib.data import batches as batches_module
 from tests.data.test_batches import made_dataset
 
 DIVISION = {"data_ranks": 2, "batch_size": 2, "accumulation": 2, "pad_id": 3, "multiple": 4}
@@ -87,14 +88,14 @@ def test_the_global_random_numbers_are_left_alone(rows, workers):
 
 def test_workers_make_the_batches_and_end_with_them(rows, monkeypatch):
     pids = set()
-    made = loader.make_step
+    made = batches_module.make_step
 
-    def telling(*arguments):
-        step = made(*arguments)
+    def telling(*arguments, **named):
+        step = made(*arguments, **named)
         assert get_worker_info() is not None
         return type(step)(step.micro_batches, os.getpid(), os.getppid(), 0)
 
-    monkeypatch.setattr(loader, "make_step", telling)
+    monkeypatch.setattr(batches_module, "make_step", telling)
     settings = {"data_rank": 0, "workers": 2, **DIVISION}
     batches = step_batches(rows, plan_of(rows), first_step=0, last_step=30, **settings)
     for _ in range(6):
@@ -119,15 +120,15 @@ def alive(pid: int) -> bool:
 
 def test_a_signal_to_all_processes_leaves_the_batches_to_come(rows, monkeypatch):
     """The rank decides what a signal means; its workers go on until it ends them."""
-    made = loader.make_step
+    made = batches_module.make_step
 
-    def telling(*arguments):
-        step = made(*arguments)
+    def telling(*arguments, **named):
+        step = made(*arguments, **named)
         return type(step)(step.micro_batches, os.getpid(), 0, 0)
 
     settings = {"first_step": 0, "last_step": 12, "data_rank": 0, "workers": 2, **DIVISION}
     expected = flat(step_batches(rows, plan_of(rows), **settings))
-    monkeypatch.setattr(loader, "make_step", telling)
+    monkeypatch.setattr(batches_module, "make_step", telling)
     batches = step_batches(rows, plan_of(rows), **settings)
     first = [next(batches), next(batches)]
     for step in first:
@@ -140,7 +141,7 @@ def test_a_signal_to_all_processes_leaves_the_batches_to_come(rows, monkeypatch)
 def test_a_device_gets_them_through_pinned_memory(rows, monkeypatch):
     """Told without a device: what is moved, and how."""
     calls = []
-    monkeypatch.setattr(loader.StepBatches, "pin_memory", lambda self: calls.append("pinned") or self)
+    monkeypatch.setattr(batches_module.StepBatches, "pin_memory", lambda self: calls.append("pinned") or self)
     settings = {"first_step": 0, "last_step": 3, "data_rank": 0, **DIVISION}
     steps = list(step_batches(rows, plan_of(rows, 40), device="meta", **settings))
     assert calls == ["pinned"] * 3

@@ -12,6 +12,7 @@ from recipe_lib.data.templates import Encoder
 from tests.data import masks_cases
 from tests.data.masks_cases import CASES, HOT, MILD, ROWS, THOUGHT
 from tests.selection import slow_except
+from tests.tokenizers.made import render
 
 NAMES = [case.name for case in CASES]
 REFUSED, TOOLS = "refused: ", "messages with tools"
@@ -138,7 +139,7 @@ def test_the_whole_rendering_is_that_of_transformers(name, encoder_of, folder_of
                 "add_generation_prompt": prompt,
             }  # fmt: skip
             expected = reference.apply_chat_template(parsed(sample), tokenize=False, **asked)
-            assert tokenizer.render_chat(parsed(sample), prompt, sample.tools) == expected
+            assert render(tokenizer.render_chats, parsed(sample), prompt, sample.tools) == expected
             compared += 1
             if has_json:
                 ids = reference.apply_chat_template(parsed(sample), return_dict=False, **asked)

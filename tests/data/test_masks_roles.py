@@ -14,7 +14,7 @@ from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
 from tests.data.masks_cases import trained_texts
-from tests.tokenizers.made import write_json
+from tests.tokenizers.made import render, write_json
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi!"},
@@ -41,7 +41,7 @@ def test_by_role(chatml):
     assert trained(chatml, ["system", "assistant"], MESSAGES) == ["Be brief." + END, "Hello." + END, "4" + END]
     assert trained(chatml, ["assistant"], MESSAGES) == trained(chatml, "assistant", MESSAGES)
     (everything,) = trained(chatml, "all", MESSAGES)
-    assert everything == chatml.render_chat(MESSAGES, False).removeprefix("<|im_start|>")
+    assert everything == render(chatml.render_chats, MESSAGES, False).removeprefix("<|im_start|>")
 
 
 def said(*turns: tuple[str, str]) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def test_out_of_turn_where_the_template_writes_it(name, chatml, plain, tmp_path)
     assert trained(chatml, "assistant", messages) == [answer + END for answer in answers]
     encoder = Encoder(chatml, "auto")
     text = chatml.decode(encoder.encode(conversation(messages)).ids)
-    assert text.strip() == chatml.render_chat(messages, False).strip()
+    assert text.strip() == render(chatml.render_chats, messages, False).strip()
     assert trained(plain, "assistant", messages) == [answer + END for answer in answers]
     strict = (
         "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}"

@@ -10,8 +10,7 @@ import pytest
 
 from recipe_lib.config.schema_data import DataConfig
 from recipe_lib.data import build_dataset
-from recipe_lib.data.sample_columns import Renamed, path_of
-from recipe_lib.data.samples import kind_of, located, shown
+from recipe_lib.data.samples import Renamed, kind_of, located, path_of, shown
 from recipe_lib.tokenizers import load_tokenizer
 from tests.tokenizers.made import write_json
 

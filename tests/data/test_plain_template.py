@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig, TokenizerConfig
 from recipe_lib.data import trained_template
-from recipe_lib.data.plain_template import eos_text, plain_jinja, render_plain
+from recipe_lib.data.rendering import bos_text, eos_text, plain_jinja, render_plain
 from recipe_lib.data.samples import Conversation
 from recipe_lib.data.templates import Encoder
 from recipe_lib.tokenizers import Tokenizer
@@ -109,7 +109,7 @@ def test_training_goes_on_with_its_jinja(name: str, made: Tokenizer, monkeypatch
     for number, (start, _) in zip(answers, whole.answers, strict=True):
         assert plain.prompt(messages[:number]) == whole.ids[:start]
     assert len(plain.encode_sample(Conversation(messages)).sequences) == 1
-    template = plain_jinja(eos_text(plain.tokenizer), plain._bos)
+    template = plain_jinja(eos_text(plain.tokenizer), bos_text(plain.tokenizer, True))
     monkeypatch.setattr(made, "_template", ChatTemplate(template, "own", {}))
     chat = Encoder(made, "auto")
     assert chat.template == "chat"
@@ -127,7 +127,7 @@ def config(template: str, form: str = "messages", file: str | None = None, *othe
 
 def test_which_template_was_trained(made: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     own, plain = made.chat_template, Encoder(made, "plain")
-    jinja = plain_jinja(eos_text(plain.tokenizer), plain._bos)
+    jinja = plain_jinja(eos_text(plain.tokenizer), bos_text(plain.tokenizer, True))
     assert trained_template(config("plain"), made) == jinja
     assert trained_template(config("auto"), made) == (None if own else jinja)
     assert trained_template(config("auto", "messages", "own.jinja"), made) == (own or jinja)

@@ -15,8 +15,9 @@ from recipe_lib.config.schema import SourceConfig
 from recipe_lib.data import sample_files
 from recipe_lib.data.find_format import settle_formats
 from recipe_lib.data.samples import SampleFault
-from recipe_lib.data.sources import open_sources, read_samples
+from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import DataError
+from tests.data.sources import read_samples
 
 
 def read(source, split="train"):

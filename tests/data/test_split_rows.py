@@ -19,7 +19,7 @@ from recipe_lib.errors import DataError
 from recipe_lib.plan.world.sequence_lengths import planned_sequence
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from tests.data.masks_cases import trained_texts
-from tests.tokenizers.made import write_json
+from tests.tokenizers.made import render, write_json
 
 # As Qwen3's: thoughts are written for the answers behind the last question alone.
 FORGETS = (
@@ -72,7 +72,7 @@ def test_each_answer_is_trained_once_behind_its_prompt(build: Build, forgets: To
     turns = [(number, n) for number, count in enumerate((1, 2, 3)) for n in range(count)]
     for item, (number, n) in enumerate(turns):
         row, messages = dataset[item], talk(3, number)
-        prompt = forgets.render_chat(messages[: 2 * n + 1], True)
+        prompt = render(forgets.render_chats, messages[: 2 * n + 1], True)
         trained = f"<think>\nhm\n</think>\n\nsay {number} {n}{END}"
         assert forgets.decode([*row.tokens.tolist(), row.labels[-1]]) == prompt + trained
         assert forgets.decode(row.labels[row.labels >= 0].tolist()) == trained
@@ -80,7 +80,7 @@ def test_each_answer_is_trained_once_behind_its_prompt(build: Build, forgets: To
 
 def test_what_it_costs_is_said(build: Build, forgets: Tokenizer):
     dataset = build(1, 2, 3)
-    whole = sum(len(forgets.encode(forgets.render_chat(talk(n, at), False), allow_special=True)) - 1
+    whole = sum(len(forgets.encode(render(forgets.render_chats, talk(n, at), False), allow_special=True)) - 1
                 for at, n in ((1, 2), (2, 3)))  # fmt: skip
     tokens = int(dataset.lengths[1:].sum())
     lines = dataset.report.lines()
@@ -156,7 +156,7 @@ def test_copies_and_overlap_are_of_sequences(build: Build, forgets: Tokenizer, r
     other = talk(2)[:2] + [{"role": "user", "content": "else"}, {"role": "assistant", "content": "no"}]
     source = rows_file({"messages": talk(2)}, {"messages": other}, name="twice.jsonl")
     dataset = build_dataset(DataConfig(source=source, format="messages", cache=False), forgets, 256)
-    assert dataset.report.duplicate_sequences == 1 and dataset.report.first_duplicate.endswith("jsonl:1")
+    assert dataset.report.duplicate_sequences == 1 and dataset.report.duplicates[0][1].endswith("jsonl:1")
     assert "data: 1 sequence is the same as an earlier one" in " ".join(dataset.report.lines())
     held = build(1, name="held.jsonl")
     assert overlap(dataset, held).tolist() == [0]
@@ -185,7 +185,7 @@ def test_the_prompt_of_a_pair_may_be_rewritten(forgets: Tokenizer):
     prompt = talk(2)[:3]
     chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("yes", "no"))
     pair = encoder.encode_preference(Preference(prompt, chosen, rejected))
-    given = forgets.encode(forgets.render_chat(prompt, True), allow_special=True)
+    given = forgets.encode(render(forgets.render_chats, prompt, True), allow_special=True)
     for encoded, text in zip(pair, ("yes", "no"), strict=True):
         assert encoded.ids[: len(given)] == given and not any(encoded.trained[: len(given)])
         assert trained_texts(encoder, encoded) == [f"<think>\n\n</think>\n\n{text}{END}"]

@@ -11,6 +11,7 @@ from recipe_lib.config import load_config
 from recipe_lib.models import preset_config
 from recipe_lib.tokenizers import load_tokenizer
 from tests.house.files import ROOT
+from tests.tokenizers.made import render
 
 DEMO = ROOT / "examples" / "demo"
 
@@ -79,7 +80,9 @@ def test_tokenizer_fits():
             assert tokenizer.decode(ids) == text
             digits = [i for i in ids if tokenizer.decode([i]).strip().isdigit()]
             assert len(digits) == sum(letter.isdigit() for letter in text)
-    chat = tokenizer.render_chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], False)
+    chat = render(
+        tokenizer.render_chats, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], False
+    )
     assert chat == "<|begin|><|user|>a<|end|><|assistant|>b<|end|>"
     longest = max(len(tokenizer.encode(row["instruction"] + row["output"])) for row in rows("train"))
     assert longest + 5 <= load_config("demo/full").max_seq_len

@@ -3,11 +3,16 @@
 import base64
 import io
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from recipe_lib.errors import DataError
+from recipe_lib.tokenizers import RenderRequest
 
 TEXTS = ["the cat sat on the mat and the dog sat on the log"] * 20 + [
     "a user asks, an assistant answers: yes or no."
@@ -72,3 +77,13 @@ def write_tiktoken(folder: Path, merges: tuple[bytes, ...] = (b"th", b"the", b" 
     config = {"added_tokens_decoder": added, "bos_token": specials[0], "eos_token": specials[1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def render(
+    render_many: Callable[..., Sequence[str | DataError]], messages: Sequence[Any], prompt: bool, tools: Any = None
+) -> str:
+    """The one rendering of a conversation; raises what the template objects to."""
+    (text,) = render_many(messages, [RenderRequest(len(messages), prompt)], tools)
+    if isinstance(text, DataError):
+        raise text
+    return text

@@ -7,6 +7,7 @@ import pytest
 
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers.chat import ChatTemplate
+from tests.tokenizers.made import render
 
 USER = {"role": "user", "content": "  What is 2 < 3? 'é'  "}
 ANSWER = {"role": "assistant", "content": "It is {{ true }}.\n"}
@@ -49,26 +50,32 @@ def test_renders_as_transformers_does(name, realdata, tmp_path):
                     )  # fmt: skip
                 except jinja2.TemplateError as error:  # the template's own objection
                     with pytest.raises(DataError, match=re.escape(" ".join(str(error).split()))):
-                        ours.render(messages, prompt, tools)
+                        render(ours.render_many, messages, prompt, tools)
                     continue
-                assert ours.render(messages, prompt, tools) == expected
+                assert render(ours.render_many, messages, prompt, tools) == expected
 
 
 def test_the_clock_stands_still():
-    assert template("{{ strftime_now('%d %b %Y') }}").render([], False) == "26 Jul 2024"
+    assert render(template("{{ strftime_now('%d %b %Y') }}").render_many, [], False) == "26 Jul 2024"
 
 
 def test_helpers():
-    assert template("{{ messages | tojson }}").render([{"content": "<é>"}], False) == '[{"content": "<é>"}]'
-    assert template("{{ {'a': 1} | tojson(indent=2) }}").render([], False) == '{\n  "a": 1\n}'
     assert (
-        template("{% for m in 'abc' %}{% if m == 'b' %}{% break %}{% endif %}{{ m }}{% endfor %}").render([], False)
+        render(template("{{ messages | tojson }}").render_many, [{"content": "<é>"}], False) == '[{"content": "<é>"}]'
+    )
+    assert render(template("{{ {'a': 1} | tojson(indent=2) }}").render_many, [], False) == '{\n  "a": 1\n}'
+    assert (
+        render(
+            template("{% for m in 'abc' %}{% if m == 'b' %}{% break %}{% endif %}{{ m }}{% endfor %}").render_many,
+            [],
+            False,
+        )
         == "a"
     )
-    assert template("a{% generation %}b{{ eos_token }}{% endgeneration %}c").render([], False) == "ab</s>c"
-    assert template("  {% if true %}\nx\n  {% endif %}\n").render([], False) == "x\n"
-    assert template("{{ '<b>&lt;</b>' | striptags }}{{ 'a' | urlize }}").render([], False) == "<a"
-    assert template("{{ unk_token is defined }}{{ tools is none }}").render([], False) == "FalseTrue"
+    assert render(template("a{% generation %}b{{ eos_token }}{% endgeneration %}c").render_many, [], False) == "ab</s>c"
+    assert render(template("  {% if true %}\nx\n  {% endif %}\n").render_many, [], False) == "x\n"
+    assert render(template("{{ '<b>&lt;</b>' | striptags }}{{ 'a' | urlize }}").render_many, [], False) == "<a"
+    assert render(template("{{ unk_token is defined }}{{ tools is none }}").render_many, [], False) == "FalseTrue"
 
 
 @pytest.mark.parametrize(
@@ -95,13 +102,16 @@ def test_helpers():
 )
 def test_templates_that_object_or_misbehave(source, line):
     with pytest.raises(DataError, match=line) as caught:
-        template(source).render([], False)
+        render(template(source).render_many, [], False)
     assert "\n" not in str(caught.value)
 
 
 def test_long_conversations_have_room():
     messages = [{"role": "user", "content": "x" * 3_000_000}]
-    assert len(template("{{ messages[0].content }}{{ messages[0].content }}").render(messages, False)) == 6_000_000
+    assert (
+        len(render(template("{{ messages[0].content }}{{ messages[0].content }}").render_many, messages, False))
+        == 6_000_000
+    )
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ a", "{% nothing %}"])

@@ -12,7 +12,7 @@ import pytest
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import chat, load_tokenizer, template_process
 from recipe_lib.tokenizers.chat import ChatTemplate
-from tests.tokenizers.made import CHATML, write_json
+from tests.tokenizers.made import CHATML, render, write_json
 
 MESSAGES = [{"role": "user", "content": "a"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -20,9 +20,9 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 def child() -> int:
     """The number of the process that renders."""
-    process = chat._keeper._process
-    assert process is not None
-    return process._child.pid
+    child = chat._process._child
+    assert child is not None
+    return child.pid
 
 
 def template(source: str = "{{ messages[0].content }}") -> ChatTemplate:
@@ -32,7 +32,7 @@ def template(source: str = "{{ messages[0].content }}") -> ChatTemplate:
 def test_one_process_serves_all_templates():
     first, second = template("1{{ messages[0].content }}"), template("2{{ messages[0].content }}")
     number = child()
-    assert [one.render(MESSAGES, False) for one in (first, second, first)] == ["1a", "2a", "1a"]
+    assert [render(one.render_many, MESSAGES, False) for one in (first, second, first)] == ["1a", "2a", "1a"]
     assert child() == number != os.getpid()
 
 
@@ -44,11 +44,11 @@ def test_a_template_that_does_not_end_is_stopped(source, monkeypatch):
         r"^chat.jinja: the chat template was stopped: it took more than 0.4 s; set tokenizer.chat_template to another"
     )
     with pytest.raises(DataError, match=line):
-        endless.render(MESSAGES, False)
+        render(endless.render_many, MESSAGES, False)
     assert time.monotonic() - begun < 10
     with pytest.raises(ProcessLookupError):
         os.kill(number, 0)
-    assert template().render(MESSAGES, False) == "a", "a new process goes on with other templates"
+    assert render(template().render_many, MESSAGES, False) == "a", "a new process goes on with other templates"
 
 
 def test_a_process_that_does_not_even_answer_is_ended(monkeypatch):
@@ -56,8 +56,8 @@ def test_a_process_that_does_not_even_answer_is_ended(monkeypatch):
     ours = template()
     os.kill(child(), signal.SIGSTOP)
     with pytest.raises(DataError, match="the chat template was stopped: "):
-        ours.render(MESSAGES, False)
-    assert ours.render(MESSAGES, False) == "a"
+        render(ours.render_many, MESSAGES, False)
+    assert render(ours.render_many, MESSAGES, False) == "a"
 
 
 @pytest.mark.parametrize("source", ["{{ messages[0].content | center(2000000000) }}", "{{ 'x' | center(2000000000) }}"])
@@ -65,16 +65,16 @@ def test_memory_is_bounded(source):
     with pytest.raises(
         DataError, match=r"chat.jinja: the chat template (failed \(it needs too much memory\)|was stopped)"
     ):
-        template(source).render(MESSAGES, False)
-    assert template().render(MESSAGES, False) == "a"
+        render(template(source).render_many, MESSAGES, False)
+    assert render(template().render_many, MESSAGES, False) == "a"
 
 
 def test_a_process_that_somebody_has_killed():
     ours = template()
     os.kill(child(), signal.SIGKILL)
     with pytest.raises(DataError, match=r"was stopped: its process ended with signal 9 \(it may use 1024 MiB\); set"):
-        ours.render(MESSAGES, False)
-    assert ours.render(MESSAGES, False) == "a"
+        render(ours.render_many, MESSAGES, False)
+    assert render(ours.render_many, MESSAGES, False) == "a"
 
 
 def test_a_stopped_template_ends_the_run_and_is_no_bad_row(tmp_path, monkeypatch):
@@ -93,11 +93,11 @@ def test_a_forked_process_has_its_own():
     number = child()
     forked = os.fork()
     if not forked:
-        good = ours.render(MESSAGES, False) == "a" and child() != number
-        chat._keeper.at_exit()
+        good = render(ours.render_many, MESSAGES, False) == "a" and child() != number
+        chat._process.drop(kill=True)
         os._exit(0 if good else 1)
     assert os.waitpid(forked, 0)[1] == 0
-    assert ours.render(MESSAGES, False) == "a" and child() == number
+    assert render(ours.render_many, MESSAGES, False) == "a" and child() == number
 
 
 def test_nothing_is_left_behind_and_nothing_is_handed_on():
@@ -105,7 +105,7 @@ def test_nothing_is_left_behind_and_nothing_is_handed_on():
         "import os, pathlib\n"
         "from recipe_lib.tokenizers import chat\n"
         "chat.ChatTemplate('x', 'p', {})\n"
-        "number = chat._keeper._process._child.pid\n"
+        "number = chat._process._child.pid\n"
         "assert b'SECRET' not in pathlib.Path(f'/proc/{number}/environ').read_bytes()\n"
         "assert len(os.listdir(f'/proc/{number}/fd')) == 3 and os.getsid(number) == number\n"
         "print(number)"
@@ -148,9 +148,9 @@ def test_the_users_own_file_is_rendered_there_too(tmp_path, monkeypatch):
     folder = write_json(tmp_path / "model", template="theirs")
     (tmp_path / "own.jinja").write_text("ours")
     asked = []
-    ask = chat._keeper.ask
+    ask = chat._process.ask
     monkeypatch.setattr(
-        chat._keeper, "ask", lambda template, *rest: asked.append(template["source"]) or ask(template, *rest)
+        chat._process, "ask", lambda template, *rest: asked.append(template["source"]) or ask(template, *rest)
     )
-    assert load_tokenizer(folder, tmp_path / "own.jinja").render_chat(MESSAGES, False) == "ours"
+    assert render(load_tokenizer(folder, tmp_path / "own.jinja").render_chats, MESSAGES, False) == "ours"
     assert set(asked) == {"ours"}

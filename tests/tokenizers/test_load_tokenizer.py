@@ -7,7 +7,7 @@ import pytest
 
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
-from tests.tokenizers.made import write_json, write_sentencepiece, write_tiktoken
+from tests.tokenizers.made import render, write_json, write_sentencepiece, write_tiktoken
 
 
 def refused(line: str, path, **options):
@@ -126,7 +126,7 @@ def test_template_of_the_folder(tmp_path):
     write_json(tmp_path, template=None)
     assert load_tokenizer(tmp_path).chat_template is None
     with pytest.raises(DataError, match="the tokenizer has no chat template; set tokenizer.chat_template"):
-        load_tokenizer(tmp_path).render_chat([], True)
+        render(load_tokenizer(tmp_path).render_chats, [], True)
     write_json(tmp_path, chat_template=[{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}])
     assert load_tokenizer(tmp_path).chat_template == "b"
     (tmp_path / "chat_template.jinja").write_text("c")

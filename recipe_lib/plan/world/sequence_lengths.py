@@ -17,9 +17,9 @@ from recipe_lib.checkpoint.huggingface import find_checkpoint
 from recipe_lib.config.local_files import cache_root, find_files
 from recipe_lib.config.schema_data import is_hub, resolved_sources
 from recipe_lib.data import DataPlan, as_trained, build_dataset, build_validation_dataset, settle_formats
-from recipe_lib.data import tokenize_dataset as data_build
-from recipe_lib.data.cache import MANIFEST, cache_key
+from recipe_lib.data.cache import MANIFEST
 from recipe_lib.data.sources import open_sources
+from recipe_lib.data.tokenize_dataset import DatasetBuilder
 from recipe_lib.errors import ConfigError, UserError
 from recipe_lib.plan.world.sequence_choice import PERCENTILES, check_choice
 from recipe_lib.tokenizers import load_tokenizer
@@ -212,10 +212,8 @@ def _tokenizer(cfg: Any) -> "Tokenizer":
 
 def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
     """The dataset as a run has left them in the cache, or does within `wait` seconds; nothing is tokenized here."""
-    if not cfg.data.cache:
-        return None
-    build = data_build._Build(cfg.data, tokenizer, cfg.max_seq_len, data_build._sources(cfg.data, None))
-    key = cache_key(build.read_with(), build.files, build.encoders, tokenizer)
+    builder = DatasetBuilder(cfg.data, tokenizer, cfg.max_seq_len)
+    key = builder.find_key()
     if key is None:
         return None
     manifest, deadline = cache_root(cfg.data.cache_dir) / key / MANIFEST, time.monotonic() + wait
@@ -223,7 +221,7 @@ def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
         if time.monotonic() >= deadline:
             return None
         time.sleep(POLL_SECONDS)
-    return build.dataset()
+    return builder.build()
 
 
 def _size(source: Any) -> int:

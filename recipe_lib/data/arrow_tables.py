@@ -1,6 +1,10 @@
-"""Parquet files, a batch of samples at a time, through pyarrow (it comes with the extra `datasets`)."""
+"""Reads Arrow tables, a batch of samples at a time: Parquet files, through pyarrow, and datasets of the hub, through
+`datasets`, which maps its files into memory; both packages come with the extra `datasets`."""
 
+import hashlib
+import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -8,9 +12,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from huggingface_hub.errors import HTTPError
 
-from recipe_lib.config.local_files import no_pyarrow
-from recipe_lib.data.sample_files import SAMPLE_LIMIT, LocalFile, Located, empty, opened
+from recipe_lib.config.local_files import no_datasets, no_pyarrow
+from recipe_lib.config.schema_data import HUB
+from recipe_lib.data.sample_files import SAMPLE_LIMIT, LocalFile, Located, SampleFile, empty, hash_of, opened
 from recipe_lib.data.samples import SampleFault
 from recipe_lib.errors import DataError
 from recipe_lib.units import GIB, MIB, format_bytes
@@ -22,6 +28,8 @@ MOST_UNPACKED, LARGEST_RATIO = 256 * MIB, 200
 MAX_ROW_BYTES = GIB  # that the average sample of a group may unpack to
 ROWS_PER_BYTE = 1000  # of the file
 MAGIC = b"PAR1"  # at both ends of the file
+# A name on the hub, and no path, which `datasets` would read as well.
+NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(:[^/:]+)?")
 
 
 class ParquetFile(LocalFile):
@@ -38,7 +46,7 @@ class ParquetFile(LocalFile):
         return int(self._ends[-1])
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """As SampleFile says; inside a sample, a field that holds null is left out (see `without_nulls`)."""
+        """As SampleFile says; inside a sample, a field that holds null is left out."""
         stop = len(self) if stop is None else min(stop, len(self))
         if start >= stop:
             return
@@ -51,24 +59,11 @@ class ParquetFile(LocalFile):
                 for batch in file.iter_batches(rows_at_once, row_groups=[group], use_threads=False):
                     skipped = min(max(start - number, 0), len(batch))
                     number += skipped
-                    for sample in self._samples(batch.slice(skipped, stop - number)):
+                    for sample in _read_batch(self, batch.slice(skipped, stop - number)):
                         yield self.place_of(number), sample
                         number += 1
                     if number >= stop:
                         return
-
-    def _samples(self, batch: Any) -> Iterator[dict[str, Any] | SampleFault]:
-        """The samples of a batch, each on its own where one of them may be too large."""
-        if batch.nbytes <= self.sample_limit:
-            yield from map(without_nulls, batch.to_pylist())
-            return
-        for at in range(len(batch)):
-            sample = batch.slice(at, 1)
-            yield (
-                self.too_large(sample.nbytes)
-                if sample.nbytes > self.sample_limit
-                else without_nulls(sample.to_pylist()[0])
-            )
 
     def _rows_at_once(self, group: Any) -> int:
         """Samples of a group that unpack to BYTES_AT_ONCE, if each is as large as the group's metadata allows on
@@ -90,10 +85,6 @@ class ParquetFile(LocalFile):
                 "source you trust"
             )
         return max(1, min(ROWS_AT_ONCE, int(BYTES_AT_ONCE // max(sample, 1))))
-
-    def place_of(self, sample: int) -> str:
-        """As SampleFile says."""
-        return f"{self.place}: .[{sample}]"
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -155,7 +146,18 @@ def _parquet(path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: the Parquet file cannot be read ({said}); write or download it again") from None
 
 
-def without_nulls(sample: dict[str, Any]) -> dict[str, Any]:
+def _read_batch(file: SampleFile, batch: Any) -> Iterator[dict[str, Any] | SampleFault]:
+    """Yield the samples of a batch, each on its own where one of them may be too large."""
+    if batch.nbytes <= file.sample_limit:
+        yield from map(_leave_out_nulls, batch.to_pylist())
+        return
+    for at in range(len(batch)):
+        row = batch.slice(at, 1)
+        is_large = row.nbytes > file.sample_limit
+        yield file.too_large(row.nbytes) if is_large else _leave_out_nulls(row.to_pylist()[0])
+
+
+def _leave_out_nulls(sample: dict[str, Any]) -> dict[str, Any]:
     """A sample of an Arrow table, without the nulls inside of its columns.
 
     A table gives all objects of a column the same fields, filled up with nulls; a chat template would write them out.
@@ -169,3 +171,55 @@ def _bare(value: Any) -> Any:
     if isinstance(value, list):
         return [_bare(item) for item in value]
     return value
+
+
+class HubSamples(SampleFile):
+    """One split of `hub:OWNER/NAME`, or of the subset that `hub:OWNER/NAME:SUBSET` names."""
+
+    def __init__(self, source: str, split: str, sample_limit: int = SAMPLE_LIMIT, key: str = "data.source") -> None:
+        super().__init__(source, sample_limit)
+        self.split = split
+        if not NAME.fullmatch(source.removeprefix(HUB)):
+            raise DataError(f"{key}: found {source!r}, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME:SUBSET")
+        try:
+            import datasets  # noqa: F401  (a missing package is said before anything is read)
+        except ImportError:
+            raise DataError(no_datasets(source, key)) from None
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
+        """As SampleFile says; inside a sample, a field that holds null is left out."""
+        samples = self._samples
+        stop = len(samples) if stop is None else min(stop, len(samples))
+        for first in range(start, stop, ROWS_AT_ONCE):
+            table = samples[first : min(first + ROWS_AT_ONCE, stop)]
+            for number, sample in enumerate(_read_batch(self, table), start=first):
+                yield self.place_of(number), sample
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """As SampleFile says, of the files that `datasets` keeps the samples in."""
+        name = f"{self.place} {self.split}"
+        files = [Path(file["filename"]) for file in self._samples.cache_files]
+        if files:
+            return {"name": name} | hash_of(*files)
+        digest, size = hashlib.sha256(), 0
+        for _, sample in self.read():
+            line = json.dumps(sample, sort_keys=True, default=str).encode()
+            digest.update(line)
+            size += len(line)
+        return {"name": name, "size": size, "sha256": digest.hexdigest()}
+
+    @cached_property
+    def _samples(self) -> Any:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
+
+        name, _, subset = self.place.removeprefix(HUB).partition(":")
+        try:
+            return load_dataset(name, subset or None, split=self.split).with_format("arrow")
+        except (OSError, ValueError, DatasetsError, HTTPError) as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise DataError(f"data.source: {self.place}: the hub dataset cannot be loaded ({said})") from None
