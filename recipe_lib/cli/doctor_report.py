@@ -6,11 +6,10 @@ from typing import Any
 from rich.console import Console
 
 from recipe_lib.cli.doctor_findings import Finding
-from recipe_lib.plan.tables import duration
 from recipe_lib.plan.timing.calibration import LARGE_MATMUL
 from recipe_lib.plan.timing.cost import OPERATIONS, wire_bytes
 from recipe_lib.report.terminal import Table, open_console, put, put_pairs, put_table, terminal_width, text_of
-from recipe_lib.units import format_bytes
+from recipe_lib.units import format_bytes, format_duration
 
 NAME, WIDTH = 16, 160  # columns: of names; without a terminal
 Row = tuple[str, str]
@@ -154,7 +153,7 @@ def cell(point: dict[str, Any] | None, ranks: int) -> tuple[str, str]:
     if point is None or point["wrong"]:
         return ("WRONG" if point else "-"), ""
     sent = wire_bytes(point["operation"], point["bytes"], ranks) / point["seconds"]
-    return duration(point["seconds"]), per_second(sent)
+    return format_duration(point["seconds"]), per_second(sent)
 
 
 def host(facts: dict[str, Any]) -> list[Row]:

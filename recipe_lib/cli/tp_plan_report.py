@@ -23,14 +23,13 @@ from recipe_lib.external.tensor_plan.summary import (
     layers_of,
     parameter_groups,
     pattern_of,
-    ranges,
     sent_bytes,
     step_bytes,
     why_not,
 )
 from recipe_lib.external.tensor_plan.transformers_models import randomize, shrink
 from recipe_lib.report import terminal
-from recipe_lib.units import format_bytes, format_count
+from recipe_lib.units import format_bytes, format_count, number_ranges
 
 _SMALL = 2**20  # parameters of a model that is proven as it is
 WIDTH = 160  # columns where there is no terminal to ask
@@ -184,7 +183,7 @@ def _parameters(console: Console, plan: ShardingPlan) -> None:
     for each, names in groups.items():
         lengths = [f"({size})" if at in each.whole else str(size) for at, size in enumerate(each.segments)]
         segments = " + ".join(lengths) if len(lengths) > 1 else ""
-        layers = f" (layers {ranges(layers_of(names))})" if shared.count(each.name) > 1 else ""
+        layers = f" (layers {number_ranges(layers_of(names), between=', ')})" if shared.count(each.name) > 1 else ""
         shape = " x ".join(map(str, each.shape))
         rows.append([each.name + layers, str(len(names)), shape, each.role, str(each.dim), segments, str(each.unit)])
     _table(console, "cut", ["parameters", "count", "shape", "role", "dim", "segments", "unit"], rows)

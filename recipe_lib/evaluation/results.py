@@ -11,8 +11,8 @@ from recipe_lib.data import Dataset
 from recipe_lib.evaluation.measure import Measured
 from recipe_lib.generation.answer_questions import Question
 from recipe_lib.redaction import redact
-from recipe_lib.report.page import Section, render_page
-from recipe_lib.report.terminal import Table
+from recipe_lib.report.page import render_page
+from recipe_lib.report.view import Section, Table
 from recipe_lib.tokenizers import Tokenizer
 
 EXAMPLES_FILE, SUMMARY_FILE, PAGE_FILE = "examples.jsonl", "summary.json", "report.html"

@@ -9,21 +9,35 @@ other forever. Activation checkpointing is around that call, and compiled with i
 
 Layers that are alike (`alike_layers`) are traced as the first of them, with their own tensors, unless its forward reads
 which layer it is.
+
+Which layers of a model are alike: the same code with the same settings, and exchanges at the same calls.
+
+What one of them does to its tensors is then what another one does to its own, so that a compiler has to look at one
+alone. Only what compares equal counts: settings that are objects of a layer's own make it one of a kind.
+
+What a compiled layer keeps for backward, where it exchanges by an inferred plan: no gathered tokens.
+
+torch's partitioner takes the second gather of the same tokens, which backward makes, for the first one, and keeps what
+that gave: as many tokens as all ranks have, where each could keep its own.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._functorch import config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch.utils.checkpoint import CheckpointPolicy
 
 from recipe_lib.errors import SetupError, UserError
-from recipe_lib.external.alike_layers import NUMBERS, alike_layers
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.ops.dtensor_shards import local
 from recipe_lib.ops.gathered import Group
@@ -31,6 +45,16 @@ from recipe_lib.ops.gathered import Group
 _Alone = Callable[[Tensor, Any], AbstractContextManager[None]]
 _Place = tuple[dict[str, Any], str]
 _TENSOR = object()
+# Attributes that number layers; whoever runs one in the place of another one sees to it that they are not read.
+NUMBERS = ("layer_idx", "layer_id", "layer_number")
+_OF_ALL = frozenset(vars(nn.Module())) | {"forward", *NUMBERS}
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_ATEN = torch.ops.aten
+# What makes gathered tokens of what a gather gives: wait, views and copies.
+_COPIES = frozenset({torch.ops._c10d_functional.wait_tensor.default, _ATEN.view.default, _ATEN._unsafe_view.default,
+                     _ATEN.reshape.default, _ATEN.clone.default, _ATEN.alias.default, _ATEN.permute.default,
+                     _ATEN.transpose.int, _ATEN.expand.default, _ATEN.unsqueeze.default, _ATEN.squeeze.dim,
+                     operator.getitem})  # fmt: skip
 
 
 @dataclass
@@ -88,7 +112,6 @@ class CompiledLayers:
 
     def compile(self, path: str, backend: Any) -> None:
         """Compiles a layer's forward, checkpointing included if it is there. backend: of torch.compile."""
-        from recipe_lib.external.gathers_again import GathersAgain
 
         if self.traced == self._trace:
             self.traced = torch._dynamo.nonstrict_trace(self._trace)
@@ -248,3 +271,91 @@ def _holding(places: list[_Place], tensors: tuple[Tensor, ...]) -> Iterator[None
     finally:
         for (held, name), tensor in zip(places, before, strict=True):
             held[name] = tensor
+
+
+def alike_layers(
+    layers: Mapping[str, nn.Module], plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]
+) -> dict[str, str]:
+    """For each layer the first one that it is like, by name. forwards: of modules by name, before a plan ran them."""
+    found: dict[str, str] = {}
+    first: list[tuple[Any, str]] = []
+    for name, layer in layers.items():
+        described = _described(layer, name, plan, forwards)
+        like = next((other for each, other in first if each == described), None)
+        if like is None:
+            first.append((described, name))
+        found[name] = like or name
+    return found
+
+
+def _described(layer: nn.Module, path: str, plan: ShardingPlan, forwards: Mapping[str, Callable[..., Any]]) -> Any:
+    """All that a layer's forward depends on apart from its tensors."""
+    modules = []
+    for name, module in layer.named_modules():
+        forward = forwards.get(f"{path}.{name}" if name else path)
+        settings = {key: _comparable(value) for key, value in vars(module).items() if key not in _OF_ALL}
+        held = [key for tensors in (module._parameters, module._buffers) for key in tensors if tensors[key] is not None]
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()] if name else []
+        modules.append((name, type(module), getattr(forward, "__func__", forward), settings, held, hooks))
+    return modules, _exchanges(path, plan)
+
+
+def _comparable(value: Any) -> Any:
+    """What compares equal only to the same setting: containers by what is in them, tensors and others by identity."""
+    if isinstance(value, (list, tuple)):
+        return type(value), [_comparable(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _comparable(each) for key, each in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return type(value), value
+    return id(value) if isinstance(value, Tensor) or type(value).__hash__ is None else value
+
+
+def _exchanges(path: str, plan: ShardingPlan) -> Any:
+    """The plan's boundaries, parameters to assemble and rewrites in a layer, by names within it."""
+    inside, numbers = f"{path}.", {-1: -1}
+    boundaries = []
+    for each in plan.boundaries:
+        if each.module == path or each.module.startswith(inside):
+            own, named = numbers.setdefault(each.activation, len(numbers)), each.module.removeprefix(path)
+            boundaries.append(replace(each, module=named, activation=own, axes=(), parameters=(), source=""))
+    whole = [replace(each, name=each.name.removeprefix(inside), axis=0, reason="") for each in plan.parameters
+             if each.whole and each.name.startswith(inside)]  # fmt: skip
+    divided = [replace(each, module=each.module.removeprefix(path), axes=()) for each in plan.rewrites
+               if each.module == path or each.module.startswith(inside)]  # fmt: skip
+    return boundaries, whole, divided
+
+
+def partition(graph: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward of a layer's joint graph, by torch's partitioner; what is gathered is not kept."""
+    again = _gathered(graph.graph)
+    for node in again:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta.setdefault("ac_graph_id", 0)
+    with config.patch(ban_recompute_materialized_backward=not again):
+        return min_cut_rematerialization_partition(graph, inputs, **settings)
+
+
+def _gathered(graph: fx.Graph) -> list[fx.Node]:
+    """What forward gathers, with its views and copies."""
+    found: dict[fx.Node, None] = {}
+    of_backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        read = node.all_input_nodes
+        if (node.op == "placeholder" and "tangents" in node.name) or of_backward.intersection(read):
+            of_backward.add(node)
+        elif node.target is _GATHER or (node.target in _COPIES and any(each in found for each in read)):
+            found[node] = None
+    return list(found)
+
+
+class GathersAgain(CustomPartitionerFn):
+    """`partition`, as inductor's setting `custom_partitioner_fn` takes it."""
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """See `partition`."""
+        return partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        """What inductor's cache of graphs knows it by."""
+        return get_hash_for_files((__file__,))

@@ -1,9 +1,12 @@
 """The loop around a recipe's training step: learning rate, records, when to validate and to save, how it may end."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -28,7 +31,6 @@ from recipe_lib.training.records.run_facts import data_facts
 from recipe_lib.training.records.run_log import STOPPED_EARLY, RunLog
 from recipe_lib.training.resume import save_run
 from recipe_lib.training.same_on_all_ranks import check_same_batches
-from recipe_lib.training.stop import StopSignal
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import gib
 
@@ -253,3 +255,44 @@ def _peaks_of_places(own: Peaks, world: "World") -> tuple[Peaks, dict[str, float
         name = f"peak_memory_allocated_gib_pipeline_{place}"
         places[name] = max(places.get(name, 0.0), gib(peaks["allocated"]))
     return max((peaks for _, peaks in gathered), key=lambda peaks: peaks["reserved"]), places
+
+
+class StopSignal:
+    """Turns SIGTERM and SIGINT into a flag that all ranks agree on between two steps; a second SIGINT aborts at once.
+
+    with StopSignal() as stop:
+        for step in ...:
+            train(step)
+            if stop.agreed(world):
+                save, and raise StoppedAndSaved
+
+    The handler does nothing but set the flag, whatever the main thread is in the middle of. Leaving the block puts the
+    former handlers back. To be entered in the main thread: Python delivers signals there only.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._former: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._former[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received == "SIGINT":
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+            return
+        self.received = signal.Signals(number).name
+
+    def agreed(self, world: "World") -> bool:
+        """True on every rank once a signal has reached any of them. A collective: all ranks call it after each step.
+
+        One number goes over the host's process group, so the device's queue is not waited for.
+        """
+        return world.any(self.received is not None)
