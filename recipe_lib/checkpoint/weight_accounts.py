@@ -6,14 +6,13 @@ none of them is dropped without a word.
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from recipe_lib.checkpoint.converted import Reader, hold_same_numbers, made_for
-from recipe_lib.checkpoint.quantized_checks import quantized_fault
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, read_header
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE, find_weights, list_unread_weights
 from recipe_lib.config.suggest import show
@@ -21,7 +20,7 @@ from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.logs import get_logger
 from recipe_lib.models import read_config
 from recipe_lib.models.scored_spec import head_labels
-from recipe_lib.models.spec import SCORE, ModelSpec
+from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec
 from recipe_lib.models.weight_names import (
     WeightEntry,
     buffer_names,
@@ -40,6 +39,9 @@ _WRAPPER = re.compile(
 _LAYER = re.compile(r"^(?:(?:model|transformer|gpt_neox|language_model)\.)*(?:layers|h)\.(\d+)\.")
 _UNTIED = "; if the embedding is the head, set tie_word_embeddings to true in config.json"
 _LEAVE_OUT = "if the model does not need it, leave it out of a copy of the folder"
+_FP8, _MXFP4 = "F8_E4M3", "U8"
+_BLOCKS = ("gate_up_proj_blocks", "down_proj_blocks")  # ends of the names of MXFP4
+_ORIGINAL = "take the checkpoint that this one was made from"
 
 
 def read_headers(folder: Path) -> dict[str, FileTensor]:
@@ -357,3 +359,35 @@ def _find_kind(spec: ModelSpec, name: str) -> _Kind:
     if layer and int(layer[1]) >= spec.num_layers:
         return _BEYOND
     return next((kind for pattern, kind in _KINDS.items() if re.search(pattern, name)), _OTHER)
+
+
+def quantized_fault(spec: ModelSpec, folder: Path, found: Mapping[str, FileTensor]) -> str | None:
+    """One line for codes that config.json does not speak of, and for codes without their scales; None: no such fault.
+
+    Of tensors that are no codes nothing is said here.
+    """
+    if not isinstance(spec, DecoderSpec):
+        return None
+    types = {name: tensor.entry.dtype for name, tensor in found.items()}
+    blocks = sorted(name for name in types if name.endswith(_BLOCKS))
+    odd = [name for name in blocks if types[name] != _MXFP4]
+    if odd:
+        named = name_first(odd, "has", "have")
+        return f"{folder}: {named} the name of MXFP4 blocks and type {types[odd[0]]}, expected U8; {_ORIGINAL}"
+    if blocks and not spec.codes.mxfp4:
+        return _unsaid(folder, blocks, "MXFP4 blocks", "quant_method mxfp4")
+    codes = sorted(name for name, kind in types.items() if kind == _FP8)
+    bare = [name for name in codes if f"{name}_scale_inv" not in types]
+    if len(bare) < len(codes) and spec.codes.fp8_block is None:
+        return _unsaid(folder, codes, "FP8 numbers with scales of blocks", "quant_method fp8 and weight_block_size")
+    if bare and spec.codes.fp8_block is not None:
+        named = name_first(bare, "has", "have")
+        return f"{folder}: {named} FP8 numbers without scales, expected {bare[0]}_scale_inv; {_ORIGINAL}"
+    return None
+
+
+def _unsaid(folder: Path, names: Sequence[str], what: str, expected: str) -> str:
+    return (
+        f"{folder}: {name_first(names, 'has', 'have')} {what}, which config.json does not say; expected "
+        f"quantization_config with {expected}: take the config.json of the same checkpoint"
+    )

@@ -2,9 +2,8 @@
 
 Standard output carries the text and one newline after it; everything else goes to standard error.
 
-The conversation of `tune generate` without --prompt: lines of a terminal, or of a pipe, one a turn.
-
-Standard output carries the answers alone; a terminal's prompt and every note go to where they can be seen.
+Without --prompt it is a conversation: lines of a terminal, or of a pipe, one a turn. A terminal's prompt and every note
+go to where they can be seen.
 """
 
 import argparse

@@ -1,7 +1,5 @@
 """Tasks of lm-evaluation-harness (extra `eval`) on our own model object, without an export.
 
-Our own model as lm-evaluation-harness asks it (extra `eval`).
-
 Texts become tokens as its own class for Hugging Face models makes them: BOS where the tokenizer begins with one, a
 context's trailing spaces with what follows it, contexts cut on the left to what the model reads.
 """

@@ -8,21 +8,13 @@ that all ranks have the same graph: inductor orders collectives, and ranks that 
 other forever. Activation checkpointing is around that call, and compiled with it.
 
 Layers that are alike (`alike_layers`) are traced as the first of them, with their own tensors, unless its forward reads
-which layer it is.
-
-Which layers of a model are alike: the same code with the same settings, and exchanges at the same calls.
+which layer it is: layers of the same code with the same settings, and exchanges at the same calls.
 
 What one of them does to its tensors is then what another one does to its own, so that a compiler has to look at one
 alone. Only what compares equal counts: settings that are objects of a layer's own make it one of a kind.
-
-What a compiled layer keeps for backward, where it exchanges by an inferred plan: no gathered tokens.
-
-torch's partitioner takes the second gather of the same tokens, which backward makes, for the first one, and keeps what
-that gave: as many tokens as all ranks have, where each could keep its own.
 """
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -31,11 +23,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
-from torch._functorch import config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
-from torch.utils.checkpoint import CheckpointPolicy
+from torch import Tensor, nn
 
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
@@ -48,13 +36,6 @@ _TENSOR = object()
 # Attributes that number layers; whoever runs one in the place of another one sees to it that they are not read.
 NUMBERS = ("layer_idx", "layer_id", "layer_number")
 _OF_ALL = frozenset(vars(nn.Module())) | {"forward", *NUMBERS}
-_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-_ATEN = torch.ops.aten
-# What makes gathered tokens of what a gather gives: wait, views and copies.
-_COPIES = frozenset({torch.ops._c10d_functional.wait_tensor.default, _ATEN.view.default, _ATEN._unsafe_view.default,
-                     _ATEN.reshape.default, _ATEN.clone.default, _ATEN.alias.default, _ATEN.permute.default,
-                     _ATEN.transpose.int, _ATEN.expand.default, _ATEN.unsqueeze.default, _ATEN.squeeze.dim,
-                     operator.getitem})  # fmt: skip
 
 
 @dataclass
@@ -112,6 +93,7 @@ class CompiledLayers:
 
     def compile(self, path: str, backend: Any) -> None:
         """Compiles a layer's forward, checkpointing included if it is there. backend: of torch.compile."""
+        from recipe_lib.external.gathers_again import GathersAgain
 
         if self.traced == self._trace:
             self.traced = torch._dynamo.nonstrict_trace(self._trace)
@@ -324,38 +306,3 @@ def _exchanges(path: str, plan: ShardingPlan) -> Any:
     divided = [replace(each, module=each.module.removeprefix(path), axes=()) for each in plan.rewrites
                if each.module == path or each.module.startswith(inside)]  # fmt: skip
     return boundaries, whole, divided
-
-
-def partition(graph: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward of a layer's joint graph, by torch's partitioner; what is gathered is not kept."""
-    again = _gathered(graph.graph)
-    for node in again:
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        node.meta.setdefault("ac_graph_id", 0)
-    with config.patch(ban_recompute_materialized_backward=not again):
-        return min_cut_rematerialization_partition(graph, inputs, **settings)
-
-
-def _gathered(graph: fx.Graph) -> list[fx.Node]:
-    """What forward gathers, with its views and copies."""
-    found: dict[fx.Node, None] = {}
-    of_backward: set[fx.Node] = set()
-    for node in graph.nodes:
-        read = node.all_input_nodes
-        if (node.op == "placeholder" and "tangents" in node.name) or of_backward.intersection(read):
-            of_backward.add(node)
-        elif node.target is _GATHER or (node.target in _COPIES and any(each in found for each in read)):
-            found[node] = None
-    return list(found)
-
-
-class GathersAgain(CustomPartitionerFn):
-    """`partition`, as inductor's setting `custom_partitioner_fn` takes it."""
-
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """See `partition`."""
-        return partition(gm, joint_inputs, **kwargs)
-
-    def uuid(self) -> Any:
-        """What inductor's cache of graphs knows it by."""
-        return get_hash_for_files((__file__,))

@@ -4,11 +4,9 @@ Every rank traces one forward of the model without memory (`recipe_lib.external.
 read, a small model of the same class has to pass the certificate of its own plan, which must treat every parameter as
 the large one's does. The proof is kept in the cache folder, by the hash of what was proven.
 
-DoRA's lengths where ranks share a matrix by an inferred plan.
-
-The plan is that of LoRA. What DoRA adds is a number for each output: the trained length over the matrix's own, which is
-computed beside the calls that the plan counts. A rank has the outputs of its rows, or of a matrix that is cut by
-columns all of them, whose squares are summed over the ranks.
+With DoRA the plan is that of LoRA. What DoRA adds is a number for each output: the trained length over the matrix's
+own, which is computed beside the calls that the plan counts. A rank has the outputs of its rows, or of a matrix that is
+cut by columns all of them, whose squares are summed over the ranks.
 """
 
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ from recipe_lib.config.registry import register
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import SetupError
 from recipe_lib.external import tensor_parallel
-from recipe_lib.external.compiled_layers import partition
+from recipe_lib.external.gathers_again import partition
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.memory import apply_activation_checkpointing

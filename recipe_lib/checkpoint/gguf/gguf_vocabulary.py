@@ -3,9 +3,8 @@
 A byte-level tokenizer.json is kept with its merges (`gpt2`), a sentencepiece model with the scores of its pieces
 (`llama`), which stand in its own file or follow from the order of the merges in a tokenizer.json made of it.
 
-llama.cpp's name for how a byte-level tokenizer.json cuts text before it merges bytes. No torch.
-
-llama.cpp has each way of cutting in its code, under a name that the file gives. It is found by what tokenizer.json says
+llama.cpp has each way in which a byte-level tokenizer.json cuts text before it merges bytes in its code, under a name
+that the file gives. It is found by what tokenizer.json says
 itself: the patterns it cuts with, and whether a whole word of the vocabulary is taken without merging.
 """
 
