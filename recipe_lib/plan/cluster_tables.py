@@ -18,13 +18,13 @@ _COLUMNS = 74  # of a line of groups, so that it fits into 80
 
 def sum_traffic(rows: Iterable[CommunicationRow]) -> tuple[int, Bytes, Bytes, Seconds]:
     """Return collectives of a step, bytes of their tensors, bytes that one rank sends, seconds one after another."""
-    count, whole, wire, seconds = 0, 0, 0, 0.0
-    for row in rows:
-        count += row.count
-        whole += row.count * row.bytes
-        wire += row.count * row.wire_bytes
-        seconds += row.count * row.seconds
-    return count, Bytes(whole), Bytes(wire), Seconds(seconds)
+    rows = list(rows)
+    return (
+        sum(row.count for row in rows),
+        Bytes(sum(row.count * row.bytes for row in rows)),
+        Bytes(sum(row.count * row.wire_bytes for row in rows)),
+        Seconds(sum(row.count * row.seconds for row in rows)),
+    )
 
 
 def group_by_dim(rows: Iterable[CommunicationRow]) -> dict[tuple[str, int], list[CommunicationRow]]:

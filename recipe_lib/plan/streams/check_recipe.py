@@ -17,6 +17,7 @@ from recipe_lib.plan.trace import HOST, OP, WAIT
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated
 from recipe_lib.plan.world.shape_only_model import layer_count, layer_period, with_layers
 from recipe_lib.plan.world.simulated_device import NAME
+from recipe_lib.units import counted
 
 MOST_RANKS = 64  # whose collectives are compared
 _MICRO_BATCHES = 4  # of each stage, at most
@@ -151,8 +152,8 @@ def render_check(check: StreamCheck) -> str:
 
 def _streams(rank: RankCheck) -> list[str]:
     where = (
-        f"rank {rank.rank}: {rank.operators:,} operators of a step on {rank.streams} stream"
-        f"{'s' if rank.streams != 1 else ''} with {rank.stream_waits:,} waits between them"
+        f"rank {rank.rank}: {rank.operators:,} operators of a step on "
+        f"{counted(rank.streams, 'stream')} with {rank.stream_waits:,} waits between them"
     )
     if not rank.faults:
         return [f"{where}: in order"]
@@ -166,7 +167,7 @@ def _waits(rank: RankCheck) -> list[str]:
     verdict = ", for gradients that it adds up and steps" if count > 1 else ""
     if more:
         verdict = f", {more} more than the one for the numbers that are logged"
-    lines = [f"rank {rank.rank}: the host waits for the device {count} time{'s' if count != 1 else ''} a step{verdict}"]
+    lines = [f"rank {rank.rank}: the host waits for the device {counted(count, 'time')} a step{verdict}"]
     lines += [f"  {times:,} x {words}" for words, times in list(rank.waits.items())[:_MOST_WAITS]]
     if len(rank.waits) > _MOST_WAITS:
         lines.append(f"  and at {len(rank.waits) - _MOST_WAITS} lines more")
