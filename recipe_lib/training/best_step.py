@@ -218,7 +218,7 @@ def describe_best(cfg: FullFinetuneConfig) -> list[str]:
     if cfg.validation.patience is not None:
         by = f" by more than {cfg.validation.min_delta:g}" if cfg.validation.min_delta else ""
         parts.append(
-            f"the run stops after {counted(cfg.validation.patience, 'validation')} without improvement{by}; the learning "
-            "rate is scheduled over all steps all the same"
+            f"the run stops after {counted(cfg.validation.patience, 'validation')} without improvement{by}; the "
+            "learning rate is scheduled over all steps all the same"
         )
     return ["; ".join(parts)]
