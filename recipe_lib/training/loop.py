@@ -28,8 +28,7 @@ from recipe_lib.parallel.hang_detection import beats
 from recipe_lib.report.phases import phase
 from recipe_lib.training.records.communication import CommunicationProbe, describe
 from recipe_lib.training.records.metrics import step_metrics
-from recipe_lib.training.records.run_facts import data_facts
-from recipe_lib.training.records.run_log import STOPPED_EARLY, RunLog
+from recipe_lib.training.records.run_log import STOPPED_EARLY, RunLog, data_facts
 from recipe_lib.training.resume import save_run
 from recipe_lib.training.same_on_all_ranks import check_same_batches
 from recipe_lib.training.training_data import TrainingData

@@ -6,11 +6,14 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.text import Text
 
+from recipe_lib.config.describe import value_text
+from recipe_lib.config.keys import read_schema
 from recipe_lib.config.schema import FullFinetuneConfig, LogConfig
 from recipe_lib.files import storage_faults
 from recipe_lib.logs import get_logger, is_quiet
@@ -21,13 +24,14 @@ from recipe_lib.report.terminal import SOFT
 from recipe_lib.training import previous_run
 from recipe_lib.training.output import lock_output, open_output, unlock_output
 from recipe_lib.training.records.metrics import MetricsFile, write_summary
-from recipe_lib.training.records.run_facts import changed_settings
 from recipe_lib.training.records.trackers import Trackers
 from recipe_lib.training.report_page import write_report
 from recipe_lib.units import format_clock, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from recipe_lib.data.dataset_report import DataReport
     from recipe_lib.parallel.world import World
+    from recipe_lib.training.training_data import TrainingData
 
 STOPPED_EARLY = "stopped early"  # all that was to be done is, since validation.patience ended the steps
 SHORTEST_BAR, LONGEST_BAR = 8, 60  # columns
@@ -247,3 +251,47 @@ def _own_number(name: str, value: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return f"{value:.4f}" if value is not None and math.isfinite(value) else _NOT_FINITE
+
+
+def data_facts(data: "TrainingData") -> dict[str, Any]:
+    """Counts of the training data and, if there are any, of those for validation, as they were made into sequences.
+
+    packs: packed sequences of the first epoch, packed_share: how much of them is tokens, not padding; without packing
+    neither is there.
+    """
+    found = {"training": _counts(data.dataset.report)}
+    if (share := data.plan.packed_share()) is not None:
+        found["training"] |= {"packs": data.plan.packs(), "packed_share": share}
+    if data.validation_dataset is not None:
+        found["validation"] = _counts(data.validation_dataset.report)
+    return found
+
+
+def _counts(report: "DataReport") -> dict[str, Any]:
+    return {
+        "source": report.source,
+        "format": report.format,
+        "template": report.template,
+        "max_seq_len": report.max_seq_len,
+        "samples": report.samples_read,
+        "sequences": report.sequences,
+        "pairs": report.pairs,
+        "tokens": report.tokens,
+        "label_tokens": report.trained_tokens,
+        "label_token_fraction": report.label_token_fraction,
+        "truncated": report.truncated_sequences,
+        "left_out": report.skipped_long_sequences + report.emptied_sequences,
+        "bad": sum(report.bad_samples.values()),
+        "duplicates": report.duplicate_sequences,
+    }
+
+
+def changed_settings(cfg: Any) -> dict[str, list[str]]:
+    """Key -> [its value, its default] of what is not at its default, as a config writes them."""
+    schema: type = type(cfg)
+    found = {}
+    for name, key in read_schema(schema).keys.items():
+        value = reduce(getattr, name.split("."), cfg)
+        if key.required or value != key.default:
+            found[name] = [value_text(value), "required" if key.required else value_text(key.default)]
+    return found
