@@ -4,8 +4,7 @@ from typing import Any
 
 from benchmarks.gpu_ladder_cases import EVERYTHING, METHODS, PLAIN, SHIPPED
 from benchmarks.gpu_plan_report import DRY_HOW, errors_of, head, share_below
-from recipe_lib.plan.tables import signed_bytes
-from recipe_lib.units import format_bytes, format_count
+from recipe_lib.units import Bytes, format_bytes, format_change, format_count
 
 TITLES = {"full": "Full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 BASES = {
@@ -127,7 +126,9 @@ def _planned_cells(row: dict[str, Any], base: dict[str, Any], kind: str) -> list
     if "active" not in planned:
         why = next((f"{key}: {planned[key]}" for key in _REASONS if key in planned), "")
         return [why, *[""] * (count - 1)]
-    change = signed_bytes(planned["active"] - other["active"]) if other.get("active") and base is not row else ""
+    change = (
+        format_change(Bytes(planned["active"] - other["active"])) if other.get("active") and base is not row else ""
+    )
     cells = [format_bytes(planned["active"]), change, format_bytes(planned["reserved"])]
     if kind == "cpu":
         return cells
@@ -150,7 +151,7 @@ def _measured_cells(row: dict[str, Any], base: dict[str, Any], kind: str) -> lis
         return [format_bytes(requested), "yes" if same else "no" if row["exact"] else "no, nor has it to be"]
     active = _most(measured, "active")
     compared = other.get("peaks") and "out_of_memory" not in other
-    change = signed_bytes(active - _most(other, "active")) if compared else ""
+    change = format_change(Bytes(active - _most(other, "active"))) if compared else ""
     cells = [format_bytes(active), change, format_bytes(_most(measured, "reserved"))]
     return [*cells, format_bytes(measured["pinned"]), *_speed(measured, other, "not measured")]
 

@@ -28,8 +28,7 @@ from recipe_lib.plan.build_plan import make_plan
 from recipe_lib.plan.result import FITS
 from recipe_lib.plan.search.estimate import quick, traffic
 from recipe_lib.plan.search.trials import usable_bytes
-from recipe_lib.plan.tables import duration
-from recipe_lib.units import format_bytes
+from recipe_lib.units import format_bytes, format_duration
 
 MODELS = {
     "1B": "llama3_2/1B",
@@ -221,7 +220,7 @@ def _table(lines: list[Longest]) -> str:
             continue
         marks = "".join(mark for word, mark in MARKS.items() if word in line.settings)
         sizes = " | ".join(map(format_bytes, (line.active, line.reserved, line.host, line.sent)))
-        rows.append(f"| {cards} | {line.tokens:,} | {marks} | {sizes} | {duration(line.seconds)} |")
+        rows.append(f"| {cards} | {line.tokens:,} | {marks} | {sizes} | {format_duration(line.seconds)} |")
     return "\n".join(rows)
 
 

@@ -1,9 +1,12 @@
 """Bytes, counts and seconds as people read them. Inside the code: bytes, tokens, seconds. GiB = 1024^3."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 GIB = 1024**3
 MIB = 1024**2
+# Bytes of one, name.
+Unit = tuple[int, str]
 
 
 def gib(num_bytes: float) -> float:
@@ -27,6 +30,58 @@ def format_count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def format_seconds(seconds: float) -> str:
+    """`3725` -> `1h02m`; `75.2` -> `1m15s`; `0.32` -> `0.32s`."""
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)}h{int(seconds % 3600 // 60):02d}m"
+    if seconds >= 60:
+        return f"{int(seconds // 60)}m{int(seconds % 60):02d}s"
+    return f"{seconds:.2f}s" if seconds < 10 else f"{seconds:.0f}s"
+
+
+def format_clock(seconds: float) -> str:
+    """Return seconds that go by, without a fraction: `7s`, `1m15s`."""
+    return format_seconds(seconds) if seconds >= 60 else f"{seconds:.0f}s"
+
+
+def format_duration(seconds: float) -> str:
+    """Return what an operation takes: `2.84 s`, `12.4 ms`, `85.0 us`; from a minute on as `1m15s`."""
+    if abs(seconds) >= 60:
+        return format_seconds(seconds)
+    for size, unit, digits in ((1.0, "s", 2), (1e-3, "ms", 1)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{seconds * 1e6:.1f} us"
+
+
+class Bytes(int):
+    """A cell of a table that is shown as a size."""
+
+    def __str__(self) -> str:
+        return format_bytes(self)
+
+
+class Seconds(float):
+    """A cell of a table that is shown as a duration."""
+
+    def __str__(self) -> str:
+        return format_duration(self)
+
+
+class Count(float):
+    """A cell of a table that is shown as a number in few letters."""
+
+    def __str__(self) -> str:
+        return format_count(self)
+
+
+def format_change(change: Any) -> str:
+    """Return a typed difference with its sign: `+1.20 GiB`, `-12.4 ms`, `none`."""
+    if not change:
+        return "none"
+    return f"{'+' if change > 0 else '-'}{type(change)(abs(change))}"
+
+
 def counted(count: int, noun: str) -> str:
     """`1 sample`, `2 samples`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
@@ -39,15 +94,49 @@ def name_first(names: Collection[str], one: str = "", many: str = "") -> str:
     return f"{min(names)} and {len(names) - 1} more {many}".rstrip()
 
 
-def format_seconds(seconds: float) -> str:
-    """`3725` -> `1h02m`; `75.2` -> `1m15s`; `0.32` -> `0.32s`."""
-    if seconds >= 3600:
-        return f"{int(seconds // 3600)}h{int(seconds % 3600 // 60):02d}m"
-    if seconds >= 60:
-        return f"{int(seconds // 60)}m{int(seconds % 60):02d}s"
-    return f"{seconds:.2f}s" if seconds < 10 else f"{seconds:.0f}s"
-
-
 def choose_lines(*lines: tuple[object, str]) -> list[str]:
     """Return the lines whose count, or whatever they are about, is not nothing."""
     return [line for count, line in lines if count]
+
+
+def number_ranges(numbers: Iterable[int], between: str = ",") -> str:
+    """`[0, 1, 2, 5]` -> `0-2,5`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return between.join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def choose_unit(largest: int) -> Unit:
+    """Return GiB, or for small sums MiB or KiB: figures that are added up in a report share one unit."""
+    if largest >= GIB // 4:
+        return GIB, "GiB"
+    return (MIB, "MiB") if largest >= MIB // 4 else (1024, "KiB")
+
+
+def count_hundredths(num_bytes: int, unit: Unit) -> int:
+    """Return bytes in hundredths of the unit, rounded."""
+    return round(num_bytes * 100 / unit[0])
+
+
+def format_hundredths(number: int, unit: Unit | None = None) -> str:
+    """Return hundredths of a unit as text: `1234` -> `12.34 GiB`."""
+    return f"{number / 100:,.2f}" + (f" {unit[1]}" if unit else "")
+
+
+def share_out(total: int, parts: list[int]) -> list[int]:
+    """Return whole numbers in the proportion of `parts` whose sum is `total`; each is less than 1 off its exact share.
+
+    So that rounded figures in a report add up to the rounded figure above them (largest remainder).
+    """
+    whole = sum(parts)
+    if not whole:
+        return [0] * len(parts)
+    numbers = [total * part // whole for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda at: (-(total * parts[at] % abs(whole)), at))
+    for at in by_remainder[: total - sum(numbers)]:
+        numbers[at] += 1
+    return numbers

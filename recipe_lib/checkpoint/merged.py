@@ -4,38 +4,52 @@ What is merged is what was trained: the base in the type of the run and, if the 
 numbers that these stand for.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from recipe_lib import files
-from recipe_lib.adapters.merging import merge_rows
-from recipe_lib.adapters.peft_names import EMBEDDING, HEAD, target_of
+from recipe_lib.adapters.merging import Update, merge_rows
+from recipe_lib.adapters.peft_names import (
+    EMBEDDING,
+    EMBEDDING_FIRST,
+    EMBEDDING_SECOND,
+    FIRST,
+    HEAD,
+    LENGTHS,
+    SECOND,
+    FileModule,
+    expert_factors,
+    target_of,
+)
 from recipe_lib.adapters.quantized import can_quantize, dequantized
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter, score_keys
 from recipe_lib.checkpoint.converted import Reader
-from recipe_lib.checkpoint.merged_experts import MergedExperts
-from recipe_lib.checkpoint.merged_external import merge_external, update_of
-from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
+from recipe_lib.checkpoint.rank_agreement import RankGroup, SingleRank, check_shared, decide, together
 from recipe_lib.checkpoint.saved_weights import SavedWeights
 from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, write_tensor_file
 from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
 from recipe_lib.checkpoint.weight_accounts import check_weights, read_headers, tell_left_out
-from recipe_lib.checkpoint.weights_in import unknown_extras
+from recipe_lib.checkpoint.weights_in import load_weights, unknown_extras
 from recipe_lib.checkpoint.weights_out import (
     begin_folder,
     export_config,
+    export_model,
     extra_metadata,
     finish_model,
     plan_shards,
 )
-from recipe_lib.models import DecoderSpec, read_config, read_trained_spec
-from recipe_lib.models.external_spec import ExternalSpec
+from recipe_lib.errors import CheckpointError
+from recipe_lib.models import build_meta, read_config, read_trained_spec
+from recipe_lib.models.external_spec import ExternalSpec, TensorLayout
+from recipe_lib.models.meta_init import allocate
 from recipe_lib.models.scored_spec import scored_spec
-from recipe_lib.models.spec import SCORE, ModelSpec
+from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map, written_layout
 from recipe_lib.units import GIB
 
@@ -209,3 +223,124 @@ def _reader(base: _Base, name: str) -> _Reader:
         return read
     weight = dequantized(read(0, rows), base.storage)
     return lambda start, stop: weight[start:stop]
+
+
+class MergedExperts:
+    """Reads a parameter `[E, o, i]` as the run had it, and gives what files have of it.
+
+    All of it is in host memory, since the scales of a quantized one are those of all experts together.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        adapter: AdapterFile,
+        found: Mapping[str, FileTensor],
+        storage: str,
+        dtype: torch.dtype,
+    ) -> None:
+        """found: the base's tensors. storage, dtype: how the run kept them."""
+        self._places = {entry.our_name: entry for entry in weight_map(spec, found)}
+        self._modules = {f"{module.parts[0].module}.weight": module for module in adapter.modules(spec)}
+        self._adapter, self._found, self._storage, self._dtype = adapter, found, storage, dtype
+        self._name = ""
+
+    def pieces(self, made: Any, name: str) -> Iterator[torch.Tensor]:
+        """The data of a tensor of files, in consecutive pieces. made: the `WrittenExperts` that it is one of."""
+        if self._name != made.parameter:
+            self._read(made.parameter)
+        expert, first, last = made.tensors[name]
+        if expert is not None:
+            yield self._merged(expert)[first:last]
+            return
+        for number in range(len(self._weight)):
+            yield self._merged(number).t().unsqueeze(0)
+
+    def _read(self, name: str) -> None:
+        self._name, self._weight = "", torch.empty(0)
+        with Reader(self._found) as read:
+            weight = read.opened(self._places[name], self._dtype)[:].to(self._dtype)
+        _, rows, columns = weight.shape
+        if self._storage != "none" and can_quantize(columns, rows, self._storage):
+            weight = dequantized(weight.flatten(0, 1), self._storage).view_as(weight)
+        self._name, self._weight = name, weight
+        self._factors: tuple[torch.Tensor, torch.Tensor] | None = None
+        module = self._modules.get(name)
+        if module is not None:
+            self._scaling = self._adapter.config.scaling_of(module)
+            first, second = (self._adapter.read(module.name, suffix) for suffix in (FIRST, SECOND))
+            self._factors = expert_factors(first, second, module.experts)
+
+    def _merged(self, number: int) -> torch.Tensor:
+        """One expert's matrix `[o, i]`."""
+        weight = self._weight[number]
+        update = None
+        if self._factors is not None:
+            first, second = self._factors
+            update = Update(first[number], second[number], self._scaling)
+        return torch.cat(list(merge_rows(lambda start, stop: weight[start:stop], len(weight), update)))
+
+
+@torch.no_grad()
+def merge_external(
+    base_folder: Path,
+    adapter: AdapterFile,
+    saved: SavedWeights,
+    spec: ExternalSpec,
+    out: Path,
+    quantize: str,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    **beside: Any,
+) -> None:
+    """Writes the folder `out`: the base with the adapter added, on one rank; the model is in host memory meanwhile.
+
+    saved: what the adapter has of the base's weights. quantize, dtype: how the run that trained the adapter kept the
+    base. stored: the type of what is written. beside: as for `export_model`. Raises StorageError or CheckpointError;
+    then `out` is as it was.
+    """
+    if adapter.extras:
+        raise CheckpointError(f"{adapter.path}: holds {min(adapter.extras)}, which a recipe added; it cannot be merged")
+    model = build_meta(spec, dtype)
+    allocate(model, torch.device("cpu"))
+    load_weights(model, spec, base_folder)
+    layout = spec.layout()
+    adapted = {module.name: module for module in adapter.modules(spec)}
+    for name, parameter in model.named_parameters():
+        module = name.removesuffix(".weight")
+        num_rows = len(parameter) if parameter.dim() else 1
+        weight = saved.read_rows(name, start=0, stop=num_rows, read_base=parameter.detach)
+        if module != name and module in layout.linears:
+            weight = _merged(weight, module, adapter, adapted, quantize, layout)
+        parameter.data = weight.to(stored) if weight.is_floating_point() else weight
+    export_model(model, spec, read_config(base_folder), out, world=SingleRank(), **beside)
+
+
+def _merged(
+    weight: Tensor,
+    module: str,
+    adapter: AdapterFile,
+    adapted: Mapping[str, FileModule],
+    quantize: str,
+    layout: TensorLayout,
+) -> Tensor:
+    """A linear's weight as the run had it, with its adapter if it has one."""
+    rows, columns = weight.shape
+    if quantize != "none" and module in layout.plain and can_quantize(columns, rows, quantize):
+        weight = dequantized(weight, quantize)
+    if module not in adapted:
+        return weight
+    turned = weight.t() if module in layout.transposed else weight
+    pieces = merge_rows(lambda start, stop: turned[start:stop], turned.shape[0], update_of(adapter, adapted[module]))
+    whole = torch.cat(list(pieces))
+    return whole.t().contiguous() if module in layout.transposed else whole
+
+
+def update_of(adapter: AdapterFile, module: FileModule) -> Update:
+    """The adapter of one module of a file."""
+    lengths = adapter.read(module.name, LENGTHS) if adapter.config.dora else None
+    scaling = adapter.config.scaling_of(module)
+    if module.is_embedding:  # its matrices are those of the transposed weight
+        first, second = (adapter.read(module.name, suffix).t() for suffix in (EMBEDDING_SECOND, EMBEDDING_FIRST))
+        return Update(first, second, scaling, lengths, by_column=True)
+    return Update(adapter.read(module.name, FIRST), adapter.read(module.name, SECOND), scaling, lengths)

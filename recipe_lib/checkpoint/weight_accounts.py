@@ -6,14 +6,13 @@ none of them is dropped without a word.
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from recipe_lib.checkpoint.converted import Reader, hold_same_numbers, made_for
-from recipe_lib.checkpoint.foreign_tensors import describe_foreign_tensors
-from recipe_lib.checkpoint.quantized_checks import quantized_fault
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, read_header
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE, find_weights, list_unread_weights
 from recipe_lib.config.suggest import show
@@ -21,7 +20,7 @@ from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.logs import get_logger
 from recipe_lib.models import read_config
 from recipe_lib.models.scored_spec import head_labels
-from recipe_lib.models.spec import SCORE, ModelSpec
+from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec
 from recipe_lib.models.weight_names import (
     WeightEntry,
     buffer_names,
@@ -34,6 +33,15 @@ from recipe_lib.units import counted, format_bytes, name_first
 
 EXTRA = "tune_extra_parameters"  # metadata of a file: names of those of its tensors that only a recipe's model has
 READABLE_TYPES = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+_WRAPPER = re.compile(
+    r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^(module|base_model\.model)\."
+)
+_LAYER = re.compile(r"^(?:(?:model|transformer|gpt_neox|language_model)\.)*(?:layers|h)\.(\d+)\.")
+_UNTIED = "; if the embedding is the head, set tie_word_embeddings to true in config.json"
+_LEAVE_OUT = "if the model does not need it, leave it out of a copy of the folder"
+_FP8, _MXFP4 = "F8_E4M3", "U8"
+_BLOCKS = ("gate_up_proj_blocks", "down_proj_blocks")  # ends of the names of MXFP4
+_ORIGINAL = "take the checkpoint that this one was made from"
 
 
 def read_headers(folder: Path) -> dict[str, FileTensor]:
@@ -288,4 +296,98 @@ def _find_conversion_fault(
         f"{folder}: {entry.our_name} is made of {len(names)} tensors ({entry.file_name} and others), {result}; "
         f"config.json makes it {list(shapes[entry.our_name])}{more}; check that config.json and the weights are of "
         "one model"
+    )
+
+
+class _Kind(NamedTuple):
+    """What tensors are, and what to do about them."""
+
+    what: str
+    remedy: str
+
+
+_WRAPPED = _Kind(
+    "names of a wrapper",
+    "save the module inside of it (torch.compile: model._orig_mod, DistributedDataParallel: model.module, PEFT: "
+    "model.merge_and_unload())",
+)
+_BEYOND = _Kind("a layer beyond num_hidden_layers", f"correct num_hidden_layers in config.json, or {_LEAVE_OUT}")
+_OTHER = _Kind("", "check that config.json and the weights are of one model")
+# By their names; the first pattern that is found in one says what it is.
+_KINDS: dict[str, _Kind] = {
+    r"\.(lora_\w+|modules_to_save|base_layer)\.": _Kind(
+        "of an adapter", "merge it into the model (PEFT: model.merge_and_unload()), and save that"
+    ),
+    r"[._](qweight|qzeros|scales|g_idx|(weight|input)_(scale|zero_point|packed|shape)\w*|absmax|quant_map|SCB)$": _Kind(
+        "of quantized weights", "take the checkpoint that this one was made from"
+    ),
+    r"^(v_head|value_head|score|classifier|reward_head)\.": _Kind(
+        "a head that predicts no tokens",
+        "name its class in architectures of config.json (...ForSequenceClassification has score.weight alone, for "
+        f"reward_distributed); {_LEAVE_OUT}",
+    ),
+    r"\.bias$": _Kind(
+        "a bias", f"set attention_bias or mlp_bias in config.json if the family has it; {_LEAVE_OUT}"
+    ),
+}  # fmt: skip
+
+
+def describe_foreign_tensors(
+    spec: ModelSpec, folder: Path, missing: Collection[str], foreign: Collection[str]
+) -> list[str]:
+    """Return a line for parameters that the files lack, and one for each kind of tensors that the model has not."""
+    names_by_kind: dict[_Kind, list[str]] = defaultdict(list)
+    for name in sorted(foreign):
+        names_by_kind[_find_kind(spec, name)].append(name)
+    unwrapped = {_WRAPPER.sub(r"\1", name) for name in names_by_kind.get(_WRAPPED, ())}
+    lost = sorted(set(missing) - unwrapped)
+    lines = []
+    if lost:
+        remedy = _UNTIED if lost[0].endswith("lm_head.weight") else ""
+        lines.append(f"{folder}: {name_first(lost, 'is', 'are')} missing; download the folder again{remedy}")
+    for kind, names in names_by_kind.items():
+        what = f" ({kind.what})" if kind.what else ""
+        named = name_first(names, "belongs", "belong")
+        lines.append(f"{folder}: {named} to no part of this model{what}; {kind.remedy}")
+    return lines
+
+
+def _find_kind(spec: ModelSpec, name: str) -> _Kind:
+    if _WRAPPER.search(name):
+        return _WRAPPED
+    layer = _LAYER.search(name)
+    if layer and int(layer[1]) >= spec.num_layers:
+        return _BEYOND
+    return next((kind for pattern, kind in _KINDS.items() if re.search(pattern, name)), _OTHER)
+
+
+def quantized_fault(spec: ModelSpec, folder: Path, found: Mapping[str, FileTensor]) -> str | None:
+    """One line for codes that config.json does not speak of, and for codes without their scales; None: no such fault.
+
+    Of tensors that are no codes nothing is said here.
+    """
+    if not isinstance(spec, DecoderSpec):
+        return None
+    types = {name: tensor.entry.dtype for name, tensor in found.items()}
+    blocks = sorted(name for name in types if name.endswith(_BLOCKS))
+    odd = [name for name in blocks if types[name] != _MXFP4]
+    if odd:
+        named = name_first(odd, "has", "have")
+        return f"{folder}: {named} the name of MXFP4 blocks and type {types[odd[0]]}, expected U8; {_ORIGINAL}"
+    if blocks and not spec.codes.mxfp4:
+        return _unsaid(folder, blocks, "MXFP4 blocks", "quant_method mxfp4")
+    codes = sorted(name for name, kind in types.items() if kind == _FP8)
+    bare = [name for name in codes if f"{name}_scale_inv" not in types]
+    if len(bare) < len(codes) and spec.codes.fp8_block is None:
+        return _unsaid(folder, codes, "FP8 numbers with scales of blocks", "quant_method fp8 and weight_block_size")
+    if bare and spec.codes.fp8_block is not None:
+        named = name_first(bare, "has", "have")
+        return f"{folder}: {named} FP8 numbers without scales, expected {bare[0]}_scale_inv; {_ORIGINAL}"
+    return None
+
+
+def _unsaid(folder: Path, names: Sequence[str], what: str, expected: str) -> str:
+    return (
+        f"{folder}: {name_first(names, 'has', 'have')} {what}, which config.json does not say; expected "
+        f"quantization_config with {expected}: take the config.json of the same checkpoint"
     )

@@ -3,47 +3,46 @@
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
-
 from recipe_lib.cli.doctor_findings import Finding
-from recipe_lib.plan.tables import duration
 from recipe_lib.plan.timing.calibration import LARGE_MATMUL
 from recipe_lib.plan.timing.cost import OPERATIONS, wire_bytes
-from recipe_lib.report.terminal import Table, open_console, put, put_pairs, put_table, terminal_width, text_of
-from recipe_lib.units import format_bytes
+from recipe_lib.report.terminal import heading, open_console, put, put_section, terminal_width, text_of
+from recipe_lib.report.view import Section, Table
+from recipe_lib.units import format_bytes, format_duration
 
 NAME, WIDTH = 16, 160  # columns: of names; without a terminal
 Row = tuple[str, str]
 
 
 def report(facts: dict[str, Any], faults: list[Finding], hints: list[Finding]) -> str:
-    """The whole text, findings last: that is what stays on the screen."""
+    """Return the whole text, findings last: that is what stays on the screen."""
+    links = [(facts["links"], ""), (facts["links_without_p2p"], ", NCCL_P2P_DISABLE=1")]
+    folders = [(folder["use"], ", ".join(_folder(folder))) for folder in facts["machine"]["folders"]]
+    sections = [
+        _section("software", software(facts)),
+        _section("GPUs", gpus(facts)),
+        _section("rates", rates(facts)),
+        _section("links", peers(facts)),
+        *(_collectives(measured, note) for measured, note in links if measured),
+        _section("host", host(facts)),
+        _section("folders", folders),
+    ]
     console = open_console(terminal_width(WIDTH))
-    for title, rows in (("software", software(facts)), ("GPUs", gpus(facts)), ("rates", rates(facts))):
-        _section(console, title, rows)
-    _section(console, "links", peers(facts))
-    for name, note in (("links", ""), ("links_without_p2p", ", NCCL_P2P_DISABLE=1")):
-        if facts[name]:
-            _collectives(console, facts[name], note)
-    _section(console, "host", host(facts))
-    _section(console, "folders", [(each["use"], ", ".join(_folder(each))) for each in facts["machine"]["folders"]])
-    for title, found in (("advice", hints), ("findings", faults)) if hints else (("findings", faults),):
-        put(console, title)
-        for each in found:
-            put(console, f"{each['name']}: {each['line']}", indent=2, wrap=False)
-            put(console, f"-> {each['remedy']}", indent=4, wrap=False)
-        if found is hints:
-            console.print()
+    for section in sections:
+        put_section(console, section)
+    for title, findings in (("advice", hints), ("findings", faults)) if hints else (("findings", faults),):
+        heading(console, title)
+        for finding in findings:
+            put(console, f"{finding['name']}: {finding['line']}", indent=2, wrap=False)
+            put(console, f"-> {finding['remedy']}", indent=4, wrap=False)
     if not faults:
         put(console, "none: all is well", indent=2)
-    return text_of(console)
+    return text_of(console).lstrip("\n")
 
 
-def _section(console: Console, title: str, rows: list[Row]) -> None:
-    if rows:
-        put(console, title)
-        put_pairs(console, [(f"{name:<{NAME}}", value) for name, value in rows])
-        console.print()
+def _section(title: str, rows: list[Row]) -> Section:
+    """Return a section whose values begin in the same column as those of others."""
+    return Section(title, facts=[(f"{name:<{NAME}}", value) for name, value in rows])
 
 
 def per_second(rate: float) -> str:
@@ -134,19 +133,18 @@ def peers(facts: dict[str, Any]) -> list[Row]:
     ]
 
 
-def _collectives(console: Console, found: dict[str, Any], note: str) -> None:
-    """A line for each size, two columns for each operation: the time, and what goes over the links."""
-    where = "the CPU, over gloo (which says nothing of GPUs)" if found["backend"] == "gloo" else "GPUs, over NCCL"
-    title = f"{found['ranks']} ranks on {where}{note}: time of one, and what a rank sends a second"
+def _collectives(measured: dict[str, Any], note: str) -> Section:
+    """Return a line for each size, two columns for each operation: the time, and what goes over the links."""
+    where = "the CPU, over gloo (which says nothing of GPUs)" if measured["backend"] == "gloo" else "GPUs, over NCCL"
+    title = f"{measured['ranks']} ranks on {where}{note}: time of one, and what a rank sends a second"
     rows = []
-    for size in sorted({point["bytes"] for point in found["points"]}):
-        here = {point["operation"]: point for point in found["points"] if point["bytes"] == size}
-        cells = [cell(here.get(operation), found["ranks"]) for operation in OPERATIONS]
+    for size in sorted({point["bytes"] for point in measured["points"]}):
+        points = {point["operation"]: point for point in measured["points"] if point["bytes"] == size}
+        cells = [cell(points.get(operation), measured["ranks"]) for operation in OPERATIONS]
         rows.append([format_bytes(size).replace(".00 ", " "), *(text for pair in cells for text in pair)])
-    put(console, title)
-    put_table(console, Table("", ["size", *(name for operation in OPERATIONS for name in (operation, ""))], rows, ()))
-    put_pairs(console, [("failed", line) for line in found["failed"]])
-    console.print()
+    header = ["size", *(name for operation in OPERATIONS for name in (operation, ""))]
+    failed = tuple(f"failed  {line}" for line in measured["failed"])
+    return Section(title, table=Table(title, header, rows, (), notes=failed))
 
 
 def cell(point: dict[str, Any] | None, ranks: int) -> tuple[str, str]:
@@ -154,7 +152,7 @@ def cell(point: dict[str, Any] | None, ranks: int) -> tuple[str, str]:
     if point is None or point["wrong"]:
         return ("WRONG" if point else "-"), ""
     sent = wire_bytes(point["operation"], point["bytes"], ranks) / point["seconds"]
-    return duration(point["seconds"]), per_second(sent)
+    return format_duration(point["seconds"]), per_second(sent)
 
 
 def host(facts: dict[str, Any]) -> list[Row]:

@@ -18,9 +18,17 @@ from recipe_lib.config.suggest import show
 from recipe_lib.data import Dataset, build_validation_dataset, report_lines, settle_formats, warn_of_positions
 from recipe_lib.errors import ConfigError, OutOfMemoryError, send_nowhere
 from recipe_lib.evaluation.harness import harness_model, metric_rows, run_tasks
-from recipe_lib.evaluation.measure import Measured, score_sequences
 from recipe_lib.evaluation.placed_model import PlacedModel, place_model
-from recipe_lib.evaluation.results import BASE, EXAMPLES_FILE, PAGE_FILE, SUMMARY_FILE, TUNED, Evaluation
+from recipe_lib.evaluation.results import (
+    BASE,
+    EXAMPLES_FILE,
+    PAGE_FILE,
+    SUMMARY_FILE,
+    TUNED,
+    Evaluation,
+    Measured,
+    score_sequences,
+)
 from recipe_lib.generation.answer_questions import Question, generate_answers, metric_of_answers, questions_of
 from recipe_lib.generation.source import GenerationSource, find_source
 from recipe_lib.logs import get_logger, is_quiet

@@ -159,8 +159,7 @@ def stream_check(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) ->
 
     shaped, _ = plannable(cfg)
     settings, _ = settings_for(recipe, cfg, arguments)
-    from recipe_lib.plan.streams.check_recipe import check_streams
-    from recipe_lib.plan.streams.check_report import render_check
+    from recipe_lib.plan.streams.check_recipe import check_streams, render_check
 
     planned = recipe_class(recipe)
     with explained(recipe, cfg):

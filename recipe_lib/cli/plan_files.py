@@ -41,7 +41,7 @@ def write(plan: "Plan", trace: "Trace", arguments: argparse.Namespace) -> None:
         else:
             replace_text(Path(arguments.json), text)
     if arguments.html:
-        from recipe_lib.plan.html import render_html
+        from recipe_lib.plan.report import render_html
 
         replace_text(Path(arguments.html), render_html(plan, trace))
     if arguments.snapshot:

@@ -23,20 +23,21 @@ from recipe_lib.external.tensor_plan.summary import (
     layers_of,
     parameter_groups,
     pattern_of,
-    ranges,
     sent_bytes,
     step_bytes,
     why_not,
 )
 from recipe_lib.external.tensor_plan.transformers_models import randomize, shrink
 from recipe_lib.report import terminal
-from recipe_lib.units import format_bytes, format_count
+from recipe_lib.report.view import Table, show_table
+from recipe_lib.units import Bytes, Count, counted, number_ranges
 
 _SMALL = 2**20  # parameters of a model that is proven as it is
+_MOST_SIZES = 12  # legal ones that are named
 WIDTH = 160  # columns where there is no terminal to ask
 FORMULA = (
     "an all-reduce of N tokens x w numbers in bf16: each rank sends 2 (t - 1) / t x 2 N w bytes (ring); "
-    "an all-gather or a reduce-scatter: half of that"
+    "an all-gather or a reduce-scatter: half of that; activation checkpointing repeats the forward's"
 )
 
 
@@ -136,25 +137,25 @@ def report(
     illegal: dict[int, str],
     proofs: list[dict[str, Any]],
 ) -> None:
-    """Prints plans, numbers, refusals and proofs; sizes with the same plan share its text. whole: of every axis."""
+    """Print plans, numbers, refusals and proofs; sizes with the same plan share its text. whole: of every axis."""
     console = terminal.open_console(terminal.terminal_width(WIDTH), terminal.wants_color(sys.stdout))
     unlike = {plan.hash(): plan for plan in plans.values()}
     for name, plan in unlike.items():
         sizes = [size for size, other in plans.items() if other.hash() == name]
-        _line(console, f"{model}: plan {name} for {_some(sizes)} ranks", terminal.HEADING)
-        _parameters(console, plan)
-        _whole(console, plan)
-        _boundaries(console, plan)
-        _rewrites(console, plan)
-        _collectives(console, plan, sizes, tokens)
-        _held(console, plan, sizes)
+        named = ", ".join(map(str, sizes[:-1])) + (" and " if len(sizes) > 1 else "") + str(sizes[-1])
+        _line(console, f"{model}: plan {name} for {named} ranks", terminal.HEADING)
+        tables = [*_parameter_tables(plan), _boundaries(plan), _rewrites(plan), _collectives(plan, sizes, tokens)]
+        for table in [*tables, _held(plan, sizes)]:
+            if table.rows:
+                terminal.put_section(console, show_table(table))
         _line(console, "")
         for reason in dict.fromkeys(map(pattern_of, plan.refused)):
             _line(console, f"note: {reason}")
         if set(sizes) <= set(whole.legal_sizes):
-            _line(console, f"legal sizes: {_few(plan.legal_sizes)}")
+            shown = ", ".join(map(str, plan.legal_sizes[:_MOST_SIZES]))
+            _line(console, f"legal sizes: {shown}{' ...' if len(plan.legal_sizes) > _MOST_SIZES else ''}")
         else:  # made for this size alone, around what its ranks cannot share
-            _line(console, f"replicated for {_some(sizes)} ranks: {why_not(whole, sizes[0])}", terminal.WARNING)
+            _line(console, f"replicated for {named} ranks: {why_not(whole, sizes[0])}", terminal.WARNING)
             _line(console, "")
     for size, why in illegal.items():
         _line(console, f"not legal: {size}: {why}", terminal.WARNING)
@@ -167,80 +168,72 @@ def _line(console: Console, text: str, style: str = "") -> None:
     terminal.put(console, text, style, wrap=False)
 
 
-def _table(console: Console, title: str, header: list[str], rows: list[list[str]], numbers: int = 0) -> None:
-    """A table of which the last `numbers` columns are numbers; nothing where there is no row."""
-    if rows:
-        terminal.heading(console, title)
-        terminal.put_table(
-            console, terminal.Table(title, header, rows, tuple(header[: len(header) - numbers]), fold=True)
-        )
+def _table(title: str, header: list[str], rows: list[list[Any]], numbers: int = 0, note: str = "") -> Table:
+    """Return a table of which the last `numbers` columns are numbers."""
+    left = tuple(header[: len(header) - numbers])
+    return Table(title, header, rows, left, notes=(note,) if note else (), fold=True)
 
 
-def _parameters(console: Console, plan: ShardingPlan) -> None:
-    """What is cut."""
-    rows = []
-    groups = {each: names for each, names in parameter_groups(plan).items() if each.dim >= 0}
-    shared = [each.name for each in groups]
+def _parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
+    """Return what is cut; what every rank has, and why. partial: gradients are summed over ranks once a step."""
+    cut, whole = [], []
+    groups = parameter_groups(plan)
+    shared = [each.name for each in groups if each.dim >= 0]
     for each, names in groups.items():
-        lengths = [f"({size})" if at in each.whole else str(size) for at, size in enumerate(each.segments)]
-        segments = " + ".join(lengths) if len(lengths) > 1 else ""
-        layers = f" (layers {ranges(layers_of(names))})" if shared.count(each.name) > 1 else ""
         shape = " x ".join(map(str, each.shape))
-        rows.append([each.name + layers, str(len(names)), shape, each.role, str(each.dim), segments, str(each.unit)])
-    _table(console, "cut", ["parameters", "count", "shape", "role", "dim", "segments", "unit"], rows)
-
-
-def _whole(console: Console, plan: ShardingPlan) -> None:
-    """What every rank has, and why; partial: gradients are summed over ranks once a step."""
-    rows = []
-    for each, names in parameter_groups(plan).items():
         if each.dim < 0:
             added = ", added after the sum" if each.after_reduction else ""
-            shape = " x ".join(map(str, each.shape))
-            rows.append([each.name, str(len(names)), shape, each.gradient + added, each.reason])
-    _table(console, "whole on every rank", ["parameters", "count", "shape", "gradient", "why"], rows)
+            whole.append([each.name, len(names), shape, each.gradient + added, each.reason])
+            continue
+        lengths = [f"({size})" if at in each.whole else str(size) for at, size in enumerate(each.segments)]
+        segments = " + ".join(lengths) if len(lengths) > 1 else ""
+        is_shared = shared.count(each.name) > 1
+        layers = f" (layers {number_ranges(layers_of(names), between=', ')})" if is_shared else ""
+        cut.append([each.name + layers, len(names), shape, each.role, each.dim, segments, each.unit])
+    return (
+        _table("cut", ["parameters", "count", "shape", "role", "dim", "segments", "unit"], cut),
+        _table("whole on every rank", ["parameters", "count", "shape", "gradient", "why"], whole),
+    )
 
 
-def _boundaries(console: Console, plan: ShardingPlan) -> None:
+def _boundaries(plan: ShardingPlan) -> Table:
     rows = []
     for each, count in boundary_counts(plan).items():
         cut = f", dim {each.dim}" if each.kind in ("leave", "cut", "gather", "slice") else ""
         bias = f", {each.bias} added after" if each.bias else ""
         what = f"{each.function} {each.place}{cut}{bias}"
-        rows.append([each.kind, each.module or "the model itself", str(count), what, each.source])
-    _table(console, "boundaries", ["kind", "module", "count", "call", "source"], rows)
+        rows.append([each.kind, each.module or "the model itself", count, what, each.source])
+    return _table("boundaries", ["kind", "module", "count", "call", "source"], rows)
 
 
-def _rewrites(console: Console, plan: ShardingPlan) -> None:
+def _rewrites(plan: ShardingPlan) -> Table:
     counts = Counter(
         (pattern_of(each.module) or "the model itself", each.attribute, each.value, each.kept) for each in plan.rewrites
     )
     rows = [
-        [module, name, f"{kept} + {value - kept} / t" if kept else f"{value} / t", str(count)]
+        [module, name, f"{kept} + {value - kept} / t" if kept else f"{value} / t", count]
         for (module, name, value, kept), count in counts.items()
     ]
-    _table(console, "rewritten attributes", ["module", "attribute", "value", "count"], rows)
+    return _table("rewritten attributes", ["module", "attribute", "value", "count"], rows)
 
 
-def _collectives(console: Console, plan: ShardingPlan, sizes: list[int], tokens: int) -> None:
-    """Bytes that a rank sends: by part of the model, and for a step of one micro-batch."""
-    rows = []
+def _collectives(plan: ShardingPlan, sizes: list[int], tokens: int) -> Table:
+    """Return bytes that a rank sends: by part of the model, and for a step of one micro-batch."""
+    rows: list[list[Any]] = []
     for each in exchanges(plan):
         where = f"each of {len(each.layers)} {each.place}" if each.layers else "outside the layers"
         for phase, counts, width, halves in zip(
             ("forward", "backward"), each.counts, each.widths, each.halves, strict=True
         ):
             if counts:
-                sent = [format_bytes(sent_bytes(BYTES * tokens * halves, size) // 2) for size in sizes]
-                what = ", ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts)
-                rows.append([where, phase, what, str(width), *sent])
-    for what in ("forward", "backward", "loss", "gradients"):
-        whole = [step_bytes(plan, size, tokens)[what] for size in sizes]
-        if any(whole):
-            rows.append(["all of it", _PHASES[what], "", "", *map(format_bytes, whole)])
+                sent = [Bytes(sent_bytes(BYTES * tokens * halves, size) // 2) for size in sizes]
+                rows.append([where, phase, ", ".join(counted(count, name) for name, count in counts), width, *sent])
+    totals = {size: step_bytes(plan, size, tokens) for size in sizes}
+    for what, phase in _PHASES.items():
+        if any(total[what] for total in totals.values()):
+            rows.append(["all of it", phase, "", "", *(Bytes(total[what]) for total in totals.values())])
     header = ["where", "when", "what", "numbers a token", *(f"t={size}" for size in sizes)]
-    _table(console, f"sent by each rank, {tokens} tokens", header, rows, len(sizes) + 1)
-    _line(console, f"{FORMULA}; activation checkpointing repeats the forward's")
+    return _table(f"sent by each rank, {tokens} tokens", header, rows, len(sizes) + 1, FORMULA)
 
 
 _PHASES = {
@@ -251,14 +244,11 @@ _PHASES = {
 }
 
 
-def _held(console: Console, plan: ShardingPlan, sizes: list[int]) -> None:
-    whole = held_elements(plan, 1)
-    rows = [["1", format_count(whole), format_bytes(BYTES * whole)]]
-    for size in sizes:
-        held = held_elements(plan, size)
-        rows.append([str(size), format_count(held), format_bytes(BYTES * held)])
+def _held(plan: ShardingPlan, sizes: list[int]) -> Table:
+    held = {size: held_elements(plan, size) for size in (1, *sizes)}
+    rows = [[size, Count(elements), Bytes(BYTES * elements)] for size, elements in held.items()]
     title = f"parameters of a rank; {cut_share(plan):.2%} of the elements are cut"
-    _table(console, title, ["t", "parameters", "bf16"], rows, 3)
+    return _table(title, ["t", "parameters", "bf16"], rows, 3)
 
 
 def _proof(console: Console, proof: dict[str, Any]) -> None:
@@ -271,11 +261,3 @@ def _proof(console: Console, proof: dict[str, Any]) -> None:
         shared = f", by {proof['ranks']} ranks" if proof["ranks"] != proof["size"] else ""
         said = f"passed, {proof['checked']} comparisons of forward and gradients on a small model{shared}"
         _line(console, f"{what}: {said}", terminal.GOOD)
-
-
-def _few(sizes: tuple[int, ...], most: int = 12) -> str:
-    return ", ".join(map(str, sizes[:most])) + (" ..." if len(sizes) > most else "")
-
-
-def _some(sizes: list[int]) -> str:
-    return ", ".join(map(str, sizes[:-1])) + (" and " if len(sizes) > 1 else "") + str(sizes[-1])

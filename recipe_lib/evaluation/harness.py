@@ -1,6 +1,10 @@
-"""Tasks of lm-evaluation-harness (extra `eval`) on our own model object, without an export."""
+"""Tasks of lm-evaluation-harness (extra `eval`) on our own model object, without an export.
 
-from collections.abc import Sequence
+Texts become tokens as its own class for Hugging Face models makes them: BOS where the tokenizer begins with one, a
+context's trailing spaces with what follows it, contexts cut on the left to what the model reads.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,10 +12,18 @@ import torch
 from recipe_lib.config.local_files import install_line
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.evaluation.harness_model import HarnessMethods
+from recipe_lib.generation.batch import generate_batch
+from recipe_lib.models.spec import ModelSpec
+from recipe_lib.ops.fused_loss import IGNORED
+from recipe_lib.parallel.seeds import derive_seed
+from recipe_lib.tokenizers import Tokenizer
+from recipe_lib.training.sequence_scores import token_scores_of
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
+
+MAX_NEW_TOKENS = 256  # of an answer, where a task does not say
+_DRAWS = ("temperature", "top_k", "top_p")
 
 
 def run_tasks(
@@ -57,3 +69,131 @@ def harness_model(model: torch.nn.Module, **options: Any) -> "LM":
         """Both."""
 
     return HarnessModel(model, **options)
+
+
+class HarnessMethods:
+    """What the harness' `TemplateLM` leaves to its subclasses: likelihoods by `continuation_scores`, answers by
+    `generate_batch`."""
+
+    tokenizer_name = "tune-recipes"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        spec: ModelSpec,
+        tokenizer: Tokenizer,
+        device: torch.device,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        """seed: root of the random numbers of each request. batch_size: requests at a time."""
+        super().__init__()
+        self._model: Any = model
+        self._spec, self._tokenizer, self._device = spec, tokenizer, device
+        self._batch_size, self._seed = batch_size, seed
+
+    @property
+    def eot_token_id(self) -> int:
+        if self._tokenizer.eos_id is None:
+            raise ConfigError("--lm-eval: the tokenizer has no EOS token, which tasks end a text with")
+        return self._tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.eot_token_id if self._tokenizer.bos_id is None else self._tokenizer.bos_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        begins = string.startswith(self._tokenizer.decode([self.prefix_token_id]))
+        add_bos = self._tokenizer.add_bos_by_default and (
+            not begins if add_special_tokens is None else add_special_tokens
+        )
+        return self._tokenizer.encode(string, add_bos=add_bos, allow_special=True)
+
+    def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+        pairs = [(list(context), list(continuation)) for _, context, continuation in requests]
+        return continuation_scores(self._model, pairs, self._spec.max_positions, self._device, self._batch_size)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihoods of whole texts, in windows of what the model reads."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        windows, owners = [], []
+        for number, (text,) in enumerate(request.args for request in requests):
+            for window in get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self._spec.max_positions,
+                context_len=1,
+            ):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(number)
+        sums = [0.0] * len(requests)
+        for owner, (score, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            sums[owner] += score
+        return sums
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Answers up to the texts that end them."""
+        from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+
+        end = self._tokenizer.decode([self.eot_token_id])
+        answers: list[str] = [""] * len(requests)
+        for numbers, options in _alike([dict(request.args[1]) for request in requests], self._batch_size):
+            kwargs = normalize_gen_kwargs(options, MAX_NEW_TOKENS)
+            until, count = handle_stop_sequences(kwargs.get("until"), eos=end), int(kwargs["max_gen_toks"])
+            draws = {name: kwargs[name] for name in _DRAWS if kwargs.get(name)} if kwargs["do_sample"] else {}
+            room = self._spec.max_positions - count
+            if room < 1:
+                raise ConfigError(f"--lm-eval: an answer of {count} tokens: the model reads {self._spec.max_positions}")
+            prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
+            found = generate_batch(
+                self._model, self._spec, prompts, max_new_tokens=count, stop_ids={self.eot_token_id},
+                device=self._device, seeds=[derive_seed(self._seed, f"answer {number}") for number in numbers], **draws,
+            )  # fmt: skip
+            for number, answer in zip(numbers, found, strict=True):
+                text = self._tokenizer.decode(answer.tokens, skip_special=True)
+                answers[number] = postprocess_generated_text(text, stop=until, think_end_token=None)
+        return answers
+
+
+def _alike(options: list[dict[str, Any]], batch_size: int) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    """Batches of requests that are generated in the same way: their numbers, and how."""
+    groups: dict[str, list[int]] = {}
+    for number, each in enumerate(options):
+        groups.setdefault(repr(sorted(each.items())), []).append(number)
+    for numbers in groups.values():
+        for start in range(0, len(numbers), batch_size):
+            yield numbers[start : start + batch_size], options[numbers[0]]
+
+
+@torch.no_grad()
+def continuation_scores(
+    model: torch.nn.Module,
+    pairs: Sequence[tuple[list[int], list[int]]],
+    most: int,
+    device: torch.device,
+    batch_size: int,
+) -> list[tuple[float, bool]]:
+    """(log-likelihood, whether greedy decoding gives it) of each continuation after its context, both ids.
+
+    most: tokens that the model reads; a longer context loses its beginning.
+    """
+    found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+    order = sorted(range(len(pairs)), key=lambda number: -len(pairs[number][0]) - len(pairs[number][1]))
+    for start in range(0, len(order), batch_size):
+        numbers = order[start : start + batch_size]
+        whole = [(pairs[number][0] + pairs[number][1])[-(most + 1) :] for number in numbers]
+        counts = [min(len(pairs[number][1]), len(ids) - 1) for number, ids in zip(numbers, whole, strict=True)]
+        width = max(map(len, whole)) - 1
+        tokens = torch.zeros(len(whole), width, dtype=torch.int64)
+        labels = torch.full_like(tokens, IGNORED)
+        for row, (ids, count) in enumerate(zip(whole, counts, strict=True)):
+            tokens[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+            labels[row, len(ids) - 1 - count : len(ids) - 1] = torch.tensor(ids[-count:]) if count else IGNORED
+        labels = labels.to(device)
+        scores = token_scores_of(model, tokens.to(device), labels)
+        sums = scores[..., 0].double().sum(dim=1)
+        greedy = ((scores[..., 0] == scores[..., 1]) | (labels == IGNORED)).all(dim=1)
+        for number, total, right in zip(numbers, sums.tolist(), greedy.tolist(), strict=True):
+            found[number] = (total, right)
+    return found

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.find_modules import embedding_and_head, other_parts
-from recipe_lib.external.forward_inputs import external_inputs
 from recipe_lib.external.run_stages import keep_parts, only, run_alone
 from recipe_lib.external.token_reader import logits_of, token_reader
 from recipe_lib.logs import get_logger
@@ -365,3 +364,35 @@ def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) 
     for operator, args, kwargs in steps:
         logits = operator(*(logits if value is _HERE else value for value in args), **kwargs)
     return logits
+
+
+def external_inputs(
+    accepted: frozenset[str],
+    windows: bool,
+    tokens: Tensor,
+    positions: Tensor | None,
+    attention: AttentionInfo | None,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """What a class' forward is called with; accepted: the names of its parameters.
+
+    Rows are padded on the right, so that causality alone hides the padding. Documents are kept apart by a mask
+    `[b, 1, s, s]` of `dtype`; in a model with windows by the positions alone, of which transformers makes masks that
+    keep the windows. What does not come of it is noticed by `check_packing_isolation`.
+    """
+    inputs: dict[str, Any] = {"input_ids": tokens}
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
+    if attention is None or attention.documents is None:
+        if positions is not None and "position_ids" in accepted:
+            inputs["position_ids"] = positions
+        return inputs
+    if "position_ids" in accepted:
+        inputs["position_ids"] = positions
+    if "attention_mask" in accepted and not windows:
+        documents, length = attention.documents, tokens.shape[1]
+        order = torch.arange(length, device=tokens.device)
+        seen = (documents[:, :, None] == documents[:, None, :]) & (order[:, None] >= order)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=tokens.device)
+        inputs["attention_mask"] = mask.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+    return inputs

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from recipe_lib.generation.prompt_reader import prompt_reader
-from recipe_lib.generation.sample import sample_next
+from recipe_lib.generation.sample import prompt_reader, sample_next
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 

@@ -1,6 +1,7 @@
 """The processes of a run before they are a process group: what torchrun says of them, where they meet, how they end."""
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.parallel.hang_detection import beats
-from recipe_lib.parallel.hang_detection.connecting import limit_connecting
 from recipe_lib.parallel.hang_detection.heartbeat import Heartbeat, start_heartbeat
 from recipe_lib.parallel.hang_detection.peers import node_name
 
@@ -198,3 +198,19 @@ def _tell_once(error: UserError, store: dist.Store, local_rank: int) -> None:
             time.sleep(_PRINTING_SECONDS)
     except RuntimeError:
         return  # the store is gone with the rank that held it: whatever is left to report is reported
+
+
+@contextmanager
+def limit_connecting(rank: int, size: int, timeout: float, is_made: bool) -> Iterator[None]:
+    """End this process with a line where the block, which connects to the store, takes too long.
+
+    torch waits half an hour for a store that is not there, and for ever for one that takes a connection and is silent.
+    is_made: the store is older than this rank, and has one timeout. Otherwise rank 0 makes it, and may still import.
+    """
+    connected = threading.Event()
+    watching = Heartbeat(None, rank, size, timeout)
+    threading.Thread(target=watching.wait_for_store, args=(connected, is_made), name="heartbeat", daemon=True).start()
+    try:
+        yield
+    finally:
+        connected.set()

@@ -19,7 +19,6 @@ from recipe_lib.plan.allocation.untraced_memory import attention_backend, outsid
 from recipe_lib.plan.cluster_traffic import dimension_plans, group_sizes
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.large_tensors import large_tensor_notes
-from recipe_lib.plan.layer_tables import say_stalled_means
 from recipe_lib.plan.pipeline_plan import Staged, first_of_each_place, layers_of_all, pipeline_assumptions, staged
 from recipe_lib.plan.rank_plans import layer_rows, lowered, not_simulated, rank_plan, verdict_of
 from recipe_lib.plan.result import (
@@ -33,6 +32,7 @@ from recipe_lib.plan.result import (
 )
 from recipe_lib.plan.router_choices import say_router_choices
 from recipe_lib.plan.streams.stream_checker import StreamChecker
+from recipe_lib.plan.tables import say_stalled_means
 from recipe_lib.plan.timing.cost import (
     Calibration,
     collective_seconds,

@@ -1,140 +1,95 @@
 """Two plans side by side, each difference with its sign. No torch in here."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
+from recipe_lib.plan.cluster_tables import group_by_dim, sum_traffic
 from recipe_lib.plan.result import Plan
-from recipe_lib.plan.tables import by_dim, duration, planned_reserved, signed_bytes, signed_seconds, traffic
 from recipe_lib.plan.tree import alive_tree
-from recipe_lib.report.terminal import HEADING, Table, heading, open_console, put, put_table, text_of
-from recipe_lib.units import format_bytes, format_count
+from recipe_lib.plan.verdict import planned_reserved
+from recipe_lib.report.terminal import HEADING, open_console, put, put_section, text_of
+from recipe_lib.report.view import Section, Table
+from recipe_lib.units import Bytes, Count, Seconds, format_change
 
-_ABSENT = "-"
-
-# (what, text of the first plan, text of the second, difference)
-Row = list[str]
+# By the title of a section: the name of a figure, and it as a cell; None where it was not planned.
+Figures = dict[str, dict[str, Any]]
+_COMMUNICATION = "communication of a step, one rank"
+_SUMS = ("active", "all, one rank: wire", "all, all ranks: wire")  # stand last
+_PHASE_COLUMNS = {
+    "active": "active",
+    "allocated": "allocated",
+    "reserved": "reserved",
+    "reserved_expandable": "expandable",
+    "host": "host",
+}
+_TIMES = {
+    "step": "step",
+    "compute": "kernels",
+    "communication": "communication, alone",
+    "exposed": "communication, exposed",
+    "launch": "kernel launches (CPU)",
+}
 
 
 def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = False) -> str:
-    """What the second plan takes compared with the first: verdict, phases, kinds at the peak, communication, time.
+    """Return what the second plan takes compared with the first: verdict, phases, kinds at the peak, communication,
+    time.
 
     A difference is the second's figure less the first's; `-` where one of them was not planned.
     """
     console = open_console(width, color)
     for letter, plan in (("a", first), ("b", second)):
-        put(console, f"{letter}  {_name(plan)}", HEADING)
-    for title, rows in (
-        ("verdict", _verdict(first, second)),
-        ("peaks by phase, heaviest rank", _phases(first, second)),
-        ("live at the peak", _kinds(first, second)),
-        ("communication of a step, one rank", _communication(first, second)),
-        ("time of a step", _time(first, second)),
-    ):
-        if rows:
-            table = Table(title, ["", "a", "b", "b - a"], rows, ("",))
-            heading(console, title)
-            put_table(console, table)
+        words = [plan.recipe, plan.config, *plan.overrides, f"({plan.ranks} x {plan.device.name})"]
+        put(console, f"{letter}  {' '.join(words)}", HEADING)
+    both = (_figures(first), _figures(second))
+    for title in both[0]:
+        a, b = (figures[title] for figures in both)
+        names = sorted(dict.fromkeys([*a, *b]), key=_SUMS.__contains__)
+        rows = [[name, *_compare(a.get(name), b.get(name), title)] for name in names]
+        table = Table(title, ["", "a", "b", "b - a"], rows, ("",))
+        put_section(console, Section(title, table=table if rows else None))
     return text_of(console)
 
 
-def _name(plan: Plan) -> str:
-    """Recipe, config, overrides; ranks and device."""
-    return " ".join([plan.recipe, plan.config, *plan.overrides, f"({plan.ranks} x {plan.device.name})"])
+def _compare(a: Any, b: Any, title: str) -> list[Any]:
+    """Return both cells and their difference. What is not there takes nothing; of phases and times it is not known."""
+    if title in ("live at the peak", _COMMUNICATION):
+        a, b = (type(b)(0) if a is None else a), (type(a)(0) if b is None else b)
+    if isinstance(a, str) or isinstance(b, str):
+        return [a or "not planned", b or "not planned", "none" if a == b else "changed"]
+    change = "-" if a is None or b is None else format_change(type(a)(b - a))
+    return ["-" if a is None else a, "-" if b is None else b, change]
 
 
-def _row(
-    name: str, a: float | None, b: float | None, show: Callable[[float], str], change: Callable[[float], str]
-) -> Row:
-    """A figure of both plans; None where a plan has none."""
-    difference = _ABSENT if a is None or b is None else change(b - a)
-    return [name, *(_ABSENT if value is None else show(value) for value in (a, b)), difference]
-
-
-def _both(pair: Sequence[Any], field: str) -> tuple[Any, Any]:
-    """A field of both; None of what is None."""
-    a, b = (None if found is None else getattr(found, field) for found in pair)
-    return a, b
-
-
-def _bytes_row(name: str, a: int | None, b: int | None) -> Row:
-    return _row(name, a, b, format_bytes, lambda value: signed_bytes(int(value)))
-
-
-def _seconds_row(name: str, a: float | None, b: float | None) -> Row:
-    return _row(name, a, b, duration, signed_seconds)
-
-
-def _count_row(name: str, a: float | None, b: float | None) -> Row:
-    return _row(
-        name, a, b, format_count, lambda value: f"{'+' if value > 0 else ''}{format_count(value)}" if value else "none"
-    )
-
-
-def _verdict(first: Plan, second: Plan) -> list[Row]:
-    rows = [["verdict", first.verdict, second.verdict, "none" if first.verdict == second.verdict else "changed"]]
-    for name, read in (
-        ("reserved", planned_reserved),
-        ("outside torch", lambda plan: plan.outside.total),
-        ("together", lambda plan: planned_reserved(plan) + plan.outside.total),
-        ("margin", lambda plan: plan.margin),
-    ):
-        rows.append(_bytes_row(name, read(first), read(second)))
-    return rows
-
-
-def _phases(first: Plan, second: Plan) -> list[Row]:
-    peaks = [{peak.phase: peak for peak in plan.heaviest.peaks} for plan in (first, second)]
-    rows = []
-    for phase in dict.fromkeys([*peaks[0], *peaks[1]]):
-        pair = [found.get(phase) for found in peaks]
-        for field, title in (("active", "active"), ("allocated", "allocated"), ("reserved", "reserved"),
-                             ("reserved_expandable", "expandable"), ("host", "host")):  # fmt: skip
-            rows.append(_bytes_row(f"{phase}: {title}", *_both(pair, field)))
-    return rows
-
-
-def _kinds(first: Plan, second: Plan) -> list[Row]:
-    """Every kind that one of them has; where there is none it is 0 bytes, so that differences add up to the last."""
-    trees = [alive_tree(plan.heaviest) for plan in (first, second)]
-    sizes = [{node.name: node.bytes for node in tree.children} for tree in trees]
-    names = dict.fromkeys([*sizes[0], *sizes[1]])
-    rows = [_bytes_row(name, sizes[0].get(name, 0), sizes[1].get(name, 0)) for name in names]
-    return [*rows, _bytes_row("active", trees[0].bytes, trees[1].bytes)]
-
-
-def _communication(first: Plan, second: Plan) -> list[Row]:
-    """Count and bytes on the wire of each operation in each mesh dimension, 0 where there is none; and all of it."""
-    sums = []
-    for plan in (first, second):
-        found = {}
-        for (dim, size), inside in by_dim(plan.communication).items():
-            for operation in dict.fromkeys(row.operation for row in inside):
-                alike = traffic(row for row in inside if row.operation == operation)
-                found[f"{operation}, {dim}[{size}]"] = alike
-        sums.append(found)
-    rows = []
-    for name in dict.fromkeys([*sums[0], *sums[1]]):
-        pair = [found.get(name, traffic([])) for found in sums]
-        rows.append(_count_row(f"{name}: count", *_both(pair, "count")))
-        rows.append(_bytes_row(f"{name}: wire", *_both(pair, "wire")))
-    if rows:
-        a, b = (traffic(plan.communication) for plan in (first, second))
-        rows.append(_bytes_row("all, one rank: wire", a.wire, b.wire))
-        rows.append(_bytes_row("all, all ranks: wire", a.wire * first.ranks, b.wire * second.ranks))
-    return rows
-
-
-def _time(first: Plan, second: Plan) -> list[Row]:
-    a, b = first.time, second.time
-    if a is None and b is None:
-        return []
-    rows = []
-    for field, title in (("step", "step"), ("compute", "kernels"), ("communication", "communication, alone"),
-                         ("exposed", "communication, exposed"), ("launch", "kernel launches (CPU)")):  # fmt: skip
-        rows.append(_seconds_row(title, *_both((a, b), field)))
-    rows.append(_count_row("tokens a step", *_both((a, b), "tokens_per_step")))
-    rows.append(_count_row("tokens a second", *_both((a, b), "tokens_per_second")))
-    rows.append(_seconds_row("run", *_both((a, b), "total")))
-    rates = ["not planned" if one is None else "calibrated" if one.calibrated else "not calibrated" for one in (a, b)]
-    rows.append(["rates", *rates, "none" if rates[0] == rates[1] else "changed"])
-    return rows
+def _figures(plan: Plan) -> Figures:
+    """Return all figures of a plan that are compared."""
+    reserved, outside = planned_reserved(plan), plan.outside.total
+    sizes = {"reserved": reserved, "outside torch": outside, "together": reserved + outside, "margin": plan.margin}
+    tree = alive_tree(plan.heaviest)
+    figures: Figures = {
+        "verdict": {"verdict": plan.verdict, **{name: Bytes(size) for name, size in sizes.items()}},
+        "peaks by phase, heaviest rank": {
+            f"{peak.phase}: {name}": Bytes(getattr(peak, field))
+            for peak in plan.heaviest.peaks
+            for field, name in _PHASE_COLUMNS.items()
+        },
+        "live at the peak": {node.name: Bytes(node.bytes) for node in [*tree.children, tree]},
+        _COMMUNICATION: {},
+        "time of a step": {},
+    }
+    for (dim, size), inside in group_by_dim(plan.communication).items():
+        for operation in dict.fromkeys(row.operation for row in inside):
+            count, _, wire, _ = sum_traffic(row for row in inside if row.operation == operation)
+            name = f"{operation}, {dim}[{size}]"
+            figures[_COMMUNICATION] |= {f"{name}: count": Count(count), f"{name}: wire": wire}
+    if plan.communication:
+        wire = sum_traffic(plan.communication)[2]
+        figures[_COMMUNICATION] |= {"all, one rank: wire": wire, "all, all ranks: wire": Bytes(wire * plan.ranks)}
+    if time := plan.time:
+        figures["time of a step"] = {
+            **{name: Seconds(getattr(time, field)) for field, name in _TIMES.items()},
+            "tokens a step": Count(time.tokens_per_step),
+            "tokens a second": Count(time.tokens_per_second),
+            "run": None if time.total is None else Seconds(time.total),
+            "rates": "calibrated" if time.calibrated else "not calibrated",
+        }
+    return figures

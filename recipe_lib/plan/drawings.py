@@ -4,10 +4,12 @@ import math
 from dataclasses import dataclass
 
 from recipe_lib.plan.result import ActionSpan, PipelinePlan, Plan
-from recipe_lib.plan.tables import Unit, duration, hundredths, layers_text, unit_of, where_of, written
+from recipe_lib.plan.tables import layers_text
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Trace
+from recipe_lib.plan.verdict import running_text
 from recipe_lib.report.chart import Chart, Scale, Tooltip, as_svg, short, strips, ticks
-from recipe_lib.report.page import Figure
+from recipe_lib.report.view import Figure
+from recipe_lib.units import Unit, choose_unit, count_hundredths, format_duration, format_hundredths
 
 MOST_POINTS = 2000
 _WIDTH, _RIGHT = 1000, 12
@@ -19,53 +21,41 @@ _LETTER = 7.0
 
 @dataclass
 class Point:
-    """at: allocations and frees before it. total: bytes live on the device. kinds: of them, as in STORAGE_KINDS."""
+    """What is live on the device at a time."""
 
-    at: int
-    total: int
-    kinds: tuple[int, ...]
+    at: int  # allocations and frees before it
+    total: int  # bytes
+    kinds: tuple[int, ...]  # bytes of each of STORAGE_KINDS
 
 
 def points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], dict[str, int]]:
-    """At most `most` points of the trace, and at which event each phase begins.
+    """Return at most `most` points of the trace, and at which event each phase begins.
 
     Where there are more events, neighboring ones of a phase make a group that keeps its highest and its lowest
     point, so that no phase loses its peak. A phase that comes again counts on.
     """
-    events = sum(1 for kind, number in trace.events if kind in (ALLOC, FREE) and trace.storages[number].device)
-    phases = max(1, sum(1 for kind, _ in trace.events if kind == PHASE))
-    size = 1 if events <= most else math.ceil(events / max(1, most // 2 - phases - 1))
-    place = {kind: at for at, kind in enumerate(STORAGE_KINDS)}
-    alive, total, at = [0] * len(STORAGE_KINDS), 0, 0
+    taken = sum(1 for event, number in trace.events if event in (ALLOC, FREE) and trace.storages[number].device)
+    phases = max(1, sum(1 for event, _ in trace.events if event == PHASE))
+    size = 1 if taken <= most else math.ceil(taken / max(1, most // 2 - phases - 1))
+    number_of_kind = {kind: number for number, kind in enumerate(STORAGE_KINDS)}
+    alive, at = [0] * len(STORAGE_KINDS), 0
     begins: dict[str, int] = {}
-    found: list[Point] = []
-    group: list[Point] = []  # the lowest and the highest so far
-    inside = 0
-    for kind, number in trace.events:
-        if kind == PHASE:
-            found, group, inside = [*found, *_ordered(group)], [], 0
+    shown: list[Point] = []
+    group: list[Point] = []
+    for event, number in [*trace.events, (PHASE, -1)]:
+        if group and (event == PHASE or len(group) == size):
+            lowest, highest = (choose(group, key=lambda point: point.total) for choose in (min, max))
+            shown += [point for point in group if point is lowest or point is highest]
+            group = []
+        if event == PHASE and number >= 0:
             begins.setdefault(trace.phases[number], at)
-        elif kind in (ALLOC, FREE) and trace.storages[number].device:
+        elif event in (ALLOC, FREE) and trace.storages[number].device:
             storage = trace.storages[number]
-            change = storage.bytes if kind == ALLOC else -storage.bytes
-            alive[place.get(storage.kind, len(STORAGE_KINDS) - 1)] += change
-            total, at, inside = total + change, at + 1, inside + 1
-            if not group:
-                group = [Point(at, total, tuple(alive))] * 2
-            elif total < group[0].total:
-                group[0] = Point(at, total, tuple(alive))
-            elif total > group[1].total:
-                group[1] = Point(at, total, tuple(alive))
-            if inside == size:
-                found.extend(_ordered(group))
-                group, inside = [], 0
-    return [*found, *_ordered(group)], begins
-
-
-def _ordered(group: list[Point]) -> list[Point]:
-    if not group:
-        return []
-    return [group[0]] if group[0] is group[1] else sorted(group, key=lambda point: point.at)
+            kind = number_of_kind.get(storage.kind, len(STORAGE_KINDS) - 1)
+            alive[kind] += storage.bytes if event == ALLOC else -storage.bytes
+            at += 1
+            group.append(Point(at, sum(alive), tuple(alive)))
+    return shown, begins
 
 
 def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
@@ -76,7 +66,7 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
         return None
     usable = max(0, plan.device.usable)
     on_axis = usable <= _LIMIT_ABOVE * highest.total
-    unit = unit_of(highest.total)
+    unit = choose_unit(highest.total)
     top = max(highest.total, usable if on_axis else 0) * 1.04 / unit[0]
     chart = Chart(_WIDTH, _HEIGHT, "memory live on the device", _LEFT, _RIGHT, _TOP, _BOTTOM)
     last = shown[-1].at
@@ -85,7 +75,7 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
     chart.y = Scale(f"live on the device ({unit[1]})", 0, top, [(value, f"{value:g}") for value in ticks(0, top, 5)])
     _draw_areas(chart, shown, unit)
     _phase_marks(chart, [(phase, chart.across(at)) for phase, at in begins.items()])
-    said = written(hundredths(usable, unit), unit)
+    said = format_hundredths(count_hundredths(usable, unit), unit)
     if on_axis:
         y = chart.up(usable / unit[0])
         chart.put("line", "limit", title=f"usable: {said}", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y)
@@ -93,11 +83,11 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
         limit = f"Dashed across: the {said} that the allocator may use."
     else:
         limit = f"The allocator may use {said}, {usable / highest.total:,.0f} times the highest point: above this axis."
-    most = f"highest: {written(hundredths(highest.total, unit), unit)}"
+    most = f"highest: {format_hundredths(count_hundredths(highest.total, unit), unit)}"
     chart.put("circle", "peak", title=most, cx=chart.across(highest.at), cy=chart.up(highest.total / unit[0]), r=3.5)
     chart.tooltips = _timeline_tooltips(chart, shown, begins, unit)
     peak = plan.heaviest.peak
-    at_peak = f"{most}, {where_of(peak)}" if highest.total == peak.requested else most
+    at_peak = f"{most}, {running_text(peak)}" if highest.total == peak.requested else most
     return Figure(as_svg(chart), _kind_keys(highest, unit), f"{at_peak}. {_CAPTION} {limit}", wide=True)
 
 
@@ -124,7 +114,7 @@ def _timeline_tooltips(chart: Chart, shown: list[Point], begins: dict[str, int],
     def read(at: int) -> tuple[list[tuple[str, str]], list[tuple[float, str]]]:
         point = tops[at]
         phase = next((name for name, begin in reversed(begins.items()) if begin < point.at), "")
-        said = f"{written(hundredths(point.total, unit), unit)}{f' in {phase}' if phase else ''}"
+        said = f"{format_hundredths(count_hundredths(point.total, unit), unit)}{f' in {phase}' if phase else ''}"
         return [("", said), *_kind_keys(point, unit)], [(chart.up(point.total / unit[0]), "peak")]
 
     return strips(chart, [chart.across(top.at) for top in tops], read)
@@ -146,7 +136,7 @@ def _phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
 def _kind_keys(highest: Point, unit: Unit) -> list[tuple[str, str]]:
     """Color, name and bytes at the highest point of each kind."""
     return [
-        (f"k{place}", f"{STORAGE_KINDS[place]} {written(hundredths(num_bytes, unit), unit)}")
+        (f"k{place}", f"{STORAGE_KINDS[place]} {format_hundredths(count_hundredths(num_bytes, unit), unit)}")
         for place, num_bytes in enumerate(highest.kinds)
         if num_bytes
     ]
@@ -170,7 +160,7 @@ def draw_pipeline(plan: PipelinePlan) -> Figure | None:
         return None
     height = _AXIS + len(plan.places) * (_ROW + _GAP) + _BOTTOM
     chart = Chart(_WIDTH, height, "what each rank computes over a step", _NAMES, _RIGHT, _AXIS, _BOTTOM)
-    times = [(value, duration(value) if value else "0") for value in ticks(0, plan.seconds, 6)]
+    times = [(value, format_duration(value) if value else "0") for value in ticks(0, plan.seconds, 6)]
     chart.x = Scale("planned time of the step", 0, plan.seconds, times)
     rows = {place.place: _AXIS + at * (_ROW + _GAP) for at, place in enumerate(plan.places)}
     for place in plan.places:
@@ -196,7 +186,7 @@ def _box(chart: Chart, span: ActionSpan, y: int, turn: int) -> None:
     x = chart.across(span.start)
     width = chart.across(span.end) - x
     top = y + 4 * min(turn, 3)
-    title = f"micro-batch {span.micro_batch}, stage {span.stage}, {what}, {duration(span.end - span.start)}"
+    title = f"micro-batch {span.micro_batch}, stage {span.stage}, {what}, {format_duration(span.end - span.start)}"
     chart.put("rect", f"box {style}", title=title, x=x, y=top, width=max(width, 0.1), height=_ROW - (top - y))
     number = str(span.micro_batch)
     if width >= _DIGIT * len(number) + 1:

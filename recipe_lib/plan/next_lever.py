@@ -20,8 +20,8 @@ from recipe_lib.plan.search.trials import (
     streamed,
     teacher_in_memory,
 )
-from recipe_lib.plan.tables import planned_reserved, unit_of
-from recipe_lib.units import format_bytes
+from recipe_lib.plan.verdict import planned_reserved
+from recipe_lib.units import choose_unit, format_bytes
 
 _TOLERANCE = 0.06  # share of the reserved memory that stays free in a proposal: an estimate may be off by it
 _MOST_TIMES = 1024
@@ -96,7 +96,7 @@ def _lever(plan: Plan, cfg: Any, what: str) -> str:
 
 
 def _roughly(num_bytes: int) -> str:
-    size, name = unit_of(num_bytes)
+    size, name = choose_unit(num_bytes)
     return f"{num_bytes / size:,.1f} {name}"
 
 

@@ -8,11 +8,11 @@ from recipe_lib.models.spec import MixtureSpec
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.pipeline_plan import staged
 from recipe_lib.plan.result import Plan
-from recipe_lib.plan.tables import duration
 from recipe_lib.plan.timing.cost import Calibration
 from recipe_lib.plan.timing.stream_schedule import schedule
 from recipe_lib.plan.tracing.simulate import STEADY, Simulated
 from recipe_lib.plan.world.shape_only_model import spec_of
+from recipe_lib.units import format_duration
 
 
 def mixture_of(cfg: Any) -> MixtureSpec | None:
@@ -35,9 +35,9 @@ def say_router_choices(
     if plan.time is not None:
         seconds = _same_experts(plan, cfg, mixture.top_k, simulated, hardware, calibration)
         plan.time.same_experts = seconds
-        line += f"; times are those of even loads, {duration(plan.time.step)} a step"
+        line += f"; times are those of even loads, {format_duration(plan.time.step)} a step"
         if seconds is not None:
-            line += f", and {duration(seconds)} if all tokens of a micro-batch go to the same {mixture.top_k}"
+            line += f", and {format_duration(seconds)} if all tokens of a micro-batch go to the same {mixture.top_k}"
     plan.assumptions.append(line)
 
 

@@ -12,7 +12,7 @@ from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import HARDWARE
 from recipe_lib.plan.rank_plans import has_room
 from recipe_lib.plan.result import FITS, Plan
-from recipe_lib.plan.tables import planned_reserved
+from recipe_lib.plan.verdict import planned_reserved
 from recipe_lib.report.phases import phase
 
 _MOST_LARGER = 3  # numbers of ranks tried beyond a run's own, each twice as many

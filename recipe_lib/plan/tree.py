@@ -3,28 +3,32 @@
 Layers that hold the same are one branch (`model.layers.0-31`). A node is the sum of its branches, to the byte.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from recipe_lib.plan.result import Alive, RankPlan
 from recipe_lib.plan.trace import STORAGE_KINDS
+from recipe_lib.report.view import TreeLine
+from recipe_lib.units import choose_unit, count_hundredths, format_hundredths, number_ranges, share_out
 
 # (path below the node, bytes, storages)
 _Entry = tuple[tuple[str, ...], int, int]
+_NUMBERED = re.compile(r"((?:[^.]*\.)*?)(\d+)((?:\..*)?)", re.DOTALL)
 
 
 @dataclass
 class Node:
-    """A branch. bytes, count: of all storages in it; children: largest first, none for a leaf."""
+    """A branch with the sums of all storages in it."""
 
     name: str
     bytes: int
     count: int
-    children: list["Node"] = field(default_factory=list)
+    children: list["Node"] = field(default_factory=list)  # largest first; none for a leaf
 
 
 def alive_tree(rank: RankPlan) -> Node:
-    """The tree of one rank's largest active peak; its kinds are in the order of `STORAGE_KINDS`.
+    """Return the tree of one rank's largest active peak; its kinds are in the order of `STORAGE_KINDS`.
 
     Storages are as large as they were asked for; what the allocator's blocks take beyond them is a branch of its own,
     so that the sum is the peak.
@@ -39,6 +43,33 @@ def alive_tree(rank: RankPlan) -> Node:
     return Node("active", rank.peak.active, sum(kind.count for kind in kinds), kinds)
 
 
+def draw_tree(root: Node, *, depth: float, smallest: float, most: int) -> list[TreeLine]:
+    """Return the lines of `depth` levels below the root. The figures of branches add up to their node's, as printed.
+
+    smallest: share of a node from which on a branch has a line of its own, if it has any digits; 0: all have. most:
+    branches of a node that have one.
+    """
+    unit = choose_unit(root.bytes)
+    lines: list[TreeLine] = []
+
+    def grow(node: Node, number: int, level: int) -> None:
+        share = f"{node.bytes / root.bytes:.1%}" if root.bytes else ""
+        count = f"{node.count:,} tensor{'s' if node.count != 1 else ''}" if node.count else ""
+        exact, opens = f"{node.bytes:,} bytes", bool(node.children)
+        lines.append(TreeLine(level, node.name, format_hundredths(number, unit), exact, share, count, opens))
+        if level >= depth:
+            return
+        digits = unit[0] / 200 if smallest else 0  # what is smaller has none
+        inside = node.children
+        if level:  # the root's are the kinds, which all have a line
+            inside = folded(inside, smallest=max(node.bytes * smallest, digits), most=most)
+        for child, part in zip(inside, share_out(number, [child.bytes for child in inside]), strict=True):
+            grow(child, part, level + 1)
+
+    grow(root, count_hundredths(root.bytes, unit), 0)
+    return lines
+
+
 def folded(children: list[Node], *, smallest: float, most: int) -> list[Node]:
     """The children, those below `smallest` bytes and those after the first `most` as one node `N smaller`."""
     large = [child for child in children if abs(child.bytes) >= smallest][:most]
@@ -47,21 +78,6 @@ def folded(children: list[Node], *, smallest: float, most: int) -> list[Node]:
         return children
     rest = Node(f"{len(small)} smaller", sum(node.bytes for node in small), sum(node.count for node in small))
     return [*large, rest]
-
-
-def shares(total: int, parts: list[int]) -> list[int]:
-    """Whole numbers in the proportion of `parts` whose sum is `total`; each is less than 1 off its exact share.
-
-    So that rounded figures in a report add up to the rounded figure above them (largest remainder).
-    """
-    whole = sum(parts)
-    if not whole:
-        return [0] * len(parts)
-    found = [total * part // whole for part in parts]
-    by_remainder = sorted(range(len(parts)), key=lambda at: (-(total * parts[at] % abs(whole)), at))
-    for at in by_remainder[: total - sum(found)]:
-        found[at] += 1
-    return found
 
 
 def join_numbered(names: Iterable[str]) -> str:
@@ -77,40 +93,18 @@ def join_numbered(names: Iterable[str]) -> str:
 
 def split_number(name: str) -> tuple[str, int | None, str]:
     """`model.layers.3.mlp` -> (`model.layers.`, 3, `.mlp`), the first segment that is a number; (name, None, ``)."""
-    segments = name.split(".")
-    at = next((index for index, segment in enumerate(segments) if segment.isdecimal()), None)
-    if at is None:
-        return name, None, ""
-    before = "".join(f"{segment}." for segment in segments[:at])
-    after = "".join(f".{segment}" for segment in segments[at + 1 :])
-    return before, int(segments[at]), after
-
-
-def number_ranges(numbers: Iterable[int]) -> str:
-    """`[0, 1, 2, 5]` -> `0-2,5`."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    numbered = _NUMBERED.fullmatch(name)
+    return (numbered[1], int(numbered[2]), numbered[3]) if numbered else (name, None, "")
 
 
 def _path(alive: Alive) -> tuple[str, ...]:
-    """The layer as one name, then what is inside it; outside of layers all as one name.
+    """Return the layer as one name, then what is inside it; outside of layers all as one name.
 
     A parameter's full name says where it belongs.
     """
-    if "." in alive.label:
-        segments = alive.label.split(".")
-    else:
-        segments = [name for name in (*alive.module.split("."), alive.label) if name]
-    if not segments:
-        return ("outside of modules",)
-    at = next((index for index, segment in enumerate(segments) if segment.isdecimal()), None)
-    cut = at + 1 if at is not None else len(segments)
-    return (".".join(segments[:cut]), *segments[cut:])
+    name = alive.label if "." in alive.label else ".".join(filter(None, (alive.module, alive.label)))
+    inside_layer = split_number(name)[2]
+    return (name.removesuffix(inside_layer) or "outside of modules", *inside_layer.split(".")[1:])
 
 
 def _node(name: str, entries: list[_Entry], *, join: bool = True) -> Node:
@@ -131,17 +125,14 @@ def _node(name: str, entries: list[_Entry], *, join: bool = True) -> Node:
 
 
 def _alike(inside: dict[str, list[_Entry]]) -> dict[str, list[_Entry]]:
-    """Branches that differ in a number at the end of their name only, and hold the same, made one."""
+    """Make branches one that differ in a number at the end of their name only, and hold the same."""
     groups: dict[tuple[str, tuple[_Entry, ...]], list[str]] = {}
     for name, entries in inside.items():
-        before, last = name[: len(name) - len(name.rpartition(".")[2])], name.rpartition(".")[2]
-        key = (before, tuple(sorted(entries))) if last.isdecimal() else (name, ())
-        groups.setdefault(key, []).append(name)
+        before, _, last = name.rpartition(".")
+        groups.setdefault((before, tuple(sorted(entries))) if last.isdecimal() else (name, ()), []).append(name)
     joined: dict[str, list[_Entry]] = {}
-    for (before, _), names in groups.items():
-        if len(names) == 1:
-            joined[names[0]] = inside[names[0]]
-        else:
-            numbers = number_ranges(int(name.rpartition(".")[2]) for name in names)
-            joined[f"{before}{numbers}"] = [entry for name in names for entry in inside[name]]
+    for names in groups.values():
+        last = names[0].rpartition(".")[2]
+        numbers = number_ranges(int(name.rpartition(".")[2]) for name in names) if len(names) > 1 else last
+        joined[names[0].removesuffix(last) + numbers] = [entry for name in names for entry in inside[name]]
     return joined

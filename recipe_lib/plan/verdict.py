@@ -1,13 +1,67 @@
-"""What a verdict rests on, and what to do about it. No torch in here."""
+"""What a plan says in words: its verdict and what to do about it, what was planned, its time. No torch in here."""
 
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
-from recipe_lib.units import format_bytes
+from recipe_lib.plan.hardware import HARDWARE
+from recipe_lib.plan.result import DOES_NOT_FIT, FITS, PhasePeak, PipelinePlan, Plan, RankPlan
+from recipe_lib.units import (
+    choose_unit,
+    count_hundredths,
+    counted,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_hundredths,
+    format_seconds,
+)
 
 HOST_ALLOWS = "memory.host_memory_limit_gib allows"  # how an assumption begins that says whether it is enough
+_FEW_SECONDS = 1e-3  # batches on their way to the device take less
+
+Facts = list[tuple[str, str]]  # name, value
+
+
+def planned_reserved(plan: Plan) -> int:
+    """Return what the verdict takes the allocator to reserve: usable memory less the margin."""
+    return plan.device.usable - plan.margin
+
+
+def verdict_text(plan: Plan) -> str:
+    """Return the verdict with its sum; the figures add up as they are printed."""
+    expandable = max(rank.reserved_expandable for rank in plan.rank_plans)
+    is_expandable = planned_reserved(plan) == expandable != plan.heaviest.reserved
+    reserved, outside, memory, margin = _sum_texts(plan)
+    return (
+        f"{plan.verdict.upper()}  {plan.ranks} x {plan.device.name} ({memory} each)"
+        f"  peak reserved{' (expandable segments)' if is_expandable else ''} {reserved} + outside torch {outside}, "
+        f"{'margin' if plan.margin >= 0 else 'exceeds by'} {margin}"
+        f"{f'; an estimate: {plan.estimate}' if plan.estimate else ''}"
+    )
+
+
+def verdict_line(plan: Plan) -> str:
+    """Return the same in a few words, for where a terminal stands still."""
+    margin = _sum_texts(plan)[-1]
+    room = f"{margin} left" if plan.margin >= 0 else f"exceeds by {margin}"
+    devices = f"{'each of ' if plan.ranks > 1 else ''}{plan.ranks} x {plan.device.name}"
+    return f"{plan.verdict.upper()}: {room} on {devices}{', an estimate' if plan.estimate else ''}"
+
+
+def _sum_texts(plan: Plan) -> tuple[str, str, str, str]:
+    """Return what is reserved, what is outside torch with the sum, the device's memory, and what is left or lacks."""
+    parts = (planned_reserved(plan), plan.outside.total)
+    unit = choose_unit(sum(parts))
+    reserved, outside = (count_hundredths(size, unit) for size in parts)
+    # What the printed sum leaves of the printed memory, so that the figures add up.
+    margin = count_hundredths(sum(parts) + plan.margin, unit) - reserved - outside
+    return (
+        format_hundredths(reserved),
+        f"{format_hundredths(outside)} = {format_hundredths(reserved + outside, unit)}",
+        format_hundredths(count_hundredths(plan.device.memory, unit), unit),
+        format_hundredths(margin if plan.margin >= 0 else -margin, unit),
+    )
 
 
 def reason_text(plan: Plan) -> str:
-    """Why the verdict is not that it fits; empty where it is."""
+    """Return why the verdict is not that it fits; empty where it is."""
     heaviest = plan.heaviest
     if plan.verdict == FITS:
         return ""
@@ -17,23 +71,20 @@ def reason_text(plan: Plan) -> str:
         return "what was not simulated is estimated, and counts"
     if plan.margin >= 0:
         return "the margin is below the error of a plan"
-    if plan.verdict == DOES_NOT_FIT and _requested(plan) <= plan.device.usable:
+    requested = max(peak.requested for peak in heaviest.peaks)
+    if plan.verdict == DOES_NOT_FIT and requested <= plan.device.usable:
         return "its tensors would fit, but not in the blocks that the allocator makes of what it has, nor with retries"
     if plan.verdict == DOES_NOT_FIT:
-        alone = format_bytes(_requested(plan))
-        return f"the tensors alone take {alone} of the {format_bytes(plan.device.usable)} that torch can have"
+        usable = format_bytes(plan.device.usable)
+        return f"the tensors alone take {format_bytes(requested)} of the {usable} that torch can have"
     if heaviest.reserved_expandable <= plan.device.usable:
         reserved = format_bytes(heaviest.reserved_expandable)
         return f"needs PYTORCH_ALLOC_CONF=expandable_segments:True, with which {reserved} are reserved"
     return "fits only after retries of the allocator, which gives unused memory back and takes time"
 
 
-def _requested(plan: Plan) -> int:
-    return max(peak.requested for peak in plan.heaviest.peaks)
-
-
 def next_step(plan: Plan) -> str:
-    """What to change next, and where to find more."""
+    """Return what to change next, and where to find more."""
     ways = [] if plan.advice else ["--advice says what each lever gains"]
     if plan.verdict != FITS:
         ways.append("--search looks for the fastest settings that fit")
@@ -41,7 +92,7 @@ def next_step(plan: Plan) -> str:
 
 
 def _tried(plan: Plan) -> str:
-    """The best of the levers that were tried: what makes the run fit, or where it does, what makes it faster."""
+    """Return the best of the levers that were tried: what makes the run fit, or where it does, what makes it faster."""
     rows = [row for row in plan.advice if row.fits]
     if plan.verdict == FITS:
         rows = [row for row in rows if row.seconds is not None and row.seconds < 0]
@@ -54,3 +105,153 @@ def _tried(plan: Plan) -> str:
     if row.seconds:
         change += f", a step {abs(row.seconds):.3g} s {'shorter' if row.seconds < 0 else 'longer'}"
     return f"{row.override}: {change}, {'fits' if row.fits else 'does not fit yet'}"
+
+
+def run_facts(plan: Plan) -> Facts:
+    """Return what was planned: recipe, config, model, mesh, sequence length, device, and the least that has room."""
+    mesh = " x ".join(f"{dim} {size}" for dim, size in plan.mesh.items()) or "one rank"
+    device, why = plan.device, reason_text(plan)
+    speeds = f"{format_count(device.flops)} FLOP/s, memory {format_bytes(device.bandwidth)}/s"
+    if plan.ranks > 1:
+        speeds += f", {device.link} {format_bytes(device.link_bandwidth)}/s"
+    facts = [
+        ("why", why),
+        ("run", " ".join([plan.recipe, plan.config, *plan.overrides])),
+        ("model", plan.model),
+        ("mesh", f"{mesh} ({counted(plan.ranks, 'rank')})"),
+        ("sequence length", _sequence_text(plan)),
+        ("device", f"{device.name}, {device.architecture}, {format_bytes(device.memory)}, {speeds}"),
+    ]
+    if plan.smallest_cards:
+        memory = format_bytes(HARDWARE[plan.smallest_cards[0]].memory)
+        facts.append(("smallest card", f"{' or '.join(plan.smallest_cards)} ({memory}) has room for this peak"))
+    elif device.architecture != "cpu":
+        facts.append(("smallest card", "none of the known cards has room for this peak"))
+    if plan.tried_ranks or plan.fewest_ranks is not None:
+        tried = f"; planned with {', '.join(map(str, plan.tried_ranks))}" if plan.tried_ranks else ""
+        fewest = "more than these" if plan.fewest_ranks is None else str(plan.fewest_ranks)
+        facts.append((f"fewest {device.name}", f"{fewest}{tried}"))
+    return facts if why else facts[1:]
+
+
+def _sequence_text(plan: Plan) -> str:
+    tokens = plan.sequence.get("tokens")
+    text = f"{tokens:,} tokens" if isinstance(tokens, int) else "not known"
+    source, histogram = plan.sequence.get("source"), plan.sequence.get("histogram")
+    if isinstance(source, str):
+        short, _, reason = source.partition(": ")
+        told = reason and any(line.startswith(reason) for line in plan.assumptions)
+        text += f", from {short if told else source}"
+    if isinstance(histogram, dict):
+        numbers = [f"{name} {value:,}" for name, value in histogram.items() if isinstance(value, (int, float))]
+        text += f" ({', '.join(numbers)})" if numbers and len(numbers) <= 8 else ""
+    return text
+
+
+def host_text(plan: Plan) -> str:
+    """Return the most host memory of a planned rank, and what all ranks can take at most."""
+    rank = max(plan.rank_plans, key=lambda rank: rank.host)
+    phase = max(rank.peaks, key=lambda peak: peak.host)
+    text = f"{format_bytes(rank.host)}, rank {rank.rank} in phase {phase.phase}"
+    if plan.ranks > 1:
+        text += f"; at most {format_bytes(rank.host * plan.ranks)} for all {plan.ranks} ranks"
+    return text
+
+
+def version_text(plan: Plan) -> str:
+    """Return programs with their versions, and how long planning took."""
+    return ", ".join([*(f"{name} {version}" for name, version in plan.versions.items()), planning_text(plan)])
+
+
+def planning_text(plan: Plan) -> str:
+    """Return how long the process took, as a clock on the wall has it."""
+    return f"planned in {format_duration(plan.seconds)} of wall time"
+
+
+def place_text(plan: Plan, rank: RankPlan) -> str:
+    """Return where the rank is in the dimensions of the mesh that have more than one place: `data_shard 3`."""
+    return ", ".join(f"{dim} {place}" for dim, place in rank.coordinates.items() if plan.mesh.get(dim) != 1)
+
+
+def rank_text(plan: Plan, rank: RankPlan) -> str:
+    """Return `rank 0 (data_shard 0), heaviest of 3 planned`."""
+    places = place_text(plan, rank)
+    traced = f", heaviest of {len(plan.rank_plans)} planned" if len(plan.rank_plans) > 1 else ""
+    return f"rank {rank.rank}{f' ({places})' if places else ''}{traced}"
+
+
+def running_text(peak: PhasePeak) -> str:
+    """Return what was running at a peak: `backward, model.layers.31`."""
+    return ", ".join(text for text in (peak.part, peak.module) if text) or "-"
+
+
+def time_facts(plan: Plan) -> Facts:
+    """Return what is known about time; empty if it was not planned."""
+    time = plan.time
+    if time is None:
+        return []
+    kinds = {"matmuls": time.matmuls, "attention": time.attention, "memory-bound": time.memory_bound}
+    total = sum(kinds.values())  # more than `compute` where kernels run on two streams at once
+    shares = ", ".join(f"{name} {value / total:.0%}" for name, value in kinds.items()) if total else ""
+    facts = [("step", f"{format_duration(time.step)}, {'calibrated; error: ' if time.calibrated else ''}"
+                      f"{time.error or 'not stated'}")]  # fmt: skip
+    if plan.pipeline is not None:
+        facts.append(("pipeline", _pipeline_text(plan.pipeline)))
+    facts.append(("kernels", format_duration(time.compute) + (f": {shares}" if shares else "")))
+    facts.append(("communication", _exposed_text(time.communication, time.exposed)))
+    if time.on_host > _FEW_SECONDS:
+        facts.append(("optimizer on the CPU", format_duration(time.on_host)))
+    if time.copies > _FEW_SECONDS:
+        facts.append(("copies to and from the host", _exposed_text(time.copies, time.copies_exposed)))
+    issued = f", {time.operators:,} operators" if time.operators else ""
+    facts += [
+        ("kernel launches (CPU)", format_duration(time.launch) + issued),
+        ("idle", f"{format_duration(time.idle)} in which nothing runs"),
+        ("bound by", bound_by(plan)),
+        ("tokens", f"{format_count(time.tokens_per_step)} a step, {format_count(time.tokens_per_second)} a second, "
+                   f"all ranks; {time.mfu:.1%} of the device's dense rate"),
+    ]  # fmt: skip
+    if time.steps is not None:
+        lasts = f", {format_seconds(time.total)}" if time.total is not None else ""
+        facts.append(("run", f"{time.steps:,} steps{lasts}"))
+    return facts
+
+
+def _exposed_text(seconds: float, exposed: float) -> str:
+    return f"{format_duration(seconds)} total, {format_duration(exposed)} exposed"
+
+
+def step_facts(plan: Plan) -> Facts:
+    """Return the time of a step in one line; empty if it was not planned."""
+    time = plan.time
+    if time is None:
+        return []
+    rates = "" if time.calibrated else "; not calibrated"
+    run = f"; {time.steps:,} steps{f' in {format_seconds(time.total)}' if time.total else ''}" if time.steps else ""
+    rate = f"{format_count(time.tokens_per_second)} tokens a second"
+    return [("step", f"{format_duration(time.step)}, {rate}, bound by {bound_by(plan)}{run}{rates}")]
+
+
+def _pipeline_text(pipeline: PipelinePlan) -> str:
+    """Return its schedule, and how much of it is waiting."""
+    sequences = counted(pipeline.micro_batch_size, "sequence")
+    text = f"{pipeline.schedule}, {pipeline.micro_batches} micro-batches of {sequences}"
+    if pipeline.bubble is not None and pipeline.seconds is not None:
+        step = format_duration(pipeline.seconds)
+        text += f"; bubble {pipeline.bubble:.1%} of {step} on {len(pipeline.places)} pipeline ranks"
+    if pipeline.ideal is not None:
+        text += f" (equal stages without communication time: {pipeline.ideal:.1%})"
+    return text
+
+
+def bound_by(plan: Plan) -> str:
+    """Return what a step cannot be shorter than: its kernels, its collectives, its copies, or the host."""
+    assert plan.time is not None
+    parts = {
+        "kernels": plan.time.compute,
+        "communication": plan.time.communication,
+        "the CPU (launch-bound)": plan.time.launch,
+        "copies to and from the host": plan.time.copies,
+        "the optimizer on the CPU": plan.time.on_host,
+    }
+    return max(parts, key=lambda name: parts[name])

@@ -5,14 +5,13 @@ no script: each strip of a chart that has one holds what CSS shows while the poi
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
-import jinja2
-
-from recipe_lib.report.page import Figure
+from recipe_lib.report.page import load_template
+from recipe_lib.report.view import Figure
 
 WIDTH, HEIGHT = 400, 230  # of a line chart: as wide as its column of the page, so that its letters are as large
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 38
@@ -24,12 +23,12 @@ COLORS = 10  # classes k0 to k9 of the page
 
 @dataclass(frozen=True)
 class Scale:
-    """name: with its unit. low, high: the numbers at its ends. ticks: (number, text). is_log: logarithmic."""
+    """An axis."""
 
-    name: str
-    low: float
-    high: float
-    ticks: Sequence[tuple[float, str]]
+    name: str  # with its unit
+    low: float  # number at its beginning
+    high: float  # at its end
+    ticks: Sequence[tuple[float, str]]  # number, text
     is_log: bool = False
 
     def share(self, value: float) -> float:
@@ -41,51 +40,39 @@ class Scale:
 
 @dataclass(frozen=True)
 class Shape:
-    """An element of SVG. text: inside it; title: shown over it, in place of a text."""
+    """An element of SVG."""
 
     tag: str
     attributes: dict[str, str]
-    text: str = ""
-    title: str = ""
+    text: str = ""  # inside it
+    title: str = ""  # shown over it, in place of a text
 
 
 @dataclass(frozen=True)
 class Tooltip:
-    """What is shown while the pointer is between left and right. at: where a line marks it. lines: (class of a color or
-    "", text). dots: (y, class of a color)."""
+    """Text that is shown while the pointer is between left and right."""
 
     left: float
     right: float
-    at: float
-    lines: Sequence[tuple[str, str]]
-    dots: Sequence[tuple[float, str]] = ()
-
-
-@dataclass(frozen=True)
-class _Plate:
-    """Where a tooltip's text stands."""
-
-    left: float
-    top: float
-    width: float
-    height: float
+    at: float  # where a line marks it
+    lines: Sequence[tuple[str, str]]  # class of a color or "", text
+    dots: Sequence[tuple[float, str]] = ()  # y, class of a color
 
 
 @dataclass
 class Chart:
-    """A picture with a plot in it. label: for who does not see it. left, right, top, bottom: margins around the plot.
-    x, y: its axes, if it has them. shapes: in the plot, the first at the back."""
+    """A picture with a plot in it, and margins around the plot."""
 
     width: float
     height: float
-    label: str
+    label: str  # for who does not see it
     left: float = 0
     right: float = 0
     top: float = 0
     bottom: float = 0
     x: Scale | None = None
     y: Scale | None = None
-    shapes: list[Shape] = field(default_factory=list)
+    shapes: list[Shape] = field(default_factory=list)  # in the plot, the first at the back
     tooltips: list[Tooltip] = field(default_factory=list)
 
     def across(self, value: float) -> float:
@@ -113,30 +100,21 @@ def place(value: float | str) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True,
-        loader=jinja2.PackageLoader("recipe_lib", "report"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["place"] = place
-    return environment.get_template("chart.html")
-
-
 def as_svg(chart: Chart) -> str:
     """The chart as it stands in a page."""
     tooltips = [(tooltip, _plate(chart, tooltip)) for tooltip in chart.tooltips]
-    return _template().render(chart=chart, axes=[*_x_axis(chart), *_y_axis(chart)], tooltips=tooltips).strip()
+    return (
+        load_template("chart.html")
+        .render(place=place, chart=chart, axes=[*_x_axis(chart), *_y_axis(chart)], tooltips=tooltips)
+        .strip()
+    )
 
 
-def _plate(chart: Chart, tooltip: Tooltip) -> _Plate:
-    """Right of the pointer, or left of it where there is no room."""
+def _plate(chart: Chart, tooltip: Tooltip) -> dict[str, float]:
+    """Return where a tooltip's text stands: right of the pointer, or left of it where there is no room."""
     width = max(14.0 * bool(color) + _LETTER * len(text) for color, text in tooltip.lines) + 16
     left = tooltip.at + 8 if tooltip.at + 8 + width <= chart.width else tooltip.at - 8 - width
-    return _Plate(max(0.0, left), chart.top + 2, width, 16 * len(tooltip.lines) + 8)
+    return {"left": max(0.0, left), "top": chart.top + 2, "width": width, "height": 16 * len(tooltip.lines) + 8}
 
 
 def _x_axis(chart: Chart) -> list[Shape]:
@@ -203,9 +181,13 @@ class Curve:
     name: str
     points: list[tuple[int, float | None]]
 
+    @property
+    def values(self) -> list[float]:
+        """The finite numbers."""
+        return [value for _, value in self.points if value is not None]
 
-@dataclass(frozen=True)
-class _CurvePoint:
+
+class _CurvePoint(NamedTuple):
     """One or several neighboring points, drawn as one: their mean, and the range they cover."""
 
     step: int
@@ -224,65 +206,53 @@ def line_figure(
     is seen first. A curve of more than 600 points is drawn as the mean of groups of points, inside a band from their
     lowest to their highest; a note says so.
     """
-    keys = [(f"k{at % COLORS}", f"{curve.name} {short(_last(curve), digits=4)}") for at, curve in enumerate(curves)]
+    keys = [(f"k{at % COLORS}", f"{curve.name} {short(curve.values[-1], 4)}") for at, curve in enumerate(curves)]
     notes = [note] if note else []
-    group = max(_group(curve) for curve in curves)
+    group = max(map(_count_alike, curves))
     notes += [f"Line: mean of {group} steps; band: their range."] if group > 1 else []
-    values = _values(curves)
+    values = [value for curve in curves for value in curve.values]
     above = [value for value in values if value > 0]
     log = ""
     is_decade = bool(above) and max(above) > _DECADE * min(above)
     if is_decade or (prefers_log and above and max(above) > min(above)):
-        log = as_svg(_lines(title, unit, [_above_zero(curve) for curve in curves], from_zero=False, is_log=True))
+        positive = [
+            Curve(
+                curve.name, [(step, value if value is not None and value > 0 else None) for step, value in curve.points]
+            )
+            for curve in curves
+        ]
+        log = as_svg(_lines(title, unit, positive, from_zero=False, is_log=True))
         notes += ["On the log axis, values that are not above 0 are left out."] if len(above) < len(values) else []
     svg = as_svg(_lines(title, unit, curves, from_zero=from_zero, is_log=False))
     return Figure(svg, keys, " ".join(notes), title=title, log=log, log_first=is_decade and prefers_log)
 
 
-def _values(curves: Iterable[Curve]) -> list[float]:
-    return [value for curve in curves for _, value in curve.points if value is not None]
-
-
-def _last(curve: Curve) -> float:
-    return next(value for _, value in reversed(curve.points) if value is not None)
-
-
-def _group(curve: Curve) -> int:
-    """How many of its points are drawn as one."""
+def _count_alike(curve: Curve) -> int:
+    """Return how many of its points are drawn as one."""
     return max(1, math.ceil(len(curve.points) / _MOST_POINTS))
 
 
-def _above_zero(curve: Curve) -> Curve:
-    points = [(step, value if value is not None and value > 0 else None) for step, value in curve.points]
-    return Curve(curve.name, points)
-
-
 def _lines(title: str, unit: str, curves: list[Curve], *, from_zero: bool, is_log: bool) -> Chart:
-    values = _values(curves)
+    values = [value for curve in curves for value in curve.values]
     name = f"{title[:1].lower()}{title[1:]}" + (f" ({unit})" if unit else "")
     label = f"{name} over the step: " + "; ".join(
-        f"{curve.name} ends at {short(_last(curve), 4)}, from {short(min(_values([curve])), 4)} to "
-        f"{short(max(_values([curve])), 4)}"
+        f"{curve.name} ends at {short(curve.values[-1], 4)}, from {short(min(curve.values), 4)} to "
+        f"{short(max(curve.values), 4)}"
         for curve in curves
-        if _values([curve])
+        if curve.values
     )
     chart = Chart(WIDTH, HEIGHT, label, _LEFT, _RIGHT, _TOP, _BOTTOM)
-    chart.x = _step_axis(curves)
+    steps = [step for curve in curves for step, _ in curve.points]
+    last = max(*steps, min(steps) + 1)
+    whole = [step for step in ticks(min(steps), last, 6) if step == int(step)]
+    chart.x = Scale("step", min(steps), last, [(step, short(step)) for step in whole])
     chart.y = _log_axis(unit or name, values) if is_log else _value_axis(unit or name, values, from_zero)
     chart.left = max(_LEFT, 24 + _LETTER * max((len(text) for _, text in chart.y.ticks), default=0))
     for number, curve in enumerate(curves):
-        if _values([curve]):
+        if curve.values:
             _draw_curve(chart, curve, number)
     chart.tooltips = _tooltips(chart, curves)
     return chart
-
-
-def _step_axis(curves: list[Curve]) -> Scale:
-    steps = [step for curve in curves for step, _ in curve.points]
-    left, right = min(steps), max(steps)
-    right = right if right > left else left + 1
-    whole = [step for step in ticks(left, right, 6) if step == int(step)]
-    return Scale("step", left, right, [(step, short(step)) for step in whole])
 
 
 def _value_axis(name: str, values: list[float], from_zero: bool) -> Scale:
@@ -314,7 +284,7 @@ def _different(values: list[float]) -> list[tuple[float, str]]:
 
 def _draw_curve(chart: Chart, curve: Curve, number: int) -> None:
     """The band and the line, broken between runs; a mark that stands alone, and the last one, as dots."""
-    group, color = _group(curve), number % COLORS
+    group, color = _count_alike(curve), number % COLORS
     runs = _marks(curve.points, group)
     for run in runs:
         if group > 1:
@@ -331,13 +301,13 @@ def _path(chart: Chart, points: list[tuple[int, float]]) -> str:
 
 
 def _marks(points: list[tuple[int, float | None]], group: int) -> list[list[_CurvePoint]]:
-    """Runs of marks, one mark for every `group` points; where a whole group holds no number the curve breaks."""
+    """Return runs of marks, one for every `group` points; where a whole group holds no number the curve breaks."""
     runs: list[list[_CurvePoint]] = [[]]
     for start in range(0, len(points), group):
-        part = points[start : start + group]
-        numbers = [value for _, value in part if value is not None]
-        if numbers:
-            runs[-1].append(_CurvePoint(part[-1][0], math.fsum(numbers) / len(numbers), min(numbers), max(numbers)))
+        part = Curve("", points[start : start + group])
+        if numbers := part.values:
+            mean = math.fsum(numbers) / len(numbers)
+            runs[-1].append(_CurvePoint(part.points[-1][0], mean, min(numbers), max(numbers)))
         else:
             runs.append([])
     return [run for run in runs if run]

@@ -23,7 +23,7 @@ from recipe_lib.errors import end_process
 from recipe_lib.logs import get_logger, is_quiet, is_verbose
 from recipe_lib.report import screen
 from recipe_lib.report.terminal import SOFT
-from recipe_lib.units import format_bytes, format_seconds
+from recipe_lib.units import format_bytes, format_clock, format_seconds
 
 ROW_SECONDS = 0.3  # before a phase has a row
 SAID_SECONDS = 1.0  # a phase that took as long leaves a line on a terminal
@@ -136,11 +136,6 @@ def _say_now_and_then(going: Phase, end: threading.Event) -> None:
     while not end.wait(LINE_SECONDS):
         said = f"{going.reached()}: {going.text}" if going.text else going.reached()
         get_logger().info("%s%s, %s", going.what, said, going.time_of(time.monotonic() - going.began))
-
-
-def format_clock(seconds: float) -> str:
-    """Seconds that go by, without a fraction: `7s`, `1m15s`."""
-    return format_seconds(seconds) if seconds >= 60 else f"{seconds:.0f}s"
 
 
 def is_in_phase() -> bool:

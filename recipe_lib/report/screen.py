@@ -165,11 +165,5 @@ def has_unicode() -> bool:
     return (_screen.stream().encoding or "").lower().startswith("utf")
 
 
-def show(rows: Rows) -> None:
-    """Draws these rows below others that are shown, ten times a second, until `hide`."""
-    _screen.add(rows)
-
-
-def hide(rows: Rows) -> None:
-    """Draws them no longer. Nothing happens if they are not shown."""
-    _screen.remove(rows)
+show = _screen.add  # rows that are drawn below others, ten times a second, until `hide`
+hide = _screen.remove  # nothing happens if they are not shown

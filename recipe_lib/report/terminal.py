@@ -1,4 +1,4 @@
-"""Tables, pairs and paragraphs for a terminal, laid out by rich: plain text of a stable width, styled if asked for.
+"""The sections of a view on a terminal, laid out by rich: plain text of a stable width, styled if asked for.
 
 Everything that is shown goes through `visible`: control characters of a user's files are written out.
 """
@@ -6,8 +6,8 @@ Everything that is shown goes through `visible`: control characters of a user's 
 import io
 import re
 import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from rich import table as rich_table
@@ -18,27 +18,12 @@ from rich.text import Text
 
 from recipe_lib.errors import visible
 from recipe_lib.logs import wants_color as wants_color
+from recipe_lib.report.view import Section, Table, TreeLine
 
 NARROWEST, WIDEST = 60, 120
 GOOD, BAD, WARNING, HEADING, SOFT = "bold green", "bold red", "bold yellow", "bold", "dim"
 _GAP, _SHORTEST = 2, 12  # columns between two; letters that a text which is cut keeps
 _ENDS = re.compile(r"(?: |\x1b\[[\d;]*m)+$", re.MULTILINE)
-
-
-@dataclass
-class Table:
-    """rows: a text for each of `header`. left: the headers of text columns, numbers stand at the right. optional:
-    headers to leave out where the room is short, the first of them first. notes: sentences below it. headed: whether
-    the header is shown. fold: what is too long goes on in the next line."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    left: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    headed: bool = True
-    fold: bool = False
 
 
 def terminal_width(otherwise: int = 100) -> int:
@@ -100,6 +85,42 @@ def put_list(console: Console, sentences: Iterable[str]) -> None:
     console.print(_indented(grid, 2))
 
 
+def put_section(console: Console, section: Section) -> None:
+    """Print a section with an empty line and its title above it; nothing of one that has only charts."""
+    if not any((section.facts, section.table, section.tree, section.items, section.text)):
+        return
+    heading(console, section.title)
+    if section.facts:
+        put_pairs(console, ((name, str(value)) for name, value in section.facts))
+    if section.table and section.table.tells_below:
+        _put_told_rows(console, section.table)
+    elif section.table:
+        put_table(console, section.table)
+    if section.tree:
+        put_table(console, _table_of_tree(section.tree))
+    if section.items:
+        put_list(console, section.items)
+    if section.text:
+        put(console, section.text, SOFT if section.tree else "", indent=2)
+
+
+def _table_of_tree(lines: Sequence[TreeLine]) -> Table:
+    rows = [[f"{'  ' * line.level}{line.name}", line.number, line.share, line.count] for line in lines]
+    return Table("", ["name", "bytes", "share", "tensors"], rows, ("name", "tensors"), ("tensors",), headed=False)
+
+
+def _put_told_rows(console: Console, table: Table) -> None:
+    """Print a table whose last column stands below the rest of its row."""
+    rows = [row[:-1] for row in table.rows]
+    header, *lines = table_lines(replace(table, header=table.header[:-1], rows=rows), console.width)
+    put(console, header, SOFT)
+    for line, row in zip(lines, table.rows, strict=True):
+        put(console, line)
+        if "…" in line:  # to be copied whole
+            put(console, str(row[0]), indent=6, wrap=False)
+        put(console, str(row[-1]), indent=6)
+
+
 def put_table(console: Console, table: Table) -> None:
     """Header, rows and notes. Optional columns go, the first of them first, until what is left fits into the room.
 
@@ -112,13 +133,9 @@ def put_table(console: Console, table: Table) -> None:
     for at in shown:
         side: Literal["left", "right"] = "left" if table.header[at] in table.left else "right"
         grid.add_column(visible(table.header[at]), justify=side, no_wrap=at not in cut, overflow="fold")
+    overflow: Literal["fold", "ellipsis"] = "fold" if table.fold else "ellipsis"
     for row in table.rows:
-        grid.add_row(
-            *(
-                Text(visible(row[at]), no_wrap=not table.fold, overflow="fold" if table.fold else "ellipsis")
-                for at in shown
-            )
-        )
+        grid.add_row(*(Text(visible(str(row[at])), no_wrap=not table.fold, overflow=overflow) for at in shown))
     console.print(_indented(grid, 2))
     for note in table.notes:
         put(console, note, indent=2)
@@ -134,7 +151,7 @@ def table_lines(table: Table, width: int) -> list[str]:
 def _shown(table: Table, room: int) -> tuple[list[int], list[int]]:
     """Places of the columns that are shown; of those that may be cut."""
     places, optional = list(range(len(table.header))), list(table.optional)
-    widths = [max(cell_len(visible(row[at])) for row in [table.header, *table.rows]) for at in places]
+    widths = [max(cell_len(visible(str(row[at]))) for row in [table.header, *table.rows]) for at in places]
     while (over := sum(widths[at] + _GAP for at in places) - _GAP - room) > 0 and optional:
         last = places[-1]
         if table.header[last] == optional[0] and widths[last] - over >= max(_SHORTEST, len(table.header[last])):

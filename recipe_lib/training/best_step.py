@@ -22,6 +22,7 @@ from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.logs import get_logger
 from recipe_lib.report.phases import phase
+from recipe_lib.units import counted
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -215,10 +216,9 @@ def describe_best(cfg: FullFinetuneConfig) -> list[str]:
     if best.keeps:
         parts.append("its weights are kept and exported")
     if cfg.validation.patience is not None:
-        many = "s" if cfg.validation.patience != 1 else ""
         by = f" by more than {cfg.validation.min_delta:g}" if cfg.validation.min_delta else ""
         parts.append(
-            f"the run stops after {cfg.validation.patience} validation{many} without improvement{by}; the learning "
-            "rate is scheduled over all steps all the same"
+            f"the run stops after {counted(cfg.validation.patience, 'validation')} without improvement{by}; the "
+            "learning rate is scheduled over all steps all the same"
         )
     return ["; ".join(parts)]

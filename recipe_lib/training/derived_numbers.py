@@ -15,7 +15,7 @@ from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.added_parameters import describe_extra
 from recipe_lib.training.best_step import describe_best
-from recipe_lib.units import format_bytes, format_count
+from recipe_lib.units import counted, format_bytes, format_count
 
 if TYPE_CHECKING:
     from recipe_lib.data import DataPlan, Dataset
@@ -89,7 +89,7 @@ def _pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
         for stage, of in pipeline.layers.items()
     )
     return [
-        f"pipeline: {count} micro-batches of {batch_size} sequence{'s' if batch_size > 1 else ''} through "
+        f"pipeline: {count} micro-batches of {counted(batch_size, 'sequence')} through "
         f"{stages} stages, {cfg.parallel.pipeline_schedule}; here {here}"
     ]
 
@@ -110,8 +110,7 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
     start = f"warm-up over {warmup} steps to " if warmup else ""
     after = steps - warmup
     if after <= 0:
-        many = "s" if steps != 1 else ""
-        reached = "reached at the last step" if after == 0 else f"not reached: the run has {steps} step{many}"
+        reached = "reached at the last step" if after == 0 else f"not reached: the run has {counted(steps, 'step')}"
         return f"learning rate: {start}{cfg.optimizer.lr:.2e}, {reached}"
     if schedule.type == "constant":
         return f"learning rate: {start}{cfg.optimizer.lr:.2e}, constant for {after} steps"

@@ -1,13 +1,17 @@
 """The loop around a recipe's training step: learning rate, records, when to validate and to save, how it may end."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -16,23 +20,22 @@ from recipe_lib.errors import ConfigError, DivergedError, StoppedAndSaved
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.memory.peaks import Peaks
+from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.optim.lr_scheduler import learning_rate
 from recipe_lib.optim.optimizers import set_learning_rate
 from recipe_lib.parallel.hang_detection import beats
 from recipe_lib.report.phases import phase
 from recipe_lib.training.records.communication import CommunicationProbe, describe
-from recipe_lib.training.records.expert_load import expert_load
 from recipe_lib.training.records.metrics import step_metrics
-from recipe_lib.training.records.run_facts import data_facts
-from recipe_lib.training.records.run_log import STOPPED_EARLY, RunLog
+from recipe_lib.training.records.run_log import STOPPED_EARLY, RunLog, data_facts
 from recipe_lib.training.resume import save_run
 from recipe_lib.training.same_on_all_ranks import check_same_batches
-from recipe_lib.training.stop import StopSignal
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import gib
 
 if TYPE_CHECKING:
+    from recipe_lib.config.schema import FullFinetuneConfig
     from recipe_lib.parallel.world import World
 
 
@@ -253,3 +256,89 @@ def _peaks_of_places(own: Peaks, world: "World") -> tuple[Peaks, dict[str, float
         name = f"peak_memory_allocated_gib_pipeline_{place}"
         places[name] = max(places.get(name, 0.0), gib(peaks["allocated"]))
     return max((peaks for _, peaks in gathered), key=lambda peaks: peaks["reserved"]), places
+
+
+class StopSignal:
+    """Turns SIGTERM and SIGINT into a flag that all ranks agree on between two steps; a second SIGINT aborts at once.
+
+    with StopSignal() as stop:
+        for step in ...:
+            train(step)
+            if stop.agreed(world):
+                save, and raise StoppedAndSaved
+
+    The handler does nothing but set the flag, whatever the main thread is in the middle of. Leaving the block puts the
+    former handlers back. To be entered in the main thread: Python delivers signals there only.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._former: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._former[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received == "SIGINT":
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+            return
+        self.received = signal.Signals(number).name
+
+    def agreed(self, world: "World") -> bool:
+        """True on every rank once a signal has reached any of them. A collective: all ranks call it after each step.
+
+        One number goes over the host's process group, so the device's queue is not waited for.
+        """
+        return world.any(self.received is not None)
+
+
+def expert_load(model: nn.Module, world: "World", cfg: "FullFinetuneConfig") -> dict[str, Tensor]:
+    """Numbers of the step that ends, on the device: nothing for a model without experts, or with compiled layers.
+    Of a pipeline all ranks have them, whatever their layers.
+
+    `expert_load_max_over_mean`: tokens of the busiest expert over those of the average one, of the layer where that is
+    most. `dropped_tokens`: choices that no expert computed. `router_aux_loss`: the mean over layers and micro-batches,
+    where there is one. A collective.
+    """
+    mixture = getattr(getattr(model, "spec", None), "mixture", None)
+    if mixture is None or cfg.compile:
+        return {}
+    mixtures = [(name, module) for name, module in model.named_modules() if isinstance(module, Mixture)]
+    loads = {name: module.load for name, module in mixtures if module.load is not None}
+    rows = torch.zeros(len(mixture.layers), mixture.num_experts, dtype=torch.int64, device=world.device)
+    others = torch.zeros(3, dtype=torch.float64, device=world.device)
+    for name, load in loads.items():
+        rows[_number(name)] = load.rows
+        others += torch.stack([_summed(load.loss, world), *load.loss.new_tensor([load.expected, load.calls])])
+        load.clear()
+    world.sum_over_sequence(rows)
+    world.sum_over_sequence(others[:2])  # each has as many calls
+    rows, others = world.all_reduce_sum(rows), world.all_reduce_sum(others)
+    used = rows[list(mixture.layers)].double()
+    numbers = {
+        "expert_load_max_over_mean": (used.amax(dim=1) / used.mean(dim=1).clamp(min=1e-9)).max(),
+        "dropped_tokens": others[1] - rows.sum(),
+    }
+    if cfg.router_aux_loss_coef:
+        numbers["router_aux_loss"] = others[0] / others[2].clamp(min=1)
+    return numbers
+
+
+def _number(name: str) -> int:
+    """The layer that a module is in: `model.layers.3.mlp` is in number 3."""
+    return int(next(part for part in name.split(".") if part.isdecimal()))
+
+
+def _summed(loss: Tensor, world: "World") -> Tensor:
+    """Of ranks that share tokens each knows a part of the loss. A collective of theirs."""
+    if world.tensor is not None:
+        loss = loss.clone()
+        dist.all_reduce(loss, group=world.mesh["tensor"].get_group())
+    return loss

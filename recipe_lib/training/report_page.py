@@ -10,11 +10,11 @@ from recipe_lib.files import replace_text
 from recipe_lib.reading import read_object, read_text
 from recipe_lib.redaction import redact
 from recipe_lib.report.chart import Curve, line_figure
-from recipe_lib.report.page import Figure, Section, render_page
-from recipe_lib.report.planned import NO_PLAN, planned_table
-from recipe_lib.report.terminal import Table
+from recipe_lib.report.page import render_page
+from recipe_lib.report.planned import KINDS
+from recipe_lib.report.view import Figure, Section, Table
 from recipe_lib.training.records.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
-from recipe_lib.units import format_count, format_seconds
+from recipe_lib.units import GIB, Bytes, format_count, format_seconds
 
 REPORT_FILE = "report.html"
 # Keys of a metrics line that a run itself writes; every other number is of the recipe's own.
@@ -25,6 +25,10 @@ _OF_THE_RUN = {
 }  # fmt: skip
 _PEAK, _PLACE = "peak_memory_", "peak_memory_allocated_gib_pipeline_"
 _VALIDATION = "validation_"
+_NO_PLAN = (
+    "This run has no plan, or ended before its plan was made; `tune plan` with the same arguments makes it, and "
+    "`tune run` does unless --no-plan or TUNE_PLAN=off says otherwise."
+)
 _LARGEST = 1e300  # what is beyond cannot be drawn beside other numbers
 
 
@@ -55,7 +59,7 @@ def render_report(name: str, summary: Mapping[str, Any], lines: list[dict[str, A
         Section("Settings that differ from the defaults", table=_settings_table(summary.get("changed_settings"))),
         Section("Summary", facts=[*_summary_rows(summary), *_measured_once(lines)]),
         Section("Software", facts=sorted(versions.items()) if isinstance(versions, dict) else []),
-        Section("All settings", text=config, closed=True),
+        Section("All settings", listing=config, closed=True),
     ]
     status = str(summary.get("status", "unknown"))
     return render_page("run", f"{name}: {headline}", name, headline, sections, status=status)
@@ -125,15 +129,58 @@ def _without_copies(curves: list[Curve]) -> list[Curve]:
 
 
 def _planned(summary: Mapping[str, Any], lines: list[dict[str, Any]]) -> Section:
-    """Planned beside measured; nothing for a run whose summary says nothing of plans."""
-    title = "Planned and measured"
-    if "planned" not in summary:
-        return Section(title)
-    if not isinstance(summary["planned"], dict):
-        return Section(title, items=[NO_PLAN])
+    """Return planned beside measured; nothing for a run whose summary says nothing of plans.
+
+    What a CPU run measures is another quantity than what is planned for a GPU: there, no difference is given.
+    """
+    title, figures = "Planned and measured", summary.get("planned")
+    if not isinstance(figures, dict):
+        return Section(title, items=[_NO_PLAN] if "planned" in summary else [])
+    on_gpu = summary.get("memory_kind") == "device"
+    planned = {**figures, **(figures.get("first") or {})} if on_gpu else figures  # of the first rank, which records
+    rows = []
+    for kind in KINDS:
+        gib = summary.get(f"peak_memory_{kind}_gib")
+        sizes = [Bytes(size) if size else None for size in (planned.get(kind), gib and gib * GIB)]
+        rows.append(_compare(f"peak {kind} memory", *sizes, is_alike=on_gpu))
     seconds = [line["seconds"] for line in lines if _is_number(line.get("seconds"))]
     typical = median(seconds[1:] or seconds) if seconds else None
-    return Section(title, table=planned_table(summary["planned"], summary, typical))
+    if figures.get("seconds") is not None or typical is not None:
+        same_device = on_gpu and bool(figures.get("own_device", True))
+        times = (value and float(value) for value in (figures.get("seconds"), typical))
+        rows.append(_compare("step", *times, is_alike=same_device))
+    notes = [_describe_plan(figures)]
+    if not on_gpu:
+        notes.append(
+            f"Measured memory is the {summary.get('memory_kind') or 'memory'} of a CPU process, which is another "
+            "quantity than a GPU's memory, so there is no difference."
+        )
+    notes.append(
+        "A planned step has the longest sequences of the data and rates of the data sheet; a measured one is the "
+        "median of the run's steps after the first."
+    )
+    header = ["", "planned", "measured", "planned / measured"]
+    return Section(title, table=Table(title, header, rows, ("",), notes=tuple(notes)))
+
+
+def _compare(name: str, planned: Any, measured: Any, *, is_alike: bool) -> list[Any]:
+    """Return a row of both, and how far the planned one is off, if they are the same quantity."""
+    cells = [_step_text(value) if isinstance(value, float) else value or "–" for value in (planned, measured)]
+    return [name, *cells, f"{planned / measured - 1:+.1%}" if planned and measured and is_alike else "–"]
+
+
+def _step_text(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 60 else format_seconds(seconds)
+
+
+def _describe_plan(figures: Mapping[str, Any]) -> str:
+    """Return what the plan was made for, and what it said."""
+    device = figures.get("device")
+    text = f"Planned for {figures.get('ranks', 1)} x {device}" if device else "Planned"
+    if device and not figures.get("own_device", True):
+        text += ", as there is no GPU here"
+    estimate = figures.get("estimate")
+    return f"{text}: {figures.get('verdict', '')}{f', an estimate: {estimate}' if estimate else ''}."
 
 
 def _data_table(data: Any) -> Table | None:

@@ -1,18 +1,28 @@
 """A recipe from its config to its last step: the same calls, in the same order, on every rank."""
 
+import time
 from typing import Any, Protocol
 
+import torch
+
+from recipe_lib.config.card_limits import card_faults
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import PreparedData
+from recipe_lib.errors import ConfigError
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
-from recipe_lib.parallel import World, make_world, meet_ranks
+from recipe_lib.ops.device import capability_of
+from recipe_lib.parallel import DTYPES, World, make_world, meet_ranks
 from recipe_lib.parallel.seeds import set_seeds
 from recipe_lib.training.added_parameters import check_models, check_trained, check_values
-from recipe_lib.training.check_card import check_card
 from recipe_lib.training.same_on_all_ranks import check_same_config, settings_of
-from recipe_lib.training.slow_dtype import warn_of_slow_dtype
 from recipe_lib.training.training_data import prepare, prepared_or_raised
+from recipe_lib.units import format_count
+
+SIZE = 256  # rows and columns of the products that are timed
+PRODUCTS = 6  # the first one is slower
+ENOUGH_SECONDS = 0.03  # of products of one type
+SLOWER = 5.0  # times fp32; less is no reason to warn
 
 
 class Recipe(Protocol):
@@ -84,3 +94,55 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
                 recipe.resume()
         world.heartbeat.enter("starting to train")
         recipe.train()
+
+
+def warn_of_slow_dtype(cfg: FullFinetuneConfig, world: World) -> None:
+    """On the main rank of a run on CPUs in bf16 or fp16: a line if products of matrices are far slower than in fp32.
+
+    Without instructions for them (avx512_bf16, amx_bf16; avx512_fp16) torch multiplies such numbers one at a time,
+    and slowest where neither matrix is transposed, as in the gradient of a linear layer's input. Some 40 ms.
+    """
+    if world.device.type != "cpu" or not world.is_main or cfg.dtype not in ("bf16", "fp16"):
+        return
+    slow, fast = product_speed(DTYPES[cfg.dtype]), product_speed(torch.float32)
+    if slow * SLOWER < fast:
+        get_logger().warning(
+            "warning: dtype=%s on this CPU, which has no instructions for it: matrices are multiplied at %sFLOP/s, in "
+            "fp32 at %sFLOP/s; set dtype=fp32",
+            cfg.dtype,
+            format_count(slow).replace(" B", " G"),
+            format_count(fast).replace(" B", " G"),
+        )
+
+
+def product_speed(dtype: torch.dtype) -> float:
+    """FLOP a second of the product of two matrices, neither transposed; the best of some.
+
+    In CPU seconds of one thread: on a machine whose cores are busy, a thread is kept from them for many times as long
+    as the faster product takes.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        matrix = torch.ones(SIZE, SIZE, dtype=dtype)
+        best, first = float("inf"), time.thread_time()
+        for _ in range(PRODUCTS):
+            began = time.thread_time()
+            matrix @ matrix
+            ended = time.thread_time()
+            best = min(best, ended - began)
+            if ended - first > ENOUGH_SECONDS:
+                break
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * SIZE**3 / best
+
+
+def check_card(cfg: FullFinetuneConfig, world: World) -> None:
+    """ConfigError by name for what the card lacks; nothing on a CPU."""
+    capability = capability_of(world.device)
+    if capability is None:
+        return
+    name = torch.get_device_module(world.device).get_device_name(world.device)
+    if faults := card_faults(cfg, name, capability):
+        raise ConfigError(*faults)

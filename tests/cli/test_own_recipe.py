@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli.own_recipe import shipped_config_of
+from recipe_lib.cli.recipes import shipped_config_of
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.load import known_part
 from recipe_lib.errors import ConfigError

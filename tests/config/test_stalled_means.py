@@ -16,7 +16,7 @@ from recipe_lib.config.load import load_config
 from recipe_lib.config.optimizer_facts import built_in_optimizers
 from recipe_lib.config.stalled_means import FARTHEST, describe_stalled_means, resting_range
 from recipe_lib.optim.optimizers import build_optimizer
-from recipe_lib.plan.layer_tables import say_stalled_means
+from recipe_lib.plan.tables import say_stalled_means
 from tests.plan.plans import hand_made, layer_rows
 from tests.training.formulas import dynamic_levels
 

@@ -12,7 +12,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel import World
 from recipe_lib.plan.build_plan import simulate_rank
-from recipe_lib.training import check_card
+from recipe_lib.training.run import check_card
 from tests.house.files import ROOT
 from tests.plan.apart import apart, settings
 
@@ -82,5 +82,5 @@ def test_a_run_is_refused_on_such_a_card(monkeypatch: pytest.MonkeyPatch) -> Non
     world = World(0, 1, 0, device, None, 0, 1)  # type: ignore[arg-type]
     monkeypatch.setattr(torch, "get_device_module", lambda device: Turing())
     with pytest.raises(ConfigError, match=r"dtype: found bf16 for Tesla T4 of compute capability 7\.5"):
-        check_card.check_card(FullFinetuneConfig(dtype="bf16"), world)
-    check_card.check_card(FullFinetuneConfig(dtype="fp32"), world)
+        check_card(FullFinetuneConfig(dtype="bf16"), world)
+    check_card(FullFinetuneConfig(dtype="fp32"), world)

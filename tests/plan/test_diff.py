@@ -7,8 +7,7 @@ import pytest
 
 from recipe_lib.plan.diff import render_diff
 from recipe_lib.plan.result import DOES_NOT_FIT
-from recipe_lib.plan.tables import duration, signed_bytes, signed_seconds
-from recipe_lib.units import GIB, MIB, format_bytes
+from recipe_lib.units import GIB, MIB, Bytes, Seconds, format_bytes, format_change, format_duration
 from tests.plan.plans import LAYER, LAYERS, hand_made
 
 
@@ -57,9 +56,12 @@ def test_figures_and_differences():
     assert found[f"{communication}all_gather, data_shard[4]: count"] == ["64", "64", "none"]
     assert found[f"{communication}reduce_scatter, data_shard[4]: count"] == ["32", "0", "-32"]
     assert found[f"{communication}all, one rank: wire"] == [
-        format_bytes(3 * sent + 18), format_bytes(2 * sent + 18), signed_bytes(-sent)]  # fmt: skip
+        format_bytes(3 * sent + 18), format_bytes(2 * sent + 18), format_change(Bytes(-sent))]  # fmt: skip
     assert found[f"{communication}all, all ranks: wire"] == [
-        format_bytes(4 * (3 * sent + 18)), format_bytes(2 * (2 * sent + 18)), signed_bytes(-8 * sent - 36)]  # fmt: skip
+        format_bytes(4 * (3 * sent + 18)),
+        format_bytes(2 * (2 * sent + 18)),
+        format_change(Bytes(-8 * sent - 36)),
+    ]
     assert found["time of a step/step"] == ["4.00 s", "4.50 s", "+500.0 ms"]
     assert found["time of a step/run"] == ["1h06m", "-", "-"]
     assert found["time of a step/rates"] == ["not calibrated", "calibrated", "changed"]
@@ -114,6 +116,11 @@ def test_lines_fit(width: int):
 
 
 def test_signs_and_durations():
-    assert [signed_bytes(size) for size in (0, 5, -5, -2 * GIB)] == ["none", "+5 B", "-5 B", "-2.00 GiB"]
-    assert [signed_seconds(time) for time in (0, 1.5, -0.0125, -90)] == ["none", "+1.50 s", "-12.5 ms", "-1m30s"]
-    assert [duration(time) for time in (0.0, 85e-6, 59.0, 3725)] == ["0.0 us", "85.0 us", "59.00 s", "1h02m"]
+    assert [format_change(Bytes(size)) for size in (0, 5, -5, -2 * GIB)] == ["none", "+5 B", "-5 B", "-2.00 GiB"]
+    assert [format_change(Seconds(time)) for time in (0, 1.5, -0.0125, -90)] == [
+        "none",
+        "+1.50 s",
+        "-12.5 ms",
+        "-1m30s",
+    ]
+    assert [format_duration(time) for time in (0.0, 85e-6, 59.0, 3725)] == ["0.0 us", "85.0 us", "59.00 s", "1h02m"]

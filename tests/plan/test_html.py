@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from recipe_lib.plan.drawings import MOST_POINTS, draw_pipeline, draw_timeline, points
-from recipe_lib.plan.html import render_html
 from recipe_lib.plan.nearest_receipt import quote_line
 from recipe_lib.plan.receipts import NearestReceipt
+from recipe_lib.plan.report import render_html
 from recipe_lib.plan.result import DOES_NOT_FIT, Plan
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Storage, Trace
 from recipe_lib.units import GIB, MIB, format_bytes
@@ -133,7 +133,7 @@ def test_the_schedule_of_a_pipeline_is_drawn_to_scale():
     """A row for each rank, a box for each action, as wide as it is long, and the rank's wait left open."""
     pipeline = hand_made_pipeline(ranks=2, micro_batches=3)
     text = render_html(hand_made(pipeline=pipeline))
-    assert "Schedule of the pipeline" in text and "idle 25.0%" in text and "layers 16-31" in text
+    assert "schedule of the pipeline" in text and "idle 25.0%" in text and "layers 16-31" in text
     chart = draw_pipeline(pipeline).svg
     shown = boxes(chart)
     rows = sorted({y for _, y, _ in shown})

@@ -9,8 +9,7 @@ import pytest
 
 from recipe_lib.plan.report import render as render_report
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY, Alive, PhasePeak, Plan, RankPlan
-from recipe_lib.plan.tables import duration
-from recipe_lib.units import GIB, MIB, format_bytes, format_count
+from recipe_lib.units import GIB, MIB, format_bytes, format_count, format_duration
 from tests.plan.plans import LAYER, LAYERS, VOCABULARY, alive_storages, hand_made
 
 
@@ -327,7 +326,7 @@ def test_communication_totals():
         ["world:", "ranks", "0-3"],
     ]
     alone = next(line for line in lines if "data_shard:" in line)
-    assert alone.rstrip().endswith(duration(3 * LAYERS * 0.0327))
+    assert alone.rstrip().endswith(format_duration(3 * LAYERS * 0.0327))
     assert sum("model.layers.0-31" in line for line in lines) == 3
 
 

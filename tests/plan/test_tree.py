@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from recipe_lib.plan.result import Alive, PhasePeak, RankPlan
 from recipe_lib.plan.trace import STORAGE_KINDS
-from recipe_lib.plan.tree import Node, alive_tree, folded, join_numbered, number_ranges, shares, split_number
+from recipe_lib.plan.tree import Node, alive_tree, folded, join_numbered, split_number
+from recipe_lib.units import number_ranges, share_out
 
 PIECES = st.sampled_from(["model", "layers", "0", "1", "2", "10", "mlp", "weight", "norm"])
 NAMES = st.lists(PIECES, max_size=5).map(".".join)
@@ -66,7 +67,7 @@ def test_folding_loses_nothing(alive: list[Alive], most: int, smallest: int):
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 2**40), min_size=1, max_size=20))
 def test_shares_add_up(total: int, parts: list[int]):
-    found = shares(total, parts)
+    found = share_out(total, parts)
     whole = sum(parts)
     assert sum(found) == (total if whole else 0)
     for part, share in zip(parts, found, strict=True):

@@ -1,14 +1,15 @@
 """The page: every text is escaped, a section without anything is left out."""
 
-from recipe_lib.report.page import Branch, Figure, Section, render_page
+from recipe_lib.report.page import render_page
+from recipe_lib.report.view import Figure, Section, TreeLine
 
 EVIL = "<script>'a' & \"b\"</script>"
 
 
 def test_every_text_is_escaped_and_drawings_are_not():
-    branch = Branch(EVIL, EVIL, EVIL, EVIL, EVIL, [Branch(EVIL, EVIL, EVIL, EVIL, EVIL)])
+    tree = [TreeLine(level, EVIL, EVIL, EVIL, EVIL, EVIL) for level in (0, 1)]
     figure = Figure("<svg><circle/></svg>", [("k0", EVIL)], EVIL)
-    sections = [Section(EVIL, facts=[(EVIL, EVIL)], figures=[figure], tree=branch, items=[EVIL], text=EVIL)]
+    sections = [Section(EVIL, facts=[(EVIL, EVIL)], figures=[figure], tree=tree, items=[EVIL], listing=EVIL)]
     page = render_page("run", EVIL, EVIL, EVIL, sections, status=EVIL, footer=EVIL)
     assert "<script" not in page and page.count("&lt;script&gt;") == 22
     assert page.count("<svg><circle/></svg>") == 1

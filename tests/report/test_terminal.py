@@ -5,7 +5,6 @@ import io
 import pytest
 
 from recipe_lib.report.terminal import (
-    Table,
     open_console,
     put,
     put_list,
@@ -16,6 +15,7 @@ from recipe_lib.report.terminal import (
     text_of,
     wants_color,
 )  # fmt: skip
+from recipe_lib.report.view import Table
 
 
 class Terminal(io.StringIO):

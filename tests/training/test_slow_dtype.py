@@ -13,7 +13,7 @@ import torch
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.logs import get_logger
-from recipe_lib.training import slow_dtype
+from recipe_lib.training import run as run_module
 from tests.cli.commands import environment
 
 LINE = (
@@ -42,10 +42,10 @@ def test_who_is_warned(
     dtype: str, device: str, is_main: bool, bf16: float, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[logging.LogRecord] = []
-    monkeypatch.setattr(slow_dtype, "product_speed", {torch.bfloat16: bf16, torch.float32: 2e10}.__getitem__)
+    monkeypatch.setattr(run_module, "product_speed", {torch.bfloat16: bf16, torch.float32: 2e10}.__getitem__)
     monkeypatch.setattr(get_logger(), "handle", said.append)
     world = cast(Any, SimpleNamespace(device=torch.device(device), is_main=is_main))
-    slow_dtype.warn_of_slow_dtype(FullFinetuneConfig(dtype=dtype), world)
+    run_module.warn_of_slow_dtype(FullFinetuneConfig(dtype=dtype), world)
     assert [(record.levelno, record.getMessage()) for record in said] == [(logging.WARNING, LINE)] * warned
 
 
@@ -60,16 +60,16 @@ def test_the_speed_is_that_of_the_best_product(times: list[int], best: int, monk
             assert torch.get_num_threads() == 1
             clock[0] += next(left) / 1000
 
-    monkeypatch.setattr(slow_dtype.torch, "ones", lambda *size, dtype: Matrix())
-    monkeypatch.setattr(slow_dtype.time, "thread_time", lambda: clock[0])
-    assert slow_dtype.product_speed(torch.float32) == pytest.approx(2 * slow_dtype.SIZE**3 / (best / 1000))
+    monkeypatch.setattr(run_module.torch, "ones", lambda *size, dtype: Matrix())
+    monkeypatch.setattr(run_module.time, "thread_time", lambda: clock[0])
+    assert run_module.product_speed(torch.float32) == pytest.approx(2 * run_module.SIZE**3 / (best / 1000))
     assert torch.get_num_threads() == threads
 
 
 PROBE = """
 import sys, time
 import torch
-from recipe_lib.training.slow_dtype import product_speed
+from recipe_lib.training.run import product_speed
 began = time.process_time()
 missed = sum(product_speed(torch.bfloat16) * 5 >= product_speed(torch.float32) for _ in range(10))
 print(missed, (time.process_time() - began) / 10)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe_lib.training.stop import StopSignal
+from recipe_lib.training.loop import StopSignal
 from tests.distributed.ranks import run_ranks
 
 ALONE = SimpleNamespace(any=lambda flag: flag)

@@ -61,17 +61,6 @@ def layers_of(names: Iterable[str]) -> tuple[int, ...]:
     return tuple(sorted({int(each[0]) for each in found if each}))
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """`0, 2-5` of 0, 2, 3, 4, 5."""
-    said: list[list[int]] = []
-    for number in numbers:
-        if said and number == said[-1][-1] + 1:
-            said[-1].append(number)
-        else:
-            said.append([number])
-    return ", ".join(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in said)
-
-
 def exchanges(plan: ShardingPlan) -> list[Exchange]:
     """What ranks exchange in one forward and backward: layers that exchange alike as one entry, the rest before them.
 

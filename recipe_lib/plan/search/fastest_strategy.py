@@ -10,8 +10,7 @@ from typing import Any
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.search.trials import Changes, changed, in_processes, try_quick, usable_bytes
-from recipe_lib.plan.tables import duration
-from recipe_lib.units import format_bytes
+from recipe_lib.units import format_bytes, format_duration
 
 STRATEGY_KEY = "parallel.strategy"
 AUTO, SHARDS, WHOLE = "auto", "fsdp", "ddp"
@@ -76,6 +75,6 @@ def decide(
     other = WHOLE if best == SHARDS else SHARDS
     return StrategyChoice(
         best,
-        f"a step is estimated at {duration(estimates[best].seconds)}, with {other} at "
-        f"{duration(estimates[other].seconds)}; about {format_bytes(reserved[best])} of the {of}",
+        f"a step is estimated at {format_duration(estimates[best].seconds)}, with {other} at "
+        f"{format_duration(estimates[other].seconds)}; about {format_bytes(reserved[best])} of the {of}",
     )

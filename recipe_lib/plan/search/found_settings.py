@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from recipe_lib.plan.search.trials import Changes, override_text
-from recipe_lib.plan.tables import duration
 from recipe_lib.report.terminal import WIDEST, Table, open_console, put, put_table, terminal_width, text_of
-from recipe_lib.units import format_bytes, format_count
+from recipe_lib.units import format_bytes, format_count, format_duration
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def render_search(result: Search) -> str:
     put(console, title)
     for number, one in enumerate(shown, 1):
         sizes = map(format_bytes, (one.active, one.reserved, one.reserved_expandable))
-        cells = [*sizes, duration(one.seconds), format_count(one.tokens_per_second), one.verdict]
+        cells = [*sizes, format_duration(one.seconds), format_count(one.tokens_per_second), one.verdict]
         console.print()
         put(console, f"{number}. {override_text(one.changes) or 'as the config has it'}", indent=2, wrap=False)
         put_table(console, Table("", header, [cells], ("verdict",), ("expandable", "step")))

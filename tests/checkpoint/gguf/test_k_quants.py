@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipe_lib.checkpoint.gguf.k_quants import encode_blocks
+from recipe_lib.checkpoint.gguf.gguf_file import encode_blocks
 from tests.checkpoint.gguf.made_models import llama_cpp
 
 KINDS = ("q4_K", "q5_K", "q6_K")

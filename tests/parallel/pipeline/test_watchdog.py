@@ -19,8 +19,8 @@ from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import World, materialize, split_pipeline, start_world
 from recipe_lib.parallel.hang_detection import beats, heartbeat
 from recipe_lib.parallel.pipeline import watchdog
-from recipe_lib.parallel.pipeline.hang_report import BETWEEN, COMPUTES, WAITS, RankGrid, Stand, culprits, words
 from recipe_lib.parallel.pipeline.schedules import Action
+from recipe_lib.parallel.pipeline.watchdog import BETWEEN, COMPUTES, WAITS, RankGrid, Stand, culprits, words
 from recipe_lib.parallel.world import PipelineRank
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.parallel.small_models import LENGTH, VOCABULARY, small_spec
