@@ -20,7 +20,7 @@ VERBS = {
     "ls": "recipes and their configs",
     "cat": "show a config: its file, every resolved value, or every key explained",
     "cp": "copy a recipe or a config, to make it yours",
-    "import": "turn a config of torchtune, Axolotl or LLaMA-Factory into one of ours",
+    "import": "turn a config of torchtune into one of ours",
     "validate": "check a config, all faults at once",
     "download": "fetch a model from the Hugging Face hub",
     "data": "show a config's sequences as they will be trained, or check all of them",
