@@ -28,7 +28,7 @@ CHEAP = [
     ["validate", CONFIG],
     ["validate", CONFIG, "batch_sice=3"],
     ["cp", CONFIG, "--help"],
-    ["import", f"{ROOT}/tests/config/other_tools/axolotl/lora_alpaca.yaml"],
+    ["import", f"{ROOT}/tests/config/torchtune_lora.yaml"],
     ["run", "--help"],
     ["run", "full_finetune_distributed", "--config", CONFIG, "optimizer.lrr=1"],
     ["run", "--nproc_per_node", "4", "full_finetune_distributed", "--config", CONFIG, "optimizer.lrr=1"],

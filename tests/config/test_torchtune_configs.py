@@ -140,26 +140,7 @@ def test_imported_configs_are_valid(name: str, tmp_path: Path, capsys: pytest.Ca
 
 
 # In the style of the wheel's, on a model of ours that is small enough to be planned at once.
-STYLE = """# Config for LoRA
-#   tune download o/Small-Model --output-dir /tmp/Small-Model --hf-token <HF_TOKEN>
-output_dir: /tmp/out
-model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_attn_modules: ['q_proj', 'v_proj', 'output_proj'],
-        apply_lora_to_mlp: True, lora_rank: 8, lora_alpha: 16}
-tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /tmp/Small-Model/original/tokenizer.model,
-            max_seq_len: 64}
-checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/Small-Model/,
-               checkpoint_files: [a.safetensors], output_dir: "${output_dir}", model_type: LLAMA3}
-dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset}
-batch_size: 2
-epochs: 2
-max_steps_per_epoch: 50
-optimizer: {_component_: torch.optim.AdamW, fused: True, lr: 3e-4}
-lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 10}
-loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}
-gradient_accumulation_steps: 4
-dtype: bf16
-device: cuda
-"""
+STYLE = (ROOT / "tests" / "config" / "torchtune_lora.yaml").read_text(encoding="utf-8")
 
 
 def read(text: str, tmp_path: Path, **options: Any) -> Imported:
