@@ -327,5 +327,5 @@ CHOICE_ALIASES = {
     "dpo_sigmoid": "sigmoid", "cdpo": "sigmoid", "lora": "adapters", "full": "all", "time": "compute", "true": "full",
     "constant_with_warmup": "constant", "float8": "fp8",
     "interleaved1f1b": "interleaved_1f1b", "interleavedzerobubble": "interleaved_zero_bubble",
-    "zbvzerobubble": "zbv", "zb_v": "zbv", "zero_bubble": "zbv", "one_forward_one_backward": "1f1b",
+    "zbvzerobubble": "zbv", "zb_v": "zbv", "dualpipev": "zbv", "zero_bubble": "zbv", "one_forward_one_backward": "1f1b",
 }  # fmt: skip
