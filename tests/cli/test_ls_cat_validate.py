@@ -51,7 +51,7 @@ def test_ls_of_one_recipe(capsys: pytest.CaptureFixture):
     [
         (["qwen3", "8B", "lora"], ["qwen3/8B_lora"]),
         (["QWEN2.5", "7b", "lora"], ["qwen2_5/7B_lora"]),
-        (["405B"], ["llama3_1/405B_full", "llama3_1/405B_qlora"]),
+        (["120B"], ["gpt_oss/120B_qlora"]),
         (["lora_finetune_distributed", "llama3", "8B_q"], ["llama3/8B_qlora", "llama3_1/8B_qlora"]),
         (["dpo", "qwen3"], ["qwen3/8B_dpo"]),
     ],
