@@ -114,7 +114,7 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
         (
             ["zzz"],
             "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, import, validate, download, data, plan, "
-            "tp-plan, doctor, teach, run, eval, export, upload, generate, completion",
+            "tp-plan, doctor, run, eval, export, upload, generate, completion",
         ),
         (
             ["--verbos"],

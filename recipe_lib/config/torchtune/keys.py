@@ -50,11 +50,10 @@ OPTIMIZERS = {
     "bitsandbytes.optim.AdamW8bit": _describe_adamw(8, BLOCKS),
     "bitsandbytes.optim.PagedAdamW": _describe_adamw(32, PAGED),
     "bitsandbytes.optim.PagedAdamW8bit": _describe_adamw(8, f"{PAGED}; {BLOCKS}"),
-    "torchao.prototype.low_bit_optim.AdamW8bit": _describe_adamw(8, NO_ZEROS),
-    "torchao.optim.AdamW8bit": _describe_adamw(8, NO_ZEROS),
-    "torchao.prototype.low_bit_optim.AdamW4bit": _describe_adamw(4, FOUR_BITS, differs=False),
-    "torchao.optim.AdamW4bit": _describe_adamw(4, FOUR_BITS, differs=False),
 }
+for _module in ("prototype.low_bit_optim", "optim"):  # where torchao has them, and had them
+    OPTIMIZERS[f"torchao.{_module}.AdamW8bit"] = _describe_adamw(8, NO_ZEROS)
+    OPTIMIZERS[f"torchao.{_module}.AdamW4bit"] = _describe_adamw(4, FOUR_BITS, differs=False)
 
 # torchtune's schedules are transformers'.
 WARM_UP = "each step of the warm-up has the rate that theirs has one step later: the first trains, there at a rate of 0"
