@@ -11,7 +11,7 @@ from recipe_lib.config.paths import expand
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.config.torchtune.conversion import NULL_MEANS, Conversion, Meaning, is_off
 from recipe_lib.config.torchtune.datasets import convert_datasets
-from recipe_lib.config.torchtune.keys import (
+from recipe_lib.config.torchtune.key_tables import (
     ATTENTION,
     FAMILIES,
     MEANINGS,

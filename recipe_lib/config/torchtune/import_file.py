@@ -26,7 +26,7 @@ from recipe_lib.config.torchtune.conversion import (
     leave_out,
 )
 from recipe_lib.config.torchtune.convert_keys import convert
-from recipe_lib.config.torchtune.keys import DEFAULTS
+from recipe_lib.config.torchtune.key_tables import DEFAULTS
 from recipe_lib.config.torchtune.read_file import TheirFile, read_their_file
 from recipe_lib.errors import ConfigError
 
