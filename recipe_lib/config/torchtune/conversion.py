@@ -40,7 +40,7 @@ class Meaning:
     """What torchtune takes with it for other keys that are left out."""
 
 
-class Conversion:
+class ConfigImport:
     """Theirs and ours. Each key of the file is noted once: a second time is a fault of a table, not of a user."""
 
     def __init__(self, theirs: TheirFile, defaults: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from recipe_lib.config.paths import expand
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.config.torchtune.conversion import NULL_MEANS, Conversion, Meaning, is_off
+from recipe_lib.config.torchtune.conversion import NULL_MEANS, ConfigImport, Meaning, is_off
 from recipe_lib.config.torchtune.datasets import convert_datasets
 from recipe_lib.config.torchtune.key_tables import (
     ATTENTION,
@@ -30,7 +30,7 @@ from recipe_lib.config.torchtune.read_file import TheirFile
 from recipe_lib.errors import ConfigError
 
 
-def convert(conversion: Conversion) -> None:
+def convert(conversion: ConfigImport) -> None:
     """Note every key of the file. Raises ConfigError for what does not train, or cannot be trained here."""
     _check_purpose(conversion)
     is_adapted = conversion.read_component("model").startswith(("lora_", "qlora_"))
@@ -58,7 +58,7 @@ def convert(conversion: Conversion) -> None:
         raise ConfigError(*conversion.faults)
 
 
-def _check_purpose(conversion: Conversion) -> None:
+def _check_purpose(conversion: ConfigImport) -> None:
     """Raise ConfigError for a file that trains no model of ours."""
     for key, purpose in OTHER_PURPOSES.items():
         if key in conversion.theirs.values:
@@ -73,7 +73,7 @@ def _check_purpose(conversion: Conversion) -> None:
             raise conversion.stop(f"model._component_: {full_name}: {why}", "model._component_")
 
 
-def _convert_key(conversion: Conversion, key: str) -> None:
+def _convert_key(conversion: ConfigImport, key: str) -> None:
     """Note what became of a key, if that is not known yet."""
     value = conversion.value(key)
     if conversion.is_noted(key):
@@ -120,7 +120,7 @@ def find_row(table: Mapping[str, str], key: str) -> str | None:
     return None
 
 
-def _convert_model(c: Conversion, key: str) -> None:
+def _convert_model(c: ConfigImport, key: str) -> None:
     """Read the builder: family and size are the folder's, adapters and quantization are keys of ours."""
     component = str(c.value(key))
     family, _, builder = component.removeprefix("torchtune.models.").partition(".")
@@ -146,7 +146,7 @@ def _find_preset(builder: str) -> str | None:
     return PRESETS.get(re.sub(r"^q?lora_", "", builder))
 
 
-def _convert_folder(c: Conversion, key: str) -> None:
+def _convert_folder(c: ConfigImport, key: str) -> None:
     """Keep a folder that is here; take the hub's name of one that is not, if the file's `tune download` line has it."""
     folder = str(c.value(key)).rstrip("/")
     ours = "distill.teacher" if key.startswith("teacher") else "model.path"
@@ -173,14 +173,14 @@ def find_hub_name(theirs: TheirFile, folder: str) -> str | None:
     return None
 
 
-def _convert_reference(c: Conversion, key: str) -> None:
+def _convert_reference(c: ConfigImport, key: str) -> None:
     if str(c.value(key)).rstrip("/") == str(c.value("checkpointer.checkpoint_dir")).rstrip("/"):
         c.carry(key, {}, "the reference is the model before training")
     else:
         c.refuse(key, "the reference is the model before training, no other one")
 
 
-def _convert_tokenizer(c: Conversion, key: str) -> None:
+def _convert_tokenizer(c: ConfigImport, key: str) -> None:
     path = str(c.value(key))
     folder = str(c.value("checkpointer.checkpoint_dir")).rstrip("/").removesuffix("/original")
     if path.startswith(f"{folder}/"):
@@ -191,7 +191,7 @@ def _convert_tokenizer(c: Conversion, key: str) -> None:
         c.carry(key, {"tokenizer.path": path})
 
 
-def _convert_template(c: Conversion, key: str) -> None:
+def _convert_template(c: ConfigImport, key: str) -> None:
     """Take a model's own template for the one in its tokenizer's files; another one's words are to be in a file."""
     if str(c.value(key)).startswith("torchtune.models."):
         c.change(key, {}, "text is written by the chat template of the tokenizer's files, which models have learned")
@@ -199,14 +199,14 @@ def _convert_template(c: Conversion, key: str) -> None:
         c.refuse(key, "text is written by the tokenizer's chat template; tokenizer.chat_template takes a Jinja file")
 
 
-def _convert_length(c: Conversion, key: str) -> None:
+def _convert_length(c: ConfigImport, key: str) -> None:
     if c.value(key) is None:
         c.change(key, {}, "there no limit, here max_seq_len, of which longer samples are cut to: 2048 unless set")
     else:
         c.carry(key, {"max_seq_len": c.value(key)})
 
 
-def _convert_linears(c: Conversion, key: str) -> None:
+def _convert_linears(c: ConfigImport, key: str) -> None:
     """Join three keys, which are one list here."""
     modules = [ATTENTION.get(str(word), str(word)) for word in c.value(key)]
     if c.value("model.apply_lora_to_mlp"):
@@ -220,11 +220,11 @@ def _convert_linears(c: Conversion, key: str) -> None:
             c.carry(other, {}, "part of lora.target_modules")
 
 
-def _convert_warm_up(c: Conversion, key: str) -> None:
+def _convert_warm_up(c: ConfigImport, key: str) -> None:
     c.change(key, {"lr_scheduler.warmup_steps": c.value(key)}, WARM_UP)
 
 
-def _convert_steps(c: Conversion, key: str) -> None:
+def _convert_steps(c: ConfigImport, key: str) -> None:
     steps = c.value(key)
     epochs = c.value("epochs") or 1
     if epochs == 1:
@@ -234,18 +234,18 @@ def _convert_steps(c: Conversion, key: str) -> None:
         c.change(key, {"max_steps": steps * epochs}, why)
 
 
-def _convert_seed(c: Conversion, key: str) -> None:
+def _convert_seed(c: ConfigImport, key: str) -> None:
     if c.value(key) is None:
         c.change(key, {}, "there another seed each time, here 42, so that a run can be repeated")
     else:
         c.carry(key, {"seed": c.value(key)}, "other random numbers come of it")
 
 
-def _convert_clipping(c: Conversion, key: str) -> None:
+def _convert_clipping(c: ConfigImport, key: str) -> None:
     c.carry(key, {"clip_grad_norm": None if c.value(key) == "inf" else c.value(key)})
 
 
-def _convert_device(c: Conversion, key: str) -> None:
+def _convert_device(c: ConfigImport, key: str) -> None:
     kind = str(c.value(key)).partition(":")[0]
     if kind in ("cuda", "cpu"):
         c.carry(key, {"device": kind})
@@ -253,7 +253,7 @@ def _convert_device(c: Conversion, key: str) -> None:
         c.refuse(key, "expected cuda or cpu", may_be_left_out=False)
 
 
-def _convert_sharded_layers(c: Conversion, key: str) -> None:
+def _convert_sharded_layers(c: ConfigImport, key: str) -> None:
     words = {str(word).rpartition(".")[2] for word in c.value(key)}
     if words <= {"tok_embeddings", "output"}:
         why = "embedding and output projection are units of their own"
@@ -263,7 +263,7 @@ def _convert_sharded_layers(c: Conversion, key: str) -> None:
 
 
 # In this order: what a key brings as defaults is there for the next.
-CONVERTED: dict[str, Callable[[Conversion, str], None]] = {
+CONVERTED: dict[str, Callable[[ConfigImport, str], None]] = {
     "model._component_": _convert_model,
     "checkpointer.checkpoint_dir": _convert_folder,
     "teacher_checkpointer.checkpoint_dir": _convert_folder,

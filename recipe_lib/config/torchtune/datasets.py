@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from recipe_lib.config.local_files import is_data
 from recipe_lib.config.paths import expand
 from recipe_lib.config.schema_data import HUB
-from recipe_lib.config.torchtune.conversion import Conversion
+from recipe_lib.config.torchtune.conversion import ConfigImport
 
 
 @dataclass(frozen=True)
-class Dataset:
+class TorchtuneDataset:
     """What a function of torchtune.datasets reads."""
 
     format: str
@@ -37,27 +37,33 @@ _PAIRS = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
 _SELF = {"instruction": "instruction", "input": "input", "output": "output"}
 
 DATASETS = {
-    "alpaca_dataset": Dataset("alpaca", "tatsu-lab/alpaca", renamed=_SELF, masks=False, why=_ALPACA),
-    "alpaca_cleaned_dataset": Dataset("alpaca", "yahma/alpaca-cleaned", renamed=_SELF, masks=False, why=_ALPACA),
-    "instruct_dataset": Dataset("alpaca", columns={"instruction": "input"}, renamed=_IN_OUT),
-    "grammar_dataset": Dataset("alpaca", "liweili/c4_200m", {"instruction": "input"}, _IN_OUT),
-    "samsum_dataset": Dataset("alpaca", "Samsung/samsum", {"instruction": "dialogue", "output": "summary"}, _IN_OUT),
-    "chat_dataset": Dataset("messages"),
-    "slimorca_dataset": Dataset("sharegpt", "Open-Orca/SlimOrca-Dedup", renamed={"conversations": "conversations"}),
-    "preference_dataset": Dataset("preference", renamed=_PAIRS),
-    "hh_rlhf_helpful_dataset": Dataset("preference", "RLHFlow/HH-RLHF-Helpful-standard", renamed=_PAIRS),
-    "stack_exchange_paired_dataset": Dataset(
+    "alpaca_dataset": TorchtuneDataset("alpaca", "tatsu-lab/alpaca", renamed=_SELF, masks=False, why=_ALPACA),
+    "alpaca_cleaned_dataset": TorchtuneDataset(
+        "alpaca", "yahma/alpaca-cleaned", renamed=_SELF, masks=False, why=_ALPACA
+    ),
+    "instruct_dataset": TorchtuneDataset("alpaca", columns={"instruction": "input"}, renamed=_IN_OUT),
+    "grammar_dataset": TorchtuneDataset("alpaca", "liweili/c4_200m", {"instruction": "input"}, _IN_OUT),
+    "samsum_dataset": TorchtuneDataset(
+        "alpaca", "Samsung/samsum", {"instruction": "dialogue", "output": "summary"}, _IN_OUT
+    ),
+    "chat_dataset": TorchtuneDataset("messages"),
+    "slimorca_dataset": TorchtuneDataset(
+        "sharegpt", "Open-Orca/SlimOrca-Dedup", renamed={"conversations": "conversations"}
+    ),
+    "preference_dataset": TorchtuneDataset("preference", renamed=_PAIRS),
+    "hh_rlhf_helpful_dataset": TorchtuneDataset("preference", "RLHFlow/HH-RLHF-Helpful-standard", renamed=_PAIRS),
+    "stack_exchange_paired_dataset": TorchtuneDataset(
         "preference",
         "lvwerra/stack-exchange-paired",
         {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
         _PAIRS,
         why="there the files of its folder data/rl, here the dataset's train split",
     ),
-    "text_completion_dataset": Dataset("text", why=_DOCUMENTS),
-    "wikitext_dataset": Dataset(
+    "text_completion_dataset": TorchtuneDataset("text", why=_DOCUMENTS),
+    "wikitext_dataset": TorchtuneDataset(
         "text", "EleutherAI/wikitext_document_level", {"text": "page"}, why=_DOCUMENTS, subset="wikitext-103-v1"
     ),
-    "cnn_dailymail_articles_dataset": Dataset(
+    "cnn_dailymail_articles_dataset": TorchtuneDataset(
         "text", "ccdv/cnn_dailymail", {"text": "article"}, why=_DOCUMENTS, subset="3.0.0"
     ),
 }
@@ -84,7 +90,7 @@ REFUSED = {
 }
 
 
-def convert_datasets(conversion: Conversion) -> None:
+def convert_datasets(conversion: ConfigImport) -> None:
     """Note the keys of `dataset`, a section or a list of them, and of `dataset_val`."""
     values = conversion.theirs.values
     numbers = sorted({int(key[8:].partition("]")[0]) for key in values if key.startswith("dataset[")})
@@ -97,7 +103,7 @@ def convert_datasets(conversion: Conversion) -> None:
             _convert_dataset(conversion, section, ours)
 
 
-def _convert_dataset(conversion: Conversion, section: str, ours: str) -> None:
+def _convert_dataset(conversion: ConfigImport, section: str, ours: str) -> None:
     """Note the keys of one dataset. ours: the section of ours that it becomes."""
     component = f"{section}._component_"
     dataset = DATASETS.get(conversion.read_component(section))
@@ -126,7 +132,7 @@ def _convert_dataset(conversion: Conversion, section: str, ours: str) -> None:
         _convert_key(conversion, trains_on_all, ours, dataset, source)
 
 
-def _convert_source(conversion: Conversion, section: str, ours: str, dataset: Dataset) -> str | None:
+def _convert_source(conversion: ConfigImport, section: str, ours: str, dataset: TorchtuneDataset) -> str | None:
     """Note where a dataset is; return what `data.source` is, None after a fault."""
     key = f"{section}.source"
     names = [str(conversion.value(f"{section}.{word}")) for word in ("subset", "name")
@@ -168,7 +174,7 @@ def is_local(name: str) -> bool:
     return os.path.exists(path) or is_data(path) or name.startswith(("/", "./", "../", "~"))
 
 
-def _convert_columns(conversion: Conversion, section: str, ours: str, dataset: Dataset) -> None:
+def _convert_columns(conversion: ConfigImport, section: str, ours: str, dataset: TorchtuneDataset) -> None:
     """Note the names of columns: theirs by our names, as far as they differ."""
     columns = dict(dataset.columns)
     for key in conversion.theirs.under(f"{section}.column_map"):
@@ -196,7 +202,7 @@ def _convert_columns(conversion: Conversion, section: str, ours: str, dataset: D
         conversion.ours[f"{ours}.columns"] = columns
 
 
-def _convert_key(conversion: Conversion, key: str, ours: str, dataset: Dataset, source: str | None) -> None:
+def _convert_key(conversion: ConfigImport, key: str, ours: str, dataset: TorchtuneDataset, source: str | None) -> None:
     """Note a key of a dataset besides its source and columns."""
     value = conversion.value(key)
     word = key.rpartition(".")[2]
@@ -221,7 +227,7 @@ def _convert_key(conversion: Conversion, key: str, ours: str, dataset: Dataset, 
         conversion.drop(key, "is off, as here")
 
 
-def _convert_split(conversion: Conversion, key: str, ours: str, source: str | None) -> None:
+def _convert_split(conversion: ConfigImport, key: str, ours: str, source: str | None) -> None:
     """Note the split of a dataset of the hub; files have none."""
     split = str(conversion.value(key))
     if source is None or source.startswith(HUB):
@@ -232,7 +238,7 @@ def _convert_split(conversion: Conversion, key: str, ours: str, source: str | No
         conversion.refuse(key, "files are read whole, without splits; write the part into a file of its own")
 
 
-def _convert_labels(conversion: Conversion, key: str, dataset: Dataset, *, trains_on_all: bool) -> None:
+def _convert_labels(conversion: ConfigImport, key: str, dataset: TorchtuneDataset, *, trains_on_all: bool) -> None:
     if dataset.format == "text":
         conversion.drop(key, "every token of a text is trained on")
     elif dataset.format != "preference":

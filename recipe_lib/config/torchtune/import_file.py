@@ -21,7 +21,7 @@ from recipe_lib.config.torchtune.conversion import (
     CHANGED,
     DEFAULT,
     DROPPED,
-    Conversion,
+    ConfigImport,
     KeyFate,
     leave_out,
 )
@@ -110,7 +110,7 @@ def import_file(path: str, *, overrides: Sequence[str] = (), omitted: Sequence[s
     theirs = read_their_file(path)
     _check_tool(theirs)
     left_out = leave_out(omitted, theirs)
-    conversion = Conversion(theirs, DEFAULTS)
+    conversion = ConfigImport(theirs, DEFAULTS)
     convert(conversion)
     given = {word.removeprefix("~").partition("=")[0] for word in overrides}
     loaded = _load(conversion, overrides, given)
@@ -142,7 +142,7 @@ def _check_tool(theirs: TheirFile) -> None:
     raise ConfigError(f"{theirs.shown}: has no key _component_, as torchtune's configs have; {only}")
 
 
-def _load(conversion: Conversion, overrides: Sequence[str], given: set[str]) -> Loaded:
+def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -> Loaded:
     """Check the config as `tune validate` does; our keys are handed over as if they had been typed."""
     taken = dict(conversion.ours)
     for pair in ALTERNATIVES:  # what the user sets takes the place of its alternative
@@ -177,7 +177,7 @@ def _in_lists(ours: dict[str, Any]) -> dict[str, Any]:
     return rest | ({"data.sources": [sources[number] for number in sorted(sources)]} if sources else {})
 
 
-def _drop_idle(conversion: Conversion, loaded: Loaded, given: set[str]) -> dict[str, KeyFate]:
+def _drop_idle(conversion: ConfigImport, loaded: Loaded, given: set[str]) -> dict[str, KeyFate]:
     """Return the fates; keys whose counterpart has no effect in this config, or is given by the user, are dropped."""
     reasons = {line.partition(" has no effect: ")[0]: line for line in loaded.idle}
     reasons |= {name: f"{name} is set on the command line" for name in given}
