@@ -23,7 +23,7 @@ from recipe_lib.plan.tracing.simulate import FIRST, simulate
 from recipe_lib.plan.world.simulated_device import NAME
 from tests.plan.apart import settings
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
 TEXT = """# Collectives of all ranks, compared
 
 By `python -m benchmarks.collective_orders --output docs/measurements/collective_orders.md`, torch {torch}, in {seconds}

@@ -1,8 +1,8 @@
 """What `tune import` makes of other tools' configs: `python -m benchmarks.imported_configs FOLDER ... [--counts]`.
 
 Prints a Markdown table with a row for each YAML file under the folders: the recipe, and how many of its keys were
-carried, carried with another effect, or dropped; or the line that refuses it. --counts: a row for each tool and
-recipe, and how many files were refused for what. --keys: a row for each key. No folder: the configs of torchtune's
+carried, carried with another effect, or dropped; or the line that refuses it. --counts: a row for each recipe,
+and how many files were refused for what. --keys: a row for each key. No folder: the configs of torchtune's
 wheel, installed or in the folder that TORCHTUNE_CONFIGS names.
 """
 
@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from recipe_lib.config.other_configs import Imported, import_file
-from recipe_lib.config.other_configs.conversion import KeyFate
+from recipe_lib.config.torchtune import Imported, import_file
+from recipe_lib.config.torchtune.conversion import KeyFate
 from recipe_lib.errors import ConfigError
 
 KINDS = ("carried", "other effect", "dropped")
 # Words of refusals -> what the table of counts calls them.
 REASONS = ("there are no images here", "it measures a model", "it generates", "it quantizes a model",
-           "reinforcement learning", "no quantization-aware training", "no recipe for distillation")  # fmt: skip
+           "reinforcement learning")  # fmt: skip
 
 
 def torchtune_configs() -> Path | None:
@@ -61,22 +61,21 @@ def table(found: Iterable[tuple[str, Imported | str]]) -> str:
 
 
 def count_table(found: Iterable[tuple[str, Imported | str]]) -> str:
-    """A row a tool and recipe, then one a reason of refusal. found: what `outcomes` gives."""
-    files: Counter[tuple[str, str]] = Counter()
-    keys: dict[tuple[str, str], Counter[str]] = {}
+    """A row a recipe, then one a reason of refusal. found: what `outcomes` gives."""
+    files: Counter[str] = Counter()
+    keys: dict[str, Counter[str]] = {}
     refused: Counter[str] = Counter()
     for _, outcome in found:
         if isinstance(outcome, str):
             refused[next((reason for reason in REASONS if reason in outcome), outcome)] += 1
             continue
-        kind = (outcome.tool, outcome.recipe)
-        files[kind] += 1
-        keys.setdefault(kind, Counter()).update(outcome.counts())
-    lines = ["| tool | recipe | files | keys carried | other effect | dropped |", "|---|---|---|---|---|---|"]
-    for kind in sorted(files):
-        counts = " | ".join(str(keys[kind][name]) for name in KINDS)
-        lines.append(f"| {kind[0]} | `{kind[1]}` | {files[kind]} | {counts} |")
-    lines += [f"| | refused: {reason} | {count} | | | |" for reason, count in sorted(refused.items())]
+        files[outcome.recipe] += 1
+        keys.setdefault(outcome.recipe, Counter()).update(outcome.counts())
+    lines = ["| recipe | files | keys carried | other effect | dropped |", "|---|---|---|---|---|"]
+    for recipe in sorted(files):
+        counts = " | ".join(str(keys[recipe][name]) for name in KINDS)
+        lines.append(f"| `{recipe}` | {files[recipe]} | {counts} |")
+    lines += [f"| refused: {reason} | {count} | | | |" for reason, count in sorted(refused.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -109,7 +108,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path)
-    parser.add_argument("--counts", action="store_true", help="a row for each tool and recipe")
+    parser.add_argument("--counts", action="store_true", help="a row for each recipe")
     parser.add_argument("--keys", action="store_true", help="a row for each key")
     arguments = parser.parse_args()
     folders = arguments.folders or [folder for folder in [torchtune_configs()] if folder]

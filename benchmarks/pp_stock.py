@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
-    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -28,7 +27,6 @@ SCHEDULE_CLASSES: dict[str, Any] = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
 }
 
 

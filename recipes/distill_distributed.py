@@ -3,8 +3,6 @@
     tune run distill_distributed --config demo/distill                                        one process
     tune run --nproc_per_node 2 distill_distributed --config llama3_2/1B_distill              every parameter, two GPUs
     tune run distill_distributed --config demo/distill distill.trainable=adapters             LoRA
-    tune teach --config demo/distill --out outputs/taught                                     the teacher once, to disk
-    tune run distill_distributed --config demo/distill ~distill.teacher distill.from_disk=outputs/taught   and without
 
 The loss of a label token is distill.weight x divergence + (1 - distill.weight) x cross-entropy; the divergence is that
 of distill.divergence, between softmax(logits / distill.temperature) of both, times the temperature's square.
@@ -14,7 +12,6 @@ Logits of either model exist for one chunk of the tokens at a time. The teacher 
 
     distill.quantize_teacher=nf4           its layers in 4 bits, quantized while they are read (int8: in 8)
     distill.stream_teacher=true            its layers in host memory, each here while it runs
-    distill.from_disk=FOLDER               no teacher: the likeliest tokens that `tune teach` has written
 
 and for both models
 
@@ -36,10 +33,8 @@ from recipe_lib.config import DistillFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.models import build_meta
-from recipe_lib.models.decoder import Decoder
-from recipe_lib.ops.distillation import Distillation, TeacherStates, TopTokens
-from recipe_lib.parallel import DTYPES, Parallel, World, all_reduce_gradients, describe_units, materialize, parallelize
-from recipe_lib.training.taught_tokens import open_taught
+from recipe_lib.ops.distillation import Distillation
+from recipe_lib.parallel import DTYPES, World, all_reduce_gradients, describe_units, materialize, parallelize
 from recipe_lib.training.teacher import (
     check_same_ids,
     describe_teacher,
@@ -71,24 +66,17 @@ class DistillFinetune:
         if self.adapts and cfg.lora.adapter_path:
             check_adapter(Path(cfg.lora.adapter_path), self.spec, cfg.lora, self.source.folder)
         self.teacher_source = resolve_teacher(cfg)
-        self.taught = open_taught(cfg, self.spec.vocab_size)
         self.divergence = divergence_of(cfg.distill)
 
     def setup_data(self, prepared: PreparedData | None) -> None:
         """Tokens and labels, which mean the same to the teacher."""
         self.data = training.TrainingData(self.cfg, self.source, self.world, prepared)
-        if self.teacher_source is not None:
-            check_same_ids(self.teacher_source, self.data.tokenizer, self.data)
-        if self.taught is not None:
-            self.taught.check(self.data.dataset, self.data.validation_dataset)
+        check_same_ids(self.teacher_source, self.data.tokenizer, self.data)
 
     def setup_model(self) -> None:
-        """The teacher, unless it has run before, and the model; neither has values yet."""
+        """Build the teacher and the model; neither has values yet."""
         cfg, dtype = self.cfg, DTYPES[self.cfg.dtype]
-        self.teacher: Decoder | None = None
-        self.teacher_parallel: Parallel | None = None
-        if self.teacher_source is not None:
-            self.teacher, self.teacher_parallel = place_teacher(self.teacher_source, cfg, self.world)
+        self.teacher, self.teacher_parallel = place_teacher(self.teacher_source, cfg, self.world)
         self.model = build_meta(self.spec, dtype)
         if self.adapts:
             add_adapters(self.model, cfg.lora, dtype)
@@ -99,8 +87,7 @@ class DistillFinetune:
     def load_weights(self) -> None:
         """Those of both, each from its checkpoint; adapters change nothing yet."""
         load_student(self.model, self.source, self.cfg)
-        if self.teacher is not None and self.teacher_source is not None:
-            load_teacher(self.teacher, self.teacher_source, self.cfg)
+        load_teacher(self.teacher, self.teacher_source, self.cfg)
         if self.cfg.data.packing:
             check_packing_isolation(self.model, self.spec, self.device, multiple=self.parallel.token_ranks)
 
@@ -124,17 +111,11 @@ class DistillFinetune:
         lines.append(describe_teacher(self.cfg.distill, self.teacher, self.teacher_parallel))
         return [*lines, describe_units(self.model, self.parallel)]
 
-    def target(self, batch: Batch) -> TeacherStates | TopTokens:
-        """What a micro-batch is compared with: the teacher's hidden states, or its likeliest tokens from the disk."""
-        if self.taught is not None:
-            return self.taught.read(batch, self.world, validation=not self.model.training)
-        assert self.teacher is not None
-        return teacher_states(self.teacher, batch)
-
     def summed_loss(self, batch: Batch, sums: torch.Tensor) -> torch.Tensor:
         """The loss summed over a micro-batch's label tokens; its two parts are added to `sums`."""
         keys, chunks = self.cfg.distill, self.cfg.memory.loss_chunks
-        head_loss = Distillation(self.target(batch), self.divergence, keys.weight, chunks, sums)
+        states = teacher_states(self.teacher, batch)
+        head_loss = Distillation(states, self.divergence, keys.weight, chunks, sums)
         return self.model(batch.tokens, batch.positions, batch.attention, labels=batch.labels, head_loss=head_loss)
 
     def train_step(self, batches: StepBatches) -> training.Step:

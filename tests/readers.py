@@ -142,9 +142,6 @@ READERS: Sequence[Reader] = (
     Reader("run words", "c.yaml", "run {file}"),
     Reader("run --config", "c.yaml", "run full_finetune_distributed --config {file}"),
     Reader("run --plugin", "p.py", "run full_finetune_distributed --config {config} --plugin {file}", None, ("empty",)),
-    Reader("teach config", "c.yaml", "teach {file} --out {out}"),
-    Reader("teach --config", "c.yaml", "teach --config {file} --out {out}"),
-    Reader("teach --plugin", "p.py", "teach {config} --out {out} --plugin {file}", None, ("empty",)),
     Reader("eval --plugin", "p.py", "eval {folder} --plugin {file}", None, ("empty",)),
     Reader("export checkpoint", "adapter_config.json", "export {folder} --merge --out {out}"),
     Reader("generate --prompts", "p.jsonl", "generate {folder} --prompts {file} --device cpu", beside=put_model),
@@ -187,9 +184,6 @@ READERS: Sequence[Reader] = (
            LORA + " lora.adapter_path={folder} output_dir={out}"),
     Reader("lora.adapter_path", "adapter_model.safetensors",
            LORA + " lora.adapter_path={folder} output_dir={out}", beside=put_adapter),
-    Reader("distill.from_disk", "teacher.json",
-           "run distill_distributed --config {config} recipe=distill_distributed distill.from_disk={folder} "
-           "output_dir={out}"),
     *(
         Reader("output_dir", name, "run {config} output_dir={folder}", None, ("missing",))
         for name in ("config.yaml", "summary.json", "report.html")

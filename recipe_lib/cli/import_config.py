@@ -1,34 +1,34 @@
-"""`tune import FILE.yaml`: a config of torchtune, Axolotl or LLaMA-Factory as one of ours, and what became of each key.
+"""`tune import FILE.yaml`: a config of torchtune's as one of ours, and what became of each key.
 
 The verb's word is one of Python's own, so that its module has another name (`MODULES` in main.py).
 """
 
+import argparse
 import os
 import shutil
 import sys
 from pathlib import Path
 
 from recipe_lib.cli.arguments import Parser
-from recipe_lib.config.other_configs import TOOLS, Imported, import_file
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand
 from recipe_lib.config.suggest import show
+from recipe_lib.config.torchtune import Imported, import_file
 from recipe_lib.errors import DONE, ConfigError, say
 from recipe_lib.files import replace_bytes
 from recipe_lib.logs import is_quiet, wrapped
 
-DESCRIPTION = f"""Turns a config of {", ".join(list(TOOLS)[:-1])} or {list(TOOLS)[-1]} into one of ours.
+DESCRIPTION = """Turns a config of torchtune's into one of ours.
 
 The config goes to standard output, or to --out. Standard error has what became of each key of the file: carried, with
 another effect here, or dropped, and why."""
 
 
 def parser() -> Parser:
-    """The options of the verb."""
+    """Return the options of the verb."""
     options = Parser("import", DESCRIPTION)
-    options.add_argument("file", metavar="FILE", help="a YAML file of another tool")
+    options.add_argument("file", metavar="FILE", help="a YAML file of torchtune's")
     options.add_argument("overrides", nargs="*", metavar="key=value", help="keys of ours, which win")
-    options.add_argument("--from", dest="tool", choices=tuple(TOOLS), metavar="TOOL",
-                         help=f"{', '.join(TOOLS)}; default: as the file's keys say")  # fmt: skip
+    options.add_argument("--from", choices=("torchtune",), help=argparse.SUPPRESS)  # there were others once
     options.add_argument("--out", metavar="FILE", help="write the config there; no file is replaced")
     options.add_argument("--model", metavar="MODEL", help="model.path: a folder, or a name on the hub")
     options.add_argument(
@@ -42,11 +42,11 @@ def parser() -> Parser:
 
 
 def run(words: list[str]) -> int:
-    """Prints the config and the table of keys; writes nothing unless all of it can be."""
+    """Print the config and the table of keys; write nothing unless all of it can be."""
     arguments = parser().parse(words)
     out = None if arguments.out is None else _place(arguments.out)
     overrides = [*([f"model.path={arguments.model}"] if arguments.model else []), *arguments.overrides]
-    imported = import_file(arguments.file, tool=arguments.tool, overrides=overrides, omitted=arguments.without)
+    imported = import_file(arguments.file, overrides=overrides, omitted=arguments.without)
     text = imported.yaml("mine.yaml" if arguments.out is None else arguments.out)
     if not is_quiet():
         say(_explained(imported))
@@ -71,7 +71,7 @@ def _place(name: str) -> Path:
 
 def _explained(imported: Imported) -> str:
     """The table, and what to do next; broken between words on a terminal."""
-    lines = [f"{imported.source}: a config of {imported.tool}", *imported.table().splitlines(), *imported.notes]
+    lines = [f"{imported.source}: a config of torchtune's", *imported.table().splitlines(), *imported.notes]
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size((80, 24)).columns
         lines = [wrapped(line, columns) for line in lines]

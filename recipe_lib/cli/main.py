@@ -20,14 +20,13 @@ VERBS = {
     "ls": "recipes and their configs",
     "cat": "show a config: its file, every resolved value, or every key explained",
     "cp": "copy a recipe or a config, to make it yours",
-    "import": "turn a config of torchtune, Axolotl or LLaMA-Factory into one of ours",
+    "import": "turn a config of torchtune into one of ours",
     "validate": "check a config, all faults at once",
     "download": "fetch a model from the Hugging Face hub",
     "data": "show a config's sequences as they will be trained, or check all of them",
     "plan": "estimate a run's memory, communication and time before it starts; needs no GPU",
     "tp-plan": "show how tensor parallel would shard a model; needs no weights and no GPU",
     "doctor": "look at this machine: GPUs, links, memory, disks; what is wrong, and what to set",
-    "teach": "write a teacher's likeliest tokens of a dataset, to train from without the teacher",
     "run": "run a recipe, on one process or many",
     "eval": "measure what was trained on held-out samples, and its base: loss, perplexity, answers",
     "export": "write what was trained as others load it: adapter, merged model, Hugging Face folder",
@@ -36,6 +35,8 @@ VERBS = {
     "completion": "what a shell completes after `tune`",
 }
 # Verbs whose word cannot be the name of a module.
+# Verbs that there are no more -> what to do instead.
+REMOVED = {"teach": "the teacher runs with the model: `tune run distill_distributed` with distill.teacher"}
 MODULES = {"import": "import_config"}
 # What a verb does, for who waits; the others are done in a moment, or say it themselves.
 WAITS = {
@@ -108,6 +109,8 @@ def _run_verb(words: list[str]) -> int:
     if verb in ("-V", "--version"):
         print(_version())
         return DONE
+    if verb in REMOVED:
+        raise ConfigError(f"tune: {verb}: {REMOVED[verb]}")
     if verb not in VERBS:
         from recipe_lib.config.suggest import did_you_mean, show
 

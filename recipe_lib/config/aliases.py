@@ -298,6 +298,8 @@ ANSWERS = {
     "metric_logger.log_dir": "metrics.jsonl and trackers/ are in output_dir; leave it out",
     "checkpointer._component_": "checkpoints are in the Hugging Face layout; leave it out",
     "profiler": "there is no profiler; `tune plan CONFIG --full` has the time of each part of a step",
+    "distill.from_disk": "the teacher runs with the model: distill.teacher names it; distill.quantize_teacher and "
+    "distill.stream_teacher make it fit",
     "new_system_prompt": "there is none; write the system's message into the samples",
     "_component_": "no config names Python code; `tune cat CONFIG --describe` lists the keys that choose",
 }  # fmt: skip
@@ -330,5 +332,5 @@ CHOICE_ALIASES = {
     "dpo_sigmoid": "sigmoid", "cdpo": "sigmoid", "lora": "adapters", "full": "all", "time": "compute", "true": "full",
     "constant_with_warmup": "constant", "float8": "fp8",
     "interleaved1f1b": "interleaved_1f1b", "interleavedzerobubble": "interleaved_zero_bubble",
-    "zbvzerobubble": "zbv", "zb_v": "zbv", "zero_bubble": "zbv", "one_forward_one_backward": "1f1b",
+    "zbvzerobubble": "zbv", "zb_v": "zbv", "dualpipev": "zbv", "zero_bubble": "zbv", "one_forward_one_backward": "1f1b",
 }  # fmt: skip

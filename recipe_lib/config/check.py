@@ -1,5 +1,7 @@
 """Compares what a file and a command line set with the schema, and gathers every fault instead of the first."""
 
+import contextlib
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,16 +9,13 @@ from typing import Any
 from recipe_lib.config.aliases import SECTION_ALIASES
 from recipe_lib.config.hints import hint_for
 from recipe_lib.config.interpolation import (
+    Interpolation,
     InterpolationError,
-    Room,
+    NameFault,
     are_related,
-    check_form,
-    fill_in,
-    in_order,
+    complete_name,
     is_interpolated,
-    names_in,
-    put,
-    tree_of,
+    step_into,
 )
 from recipe_lib.config.keys import Key, Schema, item_schema
 from recipe_lib.config.read_yaml import YamlNode
@@ -188,36 +187,72 @@ def check_value(
 
 
 def fill_pending(checked: Checked) -> None:
-    """Checks the values that name other keys, once all others are known."""
-    if not checked.pending:
-        return
-    keys, waiting = checked.schema.keys, checked.pending
-    for name, one in list(waiting.items()):
+    """Check the values that name other keys, once all others are known."""
+    names = _PendingNames(checked)
+    for name in list(checked.pending):
+        with contextlib.suppress(_InDoubt):
+            names.fill(name)
+
+
+class _InDoubt(Exception):  # noqa: N818 - a fault that is told already
+    """A value names a key that is in doubt: nothing is said of it."""
+
+
+class _PendingNames:
+    """Values that name other keys, each filled in after those that it names."""
+
+    def __init__(self, checked: Checked) -> None:
+        self.checked = checked
+        self.pending = dict(checked.pending)
+        self.names = Interpolation()
+
+    def fill(self, key: str) -> None:
+        """Check the value of a key with the values of those that it names. Raises NameFault for a circle."""
+        checked = self.checked
+        if key not in checked.pending:  # another one has named it
+            return
+        one = self.pending[key]
         try:
-            check_form(one.node)
-        except InterpolationError as fault:
-            del waiting[name]
-            checked.fault(one.place, "" if one.typed else name, str(fault))
-    values = {name: key.default for name, key in keys.items() if not key.required}
-    values |= {name: setting.value for name, setting in checked.settings.items()}
-    nodes = {name: one.node for name, one in waiting.items()}
-    tree, room = tree_of(values, nodes), Room()
-    for name in in_order(nodes):
-        one = waiting[name]
-        try:
-            if any(are_related(named, key) for named in names_in(one.node, name) for key in checked.doubtful):
-                raise MismatchError("")
-            node = fill_in(tree, one.node, name, checked.schema, room)
-            check_value(checked, keys[name], node, one.place, where=one.where, typed=one.typed, written=one.node.text)
-            if name in checked.settings:
-                put(tree, name, checked.settings[name].value)
+            with self.names.inside(key):
+                node = self.names.fill_node(one.node, functools.partial(self._look_up, key))
+            typed, written = one.typed, one.node.text
+            check_value(
+                checked, checked.schema.keys[key], node, one.place, where=one.where, typed=typed, written=written
+            )
         except InterpolationError as fault:
             file, _, _ = one.place.rpartition(":")
-            place = one.place if one.typed else f"{file}:{fault.line}"
-            checked.fault(place, "" if one.typed else name, str(fault))
-            checked.doubt(name)
-        except MismatchError:
-            checked.doubt(name)
+            checked.fault(one.place if one.typed else f"{file}:{fault.line}", "" if one.typed else key, str(fault))
+            checked.doubt(key)
+        except _InDoubt:
+            checked.doubt(key)
+        checked.pending.pop(key, None)
+
+    def _look_up(self, key: str, written: str) -> Any:
+        """Return the value of a name in the value of a key."""
+        name = complete_name(written, key)
+        for other in self.pending:
+            if are_related(name, other):
+                self.fill(other)
+        if any(are_related(name, doubtful) for doubtful in self.checked.doubtful):
+            raise _InDoubt
+        try:
+            return _find_value(self.checked, name)
+        except LookupError as error:
+            hint, _ = hint_for(name, "", self.checked.schema, in_file=False)
+            raise NameFault(f": there is no key {show(written)}{hint}") from error
+
+
+def _find_value(checked: Checked, name: str) -> Any:
+    """Return the value of a key, of a section as a mapping, or of a part of a value. LookupError if there is none."""
+    schema = checked.schema
+    if name in schema.keys:
+        return checked.settings[name].value if name in checked.settings else schema.keys[name].default
+    if name in schema.sections:
+        return {child.rpartition(".")[2]: _find_value(checked, child) for child in schema.children(name)}
+    for outer in schema.keys:
+        if are_related(name, outer):
+            return step_into(_find_value(checked, outer), name.removeprefix(outer))
+    raise LookupError(name)
 
 
 def check_items(checked: Checked, key: Key, value: YamlNode, place: str, where: str, typed: bool) -> None:

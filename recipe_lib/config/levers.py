@@ -19,7 +19,7 @@ LEVERS = (
 NO_LEVERS = (
     "lora.alpha", "lora.rslora", "lora.adapter_path", "lora.merge_on_save",
     "dpo.beta", "dpo.label_smoothing", "dpo.simpo_gamma",
-    "distill.teacher", "distill.teacher_preset", "distill.from_disk", "distill.beta", "distill.temperature",
+    "distill.teacher", "distill.teacher_preset", "distill.beta", "distill.temperature",
     "distill.weight", "memory.host_memory_limit_gib",
     "parallel.data_shard", "parallel.data_replicate", "parallel.context", "parallel.tensor",
     "parallel.pipeline",

@@ -124,7 +124,6 @@ SCHEDULES = {
     "interleaved_1f1b": ScheduleFacts(None, folded=False, splits=False),
     "interleaved_zero_bubble": ScheduleFacts(None, folded=False, splits=True),
     "zbv": ScheduleFacts(2, folded=True, splits=True),
-    "dualpipev": ScheduleFacts(2, folded=True, splits=True),
 }
 
 
@@ -165,7 +164,7 @@ def fewest_micro_batches(parallel: ParallelConfig) -> int:
     """The micro-batches a step that a schedule is made for; with fewer, ranks wait even in the middle of the step."""
     if parallel.pipeline == 1 or parallel.pipeline_schedule == "gpipe":
         return 1
-    return stage_count(parallel) if parallel.pipeline_schedule == "dualpipev" else parallel.pipeline
+    return parallel.pipeline
 
 
 def schedule_fault(parallel: ParallelConfig, count: int) -> str | None:

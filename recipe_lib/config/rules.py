@@ -297,7 +297,7 @@ RULES: tuple[Rule, ...] = (
          found=_uneven_words),
     Rule(("parallel.pipeline", "parallel.pipeline_schedule", "parallel.pipeline_microbatches"), _too_few,
          "ranks would wait for each other even in the middle of a step: all schedules but gpipe need as many "
-         "micro-batches a step as the pipeline has ranks, dualpipev as it has stages",
+         "micro-batches a step as the pipeline has ranks",
          "set parallel.pipeline_microbatches (by default gradient_accumulation_steps) higher",
          ("parallel.pipeline=4",), reads=(*_BATCH, *_SCHEDULE), found=_few_words),
     Rule(("parallel.pipeline_schedule", "compile"),

@@ -50,17 +50,16 @@ METHOD_RULES: tuple[Rule, ...] = (
     Rule(("lora.target_modules", "reward.loss"), lambda cfg: "head" in cfg.lora.target_modules,
          "a score head is in the place of the output head, and is trained whole",
          "leave head out of lora.target_modules", ("lora.target_modules=[q, head]",), recipe=_REWARD),
-    Rule(("distill.teacher", "distill.teacher_preset", "distill.from_disk"),
+    Rule(("distill.teacher", "distill.teacher_preset"),
          lambda cfg: len(cfg.distill.sources) != 1,
-         "the teacher's probabilities are from one of them", "set one",
+         "there is one teacher", "set one",
          ("distill.teacher_preset=llama3/8B",), recipe=_DISTILL,
          found=lambda cfg: f"found {' and '.join(cfg.distill.sources) or 'none of them'}, expected one; set "
-         "distill.teacher to a checkpoint with the model's tokenizer, or distill.from_disk to what `tune teach` has "
-         "written, and no other (~KEY removes KEY)"),
+         "distill.teacher to a checkpoint with the model's tokenizer, and no other (~KEY removes KEY)"),
     Rule(("distill.divergence", "parallel.pipeline"), lambda cfg: cfg.parallel.pipeline > 1,
          "the teacher would need stages and a schedule of its own",
-         "set parallel.pipeline=1; a teacher that is too large is smaller with distill.quantize_teacher, on the host "
-         "with distill.stream_teacher, and not there with `tune teach` and distill.from_disk",
+         "set parallel.pipeline=1; a teacher that is too large is smaller with distill.quantize_teacher, and on the "
+         "host with distill.stream_teacher",
          ("parallel.pipeline=2", "gradient_accumulation_steps=4"), recipe=_DISTILL),
     Rule(("distill.divergence", "model.implementation"), is_external,
          "teacher and model hand hidden states to each other's output heads, which those of model.implementation="

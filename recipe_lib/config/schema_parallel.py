@@ -73,7 +73,7 @@ class ParallelConfig:
         "1f1b",
         "Order of the micro-batches' forwards and backwards on the ranks of a pipeline; those with `zero` or `v` in "
         "their names defer weight gradients to when a rank would wait.",
-        choices=("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"),
+        choices=("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"),
         needs="parallel.pipeline > 1",
         known_as="torchtitan pipeline_parallel_schedule",
     )
@@ -88,7 +88,7 @@ class ParallelConfig:
     )
     pipeline_stages_per_rank: int = key(
         2,
-        "Stages on each rank of an interleaved schedule; `zbv` and `dualpipev` have 2, the others 1.",
+        "Stages on each rank of an interleaved schedule; `zbv` has 2, the others 1.",
         minimum=2,
         most=2**10,
         needs=("parallel.pipeline > 1", "parallel.pipeline_schedule in interleaved_1f1b, interleaved_zero_bubble"),
@@ -99,7 +99,7 @@ class ParallelConfig:
         "Most micro-batches of a rank (each of its stages counted) whose weight gradients are deferred at a time, in "
         "schedules that defer them; fewer take less memory, the bubble is longer; null: as the schedule has it.",
         minimum=1,
-        needs=("parallel.pipeline > 1", "parallel.pipeline_schedule in interleaved_zero_bubble, zbv, dualpipev"),
+        needs=("parallel.pipeline > 1", "parallel.pipeline_schedule in interleaved_zero_bubble, zbv"),
         known_as="Megatron (zero-bubble fork) zero_bubble_max_pending_backward",
     )
     pipeline_layers_per_stage: list[int] | None = key(

@@ -153,7 +153,7 @@ def _common_shape(fields: Fields, family: str) -> dict[str, Any]:
 
 
 def _llama(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """Llama 2, 3, 3.1, 3.2, 3.3; TinyLlama; SmolLM2."""
+    """Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2."""
     bias = fields.flag("attention_bias")
     return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": fields.flag("mlp_bias")}
 

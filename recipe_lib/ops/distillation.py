@@ -18,7 +18,7 @@ What is kept for backward is a gradient of the hidden states and one of the weig
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,6 @@ from recipe_lib.ops.chunked_heads import (
     OutputAdapter,
     gather_tokens,
     largest_of,
-    row_pieces,
     sum_in_chunks,
     walk_chunks,
 )
@@ -63,20 +62,6 @@ class TeacherStates:
 
 
 @dataclass(frozen=True)
-class TopTokens:
-    """A teacher's likeliest tokens, in place of its logits: k + 1 outcomes a token, all other ids together being one.
-
-    ids: int `[..., k]`, each once. log_probs: `[..., k]`, at the temperature of the divergence. rest: the log of
-    what is left for all other ids `[...]`. vocabulary: ids that they were chosen of. They need not sum to 1 exactly.
-    """
-
-    ids: Tensor
-    log_probs: Tensor
-    rest: Tensor
-    vocabulary: int
-
-
-@dataclass(frozen=True)
 class Distillation:
     """A head loss: the sum over label tokens of `weight` x divergence + (1 - weight) x cross-entropy.
 
@@ -84,7 +69,7 @@ class Distillation:
     ranks that share sequences those of a rank's tokens.
     """
 
-    target: TeacherStates | TopTokens
+    target: TeacherStates
     divergence: Divergence
     weight: float
     chunks: int = 1
@@ -106,13 +91,11 @@ class Distillation:
         def sum_loss(head: Head) -> Tensor:
             found = torch.zeros(2, dtype=widen_dtype(hidden.dtype), device=hidden.device)
 
-            def run(target: ChunkTarget) -> None:
+            def run(**of_head: Any) -> None:
+                target = TeacherHead(self.divergence, **of_head)
                 _run_chunks(self, head, target, labels, softcap, found)
 
-            if isinstance(self.target, TopTokens):
-                run(BucketTarget(self.target, self.divergence, group))
-            else:
-                with_teacher_head(self.target, lambda **of_head: run(HeadTarget(self.divergence, **of_head)))
+            with_teacher_head(self.target, run)
             if self.sums is not None:
                 self.sums.add_(found)
             return self.weight * found[0] + (1 - self.weight) * found[1]
@@ -135,31 +118,8 @@ def with_teacher_head(states: TeacherStates, run: Callable[..., None]) -> None:
         states.head(states.hidden, labels=states.labels, head_loss=inside)
 
 
-@torch.no_grad()
-def likeliest_tokens(states: TeacherStates, count: int, temperature: float, vocabulary: int, chunks: int) -> TopTokens:
-    """The `count` likeliest of the ids below `vocabulary` at each label, in the order of the labels `[n, count]`."""
-    labeled = states.labels.flatten() != IGNORED
-    found: list[TopTokens] = []
-
-    def run(*, hidden: Tensor, **head: Any) -> None:
-        target = HeadTarget(Divergence(temperature=temperature), hidden=hidden.flatten(0, -2)[labeled], **head)
-        for part in row_pieces(target.hidden.shape[0], chunks):
-            logs = target.logits(part, 0, vocabulary, target.weight.shape[0])
-            logs.sub_(log_sum(logs, None))
-            top = logs.topk(count)
-            rest = logs.scatter_(1, top.indices, -math.inf).logsumexp(1)
-            found.append(TopTokens(top.indices.int(), top.values, rest, vocabulary))
-            del logs
-
-    with_teacher_head(states, run)
-    ids, log_probs, rests = (
-        torch.cat(parts) for parts in zip(*((one.ids, one.log_probs, one.rest) for one in found), strict=True)
-    )
-    return TopTokens(ids, log_probs, rests, vocabulary)
-
-
 def _run_chunks(
-    loss: Distillation, student: Head, target: "ChunkTarget", labels: Tensor, softcap: float | None, found: Tensor
+    loss: Distillation, student: Head, target: "TeacherHead", labels: Tensor, softcap: float | None, found: Tensor
 ) -> None:
     """Add divergence and cross-entropy of all tokens to `found`; the student has their gradients."""
     group, wants, temperature = student.group, student.trains, loss.divergence.temperature
@@ -194,20 +154,12 @@ def _run_chunks(
     walk_chunks(student, labels, loss.chunks, compare_chunk)
 
 
-class ChunkTarget(Protocol):
-    """What the student is compared with, a chunk at a time. vocabulary: ids that it has a probability for."""
+class TeacherHead:
+    """The head of a teacher, which the student is compared with a chunk at a time.
 
-    vocabulary: int
-
-    def compare(self, part: slice, log_probs: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-        """part: of a rank's tokens. log_probs: of the student `[m, c]`, of the ids from `first` on, which are this
-        rank's and both have; overwritten. width: of all ids that the student has on a rank.
-
-        Returns the divergence of each token `[m]`, and its gradient by the student's logits / T `[m, c]`."""
-
-
-class HeadTarget:
-    """A teacher's head: hidden states `[..., d_t]`, weight `[v_t, d_t]`, of a group this rank's tokens and rows."""
+    hidden: states `[..., d_t]`, and weight `[v_t, d_t]`, of a group this rank's tokens and rows. vocabulary: ids that
+    the teacher has a probability for.
+    """
 
     def __init__(
         self,
@@ -224,7 +176,11 @@ class HeadTarget:
         self.vocabulary = weight.shape[0] * (1 if group is None else group.size)
 
     def compare(self, part: slice, log_probs: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-        """See ChunkTarget."""
+        """Return the divergence of each token `[m]`, and its gradient by the student's logits / T `[m, c]`.
+
+        part: of a rank's tokens. log_probs: of the student `[m, c]`, of the ids from `first` on, which are this rank's
+        and both have; overwritten. width: of all ids that the student has on a rank.
+        """
         logits = self.logits(part, first, log_probs.shape[1], width)
         teacher = logits.sub_(log_sum(logits, self.group))
         return diverge(teacher, log_probs, self.divergence, _sum_rows(self.group))
@@ -239,47 +195,6 @@ class HeadTarget:
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits if self.divergence.temperature == 1 else logits.div_(self.divergence.temperature)
-
-
-class BucketTarget:
-    """A teacher's likeliest tokens, and the rest as one outcome."""
-
-    def __init__(self, top: TopTokens, divergence: Divergence, group: Group | None) -> None:
-        ranks = 1 if group is None else group.size
-        self.vocabulary, self.divergence, self.group = top.vocabulary, divergence, group
-        self.ids = top.ids.reshape(ranks, -1, top.ids.shape[-1])
-        self.log_probs, self.rest = top.log_probs.reshape(self.ids.shape), top.rest.reshape(self.ids.shape[:2])
-        self.has_rest = top.ids.shape[-1] < top.vocabulary
-
-    def compare(self, part: slice, log_probs: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-        """See ChunkTarget."""
-        count = log_probs.shape[1]
-        columns = self.ids[:, part].flatten(0, 1).long() - first
-        columns.masked_fill_((columns < 0) | (columns >= count), count)
-        chances = log_probs.new_zeros(log_probs.shape[0], count + 1)  # the last stands for what other ranks have
-        chances[:, :count] = log_probs
-        student = chances.gather(1, columns)
-        student = student if self.group is None else all_reduce(student, "sum", self.group)
-        chances.scatter_(1, columns, -math.inf)[:, count] = -math.inf
-        rest = log_sum(chances, self.group) if self.has_rest else None
-        student = student if rest is None else torch.cat([student, rest], dim=1)
-        values, gradient = diverge(self.teacher(part, student.dtype), student, self.divergence, _sum_rows(None))
-        if rest is None:
-            chances.zero_()
-        else:  # each of the rest has its part of the gradient of their sum
-            chances.sub_(rest).exp_().mul_(gradient[:, -1:])
-        chances.scatter_(1, columns, gradient[:, : columns.shape[1]])
-        return values, chances[:, :count]
-
-    def teacher(self, part: slice, dtype: torch.dtype) -> Tensor:
-        """The log-probabilities of a chunk's outcomes `[m, k + 1]`, which sum to 1."""
-        found = self.log_probs[:, part].flatten(0, 1).to(dtype)
-        if self.has_rest:
-            found = torch.cat([found, self.rest[:, part].flatten().to(dtype).unsqueeze(1)], dim=1)
-        return (found - found.logsumexp(1, keepdim=True)).clamp_(min=_NEVER)
-
-
-_NEVER = -1e4  # the log of a probability that counts as 0
 
 
 def diverge(teacher: Tensor, student: Tensor, divergence: Divergence, sum_rows: SumRows) -> tuple[Tensor, Tensor]:

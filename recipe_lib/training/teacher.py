@@ -39,14 +39,12 @@ if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
 
 
-def resolve_teacher(cfg: DistillFinetuneConfig) -> ResolvedModel | None:
-    """The teacher that the config names; None where its probabilities are on the disk.
+def resolve_teacher(cfg: DistillFinetuneConfig) -> ResolvedModel:
+    """Return the teacher that the config names.
 
     Raises CheckpointError and ConfigError, also where the ranks cannot share it.
     """
     keys = cfg.distill
-    if keys.from_disk:
-        return None
     key = "distill.teacher" if keys.teacher else "distill.teacher_preset"
     try:
         found = resolve_model(ModelConfig(path=keys.teacher, preset=keys.teacher_preset))
@@ -164,12 +162,10 @@ def distill_means(sums: Tensor, tokens: int, keys: DistillConfig, world: "World"
     return {"loss": loss, "divergence": divergence, "cross_entropy": cross_entropy}
 
 
-def describe_teacher(keys: DistillConfig, teacher: nn.Module | None, parallel: Parallel | None) -> str:
-    """One line for the log: where the teacher's probabilities are from, and what it takes of a rank's memory."""
+def describe_teacher(keys: DistillConfig, teacher: nn.Module, parallel: Parallel) -> str:
+    """Return one line for the log: the loss, and what the teacher takes of a rank's memory."""
     loss = f"distillation: {keys.weight:g} x {keys.divergence} at temperature {keys.temperature:g}"
     loss += f" + {1 - keys.weight:g} x cross-entropy"
-    if teacher is None or parallel is None:
-        return f"{loss}; from {keys.from_disk}"
     streamed = 0 if parallel.layers is None else parallel.layers.num_bytes()
     held = format_bytes(local_bytes(teacher.parameters()) - streamed)
     held += f" and {format_bytes(streamed)} in host memory" if streamed else ""

@@ -51,7 +51,7 @@ def test_ls_of_one_recipe(capsys: pytest.CaptureFixture):
     [
         (["qwen3", "8B", "lora"], ["qwen3/8B_lora"]),
         (["QWEN2.5", "7b", "lora"], ["qwen2_5/7B_lora"]),
-        (["405B"], ["llama3_1/405B_full", "llama3_1/405B_qlora"]),
+        (["120B"], ["gpt_oss/120B_qlora"]),
         (["lora_finetune_distributed", "llama3", "8B_q"], ["llama3/8B_qlora", "llama3_1/8B_qlora"]),
         (["dpo", "qwen3"], ["qwen3/8B_dpo"]),
     ],
@@ -69,7 +69,7 @@ def test_sizes_stand_in_their_order(capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.parametrize("verb", ["run", "plan", "cat", "validate"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3/8B", "llama3_1/405b"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3/8B", "qwen2_5/72b"])
 def test_a_part_of_a_name_says_how_to_list_those(verb: str, name: str, capsys: pytest.CaptureFixture):
     listed = [line for line in run(capsys, "ls", name)[1].splitlines() if line.startswith("  ")]
     code, _, err = run(capsys, verb, name)
@@ -80,7 +80,7 @@ def test_a_part_of_a_name_says_how_to_list_those(verb: str, name: str, capsys: p
 def test_ls_of_nothing(capsys: pytest.CaptureFixture):
     said = run(capsys, "ls", "full_finetun")
     assert said == (2, "", f"error: full_finetun: no such recipe, and no config with it; did you mean {RECIPE}?\n")
-    assert run(capsys, "ls", "qwen3", "405B")[2] == "error: no config has qwen3 and 405B; `tune ls` lists all\n"
+    assert run(capsys, "ls", "qwen3", "120B")[2] == "error: no config has qwen3 and 120B; `tune ls` lists all\n"
 
 
 def test_cat_is_the_file(capsys: pytest.CaptureFixture):

@@ -28,7 +28,7 @@ CHEAP = [
     ["validate", CONFIG],
     ["validate", CONFIG, "batch_sice=3"],
     ["cp", CONFIG, "--help"],
-    ["import", f"{ROOT}/tests/config/other_tools/axolotl/lora_alpaca.yaml"],
+    ["import", f"{ROOT}/tests/config/torchtune_lora.yaml"],
     ["run", "--help"],
     ["run", "full_finetune_distributed", "--config", CONFIG, "optimizer.lrr=1"],
     ["run", "--nproc_per_node", "4", "full_finetune_distributed", "--config", CONFIG, "optimizer.lrr=1"],
@@ -114,7 +114,7 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture):
         (
             ["zzz"],
             "error: tune: unknown verb 'zzz'; one of: ls, cat, cp, import, validate, download, data, plan, "
-            "tp-plan, doctor, teach, run, eval, export, upload, generate, completion",
+            "tp-plan, doctor, run, eval, export, upload, generate, completion",
         ),
         (
             ["--verbos"],

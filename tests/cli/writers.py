@@ -11,9 +11,9 @@ from recipe_lib.cli.main import main
 from tests.cli.commands import ROOT
 from tests.cli.machines import healthy
 from tests.evaluation.models import write_model, write_rows
-from tests.recipes.runs import DISTILL, LORA, arguments
+from tests.recipes.runs import LORA, arguments
 
-AXOLOTL = ROOT / "tests" / "config" / "other_tools" / "axolotl" / "lora_alpaca.yaml"
+TORCHTUNE = ROOT / "tests" / "config" / "torchtune_lora.yaml"
 RATES = {"version": 1, "device": "cuda", "dry_run": False, "matmul": {}}
 FILE, NEW_FOLDER, FOLDER = "file", "new folder", "folder"
 
@@ -103,17 +103,11 @@ def export_words(source: str, *options: str) -> Words:
     return lambda material, out: ["export", getattr(material, source), *options, "--out", out]
 
 
-def teach_words(material: Material, out: Path) -> list[object]:
-    """Return the words that write a teacher's folder."""
-    teacher = [f"distill.teacher={material.model}", f"recipe={DISTILL}"]
-    return ["teach", *material.of_model, *teacher, "--out", out, "--top-k", 4]
-
-
 WRITERS = (
     Writer("cp", "DEST", lambda material, out: ["cp", "demo/full", out], ending=".yaml"),
     Writer("cp", "DEST", lambda material, out: ["cp", material.config, out, "--force"], ending=".yaml",
            reads=("config",), note="--force", full=(10,)),
-    Writer("import", "--out", lambda material, out: ["import", AXOLOTL, "--out", out], ending=".yaml", full=(400,)),
+    Writer("import", "--out", lambda material, out: ["import", TORCHTUNE, "--out", out], ending=".yaml", full=(400,)),
     Writer("plan", "--json", plan_words("--json"), source="plan"),
     Writer("plan", "--json", lambda material, out: ["plan", "--receipts", "--json", out], note="--receipts",
            full=(10,)),
@@ -122,8 +116,6 @@ WRITERS = (
     Writer("plan", "--calibrate", lambda material, out: ["plan", "--calibrate", out], full=(10,)),
     Writer("tp-plan", "--json", lambda material, out: ["tp-plan", material.model, "--tensor", 2, "--json", out]),
     Writer("doctor", "--write", lambda material, out: ["doctor", "--write", out], full=(10,)),
-    Writer("teach", "--out", teach_words, FOLDER, slow=True, names=("notes.txt",),
-           full=(100, 500)),
     Writer("run", "output_dir", lambda material, out: ["run", *arguments(out), "max_steps=1", "device=cpu"], FOLDER,
            slow=True, names=("config.yaml", "metrics.jsonl", "summary.json", "report.html"), full=(100, 20000)),
     Writer("eval", "--out", lambda material, out: ["eval", material.model, "--data", material.rows, "--no-generate",

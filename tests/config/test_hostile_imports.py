@@ -1,28 +1,17 @@
-"""Whatever stands in another tool's config, or in its list of datasets, it is a config of ours or a line."""
+"""Whatever stands in a config of torchtune's, it is a config of ours or a line."""
 
-import itertools
-import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from recipe_lib.config.other_configs import import_file
+from recipe_lib.config.torchtune import import_file
 from recipe_lib.errors import UserError
-from tests.config.test_other_configs import FILES, FOLDER
+from tests.config.test_torchtune_configs import PLANNED, WHEEL, needs_wheel
 from tests.hostile import changed
 
-VALUES: tuple[Any, ...] = (
-    None, True, 5, 1e400, "", "x", "\0", "../x", "a" * 5000, "\u202e", [], [1], ["x"], {}, {"a": 1}, {"a": [1]},
-    {"prompt": 5}, {"prompt": ["x"]}, {"messages": {}}, {"role_tag": []}, {"kto_tag": 1},
-)  # fmt: skip
-KEYS = ("file_name", "hf_hub_url", "subset", "split", "num_samples", "formatting", "ranking", "columns", "tags")
-WHOLE: dict[str, Any] = {"file_name": "a.json", "split": "train", "columns": {"prompt": "question"}}
-CHAT: dict[str, Any] = {"hf_hub_url": "a/b", "formatting": "sharegpt", "columns": {"messages": "m"},
-                        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user",
-                                 "assistant_tag": "assistant"}}  # fmt: skip
+KINDS = ("full", "lora", "KD_lora", "qat", "dpo")
 
 
 def imported(path: Path) -> str:
@@ -35,52 +24,33 @@ def imported(path: Path) -> str:
     return ""
 
 
-@pytest.fixture
-def factory(tmp_path: Path) -> Path:
-    """A config of LLaMA-Factory that names the dataset `x`."""
-    path = tmp_path / "theirs.yaml"
-    path.write_text(
-        f"model_name_or_path: a/b\ndataset: x\ndataset_dir: {tmp_path}\nstage: STAGE\nfinetuning_type: full\n"
-    )
-    return path
-
-
-@pytest.mark.parametrize("stage", ["sft", "dpo", "kto", "pt"])
-@pytest.mark.parametrize("key", KEYS)
-def test_any_value_of_a_dataset(key: str, stage: str, factory: Path):
-    """A value of another type than LLaMA-Factory gives it is refused by the key's name."""
-    factory.write_text(factory.read_text().replace("STAGE", stage))
-    for whole, value in itertools.product((WHOLE, CHAT), VALUES):
-        (factory.parent / "dataset_info.json").write_text(json.dumps({"x": whole | {key: value}}))
-        imported(factory)
-
-
-@pytest.mark.parametrize("value", [5, [1], {"a": 1}, "x"])
-@pytest.mark.parametrize("key", KEYS)
-def test_a_value_of_another_type_is_named(key: str, value: Any, factory: Path):
-    factory.write_text(factory.read_text().replace("STAGE", "sft"))
-    kind = {"num_samples": int, "ranking": bool, "columns": dict, "tags": dict}.get(key, str)
-    if type(value) is kind and (key, value) not in (("formatting", "x"), ("columns", {"a": 1}), ("tags", {"a": 1})):
-        return
-    (factory.parent / "dataset_info.json").write_text(json.dumps({"x": CHAT | {key: value}}))
-    assert f"x.{key}" in imported(factory)
-
-
-def test_changed_lists_of_datasets(factory: Path):
-    factory.write_text(factory.read_text().replace("STAGE", "sft"))
-    for seed in range(300):
+def check_changes(text: str, path: Path, count: int) -> None:
+    for seed in range(count):
         draw = random.Random(seed)
-        described: Any = {"x": draw.choice((WHOLE, CHAT))}
+        theirs = yaml.safe_load(text)
         for _ in range(draw.choice((1, 1, 2, 3))):
-            described = changed(described, draw)
-        (factory.parent / "dataset_info.json").write_text(json.dumps(described))
-        imported(factory)
+            theirs = changed(theirs, draw)
+        path.write_text(yaml.safe_dump(theirs))
+        imported(path)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(FOLDER).as_posix())
-def test_changed_configs(path: Path, tmp_path: Path):
-    theirs = yaml.safe_load(path.read_text(encoding="utf-8"))
-    for seed in range(12):
-        draw = random.Random(seed)
-        (tmp_path / path.name).write_text(yaml.safe_dump(changed(theirs, draw)))
-        imported(tmp_path / path.name)
+@pytest.mark.parametrize("kind", PLANNED)
+def test_changed_configs(kind: str, tmp_path: Path):
+    check_changes(PLANNED[kind], tmp_path / "theirs.yaml", 100)
+
+
+@needs_wheel
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_configs_of_the_wheel(kind: str, tmp_path: Path):
+    assert WHEEL is not None
+    for path in sorted(WHEEL.rglob(f"*{kind}*.yaml"))[:2]:
+        check_changes(path.read_text(encoding="utf-8"), tmp_path / path.name, 25)
+
+
+@pytest.mark.parametrize("text", ["a", "[a, b]"])
+def test_names_that_grow_end_in_a_line(text: str, tmp_path: Path):
+    """Ten names of ten names: filled in anew each time they would be a million texts."""
+    path = tmp_path / "theirs.yaml"
+    lines = [f"a0: {text}", *(f"a{number}: {f'${{a{number - 1}}}' * 10}" for number in range(1, 12))]
+    path.write_text("\n".join(reversed(lines)) + "\n")
+    assert "grow beyond" in imported(path)

@@ -124,8 +124,6 @@ CASES = [
     ("data.parse_special_tokens=true", ["data.format=text"], "data.format is text"),
     ("lora.rank=4", [], "distill.trainable is all", DISTILL),
     ("distill.beta=0.3", [], "distill.divergence is forward_kl", DISTILL),
-    *((f"distill.{word}", ["distill.teacher=null", "distill.from_disk=y"], "distill.from_disk is y", DISTILL)
-      for word in ("quantize_teacher=nf4", "stream_teacher=true")),
     ("distill.stream_teacher=true", ["device=cpu"], "device is cpu", DISTILL),
     ("distill.stream_teacher=true", ["memory.cpu_offload=true", "device=cuda"], "memory.cpu_offload is true", DISTILL),
 ]  # fmt: skip

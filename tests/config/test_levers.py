@@ -36,6 +36,6 @@ def test_overrides_say_nothing_about_the_user():
         "data.source=/home/me/patients.jsonl", "data.sources=[{source: a}]", "validation.source=b", "output_dir=/x",
         "tokenizer.path=/home/me/t", "log.project=secret-plan", "log.run_name=x", "resume=/home/me/state/step_4",
         "lora.adapter_path=/home/me/a", "lora={adapter_path: /home/me/a}", "my_own_text=/home/me", "data.template=mine",
-        "data.split=train", "data={source: a}", "distill.teacher=/home/me/large", "distill.from_disk=/home/me/taught",
+        "data.split=train", "data={source: a}", "distill.teacher=/home/me/large",
     ]  # fmt: skip
     assert harmless_overrides([*dropped[:5], *kept, *dropped[5:]]) == kept

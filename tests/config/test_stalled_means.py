@@ -17,6 +17,7 @@ from recipe_lib.config.optimizer_facts import built_in_optimizers
 from recipe_lib.config.stalled_means import FARTHEST, describe_stalled_means, resting_range
 from recipe_lib.optim.optimizers import build_optimizer
 from recipe_lib.plan.tables import say_stalled_means
+from tests.cli.commands import ROOT
 from tests.plan.plans import hand_made, layer_rows
 from tests.training.formulas import dynamic_levels
 
@@ -238,19 +239,20 @@ def test_other_lines(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert OTHERS[words] in capsys.readouterr().out
 
 
-AXOLOTL = "base_model: own/model\ndatasets:\n  - {path: own/data, type: alpaca}\nnum_epochs: 1\nlearning_rate: 1e-5\n"
+PAGED = "bitsandbytes.optim.PagedAdamW"
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "paged_adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["torch.optim.AdamW", f"{PAGED}8bit", PAGED, "torch.optim.SGD"])
 def test_an_import_tells_it(tmp_path: Path, optimizer: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Their betas[1] of 0.999, which is their default, with states in bf16; and what 8 bits do."""
-    theirs = tmp_path / "axolotl.yaml"
-    theirs.write_text(f"{AXOLOTL}bf16: true\noptimizer: {optimizer}\n")
+    theirs = tmp_path / "theirs.yaml"
+    text = (ROOT / "tests" / "config" / "torchtune_lora.yaml").read_text(encoding="utf-8")
+    theirs.write_text(re.sub(r"optimizer: .*", f"optimizer: {{_component_: {optimizer}, lr: 1e-5}}", text))
     assert main(["import", str(theirs)]) == 0
     said = capsys.readouterr().err
-    assert (f"note: {LINE}\n" in said) == optimizer.startswith("adamw_torch")
-    assert ("betas[1]=0.999: in 8 bits" in said) == (optimizer == "paged_adamw_8bit")
-    assert ("under a thousandth of its block's largest" in said) == (optimizer == "paged_adamw_8bit")
+    assert (f"note: {LINE}\n" in said) == (optimizer == "torch.optim.AdamW")
+    assert ("betas[1]=0.999: in 8 bits" in said) == optimizer.endswith("8bit")
+    assert ("under a thousandth of its block's largest" in said) == optimizer.endswith("8bit")
 
 
 def test_a_run_tells_it_with_the_bytes_of_its_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

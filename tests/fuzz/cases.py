@@ -215,7 +215,7 @@ def _divided(draw: _Draw, ranks: int, in_backward: bool) -> list[str] | None:
         found += ["parallel.tensor=2", *draw.maybe(0.2, [["parallel.tensor_regather_in_backward=true"]])]
     if ranks > 1 and draw.maybe(0.35, [["pipeline"]]):
         pipeline = draw.one([2, 2, 4])
-        schedules = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+        schedules = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
         found += [f"parallel.pipeline={pipeline}", f"parallel.pipeline_schedule={draw.one(schedules)}"]
         found += draw.maybe(0.2, [["parallel.pipeline_balance=memory"]])
     context = 1

@@ -28,7 +28,6 @@ from recipe_lib.cli import export as export_verb
 from recipe_lib.cli import generate as generate_verb
 from recipe_lib.cli import plan as plan_verb
 from recipe_lib.cli import run as run_verb
-from recipe_lib.cli import teach as teach_verb
 from recipe_lib.cli import tp_plan as tp_plan_verb
 from recipe_lib.cli import upload as upload_verb
 from recipe_lib.cli.main import main as tune
@@ -158,8 +157,6 @@ def check_tune(words: list[str]) -> None:
         arguments = eval_options.read(own)
         if Path(arguments.what).is_dir():
             assert tune(words) == 0, line
-    elif verb == "teach":
-        teach_verb.read_config(teach_verb.parser(rest).parse(rest))
     elif verb == "upload":
         upload_verb.parser().parse(rest)
     elif verb == "plan":

@@ -57,7 +57,7 @@ def sizes_of_models() -> None:
     sizes = sorted(
         float(name[:-1]) * (1e-3 if name[-1] == "M" else 1) for name in re.findall(r"[\d.]+[BM]\b", presets())
     )
-    assert 0.1 <= sizes[0] < 0.2 and sizes[-1] == 405
+    assert 0.1 <= sizes[0] < 0.2 and sizes[-1] == 120
 
 
 def presets() -> str:
@@ -252,7 +252,7 @@ ARITHMETIC = f"{DOCUMENTS}::test_readme_arithmetic"
 PRESETS = f"{DOCUMENTS}::test_every_preset_is_in_the_table"
 TIES: dict[str, Callable[[], None] | str] = {
     "one file of under 200 lines": recipes_are_short,
-    "of 0.1 to 405 billion parameters": sizes_of_models,
+    "of 0.1 to 120 billion parameters": sizes_of_models,
     "Llama 3 8B with all parameters trained on four cards": pictures,
     "both are HTML pages that need no network": "tests/training/test_report_page.py::"
     "test_the_page_stands_alone_and_is_well_formed",
@@ -329,7 +329,7 @@ TIES: dict[str, Callable[[], None] | str] = {
     "parallel.data_replicate=2": "tests/plan/test_closed_forms.py::test_copies_sum_the_part_that_is_reduced_already",
     "| Llama 2 |": PRESETS,
     "| Llama 3, 3.1": PRESETS,
-    "| TinyLlama": PRESETS,
+    "| SmolLM2": PRESETS,
     "| Mistral": PRESETS,
     "| Qwen 2.5": PRESETS,
     "| Qwen 3": PRESETS,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops.distillation import Distillation, Divergence, TeacherStates, TopTokens
+from recipe_lib.ops.distillation import Distillation, Divergence, TeacherStates
 from recipe_lib.ops.gathered import Group
 from recipe_lib.ops.head_losses import OutputAdapter, makes_gradients_in_forward
 from tests.distributed.ranks import run_ranks
@@ -121,37 +121,6 @@ def test_a_padded_vocabulary_is_compared_over_the_ids_that_both_have(kind: str, 
     assert_equal(ours, plain(*logits, heads.labels, divergence, 0.5), [heads.hidden, heads.weight])
 
 
-def top_tokens(teacher: Tensor, temperature: float, count: int, vocabulary: int) -> TopTokens:
-    """By torch.topk of full log-probabilities."""
-    logs = (teacher[..., :vocabulary] / temperature).log_softmax(-1)
-    found = logs.topk(count)
-    rest = logs.scatter(-1, found.indices, -torch.inf).logsumexp(-1)
-    return TopTokens(found.indices.int(), found.values, rest, vocabulary)
-
-
-def plain_buckets(student: Tensor, top: TopTokens, labels: Tensor, divergence: Divergence) -> Tensor:
-    """The divergence of k + 1 outcomes, as logits of a vocabulary of so many ids."""
-    chances = (student[..., : top.vocabulary] / divergence.temperature).softmax(-1)
-    picked = chances.gather(-1, top.ids.long())
-    both = torch.cat([picked, (1 - picked.sum(-1)).unsqueeze(-1)], -1).log() * divergence.temperature
-    teacher = torch.cat([top.log_probs, top.rest.unsqueeze(-1)], -1) * divergence.temperature
-    return plain(both, teacher, torch.where(labels == -100, -100, 0), divergence, 1.0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_top_tokens_are_outcomes_with_the_rest_as_one(kind: str) -> None:
-    heads = Heads(V + 8)
-    divergence = Divergence(kind, 1.5, 0.6)
-    teacher, student = heads.of_teacher @ heads.teacher_weight.t(), heads.hidden @ heads.weight.t()
-    top = top_tokens(teacher, 1.5, 5, V)
-    ours = Distillation(top, divergence, 1.0, 4)(heads.hidden, heads.weight, heads.labels)
-    assert_equal(ours, plain_buckets(student, top, heads.labels, divergence), [heads.hidden, heads.weight], 1e-10)
-    student = heads.hidden @ heads.weight.t()
-    whole = top_tokens(teacher, 1.5, V, V)
-    ours = Distillation(whole, divergence, 0.4, 4)(heads.hidden, heads.weight, heads.labels)
-    assert_equal(ours, plain(student, teacher, heads.labels, divergence, 0.4), [heads.hidden, heads.weight])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_an_adapted_head_has_the_gradients_of_its_adapter(kind: str, softcap: float | None) -> None:
@@ -193,11 +162,9 @@ def test_all_ignored_is_zero_with_a_graph_and_large_logits_stay_finite(kind: str
     loss = Distillation(heads.states(), Divergence(kind), 0.5, 4)(heads.hidden, heads.weight, nothing)
     assert not loss and not any(grad.any() for grad in torch.autograd.grad(loss, (heads.hidden, heads.weight)))
     states = heads.states(heads.of_teacher * 1e3)
-    top = top_tokens((heads.of_teacher * 1e3) @ heads.teacher_weight.t(), 1.0, 3, V)
-    for target in (states, top):
-        loss = Distillation(target, Divergence(kind), 0.5, 4)(heads.hidden * 1e3, heads.weight, heads.labels)
-        grads = torch.autograd.grad(loss, (heads.hidden, heads.weight))
-        assert loss.isfinite() and all(grad.isfinite().all() for grad in grads)
+    loss = Distillation(states, Divergence(kind), 0.5, 4)(heads.hidden * 1e3, heads.weight, heads.labels)
+    grads = torch.autograd.grad(loss, (heads.hidden, heads.weight))
+    assert loss.isfinite() and all(grad.isfinite().all() for grad in grads)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +190,7 @@ def test_peak_bytes_are_those_of_a_chunk(kind: str, cap: float | None, tensors: 
     assert not {(n, v), (1, n, v)} & live.shapes
 
 
-def share(heads: Heads, kind: str, top: TopTokens | None) -> list[Any]:
+def share(heads: Heads, kind: str) -> list[Any]:
     """Value and gradients of a rank that has a part of the tokens and of both vocabularies."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = Group(dist.group.WORLD.group_name, size, rank)  # type: ignore[union-attr]
@@ -235,29 +202,23 @@ def share(heads: Heads, kind: str, top: TopTokens | None) -> list[Any]:
         part(each).requires_grad_() for each in (heads.hidden.flatten(0, 1), heads.weight, heads.bias)
     )
     states = heads.states(part(heads.of_teacher.flatten(0, 1)), part(heads.teacher_weight), group=group)
-    loss = Distillation(top or states, Divergence(kind, 1.5), 0.5, 3)
+    loss = Distillation(states, Divergence(kind, 1.5), 0.5, 3)
     found = loss(hidden, weight, heads.labels, group=group, bias=bias, softcap=9.0)
     return [found.detach(), *torch.autograd.grad(found, (hidden, weight, bias))]
 
 
 def test_ranks_that_share_the_vocabulary_have_the_values_of_one() -> None:
-    """Vocabularies that are cut at the same places, at others, and with the k likeliest tokens of each."""
-    cases = [(kind, sizes, count) for kind in KINDS for sizes in ((V, V), (V, V + 8), (V + 8, V)) for count in (0, 5)]
-    tops = {}
-    for kind, sizes, count in cases:
-        heads = Heads(*sizes)
-        teacher = heads.of_teacher @ heads.teacher_weight.t()
-        tops[kind, sizes, count] = top_tokens(teacher, 1.5, count, min(sizes)) if count else None
+    """Vocabularies that are cut at the same places, and at others."""
+    cases = [(kind, sizes) for kind in KINDS for sizes in ((V, V), (V, V + 8), (V + 8, V))]
 
     def share_all() -> list[Any]:
-        return [share(Heads(*sizes), kind, tops[kind, sizes, count]) for kind, sizes, count in cases]
+        return [share(Heads(*sizes), kind) for kind, sizes in cases]
 
     first, second = run_ranks(share_all, 2)
-    for number, (kind, sizes, count) in enumerate(cases):
+    for number, (kind, sizes) in enumerate(cases):
         heads = Heads(*sizes)
-        target = tops[kind, sizes, count] or heads.states()
         leaves = (heads.hidden, heads.weight, heads.bias)
-        loss = Distillation(target, Divergence(kind, 1.5), 0.5, 3)
+        loss = Distillation(heads.states(), Divergence(kind, 1.5), 0.5, 3)
         wanted = loss(*leaves[:2], heads.labels, bias=heads.bias, softcap=9.0)
         assert relative(first[number][0], wanted) < 1e-12 and torch.equal(first[number][0], second[number][0])
         gradients = torch.autograd.grad(wanted, leaves)

@@ -175,7 +175,7 @@ def test_a_pipeline_of_a_plan_is_read_again(found: dict[str, Any]):
 
 def test_what_stands_for_the_rest_is_counted_once():
     """Each action of a shorter step is used, none of another stage or kind; GPipe, which holds all, has no shorter."""
-    for schedule in ("1f1b", "zbv", "interleaved_1f1b", "interleaved_zero_bubble", "dualpipev"):
+    for schedule in ("1f1b", "zbv", "interleaved_1f1b", "interleaved_zero_bubble"):
         parallel = ParallelConfig(pipeline=4, pipeline_schedule=schedule)
         for place in range(4):
             few = enough_micro_batches(parallel, place, 40)
@@ -224,7 +224,7 @@ def test_an_order_is_that_of_all_its_settings() -> None:
         {},
         {"pipeline_max_deferred_weight_grads": 1},
         {"pipeline_max_deferred_weight_grads": 2},
-        {"pipeline_schedule": "dualpipev"},
+        {"pipeline_schedule": "interleaved_zero_bubble"},
     ):
         parallel = ParallelConfig(**{"pipeline": 4, "pipeline_schedule": "zbv"} | change)
         assert orders_of(parallel, 16) == with_transfers(compute_orders(parallel, 16), parallel)

@@ -224,8 +224,8 @@ def test_every_key_is_tried() -> None:
     keys = {name for name in read_schema(DistillFinetuneConfig).keys if name.startswith("distill.")}
     words = [word for of in (*KINDS.values(), *LEVERS.values()) for word in of]
     tried = {word.partition("=")[0] for word in words if word.startswith("distill.")}
-    # In tests of plans, on the simulated device, and in tests/recipes/test_taught.py.
-    assert keys == tried | {"distill.teacher_preset", "distill.stream_teacher", "distill.from_disk"}
+    # In tests of plans, on the simulated device.
+    assert keys == tried | {"distill.teacher_preset", "distill.stream_teacher"}
 
 
 def test_another_tokenizer_is_refused_with_the_first_difference(folder: Path, tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ from recipe_lib.config.keys import key
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig
 
-_LOADED = "distill.from_disk = null"
-
 
 @dataclass
 class DistillConfig:
@@ -24,23 +22,16 @@ class DistillConfig:
         "In place of it an architecture with random weights: for plans.",
         known_as="none has it: others plan no teacher",
     )
-    from_disk: str | None = key(
-        None,
-        "In place of it the folder that `tune teach` has written for the same data.",
-        path=True,
-        known_as="Axolotl kd_trainer's dataset of logprobs",
-    )
     quantize_teacher: str = key(
         "none",
         "Store the linears of the teacher's layers in 4 bits (`nf4`, arXiv 2305.14314) or 8.",
         choices=("none", "nf4", "int8"),
-        needs=_LOADED,
         known_as="none has it: HF quantizes a teacher where it is loaded",
     )
     stream_teacher: bool = key(
         False,
         "Keep the teacher's layers in pinned host memory, each on the device while it runs.",
-        needs=(_LOADED, "device != cpu", "memory.cpu_offload = false"),
+        needs=("device != cpu", "memory.cpu_offload = false"),
         known_as="none has it: accelerate's cpu_offload is nearest",
     )
     divergence: str = key(
@@ -79,8 +70,8 @@ class DistillConfig:
 
     @property
     def sources(self) -> list[str]:
-        """The keys that say where the teacher's probabilities are from, of those that are set."""
-        return [f"distill.{name}" for name in ("teacher", "teacher_preset", "from_disk") if getattr(self, name)]
+        """Return the keys that name a teacher, of those that are set."""
+        return [f"distill.{name}" for name in ("teacher", "teacher_preset") if getattr(self, name)]
 
 
 @dataclass
@@ -114,8 +105,8 @@ class DistillFinetuneConfig(LoraFinetuneConfig):
 
     @property
     def runs_reference(self) -> bool:
-        """The teacher, unless it has run before."""
-        return self.distill.from_disk is None
+        """Return that the teacher runs with the model."""
+        return True
 
     @property
     def other_models(self) -> dict[str, str]:

@@ -236,7 +236,6 @@ def in_flight(schedule: str, ranks: int, rank: int, micro_batches: int, stages_p
     - gpipe: m. 1f1b: p - rank, m at most.
     - interleaved_1f1b: (v - 1) n + 2 (p - 1 - rank) + 1; interleaved_zero_bubble: (v - 1) n + p - rank; v m at most.
     - zbv: 2 p, as many as p whole micro-batches; m + 1 + rank or 2 m where those are fewer.
-    - dualpipev: 2 p + 1, for m >= 2 p.
     """
     behind = ranks - 1 - rank
     if schedule == "gpipe":
@@ -245,8 +244,6 @@ def in_flight(schedule: str, ranks: int, rank: int, micro_batches: int, stages_p
         return min(micro_batches, behind + 1)
     if schedule == "zbv":
         return min(2 * ranks, micro_batches + 1 + rank, 2 * micro_batches)
-    if schedule == "dualpipev":
-        return 2 * ranks + 1 if micro_batches >= 2 * ranks else None
     rounds = max(1, micro_batches // ranks)
     if micro_batches % rounds:
         return None

@@ -187,7 +187,6 @@ def theoretical_bubble(schedule: str, ranks: int, micro_batches: int, stages_per
     - interleaved_1f1b: 3 (p - 1) if m >= p is in m // p rounds of one size; for m < p 3 (v - 1) (p - m) more.
     - interleaved_zero_bubble: p - 1 if m >= p is in such rounds; more for m < p.
     - zbv: p - 1 if m >= 3 p // 2; 4 p - 2 - 2 m if that is more.
-    - dualpipev: p - 1 if m >= 2 p - 1.
     """
     idle = _idle(schedule, ranks, micro_batches, stages_per_rank)
     return None if idle is None else idle / (3 * stages_per_rank * micro_batches + idle)
@@ -200,8 +199,6 @@ def _idle(schedule: str, ranks: int, micro_batches: int, stages: int) -> int | N
         return 3 * (ranks - 1)
     if schedule == "zbv":
         return max(ranks - 1, 4 * ranks - 2 - 2 * micro_batches)
-    if schedule == "dualpipev":
-        return ranks - 1 if micro_batches >= 2 * ranks - 1 else None
     if micro_batches % max(1, micro_batches // ranks):
         return None
     if schedule == "interleaved_1f1b":

@@ -1,9 +1,9 @@
 """What each rank of a pipeline does, in which order: forwards, backwards, and what it sends and receives between them.
 
-The orders of the interleaved, zero-bubble and DualPipeV schedules are those that torch.distributed.pipelining makes;
-GPipe (arXiv 1811.06965) and 1F1B (arXiv 1806.03377) are a few lines here. ZBV and interleaved zero bubble: arXiv
-2401.10241. DualPipeV: arXiv 2412.19437 and github.com/deepseek-ai/DualPipe. A stage's backward is one action `B`, or
-two that may lie apart: `I` for the gradient of its input, `W` for those of its weights.
+The orders of the interleaved and zero-bubble schedules are those that torch.distributed.pipelining makes; GPipe (arXiv
+1811.06965) and 1F1B (arXiv 1806.03377) are a few lines here. ZBV and interleaved zero bubble: arXiv 2401.10241. A
+stage's backward is one action `B`, or two that may lie apart: `I` for the gradient of its input, `W` for those of its
+weights.
 """
 
 from collections import Counter, defaultdict
@@ -85,8 +85,6 @@ def _orderly(name: str, ranks: int, micro_batches: int) -> int:
     With any other it leaves out backwards or counts on after the last micro-batch, without a word. What is too many
     is left out of the larger order, which stays a legal one: micro-batches do not wait for each other.
     """
-    if name == "dualpipev":
-        return max(micro_batches, 2 * ranks - 1)
     while name != "zbv" and micro_batches % max(1, micro_batches // ranks):  # the interleaved ones: rounds of one size
         micro_batches += 1
     return micro_batches
@@ -133,7 +131,6 @@ def _torch_schedule(name: str) -> Any:
         "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
         "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
         "zbv": schedules.ScheduleZBVZeroBubble,
-        "dualpipev": schedules.ScheduleDualPipeV,
     }[name]
 
 
@@ -151,15 +148,11 @@ def _torch_settings(ranks: int, stages: int, micro_batches: int) -> Any:
 
 
 def _read(actions: Sequence[Any], micro_batches: int) -> list[Action]:
-    """torch's actions on so many micro-batches without its gaps; of a forward that overlaps a backward first the one,
-    then the other."""
-    parts = [
-        part for action in actions if action is not None for part in getattr(action, "sub_actions", None) or (action,)
-    ]
+    """Return torch's actions on so many micro-batches without its gaps."""
     return [
-        Action(part.stage_index, _KINDS[part.computation_type.name], part.microbatch_index)
-        for part in parts
-        if part.microbatch_index < micro_batches
+        Action(action.stage_index, _KINDS[action.computation_type.name], action.microbatch_index)
+        for action in actions
+        if action is not None and action.microbatch_index < micro_batches
     ]
 
 

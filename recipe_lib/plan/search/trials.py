@@ -44,9 +44,8 @@ def value_of(cfg: Any, key: str) -> Any:
 
 
 def teacher_in_memory(cfg: Any) -> Any | None:
-    """The section `distill` of a run whose teacher runs with the model; None where there is none, or none any more."""
-    distill = value_of(cfg, "distill")
-    return None if distill is None or distill.from_disk is not None else distill
+    """Return the section `distill`, of a run with a teacher; None of another."""
+    return value_of(cfg, "distill")
 
 
 def changed(cfg: Any, changes: Changes) -> Any | None:

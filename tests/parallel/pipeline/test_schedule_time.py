@@ -7,7 +7,7 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedule_time import simulate, theoretical_bubble
 from recipe_lib.parallel.pipeline.schedules import UNITS, Action, compute_orders, with_transfers
 
-ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv", "dualpipev")
+ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv")
 
 
 def pipeline(schedule, ranks, stages=2):
@@ -45,7 +45,6 @@ def test_the_formulas_are_the_well_known_ones_from_enough_micro_batches_on(ranks
         assert theoretical_bubble("interleaved_1f1b", ranks, count, 2) == (ranks - 1) / (2 * count + ranks - 1)
         for schedule in ZERO_BUBBLE:
             assert theoretical_bubble(schedule, ranks, count, 2) == (ranks - 1) / (6 * count + ranks - 1)
-    assert theoretical_bubble("dualpipev", ranks, 2 * ranks - 2, 2) is None
     assert theoretical_bubble("interleaved_1f1b", ranks, 2 * ranks + 1, 2) is None
 
 
@@ -76,9 +75,7 @@ def test_transfers_by_hand():
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize(
-    "schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
-)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
 def test_transfers_over_pcie_are_hidden_to_3_percent(schedule, ranks):
     """A 7B in bf16 on RTX 4090: a hop of 64 MiB takes 5.6 ms at 12 GB/s, a rank's forward of 8192 tokens 2 x 7e9 x 8192
     operations at 0.65 x 165e12 a second, over the ranks. In interleaved 1F1B on 8 ranks a rank often has still to send

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 
@@ -231,8 +231,6 @@ def peer(parallel, action):
         ("interleaved_zero_bubble", 8, 2, 7, ("found 7", "expected 8", "parallel.pipeline=8")),
         ("zbv", 4, 2, 4, None),
         ("zbv", 4, 2, 2, ("found 2", "expected 4", "zbv")),
-        ("dualpipev", 4, 2, 8, None),
-        ("dualpipev", 4, 2, 7, ("found 7", "expected 8", "dualpipev")),
         ("1f1b", 1, 2, 1, None),
     ],
 )
@@ -256,11 +254,6 @@ def test_one_forward_one_backward_by_hand():
     assert [str(action) for action in orders[1]] == ("1RF0 1F0 1RF1 1B0 1SB0 1F1 1RF2 1B1 1SB1 1F2 1B2 1SB2".split())
 
 
-def test_a_forward_that_overlaps_a_backward_is_done_first():
-    orders = compute_orders(pipeline("dualpipev", 2), 4)
-    assert any((one.kind, two.kind) == ("F", "B") and one.stage != two.stage for one, two in pairwise(orders[0]))
-
-
 def test_an_order_with_a_gap_is_an_error_and_not_a_missing_gradient(monkeypatch):
     read = schedules._read
     monkeypatch.setattr(schedules, "_read", lambda actions, count: read(actions, count)[:-1])
@@ -277,7 +270,7 @@ def test_a_circle_is_named():
         started(orders, 2)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv"])
 def test_weight_gradients_wait_for_no_more_micro_batches_than_asked_for(schedule):
     for ranks, count, most in product((2, 4, 8), (8, 16), (1, 2, 4)):
         free = ParallelConfig(pipeline=ranks, pipeline_schedule=schedule)

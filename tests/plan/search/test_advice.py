@@ -132,8 +132,6 @@ def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not()
     assert offered("distill.quantize_teacher=none") == of_teachers
     assert offered() == of_teachers - {"distill.quantize_teacher=nf4"}
     assert offered("distill.stream_teacher=true") == {"distill.quantize_teacher=int8"}
-    from_disk = ("~distill.teacher", "distill.quantize_teacher=none", "distill.from_disk=taught")
-    assert offered(*from_disk) == set()
     whole = load("llama3_2/1B_distill", "distill.quantize_teacher=none")
     assert next(iter(_levers("parameters", whole, 1))) == {"distill.quantize_teacher": "nf4"}
 
@@ -160,9 +158,6 @@ def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_wh
     adapters = load("llama3_2/1B_distill", "distill.trainable=adapters")  # a teacher in NF4 already
     assert list(variants(adapters, ()))[1] == [stays | teacher[2]]
     assert any("lora.quantize_base" in one for group in variants(adapters, ()) for one in group)
-    from_disk = ("distill.from_disk=taught", "~distill.teacher", "distill.quantize_teacher=none")
-    found = [one for group in variants(load("llama3_2/1B_distill", *from_disk), ()) for one in group]
-    assert not any(key.startswith("distill.") for one in found for key in one)
 
 
 def test_overrides_are_typed_as_they_stand():

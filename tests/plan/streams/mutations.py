@@ -117,7 +117,7 @@ CASES = {
     "tensor parallel": Case("demo/full", 4, ("parallel.tensor=2",)),
     **{
         f"pipeline, {schedule}": Case("demo/full", 4, (*PIPELINE, f"parallel.pipeline_schedule={schedule}"))
-        for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+        for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
     },
     "pipeline, CPU offload": Case("demo/full", 4, (*PIPELINE, "memory.cpu_offload=true")),
     "pipeline, tied embedding": Case("smollm2/135M_full", 2, (*PIPELINE, "data.source=examples/demo/train.jsonl")),

@@ -1,0 +1,249 @@
+"""Datasets of torchtune's configs, which name a function, as source, format and columns."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from recipe_lib.config.local_files import is_data
+from recipe_lib.config.paths import expand
+from recipe_lib.config.schema_data import HUB
+from recipe_lib.config.torchtune.conversion import ConfigImport
+
+
+@dataclass(frozen=True)
+class TorchtuneDataset:
+    """What a function of torchtune.datasets reads."""
+
+    format: str
+    """The value of `data.format`."""
+    source: str | None = None
+    """Its dataset on the hub, where it is of one."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Theirs by the names that our format knows."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Names of theirs in `column_map` -> ours."""
+    masks: bool = True
+    """Its default of train_on_input is false."""
+    why: str = ""
+    """What is different here."""
+    subset: str | None = None
+    """The subset of `source`."""
+
+
+_ALPACA = "the text is the tokenizer's chat template, without Alpaca's own words around the instruction"
+_DOCUMENTS = "a text longer than max_seq_len is cut into several sequences, the last of what is left"
+_IN_OUT = {"input": "instruction", "output": "output"}
+_PAIRS = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+_SELF = {"instruction": "instruction", "input": "input", "output": "output"}
+
+DATASETS = {
+    "alpaca_dataset": TorchtuneDataset("alpaca", "tatsu-lab/alpaca", renamed=_SELF, masks=False, why=_ALPACA),
+    "alpaca_cleaned_dataset": TorchtuneDataset(
+        "alpaca", "yahma/alpaca-cleaned", renamed=_SELF, masks=False, why=_ALPACA
+    ),
+    "instruct_dataset": TorchtuneDataset("alpaca", columns={"instruction": "input"}, renamed=_IN_OUT),
+    "grammar_dataset": TorchtuneDataset("alpaca", "liweili/c4_200m", {"instruction": "input"}, _IN_OUT),
+    "samsum_dataset": TorchtuneDataset(
+        "alpaca", "Samsung/samsum", {"instruction": "dialogue", "output": "summary"}, _IN_OUT
+    ),
+    "chat_dataset": TorchtuneDataset("messages"),
+    "slimorca_dataset": TorchtuneDataset(
+        "sharegpt", "Open-Orca/SlimOrca-Dedup", renamed={"conversations": "conversations"}
+    ),
+    "preference_dataset": TorchtuneDataset("preference", renamed=_PAIRS),
+    "hh_rlhf_helpful_dataset": TorchtuneDataset("preference", "RLHFlow/HH-RLHF-Helpful-standard", renamed=_PAIRS),
+    "stack_exchange_paired_dataset": TorchtuneDataset(
+        "preference",
+        "lvwerra/stack-exchange-paired",
+        {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
+        _PAIRS,
+        why="there the files of its folder data/rl, here the dataset's train split",
+    ),
+    "text_completion_dataset": TorchtuneDataset("text", why=_DOCUMENTS),
+    "wikitext_dataset": TorchtuneDataset(
+        "text", "EleutherAI/wikitext_document_level", {"text": "page"}, why=_DOCUMENTS, subset="wikitext-103-v1"
+    ),
+    "cnn_dailymail_articles_dataset": TorchtuneDataset(
+        "text", "ccdv/cnn_dailymail", {"text": "article"}, why=_DOCUMENTS, subset="3.0.0"
+    ),
+}
+# conversation_style -> our format, and the name of its column of messages.
+STYLES = {"sharegpt": ("sharegpt", "conversations"), "openai": ("messages", "messages")}
+
+# What `load_dataset` takes in place of a name, with the files in data_files.
+LOADERS = ("json", "csv", "parquet", "text")
+
+# Of one dataset: why nothing is missed, or what is missing.
+WITHOUT = {
+    "split_across_pack": "a text that does not fit into a pack begins another",
+    "data_files": "is read with the dataset's source",
+    "name": "is read with the dataset's source",
+    "subset": "is read with the dataset's source",
+    "trust_remote_code": "no code of a dataset is run",
+}
+_NO_PART = "a dataset is read whole; put its folder here and name it in data.source"
+REFUSED = {
+    "new_system_prompt": "no message is put before a sample's own; write it into the samples",
+    "filter_fn": "no config names Python code; filter the file of samples",
+    "data_dir": _NO_PART,
+    "use_clean": "there is no such variant of a dataset",
+}
+
+
+def convert_datasets(conversion: ConfigImport) -> None:
+    """Note the keys of `dataset`, a section or a list of them, and of `dataset_val`."""
+    values = conversion.theirs.values
+    numbers = sorted({int(key[8:].partition("]")[0]) for key in values if key.startswith("dataset[")})
+    if not numbers and "dataset._component_" not in values:
+        raise conversion.stop("dataset._component_ is missing, which says what is trained on")
+    for number in numbers:
+        _convert_dataset(conversion, f"dataset[{number}]", f"data.sources[{number}]")
+    for section, ours in (("dataset", "data"), ("dataset_val", "validation")):
+        if f"{section}._component_" in values and not (numbers and section == "dataset"):
+            _convert_dataset(conversion, section, ours)
+
+
+def _convert_dataset(conversion: ConfigImport, section: str, ours: str) -> None:
+    """Note the keys of one dataset. ours: the section of ours that it becomes."""
+    component = f"{section}._component_"
+    dataset = DATASETS.get(conversion.read_component(section))
+    if dataset is None:
+        conversion.refuse(component, f"no such dataset; known are {', '.join(DATASETS)}", may_be_left_out=False)
+        for key in conversion.theirs.under(section):
+            if key != component:
+                conversion.drop(key, "of that dataset")
+        return
+    style = conversion.value(f"{section}.conversation_style")
+    said = {f"{ours}.format": STYLES[style][0] if style in STYLES else dataset.format}
+    source = _convert_source(conversion, section, ours, dataset)
+    if source is not None and f"{section}.source" not in conversion.theirs.values:
+        said[f"{ours}.source"] = source
+    _convert_columns(conversion, section, ours, dataset)
+    if dataset.why:
+        conversion.change(component, said, dataset.why)
+    else:
+        conversion.carry(component, said)
+    for key in conversion.theirs.under(section):
+        if not conversion.is_noted(key):
+            _convert_key(conversion, key, ours, dataset, source)
+    trains_on_all = f"{section}.train_on_input"
+    if not dataset.masks and trains_on_all not in conversion.theirs.values and ours != "validation":
+        conversion.defaults[trains_on_all] = True
+        _convert_key(conversion, trains_on_all, ours, dataset, source)
+
+
+def _convert_source(conversion: ConfigImport, section: str, ours: str, dataset: TorchtuneDataset) -> str | None:
+    """Note where a dataset is; return what `data.source` is, None after a fault."""
+    key = f"{section}.source"
+    names = [str(conversion.value(f"{section}.{word}")) for word in ("subset", "name")
+             if conversion.is_on(f"{section}.{word}")]  # fmt: skip
+    subset = names[0] if names else dataset.subset
+    if key not in conversion.theirs.values:
+        if dataset.source is None:
+            conversion.faults.append(f"{conversion.theirs.shown}: {key} is missing")
+            return None
+        return _name_on_hub(dataset.source, dataset.subset)
+    name = str(conversion.value(key))
+    files = conversion.value(f"{section}.data_files")
+    if "://" in name:
+        conversion.refuse(key, "storage by URL is not read; copy the files here", may_be_left_out=False)
+        return None
+    if name in LOADERS:
+        paths = files if isinstance(files, list) else [files]
+        if len(paths) != 1 or paths[0] is None:
+            count = 0 if files is None else len(paths)
+            conversion.refuse(key, f"{count} data_files, expected one file or folder", may_be_left_out=False)
+            return None
+        source = str(paths[0])
+        conversion.carry(f"{section}.data_files", {})
+    else:
+        source = name if is_local(name) else _name_on_hub(name, subset)
+        if files is not None:
+            conversion.refuse(f"{section}.data_files", _NO_PART)
+    conversion.carry(key, {f"{ours}.source": source})
+    return source
+
+
+def _name_on_hub(name: str, subset: str | None) -> str:
+    return f"{HUB}{name}:{subset}" if subset else f"{HUB}{name}"
+
+
+def is_local(name: str) -> bool:
+    """Return whether it names a file or folder: one that is there, or what no dataset on the hub is called."""
+    path = expand(name)
+    return os.path.exists(path) or is_data(path) or name.startswith(("/", "./", "../", "~"))
+
+
+def _convert_columns(conversion: ConfigImport, section: str, ours: str, dataset: TorchtuneDataset) -> None:
+    """Note the names of columns: theirs by our names, as far as they differ."""
+    columns = dict(dataset.columns)
+    for key in conversion.theirs.under(f"{section}.column_map"):
+        word = key.rpartition(".")[2]
+        if key.endswith("column_map"):
+            conversion.drop(key, "is empty")
+        elif word not in dataset.renamed:
+            conversion.refuse(key, f"expected {' or '.join(dataset.renamed) or 'no column_map'}")
+        else:
+            columns[dataset.renamed[word]] = str(conversion.value(key))
+            conversion.carry(key, {})
+    style = conversion.value(f"{section}.conversation_style")
+    ours_of = {"column": "text", "conversation_column": STYLES[style][1] if style in STYLES else ""}
+    for word, name in ours_of.items():
+        key = f"{section}.{word}"
+        if conversion.is_on(key) and name:
+            columns[name] = str(conversion.value(key))
+            conversion.carry(key, {})
+    columns = {name: theirs for name, theirs in columns.items() if name != theirs}
+    if ours == "validation":
+        if columns != conversion.ours.get("data.columns", {}):
+            why = "validation has the columns of the training data; rename those in its file"
+            conversion.refuse(f"{section}._component_", why)
+    elif columns:
+        conversion.ours[f"{ours}.columns"] = columns
+
+
+def _convert_key(conversion: ConfigImport, key: str, ours: str, dataset: TorchtuneDataset, source: str | None) -> None:
+    """Note a key of a dataset besides its source and columns."""
+    value = conversion.value(key)
+    word = key.rpartition(".")[2]
+    if word == "split":
+        _convert_split(conversion, key, ours, source)
+    elif word == "packed":
+        conversion.carry(key, {"data.packing": bool(value)} if ours != "validation" else {})
+    elif word == "add_eos":
+        conversion.carry(key, {"data.add_eos": bool(value)} if ours != "validation" else {})
+    elif word == "train_on_input":
+        _convert_labels(conversion, key, dataset, trains_on_all=bool(value))
+    elif word == "conversation_style":
+        if value is None or value in STYLES:
+            conversion.carry(key, {})
+        else:
+            conversion.refuse(key, f"expected {' or '.join(STYLES)}")
+    elif word in WITHOUT:
+        conversion.drop(key, WITHOUT[word])
+    elif conversion.is_on(key):
+        conversion.refuse(key, REFUSED.get(word, "is no key of a dataset that is known here"))
+    else:
+        conversion.drop(key, "is off, as here")
+
+
+def _convert_split(conversion: ConfigImport, key: str, ours: str, source: str | None) -> None:
+    """Note the split of a dataset of the hub; files have none."""
+    split = str(conversion.value(key))
+    if source is None or source.startswith(HUB):
+        conversion.carry(key, {f"{ours}.split": split})
+    elif split == "train":
+        conversion.drop(key, "files are read whole")
+    else:
+        conversion.refuse(key, "files are read whole, without splits; write the part into a file of its own")
+
+
+def _convert_labels(conversion: ConfigImport, key: str, dataset: TorchtuneDataset, *, trains_on_all: bool) -> None:
+    if dataset.format == "text":
+        conversion.drop(key, "every token of a text is trained on")
+    elif dataset.format != "preference":
+        conversion.carry(key, {"data.train_on": "all" if trains_on_all else "assistant"})
+    elif trains_on_all:
+        conversion.refuse(key, "of pairs the answers alone are compared")
+    else:
+        conversion.carry(key, {})
