@@ -10,13 +10,10 @@ What is frozen is never copied back. A trained parameter is stepped when backwar
 then its new values go back to the host, and its memory is free: neither is its gradient ever in host memory, nor are
 there two layers' gradients at a time.
 
-The device's memory is the computing stream's. A copy begins when all that this stream was given before is done, which
-includes whatever used that memory last; so copies run next to the unit that computes, without `record_stream`. The
-order of copies and waits is checked on the simulated device, values on a CPU and on a GPU; its bytes and times have not
-been measured on one (docs/measurements/on_a_gpu.md).
+How copies and waits are ordered: `recipe_lib/ops/host_copies.py`.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -36,6 +33,7 @@ from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
+from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
 from recipe_lib.units import format_bytes
 
 Step = Callable[[nn.Parameter, nn.Parameter], None]  # of a parameter in host memory, with the one on the device
@@ -47,7 +45,6 @@ class StreamedUnit:
     def __init__(self, name: str, places: Mapping[str, tuple[dict[str, Any], str]], *, is_layer: bool) -> None:
         self.name, self.is_layer = name, is_layer
         self.names, self.places = list(places), list(places.values())
-        self.copied: Any = None  # the event after its copies, until it is awaited
         self.in_use = False  # the tensors on the device are in their places
         self._hosts: list[nn.Parameter] = []
         self._on_device: list[nn.Parameter | None] = [None] * len(self.places)
@@ -89,12 +86,10 @@ class LayerStream:
     """Copies units to the device, each before it is needed. units: in the order of forward. See the module's text."""
 
     def __init__(self, units: Sequence[StreamedUnit], device: torch.device) -> None:
-        self.units, self.device = list(units), device
-        self._module = torch.get_device_module(device)
+        self.units = list(units)
         self._layers = [number for number, unit in enumerate(self.units) if unit.is_layer]
-        self._here: set[int] = set()  # units that have memory on the device
-        self._streams: tuple[Any, Any] | None = None
-        self._leaving: deque[tuple[Any, Tensor]] = deque()  # the event after a copy to the host, and what it reads
+        self._copies = HostCopies(device)
+        self._prefetch = Prefetch(self._copies, self._allocate, self._free)
         self._stepped: dict[nn.Parameter, nn.Parameter] = {}
         self._backward = -1  # the backward whose end is awaited
 
@@ -129,7 +124,7 @@ class LayerStream:
         for unit in self.units:
             for number, host in enumerate(unit.hosts()):
                 if host.requires_grad:
-                    there = self._stepped[host] = unit.on_device(number, self.device)
+                    there = self._stepped[host] = unit.on_device(number, self._copies.device)
                     local_of(there).untyped_storage().resize_(0)
                     there.register_post_accumulate_grad_hook(partial(self._step_and_send, step, host))
 
@@ -158,7 +153,7 @@ class LayerStream:
             return output
         finally:
             if not stays:
-                self._drop(number)
+                self._prefetch.drop(number)
 
     def _begin_backward(self, number: int, _: Tensor) -> None:
         task = torch._C._current_graph_task_id()
@@ -169,22 +164,12 @@ class LayerStream:
 
     def _end_backward(self) -> None:
         self._backward = -1
-        for number in list(self._here):
-            self._drop(number)
+        self._prefetch.drop_all()
 
     def _use(self, number: int, *, backward: bool = False) -> None:
         """What is issued from here on finds a unit on the device; the next one is on its way."""
-        following = self._following(number, backward)
-        for other in self._here - {number, following}:
-            self._drop(other)
-        self._fetch(number)
-        unit = self.units[number]
-        if unit.copied is not None:
-            self._module.current_stream(self.device).wait_event(unit.copied)
-            unit.copied = None
-        unit.begin_use()
-        if following is not None:
-            self._fetch(following)
+        self._prefetch.use(number, self._following(number, backward))
+        self.units[number].begin_use()
 
     def _following(self, number: int, backward: bool) -> int | None:
         """The unit that is needed next, if a rank's units run in their order. Backward begins with the last layer."""
@@ -193,37 +178,22 @@ class LayerStream:
             return before[-1] if before else None
         if number + 1 < len(self.units):
             return number + 1
-        return before[-1] if before and before[-1] in self._here else None  # where it stays for backward
+        return before[-1] if before and before[-1] in self._prefetch.on_device else None  # where it stays for backward
 
     # Copies
 
     @torch.no_grad()
-    def _fetch(self, number: int) -> None:
-        if number in self._here:
-            return
-        unit, (inbound, _) = self.units[number], self._own_streams()
-        hosts = [local_of(host) for host in unit.hosts()]
-        there = [local_of(unit.on_device(index, self.device)) for index in range(len(hosts))]
-        for host, tensor in zip(hosts, there, strict=True):
-            tensor.untyped_storage().resize_(host.nbytes)
-        self._here.add(number)
-        self._follow(inbound)
-        # The values are those that autograd saved: to it nothing has changed.
-        with self._module.stream(inbound), torch.autograd._unsafe_preserve_version_counter(tuple(there)):
-            for host, tensor in zip(hosts, there, strict=True):
-                tensor.copy_(host, non_blocking=True)
-        unit.copied = self._event_of(inbound)
+    def _allocate(self, number: int) -> list[Pair]:
+        """Gives a unit memory on the device, and returns what is copied there."""
+        pairs = []
+        for index, host in enumerate(self.units[number].hosts()):
+            target = local_of(self.units[number].on_device(index, self._copies.device))
+            target.untyped_storage().resize_(local_of(host).nbytes)
+            pairs.append((target, local_of(host)))
+        return pairs
 
-    def _drop(self, number: int) -> None:
-        """Frees a unit's memory; one that nobody waited for may still be written, a stepped one still be read."""
+    def _free(self, number: int) -> None:
         unit = self.units[number]
-        if number not in self._here:
-            return
-        self._here.remove(number)
-        self._free_all_but(0)
-        if unit.copied is not None:
-            self._module.current_stream(self.device).wait_event(unit.copied)
-            unit.copied = None
         unit.end_use()
         for parameter in unit.made().values():
             local_of(parameter).untyped_storage().resize_(0)
@@ -234,34 +204,10 @@ class LayerStream:
         if parameter.grad is None:  # torch calls hooks also where backward has given none
             return
         step(host, parameter)
-        _, outbound = self._own_streams()
-        self._follow(outbound)
-        with torch.no_grad(), self._module.stream(outbound):
-            local_of(host).copy_(local_of(parameter), non_blocking=True)
-        self._leaving.append((self._event_of(outbound), local_of(parameter)))
-        self._free_all_but(1)
-
-    def _free_all_but(self, count: int) -> None:
-        """Frees what was sent before the last `count` parameters; the stream waits for it, the host does not."""
-        while len(self._leaving) > count:
-            sent, tensor = self._leaving.popleft()
-            self._module.current_stream(self.device).wait_event(sent)
-            tensor.untyped_storage().resize_(0)
-
-    def _follow(self, stream: Any) -> None:
-        """What the stream is given next begins when all that the computing one has so far is done."""
-        stream.wait_event(self._event_of(self._module.current_stream(self.device)))
-
-    def _event_of(self, stream: Any) -> Any:
-        event = self._module.Event()
-        event.record(stream)
-        return event
-
-    def _own_streams(self) -> tuple[Any, Any]:
-        """The streams of copies to the device and back, made when the first is needed."""
-        if self._streams is None:
-            self._streams = (self._module.Stream(), self._module.Stream())
-        return self._streams
+        stepped = local_of(parameter)
+        free = partial(stepped.untyped_storage().resize_, 0)
+        self._copies.copy_to_host([(local_of(host), stepped)], free)
+        self._copies.free_sent(keep=1)
 
 
 def stream_layers(model: nn.Module, memory: MemoryConfig, device: torch.device, ranks: int = 1) -> LayerStream | None:

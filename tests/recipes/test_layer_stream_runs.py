@@ -134,18 +134,18 @@ def train(case: Case, folder: Path, name: str, *more: str) -> dict[str, Any]:
     """streams: units and whether the most units that were on the device at a time were two; left: bytes there now."""
     made: list[LayerStream] = []
     most = [0]
-    fetch = LayerStream._fetch
+    allocate = LayerStream._allocate
 
-    def noted(stream: LayerStream, number: int) -> None:
-        fetch(stream, number)
+    def noted(stream: LayerStream, number: int) -> Any:
         made.append(stream) if stream not in made else None
-        most[0] = max(most[0], len(stream._here))
+        most[0] = max(most[0], len(stream._prefetch.on_device) + 1)
+        return allocate(stream, number)
 
-    LayerStream._fetch = noted  # type: ignore[method-assign]
+    LayerStream._allocate = noted  # type: ignore[method-assign]
     try:
         run = done(run_here(command(case, folder, name, *more), recipe=case.recipe))
     finally:
-        LayerStream._fetch = fetch  # type: ignore[method-assign]
+        LayerStream._allocate = allocate  # type: ignore[method-assign]
     there = [one for stream in made for unit in stream.units for one in unit.made().values()]
     left = sum((one.to_local() if hasattr(one, "to_local") else one).untyped_storage().nbytes() for one in there)
     said = [line for line in run.said if "copied to the device one ahead" in line]

@@ -20,7 +20,7 @@ from recipe_lib.plan.world.simulated_device import NAME
 
 MOST_RANKS = 64  # whose collectives are compared
 _MICRO_BATCHES = 4  # of each stage, at most
-_FOR_GRADIENTS = ("torch/distributed/fsdp/", "parallel/offloaded_gradients.py")
+_FOR_GRADIENTS = ("torch/distributed/fsdp/", "ops/host_copies.py")
 
 
 @dataclass
