@@ -285,6 +285,7 @@ NOTHING_LIKE_IT = frozenset(
 
 # Words of other tools that have no key here -> what there is in its place.
 ANSWERS = {
+    "memory.expert_offload": "write memory.stream_layers=experts",
     "log_level": "`tune run -q` and `-v` say less and more",
     "log_peak_memory_stats": "every step logs its peak memory; leave it out",
     "save_adapter_weights_only": "adapter/ has the adapter alone; leave it out",

@@ -1,10 +1,12 @@
 """Layers in pinned host memory, on the device only while they run: each is copied there while the one before computes.
 
-A unit is a decoder layer, or the embedding or output head where its weight is frozen. Between its uses a unit's
-parameters are the ones in host memory, which is what checkpoints, exports and optimizers see. For its forward, and
-again for its backward, they change places with tensors on the device. There is one such tensor a parameter, whose
-memory is given and taken (as FSDP2 does it), so that what autograd saved of a weight in forward has its values again in
-backward. On the device there are two units at most: the one that computes, and the next, or in backward the one before.
+A unit is a decoder layer, or the embedding or output head where its weight is frozen; or, of a
+mixture, the experts of a layer alone, which are most of its weights. Between its uses a unit's
+parameters are the ones in host memory, which is what checkpoints, exports and optimizers see. For
+its forward, and again for its backward, they change places with tensors on the device. There is one
+such tensor a parameter, whose memory is given and taken (as FSDP2 does it), so that what autograd
+saved of a weight in forward has its values again in backward. On the device there are two units at
+most: the one that computes, and the next, or in backward the one before.
 
 What is frozen is never copied back. A trained parameter is stepped when backward has made its gradient, on the device;
 then its new values go back to the host, and its memory is free: neither is its gradient ever in host memory, nor are
@@ -24,17 +26,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from recipe_lib.adapters import is_adapter
+from recipe_lib.adapters.expert_layers import QuantizedExperts
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory.expert_offload import expert_parameters
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.mixture import ExpertLinear
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
 from recipe_lib.units import format_bytes
+
+EXPERTS = "experts"  # value of the key that streams these alone
 
 Step = Callable[[nn.Parameter, nn.Parameter], None]  # of a parameter in host memory, with the one on the device
 
@@ -83,15 +88,20 @@ class StreamedUnit:
 
 
 class LayerStream:
-    """Copies units to the device, each before it is needed. units: in the order of forward. See the module's text."""
+    """Copies units to the device, each before it is needed. See the module's text."""
 
-    def __init__(self, units: Sequence[StreamedUnit], device: torch.device) -> None:
+    def __init__(self, units: Sequence[StreamedUnit], device: torch.device, what: str = "") -> None:
+        """units: in the order of forward. what: what of a layer is streamed; "": all of it."""
         self.units = list(units)
+        self._what = what
         self._layers = [number for number, unit in enumerate(self.units) if unit.is_layer]
         self._copies = HostCopies(device)
         self._prefetch = Prefetch(self._copies, self._allocate, self._free)
         self._stepped: dict[nn.Parameter, nn.Parameter] = {}
         self._backward = -1  # the backward whose end is awaited
+        # The unit that stays on the device from backward to the next forward: frozen experts
+        # of the first layer.
+        self._first = 0 if what and not self.trains() else None
 
     def parameters(self) -> list[nn.Parameter]:
         """Those that lie on the host, each once."""
@@ -112,7 +122,8 @@ class LayerStream:
     def describe(self) -> str:
         """For the log, after the units of FSDP."""
         others = [unit.name for unit in self.units if not unit.is_layer]
-        *first, last = [f"{len(self._layers)} layer{'' if len(self._layers) == 1 else 's'}", *others]
+        layers = f"{len(self._layers)} layer{'' if len(self._layers) == 1 else 's'}"
+        *first, last = [f"{self._what} of {layers}" if self._what else layers, *others]
         what = f"{', '.join(first)} and {last}" if first else last
         stepped = ", each stepped there in backward" if self.trains() else ""
         size = format_bytes(self.num_bytes())
@@ -164,7 +175,9 @@ class LayerStream:
 
     def _end_backward(self) -> None:
         self._backward = -1
-        self._prefetch.drop_all()
+        self._prefetch.drop_all(keep=self._first)
+        if self._first is not None:
+            self.units[self._first].end_use()
 
     def _use(self, number: int, *, backward: bool = False) -> None:
         """What is issued from here on finds a unit on the device; the next one is on its way."""
@@ -178,7 +191,8 @@ class LayerStream:
             return before[-1] if before else None
         if number + 1 < len(self.units):
             return number + 1
-        return before[-1] if before and before[-1] in self._prefetch.on_device else None  # where it stays for backward
+        stays = bool(before) and before[-1] in self._prefetch.on_device  # for backward
+        return before[-1] if stays else None
 
     # Copies
 
@@ -210,36 +224,34 @@ class LayerStream:
         self._copies.free_sent(keep=1)
 
 
-def stream_layers(model: nn.Module, memory: MemoryConfig, device: torch.device, ranks: int = 1) -> LayerStream | None:
+def stream_layers(
+    model: nn.Module, memory: MemoryConfig, device: torch.device, ranks: int = 1, *, is_stage: bool = False
+) -> LayerStream | None:
     """Says of each layer's parameters that they lie on the host, in place; `materialize` puts them there.
 
-    Of a layer all frozen parameters are streamed, and with `memory.optimizer_in_backward` and
-    `memory.optimizer_offload` the trained ones that are no adapter's. Call it when layers are checkpointed and
-    compiled, before FSDP wraps what it leaves. On a CPU the model is left as it is. ranks: that have tokens of their
-    own. Raises ConfigError for trained layers on several, which would each step a layer by the gradient of theirs.
+    Of a layer all frozen parameters are streamed, or those of its experts alone, and with
+    `memory.optimizer_in_backward` and `memory.optimizer_offload` the trained ones that are no
+    adapter's. Call it when layers are checkpointed and compiled, before FSDP wraps what it leaves.
+    On a CPU the model is left as it is.
+
+    ranks: that have tokens of their own. is_stage: the model is a rank's part of a pipeline, which
+    may have no layer with experts. Raises ConfigError for a model without experts whose experts are
+    to be streamed, and for trained layers on several ranks, which would each step a layer by the
+    gradient of theirs.
     """
+    only_experts = memory.stream_layers == EXPERTS
+    if only_experts and not is_stage and not any(map(_is_expert, model.modules())):
+        raise ConfigError(
+            "memory.stream_layers: found experts for a model without experts of ours, expected "
+            "a mixture of experts; set true, which streams whole layers, or remove the key"
+        )
     if not memory.stream_layers or not has_host(device):
         return None
     assert isinstance(model, LanguageModel)
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    stepped = memory.optimizer_in_backward and memory.optimizer_offload
-
-    def is_streamed(name: str, parameter: nn.Parameter) -> bool:
-        trained = stepped and not is_adapter(name) and uses[id(parameter)] == 1 and parameter.dim() > 0
-        return trained if parameter.requires_grad else True
-
-    layers, units = layer_names(model), []
-    for name in _unit_names(model, layers):
-        module, places = model.get_submodule(name), {}
-        for inner, owner in module.named_modules():
-            for local, parameter in owner._parameters.items():
-                full = ".".join(part for part in (name, inner, local) if part)
-                if parameter is not None and is_streamed(full, parameter):
-                    places[full] = (owner._parameters, local)
-            if isinstance(owner, QuantizedLinear):
-                owner.compute_on(device)
-        units += [StreamedUnit(name, places, is_layer=name in layers)] if places else []
-    stream = LayerStream(units, device)
+    units = _find_units(model, memory)
+    if not units:
+        return None
+    stream = LayerStream(units, device, EXPERTS if only_experts else "")
     if ranks > 1 and stream.trains():
         raise ConfigError(
             f"memory.stream_layers: found {ranks} ranks with tokens of their own for layers that are trained, "
@@ -250,18 +262,46 @@ def stream_layers(model: nn.Module, memory: MemoryConfig, device: torch.device, 
     for number, unit in enumerate(units):
         module = model.get_submodule(unit.name)
         module.forward = partial(stream.run, number, module.forward, _needed_again(module, unit.is_layer))
+        for owner in module.modules():
+            if isinstance(owner, QuantizedLinear):
+                owner.compute_on(device)
     return stream
+
+
+def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit]:
+    """Return what is streamed, in the order of forward."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    stepped = memory.optimizer_in_backward and memory.optimizer_offload
+
+    def is_streamed(name: str, parameter: nn.Parameter) -> bool:
+        trained = stepped and not is_adapter(name) and uses[id(parameter)] == 1 and parameter.dim() > 0
+        return trained if parameter.requires_grad else True
+
+    only_experts = memory.stream_layers == EXPERTS
+    layers = layer_names(model)
+    units = []
+    for name in layers if only_experts else _unit_names(model, layers):
+        places: dict[str, tuple[dict[str, Any], str]] = {}
+        for inner, owner in model.get_submodule(name).named_modules():
+            if only_experts and not _is_expert(owner):
+                continue
+            for local, parameter in owner._parameters.items():
+                full = ".".join(part for part in (name, inner, local) if part)
+                if parameter is not None and is_streamed(full, parameter):
+                    places[full] = (owner._parameters, local)
+        if places:
+            units.append(StreamedUnit(name, places, is_layer=name in layers))
+    return units
+
+
+def _is_expert(module: nn.Module) -> bool:
+    return isinstance(module, (ExpertLinear, QuantizedExperts))
 
 
 def streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of streamed units, when none of these runs."""
     names = model.on_host if isinstance(model, LanguageModel) else ()
     return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
-
-
-def host_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """All parameters that lie on the host, without FSDP: of streamed units, and experts."""
-    return [*streamed_parameters(model), *expert_parameters(model)]
 
 
 def _unit_names(model: LanguageModel, layers: list[str]) -> list[str]:

@@ -161,11 +161,12 @@ class Prefetch:
             self.on_device.pop(unit).wait()
             self._free(unit)
 
-    def drop_all(self) -> None:
-        """Free all that is on the device, and all that was sent to the host."""
+    def drop_all(self, keep: Hashable | None = None) -> None:
+        """Free all that was sent to the host, and all units but the one that is kept, if any."""
         self._copies.free_sent()
         for unit in list(self.on_device):
-            self.drop(unit)
+            if unit != keep:
+                self.drop(unit)
 
     def _fetch(self, unit: Hashable) -> None:
         if unit not in self.on_device and (pairs := self._allocate(unit)):
