@@ -130,12 +130,6 @@ CASES = {
     "layers streamed, stepping in backward": Case(
         "demo/full", 1, (STREAM, "memory.optimizer_offload=true", *IN_BACKWARD)
     ),
-    "experts streamed, half a backward": Case(
-        "olmoe/7B_qlora",
-        1,
-        ("memory.stream_layers=experts", "data.source=examples/demo/train.jsonl"),
-        ends_backward_early,
-    ),
     "LoRA on NF4": Case("demo/lora", 4, ("lora.quantize_base=nf4",)),
 }
 
