@@ -63,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ADAPTERS = ("recipe=lora_finetune_distributed", "lora.rank=8", "lora.alpha=16")
 PACKED = ("data.packing=true", "data.max_samples=300")
-OFFLOADED_EXPERTS = "memory.expert_offload=true"
+OFFLOADED_EXPERTS = "memory.stream_layers=experts"
 STREAMED = ("memory.stream_layers=true", "memory.optimizer_in_backward=true", "clip_grad_norm=null",
             "memory.optimizer_offload=true")  # fmt: skip
 

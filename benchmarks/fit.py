@@ -159,7 +159,7 @@ NCCL and reserved headroom are subtracted. `fits` leaves 3 % of the card; `risky
 
 The longest sequences are at the end of the page.
 
-Times of mixtures of experts are those of even loads. Their `memory.expert_offload` is not searched: [moe.md](moe.md).
+Times of mixtures of experts are those of even loads. Their experts on the host are not searched: [moe.md](moe.md).
 
 Each table's command is above it. `tune plan` instead of `tune run` shows what such a run takes, byte by byte;
 `tune plan --config CONFIG --search --fit 4x24GB` says all settings that were tried.

@@ -41,7 +41,8 @@ on CPUs, and says which.
 - Cards of 24 GB, and any other card than an H200.
 - More than one GPU: NCCL, links, real collectives. Ranks of 2 and 4 were played by a fake process group.
 - Compiled layers: their planned peaks, and their values against a CPU's.{compiled}
-- Offloading, streamed layers and experts on the host: their bytes and times against plans. Their values were compared.
+- Offloading and streamed layers: their bytes and times against plans. Their values were compared.
+- Experts alone on the host.
 - Most of DPO, KTO, rewards and distillation; training in FP8.
 - Kernels one by one, streams under torch's sanitizer, the ladder of levers: `python benchmarks/gpu_check.py` has them.
 """

@@ -210,7 +210,7 @@ def _levers() -> list[PlanCase]:
 def _mixtures() -> list[PlanCase]:
     """Experts in bf16 and in NF4, on the card and on the host, as FSDP units of their own, and attention with sinks."""
     qwen, oss, olmoe = "qwen3_moe/30B", "gpt_oss/20B", "olmoe/7B"
-    offloaded = ("memory.expert_offload=true",)
+    offloaded = ("memory.stream_layers=experts",)
     return [
         PlanCase("qlora", qwen, 1, 2048),
         PlanCase("qlora", qwen, 1, 2048, levers=offloaded),

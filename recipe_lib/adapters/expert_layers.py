@@ -6,8 +6,7 @@ B `[E, o, r]`: two more grouped matmuls.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from recipe_lib.adapters import nf4, quantized
 from recipe_lib.adapters.layers import AdaptedMatrix, AdaptedModule, AdapterSettings
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.models.mixture import ExpertLinear, Router
-from recipe_lib.ops.dtensor_shards import local
 from recipe_lib.ops.grouped import Groups, grouped_linear, grouped_matmul, sum_of_rows, taken_rows
 
 
@@ -25,27 +23,14 @@ def can_quantize_experts(experts: ExpertLinear, kind: str) -> bool:
     return kind != "nf4" or nf4.blocks_of(experts.in_features * experts.out_features) is not None
 
 
-class CodeFetcher(Protocol):
-    """What copies codes of experts from the host to the device."""
-
-    device: torch.device
-
-    def fetch(self, layer: int, place: int) -> tuple[Tensor, Tensor | None]:
-        """Codes and scales of module number `place` of a layer, for work that is issued from here on."""
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Those that lie on the host."""
-
-
 class QuantizedExperts(QuantizedLinear):
     """Experts whose frozen weights are kept in 4 or 8 bits, and made whole in passing; backward makes them again.
 
     `out_features` counts the rows of all experts. cut: which part of how many of each run of rows, see
-    `take_rows_of_runs`; None: all. fetcher: what copies the codes from the host, if they lie there.
+    `take_rows_of_runs`; None: all.
     """
 
     cut: tuple[int, int] | None = None
-    fetcher: "CodeFetcher | None" = None
 
     def __init__(self, base: ExpertLinear, kind: str) -> None:
         """base: what it replaces, still on the meta device; its bias is taken over. kind: see `QuantizedLinear`."""
@@ -53,14 +38,6 @@ class QuantizedExperts(QuantizedLinear):
         QuantizedLinear.__init__(self, nn.Linear(base.in_features, rows, False, "meta", dtype), kind)
         self.num_experts, self.expert_rows = base.num_experts, base.out_features
         self.bias = base.bias
-
-    def offload(self, fetcher: CodeFetcher, layer: int, place: int) -> None:
-        """From now on the codes lie on the host, and are fetched by these numbers."""
-        self.fetcher, self._number = fetcher, (layer, place)
-
-    def working_device(self) -> torch.device:
-        """See `QuantizedLinear.working_device`."""
-        return super().working_device() if self.fetcher is None else self.fetcher.device
 
     def take_rows_of_runs(self, runs: int, rank: int, size: int) -> None:
         """From now on computes with part number `rank` of `size` of each of so many runs of rows alone.
@@ -102,10 +79,6 @@ class QuantizedExperts(QuantizedLinear):
         first, last = self.columns
         numbers = (self.num_experts, last - first, groups.choices if of_tokens else 0)
         order = (groups.tokens, groups.places, groups.ends)
-        if self.fetcher is not None:
-            factors = local(self.weight_factors)
-            fetch, settings = partial(self.fetcher.fetch, *self._number), (self.dtype, self._place())
-            return cast(Tensor, _FetchedProduct.apply(rows, fetch, factors, *order, *numbers, *settings))
         codes, scales, factors = self._part()
         if torch.compiler.is_compiling():
             return _compiled(rows, codes, scales, factors, *order, *numbers, self.dtype, self._place())
@@ -152,45 +125,6 @@ class _GroupedProduct(torch.autograd.Function):
         found = grouped_matmul(gradients[0].contiguous(), weights, ends)
         del weights
         return (sum_of_rows(found, places, ctx.choices) if ctx.choices else found, *(None,) * 11)
-
-
-class _FetchedProduct(torch.autograd.Function):
-    """As `_GroupedProduct`, of codes that are copied from the host, for forward and again for backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        fetch: Callable[[], tuple[Tensor, Tensor | None]],
-        factors: Tensor,
-        tokens: Tensor,
-        places: Tensor,
-        ends: Tensor,
-        experts: int,
-        columns: int,
-        choices: int,
-        *settings: Any,
-    ) -> Tensor:
-        ctx.save_for_backward(factors, places, ends)
-        ctx.fetch, ctx.shape, ctx.choices, ctx.settings = fetch, (experts, columns), choices, settings
-        weights = _weights(*_flat(*fetch()), factors, ctx.shape, settings).to(rows.dtype)
-        return grouped_matmul(taken_rows(rows, tokens, choices), weights.transpose(1, 2), ends)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        factors, places, ends = ctx.saved_tensors
-        weights = _weights(*_flat(*ctx.fetch()), factors, ctx.shape, ctx.settings).to(gradients[0].dtype)
-        found = grouped_matmul(gradients[0].contiguous(), weights, ends)
-        del weights
-        return (sum_of_rows(found, places, ctx.choices) if ctx.choices else found, *(None,) * 10)
-
-
-def _flat(codes: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Blocks of codes one after the other, with their scales; int8 as it is."""
-    if scales is None:
-        return codes, None
-    return codes.reshape(-1, codes.shape[-1]), scales.flatten()
 
 
 # Under torch.compile an operation that the compiler cannot look into, as in `recipe_lib.adapters.quantized`.

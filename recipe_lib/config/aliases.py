@@ -290,6 +290,7 @@ ANSWERS = {
          "liger_fused_linear_cross_entropy"),
         _LOSS_KERNEL,
     ),
+    "memory.expert_offload": "write memory.stream_layers=experts",
     "log_level": "`tune run -q` and `-v` say less and more",
     "log_peak_memory_stats": "every step logs its peak memory; leave it out",
     "save_adapter_weights_only": "adapter/ has the adapter alone; leave it out",

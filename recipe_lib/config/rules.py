@@ -38,7 +38,7 @@ _PIPELINE_IN_ONE = ("parallel.pipeline=2", "batch_size=4", "parallel.pipeline_mi
 
 
 def _streams_trained(cfg: Any) -> bool:
-    return cfg.memory.stream_layers and getattr(cfg, "trained_adapters", None) is None
+    return bool(cfg.memory.stream_layers) and getattr(cfg, "trained_adapters", None) is None
 
 
 def _steps_in_backward(cfg: Any) -> bool:
@@ -223,9 +223,6 @@ RULES: tuple[Rule, ...] = (
          "its step takes a matrix whole, whose parts it shares out among the ranks",
          "choose adamw or sgd, or use memory.cpu_offload",
          ("memory.stream_layers=true", "optimizer.name=muon", *_IN_BACKWARD)),
-    Rule(("compile", "memory.expert_offload"), lambda cfg: cfg.compile and cfg.memory.expert_offload,
-         "a compiled layer would have its experts' codes as inputs, before they are fetched",
-         "set compile=false, or memory.expert_offload=false", ("compile=true", "memory.expert_offload=true")),
     Rule(("lora.dora", "lora.dropout", "parallel.tensor"),
          lambda cfg: is_external(cfg) and cfg.parallel.tensor > 1 and cfg.lora.dora and cfg.lora.dropout > 0,
          "DoRA with dropout multiplies by the frozen matrix twice, and an inferred plan is one of a single product",

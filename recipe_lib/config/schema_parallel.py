@@ -207,19 +207,14 @@ class MemoryConfig:
         needs="device != cpu",
         known_as="torchtune fsdp_cpu_offload; torch CPUOffloadPolicy",
     )
-    stream_layers: bool = key(
+    stream_layers: bool | str = key(
         False,
-        "Keep layers, embedding and head in pinned host memory; each is copied to the device while the one "
-        "before it computes. Trained layers need optimizer_in_backward and optimizer_offload with it.",
+        "Keep layers, embedding and head in pinned host memory, or `experts` alone; each layer's are copied "
+        "to the device while the one before it computes. Trained ones need optimizer_in_backward and "
+        "optimizer_offload with it.",
+        choices=("experts",),
         needs=("device != cpu", "memory.cpu_offload = false"),
-        known_as="Soup stream_layers",
-    )
-    expert_offload: bool = key(
-        False,
-        "Keep quantized experts in pinned host memory; a layer's are copied to the device while the one before it "
-        "computes.",
-        needs=("device != cpu", "memory.cpu_offload = false", "memory.stream_layers = false"),
-        known_as="none has it: expert offloading of inference engines",
+        known_as="Soup stream_layers; expert offloading of inference engines",
     )
     optimizer_in_backward: bool = key(
         False,
@@ -237,8 +232,7 @@ class MemoryConfig:
         "GiB of host memory that all ranks of a machine may take for what is offloaded; null: what is free.",
         above=0,
         most=2**20,
-        needs="memory.cpu_offload or memory.optimizer_offload or memory.activation_offload or memory.expert_offload "
-        "or memory.stream_layers",
+        needs="memory.cpu_offload or memory.optimizer_offload or memory.activation_offload or memory.stream_layers",
         known_as="none has it: others take what there is",
     )
     loss_chunks: int = key(

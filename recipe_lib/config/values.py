@@ -74,6 +74,8 @@ def _convert(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
     if kind is Any:
         return _as_written(node)
     value = _convert_scalar(node, kind, key, typed, is_choice=True)
+    if kind is bool:  # choices and bounds are those of the other kinds
+        return value
     if len(key.kinds) == 1 or not isinstance(value, str):
         _check_limits(value, key, node.text)
     elif "choices" in key.limits:
@@ -261,7 +263,8 @@ def _expected_kind(kind: Any, key: Key) -> str:
     if origin is typing.Literal:
         return f"one of {', '.join(typing.get_args(kind))}"
     if kind in (str, int) and "choices" in limits:
-        return f"one of {', '.join(map(str, limits['choices']))}"
+        several = "one of " if len(limits["choices"]) > 1 else ""
+        return several + ", ".join(map(str, limits["choices"]))
     if kind is str and "kind" in limits:
         return f"one of {', '.join(_names(limits))}"
     if kind is Any:

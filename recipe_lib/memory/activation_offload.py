@@ -6,18 +6,14 @@ device there are then, besides what other levers leave there, at most `ahead` + 
 those of all layers: the one that runs, and `ahead` on their way out (forward) or back already (backward). The last
 `ahead` layers are not sent: backward begins with them. It is the virtual memory of vDNN (arXiv 1602.08124), by layers.
 
-A tensor's memory on the device is let go when the stream that computes waits for its copy, so that whoever has it next
-is behind the copy; the allocator needs to know no more (no `record_stream`, whose memory comes back at times that
-nobody can foretell). Copies are of whole storages, bit for bit: losses and gradients are those without the lever.
-
-Streams and events are torch's documented ones. The order of copies and waits is checked on the simulated device, values
-on a CPU and a GPU; its bytes and times have not been measured on one (docs/measurements/on_a_gpu.md).
+Copies are of whole storages, bit for bit: losses and gradients are those without the lever. How
+copies and waits are ordered: `recipe_lib/ops/host_copies.py`.
 """
 
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.host_limits import pinned_bytes
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.ops.device import has_host
+from recipe_lib.ops.host_copies import Copy, HostCopies, Pair
 
 SMALLEST = 1024  # bytes; less is not worth a copy
 
@@ -68,17 +66,22 @@ def offload_activations(
 
 def _sent(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]:
     """The layer's forward, of which the window keeps what autograd would."""
-    forward, own = layer.forward, _OwnStorages(layer)
+    forward = layer.forward
+    owned = _find_owned(layer)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        try:
-            tokens = args[0].shape[:-1].numel() if args and isinstance(args[0], Tensor) else 0
-            with window.keeping(number, own.of_call((args[1:], kwargs)), tokens):
-                return forward(*args, **kwargs)
-        finally:
-            own.forget()
+        shared: set[int] = set()
+        for tensor in _tensors_in((args[1:], kwargs)):
+            shared.update(_addresses(tensor))
+
+        def is_staying(address: int) -> bool:
+            return address in shared or _is_owned(address, owned)
+
+        tokens = args[0].shape[:-1].numel() if args and isinstance(args[0], Tensor) else 0
+        with window.keeping(number, is_staying, tokens):
+            return forward(*args, **kwargs)
 
     return run
 
@@ -95,24 +98,24 @@ class Kept:
     def __init__(self, whole: Tensor, stream: Any) -> None:
         self.on_device: Tensor | None = whole
         self.on_host: Tensor | None = None
-        self.moved: Any = None
+        self.moved: Copy | None = None
         self.stream = stream  # the one that computes, which the device's memory belongs to
 
     def let_go(self) -> None:
         """Gives the device's memory back, when the host has all of it."""
-        if self.on_host is not None and self.on_device is not None:
-            self.stream.wait_event(self.moved)
+        if self.on_host is not None and self.on_device is not None and self.moved is not None:
+            self.moved.wait(self.stream)
             self.on_device = None
 
     def await_copy(self) -> None:
         """What is issued from here on finds the values on the device."""
         if self.on_host is None and self.moved is not None:
-            self.stream.wait_event(self.moved)
+            self.moved.wait(self.stream)
             self.moved = None
 
     def __del__(self) -> None:
         if self.on_device is not None and self.moved is not None and not sys.is_finalizing():
-            self.stream.wait_event(self.moved)
+            self.moved.wait(self.stream)
 
 
 class Call:
@@ -162,8 +165,7 @@ class Window:
     def __init__(self, device: torch.device, ahead: int, sent: int) -> None:
         self.device, self.ahead, self.sent = device, ahead, sent
         self.host_bytes: dict[int, int] = {}
-        self._module = torch.get_device_module(device)
-        self._streams: tuple[Any, Any] | None = None
+        self._copies = HostCopies(device)
         self._leaving: deque[Call] = deque()  # calls whose tensors may still be on the device
         self._last: Call | None = None
         self._present: Call | None = None  # whose backward runs
@@ -203,7 +205,7 @@ class Window:
         kept = self._known.get(key)
         if kept is None or kept.on_device is None or kept.on_device.untyped_storage()._cdata != key:
             whole = tensor.detach().as_strided((size // tensor.element_size(),), (1,), 0)
-            self._known[key] = kept = Kept(whole, self._module.current_stream(self.device))
+            self._known[key] = kept = Kept(whole, self._copies.current_stream())
         if not any(reference() is kept for reference in call.kept):
             call.kept.append(weakref.ref(kept))
         return Packed(call, kept, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -241,14 +243,17 @@ class Window:
         if self._judge is not None:
             judge, self._judge = self._judge, None
             judge(sum(map(pinned_bytes, sizes)), tokens)
-        out, _ = self._own_streams()
-        self._follow(out)
-        with self._module.stream(out):
+
+        def allocate() -> Iterator[Pair]:
             for kept in leaving:
-                assert kept.on_device is not None
-                kept.on_host = self._host_memory(kept.on_device)
-                kept.on_host.copy_(kept.on_device, non_blocking=True)
-        self._mark(out, leaving)
+                tensor = kept.on_device
+                assert tensor is not None
+                kept.on_host = self._copies.allocate_on_host(tensor.shape, tensor.dtype)
+                yield kept.on_host, tensor
+
+        sent = self._copies.copy_to_host(allocate())
+        for kept in leaving:
+            kept.moved = sent
 
     def _fetch(self, call: Call) -> None:
         """Copies what of a call is on the host alone back. The memory is the computing stream's, from here on, which
@@ -256,74 +261,42 @@ class Window:
         away = [kept for kept in call.alive() if kept.on_device is None]
         if not away:
             return
-        _, back = self._own_streams()
+        pairs: list[Pair] = []
         for kept in away:
-            assert kept.on_host is not None
-            kept.on_device = torch.empty(kept.on_host.shape, dtype=kept.on_host.dtype, device=self.device)
-        self._follow(back)
-        with self._module.stream(back):
-            for kept in away:
-                assert kept.on_device is not None and kept.on_host is not None
-                kept.on_device.copy_(kept.on_host, non_blocking=True)
-                kept.on_host = None  # torch's pinned memory is not given to others before the copy is done
-        self._mark(back, away)
+            host = kept.on_host
+            assert host is not None
+            kept.on_device = torch.empty(host.shape, dtype=host.dtype, device=self.device)
+            pairs.append((kept.on_device, host))
+            kept.on_host = None
+        fetched = self._copies.copy_to_device(pairs)
+        for kept in away:
+            kept.moved = fetched
 
     def _let_go(self, call: Call) -> None:
         for kept in call.alive():
             kept.let_go()
 
-    def _follow(self, stream: Any) -> None:
-        """What the stream is given next begins when all that the computing one has so far is done."""
-        event = self._module.Event()
-        event.record(self._module.current_stream(self.device))
-        stream.wait_event(event)
 
-    def _mark(self, stream: Any, copied: Iterable[Kept]) -> None:
-        event = self._module.Event()
-        event.record(stream)
-        for kept in copied:
-            kept.moved = event
-
-    def _own_streams(self) -> tuple[Any, Any]:
-        """The streams of copies to the host and back, made when the first is needed."""
-        if self._streams is None:
-            self._streams = (self._module.Stream(), self._module.Stream())
-        return self._streams
-
-    def _host_memory(self, whole: Tensor) -> Tensor:
-        return torch.empty(whole.shape, dtype=whole.dtype, device="cpu", pin_memory=self.device.type != "cpu")
+Owned = list[tuple[dict[str, Any], str]]  # `module._parameters` or `module._buffers`, and a name there
 
 
-class _OwnStorages:
-    """Addresses of the storages that a layer's parameters and buffers have at the moment: FSDP gathers them, and
-    compiled layers see their own parts of them, between the begin of a forward and what is saved in it."""
+def _find_owned(layer: nn.Module) -> Owned:
+    """Return where a layer has its parameters and buffers."""
+    owned: Owned = []
+    for module in layer.modules():
+        for tensors in (module._parameters, module._buffers):
+            owned += [(tensors, name) for name, tensor in tensors.items() if tensor is not None]
+    return owned
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._places = [
-            (places, name)
-            for module in layer.modules()
-            for places in (module._parameters, module._buffers)
-            for name, tensor in places.items()
-            if tensor is not None
-        ]
-        self._tensors: list[Any] = []
-        self._addresses: set[int] = set()
 
-    def of_call(self, given: Any) -> Callable[[int], bool]:
-        """Whether an address is that of a parameter, a buffer, or of a tensor among `given`."""
-        shared = {address for tensor in _tensors_in(given) for address in _addresses(tensor)}
-        return lambda address: address in shared or self._has(address)
-
-    def forget(self) -> None:
-        """The call has ended."""
-        self._tensors = []
-
-    def _has(self, address: int) -> bool:
-        tensors = [places.get(name) for places, name in self._places]
-        if len(self._tensors) != len(tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
-            self._tensors = tensors
-            self._addresses = {one for tensor in tensors if tensor is not None for one in _addresses(tensor)}
-        return address in self._addresses
+def _is_owned(address: int, owned: Owned) -> bool:
+    """Whether a storage is that of a parameter or buffer, as they are at the moment: FSDP gathers them, and compiled
+    layers see their own parts of them, between the begin of a forward and what is saved in it."""
+    for tensors, name in owned:
+        tensor = tensors.get(name)
+        if tensor is not None and address in _addresses(tensor):
+            return True
+    return False
 
 
 def _addresses(tensor: Tensor) -> list[int]:
@@ -337,13 +310,8 @@ def _addresses(tensor: Tensor) -> list[int]:
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in arguments: in sequences, mappings, and objects that hold them as attributes."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        yield from _tensors_in(vars(value))
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dataclass_fields__"):
+            yield from _tensors_in(vars(leaf))

@@ -9,7 +9,6 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory.activation_offload import Window, offload_activations
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
 from recipe_lib.memory.compiling import compile_layers
-from recipe_lib.memory.expert_offload import ExpertFetcher, offload_experts
 from recipe_lib.memory.layer_costs import PipelineStages
 from recipe_lib.memory.layer_stream import LayerStream, stream_layers
 from recipe_lib.memory.matmul_dtype import use_low_precision
@@ -21,13 +20,12 @@ from recipe_lib.ops.fused_kernels import use_fused_kernels
 @dataclass(frozen=True)
 class MemoryLevers:
     """What was decided. kernels: about fused ones, for the log. checkpointing: what layers keep, where a budget chose
-    it. offload: what moves activations. experts, layers: what copies them from the host. quantization:
-    what linears are rounded to while they train."""
+    it. offload: what moves activations. layers: what copies them from the host. quantization: what linears are rounded
+    to while they train."""
 
     kernels: str
     checkpointing: str | None
     offload: Window | None
-    experts: ExpertFetcher | None
     layers: LayerStream | None
     quantization: FakeQuantization | None
 
@@ -43,14 +41,13 @@ def apply_memory_levers(
 ) -> MemoryLevers:
     """What the layers of a meta model multiply in, compute in tiles, keep for backward, compile and offload, in place.
 
-    `memory.expert_offload`, `fused_kernels`, `matmul_dtype`, `qat`, `memory.mlp_tiles`,
+    `fused_kernels`, `matmul_dtype`, `qat`, `memory.mlp_tiles`,
     `memory.activation_checkpointing`, `compile`, `memory.activation_offload`, `memory.stream_layers`. Call it when
     adapters and sharded matrices are in their places, and before FSDP wraps what it leaves. device: the one that
     computes. pipeline: what runs the model's stages. for_training: False for a model that never goes backward.
     data_ranks: that have batches of their own. Raises ConfigError for what device or model cannot do.
     """
     checkpointing = offload = quantization = None
-    experts = offload_experts(model, cfg.memory, device, is_stage=pipeline is not None)
     kernels = use_fused_kernels(cfg.fused_kernels, device)
     use_low_precision(model, cfg.matmul_dtype, device)
     if for_training:  # a reference stays as it is
@@ -63,5 +60,6 @@ def apply_memory_levers(
         compile_layers(model)  # recomputation included
     if for_training:  # what compiled layers keep, too
         offload = offload_activations(model, cfg.memory, device, is_stage=pipeline is not None)
-    layers = stream_layers(model, cfg.memory, device, data_ranks)  # on the device by the time that these see them
-    return MemoryLevers(kernels, checkpointing, offload, experts, layers, quantization)
+    # On the device by the time that these see them.
+    layers = stream_layers(model, cfg.memory, device, data_ranks, is_stage=pipeline is not None)
+    return MemoryLevers(kernels, checkpointing, offload, layers, quantization)

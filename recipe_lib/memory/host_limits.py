@@ -11,7 +11,6 @@ _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # By a key of the section `memory`, what else than more memory helps.
 _REMEDIES = {
     "cpu_offload": "remove memory.cpu_offload",
-    "expert_offload": "remove memory.expert_offload",
     "stream_layers": "choose lora.quantize_base=nf4 for frozen layers, or remove memory.stream_layers",
     "optimizer_offload": "choose optimizer.state_bits=8",
     "activation_offload": "choose a smaller batch_size or memory.activation_checkpointing=full",

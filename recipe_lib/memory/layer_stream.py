@@ -1,22 +1,21 @@
 """Layers in pinned host memory, on the device only while they run: each is copied there while the one before computes.
 
-A unit is a decoder layer, or the embedding or output head, if these are two matrices or frozen. Between its uses a
-unit's parameters are the ones in host memory, which is what checkpoints, exports and optimizers see. For its forward,
-and again for its backward, they change places with tensors on the device. There is one such tensor a parameter, whose
-memory is given and taken (as FSDP2 does it), so that what autograd saved of a weight in forward has its values again in
-backward. On the device there are two units at most: the one that computes, and the next, or in backward the one before.
+A unit is a decoder layer, or the embedding or output head, if these are two matrices or frozen; or,
+of a mixture, the experts of a layer alone, which are most of its weights. Between its uses a unit's
+parameters are the ones in host memory, which is what checkpoints, exports and optimizers see. For
+its forward, and again for its backward, they change places with tensors on the device. There is one
+such tensor a parameter, whose memory is given and taken (as FSDP2 does it), so that what autograd
+saved of a weight in forward has its values again in backward. On the device there are two units at
+most: the one that computes, and the next, or in backward the one before.
 
 What is frozen is never copied back. A trained parameter is stepped when backward has made its gradient, on the device;
 then its new values go back to the host, and its memory is free: neither is its gradient ever in host memory, nor are
 there two layers' gradients at a time.
 
-The device's memory is the computing stream's. A copy begins when all that this stream was given before is done, which
-includes whatever used that memory last; so copies run next to the unit that computes, without `record_stream`. The
-order of copies and waits is checked on the simulated device, values on a CPU and on a GPU; its bytes and times have not
-been measured on one (docs/measurements/on_a_gpu.md).
+How copies and waits are ordered: `recipe_lib/ops/host_copies.py`.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,16 +26,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from recipe_lib.adapters import is_adapter
+from recipe_lib.adapters.expert_layers import QuantizedExperts
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory.expert_offload import expert_parameters
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.mixture import ExpertLinear
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
+from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
 from recipe_lib.units import format_bytes
+
+EXPERTS = "experts"  # value of the key that streams these alone
 
 Step = Callable[[nn.Parameter, nn.Parameter], None]  # of a parameter in host memory, with the one on the device
 
@@ -47,7 +50,6 @@ class StreamedUnit:
     def __init__(self, name: str, places: Mapping[str, tuple[dict[str, Any], str]], *, is_layer: bool) -> None:
         self.name, self.is_layer = name, is_layer
         self.names, self.places = list(places), list(places.values())
-        self.copied: Any = None  # the event after its copies, until it is awaited
         self.in_use = False  # the tensors on the device are in their places
         self._hosts: list[nn.Parameter] = []
         self._on_device: list[nn.Parameter | None] = [None] * len(self.places)
@@ -90,17 +92,20 @@ class StreamedUnit:
 
 
 class LayerStream:
-    """Copies units to the device, each before it is needed. units: in the order of forward. See the module's text."""
+    """Copies units to the device, each before it is needed. See the module's text."""
 
-    def __init__(self, units: Sequence[StreamedUnit], device: torch.device) -> None:
-        self.units, self.device = list(units), device
-        self._module = torch.get_device_module(device)
+    def __init__(self, units: Sequence[StreamedUnit], device: torch.device, what: str = "") -> None:
+        """units: in the order of forward. what: what of a layer is streamed; "": all of it."""
+        self.units = list(units)
+        self._what = what
         self._backward_units = [number for number, unit in enumerate(self.units) if unit.is_layer or unit.trains()]
-        self._here: set[int] = set()  # units that have memory on the device
-        self._streams: tuple[Any, Any] | None = None
-        self._leaving: deque[tuple[Any, Tensor]] = deque()  # the event after a copy to the host, and what it reads
+        self._copies = HostCopies(device)
+        self._prefetch = Prefetch(self._copies, self._allocate, self._free)
         self._stepped: dict[nn.Parameter, nn.Parameter] = {}
         self._backward = -1  # the backward whose end is awaited
+        # The unit that stays on the device from backward to the next forward: frozen experts
+        # of the first layer.
+        self._first = 0 if what and not self.trains() else None
 
     def parameters(self) -> list[nn.Parameter]:
         """Those that lie on the host, each once."""
@@ -122,7 +127,8 @@ class LayerStream:
         """For the log, after the units of FSDP."""
         others = [unit.name for unit in self.units if not unit.is_layer]
         count = len(self.units) - len(others)
-        *first, last = [f"{count} layer{'' if count == 1 else 's'}", *others]
+        layers = f"{count} layer{'' if count == 1 else 's'}"
+        *first, last = [f"{self._what} of {layers}" if self._what else layers, *others]
         what = f"{', '.join(first)} and {last}" if first else last
         stepped = ", each stepped there in backward" if self.trains() else ""
         size = format_bytes(self.num_bytes())
@@ -134,7 +140,7 @@ class LayerStream:
         for unit in self.units:
             for number, host in enumerate(unit.hosts()):
                 if host.requires_grad:
-                    there = self._stepped[host] = unit.on_device(number, self.device)
+                    there = self._stepped[host] = unit.on_device(number, self._copies.device)
                     local_of(there).untyped_storage().resize_(0)
                     there.register_post_accumulate_grad_hook(partial(self._step_and_send, step, host))
 
@@ -163,7 +169,7 @@ class LayerStream:
             return output
         finally:
             if not stays:
-                self._drop(number)
+                self._prefetch.drop(number)
 
     def _begin_backward(self, number: int, _: Tensor) -> None:
         task = torch._C._current_graph_task_id()
@@ -174,22 +180,14 @@ class LayerStream:
 
     def _end_backward(self) -> None:
         self._backward = -1
-        for number in list(self._here):
-            self._drop(number)
+        self._prefetch.drop_all(keep=self._first)
+        if self._first is not None:
+            self.units[self._first].end_use()
 
     def _use(self, number: int, *, backward: bool = False) -> None:
         """What is issued from here on finds a unit on the device; the next one is on its way."""
-        following = self._following(number, backward)
-        for other in self._here - {number, following}:
-            self._drop(other)
-        self._fetch(number)
-        unit = self.units[number]
-        if unit.copied is not None:
-            self._module.current_stream(self.device).wait_event(unit.copied)
-            unit.copied = None
-        unit.begin_use()
-        if following is not None:
-            self._fetch(following)
+        self._prefetch.use(number, self._following(number, backward))
+        self.units[number].begin_use()
 
     def _following(self, number: int, backward: bool) -> int | None:
         """The unit that is needed next, if a rank's units run in their order. Backward begins with its last one."""
@@ -198,37 +196,23 @@ class LayerStream:
             return before[-1] if before else None
         if number + 1 < len(self.units):
             return number + 1
-        return before[-1] if before and before[-1] in self._here else None  # where it stays for backward
+        stays = bool(before) and before[-1] in self._prefetch.on_device  # for backward
+        return before[-1] if stays else None
 
     # Copies
 
     @torch.no_grad()
-    def _fetch(self, number: int) -> None:
-        if number in self._here:
-            return
-        unit, (inbound, _) = self.units[number], self._own_streams()
-        hosts = [local_of(host) for host in unit.hosts()]
-        there = [local_of(unit.on_device(index, self.device)) for index in range(len(hosts))]
-        for host, tensor in zip(hosts, there, strict=True):
-            tensor.untyped_storage().resize_(host.nbytes)
-        self._here.add(number)
-        self._follow(inbound)
-        # The values are those that autograd saved: to it nothing has changed.
-        with self._module.stream(inbound), torch.autograd._unsafe_preserve_version_counter(tuple(there)):
-            for host, tensor in zip(hosts, there, strict=True):
-                tensor.copy_(host, non_blocking=True)
-        unit.copied = self._event_of(inbound)
+    def _allocate(self, number: int) -> list[Pair]:
+        """Gives a unit memory on the device, and returns what is copied there."""
+        pairs = []
+        for index, host in enumerate(self.units[number].hosts()):
+            target = local_of(self.units[number].on_device(index, self._copies.device))
+            target.untyped_storage().resize_(local_of(host).nbytes)
+            pairs.append((target, local_of(host)))
+        return pairs
 
-    def _drop(self, number: int) -> None:
-        """Frees a unit's memory; one that nobody waited for may still be written, a stepped one still be read."""
+    def _free(self, number: int) -> None:
         unit = self.units[number]
-        if number not in self._here:
-            return
-        self._here.remove(number)
-        self._free_all_but(0)
-        if unit.copied is not None:
-            self._module.current_stream(self.device).wait_event(unit.copied)
-            unit.copied = None
         unit.end_use()
         for parameter in unit.made().values():
             local_of(parameter).untyped_storage().resize_(0)
@@ -239,67 +223,40 @@ class LayerStream:
         if parameter.grad is None:  # torch calls hooks also where backward has given none
             return
         step(host, parameter)
-        _, outbound = self._own_streams()
-        self._follow(outbound)
-        with torch.no_grad(), self._module.stream(outbound):
-            local_of(host).copy_(local_of(parameter), non_blocking=True)
-        self._leaving.append((self._event_of(outbound), local_of(parameter)))
-        self._free_all_but(1)
-
-    def _free_all_but(self, count: int) -> None:
-        """Frees what was sent before the last `count` parameters; the stream waits for it, the host does not."""
-        while len(self._leaving) > count:
-            sent, tensor = self._leaving.popleft()
-            self._module.current_stream(self.device).wait_event(sent)
-            tensor.untyped_storage().resize_(0)
-
-    def _follow(self, stream: Any) -> None:
-        """What the stream is given next begins when all that the computing one has so far is done."""
-        stream.wait_event(self._event_of(self._module.current_stream(self.device)))
-
-    def _event_of(self, stream: Any) -> Any:
-        event = self._module.Event()
-        event.record(stream)
-        return event
-
-    def _own_streams(self) -> tuple[Any, Any]:
-        """The streams of copies to the device and back, made when the first is needed."""
-        if self._streams is None:
-            self._streams = (self._module.Stream(), self._module.Stream())
-        return self._streams
+        stepped = local_of(parameter)
+        free = partial(stepped.untyped_storage().resize_, 0)
+        self._copies.copy_to_host([(local_of(host), stepped)], free)
+        self._copies.free_sent(keep=1)
 
 
-def stream_layers(model: nn.Module, memory: MemoryConfig, device: torch.device, ranks: int = 1) -> LayerStream | None:
+def stream_layers(
+    model: nn.Module, memory: MemoryConfig, device: torch.device, ranks: int = 1, *, is_stage: bool = False
+) -> LayerStream | None:
     """Says of each layer's parameters that they lie on the host, in place; `materialize` puts them there.
 
-    Of a unit all frozen parameters are streamed, and with `memory.optimizer_in_backward` and
-    `memory.optimizer_offload` the trained ones that are no adapter's and used once. Call it when layers are
-    checkpointed and compiled, before FSDP wraps what it leaves. On a CPU the model is left as it is. ranks: that have
-    tokens of their own. Raises ConfigError for trained layers on several, which would each step a layer by the gradient
-    of theirs.
+    Of a unit all frozen parameters are streamed, or those of its experts alone, and with
+    `memory.optimizer_in_backward` and `memory.optimizer_offload` the trained ones that are no
+    adapter's and used once. Call it when layers are checkpointed and compiled, before FSDP wraps what it leaves.
+    On a CPU the model is left as it is.
+
+    ranks: that have tokens of their own. is_stage: the model is a rank's part of a pipeline, which
+    may have no layer with experts. Raises ConfigError for a model without experts whose experts are
+    to be streamed, and for trained layers on several ranks, which would each step a layer by the
+    gradient of theirs.
     """
+    only_experts = memory.stream_layers == EXPERTS
+    if only_experts and not is_stage and not any(map(_is_expert, model.modules())):
+        raise ConfigError(
+            "memory.stream_layers: found experts for a model without experts of ours, expected "
+            "a mixture of experts; set true, which streams whole layers, or remove the key"
+        )
     if not memory.stream_layers or not has_host(device):
         return None
     assert isinstance(model, LanguageModel)
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    stepped = memory.optimizer_in_backward and memory.optimizer_offload
-
-    def is_streamed(name: str, parameter: nn.Parameter) -> bool:
-        trained = stepped and not is_adapter(name) and uses[id(parameter)] == 1 and parameter.dim() > 0
-        return trained if parameter.requires_grad else True
-
-    layers, units = layer_names(model), []
-    for name in _unit_names(model, layers, is_streamed):
-        module, places = model.get_submodule(name), {}
-        for inner, owner in module.named_modules():
-            for local, parameter in owner._parameters.items():
-                full = ".".join(part for part in (name, inner, local) if part)
-                if parameter is not None and is_streamed(full, parameter):
-                    places[full] = (owner._parameters, local)
-            if isinstance(owner, QuantizedLinear):
-                owner.compute_on(device)
-        units += [StreamedUnit(name, places, is_layer=name in layers)] if places else []
-    stream = LayerStream(units, device)
+    units = _find_units(model, memory)
+    if not units:
+        return None
+    stream = LayerStream(units, device, EXPERTS if only_experts else "")
     if ranks > 1 and stream.trains():
         raise ConfigError(
             f"memory.stream_layers: found {ranks} ranks with tokens of their own for layers that are trained, "
@@ -311,18 +268,46 @@ def stream_layers(model: nn.Module, memory: MemoryConfig, device: torch.device, 
         module = model.get_submodule(unit.name)
         needed_again = _needed_again(module, unit.is_layer or unit.trains())
         module.forward = partial(stream.run, number, module.forward, needed_again)
+        for owner in module.modules():
+            if isinstance(owner, QuantizedLinear):
+                owner.compute_on(device)
     return stream
+
+
+def _find_units(model: LanguageModel, memory: MemoryConfig) -> list[StreamedUnit]:
+    """Return what is streamed, in the order of forward."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    stepped = memory.optimizer_in_backward and memory.optimizer_offload
+
+    def is_streamed(name: str, parameter: nn.Parameter) -> bool:
+        trained = stepped and not is_adapter(name) and uses[id(parameter)] == 1 and parameter.dim() > 0
+        return trained if parameter.requires_grad else True
+
+    only_experts = memory.stream_layers == EXPERTS
+    layers = layer_names(model)
+    units = []
+    for name in layers if only_experts else _unit_names(model, layers, is_streamed):
+        places: dict[str, tuple[dict[str, Any], str]] = {}
+        for inner, owner in model.get_submodule(name).named_modules():
+            if only_experts and not _is_expert(owner):
+                continue
+            for local, parameter in owner._parameters.items():
+                full = ".".join(part for part in (name, inner, local) if part)
+                if parameter is not None and is_streamed(full, parameter):
+                    places[full] = (owner._parameters, local)
+        if places:
+            units.append(StreamedUnit(name, places, is_layer=name in layers))
+    return units
+
+
+def _is_expert(module: nn.Module) -> bool:
+    return isinstance(module, (ExpertLinear, QuantizedExperts))
 
 
 def streamed_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of streamed units, when none of these runs."""
     names = model.on_host if isinstance(model, LanguageModel) else ()
     return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
-
-
-def host_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """All parameters that lie on the host, without FSDP: of streamed units, and experts."""
-    return [*streamed_parameters(model), *expert_parameters(model)]
 
 
 def _unit_names(model: LanguageModel, layers: list[str], is_streamed: Callable[[str, nn.Parameter], bool]) -> list[str]:

@@ -20,7 +20,7 @@ from recipe_lib.adapters import is_adapter
 from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedHead
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.memory.layer_stream import host_parameters
+from recipe_lib.memory.layer_stream import streamed_parameters
 from recipe_lib.models.decoder import Decoder, OutputHead, ScaledEmbedding
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.language_model import LanguageModel, modules_elsewhere
@@ -48,7 +48,7 @@ def shard_model(
     Parameters become DTensors under the same names; they keep their dtype, frozen ones too. Gradients arrive as SUMS
     over all ranks, in `parallel.reduce_dtype`, so a loss is to be divided by the token count of the global batch. With
     one data rank and no `memory.cpu_offload`, and with `parallel.strategy: ddp`, the model is left as it is and has no
-    units. What lies on the host by `memory.expert_offload` or `memory.stream_layers` stays whole on each rank.
+    units. What lies on the host by `memory.stream_layers` stays whole on each rank.
     whole_layers: no policy takes a layer's experts as a unit of their own, since the layer is compiled, or runs its MLP
     in tiles. Raises ConfigError for a wrapping that does not
     fit the model, and for a whole model on the ranks of a pipeline.
@@ -58,7 +58,7 @@ def shard_model(
             f"parallel.pipeline: found {world.pipeline.size} for a recipe that leaves its model whole, expected one "
             "that divides it; call parallelize(model, cfg, world), or set parallel.pipeline=1"
         )
-    kept = set(host_parameters(model))
+    kept = set(streamed_parameters(model))
     units = resolve_wrapping(model, parallel.fsdp_wrap_policy, whole_layers=whole_layers or bool(kept))
     units = [_without(unit, model, kept) for unit in units]
     units = [unit for unit in units if unit.bytes] if kept else units
@@ -119,7 +119,7 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
     if known:
         model.note_computed_buffers(_computed_buffers(model))
     place: str | torch.device = "cpu" if memory.cpu_offload else device
-    hosted = {id(parameter) for parameter in host_parameters(model)}
+    hosted = {id(parameter) for parameter in streamed_parameters(model)}
     model._apply(
         lambda tensor: _pinned(tensor, device) if id(tensor) in hosted else torch.empty_like(tensor, device=place)
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.ops.device import kernels_of
+from recipe_lib.ops.host_copies import Copy, wait_on_host
 from recipe_lib.parallel.fsdp_parts import end_backward, group_of
 
 
@@ -57,12 +58,9 @@ class OffloadedGradients:
     def wait(self) -> None:
         """Waits once for all that is on its way."""
         if kernels_of(self._device) != "cpu":
-            stream = torch.get_device_module(self._device).current_stream()
-            arriving = [event for group in self._groups for event in _take_events(group)]
-            for event in arriving:
-                stream.wait_event(event)
+            arriving = [copy for group in self._groups for copy in self._take_copies(group)]
             if arriving or self._sends_numbers:
-                stream.record_event().synchronize()
+                wait_on_host(arriving, self._device)
         self._sends_numbers = False
         if self._waits_at_end:
             self._model.set_is_last_backward(True)
@@ -82,18 +80,18 @@ class OffloadedGradients:
                 return
             parameters = [entry.sharded_param for entry in previous.fsdp_params]
             if any(parameter in self._sums for parameter in parameters):
-                for event in _take_events(previous)[-1:]:  # all are of one stream
-                    event.synchronize()
+                for copy in self._take_copies(previous)[-1:]:  # all are of one stream
+                    copy.wait_on_host()
                 self._add(parameters)
 
         return post_backward
 
-
-def _take_events(group: Any) -> list[Any]:
-    """The events of a unit's copies, which nothing else waits for then."""
-    found = []
-    for entry in group.fsdp_params:
-        if entry.grad_offload_event is not None:
-            found.append(entry.grad_offload_event)
-            entry.grad_offload_event = None
-    return found
+    def _take_copies(self, group: Any) -> list[Copy]:
+        """Return a unit's copies, which nothing else waits for then."""
+        copies = []
+        for entry in group.fsdp_params:
+            if entry.grad_offload_event is not None:
+                module = torch.get_device_module(self._device)
+                copies.append(Copy(entry.grad_offload_event, module))
+                entry.grad_offload_event = None
+        return copies

@@ -9,7 +9,6 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.activation_offload import Window
 from recipe_lib.memory.apply_levers import apply_memory_levers
-from recipe_lib.memory.expert_offload import ExpertFetcher
 from recipe_lib.memory.layer_stream import LayerStream
 from recipe_lib.memory.qat import FakeQuantization
 from recipe_lib.models.decoder import Decoder
@@ -36,7 +35,7 @@ class Parallel:
     without one. units: that FSDP gathers. replicas: of a model that every data rank has whole. kernels: about fused
     ones, for the log. checkpointing: what layers keep, where a budget chose it. offload: what moves kept activations to
     the host and back. accumulation: how the gradients of a step's micro-batches are added up; None: as backward does
-    it. experts, layers: what copies them from the host. balance: the auxiliary loss of a mixture's routers. data_ranks:
+    it. layers: what copies them from the host. balance: the auxiliary loss of a mixture's routers. data_ranks:
     that have batches of their own. token_ranks: that share the tokens of a sequence, whose number they divide.
     quantization: what linears are rounded to while they train, and since when.
     """
@@ -49,7 +48,6 @@ class Parallel:
     checkpointing: str | None = None
     offload: Window | None = None
     accumulation: GradientAccumulation | None = None
-    experts: ExpertFetcher | None = None
     layers: LayerStream | None = None
     balance: BalanceLoss | None = None
     data_ranks: int = 1
@@ -82,20 +80,19 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
     sends = cfg.memory.cpu_offload and not cfg.memory.optimizer_in_backward
     accumulation = GradientAccumulation(model, cfg.parallel, world.device if sends else None) if for_training else None
     return Parallel(
-        pipeline,
-        tensor_gradients,
-        units,
-        replicas,
-        levers.kernels,
-        levers.checkpointing,
-        levers.offload,
-        accumulation,
-        levers.experts,
-        levers.layers,
-        _balance(model, cfg, world) if for_training else None,
-        world.data_ranks,
-        token_ranks(cfg.parallel),
-        levers.quantization,
+        pipeline=pipeline,
+        tensor_gradients=tensor_gradients,
+        units=units,
+        replicas=replicas,
+        kernels=levers.kernels,
+        checkpointing=levers.checkpointing,
+        offload=levers.offload,
+        accumulation=accumulation,
+        layers=levers.layers,
+        balance=_balance(model, cfg, world) if for_training else None,
+        data_ranks=world.data_ranks,
+        token_ranks=token_ranks(cfg.parallel),
+        quantization=levers.quantization,
     )
 
 
@@ -126,16 +123,8 @@ def _balance(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> Balance
 def describe_units(model: nn.Module, parallel: Parallel) -> str:
     """One line for the log: the units by size, what stays gathered in the root, and what lies on the host; the model
     may be sharded."""
-    return _describe_sharding(model, parallel) + _describe_hosted(parallel)
-
-
-def _describe_hosted(parallel: Parallel) -> str:
-    if parallel.layers is not None:
-        return parallel.layers.describe()
-    if parallel.experts is None:
-        return ""
-    size, layers = format_bytes(parallel.experts.num_bytes()), len(parallel.experts.layers)
-    return f"; experts of {layers} layers in host memory ({size}), copied to the device a layer ahead"
+    hosted = "" if parallel.layers is None else parallel.layers.describe()
+    return _describe_sharding(model, parallel) + hosted
 
 
 def _describe_sharding(model: nn.Module, parallel: Parallel) -> str:
@@ -156,7 +145,7 @@ def _describe_sharding(model: nn.Module, parallel: Parallel) -> str:
     for size, alike in sorted(sizes.items(), reverse=True):
         named = (f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in alike)
         parts += [f"{len(alike)} x {format_bytes(size)}"] if len(alike) > 2 else named
-    hosted = sum(each.num_bytes() for each in (parallel.experts, parallel.layers) if each is not None)
+    hosted = parallel.layers.num_bytes() if parallel.layers is not None else 0
     root = parameter_bytes(model) - sum(unit.bytes for unit in units) - hosted
     accumulation = parallel.accumulation
     once = "; gradients reduced once a step" if accumulation is not None and accumulation.once else ""

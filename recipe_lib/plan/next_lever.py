@@ -136,7 +136,7 @@ def _levers(kind: str, cfg: Any, ranks: int) -> Iterator[Changes]:
             yield {"lora.quantize_base": "nf4"}
         if adapters is None and cfg.dtype == "fp32":
             yield {"dtype": "bf16"}
-        if ranks == 1 and not memory.stream_layers and not memory.cpu_offload:
+        if ranks == 1 and memory.stream_layers is not True and not memory.cpu_offload:
             yield streamed(cfg)
         if not memory.cpu_offload:
             yield {"memory.cpu_offload": True}

@@ -8,7 +8,6 @@ from torch.distributed.fsdp import FSDPModule
 from recipe_lib.config.mesh import micro_batches, token_ranks
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory.activation_offload import Window
-from recipe_lib.memory.expert_offload import expert_parameters
 from recipe_lib.memory.host_limits import check_needs, free_host_memory, pinned_bytes
 from recipe_lib.memory.layer_stream import streamed_parameters
 from recipe_lib.ops.device import holds_values
@@ -65,9 +64,8 @@ def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, other: nn.Module 
         sizes = optimizer_state_sizes(cfg.optimizer, model.named_parameters()) or []
         found["optimizer_offload"] = sum(map(pinned_bytes, sizes))
     streamed = [*streamed_parameters(model), *(streamed_parameters(other) if other is not None else [])]
-    for key, hosted in (("expert_offload", expert_parameters(model)), ("stream_layers", streamed)):
-        if hosted:
-            found[key] = sum(pinned_bytes(local_bytes([parameter])) for parameter in hosted)
+    if streamed:
+        found["stream_layers"] = sum(pinned_bytes(local_bytes([parameter])) for parameter in streamed)
     return found
 
 

@@ -99,7 +99,7 @@ def _text(tokenizer: Tokenizer, token: int) -> str | None:
 
 def teacher_settings(cfg: DistillFinetuneConfig) -> DistillFinetuneConfig:
     """The config by which a teacher is divided: as the model, but for its own storage; it computes in dtype."""
-    memory = replace(cfg.memory, stream_layers=cfg.distill.stream_teacher, expert_offload=False)
+    memory = replace(cfg.memory, stream_layers=cfg.distill.stream_teacher)
     return replace(cfg, memory=memory, matmul_dtype=None)
 
 

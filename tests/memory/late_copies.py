@@ -70,7 +70,7 @@ class LateCopies(TorchDispatchMode):
     def Event(self) -> LateEvent:  # noqa: N802
         return LateEvent()
 
-    def current_stream(self, device: Any) -> LateStream:
+    def current_stream(self) -> LateStream:
         return self.now
 
     @contextmanager

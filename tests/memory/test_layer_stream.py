@@ -121,7 +121,7 @@ def bytes_there(stream: LayerStream) -> int:
 @contextmanager
 def late(stream: LayerStream) -> Iterator[LateMemory]:
     """Copies come as late as they may. Afterwards nothing is on the device, and the parameters are the host's."""
-    stream._module = device = LateMemory()
+    stream._copies._module = device = LateMemory()
     with device, device.resizing():
         yield device
     assert not device.too_early and not device.too_late
@@ -131,13 +131,13 @@ def late(stream: LayerStream) -> Iterator[LateMemory]:
 def watched(stream: LayerStream) -> list[tuple[int, int]]:
     """Units that have memory on the device, and their bytes, whenever one has been given it."""
     seen: list[tuple[int, int]] = []
-    fetch = stream._fetch
+    fetch = stream._prefetch._fetch
 
-    def noted(number: int) -> None:
+    def noted(number: Any) -> None:
         fetch(number)
-        seen.append((len(stream._here), bytes_there(stream)))
+        seen.append((len(stream._prefetch.on_device), bytes_there(stream)))
 
-    stream._fetch = noted  # type: ignore[method-assign]
+    stream._prefetch._fetch = noted  # type: ignore[method-assign]
     return seen
 
 
@@ -232,21 +232,21 @@ def test_trained_layers_of_several_data_ranks_are_refused() -> None:
 
 def stale_in_backward(stream: LayerStream, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's memory is there for backward, its values are those that the memory had."""
-    fetch = stream._fetch
+    fetch = stream._prefetch._fetch
 
     def faulty(number: int) -> None:
         fetch(number)
         if torch._C._current_graph_task_id() != -1:
-            stream.units[number].copied = None
+            stream._prefetch.on_device[number]._event = None
             for one in stream.units[number].made().values():
                 one.data.view(torch.uint8).fill_(1)
 
-    monkeypatch.setattr(stream, "_fetch", faulty)
+    monkeypatch.setattr(stream._prefetch, "_fetch", faulty)
 
 
 def of_another_layer(stream: LayerStream, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward has the values of the next layer."""
-    fetch = stream._fetch
+    fetch = stream._prefetch._fetch
 
     def faulty(number: int) -> None:
         units = stream.units
@@ -258,18 +258,18 @@ def of_another_layer(stream: LayerStream, monkeypatch: pytest.MonkeyPatch) -> No
         else:
             fetch(number)
 
-    monkeypatch.setattr(stream, "_fetch", faulty)
+    monkeypatch.setattr(stream._prefetch, "_fetch", faulty)
 
 
 def not_awaited(stream: LayerStream, monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit is used before its copies are done."""
-    fetch = stream._fetch
+    fetch = stream._prefetch._fetch
 
     def faulty(number: int) -> None:
         fetch(number)
-        stream.units[number].copied = None
+        stream._prefetch.on_device[number]._event = None
 
-    monkeypatch.setattr(stream, "_fetch", faulty)
+    monkeypatch.setattr(stream._prefetch, "_fetch", faulty)
 
 
 @pytest.mark.parametrize("fault", [stale_in_backward, of_another_layer, not_awaited])
@@ -281,7 +281,7 @@ def test_wrong_values_in_backward_are_noticed(
     model, stream = adapted("none", mode, FROZEN)
     assert stream is not None
     fault(stream, monkeypatch)
-    stream._module = device = LateMemory()
+    stream._copies._module = device = LateMemory()
     with device, device.resizing():
         found = two_micro_batches(model)
     assert not same(found, expected)

@@ -114,7 +114,7 @@ def test_offloaded_states_come_to_the_device_and_return() -> None:
     plain, moving = (torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True) for model in (first, second))
     offloaded = OffloadedStates(moving, CPU)
     sent, places = [], []
-    moving.register_step_post_hook(lambda *_: sent.append(len(offloaded._leaving)))
+    moving.register_step_post_hook(lambda *_: sent.append(len(offloaded._copies._sent)))
     tokens, labels = small_batch()
     for _ in range(STEPS):
         for model, optimizer in ((first, plain), (second, moving)):
@@ -124,7 +124,7 @@ def test_offloaded_states_come_to_the_device_and_return() -> None:
         states = [value for state in moving.state.values() for value in state.values()]
         places.append({value.data_ptr() for value in states if value.nbytes >= 1024})
     same(weights(second), weights(first))
-    assert max(sent) == 1 and not offloaded._leaving and not offloaded._arrived
+    assert max(sent) == 1 and not offloaded._copies._sent and not offloaded._on_device
     assert len(places[0]) > 40 and places[0] == places[1] == places[2]
 
 
@@ -246,7 +246,7 @@ def test_states_of_what_is_not_stepped_are_not_left_on_the_device() -> None:
         for number, parameter in enumerate(parameters):
             parameter.grad = None if number == missing else torch.ones_like(parameter)
         optimizer.step()
-        assert not offloaded._arrived and not offloaded._leaving
+        assert not offloaded._on_device and not offloaded._copies._sent
 
 
 USES: dict[str, Any] = {

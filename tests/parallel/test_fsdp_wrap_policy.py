@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.adapters import add_adapters
+from recipe_lib.adapters import add_adapters, nf4
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory import expert_offload
+from recipe_lib.memory import layer_stream
 from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
 from recipe_lib.models.find_layers import layer_names
 from recipe_lib.parallel import (
@@ -213,18 +213,18 @@ def hosted(folder: Path) -> str:
     """What the log says of a model whose experts lie on the host, on ranks that shard the rest of it."""
     spec = spec_from_config(read_config(folder), "qwen3_moe")
     cfg = LoraFinetuneConfig(device="cpu", lora=LoraConfig(rank=4, quantize_base="nf4"))
-    cfg.memory.expert_offload = True
-    expert_offload.has_host = lambda device: True
+    cfg.memory.stream_layers = "experts"
+    layer_stream.has_host = lambda device: True
     with start_world(cfg) as world:
         model = build_meta(spec, torch.float32)
         add_adapters(model, cfg.lora, torch.float32)
         parallel = parallelize(model, cfg, world)
         materialize(model, cfg.memory, world.device)
-        on_host = {id(parameter) for parameter in expert_offload.expert_parameters(model)}
+        on_host = {id(parameter) for parameter in layer_stream.streamed_parameters(model)}
         sharded = [name for name, each in model.named_parameters() if isinstance(each, DTensor) and id(each) in on_host]
-        assert sharded == [] and parallel.experts is not None
-        assert parallel.experts.num_bytes() == sum(
-            each.nbytes for name, each in model.named_parameters() if "experts" in name and "factors" not in name
+        assert sharded == [] and parallel.layers is not None
+        assert parallel.layers.num_bytes() == sum(
+            each.nbytes for name, each in model.named_parameters() if "experts" in name
         )
         return describe_units(model, parallel)
 
@@ -233,8 +233,10 @@ def test_experts_on_the_host_stay_whole_on_each_rank(tmp_path: Path) -> None:
     config = write_mixture("qwen3_moe", tmp_path)
     lines = run_ranks(hosted, 2, config)
     codes = 6 * 3 * 128 * 64 // 2 * 3  # of three layers
-    size = format_bytes(codes + codes // 32)
-    assert lines[0].endswith(f"; experts of 3 layers in host memory ({size}), copied to the device a layer ahead")
+    blocks = 6 * 128 * 64 // nf4.BLOCK
+    factors = 3 * 4 * (nf4.factors_of(2 * blocks) + nf4.factors_of(blocks))  # gate and up are one matrix
+    size = format_bytes(codes + codes // 32 + factors)
+    assert lines[0].endswith(f"; experts of 3 layers in host memory ({size}), copied to the device one ahead")
     assert "experts" not in lines[0].partition(";")[0]
     assert run_ranks(hosted, 1, config)[0].startswith(
         "FSDP: off, each rank holds its parameters at all times; experts of 3"

@@ -30,7 +30,7 @@ def test_every_key_of_the_section_memory_is_a_lever() -> None:
         "host_memory_limit_gib",
     }  # how far ahead, and how much at most, of the others
     # A dense model has no experts, and streams what it trains by three keys at once: gpu_check.py plan has both.
-    told_elsewhere |= {"expert_offload", "stream_layers"}
+    told_elsewhere |= {"stream_layers"}
     assert {field.name for field in dataclasses.fields(MemoryConfig)} <= keys | told_elsewhere
 
 

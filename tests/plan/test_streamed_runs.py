@@ -16,12 +16,12 @@ from recipe_lib.plan.tracing import tracer
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
 from recipe_lib.training.host_memory import offloaded_bytes
 from tests.distributed.ranks import run_ranks
+from tests.plan.mixtures import MIXTURES, write_mixture
 from tests.plan.test_real_runs import PAIRS, TEACHER, TIED, collectives_let_go, config_of
 from tests.recipes.runs import DISTILL, DPO, FULL, LORA
 from tests.selection import slow_except
 
 WIDTH = 32
-STREAM = ("memory.stream_layers=true", "device=auto")
 STEPPING = ("memory.optimizer_in_backward=true", "memory.optimizer_offload=true", "clip_grad_norm=null")
 NF4, RECOMPUTE = "lora.quantize_base=nf4", "memory.activation_checkpointing=full"
 CASES: dict[str, tuple[Any, ...]] = {
@@ -43,8 +43,10 @@ CASES: dict[str, tuple[Any, ...]] = {
         1, FULL, TIED, *STEPPING, "dtype=bf16", "optimizer.state_bits=4", "optimizer.stochastic_rounding=true",
     ),
     "two ranks": (2, LORA, TIED, NF4),
+    "experts, checkpointed": (1, LORA, "qwen3_moe", NF4, RECOMPUTE, "gradient_accumulation_steps=4"),
+    "experts, two ranks": (2, LORA, "gpt_oss", NF4),
 }  # fmt: skip
-QUICK = ("qlora, checkpointed", "full, 8 bits, checkpointed", "two ranks")
+QUICK = ("qlora, checkpointed", "full, 8 bits, checkpointed", "two ranks", "experts, checkpointed")
 
 
 def with_a_host() -> None:
@@ -52,10 +54,17 @@ def with_a_host() -> None:
     layer_stream.has_host = in_backward.has_host = lambda device: True  # type: ignore[assignment]
 
 
+def add_streaming(name: str) -> tuple[Any, ...]:
+    """A case that streams its layers, or of a mixture the experts."""
+    ranks, recipe, model, *overrides = CASES[name]
+    streamed = "experts" if model in MIXTURES else "true"
+    return ranks, recipe, model, f"memory.stream_layers={streamed}", "device=auto", *overrides
+
+
 def planned(folder: Path, name: str) -> dict[str, Any]:
     """Of a plan: peaks of both memories together without rounding; the host's with it, and what a run judges."""
     with_a_host()
-    recipe, cfg, shape = config_of((*CASES[name], *STREAM), folder)
+    recipe, cfg, shape = config_of(add_streaming(name), folder)
     judged: list[int] = []
 
     class Judged(recipe):  # type: ignore[misc, valid-type]
@@ -77,7 +86,7 @@ def planned(folder: Path, name: str) -> dict[str, Any]:
 
 def measured(folder: Path, name: str) -> dict[str, Any]:
     with_a_host()
-    recipe, cfg, shape = config_of((*CASES[name], *STREAM), folder)
+    recipe, cfg, shape = config_of(add_streaming(name), folder)
     with start_world(cfg) as world, collectives_let_go():
         found = trace_real_run(recipe, cfg, world, shape)
     return {"peaks": found.trace.active_peaks(), "repeats": found.repeats}
@@ -85,6 +94,8 @@ def measured(folder: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", slow_except(CASES, QUICK))
 def test_peaks_are_those_of_the_real_run_and_host_bytes_those_that_it_judges(tmp_path: Path, name: str) -> None:
+    if CASES[name][2] in MIXTURES:
+        write_mixture(tmp_path, CASES[name][2])
     plan = run_ranks(planned, 1, tmp_path, name, process_group=False)[0]
     real = run_ranks(measured, CASES[name][0], tmp_path, name)[0]
     assert plan["repeats"] and real["repeats"]

@@ -130,7 +130,6 @@ LEVERS = [
 # Keys that act before the first batch or beside the training, each with why no pair with it can matter.
 NOT_LEVERS = {
     "memory.stream_layers": "frozen layers with every lever: test_adapter_levers; trained ones: test_layer_stream_runs",
-    "memory.expert_offload": "of models with experts; tests/recipes/test_mixture_runs",
     "router_aux_loss_coef": "of models with experts; tests/recipes/test_mixture_runs, tests/models/test_mixture",
     "fused_kernels": "there are none on a CPU; test_fused_runs",
     "qat_start_step": "when rounding begins; test_qat_runs",

@@ -61,7 +61,7 @@ RECOMPUTE = ("memory.activation_checkpointing=full",)
 KEPT_HALF = ("memory.activation_checkpointing=selective",)
 TILES, OFFLOAD = ("memory.mlp_tiles=3",), ("memory.cpu_offload=true",)
 WINDOW = ("memory.activation_offload=true",)
-HOSTED = ("memory.expert_offload=true",)
+HOSTED = ("memory.stream_layers=experts",)
 STEPPING = ("memory.optimizer_in_backward=true", "clip_grad_norm=null")
 
 
@@ -129,6 +129,7 @@ CASES = [
     Case("mixtral", "int8", 1, (*HOSTED, *TILES)),
     Case("gpt_oss", "qlora of experts", 1, (*HOSTED, *KEPT_HALF)),
     Case("qwen3_moe", "qlora of experts", 2, HOSTED),
+    Case("olmoe", "int8 of all", 2, HOSTED),
     Case("gpt_oss", "qlora of experts", 2, (*HOSTED, *TENSOR)),
     Case("mixtral", "qlora", 2, (*HOSTED, *PIPELINE, *RECOMPUTE)),
     Case("qwen3_moe", "full", 4, (*TENSOR, *RECOMPUTE)),

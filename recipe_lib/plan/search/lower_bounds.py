@@ -54,7 +54,7 @@ def _held(cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: Any) -> 
     """By those of another way to share the model."""
     mesh, before = mesh_shape(cfg.parallel, settings.ranks), mesh_shape(known_cfg.parallel, settings.ranks)
     parts = mesh["pipeline"] * mesh["data_shard"]
-    offloaded = cfg.memory.cpu_offload or cfg.memory.stream_layers
+    offloaded = cfg.memory.cpu_offload or cfg.memory.stream_layers is True
     held = 0.0 if offloaded else known.held * before["pipeline"] * before["data_shard"] / parts
     gradients = 0.0 if offloaded or cfg.memory.optimizer_in_backward else known.trained / parts
     if reduces_once(cfg.parallel) and not cfg.memory.optimizer_in_backward:

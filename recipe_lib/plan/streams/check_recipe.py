@@ -21,7 +21,7 @@ from recipe_lib.units import counted
 
 MOST_RANKS = 64  # whose collectives are compared
 _MICRO_BATCHES = 4  # of each stage, at most
-_FOR_GRADIENTS = ("torch/distributed/fsdp/", "parallel/offloaded_gradients.py")
+_FOR_GRADIENTS = ("torch/distributed/fsdp/", "ops/host_copies.py")
 _MOST_WAITS = 12  # lines of code shown
 
 

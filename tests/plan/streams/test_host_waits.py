@@ -89,10 +89,10 @@ def test_shipped_runs_wait_once_a_step() -> None:
 
 def test_the_host_waits_for_gradients_that_it_steps_and_no_more() -> None:
     found = apart(waits_of, CASES["FSDP, CPU offload"])
-    assert Counter(Path(file).name for _, file, _ in found) == {"offloaded_gradients.py": 1}
+    assert Counter(Path(file).name for _, file, _ in found) == {"host_copies.py": 1}
     found = apart(waits_of, CASES["FSDP, CPU offload, two micro-batches"])
     units = 5  # the root and four layers, of which the second micro-batch's last is waited for with the numbers
-    assert Counter(Path(file).name for _, file, _ in found) == {"offloaded_gradients.py": 1 + units - 1 + 1}
+    assert Counter(Path(file).name for _, file, _ in found) == {"host_copies.py": 1 + units - 1 + 1}
     in_fp32 = Case("demo/full", 4, (*CASES["FSDP, CPU offload, two micro-batches"].overrides, "dtype=bf16",
                    "parallel.accumulate_grad_in_fp32=true"))  # fmt: skip
     assert len(apart(waits_of, in_fp32)) == len(found)
