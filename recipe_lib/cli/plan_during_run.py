@@ -27,16 +27,16 @@ from recipe_lib.cli.plan_request import (
     explained,
     hide_gpus,
     planning_process,
+    prepare,
     read,
     read_config,
-    recipe_class,
-    settings_for,
 )
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.cli.torchrun_flags import shows_plan
 from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, visible
 from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger, wrapped
+from recipe_lib.plan.nearest_receipt import describe_run
 from recipe_lib.reading import read_object, read_text
 from recipe_lib.report.planned import FIGURES
 from recipe_lib.report.screen import ERASE
@@ -45,7 +45,7 @@ from recipe_lib.units import GIB, format_bytes, format_seconds
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.result import Plan, RankPlan
-    from recipe_lib.plan.search.estimate import Estimate
+    from recipe_lib.plan.search.estimate_facts import Estimate
 
 VARIABLE = "TUNE_PLAN"  # `off`: no plan unless --plan asks for one
 CPU_SECONDS = 10
@@ -55,7 +55,6 @@ STEP_PHASES = ("first step", "step")  # the phases that a run measures
 MEMORY_KINDS = ("active", "allocated", "reserved")
 # With more layers, times the micro-batches that a plan goes through, a whole plan takes longer than there is time for.
 MAX_LAYERS = 36
-RESERVED_TOLERANCE = 0.06  # share that an estimate of reserved memory may be off
 
 
 def take_choice(words: Sequence[str]) -> tuple[list[str], bool]:
@@ -158,6 +157,7 @@ def _peaks(rank: "RankPlan") -> dict[str, int]:
 def figures_of_quick(found: "Estimate", usable: int) -> dict[str, Any]:
     """The same from the estimate for a large model; the verdict is the estimate's, too. usable: by the allocator."""
     from recipe_lib.plan.result import DOES_NOT_FIT, FITS, RISKY
+    from recipe_lib.plan.search.trials import RESERVED_TOLERANCE
 
     reserved = found.reserved_expandable if is_expandable() else found.reserved
     first = None
@@ -229,23 +229,20 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     recipe, cfg = read_config(arguments)
     if cfg.compile:
         _allow(COMPILED_CPU_SECONDS)
-    settings, _ = settings_for(recipe, cfg, arguments)
+    planned, shaped, settings = prepare(recipe, cfg, arguments)
     settings = replace(settings, phases=())
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.receipt_facts import run_of
     from recipe_lib.plan.search.estimate import quick
     from recipe_lib.plan.search.trials import usable_bytes
     from recipe_lib.plan.tracing.simulated_micro_batches import fewest_to_simulate
-    from recipe_lib.plan.world.shape_only_model import layer_count, plannable
+    from recipe_lib.plan.world.shape_only_model import layer_count
 
-    shaped, _ = plannable(cfg)
     with explained(recipe, cfg):
-        planned = recipe_class(recipe)
         if layer_count(shaped) * fewest_to_simulate(planned, shaped) <= MAX_LAYERS:
             figures = figures_of_plan(make_plan(planned, shaped, settings)[0])
         else:
             figures = figures_of_quick(quick(planned, shaped, settings), usable_bytes(shaped, settings))
-    figures |= {"run": asdict(run_of(cfg, shaped, settings)), "expandable": is_expandable()}
+    figures |= {"run": asdict(describe_run(cfg, shaped, settings)), "expandable": is_expandable()}
     return figures | {"output_dir": os.path.abspath(cfg.output_dir)}, settings
 
 

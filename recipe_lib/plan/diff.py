@@ -1,6 +1,6 @@
 """Two plans side by side, each difference with its sign. No torch in here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from recipe_lib.plan.result import Plan
@@ -10,131 +10,119 @@ from recipe_lib.report.terminal import HEADING, Table, heading, open_console, pu
 from recipe_lib.units import format_bytes, format_count
 
 _ABSENT = "-"
+_PHASE_FIELDS = {
+    "active": "active",
+    "allocated": "allocated",
+    "reserved": "reserved",
+    "reserved_expandable": "expandable",
+    "host": "host",
+}
+_TIME_FIELDS = {
+    "step": "step",
+    "compute": "kernels",
+    "communication": "communication, alone",
+    "exposed": "communication, exposed",
+    "launch": "kernel launches (CPU)",
+}
 
-# (what, text of the first plan, text of the second, difference)
-Row = list[str]
+
+_TOTALS = ("active", "all, one rank: wire", "all, all ranks: wire")  # at the end of their tables
+NOT_PLANNED = "not planned"
+
+
+def _write_count_change(value: float) -> str:
+    return f"{'+' if value > 0 else ''}{format_count(value)}" if value else "none"
+
+
+# How a figure is written, and how a difference.
+Format = tuple[Callable[[Any], str], Callable[[Any], str]]
+BYTES: Format = (format_bytes, signed_bytes)
+SECONDS: Format = (duration, signed_seconds)
+COUNT: Format = (format_count, _write_count_change)
+# A figure's name, value and format; a text has none.
+Figure = tuple[str, Any, Format | None]
 
 
 def render_diff(first: Plan, second: Plan, *, width: int = 100, color: bool = False) -> str:
-    """What the second plan takes compared with the first: verdict, phases, kinds at the peak, communication, time.
+    """Return what the second plan takes compared with the first: verdict, phases, kinds at the peak, traffic, time.
 
     A difference is the second's figure less the first's; `-` where one of them was not planned.
     """
     console = open_console(width, color)
     for letter, plan in (("a", first), ("b", second)):
-        put(console, f"{letter}  {_name(plan)}", HEADING)
-    for title, rows in (
-        ("verdict", _verdict(first, second)),
-        ("peaks by phase, heaviest rank", _phases(first, second)),
-        ("live at the peak", _kinds(first, second)),
-        ("communication of a step, one rank", _communication(first, second)),
-        ("time of a step", _time(first, second)),
+        where = f"({plan.ranks} x {plan.device.name})"
+        put(console, f"{letter}  {' '.join([plan.recipe, plan.config, *plan.overrides, where])}", HEADING)
+    for title, list_figures, absent in (
+        ("verdict", _list_verdict, None),
+        ("peaks by phase, heaviest rank", _list_phases, None),
+        ("live at the peak", _list_kinds, 0),  # of a kind that a plan lacks it takes no bytes
+        ("communication of a step, one rank", _list_communication, 0),
+        ("time of a step", _list_time, None),
     ):
+        rows = _compare(list(list_figures(first)), list(list_figures(second)), absent)
         if rows:
-            table = Table(title, ["", "a", "b", "b - a"], rows, ("",))
             heading(console, title)
-            put_table(console, table)
+            put_table(console, Table(title, ["", "a", "b", "b - a"], rows, ("",)))
     return text_of(console)
 
 
-def _name(plan: Plan) -> str:
-    """Recipe, config, overrides; ranks and device."""
-    return " ".join([plan.recipe, plan.config, *plan.overrides, f"({plan.ranks} x {plan.device.name})"])
-
-
-def _row(
-    name: str, a: float | None, b: float | None, show: Callable[[float], str], change: Callable[[float], str]
-) -> Row:
-    """A figure of both plans; None where a plan has none."""
-    difference = _ABSENT if a is None or b is None else change(b - a)
-    return [name, *(_ABSENT if value is None else show(value) for value in (a, b)), difference]
-
-
-def _both(pair: Sequence[Any], field: str) -> tuple[Any, Any]:
-    """A field of both; None of what is None."""
-    a, b = (None if found is None else getattr(found, field) for found in pair)
-    return a, b
-
-
-def _bytes_row(name: str, a: int | None, b: int | None) -> Row:
-    return _row(name, a, b, format_bytes, lambda value: signed_bytes(int(value)))
-
-
-def _seconds_row(name: str, a: float | None, b: float | None) -> Row:
-    return _row(name, a, b, duration, signed_seconds)
-
-
-def _count_row(name: str, a: float | None, b: float | None) -> Row:
-    return _row(
-        name, a, b, format_count, lambda value: f"{'+' if value > 0 else ''}{format_count(value)}" if value else "none"
-    )
-
-
-def _verdict(first: Plan, second: Plan) -> list[Row]:
-    rows = [["verdict", first.verdict, second.verdict, "none" if first.verdict == second.verdict else "changed"]]
-    for name, read in (
-        ("reserved", planned_reserved),
-        ("outside torch", lambda plan: plan.outside.total),
-        ("together", lambda plan: planned_reserved(plan) + plan.outside.total),
-        ("margin", lambda plan: plan.margin),
-    ):
-        rows.append(_bytes_row(name, read(first), read(second)))
-    return rows
-
-
-def _phases(first: Plan, second: Plan) -> list[Row]:
-    peaks = [{peak.phase: peak for peak in plan.heaviest.peaks} for plan in (first, second)]
+def _compare(first: list[Figure], second: list[Figure], absent: int | None) -> list[list[str]]:
+    """Return a row for each figure that one of the plans has. absent: what it is where the other lacks it."""
+    formats = {name: form for name, _, form in [*first, *second]}
+    values = [{name: value for name, value, _ in figures} for figures in (first, second)]
     rows = []
-    for phase in dict.fromkeys([*peaks[0], *peaks[1]]):
-        pair = [found.get(phase) for found in peaks]
-        for field, title in (("active", "active"), ("allocated", "allocated"), ("reserved", "reserved"),
-                             ("reserved_expandable", "expandable"), ("host", "host")):  # fmt: skip
-            rows.append(_bytes_row(f"{phase}: {title}", *_both(pair, field)))
+    for name in sorted(formats, key=lambda name: name in _TOTALS):
+        form = formats[name]
+        if form is None:
+            texts = [known.get(name, NOT_PLANNED) for known in values]
+            rows.append([name, *texts, "none" if texts[0] == texts[1] else "changed"])
+            continue
+        a, b = (known.get(name, absent) for known in values)
+        difference = _ABSENT if a is None or b is None else form[1](b - a)
+        rows.append([name, *(_ABSENT if value is None else form[0](value) for value in (a, b)), difference])
     return rows
 
 
-def _kinds(first: Plan, second: Plan) -> list[Row]:
-    """Every kind that one of them has; where there is none it is 0 bytes, so that differences add up to the last."""
-    trees = [alive_tree(plan.heaviest) for plan in (first, second)]
-    sizes = [{node.name: node.bytes for node in tree.children} for tree in trees]
-    names = dict.fromkeys([*sizes[0], *sizes[1]])
-    rows = [_bytes_row(name, sizes[0].get(name, 0), sizes[1].get(name, 0)) for name in names]
-    return [*rows, _bytes_row("active", trees[0].bytes, trees[1].bytes)]
+def _list_verdict(plan: Plan) -> Iterator[Figure]:
+    yield "verdict", plan.verdict, None
+    yield "reserved", planned_reserved(plan), BYTES
+    yield "outside torch", plan.outside.total, BYTES
+    yield "together", planned_reserved(plan) + plan.outside.total, BYTES
+    yield "margin", plan.margin, BYTES
 
 
-def _communication(first: Plan, second: Plan) -> list[Row]:
-    """Count and bytes on the wire of each operation in each mesh dimension, 0 where there is none; and all of it."""
-    sums = []
-    for plan in (first, second):
-        found = {}
-        for (dim, size), inside in by_dim(plan.communication).items():
-            for operation in dict.fromkeys(row.operation for row in inside):
-                alike = traffic(row for row in inside if row.operation == operation)
-                found[f"{operation}, {dim}[{size}]"] = alike
-        sums.append(found)
-    rows = []
-    for name in dict.fromkeys([*sums[0], *sums[1]]):
-        pair = [found.get(name, traffic([])) for found in sums]
-        rows.append(_count_row(f"{name}: count", *_both(pair, "count")))
-        rows.append(_bytes_row(f"{name}: wire", *_both(pair, "wire")))
-    if rows:
-        a, b = (traffic(plan.communication) for plan in (first, second))
-        rows.append(_bytes_row("all, one rank: wire", a.wire, b.wire))
-        rows.append(_bytes_row("all, all ranks: wire", a.wire * first.ranks, b.wire * second.ranks))
-    return rows
+def _list_phases(plan: Plan) -> Iterator[Figure]:
+    for peak in plan.heaviest.peaks:
+        for field, title in _PHASE_FIELDS.items():
+            yield f"{peak.phase}: {title}", getattr(peak, field), BYTES
 
 
-def _time(first: Plan, second: Plan) -> list[Row]:
-    a, b = first.time, second.time
-    if a is None and b is None:
-        return []
-    rows = []
-    for field, title in (("step", "step"), ("compute", "kernels"), ("communication", "communication, alone"),
-                         ("exposed", "communication, exposed"), ("launch", "kernel launches (CPU)")):  # fmt: skip
-        rows.append(_seconds_row(title, *_both((a, b), field)))
-    rows.append(_count_row("tokens a step", *_both((a, b), "tokens_per_step")))
-    rows.append(_count_row("tokens a second", *_both((a, b), "tokens_per_second")))
-    rows.append(_seconds_row("run", *_both((a, b), "total")))
-    rates = ["not planned" if one is None else "calibrated" if one.calibrated else "not calibrated" for one in (a, b)]
-    rows.append(["rates", *rates, "none" if rates[0] == rates[1] else "changed"])
-    return rows
+def _list_kinds(plan: Plan) -> Iterator[Figure]:
+    tree = alive_tree(plan.heaviest)
+    for node in tree.children:
+        yield node.name, node.bytes, BYTES
+    yield "active", tree.bytes, BYTES
+
+
+def _list_communication(plan: Plan) -> Iterator[Figure]:
+    """Yield count and bytes on the wire of each operation in each mesh dimension, and of all."""
+    for (dim, size), inside in by_dim(plan.communication).items():
+        for operation in dict.fromkeys(row.operation for row in inside):
+            alike = traffic(row for row in inside if row.operation == operation)
+            yield f"{operation}, {dim}[{size}]: count", alike.count, COUNT
+            yield f"{operation}, {dim}[{size}]: wire", alike.wire, BYTES
+    if plan.communication:
+        wire = traffic(plan.communication).wire
+        yield "all, one rank: wire", wire, BYTES
+        yield "all, all ranks: wire", wire * plan.ranks, BYTES
+
+
+def _list_time(plan: Plan) -> Iterator[Figure]:
+    if plan.time is None:
+        return
+    for field, title in _TIME_FIELDS.items():
+        yield title, getattr(plan.time, field), SECONDS
+    yield "tokens a step", plan.time.tokens_per_step, COUNT
+    yield "tokens a second", plan.time.tokens_per_second, COUNT
+    yield "run", plan.time.total, SECONDS
+    yield "rates", "calibrated" if plan.time.calibrated else "not calibrated", None
