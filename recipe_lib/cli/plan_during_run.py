@@ -229,7 +229,8 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     recipe, cfg = read_config(arguments)
     if cfg.compile:
         _allow(COMPILED_CPU_SECONDS)
-    planned, shaped, settings = prepare(recipe, cfg, arguments)
+    with explained(recipe, cfg):
+        planned, shaped, settings = prepare(recipe, cfg, arguments)
     settings = replace(settings, phases=())
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.search.estimate import quick

@@ -80,7 +80,7 @@ def quote_line(nearest: NearestReceipt) -> str:
         f"({receipt.errors['reserved']:+.1%})"
     ]
     if planned.tokens_per_second and measured.tokens_per_second:
-        rates = [format_count(figures.tokens_per_second) for figures in (planned, measured)]
+        rates = [format_count(rate) for rate in (planned.tokens_per_second, measured.tokens_per_second)]
         parts.append(f"{rates[0]} tokens/s planned, {rates[1]} measured")
     parts += nearest.differences[:_MOST_SAID]
     if (more := len(nearest.differences) - _MOST_SAID) > 0:

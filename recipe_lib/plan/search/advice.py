@@ -298,11 +298,11 @@ def choose_strategy(
     configs = {name: changed(cfg, {STRATEGY_KEY: name}) for name in (SHARDS, COPIES)}
     strategy, reason = SHARDS, f"{COPIES} does not go with other settings of the run"
     if configs[COPIES] is not None:
-        estimates = in_processes(
+        sharded, copied = in_processes(
             lambda name: try_quick(recipe_class, configs[name], settings), list(configs), "planning fsdp and ddp"
         )
         usable = usable_bytes(configs[COPIES], settings)
-        strategy, reason = decide(*estimates, usable, settings, expandable=expandable)
+        strategy, reason = decide(sharded, copied, usable, settings, expandable=expandable)
     return strategy, f"{STRATEGY_KEY}=auto: {strategy}; {reason}"
 
 

@@ -19,7 +19,6 @@ from recipe_lib.plan.search.trial_order import (
     Trials,
     key_of,
     leanest,
-    other_kinds,
     run_ways,
     try_all,
     variant_key,
@@ -27,9 +26,12 @@ from recipe_lib.plan.search.trial_order import (
     worth_trying,
 )
 from recipe_lib.plan.search.trials import (
+    CHECKPOINTING,
+    CHECKPOINTING_KEY,
     Candidate,
     Changes,
     changed,
+    checkpointing,
     data_ranks,
     find_differing,
     override_text,
@@ -150,8 +152,8 @@ def _try_group(trials: Trials, group: list[Changes], splits: bool) -> None:
     left = [(variant, one) for variant, one in zip(group, begun, strict=True) if trials.tried.get(key_of(one))]
     for _, one in left:
         trials.leanest[variant_key(one)] = trials.tried[key_of(one)]
-    if left:
-        try_all(trials, other_kinds(trials, left[0][1]))
+    if left and CHECKPOINTING_KEY not in fixed:  # what each kind keeps and computes
+        try_all(trials, [left[0][1] | checkpointing(cfg, kind) for kind in reversed(CHECKPOINTING[1:])])
     ways = [*sharings(cfg, settings.ranks, fixed), *pipelines(cfg, settings, fixed, splits=splits)]
     possible = worth_trying(trials, [variant | sharing for variant, _ in left for sharing in ways])
     run_ways(trials, [way(trials, one) for one in possible])

@@ -117,13 +117,6 @@ def leanest(trials: Trials, begun: Changes) -> Changes:
     return trials.size(begun | kind, min(sizes(trials.cfg, begun), default=1))
 
 
-def other_kinds(trials: Trials, changes: Changes) -> list[Changes]:
-    """The same with less checkpointing, for what each kind keeps and computes."""
-    if CHECKPOINTING_KEY in trials.fixed:
-        return []
-    return [changes | checkpointing(trials.cfg, kind) for kind in reversed(CHECKPOINTING[1:])]
-
-
 def try_all(trials: Trials, wanted: Iterable[Changes]) -> None:
     """Each of the settings, but for those that are decided already."""
     run_ways(trials, [_single(changes) for changes in wanted])

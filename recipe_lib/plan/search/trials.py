@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from recipe_lib.config.describe import value_text
 from recipe_lib.config.idle import why_idle
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.mesh import same_batch_ranks
@@ -128,29 +129,21 @@ def checkpointing(cfg: Any, kind: str) -> Changes:
 
 
 def stepped_in_backward(cfg: Any) -> Changes:
-    """What steps parameters in backward: nothing is clipped there, and nothing accumulated."""
+    """Return what steps parameters in backward: nothing is clipped there, and nothing accumulated."""
     wanted = {"memory.optimizer_in_backward": True, "clip_grad_norm": None, "gradient_accumulation_steps": 1}
-    return {key: value for key, value in wanted.items() if value_of(cfg, key) != value}
+    return find_differing(cfg, wanted)
 
 
 def streamed(cfg: Any) -> Changes:
-    """What streams the model's layers; where they are trained, with what that needs."""
-    changes: Changes = {STREAM_KEY: True}
+    """Return what streams the model's layers; where they are trained, with what that needs."""
     if cfg.trained_adapters is not None:
-        return changes
-    states = {} if cfg.memory.optimizer_offload else {"memory.optimizer_offload": True}
-    return changes | stepped_in_backward(cfg) | states
+        return {STREAM_KEY: True}
+    return {STREAM_KEY: True} | stepped_in_backward(cfg) | find_differing(cfg, {OFFLOAD_KEY: True})
 
 
 def override_text(changes: Changes) -> str:
-    """The changes as they are typed: `batch_size=1 gradient_accumulation_steps=16`."""
-    return " ".join(f"{key}={_written(value)}" for key, value in changes.items())
-
-
-def _written(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"[{','.join(map(_written, value))}]" if isinstance(value, list) else str(value)
+    """Return the changes as they are typed: `batch_size=1 gradient_accumulation_steps=16`."""
+    return " ".join(f"{key}={value_text(value).replace(', ', ',')}" for key, value in changes.items())
 
 
 def usable_bytes(cfg: Any, settings: PlanSettings) -> int:
@@ -222,8 +215,12 @@ def in_processes(
 
     what, unit: for who waits; pieces are counted in `unit`. Pieces stay in the process, results go through pipes.
     """
+
+    def work_at(place: int) -> Result:
+        return work(pieces[place])
+
     waiting = phase(what, len(pieces), unit, leaves_line=False)
-    with side_by_side(lambda place: work(pieces[place])) as (submit, _), waiting as going:
+    with side_by_side(work_at) as (submit, _), waiting as going:
         results = []
         for future in [submit(place) for place in range(len(pieces))]:
             results.append(future.result())
