@@ -242,8 +242,8 @@ def streaming_advice(*overrides: str) -> Advice:
     from recipe_lib.plan.search.trials import streamed
 
     recipe_class, cfg, wanted = settings("llama3/8B_qlora", 1, *overrides, device="4GB")
-    every = module.levers(cfg, wanted)
-    module.levers = lambda cfg, wanted: [lever for lever in every if lever.changes == streamed(cfg)]
+    every = module.list_levers(cfg, wanted)
+    module.list_levers = lambda cfg, wanted: [lever for lever in every if lever.changes == streamed(cfg)]
     tried = module.try_levers(recipe_class, cfg, wanted)
     plan, _ = make_plan(recipe_class, cfg, wanted)
     return next(one for one in module.advise(plan, *tried) if one.override == "memory.stream_layers=true")
