@@ -1,4 +1,4 @@
-"""Small training runs on the CPU, whose operators a calibration measures one by one."""
+"""`tune plan --calibrate`: a device's rates, on a CPU from small training runs whose operators are measured alone."""
 
 import json
 import tempfile
@@ -21,6 +21,22 @@ _SIZES = (
     (512, 2, 1408, 2048, 256, 1),
 )
 _DTYPES = ("fp32", "bf16")
+
+
+def calibrate(path: Path) -> str:
+    """Measure this machine's device and write its rates; return the line that says so."""
+    from recipe_lib.plan.timing.calibrate import calibrate as measure
+
+    rates = measure()
+    if rates["dry_run"]:
+        from recipe_lib.plan.timing.measure_operators import measure_operators
+
+        with small_steps() as steps:
+            rates |= measure_operators(steps)
+    replace_text(path, json.dumps(rates, indent=2) + "\n")
+    if rates["dry_run"]:
+        return f"{path}: rates of this CPU, for `--device cpu` alone; measure on a machine with the GPU to plan for one"
+    return f"{path}: rates of {rates['device']}; `tune plan --calibration {path}` uses the file"
 
 
 @contextmanager

@@ -6,39 +6,34 @@ its own device alone, so that machines with equal GPUs agree; name the strategy 
 """
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipe_lib.cli.local_gpus import is_expandable
-from recipe_lib.cli.plan_request import hide_gpus, planning_process, read, read_config, recipe_class, settings_for
+from recipe_lib.cli.plan_request import hide_gpus, planning_process, prepare, read, read_config
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.cli.torchrun_flags import rank_count, ranks_of, shows_plan
-from recipe_lib.config import parse_arguments
-from recipe_lib.errors import DONE, UserError, end_process
+from recipe_lib.errors import DONE, end_process
 from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger
-from recipe_lib.reading import read_object, read_text
+from recipe_lib.reading import read_object
 from recipe_lib.report.phases import phase
-
-if TYPE_CHECKING:
-    from recipe_lib.plan.build_plan import PlanSettings
 
 STRATEGY_KEY = "parallel.strategy"
 TIMEOUT_SECONDS = 180
-_IN_A_FILE = re.compile(r"^\s*strategy\s*:\s*[\"']?auto\b", re.MULTILINE)
 
 
-def with_strategy(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) -> list[str]:
-    """The recipe's arguments, where these ask for `auto` with the strategy that is chosen; says which and why.
+def with_strategy(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str], cfg: Any) -> list[str]:
+    """Return the recipe's arguments, where these ask for `auto` with the strategy that is chosen; say which and why.
 
-    flags: torchrun's; for one rank, or for ranks that another launcher started, nothing is chosen.
+    flags: torchrun's; for one rank, or for ranks that another launcher started, nothing is chosen. cfg: that the words
+    make; None: of a recipe of the user's own that reads them itself.
     """
-    if not flags or ranks_of(flags) == 1 or not _asks(recipe, words):
+    if not flags or ranks_of(flags) == 1 or cfg is None or cfg.parallel.strategy != "auto":
         return list(words)
     if shows_plan(flags):
         get_logger().info(
@@ -50,20 +45,6 @@ def with_strategy(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]
         get_logger().info(line)
     others = [word for word in words if word != f"~{STRATEGY_KEY}" and word.partition("=")[0] != STRATEGY_KEY]
     return [*others, f"{STRATEGY_KEY}={chosen}"]
-
-
-def _asks(recipe: RecipeFile, words: Sequence[str]) -> bool:
-    """Whether the config that the words make has `auto`; of a recipe that is not ours by what is written."""
-    if recipe.shipped:
-        return bool(parse_arguments(list(words), recipe.schema(), quiet=True).parallel.strategy == "auto")
-    own = [word.partition("=")[2] for word in words if word.startswith(f"{STRATEGY_KEY}=")]
-    if own:
-        return own[-1] == "auto"
-    try:
-        configs = read([str(recipe.path), *words]).config or []
-        return any(_IN_A_FILE.search(read_text(config)) for config in configs)
-    except (UserError, OSError, ValueError):
-        return False  # arguments of another kind than ours
 
 
 def _choose_apart(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) -> tuple[str, str]:
@@ -92,34 +73,20 @@ def _choose_apart(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]
     return "fsdp", f"{STRATEGY_KEY}=auto: fsdp; {why}"
 
 
-def decided(planned: type, cfg: Any, settings: "PlanSettings") -> tuple[Any, str]:
-    """(a plannable config with the strategy that `tune run` would choose for `auto`, the line that says so)."""
-    from recipe_lib.plan.search.fastest_strategy import choose
-    from recipe_lib.plan.search.trials import changed
-
-    choice = choose(planned, cfg, settings, expandable=is_expandable())
-    return changed(cfg, choice.changes), str(choice)
-
-
 def main(argv: list[str]) -> int:
     """The process that plans: `choose_strategy.py ANSWER [torchrun flags] RECIPE [its arguments]`."""
     gpus = hide_gpus()
-    choice = _choose(read(argv[1:]))
-    line = str(choice) if gpus else f"{choice} (planned for that device, as there is no GPU here)"
-    replace_text(Path(argv[0]), json.dumps({"strategy": choice.strategy, "line": line}))
-    return DONE
-
-
-def _choose(arguments: Any) -> Any:
+    arguments = read(argv[1:])
     recipe, cfg = read_config(arguments)
     if rank_count(arguments.flags)[1] > 1:
         arguments.sequence = "max"  # each machine may have other data files
-    settings, _ = settings_for(recipe, cfg, arguments)
-    from recipe_lib.plan.search.fastest_strategy import choose
-    from recipe_lib.plan.world.shape_only_model import plannable
+    planned, shaped, settings = prepare(recipe, cfg, arguments)
+    from recipe_lib.plan.search.advice import choose_strategy
 
-    shaped, _ = plannable(cfg)
-    return choose(recipe_class(recipe), shaped, settings, expandable=is_expandable())
+    strategy, line = choose_strategy(planned, shaped, settings, expandable=is_expandable())
+    line += "" if gpus else " (planned for that device, as there is no GPU here)"
+    replace_text(Path(argv[0]), json.dumps({"strategy": strategy, "line": line}))
+    return DONE
 
 
 if __name__ == "__main__":

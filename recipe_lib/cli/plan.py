@@ -1,26 +1,28 @@
 """`tune plan`: what a run will take, before it is started and on a machine that need not have a GPU."""
 
 import argparse
-import dataclasses
 import gc
+import json
 import logging
+import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.choose_strategy import decided
+from recipe_lib.cli.calibration_runs import calibrate
 from recipe_lib.cli.launch import environment
-from recipe_lib.cli.plan_files import calibrate, write
-from recipe_lib.cli.plan_receipts import list_receipts, quoted_receipt
-from recipe_lib.cli.plan_request import OFFLINE, explained, known_ranks, read, read_config, recipe_class, settings_for
+from recipe_lib.cli.plan_receipts import list_receipts, quote_receipt
+from recipe_lib.cli.plan_request import OFFLINE, explained, known_ranks, prepare, read, read_config
 from recipe_lib.cli.plan_request import parser as parser
-from recipe_lib.cli.process_clock import process_seconds
+from recipe_lib.cli.plan_request import recipe_class as recipe_class
 from recipe_lib.cli.recipes import RecipeFile, recipe_for
 from recipe_lib.cli.start_checks import check_start
 from recipe_lib.config import load_config
 from recipe_lib.errors import DONE
+from recipe_lib.files import replace_text
 
 if TYPE_CHECKING:
     from recipe_lib.plan.result import Plan
@@ -32,6 +34,8 @@ MISTAKE = 2
 # Objects before Python's collector of cycles looks at them: a plan makes a million that stay, and torch's import half
 # as many; at Python's own number of 700 it takes a tenth of the time.
 COLLECT_AFTER = 100_000
+_IMPORTED = time.monotonic()
+_START_FIELD = 19  # of /proc/self/stat, counted from the one after the program's name
 
 
 def run(words: list[str]) -> int:
@@ -103,45 +107,36 @@ def text_of(plan: "Plan", other: "Plan | None", arguments: argparse.Namespace) -
 
 
 def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan", "Trace"]:
-    """The plan of a recipe with a config, and the trace that it rests on."""
-    from recipe_lib.plan.world.shape_only_model import plannable
-
-    shaped, more = plannable(cfg)
-    planned = recipe_class(recipe)
-    settings, assumed = settings_for(recipe, cfg, arguments)
+    """Return the plan of a recipe with a config, and the trace that it rests on."""
+    planned, shaped, settings = prepare(recipe, cfg, arguments, decides=True)
     from recipe_lib.plan.build_plan import make_plan
+    from recipe_lib.plan.search.advice import (
+        add_alone,
+        add_fewest_ranks,
+        advise,
+        find_smallest_cards,
+        name_next_lever,
+        try_levers,
+    )
 
     with explained(recipe, cfg):
-        if shaped.parallel.strategy == "auto" and settings.ranks > 1:  # one rank shards nothing
-            shaped, said = decided(planned, shaped, settings)
-            more = [*more, said]
-        settings = dataclasses.replace(settings, assumptions=(*assumed, *more, *arguments.notes))
         if arguments.advice:
-            from recipe_lib.plan.search.advice import advice_from, try_levers
-
             tried = try_levers(planned, shaped, settings)  # before the plan: from here it can use all cores
         plan, trace = make_plan(planned, shaped, settings)
         if arguments.advice:
-            plan.advice = advice_from(plan, *tried)
-            from recipe_lib.plan.smallest import add_fewest_ranks
-
+            plan.advice = advise(plan, *tried)
             add_fewest_ranks(plan, planned, shaped, settings)
         if arguments.full and arguments.diff is None:
-            from recipe_lib.plan.alone import add_alone
-
             add_alone(plan, planned, shaped, settings)
-    from recipe_lib.plan.next_lever import next_lever
-    from recipe_lib.plan.smallest import smallest_cards
-
-    plan.smallest_cards = smallest_cards(plan, shaped)
-    plan.notes = list(dict.fromkeys([*plan.notes, *assumed, *arguments.notes]))
-    plan.next_lever = next_lever(plan, shaped)
-    plan.receipt = quoted_receipt(cfg, shaped, settings)
+    plan.smallest_cards = find_smallest_cards(plan, shaped)
+    plan.notes = list(dict.fromkeys([*plan.notes, *arguments.notes]))
+    plan.next_lever = name_next_lever(plan, shaped, settings)
+    plan.receipt = quote_receipt(cfg, shaped, settings)
     return plan, trace
 
 
 def other_plan(recipe: RecipeFile, arguments: argparse.Namespace) -> "Plan":
-    """The plan to compare with: a file's, or that of another config for the same device and processes."""
+    """Return the plan to compare with: a file's, or that of another config for the same device and processes."""
     if arguments.diff.endswith(".json"):
         from recipe_lib.plan.result import read_plan
 
@@ -154,29 +149,50 @@ def other_plan(recipe: RecipeFile, arguments: argparse.Namespace) -> "Plan":
 
 
 def stream_check(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple[str, bool]:
-    """What the recipe's streams, waits and collectives look like, and whether there is nothing to correct."""
-    from recipe_lib.plan.world.shape_only_model import plannable
-
-    shaped, _ = plannable(cfg)
-    settings, _ = settings_for(recipe, cfg, arguments)
+    """Return what the streams, waits and collectives look like, and whether there is nothing to correct."""
+    planned, shaped, settings = prepare(recipe, cfg, arguments, decides=True)
     from recipe_lib.plan.streams.check_recipe import check_streams, render_check
 
-    planned = recipe_class(recipe)
     with explained(recipe, cfg):
-        if shaped.parallel.strategy == "auto" and settings.ranks > 1:  # one rank shards nothing
-            shaped, _ = decided(planned, shaped, settings)
         check = check_streams(planned, shaped, settings)
     return render_check(check), check.is_clean
 
 
 def search(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> "Search":
-    """The fastest settings that fit; false if none does."""
-    from recipe_lib.plan.world.shape_only_model import plannable
-
-    shaped, _ = plannable(cfg)
-    settings, _ = settings_for(recipe, cfg, arguments)
+    """Return the fastest settings that fit; false if none does."""
+    planned, shaped, settings = prepare(recipe, cfg, arguments)
     from recipe_lib.plan.search.fastest_settings import search as find_settings
 
+    keys = {word.partition("=")[0].removeprefix("~") for word in arguments.overrides}  # what was asked for stays
     with explained(recipe, cfg):
-        keys = {word.partition("=")[0].removeprefix("~") for word in arguments.overrides}  # what was asked for stays
-        return find_settings(recipe_class(recipe), shaped, settings, fixed=keys, splits=not cfg.compile)
+        return find_settings(planned, shaped, settings, fixed=keys, splits=not cfg.compile)
+
+
+def write(plan: "Plan", trace: "Trace", arguments: argparse.Namespace) -> None:
+    """Write the files that were asked for, each whole or not at all."""
+    if arguments.json:
+        text = json.dumps(plan.to_json(), indent=2) + "\n"
+        if arguments.json == "-":
+            sys.stdout.write(text)
+        else:
+            replace_text(Path(arguments.json), text)
+    if arguments.html:
+        from recipe_lib.plan.report import render_html
+
+        replace_text(Path(arguments.html), render_html(plan, trace))
+    if arguments.snapshot:
+        from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
+        from recipe_lib.plan.allocation.snapshot import write_snapshot
+
+        write_snapshot(trace, Path(arguments.snapshot), AllocatorSettings())
+
+
+def process_seconds() -> float:
+    """Return the seconds since the process was started, as `time tune ...` shows them: Python's start is among them."""
+    try:
+        after_name = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+        started = int(after_name.split()[_START_FIELD]) / os.sysconf("SC_CLK_TCK")
+        seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, ValueError, IndexError, AttributeError):  # the system does not say
+        return time.monotonic() - _IMPORTED
+    return max(0.0, seconds)

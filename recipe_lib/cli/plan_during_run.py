@@ -27,16 +27,16 @@ from recipe_lib.cli.plan_request import (
     explained,
     hide_gpus,
     planning_process,
+    prepare,
     read,
     read_config,
-    recipe_class,
-    settings_for,
 )
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.cli.torchrun_flags import shows_plan
 from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, visible
 from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger, wrapped
+from recipe_lib.plan.nearest_receipt import describe_run
 from recipe_lib.reading import read_object, read_text
 from recipe_lib.report.planned import FIGURES
 from recipe_lib.report.screen import ERASE
@@ -204,23 +204,22 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
     recipe, cfg = read_config(arguments)
     if cfg.compile:
         _allow(COMPILED_CPU_SECONDS)
-    settings, _ = settings_for(recipe, cfg, arguments)
+    with explained(recipe, cfg):
+        planned, shaped, settings = prepare(recipe, cfg, arguments)
     settings = replace(settings, phases=())
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.receipt_facts import run_of
     from recipe_lib.plan.tracing.simulate import FIRST, STEADY, list_short_steps
     from recipe_lib.plan.tracing.simulate_deep import few_layers
     from recipe_lib.plan.tracing.simulated_micro_batches import fewest_to_simulate
-    from recipe_lib.plan.world.shape_only_model import layer_count, plannable
+    from recipe_lib.plan.world.shape_only_model import layer_count
 
-    shaped, _ = plannable(cfg)
     with explained(recipe, cfg):
-        planned = recipe_class(recipe)
         layers = sum(few_layers(planned, shaped) or [layer_count(shaped)])
         is_short = layers * fewest_to_simulate(planned, shaped) > MAX_LAYERS
         steps = list_short_steps(shaped) if is_short else (FIRST, STEADY)
         figures = figures_of_plan(make_plan(planned, shaped, settings, steps)[0])
-    figures |= {"is_short": is_short, "run": asdict(run_of(cfg, shaped, settings)), "expandable": is_expandable()}
+    run = asdict(describe_run(cfg, shaped, settings))
+    figures |= {"is_short": is_short, "run": run, "expandable": is_expandable()}
     return figures | {"output_dir": os.path.abspath(cfg.output_dir)}, settings
 
 

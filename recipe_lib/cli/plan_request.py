@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import Parser
-from recipe_lib.cli.local_gpus import VISIBLE, own_device, own_gpus
+from recipe_lib.cli.local_gpus import VISIBLE, is_expandable, own_device, own_gpus
 from recipe_lib.cli.outputs import check_output
 from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, recipe_for
 from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
@@ -40,45 +40,72 @@ Needs no GPU and no weights. Takes the command line of `tune run`, with the flag
 Exit codes: 0 fits, or fits with little room to spare (risky); 3 does not fit; 2 a mistake to correct."""
 
 
+_DEVICES = "rtx4090, h100, ... or a size as 24GB; default: that of --calibration, else this machine's GPU, else 24GB"
+_STREAMS = "find races between streams, waits of the host and collectives that do not meet, in place of a plan"
+_SWITCH = {"action": "store_true"}
+# Torchrun's are taken out before.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "words": {
+        "nargs": "*",
+        "metavar": "CONFIG key=value",
+        "help": "as for `tune run`: [RECIPE --config] CONFIG, overrides",
+    },
+    "--config": {
+        "action": "append",
+        "metavar": "CONFIG",
+        "help": "a name of `tune ls`, or a path; of several the later win",
+    },
+    "--nproc_per_node": {"metavar": "N", "help": "processes on each machine; default: 1"},
+    "--nnodes": {"metavar": "M", "help": "machines; default: 1"},
+    "--device": {"metavar": "NAME", "help": _DEVICES},
+    "--fit": {"metavar": "4x24GB", "help": "processes and device in one word"},
+    "--sequence": {
+        "metavar": "LENGTH",
+        "default": "auto",
+        "help": "tokens of a sequence: auto (the data's longest), max, p99, N",
+    },
+    "--rank": {
+        "metavar": "R,...",
+        "help": "ranks to plan; default: 0, or the first rank of each place in a pipeline",
+    },
+    "--full": _SWITCH | {"help": "all tables: layers, communication, groups, times, what was assumed"},
+    "--depth": {
+        "type": int,
+        "metavar": "N",
+        "help": "levels of the tree of what is live at the peak; default: 1, with --full 2",
+    },
+    "--json": {
+        "metavar": "FILE",
+        "help": "also write the plan as JSON; -: to standard output, in place of the report",
+    },
+    "--html": {"metavar": "FILE", "help": "also write a page with the memory over time"},
+    "--snapshot": {"metavar": "FILE", "help": "also write a snapshot for pytorch.org/memory_viz"},
+    "--diff": {
+        "metavar": "OTHER",
+        "help": "compare with the plan in a .json file, or of another config without overrides",
+    },
+    "--advice": _SWITCH | {"help": "also try levers one by one, and fewer ranks"},
+    "--search": _SWITCH | {"help": "find the fastest settings that fit, in place of a plan"},
+    "--check-streams": _SWITCH | {"help": _STREAMS},
+    "--receipts": _SWITCH | {"help": "list the runs of this machine, planned and measured; makes no plan"},
+    "--calibrate": {"metavar": "FILE", "help": "first measure this machine's device, write its rates, and use them"},
+    "--calibration": {"metavar": "FILE", "help": "use the rates that --calibrate wrote"},
+    "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
+}
+# Memory outside of torch -> what it is.
+OUTSIDE = {"context": "CUDA's context", "nccl": "NCCL's buffers", "reserve": "other programs"}
+
+
 def parser() -> Parser:
-    """The options; torchrun's others are taken out before."""
-    parser = Parser("plan", DESCRIPTION)
-    add = parser.add_argument
-    add("words", nargs="*", metavar="CONFIG key=value", help="as for `tune run`: [RECIPE --config] CONFIG, overrides")
-    add("--config", action="append", metavar="CONFIG", help="a name of `tune ls`, or a path; of several the later win")
-    add("--nproc_per_node", "--nproc-per-node", metavar="N", help="processes on each machine; default: 1")
-    add("--nnodes", metavar="M", help="machines; default: 1")
-    devices = "rtx4090, h100, ... or a size as 24GB; default: that of --calibration, else this machine's GPU, else 24GB"
-    add("--device", metavar="NAME", help=devices)
-    add("--fit", metavar="4x24GB", help="processes and device in one word")
-    add(
-        "--sequence",
-        metavar="LENGTH",
-        default="auto",
-        help="tokens of a sequence: auto (the data's longest), max, p99, N",
-    )
-    add("--rank", metavar="R,...", help="ranks to plan; default: 0, or the first rank of each place in a pipeline")
-    add("--full", action="store_true", help="all tables: layers, communication, groups, times, what was assumed")
-    levels = "levels of the tree of what is live at the peak; default: 1, with --full 2"
-    add("--depth", type=int, metavar="N", help=levels)
-    add("--json", metavar="FILE", help="also write the plan as JSON; -: to standard output, in place of the report")
-    add("--html", metavar="FILE", help="also write a page with the memory over time")
-    add("--snapshot", metavar="FILE", help="also write a snapshot for pytorch.org/memory_viz")
-    add("--diff", metavar="OTHER", help="compare with the plan in a .json file, or of another config without overrides")
-    add("--advice", action="store_true", help="also try levers one by one, and fewer ranks")
-    add("--search", action="store_true", help="find the fastest settings that fit, in place of a plan")
-    add(
-        "--check-streams",
-        action="store_true",
-        help="find races between streams, waits of the host and collectives that do not meet, in place of a plan",
-    )
-    add("--receipts", action="store_true", help="list the runs of this machine, planned and measured; makes no plan")
-    add("--calibrate", metavar="FILE", help="first measure this machine's device, write its rates, and use them")
-    add("--calibration", metavar="FILE", help="use the rates that --calibrate wrote")
-    for name, what in (("context", "CUDA's context"), ("nccl", "NCCL's buffers"), ("reserve", "other programs")):
-        add(f"--{name}-gib", type=float, metavar="X", help=f"device memory for {what}, GiB; default: a table's")
-    add("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
-    return parser
+    """Return the reader of the options."""
+    options = Parser("plan", DESCRIPTION)
+    for name, settings in OPTIONS.items():
+        names = (name, "--nproc-per-node") if name == "--nproc_per_node" else (name,)
+        options.add_argument(*names, **settings)
+    for name, what in OUTSIDE.items():
+        note = f"device memory for {what}, GiB; default: a table's"
+        options.add_argument(f"--{name}-gib", type=float, metavar="X", help=note)
+    return options
 
 
 def read(words: Sequence[str]) -> argparse.Namespace:
@@ -103,7 +130,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("tune plan: no config; expected: tune plan [RECIPE --config] CONFIG (see `tune ls`)")
     if arguments.depth is not None and arguments.depth < 1:
         raise ConfigError(f"--depth: found {arguments.depth}, expected a number >= 1")
-    for name in ("context", "nccl", "reserve"):
+    for name in OUTSIDE:
         size = getattr(arguments, f"{name}_gib")
         if size is not None and not 0 <= size < 2**20:
             raise ConfigError(f"--{name}-gib: found {size}, expected a number of GiB >= 0")
@@ -246,6 +273,31 @@ def settings_for(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) ->
     return settings, assumed
 
 
+def prepare(
+    recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace, *, decides: bool = False
+) -> tuple[type, Any, "PlanSettings"]:
+    """Return (recipe class, plannable config, settings) of what a command line plans.
+
+    decides: `parallel.strategy: auto` becomes what `tune run` would choose. What concerns this machine is added to
+    `arguments.notes`.
+    """
+    from recipe_lib.plan.world.shape_only_model import plannable
+
+    shaped, said = plannable(cfg)
+    planned = recipe_class(recipe)
+    settings, assumed = settings_for(recipe, cfg, arguments)
+    if decides and shaped.parallel.strategy == "auto" and settings.ranks > 1:  # one rank shards nothing
+        from recipe_lib.plan.search.advice import choose_strategy
+        from recipe_lib.plan.search.trials import STRATEGY_KEY, changed
+
+        with explained(recipe, cfg):
+            strategy, line = choose_strategy(planned, shaped, settings, expandable=is_expandable())
+        shaped, said = changed(shaped, {STRATEGY_KEY: strategy}), [*said, line]
+    assumptions = (*assumed, *said, *arguments.notes)
+    arguments.notes = [*assumed, *arguments.notes]
+    return planned, shaped, dataclasses.replace(settings, assumptions=assumptions)
+
+
 def read_ranks(text: str, ranks: int) -> tuple[int, ...]:
     """`0,3` as numbers."""
     parts = text.split(",")
@@ -256,11 +308,7 @@ def read_ranks(text: str, ranks: int) -> tuple[int, ...]:
 
 def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: "Hardware", ranks: int) -> Any:
     """Memory outside of torch where the command line says something about it, else None."""
-    given = {
-        name: int(size * GIB)
-        for name in ("context", "nccl", "reserve")
-        if (size := getattr(arguments, f"{name}_gib")) is not None
-    }
+    given = {name: int(size * GIB) for name in OUTSIDE if (size := getattr(arguments, f"{name}_gib")) is not None}
     if not given:
         return None
     from recipe_lib.plan.allocation.untraced_memory import outside_torch

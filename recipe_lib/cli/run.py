@@ -72,7 +72,7 @@ def run(words: list[str]) -> int:
         check_start(cfg, ranks=ranks_of(flags), starts=True)
         if flags and recipe.shipped:
             check_shape(cfg)  # once, and not by every rank
-    rest = with_strategy(flags, recipe, rest)
+    rest = with_strategy(flags, recipe, rest, cfg)
     if not with_plan or is_quiet():
         return start(flags, recipe, rest)
     with plan_beside(flags, recipe, rest) as compare:

@@ -185,7 +185,7 @@ def stage_ranks_table(plan: Plan) -> Table | None:
     """Return stage, its layers, the ranks that have it; None without a pipeline."""
     if plan.pipeline is None:
         return None
-    rows = []
+    rows: list[list[Any]] = []
     for place in plan.pipeline.places:
         for stage, (first, last) in zip(place.stages, place.layers, strict=False):
             layers = str(first) if first == last else f"{first}-{last}"

@@ -12,8 +12,8 @@ from recipe_lib.plan.receipts import NearestReceipt
 from recipe_lib.plan.typed_json import read_typed
 from recipe_lib.reading import describe_fault, read_json
 
-# Raised when a key changes its meaning or goes away; a new key does not raise it. 2: `active` counts whole blocks.
-SCHEMA_VERSION = 3
+# Raised when a key changes its meaning or goes away; a new key does not raise it.
+SCHEMA_VERSION = 4
 
 FITS, RISKY, DOES_NOT_FIT = "fits", "risky", "does not fit"
 

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from recipe_lib.config.suggest import quote
+from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError
+
+_LARGEST = 2**63  # no size that is planned or measured is larger, nor is NaN less
 
 
 def read_typed(wanted: Any, value: Any, place: str) -> Any:
@@ -16,6 +18,8 @@ def read_typed(wanted: Any, value: Any, place: str) -> Any:
     missing.
     """
     origin, arguments = get_origin(wanted), get_args(wanted)
+    if isinstance(value, int | float) and not abs(value) < _LARGEST:
+        raise ConfigError(f"{place}: found {show(str(value))}, expected a number below 2^63")
     if wanted is Any:
         return value
     if origin in (Union, types.UnionType):

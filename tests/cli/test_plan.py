@@ -73,7 +73,7 @@ def test_all_that_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture, monke
     assert said.startswith("FITS  2 x rtx4090")
     quote = "receipt: 2026-11-20, rtx4090, full_finetune_distributed demo/full: planned 15.21 GiB reserved, measured"
     assert f" {quote} 15.43 GiB (-1.4%); " in " ".join(said.split())
-    assert "; of another model: llama3/8B, 8.03 B parameters in 32 layers, here " in " ".join(said.split())
+    assert "; model=meta-llama/Meta-Llama-3-8B, here " in " ".join(said.split())
     plan = Plan.from_json(json.loads(files["json"].read_text(encoding="utf-8")))
     assert (plan.verdict, plan.ranks, plan.recipe, plan.config) == (FITS, 2, RECIPE, "demo/full")
     assert plan.overrides == CONFIG[2:]
@@ -218,7 +218,7 @@ def test_the_plan_of_a_run(tmp_path: Path):
     assert 0 < planned["active"] <= planned["allocated"] <= planned["reserved"]
     assert planned["tokens_per_second"] > 0 and planned["own_device"] is False
     run = read_typed(ReceiptRun, planned["run"], "run")
-    assert (run.recipe, run.config, run.ranks, run.batch_size, run.layers) == (RECIPE, "demo/full", 2, 2, 4)
+    assert (run.recipe, run.config, run.ranks, run.settings["batch_size"]) == (RECIPE, "demo/full", 2, "2")
     assert run.overrides == ["data.max_samples=200", "~validation.source", "batch_size=2", "data.cache=false"]
 
 

@@ -129,7 +129,7 @@ def quoted():
     card = find_hardware("rtx4090")
     cfg = load_config("llama3/8B_lora", ["max_seq_len=512"], LoraFinetuneConfig)
     settings = PlanSettings(card, Sequence(512, "max_seq_len"), recipe="lora_finetune_distributed")
-    return plan_receipts.quoted_receipt(cfg, plannable(cfg)[0], settings)
+    return plan_receipts.quote_receipt(cfg, plannable(cfg)[0], settings)
 
 
 def test_a_plan_quotes_the_nearest(file: Path, monkeypatch: pytest.MonkeyPatch):
@@ -137,12 +137,12 @@ def test_a_plan_quotes_the_nearest(file: Path, monkeypatch: pytest.MonkeyPatch):
     memory = find_hardware("rtx4090").memory
     append_receipt(file, made_receipt(card="h100"))
     assert quoted() is None
-    append_receipt(file, made_receipt(card_memory=memory, dtype="fp32"))
-    append_receipt(file, made_receipt(card_memory=memory, ranks=2, dtype="fp32"))
+    append_receipt(file, made_receipt(card_memory=memory, settings={"dtype": "fp32"}))
+    append_receipt(file, made_receipt(card_memory=memory, settings={"dtype": "fp32", "mesh": "data_shard 2"}))
     found = quoted()
-    assert found is not None and found.receipt.run.ranks == 1
-    assert "with dtype=fp32, here bf16" in found.differences
-    assert not any("model" in said or "rank" in said for said in found.differences)
+    assert found is not None and found.receipt.run.settings["mesh"] == "one rank"
+    assert "dtype=fp32, here bf16" in found.differences
+    assert not any("model" in said or "mesh" in said for said in found.differences)
     monkeypatch.setenv("TUNE_RECEIPTS", "off")
     assert quoted() is None
     monkeypatch.delenv("TUNE_RECEIPTS")

@@ -36,7 +36,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "recipe_lib/checkpoint/quantized_out.py": {"open": "flushes what the function has written"},
     "recipe_lib/cli/isolated_probe.py": {"read_text": _PIPE},
     "recipe_lib/cli/ls.py": {"read_text": _PACKAGE},
-    "recipe_lib/cli/process_clock.py": {"read_text": _SYSTEM},
+    "recipe_lib/cli/plan.py": {"read_text": _SYSTEM},
     "recipe_lib/config/optimizer_facts.py": {"read_text": _PACKAGE},
     "recipe_lib/config/paths.py": {"read_text": _PACKAGE},
     "recipe_lib/data/workers.py": {"read_text": _SYSTEM},

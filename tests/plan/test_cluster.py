@@ -35,8 +35,8 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
 
 
 def measure(preset: str) -> dict[str, Plan]:
-    from recipe_lib.plan.alone import add_alone
     from recipe_lib.plan.build_plan import make_plan
+    from recipe_lib.plan.search.advice import add_alone
 
     more = (*TYPED, preset, f"gradient_accumulation_steps={COUNT}")
     found = {}

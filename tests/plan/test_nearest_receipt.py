@@ -8,9 +8,8 @@ from recipe_lib.config import load_config
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.nearest_receipt import comparable, nearest, quote_line
-from recipe_lib.plan.receipt_facts import run_of
-from recipe_lib.plan.receipts import NearestReceipt
+from recipe_lib.plan.nearest_receipt import describe_run, find_nearest, quote_line
+from recipe_lib.plan.receipts import NearestReceipt, ReceiptRun
 from recipe_lib.plan.report import render
 from recipe_lib.plan.world.sequence_lengths import Sequence
 from recipe_lib.plan.world.shape_only_model import plannable
@@ -22,70 +21,58 @@ SETTINGS = PlanSettings(hardware=CARD, sequence=Sequence(512, "max_seq_len"), re
 
 
 def test_only_the_same_card_and_recipe_count():
-    fits = made_receipt(card_memory=CARD.memory)
+    fits = made_receipt()
     others = [
-        made_receipt(card_memory=CARD.memory, card="rtx3090"),
-        made_receipt(card_memory=CARD.memory // 2),  # a slice of the card
-        made_receipt(card_memory=CARD.memory, recipe="full_finetune_distributed"),
+        made_receipt(card="rtx3090"),
+        made_receipt(card_memory=fits.run.card_memory // 2),  # a slice of the card
+        made_receipt(recipe="full_finetune_distributed"),
     ]
-    assert comparable([others[0], fits, *others[1:]], SETTINGS) == [fits]
+    found = find_nearest([others[0], fits, *others[1:]], made_run({"dtype": "fp32"}))
+    assert found is not None and found.receipt is fits
+    assert find_nearest(others, made_run()) is None and find_nearest([], made_run()) is None
 
 
-LARGE = {"model": "llama3/70B", "layers": 80, "width": 8192, "parameters": 70_553_706_496}
-SMALL = {"model": "llama3_2/1B", "layers": 16, "width": 2048, "parameters": 1_235_814_400}
-FOUR = {"ranks": 4, "mesh": {"data_shard": 4}}
+SMALL = {"model": "llama3_2/1B"}
+FOUR = {"mesh": "data_shard 4"}
 
 
 @pytest.mark.parametrize(
     ("nearer", "farther"),
     [
-        # fewer differences
-        ({}, {"levers": {}}),
-        ({"sequence": 4096}, {"levers": {}}),  # before any size
-        (LARGE, FOUR | {"levers": {}}),
-        (FOUR, FOUR | {"dtype": "fp32"}),
-        ({"levers": {"memory.activation_checkpointing": "selective"}}, {"levers": {"memory.loss_chunks": "16"}}),
-        # as many: closer in size
-        (SMALL, LARGE),
-        (FOUR, LARGE),
-        ({"parameters": 9 * 10**9}, {"parameters": 3 * 10**9}),
-        ({"sequence": 600}, {"sequence": 400}),
-        ({"sequence": 128, "batch_size": 4}, {"sequence": 513}),
-        ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 1}),
+        ({}, SMALL),
+        ({"sequence": "4096"}, SMALL | {"sequence": "4096"}),
+        (FOUR, SMALL | {"dtype": "fp32"}),
+        ({"memory.activation_checkpointing": "selective"}, FOUR | {"memory.loss_chunks": "16"}),
     ],
 )
-def test_the_nearest_has_the_fewest_differences_then_the_closest_sizes(nearer: dict, farther: dict):
-    near, far = made_receipt(**nearer), made_receipt(**farther)
+def test_the_nearest_has_the_fewest_differences(nearer: dict[str, str], farther: dict[str, str]):
+    near, far = made_receipt(settings=nearer), made_receipt(settings=farther)
     for order in ([near, far], [far, near]):
-        assert nearest(order, made_run()).receipt is near
+        found = find_nearest(order, made_run())
+        assert found is not None and found.receipt is near
 
 
 def test_of_equal_ones_the_last():
-    receipts = [made_receipt(planned=size) for size in (1.0, 2.0, 3.0)]
-    assert nearest(receipts, made_run()).receipt is receipts[2]
+    receipts = [made_receipt(planned=size, settings={"dtype": "fp32"}) for size in (1.0, 2.0, 3.0)]
+    found = find_nearest(receipts, made_run())
+    assert found is not None and found.receipt is receipts[2]
 
 
 @pytest.mark.parametrize(
     ("there", "here", "said"),
     [
         ({}, {}, []),
-        ({"model": "meta-llama/x"}, {}, []),  # the same shape under another name
-        ({"sequence": 300}, {}, []),
-        (LARGE, {}, ["of another model: llama3/70B, 70.55 B parameters in 80 layers, here 8.03 B parameters in 32 lay"
-                     "ers"]),
-        (FOUR, {}, ["on 4 ranks, here 1"]),
-        ({}, FOUR, ["on 1 rank, here 4"]),
-        (FOUR, FOUR | {"mesh": {"data_replicate": 2, "data_shard": 2, "tensor": 1}},
-         ["data_shard 4, here data_replicate 2 x data_shard 2"]),
-        ({"levers": {}}, {}, ["without memory.activation_checkpointing=full"]),
-        ({"levers": {"lora.rank": "8"}}, {"levers": {"lora.rank": "64"}}, ["with lora.rank=8, here 64"]),
-        ({"levers": {"lora.rank": "8"}}, {"levers": {}}, ["with lora.rank=8"]),
-        ({"dtype": "fp32"}, {}, ["with dtype=fp32, here bf16"]),
-        ({"batch_size": 4}, {}, ["2,048 tokens in a micro-batch, here 512"]),
+        ({"model": "llama3/70B"}, {}, ["model=llama3/70B, here meta-llama/Meta-Llama-3-8B"]),
+        (FOUR, {}, ["mesh=data_shard 4, here one rank"]),
+        ({}, {"lora.rank": "64"}, ["lora.rank=the default, here 64"]),
+        ({"lora.rank": "8"}, {"lora.rank": "64"}, ["lora.rank=8, here 64"]),
+        ({"lora.rank": "8"}, {}, ["lora.rank=8, here the default"]),
+        ({"dtype": "fp32", "batch_size": "4"}, {}, ["batch_size=4, here 1", "dtype=fp32, here bf16"]),
     ],
-)  # fmt: skip
-def test_what_that_run_had_otherwise_is_said(there: dict, here: dict, said: list[str]):
-    assert nearest([made_receipt(**there)], made_run(**here)).differences == said
+)
+def test_what_that_run_had_otherwise_is_said(there: dict[str, str], here: dict[str, str], said: list[str]):
+    found = find_nearest([made_receipt(settings=there)], made_run(here))
+    assert found is not None and found.differences == said
 
 
 def test_the_quote():
@@ -105,36 +92,40 @@ def test_the_quote():
 
 @pytest.mark.parametrize("full", [False, True])
 def test_the_report_quotes_it_above_the_verdict(full: bool):
-    found = NearestReceipt(made_receipt(), ["on 4 ranks, here 1"])
+    found = NearestReceipt(made_receipt(), ["mesh=data_shard 4, here one rank"])
     above = render(hand_made(receipt=found), width=120, full=full).rstrip().split("\n\n")[-2]
     assert " ".join(above.split()).endswith(f" receipt: {quote_line(found)}")
     assert "receipt" not in render(hand_made(), width=120, full=full)
 
 
-def facts(*overrides: str, ranks: int = 1, config: str = "llama3/8B_lora"):
+def describe(*overrides: str, ranks: int = 1, config: str = "llama3/8B_lora") -> ReceiptRun:
     cfg = load_config(config, overrides, LoraFinetuneConfig)
     shaped, _ = plannable(cfg)
-    return run_of(cfg, shaped, replace(SETTINGS, ranks=ranks, config=config, overrides=overrides))
+    return describe_run(cfg, shaped, replace(SETTINGS, ranks=ranks, config=config, overrides=overrides))
 
 
-def test_the_facts_of_a_run():
-    """Quantized weights and adapters do not make it another model; what the mesh says is no lever."""
-    plain = facts("memory.activation_checkpointing=full", "parallel.data_shard=2", "parallel.data_replicate=2",
-                  "compile=true", ranks=4)  # fmt: skip
-    assert (plain.layers, plain.width, plain.parameters) == (32, 4096, 8_030_261_248)
-    assert (plain.card, plain.card_memory, plain.ranks, plain.sequence) == ("rtx4090", CARD.memory, 4, 512)
-    assert plain.mesh == {"pipeline": 1, "data_replicate": 2, "data_shard": 2, "tensor": 1}
-    shared = facts("parallel.context=2", "parallel.strategy=ddp", "max_seq_len=512", ranks=4)
-    assert shared.mesh == {"pipeline": 1, "data_replicate": 2, "data_shard": 1, "context": 2, "tensor": 1}
-    assert "parallel.context" not in shared.levers
-    assert plain.levers["memory.activation_checkpointing"] == "full"
-    assert plain.levers["compile"] == "true"  # though it is planned without
-    assert not {"parallel.data_shard", "lora.alpha"} & set(plain.levers)
-    quantized = facts("lora.quantize_base=nf4", "lora.rank=64")
-    assert quantized.parameters == plain.parameters
-    assert (quantized.levers["lora.quantize_base"], quantized.levers["lora.rank"]) == ("nf4", "64")
+def test_the_settings_of_a_run():
+    """What the mesh says is no lever, nor is what changes no memory."""
+    plain = describe(
+        "memory.activation_checkpointing=full",
+        "parallel.data_shard=2",
+        "parallel.data_replicate=2",
+        "compile=true",
+        ranks=4,
+    )
+    assert (plain.card, plain.card_memory, plain.ranks) == ("rtx4090", CARD.memory, 4)
+    assert plain.settings["model"] == "meta-llama/Meta-Llama-3-8B" and plain.settings["sequence"] == "512"
+    assert plain.settings["mesh"] == "data_replicate 2 x data_shard 2"
+    shared = describe("parallel.context=2", "parallel.strategy=ddp", "max_seq_len=512", ranks=4)
+    assert shared.settings["mesh"] == "data_replicate 2 x context 2"
+    assert "parallel.context" not in shared.settings
+    assert plain.settings["memory.activation_checkpointing"] == "full"
+    assert plain.settings["compile"] == "true"  # though it is planned without
+    assert not {"parallel.data_shard", "lora.alpha"} & set(plain.settings)
+    quantized = describe("lora.quantize_base=nf4", "lora.rank=64").settings
+    assert (quantized["lora.quantize_base"], quantized["lora.rank"]) == ("nf4", "64")
 
 
 def test_what_shards_nothing_on_one_rank_is_no_lever():
-    assert facts("parallel.strategy=ddp").levers == facts("parallel.strategy=auto").levers
-    assert facts("parallel.strategy=ddp", ranks=2).levers["parallel.strategy"] == "ddp"
+    assert describe("parallel.strategy=ddp").settings == describe("parallel.strategy=auto").settings
+    assert describe("parallel.strategy=ddp", ranks=2).settings["parallel.strategy"] == "ddp"

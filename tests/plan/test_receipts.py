@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.plan.receipt_list import list_as_json, render_list
-from recipe_lib.plan.receipts import append_receipt, read_receipts, receipt_of, receipts_file
+from recipe_lib.cli.plan_receipts import describe_receipts, render_receipts
+from recipe_lib.plan.receipts import append_receipt, make_receipt, read_receipts, receipts_file
 from recipe_lib.units import GIB
 from tests.plan.made_receipts import left_by_a_run, made_receipt
 
@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_line_is_read_back_and_is_for_this_user_alone(file: Path):
-    receipts = [made_receipt(), made_receipt(planned=20.0, levers={}, time="2026-11-21T10:00:00+00:00")]
+    receipts = [made_receipt(), made_receipt(planned=20.0, settings={}, time="2026-11-21T10:00:00+00:00")]
     assert [append_receipt(file, receipt) for receipt in receipts] == [True, False]
     assert read_receipts(file) == (receipts, 0)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -67,12 +67,12 @@ def test_a_line_is_one_write(file: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda line: line.update(format=2),
+        lambda line: line.update(format=1),
         lambda line: line.pop("format"),
         lambda line: line.pop("run"),
-        lambda line: line["run"].update(layers="many"),
-        lambda line: line["run"].update(layers=0),
-        lambda line: line["run"].update(parameters=10**400),
+        lambda line: line["run"].update(ranks="many"),
+        lambda line: line["run"].update(ranks=0),
+        lambda line: line["run"].update(card_memory=10**400),
         lambda line: line["planned"].update(step_seconds=10**400),
         lambda line: line["planned"].update(tokens_per_second=float("nan")),
         lambda line: line["planned"].update(tokens_per_second=float("inf")),
@@ -126,7 +126,7 @@ def test_errors_are_those_of_the_figures(file: Path):
 def test_no_secret_is_written(file: Path, monkeypatch: pytest.MonkeyPatch):
     token = "hf_" + "aB3dE6gH9j" * 4
     monkeypatch.setenv("MY_TOKEN", "correct-horse-battery-staple")
-    append_receipt(file, made_receipt(config=f"{token}.yaml", levers={"loss": "correct-horse-battery-staple"}))
+    append_receipt(file, made_receipt(config=f"{token}.yaml", settings={"loss": "correct-horse-battery-staple"}))
     text = file.read_text()
     assert token not in text and "battery" not in text and text.count("[secret]") == 2
 
@@ -158,7 +158,7 @@ def test_without_a_home_nothing_is_written_to_the_working_folder(tmp_path: Path,
 def test_the_receipt_of_a_run():
     """Of its first rank; a step's time is typical, which the first one's is not; of versions those that matter."""
     figures, summary, steps = left_by_a_run(first={"active": 5 * GIB, "allocated": 6 * GIB, "reserved": 9 * GIB})
-    receipt = receipt_of(figures, summary, steps)
+    receipt = make_receipt(figures, summary, steps)
     assert receipt is not None
     assert asdict(receipt.planned) == {
         "active": 5 * GIB, "allocated": 6 * GIB, "reserved": 9 * GIB, "step_seconds": 2.0, "tokens_per_second": 2048.0,
@@ -175,7 +175,7 @@ def test_the_receipt_of_a_run():
 
 def test_a_quick_plan_has_no_allocated_bytes_and_one_step_no_time():
     figures, summary, steps = left_by_a_run(allocated=None)
-    receipt = receipt_of(figures, summary, steps[:2])
+    receipt = make_receipt(figures, summary, steps[:2])
     assert receipt is not None
     assert (receipt.planned.allocated, receipt.measured.allocated) == (None, 11 * GIB)
     assert receipt.measured.step_seconds is receipt.measured.tokens_per_second is None
@@ -194,13 +194,13 @@ def test_a_quick_plan_has_no_allocated_bytes_and_one_step_no_time():
 )
 def test_a_run_that_was_not_on_the_planned_gpu_has_none(changed: dict, measured: dict):
     figures, summary, steps = left_by_a_run(**changed)
-    assert receipt_of(figures, summary | measured, steps) is None
+    assert make_receipt(figures, summary | measured, steps) is None
 
 
 def test_the_list(file: Path):
     receipts = [made_receipt(planned=15.0, measured=20.0, rates=(1000.0, None)),
                 made_receipt(planned=11.0, measured=10.0, ranks=4, time="2026-11-21T10:00:00+00:00")]  # fmt: skip
-    text = render_list(receipts, 3, file, width=120)
+    text = render_receipts(receipts, 3, file, width=120)
     header, *rows = [line.split() for line in text.split("\n\n")[0].splitlines()]
     assert header == ["date", "card", "ranks", "config", "recipe", "planned", "measured", "error", "tokens/s"]
     run = ["llama3/8B_lora", "lora_finetune_distributed"]
@@ -211,7 +211,7 @@ def test_the_list(file: Path):
     below = " ".join(text.split("\n\n")[1].split())
     assert below.startswith("2 receipts; error of reserved memory: 17.5% mean absolute, -25.0% worst; error of tokens")
     assert "3 lines of it cannot be read" in below
-    found = list_as_json(receipts, 3, file)
+    found = describe_receipts(receipts, 3, file)
     assert found["errors"]["reserved"] == pytest.approx({"count": 2, "mean_absolute": 0.175, "worst": -0.25})
     assert found["errors"]["tokens_per_second"]["count"] == 1
     assert found["receipts"] == [asdict(receipt) for receipt in receipts]
@@ -220,22 +220,21 @@ def test_the_list(file: Path):
 
 def test_a_list_of_none_is_a_line_that_says_where_they_would_be(file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TUNE_RECEIPTS", raising=False)
-    text = render_list([], 0, file)
+    text = render_receipts([], 0, file)
     assert text.count("\n") == 1 and str(file) in text and "tune run" in text and "TUNE_RECEIPTS" not in text
     monkeypatch.setenv("TUNE_RECEIPTS", "off")
-    assert "TUNE_RECEIPTS=off is set" in render_list([], 0, file)
+    assert "TUNE_RECEIPTS=off is set" in render_receipts([], 0, file)
 
 
 @pytest.mark.parametrize("line", ["{}", "", "x" * 300, '{"format": 1}'])
 def test_a_long_file_is_read_from_its_newest_end(file: Path, line: str, monkeypatch: pytest.MonkeyPatch):
     append_receipt(file, made_receipt(config="old"))
     with open(file, "a") as out:
-        out.write(f"{line}\n" * 5000)
+        out.write(f"{line}\n" * 2**13)
     append_receipt(file, made_receipt(config="new"))
     monkeypatch.setattr("recipe_lib.plan.receipts._NEWEST_BYTES", 2**13)
-    monkeypatch.setattr("recipe_lib.plan.receipts._NEWEST_LINES", 100)
     receipts, unreadable = read_receipts(file)
-    assert [receipt.run.config for receipt in receipts] == ["new"] and unreadable <= 100
+    assert [receipt.run.config for receipt in receipts] == ["new"] and unreadable <= 2**13
 
 
 def test_a_whole_file_is_read_to_its_first_line(file: Path, monkeypatch: pytest.MonkeyPatch):

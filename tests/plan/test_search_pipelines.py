@@ -77,8 +77,8 @@ def tried(ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (),
     from recipe_lib.config.mesh import mesh_shape
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import find_hardware
-    from recipe_lib.plan.search.search_space import batch_per_step, data_ranks, micro_batch, pipelines, sizes
-    from recipe_lib.plan.search.trials import changed
+    from recipe_lib.plan.search.search_space import batch_per_step, micro_batch, pipelines, sizes
+    from recipe_lib.plan.search.trials import changed, data_ranks
     from recipe_lib.plan.world.sequence_lengths import Sequence
 
     cfg = load("demo/full", "device=auto", *overrides)

@@ -6,7 +6,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.plan.hardware import HARDWARE
 from recipe_lib.plan.report import render
 from recipe_lib.plan.result import Plan
-from recipe_lib.plan.smallest import fewest, least_ranks, smallest_cards
+from recipe_lib.plan.search.advice import find_fewest, find_smallest_cards, least_ranks
 from recipe_lib.units import GIB
 from tests.plan.apart import apart, settings
 from tests.plan.plans import hand_made
@@ -31,7 +31,7 @@ def plan_of(reserved: float) -> Plan:
 def test_the_smallest_card_with_room_to_spare(room: float, cards: list[str]):
     """It leaves 3 % of its memory free."""
     plan = plan_of(room - hand_made().outside.total)
-    assert smallest_cards(plan, None) == cards
+    assert find_smallest_cards(plan, None) == cards
     by_hand = [
         name
         for name, card in HARDWARE.items()
@@ -43,7 +43,7 @@ def test_the_smallest_card_with_room_to_spare(room: float, cards: list[str]):
 def test_fp8_asks_for_a_card_that_multiplies_it():
     cfg = FullFinetuneConfig()
     cfg.matmul_dtype = "fp8"
-    assert smallest_cards(plan_of(GIB), cfg) == ["l4"]
+    assert find_smallest_cards(plan_of(GIB), cfg) == ["l4"]
 
 
 def test_a_line_says_so():
@@ -60,7 +60,7 @@ def test_a_line_says_so():
 def test_few_trials_find_what_all_would(ranks: int, needed: int):
     """Numbers of ranks are 2, 4, 8 ...; a run on 6 has the smaller ones of them before it."""
     tried = []
-    found = fewest(ranks, 2, ranks >= needed, lambda number: tried.append(number) or number >= needed)
+    found = find_fewest(ranks, 2, ranks >= needed, lambda number: tried.append(number) or number >= needed)
     numbers = [2**power for power in range(1, 30)]
     if ranks >= needed:
         assert found == next((number for number in numbers if needed <= number < ranks), ranks)
@@ -80,7 +80,7 @@ def test_the_smallest_mesh():
 
 def measure() -> tuple[int | None, list[int], dict[int, str]]:
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.smallest import add_fewest_ranks
+    from recipe_lib.plan.search.advice import add_fewest_ranks
 
     more = ("model.preset=smollm2/135M", "device=auto", "max_seq_len=64", "batch_size=1", "dtype=fp32")
     plans = {}

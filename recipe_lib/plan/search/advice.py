@@ -1,139 +1,152 @@
-"""What one change of a config does to its peak and its step, each tried alone."""
+"""What to change of a run: what each lever does, which one is next, and how few ranks or how small a card suffice.
 
-from dataclasses import dataclass, field, replace
+All of it is asked of the same levers and the same trials. `--advice` estimates the run with each lever alone; the next
+lever is named by what a plan itself knows, without a trial; `parallel.strategy: auto` is a lever of two values, of
+which the faster that fits is taken.
+"""
+
+import bisect
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from recipe_lib.plan.build_plan import PlanSettings
-from recipe_lib.plan.result import DOES_NOT_FIT, Advice, Plan
+from recipe_lib.config.card_limits import card_faults
+from recipe_lib.config.mesh import MODEL_DIMS, micro_batches, same_batch_ranks
+from recipe_lib.errors import UserError
+from recipe_lib.plan.build_plan import PlanSettings, layer_rows, make_plan, simulate_rank
+from recipe_lib.plan.hardware import HARDWARE
+from recipe_lib.plan.rank_plans import has_room, rank_plan
+from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Advice, Plan
 from recipe_lib.plan.search.estimate import Estimate
-from recipe_lib.plan.search.expert_adapters import compared_text, other_targets
-from recipe_lib.plan.search.long_sequences import LONG_SEQUENCE, is_long, traffic_text, ways_to_share
-from recipe_lib.plan.search.search_space import data_ranks
+from recipe_lib.plan.search.lever_table import (
+    LENGTH_KEY,
+    PACKING_KEY,
+    RANKS_KEY,
+    TARGETS_KEY,
+    TURNS_KEY,
+    Lever,
+    compare_targets,
+    list_levers,
+)
 from recipe_lib.plan.search.trials import (
-    QUANTIZE_TEACHER,
-    STREAM_KEY,
-    STREAM_TEACHER,
+    RESERVED_TOLERANCE,
+    STRATEGY_KEY,
     Changes,
     changed,
-    checkpointing,
     in_processes,
     override_text,
-    stepped_in_backward,
-    streamed,
-    teacher_in_memory,
     try_quick,
     usable_bytes,
-    with_ranks,
 )
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY
-from recipe_lib.units import format_bytes
+from recipe_lib.plan.verdict import planned_reserved
+from recipe_lib.report.phases import phase
+from recipe_lib.units import format_bytes, format_duration
 
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-
-# A change of less than this share is none.
-MIN_CHANGE = 0.002
-
-# From least to most memory.
-CHECKPOINTING = ("full", "selective", "none")
-QUANTIZED = ("nf4", "int8", "none")
-MAX_LOSS_CHUNKS = 64
-
-
-@dataclass(frozen=True)
-class Lever:
-    """One change to try. changes: of the config. text: to type before them. ranks: in place of the run's. tokens,
-    documents: of a packed sequence, where they change. timed: whether the change of the step's time is known. note: for
-    who reads the advice. sends: what it sends is reported too. weighed: a choice that is shown whichever way it lies,
-    also where it gains nothing."""
-
-    changes: Changes = field(default_factory=dict)
-    note: str = ""
-    text: str = ""
-    ranks: int | None = None
-    tokens: int | None = None
-    documents: float | None = None
-    timed: bool = True
-    sends: bool = False
-    weighed: bool = False
+SHARDS, COPIES = "fsdp", "ddp"
+MIN_CHANGE = 0.002  # a change of less than this share is none
+_MOST_LARGER = 3  # numbers of ranks tried beyond a run's own, each twice as many
+# Kinds of memory that a batch's size does not change.
+_FIXED = ("parameters", "gradients", "optimizer", "gathered", "communication")
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A lever and what the run takes with it. usable: bytes that the allocator may then take."""
+    """A lever and what the run takes with it."""
 
     lever: Lever
     quick: Estimate
+    # Bytes that the allocator may then take.
     usable: int
 
 
 def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Estimate | None, list[Tried]]:
-    """The run as it is, None where it could not be tried, and with each lever.
+    """Return the run as it is, None where it could not be tried, and with each lever.
 
     In several processes if nothing has been simulated in this one yet: before its own plan is made is the better time.
     """
     jobs = [(Lever(), cfg, settings)]
-    for lever in levers(cfg, settings):
-        other = changed(cfg, lever.changes)
+    for lever in list_levers(cfg, settings):
+        if TARGETS_KEY in lever.changes:
+            lever = replace(lever, note=compare_targets(cfg, lever.changes[TARGETS_KEY]))
+        other = changed(cfg, {key: value for key, value in lever.changes.items() if key != RANKS_KEY})
         if other is not None:
-            jobs.append((lever, other, _settings_with(settings, lever)))
-    found = in_processes(lambda job: try_quick(recipe_class, job[1], job[2]), jobs, "trying levers")
-    tried = [
-        Tried(lever, result, usable_bytes(other, held))
-        for (lever, other, held), result in zip(jobs[1:], found[1:], strict=True)
-        if result is not None
-    ]
-    return found[0], tried
+            jobs.append((lever, other, _change_settings(settings, lever.changes, other)))
+    estimates = in_processes(lambda job: try_quick(recipe_class, job[1], job[2]), jobs, "trying levers")
+    tried = []
+    for (lever, other, job_settings), estimate in zip(jobs[1:], estimates[1:], strict=True):
+        if estimate is not None:
+            tried.append(Tried(lever, estimate, usable_bytes(other, job_settings)))
+    return estimates[0], tried
 
 
-def advice_from(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice]:
-    """What each lever does to the plan: those that make it fit (or, where it fits, faster) first, then by bytes gained;
-    of the ways to have room for a long sequence that fit, the fastest first.
+def _change_settings(settings: PlanSettings, changes: Changes, cfg: Any) -> PlanSettings:
+    """Return the settings with the ranks and the sequences that a lever leads to. cfg: with its changes."""
+    sequence = settings.sequence
+    if RANKS_KEY in changes:
+        settings = replace(settings, ranks=changes[RANKS_KEY], traced_ranks=())
+    if LENGTH_KEY in changes:
+        pack = max(1.0, sequence.pack * cfg.max_seq_len / sequence.tokens)
+        settings = replace(settings, sequence=replace(sequence, tokens=cfg.max_seq_len, pack=pack))
+    if PACKING_KEY in changes and sequence.histogram:
+        pack = max(1.0, cfg.max_seq_len / sequence.histogram["p50"])
+        settings = replace(settings, sequence=replace(sequence, tokens=cfg.max_seq_len, pack=pack))
+    return settings
 
-    Bytes are of the active peak, off by 0.5 % of it at most; whether it then fits is an estimate, some percent off.
-    Levers that the config's table of combinations or the recipe refuses are left out, and so is what neither lowers the
-    peak nor makes the step faster, unless it is `weighed`.
+
+def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice]:
+    """Return what each lever does to the plan: those that make it fit first, then by the bytes gained.
+
+    Before those are the ones that make a plan faster that fits, and ways to have room for a long sequence, the fastest
+    first. Bytes are of the active peak, off by 0.5 % of it at most; whether it then fits is an estimate, some percent
+    off. What neither lowers the peak nor makes the step faster is left out, unless it is `weighed`.
     """
-    has_room = plan.verdict != DOES_NOT_FIT
-    rows, ways = [(False, row) for row in _expandable(plan)], []
+    rank = plan.heaviest
+    ranked: list[tuple[tuple[bool, bool, float], Advice]] = []
+    gained = rank.reserved_expandable - rank.reserved
+    if gained < -MIN_CHANGE * rank.reserved:
+        fits = rank.reserved_expandable <= plan.device.usable
+        row = Advice(EXPANDABLE, gained, 0.0, fits, "an environment variable; less reserved memory lies idle")
+        ranked.append(((not fits, True, gained), row))
     for one in tried if base is not None else []:
         assert base is not None
-        gained, saved = one.quick.active - base.active, one.quick.seconds - base.seconds
-        less, faster = gained < -MIN_CHANGE * base.active, saved < -MIN_CHANGE * base.seconds
-        row = Advice(
-            override=" ".join(filter(None, [one.lever.text, override_text(one.lever.changes)])),
-            bytes=gained,
-            seconds=saved if one.lever.timed else None,
-            fits=_fits(plan, base, one),
-            note="; ".join(filter(None, [one.lever.note, *_elsewhere(one, base)])),
+        lever, gained, seconds = one.lever, one.quick.active - base.active, one.quick.seconds - base.seconds
+        fits = _fits(plan, base, one)
+        timed = not {LENGTH_KEY, PACKING_KEY} & set(lever.changes)
+        is_faster = timed and fits and plan.verdict != DOES_NOT_FIT and seconds < -MIN_CHANGE * base.seconds
+        if not (is_faster or lever.weighed or gained < -MIN_CHANGE * base.active):
+            continue
+        note = "; ".join(filter(None, [lever.note, *_list_traffic(one, base)]))
+        override = override_text(lever.changes).replace(f"{RANKS_KEY}=", f"{RANKS_KEY} ")
+        row = Advice(override, gained, seconds if timed else None, fits, note)
+        by_time = is_faster or (lever.sends and fits)
+        ranked.append(((not fits, not by_time, seconds if by_time else gained), row))
+    return [row for _, row in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def _list_traffic(one: Tried, base: Estimate) -> list[str]:
+    """Return what is sent, where that is to be said, and what more of it is kept in host memory."""
+    texts = []
+    if one.lever.sends:
+        texts.append(
+            f"sends {format_bytes(one.quick.sent)} a step (without it {format_bytes(base.sent)}), to and from the host "
+            f"{format_bytes(one.quick.copied)} ({format_bytes(base.copied)})"
         )
-        gives_speed = faster and has_room and row.fits and one.lever.timed
-        if one.lever.sends:
-            ways.append(row)
-        if less or gives_speed or one.lever.weighed:
-            rows.append((gives_speed, row))
-    rows.sort(key=lambda pair: (not pair[1].fits, not pair[0], (pair[1].seconds or 0.0) if pair[0] else pair[1].bytes))
-    return _cheapest_way_first([row for _, row in rows], {id(row) for row in ways})
-
-
-def _elsewhere(one: Tried, base: Estimate) -> list[str]:
-    """What is sent, where that is to be said, and what more of it is kept in host memory."""
-    sent = [traffic_text(one.quick, base)] if one.lever.sends else []
-    more = one.quick.host > base.host + MIN_CHANGE * base.active
-    return [*sent, *([f"{format_bytes(one.quick.host)} of host memory"] if more else [])]
-
-
-def _cheapest_way_first(rows: list[Advice], ways: set[int]) -> list[Advice]:
-    """The ways to have room for a long sequence that fit change places, so that the fastest of them is first."""
-    places = [at for at, row in enumerate(rows) if id(row) in ways and row.fits]
-    fastest = sorted((rows[at] for at in places), key=lambda row: row.seconds or 0.0)
-    for at, row in zip(places, fastest, strict=True):
-        rows[at] = row
-    return rows
+    if one.quick.host > base.host + MIN_CHANGE * base.active:
+        texts.append(f"{format_bytes(one.quick.host)} of host memory")
+    return texts
 
 
 def _fits(plan: Plan, base: Estimate, one: Tried) -> bool:
-    """As the verdict counts it, with expandable segments: the plan's own peak, and what the lever changes of it; of
-    loading, validation and saving what they take beyond what is alive between steps, which the lever may change."""
+    """Return whether the run fits with a lever, as the verdict counts it, with expandable segments.
+
+    That is the plan's own peak, and what the lever changes of it; of loading, validation and saving what they take
+    beyond what is alive between steps, which the lever may change.
+    """
     steps = [peak.reserved_expandable for peak in plan.heaviest.peaks if peak.phase in (FIRST, STEADY)]
     others = [peak.active for peak in plan.heaviest.peaks if peak.phase not in (FIRST, STEADY)]
     planned = max(steps, default=0) + one.quick.reserved_expandable - base.reserved_expandable
@@ -141,179 +154,179 @@ def _fits(plan: Plan, base: Estimate, one: Tried) -> bool:
     return max(planned, one.quick.held + max(beyond, 0)) <= one.usable
 
 
-def _expandable(plan: Plan) -> list[Advice]:
-    rank = plan.heaviest
-    gained = rank.reserved_expandable - rank.reserved
-    if gained >= -MIN_CHANGE * rank.reserved:
+def name_next_lever(plan: Plan, cfg: Any, settings: PlanSettings) -> str:
+    """Return what to change next, in words; empty where nothing is known to help. cfg: of the plan.
+
+    By what fills the plan's peak, and what the room that is left is for: a lever is named with what its kind of memory
+    takes, and a larger batch only where what grows with it would fit several times over.
+    """
+    if plan.verdict == FITS:
+        return _name_larger_batch(plan, cfg) or _name_lever(plan, cfg, settings, "would make more room")
+    if plan.margin < 0 and plan.heaviest.reserved_expandable <= plan.device.usable:
+        reserved = format_bytes(plan.heaviest.reserved_expandable)
+        return f"{EXPANDABLE} in the environment: {reserved} are reserved then, which fit"
+    return _name_lever(plan, cfg, settings, "lowers what takes the most")
+
+
+def _sum_kinds(plan: Plan) -> Counter[str]:
+    """Return the bytes of each kind of memory at the peak of the heaviest rank."""
+    kinds: Counter[str] = Counter()
+    for alive in plan.heaviest.alive:
+        kinds[alive.kind] += alive.bytes
+    return kinds
+
+
+def _name_larger_batch(plan: Plan, cfg: Any) -> str:
+    """Return a larger batch_size, where the plan has the room; with gradient accumulation the same sequences a step."""
+    kinds, turns = _sum_kinds(plan), cfg.gradient_accumulation_steps
+    growing = planned_reserved(plan) - sum(kinds[kind] for kind in _FIXED)
+    room = int(plan.device.usable * (1 - RESERVED_TOLERANCE)) - planned_reserved(plan)
+    # Where the optimizer has the peak, little of what a batch needs is in it.
+    if plan.heaviest.peak.part not in ("forward", "backward", "recompute") or growing <= 0 or plan.pipeline is not None:
+        return ""
+    most = room // growing + 1
+    if most < 2:
+        return ""
+    times = math.gcd(1 << most.bit_length() - 1, turns)
+    if times > 1:
+        changes: Changes = {"batch_size": cfg.batch_size * times, TURNS_KEY: turns // times}
+        what = "the same sequences a step, in fewer micro-batches"
+    elif plan.time is not None and plan.time.steps == 1:  # there may be no more sequences
+        return ""
+    else:
+        changes, what = {"batch_size": 2 * cfg.batch_size}, "twice the sequences a step"
+    if changed(cfg, changes) is None:
+        return ""
+    return (
+        f"{override_text(changes)} has room ({what}): {format_bytes(plan.margin)} are left, and what grows with "
+        f"batch_size takes {format_bytes(growing)}"
+    )
+
+
+def _name_lever(plan: Plan, cfg: Any, settings: PlanSettings, what: str) -> str:
+    """Return the first lever for the kind of memory that takes the most at the peak, of the kinds that have one."""
+    peak, levers = max(1, plan.heaviest.peak.active), list_levers(cfg, settings)
+    for kind, num_bytes in _sum_kinds(plan).most_common():
+        for lever in levers:
+            if num_bytes and kind in lever.lowers and changed(cfg, lever.changes) is not None:
+                held = f"{format_bytes(num_bytes)} of {kind}, {num_bytes / peak:.0%} of the peak"
+                more = "; alone it is not enough" if -plan.margin > num_bytes else ""
+                return f"{override_text(lever.changes)} {what} ({held}){more}"
+    return ""
+
+
+def find_smallest_cards(plan: Plan, cfg: Any) -> list[str]:
+    """Return the known cards of the least memory that has room for the plan's peak; several may have as much.
+
+    Nothing is planned anew: kernels of another card may take another workspace.
+    """
+    if plan.device.architecture == "cpu":
         return []
-    fits = rank.reserved_expandable <= plan.device.usable
-    return [Advice(EXPANDABLE, gained, 0.0, fits, "an environment variable; less reserved memory lies idle")]
+    cards = [card for card in HARDWARE.values() if card.capability and not card_faults(cfg, card.name, card.capability)]
+    fitting = [card for card in cards if has_room(planned_reserved(plan), card.memory - plan.outside.total, card)]
+    least = min((card.memory for card in fitting), default=0)
+    return [card.name for card in fitting if card.memory == least]
 
 
-def _settings_with(settings: PlanSettings, lever: Lever) -> PlanSettings:
-    sequence = settings.sequence
-    tokens = min(sequence.tokens, lever.tokens or sequence.tokens) if lever.documents is None else lever.tokens
-    pack = lever.documents or sequence.pack * (tokens or sequence.tokens) / sequence.tokens
-    settings = replace(settings, sequence=replace(sequence, tokens=tokens or sequence.tokens, pack=max(1.0, pack)))
-    return with_ranks(settings, lever.ranks) if lever.ranks else settings
+def add_fewest_ranks(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) -> None:
+    """Set `fewest_ranks` and `tried_ranks`: whole plans of the same micro-batches on fewer ranks, or more of them."""
+    other = copy.deepcopy(cfg)
+    other.parallel.data_shard = -1
+
+    def fits(ranks: int) -> bool:
+        tried.append(ranks)
+        wanted = replace(settings, ranks=ranks, traced_ranks=(), timed=False, outside=None)
+        with phase(f"planning {ranks} rank{'s' if ranks > 1 else ''}", leaves_line=False):
+            try:
+                return make_plan(recipe_class, other, wanted)[0].verdict == FITS
+            except UserError:  # so many ranks cannot have it
+                return False
+
+    tried: list[int] = []
+    plan.fewest_ranks = find_fewest(plan.ranks, least_ranks(cfg), plan.verdict == FITS, fits)
+    plan.tried_ranks = sorted(tried)
 
 
-def levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
-    """Everything that could be changed, in either direction."""
-    return [*_batch_sizes(cfg), *_layers(cfg), *_sharding(cfg, settings.ranks), *_weights(cfg), *_length(cfg, settings)]
+def least_ranks(cfg: Any) -> int:
+    """Return the ranks of the smallest mesh that divides the model as the config says; FSDP then has one shard."""
+    copies = 1 if cfg.parallel.strategy == "ddp" else cfg.parallel.data_replicate
+    return int(same_batch_ranks(cfg.parallel) * copies)
 
 
-def _batch_sizes(cfg: Any) -> list[Lever]:
-    size, turns = cfg.batch_size, cfg.gradient_accumulation_steps
-    found = []
-    if size > 1:
-        smaller = next(other for other in range(size // 2, 0, -1) if size % other == 0)
-        changes = {"batch_size": smaller, "gradient_accumulation_steps": turns * size // smaller}
-        found.append(Lever(changes, "the same sequences a step"))
-    if turns % 2 == 0:
-        changes = {"batch_size": 2 * size, "gradient_accumulation_steps": turns // 2}
-        found.append(Lever(changes, "the same sequences a step"))
-    return found
+def find_fewest(ranks: int, least: int, good: bool, fits: Callable[[int], bool]) -> int | None:
+    """Return the first of `least`, twice as many and so on that `fits`. good: whether `ranks` do.
+
+    More ranks never take more memory, so that a few have to be tried: half of what is left at a time, or some larger.
+    """
+    numbers = [least << power for power in range(32)]
+    if good:
+        smaller = [number for number in numbers if number < ranks]
+        return [*smaller, ranks][bisect.bisect_left(smaller, True, key=fits)]
+    larger = [number for number in numbers if number > ranks][:_MOST_LARGER]
+    return next((number for number in larger if fits(number)), None)
 
 
-def _layers(cfg: Any) -> list[Lever]:
-    """What is kept for backward, and logits."""
-    own = cfg.memory.activation_checkpointing
-    found = [Lever(checkpointing(cfg, kind)) for kind in CHECKPOINTING if kind != own]
-    if cfg.memory.loss_chunks < MAX_LOSS_CHUNKS:
-        found.append(Lever({"memory.loss_chunks": min(4 * cfg.memory.loss_chunks, MAX_LOSS_CHUNKS)}))
-    if cfg.max_seq_len >= LONG_SEQUENCE and cfg.memory.mlp_tiles == 1:
-        found.append(Lever({"memory.mlp_tiles": cfg.max_seq_len // (LONG_SEQUENCE // 2)}))
-    if not cfg.memory.activation_offload:
-        offload = {"memory.activation_offload": True}
-        found.append(Lever(offload, "kept in host memory meanwhile", sends=is_long(cfg), weighed=is_long(cfg)))
-    return found
+def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) -> None:
+    """Set `alone` of a plan, the full model on one device, and what its layers keep there.
+
+    It costs about as much as planning a rank. Where the run is one rank it is that already.
+    """
+    if settings.ranks == 1:
+        return
+    other = copy.deepcopy(cfg)
+    other.batch_size, other.gradient_accumulation_steps = micro_batches(cfg)
+    sizes = dict.fromkeys(("data_replicate", *MODEL_DIMS), 1) | {"data_shard": -1, "pipeline_microbatches": None}
+    other.parallel = replace(other.parallel, strategy=SHARDS, **sizes)
+    with phase("simulating the full model on one device", leaves_line=False):
+        simulated = simulate_rank(recipe_class, other, replace(settings, ranks=1, traced_ranks=(), phases=()), 0)
+    plan.alone = rank_plan(0, simulated)
+    kept = {row.module: row.kept for row in layer_rows(simulated)}
+    for row in plan.layers:
+        row.kept_alone = kept.get(row.module)
 
 
-def _sharding(cfg: Any, ranks: int) -> list[Lever]:
-    """What a rank holds of the model."""
-    parallel, found = cfg.parallel, []
-    weighed = is_long(cfg)
-    found += [Lever(changes, note, sends=weighed, weighed=weighed) for changes, note in ways_to_share(cfg, ranks)]
-    if ranks > 1:
-        if parallel.fsdp_wrap_policy in ("auto", "layers"):
-            found.append(Lever({"parallel.fsdp_wrap_policy": "memory_efficient"}))
-        found.append(Lever({"parallel.reshard_after_forward": not parallel.reshard_after_forward}))
-        found += _reductions(parallel)
-        if parallel.data_replicate > 1:
-            found.append(Lever({"parallel.data_replicate": 1, "parallel.data_shard": -1}))
-        if parallel.data_shard == -1 and data_ranks(cfg, ranks) % (2 * parallel.data_replicate) == 0:
-            found.append(Lever({"parallel.data_replicate": 2 * parallel.data_replicate}, "copies of the sharded model"))
-        whole = parallel.strategy == "ddp"
-        found.append(
-            Lever({"parallel.strategy": "fsdp" if whole else "ddp"}, "" if whole else "whole models, nothing gathered")
+def choose_strategy(
+    recipe_class: type, cfg: Any, settings: PlanSettings, *, expandable: bool = False
+) -> tuple[str, str]:
+    """Return (strategy, the line that says so) of a plannable config whose `parallel.strategy` is `auto`.
+
+    Of shards and copies that fit the device with room for an estimate's error, the one with the shorter step; shards
+    where neither does, or where copies do not go with the other settings. Copies gather nothing, and sum the trained
+    gradients once a step. expandable: whether the run's allocator has expandable segments. Raises UserErrors of recipe
+    and config.
+    """
+    configs = {name: changed(cfg, {STRATEGY_KEY: name}) for name in (SHARDS, COPIES)}
+    strategy, reason = SHARDS, f"{COPIES} does not go with other settings of the run"
+    if configs[COPIES] is not None:
+        sharded, copied = in_processes(
+            lambda name: try_quick(recipe_class, configs[name], settings), list(configs), "planning fsdp and ddp"
         )
-        if parallel.reduce_dtype == "fp32" and cfg.dtype == "bf16":
-            found.append(Lever({"parallel.reduce_dtype": None}, "gradients are summed in bf16: less exact"))
-    turns, changes, note = cfg.gradient_accumulation_steps, {}, "more sequences a step"
-    if turns % 2 == 0:
-        changes, note = {"gradient_accumulation_steps": turns // 2}, "the same sequences a step"
-    if parallel.data_shard == -1:
-        found.append(Lever(changes, note, text=f"--nproc_per_node {2 * ranks}", ranks=2 * ranks))
-    found += _streaming(cfg)
-    offload = not cfg.memory.cpu_offload
-    slow = "the optimizer runs on the CPU and parameters cross PCIe"
-    found.append(Lever({"memory.cpu_offload": offload}, slow if offload else ""))
-    return found
+        usable = usable_bytes(configs[COPIES], settings)
+        strategy, reason = decide(sharded, copied, usable, settings, expandable=expandable)
+    return strategy, f"{STRATEGY_KEY}=auto: {strategy}; {reason}"
 
 
-def _streaming(cfg: Any) -> list[Lever]:
-    """Layers in host memory, or on the device again."""
-    if cfg.memory.stream_layers:
-        return [Lever({STREAM_KEY: False})]
-    note = "layers are in host memory, and copied one ahead of the one that computes"
-    if cfg.trained_adapters is None:
-        note += f"; each is stepped in backward: {_not_done_in_backward(cfg)}"
-    return [Lever(streamed(cfg), note)]
-
-
-def _not_done_in_backward(cfg: Any) -> str:
-    """What a step loses where parameters are stepped in backward."""
-    accumulates = cfg.gradient_accumulation_steps > 1
-    return "gradients are not clipped" + (", and a step has fewer sequences" if accumulates else "")
-
-
-def _reductions(parallel: Any) -> list[Lever]:
-    """When gradients are reduced; left out where a step has one micro-batch, as that is then without effect."""
-    key, keeping = "parallel.reduce_gradients", {"parallel.reshard_after_forward": False}
-    if parallel.reduce_gradients == "step":
-        return [Lever({key: "micro_batch"}, "reduced in every backward, none whole on a rank")]
-    once = Lever({key: "step"}, "whole gradients on every rank, reduced once a step")
-    if not parallel.reshard_after_forward:
-        return [once]
-    return [once, Lever({key: "step"} | keeping, "whole weights and gradients (ZeRO-1), gathered and reduced once")]
-
-
-def _weights(cfg: Any) -> list[Lever]:
-    """What is trained, in which type, by which optimizer."""
-    found = []
-    if cfg.matmul_dtype is None:
-        found.append(Lever({"matmul_dtype": "int8"}, "products of rounded operands: compare the losses"))
-    if cfg.dtype == "fp32":
-        found.append(Lever({"dtype": "bf16"}, "other rounding: compare the losses"))
-    if cfg.optimizer.implementation not in ("auto", "fused"):
-        found.append(Lever({"optimizer.implementation": "fused"}))
-    if not cfg.memory.optimizer_offload:
-        found.append(Lever({"memory.optimizer_offload": True}, "optimizer states on the host, fetched for their step"))
-    if not cfg.memory.optimizer_in_backward:
-        found.append(Lever(stepped_in_backward(cfg), _not_done_in_backward(cfg)))
-    if cfg.optimizer.name == "adamw":
-        if cfg.optimizer.state_bits is None:
-            found.append(Lever({"optimizer.state_bits": 8}, "states are rounded to 8 bits"))
-        found.append(Lever({"optimizer.name": "sgd"}, "another optimizer, without states: needs its own optimizer.lr"))
-    adapters = cfg.trained_adapters
-    if adapters is None and cfg.adapters_instead:
-        found.append(Lever(cfg.adapters_instead, "trains adapters in place of every parameter"))
-    elif adapters is not None:
-        note = "frozen weights are rounded"
-        found += [
-            Lever({"lora.quantize_base": kind}, note)
-            for kind in QUANTIZED
-            if kind not in (adapters.quantize_base, "none")
-        ]
-        if adapters.quantize_base != "none":
-            found.append(Lever({"lora.quantize_base": "none"}, "frozen weights are not rounded"))
-        if adapters.rank > 1 and adapters.adapter_path is None:
-            found.append(Lever({"lora.rank": adapters.rank // 2}, "smaller adapters"))
-        if targets := other_targets(cfg):
-            found.append(Lever({"lora.target_modules": targets}, compared_text(cfg, targets), weighed=True))
-    return found + _teacher(cfg)
-
-
-def _teacher(cfg: Any) -> list[Lever]:
-    """Of a run that has a teacher in memory."""
-    teacher = teacher_in_memory(cfg)
-    if teacher is None:
-        return []
-    found = [
-        Lever({QUANTIZE_TEACHER: kind}, "the teacher's weights are rounded")
-        for kind in QUANTIZED
-        if kind not in (teacher.quantize_teacher, "none")
-    ]
-    if not teacher.stream_teacher:
-        found.append(Lever({STREAM_TEACHER: True}, "the teacher's layers are in host memory"))
-    return found
-
-
-def _length(cfg: Any, settings: PlanSettings) -> list[Lever]:
-    """Longer and shorter sequences."""
-    sequence, found = settings.sequence, []
-    if sequence.tokens > 1:
-        half = sequence.tokens // 2
-        note = (
-            "shorter packs: more of them"
-            if cfg.data.packing
-            else f"data.truncation={cfg.data.truncation} for longer sequences"
+def decide(
+    sharded: Estimate | None, copied: Estimate | None, usable: int, settings: PlanSettings, *, expandable: bool
+) -> tuple[str, str]:
+    """Return (strategy, why) by the estimates of both; None: there is none. usable: bytes for the allocator."""
+    where = f"{settings.ranks} x {settings.hardware.name}"
+    if sharded is None or copied is None:
+        return SHARDS, f"no estimate could be made of both for {where}"
+    taken = [one.reserved_expandable if expandable else one.reserved for one in (sharded, copied)]
+    fits = [size <= usable * (1 - RESERVED_TOLERANCE) for size in taken]
+    share = f"of the {format_bytes(usable)} that {where} can give each rank"
+    if not any(fits):
+        return SHARDS, f"it takes least, about {format_bytes(taken[0])} {share}, which is tight"
+    if not fits[1]:
+        return SHARDS, f"{COPIES} would take about {format_bytes(taken[1])} {share}"
+    steps = [format_duration(sharded.seconds), format_duration(copied.seconds)]
+    if fits[0] and sharded.seconds <= copied.seconds:
+        return (
+            SHARDS,
+            f"a step is estimated at {steps[0]}, with {COPIES} at {steps[1]}; about {format_bytes(taken[0])} {share}",
         )
-        found.append(Lever({"max_seq_len": half}, note, tokens=half, timed=False))
-    histogram = sequence.histogram
-    if histogram and not cfg.data.packing and 2 * histogram["p50"] <= cfg.max_seq_len and sequence.group == 1:
-        documents = cfg.max_seq_len / histogram["p50"]
-        note = f"about {documents:.0f} documents in a sequence of {cfg.max_seq_len} tokens, in place of one and padding"
-        found.append(Lever({"data.packing": True}, note, tokens=cfg.max_seq_len, documents=documents, timed=False))
-    return found
+    return (
+        COPIES,
+        f"a step is estimated at {steps[1]}, with {SHARDS} at {steps[0]}; about {format_bytes(taken[1])} {share}",
+    )

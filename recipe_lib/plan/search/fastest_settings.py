@@ -9,28 +9,83 @@ not, nor does the same with less checkpointing; and `trial_order` has what is de
 import time
 from collections.abc import Collection
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.result import DOES_NOT_FIT
-from recipe_lib.plan.search.candidates import Candidate, differing, key_of, try_settings
-from recipe_lib.plan.search.found_settings import PlannedSettings, Search
-from recipe_lib.plan.search.search_space import batch_per_step, data_ranks, pipelines, sharings, variants
+from recipe_lib.plan.search.search_space import batch_per_step, list_groups, pipelines, sharings
 from recipe_lib.plan.search.trial_order import (
     Trials,
+    key_of,
     leanest,
-    other_kinds,
     run_ways,
     try_all,
     variant_key,
     way,
     worth_trying,
 )
-from recipe_lib.plan.search.trials import Changes, changed, side_by_side
+from recipe_lib.plan.search.trials import (
+    CHECKPOINTING,
+    CHECKPOINTING_KEY,
+    Candidate,
+    Changes,
+    changed,
+    checkpointing,
+    data_ranks,
+    find_differing,
+    override_text,
+    side_by_side,
+    try_settings,
+)
 from recipe_lib.report.phases import phase
+from recipe_lib.report.terminal import WIDEST, Table, open_console, put, put_table, terminal_width, text_of
+from recipe_lib.units import format_bytes, format_count, format_duration
 
 MAX_PLANS = 10
+
+
+@dataclass(frozen=True)
+class PlannedSettings:
+    """Settings. changes: of the config. verdict, active, reserved, reserved_expandable, host, margin: of their own
+    plan, the bytes of the heaviest rank; margin is negative where they do not fit. seconds: of a step;
+    tokens_per_second: of all ranks; both for ranking."""
+
+    changes: Changes
+    verdict: str
+    active: int
+    reserved: int
+    reserved_expandable: int
+    host: int
+    margin: int
+    seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Search:
+    """found: what fits, confirmed, fastest first. closest: where nothing does, what lacks least. device, ranks: to fit.
+    global_batch_size: sequences of a step, all ranks. tried: settings that were estimated; planned: in full; skipped:
+    settings, each for more of its kind, that no simulation was needed for; took: seconds.
+
+    True if something was found; as text, the table of `render_search`.
+    """
+
+    found: list[PlannedSettings]
+    closest: PlannedSettings | None
+    device: str
+    ranks: int
+    global_batch_size: int
+    tried: int
+    planned: int
+    took: float
+    skipped: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+    def __str__(self) -> str:
+        return render_search(self)
 
 
 def search(
@@ -63,7 +118,7 @@ def search(
     trying = phase("trying settings", unit="settings", leaves_line=False)
     with side_by_side(work, processes) as (submit, workers), trying as going:
         trials = Trials(cfg, settings, fixed, submit, workers, going)
-        for group in variants(cfg, fixed):
+        for group in list_groups(cfg, settings, fixed):
             _try_group(trials, group, splits)
             fits, too_large = _confirm(trials, group, splits, submit, want)
             found, refused = found + fits, refused + too_large
@@ -96,8 +151,8 @@ def _try_group(trials: Trials, group: list[Changes], splits: bool) -> None:
     left = [(variant, one) for variant, one in zip(group, begun, strict=True) if trials.tried.get(key_of(one))]
     for _, one in left:
         trials.leanest[variant_key(one)] = trials.tried[key_of(one)]
-    if left:
-        try_all(trials, other_kinds(trials, left[0][1]))
+    if left and CHECKPOINTING_KEY not in fixed:  # what each kind keeps and computes
+        try_all(trials, [left[0][1] | checkpointing(cfg, kind) for kind in reversed(CHECKPOINTING[1:])])
     ways = [*sharings(cfg, settings.ranks, fixed), *pipelines(cfg, settings, fixed, splits=splits)]
     possible = worth_trying(trials, [variant | sharing for variant, _ in left for sharing in ways])
     run_ways(trials, [way(trials, one) for one in possible])
@@ -142,7 +197,7 @@ def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: Candidate) 
     assert other is not None
     plan, _ = make_plan(recipe_class, other, replace(settings, timed=False))
     rank = plan.heaviest
-    changes = differing(cfg, one.changes)
+    changes = find_differing(cfg, one.changes)
     if changes.get("optimizer.implementation") == "auto" and cfg.optimizer.implementation == "fused":
         del changes["optimizer.implementation"]
     return PlannedSettings(
@@ -156,3 +211,36 @@ def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: Candidate) 
         seconds=one.quick.seconds,
         tokens_per_second=one.speed,
     )
+
+
+def render_search(result: Search) -> str:
+    """The settings as a table: the overrides, planned peak, tokens per second, verdict."""
+    where = f"{result.ranks} x {result.device}"
+    batch = f"{result.global_batch_size} sequences a step"
+    shown = result.found or ([result.closest] if result.closest else [])
+    if result.found:
+        title = f"FOUND  settings that fit {where}, {batch}, fastest first"
+    else:
+        lacking = f"; closest, short of {format_bytes(-shown[0].margin)}:" if shown else ""
+        title = f"DOES NOT FIT  {where}, {batch}, with none of the settings tried{lacking}"
+    header = ["planned active", "reserved", "expandable", "step", "tokens/s", "verdict"]
+    console = open_console(terminal_width(WIDEST))
+    put(console, title)
+    for number, one in enumerate(shown, 1):
+        sizes = map(format_bytes, (one.active, one.reserved, one.reserved_expandable))
+        cells = [*sizes, format_duration(one.seconds), format_count(one.tokens_per_second), one.verdict]
+        console.print()
+        put(console, f"{number}. {override_text(one.changes) or 'as the config has it'}", indent=2, wrap=False)
+        put_table(console, Table("", header, [cells], ("verdict",), ("expandable", "step")))
+    how = f"{result.tried} settings estimated, {result.planned} planned in full, {result.took:.0f} s"
+    console.print()
+    put(console, f"tokens/s are for ranking; {how}", indent=2)
+    if result.skipped:
+        put(
+            console,
+            f"{result.skipped} decided without a simulation: too large, or not the fastest, as their lines say",
+            indent=2,
+        )
+        if len(result.found) > 1:
+            put(console, "after the first: the fastest of those that were estimated", indent=2)
+    return text_of(console).rstrip("\n")

@@ -1,37 +1,50 @@
 """What `tune plan --search` tries: ways to share a model between ranks, pipelines among them, and micro-batches."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import product
 from typing import Any
 
-from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, mesh_shape, same_batch_ranks, stage_count
+from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, mesh_shape, stage_count
 from recipe_lib.errors import SetupError
 from recipe_lib.plan.build_plan import PlanSettings
-from recipe_lib.plan.search.long_sequences import CONTEXT_KEY, contexts, is_long
+from recipe_lib.plan.search.lever_table import (
+    HOST,
+    RESHARD_KEY,
+    ROUNDING,
+    STATES,
+    TEACHER,
+    TURNS_KEY,
+    list_contexts,
+    list_levers,
+)
 from recipe_lib.plan.search.trials import (
+    CONTEXT_KEY,
+    OFFLOAD_KEY,
+    QUANTIZE_KEY,
     QUANTIZE_TEACHER,
+    REDUCE_KEY,
+    STRATEGY_KEY,
     STREAM_KEY,
-    STREAM_TEACHER,
     Changes,
     changed,
-    teacher_in_memory,
+    data_ranks,
+    is_long,
     value_of,
 )
 from recipe_lib.plan.world.shape_only_model import layer_count
 
-REDUCE_KEY = "parallel.reduce_gradients"
 # What is looked for besides the micro-batch: key -> its values for a config and so many ranks with different batches,
 # least memory first.
 SHARING: dict[str, Callable[[Any, int], Iterable[Any]]] = {
     "parallel.data_replicate": lambda cfg, ranks: _copies(cfg, ranks),
-    "parallel.reshard_after_forward": lambda cfg, ranks: (True, False) if ranks > 1 else (_own_reshard(cfg),),
+    RESHARD_KEY: lambda cfg, ranks: (True, False) if ranks > 1 else (cfg.parallel.reshard_after_forward,),
     REDUCE_KEY: lambda cfg, ranks: ("micro_batch", "step") if ranks > 1 else (cfg.parallel.reduce_gradients,),
     "optimizer.implementation": lambda cfg, ranks: ("auto",),
 }
-STRATEGY_KEY = "parallel.strategy"
-STATES_KEY = "optimizer.state_bits"
+HOST_KEY = "memory.cpu_offload"
 # The micro-batch, with as many of them as make up the batch of a step.
-SIZE_KEYS = {"batch_size", "gradient_accumulation_steps"}
+SIZE_KEYS = {"batch_size", TURNS_KEY}
 
 PIPELINE_KEY, SCHEDULE_KEY, COUNT_KEY = (
     f"parallel.{name}" for name in ("pipeline", "pipeline_schedule", "pipeline_microbatches")
@@ -49,54 +62,29 @@ def batch_per_step(cfg: Any) -> int:
     return int(cfg.batch_size * cfg.gradient_accumulation_steps)
 
 
-def data_ranks(cfg: Any, ranks: int) -> int:
-    """Ranks with different batches."""
-    return max(1, ranks // same_batch_ranks(cfg.parallel))
-
-
-def variants(cfg: Any, fixed: Collection[str]) -> Iterator[list[Changes]]:
-    """Settings to begin with, group by group: a group is only tried if nothing of those before it fits."""
-    quantize = cfg.trained_adapters.quantize_base if cfg.trained_adapters is not None else None
-    free = quantize is not None and "lora.quantize_base" not in fixed
-    may_offload = "memory.cpu_offload" not in fixed
-    stays: Changes = {"memory.cpu_offload": False} if may_offload else {}
-    yield [stays, *([stays | {"lora.quantize_base": "none"}] if free and quantize != "none" else [])]
-    rounded_teacher, streamed_teacher = _teachers(cfg, fixed)
-    if rounded_teacher or streamed_teacher:
-        yield [stays | one for one in (*rounded_teacher, *streamed_teacher)]
-    if rounded_teacher:  # alone it was not enough
-        stays = stays | rounded_teacher[-1]
-    rounded: list[Changes] = []
-    if free:
-        rounded = [
-            {"lora.quantize_base": kind}
-            for kind in ("int8", "nf4")
-            if quantize == "none" or (quantize, kind) == ("int8", "nf4")
-        ]
-        yield [stays | one for one in rounded]
-    outside: list[Changes] = []
-    if may_offload and "memory.optimizer_offload" not in fixed:
-        outside += [stays | {"memory.optimizer_offload": True} | one for one in (rounded or [{}])]
-    states = cfg.optimizer.name == "adamw" and cfg.optimizer.state_bits is None and not quantize
-    if states and STATES_KEY not in fixed:  # adapters have few states
-        outside.append(stays | {STATES_KEY: 8})
-    if outside:
-        yield outside
-    on_host: list[Changes] = [{"memory.cpu_offload": True}] if may_offload else []
-    if quantize is not None and not {STREAM_KEY, "memory.cpu_offload"} & set(fixed):  # layers that are not trained
-        on_host.insert(0, stays | {STREAM_KEY: True})
-    if on_host:
-        yield [held | one for held in on_host for one in (rounded or [{}])]
-
-
-def _teachers(cfg: Any, fixed: Collection[str]) -> tuple[list[Changes], list[Changes]]:
-    """Of a run that has a teacher in memory: with fewer bits, the fewest last; and in host memory."""
-    teacher = teacher_in_memory(cfg)
-    if teacher is None:
-        return [], []
-    rounds = teacher.quantize_teacher == "none" and QUANTIZE_TEACHER not in fixed
-    streams = not teacher.stream_teacher and STREAM_TEACHER not in fixed
-    return [{QUANTIZE_TEACHER: kind} for kind in ("int8", "nf4") if rounds], [{STREAM_TEACHER: True}] * streams
+def list_groups(cfg: Any, settings: PlanSettings, fixed: Collection[str]) -> Iterator[list[Changes]]:
+    """Yield settings to begin with, group by group: a group is only tried if nothing of those before it fits."""
+    stays: Changes = {} if HOST_KEY in fixed else {HOST_KEY: False}
+    fixed = {*fixed, OFFLOAD_KEY, STREAM_KEY} if HOST_KEY in fixed else set(fixed)
+    resorts: dict[int, list[Changes]] = defaultdict(list)
+    for lever in reversed(
+        list_levers(changed(cfg, stays) or cfg, settings)
+    ):  # of each key the value with the most memory first
+        if not fixed & set(lever.changes):
+            resorts[lever.resort].append(lever.changes)
+    adapters = cfg.trained_adapters
+    rounds = adapters is not None and adapters.quantize_base != "none" and QUANTIZE_KEY not in fixed
+    yield [stays, *([stays | {QUANTIZE_KEY: "none"}] if rounds else [])]
+    if resorts[TEACHER]:
+        yield [stays | changes for changes in resorts[TEACHER]]
+    for changes in resorts[TEACHER]:
+        if QUANTIZE_TEACHER in changes:  # alone it was not enough
+            stays = stays | changes
+    if resorts[ROUNDING]:
+        yield [stays | changes for changes in resorts[ROUNDING]]
+    for resort in (STATES, HOST):
+        if resorts[resort]:
+            yield [stays | one | rounding for one, rounding in product(resorts[resort], resorts[ROUNDING] or [{}])]
 
 
 def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
@@ -104,7 +92,7 @@ def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
     are long, then the same with ranks that share one."""
     yield from _sharings(cfg, ranks, fixed)
     free = CONTEXT_KEY not in fixed and not SIZE_KEYS & set(fixed) and cfg.parallel.pipeline == 1 and is_long(cfg)
-    for size in contexts(cfg, ranks) if free else []:
+    for size in list_contexts(cfg, ranks) if free else []:
         other = changed(cfg, {CONTEXT_KEY: size})
         if other is not None:
             yield from (one | {CONTEXT_KEY: size} for one in _sharings(other, ranks, fixed))
@@ -120,9 +108,9 @@ def _sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]
             combinations = [one | {key: value} for one in combinations for value in values(cfg, copies)]
     for one in combinations:
         alone = one.get("parallel.data_replicate") == copies != 1  # each rank has a copy: there is nothing to gather
-        kept = not one.get("parallel.reshard_after_forward", True)
+        kept = not one.get(RESHARD_KEY, True)
         # Whole gradients alone save as much as weights kept from forward to backward do, and take as much.
-        halfway = one.get(REDUCE_KEY) == "step" and not kept and "parallel.reshard_after_forward" not in fixed
+        halfway = one.get(REDUCE_KEY) == "step" and not kept and RESHARD_KEY not in fixed
         if not (alone and kept) and not halfway:
             yield one
     if free and copies > 1:
@@ -160,10 +148,9 @@ def pipelines(cfg: Any, settings: PlanSettings, fixed: Collection[str], *, split
 
 def _kept_whole(fixed: Collection[str], ranks: int) -> list[Changes]:
     """What `ranks` with different batches may keep whole through a step: nothing, or gradients and weights."""
-    reshard = "parallel.reshard_after_forward"
-    if ranks == 1 or {REDUCE_KEY, reshard} & set(fixed):
+    if ranks == 1 or {REDUCE_KEY, RESHARD_KEY} & set(fixed):
         return [{}]
-    return [{}, {REDUCE_KEY: "step", reshard: False}]
+    return [{}, {REDUCE_KEY: "step", RESHARD_KEY: False}]
 
 
 def _is_possible(cfg: Any, settings: PlanSettings, changes: Changes) -> bool:
@@ -188,7 +175,7 @@ def batch_per_step_with(cfg: Any, changes: Changes) -> int:
 
 def micro_batch(cfg: Any, changes: Changes, batch_size: int) -> Changes:
     """Micro-batches of that size, as many as make up the global batch."""
-    return {"batch_size": batch_size, "gradient_accumulation_steps": batch_per_step_with(cfg, changes) // batch_size}
+    return {"batch_size": batch_size, TURNS_KEY: batch_per_step_with(cfg, changes) // batch_size}
 
 
 def sizes(cfg: Any, changes: Changes) -> list[int]:
@@ -208,7 +195,3 @@ def _copies(cfg: Any, ranks: int) -> list[int]:
     if cfg.parallel.data_shard != -1:
         return [cfg.parallel.data_replicate]
     return sorted({copies for copies in (1, 2, ranks // 8, ranks) if copies and ranks % copies == 0})
-
-
-def _own_reshard(cfg: Any) -> bool:
-    return bool(cfg.parallel.reshard_after_forward)

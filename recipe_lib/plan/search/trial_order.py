@@ -15,22 +15,29 @@ from recipe_lib.config.mesh import mesh_shape, micro_batches
 from recipe_lib.errors import UserError
 from recipe_lib.logs import get_logger
 from recipe_lib.plan.build_plan import PlanSettings
-from recipe_lib.plan.search.candidates import Candidate, differing, doubt, key_of
 from recipe_lib.plan.search.lower_bounds import Like, least_bytes, least_step
 from recipe_lib.plan.search.search_space import (
+    HOST_KEY,
     PIPELINE_KEY,
     SIZE_KEYS,
-    STATES_KEY,
     batch_per_step_with,
     micro_batch,
     sizes,
 )
 from recipe_lib.plan.search.trials import (
+    CHECKPOINTING,
+    CHECKPOINTING_KEY,
+    OFFLOAD_KEY,
+    QUANTIZE_KEY,
+    STATES_KEY,
     STREAM_KEY,
     TEACHER_KEYS,
+    Candidate,
     Changes,
     changed,
     checkpointing,
+    doubt,
+    find_differing,
     override_text,
     usable_bytes,
     value_of,
@@ -38,32 +45,49 @@ from recipe_lib.plan.search.trials import (
 from recipe_lib.report.phases import Phase
 from recipe_lib.units import format_bytes, format_count
 
-CHECKPOINTING_KEY = "memory.activation_checkpointing"
-CHECKPOINTING = ("full", "selective", "none")
-OFFLOAD_KEY = "memory.optimizer_offload"
-QUANTIZE_KEY = "lora.quantize_base"
 # Gives settings to try, takes what came of each: None for those that are left out.
 Way = Generator[Changes, Candidate | None, None]
 
 
+def key_of(changes: Changes) -> str:
+    """The same for the same changes in any order."""
+    return override_text(dict(sorted(changes.items())))
+
+
 @dataclass
 class Trials:
-    """What a search has tried so far. fixed: dotted keys that stay as the config has them. submit, workers: as
-    `side_by_side` gives them. tried: by `key_of` the settings that a trial was made of, None for those that the recipe
-    or the simulation refuses. leanest: by variant. skipped: what no trial was made of, and why. refused: settings whose
-    whole plan does not fit."""
+    """What a search has tried so far."""
 
     cfg: Any
     settings: PlanSettings
+    # Dotted keys that stay as the config has them.
     fixed: Collection[str]
+    # As `side_by_side` gives them.
     submit: Callable[[Changes], Future[Any]]
     workers: int
     going: Phase
+    # By `key_of` the settings that a trial was made of; None: the recipe or the simulation refuses them.
     tried: dict[str, Candidate | None] = field(default_factory=dict)
+    # By `variant_key` the estimate with the least memory.
     leanest: dict[str, Candidate | None] = field(default_factory=dict)
+    # Settings that no trial was made of, and why.
     skipped: dict[str, str] = field(default_factory=dict)
+    # Settings whose whole plan does not fit.
     refused: set[str] = field(default_factory=set)
-    said: dict[str, float] = field(default_factory=dict)
+    # The speed that was last said to be the best.
+    best_said: float = 0.0
+    configs: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, changes: Changes) -> Any | None:
+        """Return the config with changes, made once; None where they do not go together."""
+        key = key_of(changes)
+        if key not in self.configs:
+            self.configs[key] = changed(self.cfg, changes)
+        return self.configs[key]
+
+    def size(self, changes: Changes, batch_size: int) -> Changes:
+        """Return the changes with micro-batches of that size, unless sizes stay as they are."""
+        return changes if SIZE_KEYS & set(self.fixed) else changes | micro_batch(self.cfg, changes, batch_size)
 
     def fitting(self) -> list[Candidate]:
         """What may fit, fastest first, each once."""
@@ -73,7 +97,7 @@ class Trials:
 
     def text(self, changes: Changes) -> str:
         """What to type for them."""
-        return override_text(differing(self.cfg, changes)) or "as it is"
+        return override_text(find_differing(self.cfg, changes)) or "as it is"
 
 
 def worth_trying(trials: Trials, begun: Iterable[Changes]) -> list[Changes]:
@@ -90,15 +114,7 @@ def worth_trying(trials: Trials, begun: Iterable[Changes]) -> list[Changes]:
 def leanest(trials: Trials, begun: Changes) -> Changes:
     """One sequence at a time, everything computed again."""
     kind = {} if CHECKPOINTING_KEY in trials.fixed else checkpointing(trials.cfg, CHECKPOINTING[0])
-    fewest = min(sizes(trials.cfg, begun), default=1)
-    return begun | kind | ({} if SIZE_KEYS & set(trials.fixed) else micro_batch(trials.cfg, begun, fewest))
-
-
-def other_kinds(trials: Trials, changes: Changes) -> list[Changes]:
-    """The same with less checkpointing, for what each kind keeps and computes."""
-    if CHECKPOINTING_KEY in trials.fixed:
-        return []
-    return [changes | checkpointing(trials.cfg, kind) for kind in reversed(CHECKPOINTING[1:])]
+    return trials.size(begun | kind, min(sizes(trials.cfg, begun), default=1))
 
 
 def try_all(trials: Trials, wanted: Iterable[Changes]) -> None:
@@ -132,14 +148,11 @@ def _micro_batches(trials: Trials, begun: Changes, left: list[int]) -> Generator
     sequences at once, which have no gradients of others to be added to.
     """
 
-    def sized(size: int) -> Changes:
-        return begun | ({} if SIZE_KEYS & set(trials.fixed) else micro_batch(trials.cfg, begun, size))
-
     answers: dict[int, Candidate | None] = {}
     looking = largest(left, trials.settings)
     size = next(looking)
     while size is not None:
-        answers[size] = yield sized(size)
+        answers[size] = yield trials.size(begun, size)
         size = looking.send(answers[size])
     fitting = [size for size, one in answers.items() if one is not None and one.may_fit]
     others = [size for size in left if size not in answers]
@@ -148,9 +161,9 @@ def _micro_batches(trials: Trials, begun: Changes, left: list[int]) -> Generator
     else:
         more = [size for size in others if size == batch_per_step_with(trials.cfg, begun)]
     if (over := [size for size in set(others) - set(more) if size > max(fitting, default=0)]) and fitting:
-        _skip(trials, sized(min(over)), "too large by smaller micro-batches, and so are larger ones")
+        _skip(trials, trials.size(begun, min(over)), "too large by smaller micro-batches, and so are larger ones")
     for size in more:
-        answers[size] = yield sized(size)
+        answers[size] = yield trials.size(begun, size)
     return [size for size, one in answers.items() if one is not None and one.may_fit]
 
 
@@ -219,7 +232,7 @@ def _like(trials: Trials, cfg: Any) -> Like | None:
     for one in trials.tried.values():
         if one is None or not one.quick.least_seconds:
             continue
-        other = changed(trials.cfg, one.changes)
+        other = trials.config(one.changes)
         if other is not None and value_of(other, CHECKPOINTING_KEY) == value_of(cfg, CHECKPOINTING_KEY):
             return Like(one.quick, micro_batches(other)[0] / other.parallel.context)
     return None
@@ -227,7 +240,7 @@ def _like(trials: Trials, cfg: Any) -> Like | None:
 
 def _highest_speed(trials: Trials, changes: Changes) -> float:
     """Tokens per second that the settings have at most; infinite where nothing like them was tried."""
-    cfg = changed(trials.cfg, changes)
+    cfg = trials.config(changes)
     like = None if cfg is None else _like(trials, cfg)
     return float("inf") if like is None else like.quick.tokens / least_step(cfg, like)
 
@@ -236,17 +249,15 @@ def _why_not(trials: Trials, changes: Changes) -> str:
     """Why no trial of the settings is needed; nothing where one is."""
     if key_of(changes) in trials.tried:
         return ""
-    cfg = changed(trials.cfg, changes)
-    if cfg is None:
-        return "these do not go together"
-    best = next(iter(trials.fitting()), None)
-    if best is not None and _highest_speed(trials, changes) <= best.speed:
-        return f"{format_count(_highest_speed(trials, changes))} tokens/s at most, no faster than the best so far"
+    best, highest = next(iter(trials.fitting()), None), _highest_speed(trials, changes)
+    if best is not None and highest <= best.speed:
+        return f"{format_count(highest)} tokens/s at most, no faster than the best so far"
     return _too_large(trials, changes)
 
 
 def _too_large(trials: Trials, changes: Changes) -> str:
-    cfg = changed(trials.cfg, changes)
+    """Why the settings cannot fit; nothing where they might."""
+    cfg = trials.config(changes)
     if cfg is None:
         return "these do not go together"
     usable, least = usable_bytes(cfg, trials.settings), _least_bytes(trials, changes, cfg)
@@ -259,9 +270,8 @@ def _least_bytes(trials: Trials, changes: Changes, cfg: Any) -> int:
     known = trials.leanest.get(variant_key(changes))
     if known is None:
         return 0
-    known_cfg = changed(trials.cfg, known.changes)
     try:
-        least = least_bytes(cfg, trials.settings, known.quick, known_cfg, _like(trials, cfg))
+        least = least_bytes(cfg, trials.settings, known.quick, trials.config(known.changes), _like(trials, cfg))
     except UserError:  # a pipeline that the model cannot be divided for: its trial says so
         return 0
     return max(least, _least_without_states(trials, changes, known))
@@ -277,20 +287,18 @@ def _least_without_states(trials: Trials, changes: Changes, known: Candidate) ->
     if before is None or other is None or other.quick.part == "optimizer":
         return 0
     states = before.quick.held - known.quick.held
-    parts = [_parts(trials, one.changes) for one in (known, other)]
+    parts = []
+    for one in (known, other):
+        cfg = trials.config(one.changes)
+        assert cfg is not None
+        mesh = mesh_shape(cfg.parallel, trials.settings.ranks)
+        parts.append(mesh["pipeline"] * mesh["data_shard"])
     return int(other.quick.reserved_expandable - states * parts[0] / parts[1])
-
-
-def _parts(trials: Trials, changes: Changes) -> int:
-    cfg = changed(trials.cfg, changes)
-    assert cfg is not None
-    mesh = mesh_shape(cfg.parallel, trials.settings.ranks)
-    return mesh["pipeline"] * mesh["data_shard"]
 
 
 def variant_key(changes: Changes) -> str:
     """Of the part of the changes that is no way to share the model, and no micro-batch."""
-    names = ("memory.cpu_offload", STREAM_KEY, OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY, *TEACHER_KEYS)
+    names = (HOST_KEY, STREAM_KEY, OFFLOAD_KEY, QUANTIZE_KEY, STATES_KEY, *TEACHER_KEYS)
     return key_of({key: value for key, value in changes.items() if key in names})
 
 
@@ -311,8 +319,8 @@ def _say(trials: Trials, changes: Changes, found: Candidate | None) -> None:
     size, speed = format_bytes(found.quick.reserved_expandable), f", {format_count(found.speed)} tokens/s"
     get_logger().info(f"estimated: {trials.text(found.changes)}: {size}, {fits}{speed if found.speed else ''}")
     best = next(iter(trials.fitting()), None)
-    if best is not None and best.speed > trials.said.get("best", 0.0):
-        trials.said["best"] = best.speed
+    if best is not None and best.speed > trials.best_said:
+        trials.best_said = best.speed
         line = f"best so far: {format_count(best.speed)} tokens/s: {trials.text(best.changes)}"
         trials.going.say(line)
         get_logger().info(line)

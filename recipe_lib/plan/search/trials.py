@@ -1,25 +1,31 @@
-"""Changes of a config: made where the table of combinations allows them, written as overrides, tried in processes."""
+"""Trials of changed configs: made where the table of combinations allows them, estimated in processes.
+
+Everything that asks what a change does goes through here: a change is a dotted key and its value, `changed` makes the
+config, `try_quick` estimates it, `in_processes` and `side_by_side` do so on all cores.
+"""
 
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from recipe_lib.config.describe import value_text
 from recipe_lib.config.idle import why_idle
 from recipe_lib.config.keys import read_schema
+from recipe_lib.config.mesh import same_batch_ranks
 from recipe_lib.config.rules import broken_rules
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.data.workers import forks, in_order, worker_count
+from recipe_lib.data.workers import forks, worker_count
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.parallel.world import communicators
 from recipe_lib.plan.allocation.untraced_memory import outside_torch
 from recipe_lib.plan.build_plan import PlanSettings
-from recipe_lib.plan.search.estimate import Estimate, quick
+from recipe_lib.plan.search.estimate import IN_LAYERS, Estimate, quick
 from recipe_lib.plan.tracing.pipeline_actions import peers_of
 from recipe_lib.plan.world.simulated_device import NAME
 from recipe_lib.report.phases import phase
@@ -27,8 +33,19 @@ from recipe_lib.report.phases import phase
 # Dotted key -> value.
 Changes = dict[str, Any]
 
-STREAM_KEY = "memory.stream_layers"
+STREAM_KEY, OFFLOAD_KEY = "memory.stream_layers", "memory.optimizer_offload"
+CHECKPOINTING_KEY, QUANTIZE_KEY = "memory.activation_checkpointing", "lora.quantize_base"
+CONTEXT_KEY, REDUCE_KEY = "parallel.context", "parallel.reduce_gradients"
+STRATEGY_KEY, STATES_KEY = "parallel.strategy", "optimizer.state_bits"
 TEACHER_KEYS = QUANTIZE_TEACHER, STREAM_TEACHER = "distill.quantize_teacher", "distill.stream_teacher"
+
+CHECKPOINTING = ("full", "selective", "none")  # from least to most memory
+LONG_SEQUENCE = 8192  # tokens of a sequence from which on the ways to have room for it are weighed
+# Settings that cost little time, and are tried together where the peak is outside of the layers.
+OUTSIDE_LAYERS = {"parallel.fsdp_wrap_policy": "memory_efficient", "memory.loss_chunks": 64}
+OUTSIDE_SHARE = 0.1
+RESERVED_TOLERANCE = 0.06  # share that an estimate of reserved memory may be off
+ACTIVE_TOLERANCE = 0.01  # of active memory, which estimates say within 0.5 %
 
 _KILLED = "tune plan: one of the processes that try settings was killed (out of memory?); free some memory"
 
@@ -36,11 +53,43 @@ Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """Settings and their estimate."""
+
+    changes: Changes
+    quick: Estimate
+    # Bytes that they lack, by the estimate; negative: to spare.
+    short: int
+    # Whether a whole plan could find that they fit.
+    may_fit: bool
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second; 0 where it does not matter, as the settings do not fit."""
+        return self.quick.tokens / self.quick.seconds if self.quick.seconds else 0.0
+
+
 def value_of(cfg: Any, key: str) -> Any:
     """The value of a dotted key; None where the config's class has no such key."""
     for name in key.split("."):
         cfg = getattr(cfg, name, None)
     return cfg
+
+
+def find_differing(cfg: Any, changes: Changes) -> Changes:
+    """Return those of the changes that change the config."""
+    return {key: value for key, value in changes.items() if value_of(cfg, key) != value}
+
+
+def is_long(cfg: Any) -> bool:
+    """Return whether the ways to have room for a sequence are weighed with each other."""
+    return bool(cfg.max_seq_len >= LONG_SEQUENCE)
+
+
+def data_ranks(cfg: Any, ranks: int) -> int:
+    """Return the number of ranks with different batches."""
+    return max(1, ranks // same_batch_ranks(cfg.parallel))
 
 
 def teacher_in_memory(cfg: Any) -> Any | None:
@@ -78,29 +127,21 @@ def checkpointing(cfg: Any, kind: str) -> Changes:
 
 
 def stepped_in_backward(cfg: Any) -> Changes:
-    """What steps parameters in backward: nothing is clipped there, and nothing accumulated."""
+    """Return what steps parameters in backward: nothing is clipped there, and nothing accumulated."""
     wanted = {"memory.optimizer_in_backward": True, "clip_grad_norm": None, "gradient_accumulation_steps": 1}
-    return {key: value for key, value in wanted.items() if value_of(cfg, key) != value}
+    return find_differing(cfg, wanted)
 
 
 def streamed(cfg: Any) -> Changes:
-    """What streams the model's layers; where they are trained, with what that needs."""
-    changes: Changes = {STREAM_KEY: True}
+    """Return what streams the model's layers; where they are trained, with what that needs."""
     if cfg.trained_adapters is not None:
-        return changes
-    states = {} if cfg.memory.optimizer_offload else {"memory.optimizer_offload": True}
-    return changes | stepped_in_backward(cfg) | states
+        return {STREAM_KEY: True}
+    return {STREAM_KEY: True} | stepped_in_backward(cfg) | find_differing(cfg, {OFFLOAD_KEY: True})
 
 
 def override_text(changes: Changes) -> str:
-    """The changes as they are typed: `batch_size=1 gradient_accumulation_steps=16`."""
-    return " ".join(f"{key}={_written(value)}" for key, value in changes.items())
-
-
-def _written(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"[{','.join(map(_written, value))}]" if isinstance(value, list) else str(value)
+    """Return the changes as they are typed: `batch_size=1 gradient_accumulation_steps=16`."""
+    return " ".join(f"{key}={value_text(value).replace(', ', ',')}" for key, value in changes.items())
 
 
 def usable_bytes(cfg: Any, settings: PlanSettings) -> int:
@@ -118,6 +159,11 @@ def communicator_sizes(parallel: ParallelConfig, ranks: int) -> list[int]:
     return [*communicators(parallel, ranks), *[2] * pairs]
 
 
+def doubt(settings: PlanSettings) -> int:
+    """Return the bytes beyond the device up to which an estimate does not say whether settings fit."""
+    return int(RESERVED_TOLERANCE * settings.hardware.memory)
+
+
 def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None) -> Estimate | None:
     """`quick`, or None for what the recipe or the simulation refuses: one change of many, that is then left out."""
     try:
@@ -128,53 +174,66 @@ def try_quick(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int |
         return None
 
 
-def with_ranks(settings: PlanSettings, ranks: int) -> PlanSettings:
-    """The settings for another number of ranks."""
-    return replace(settings, ranks=ranks, traced_ranks=())
+def try_settings(
+    recipe_class: type, cfg: Any, settings: PlanSettings, changes: Changes, fixed: Collection[str]
+) -> Candidate | None:
+    """Return the estimate of settings; None for what the recipe or the simulation refuses.
+
+    Where they do not fit and the peak is outside of the layers, with what makes less of that.
+    """
+    less = {key: value for key, value in find_differing(cfg, OUTSIDE_LAYERS).items() if key not in fixed}
+    if isinstance(value_of(cfg, "parallel.fsdp_wrap_policy"), list):
+        less.pop("parallel.fsdp_wrap_policy", None)
+    best = None
+    for more in ({}, less):
+        other = changed(cfg, changes | more)
+        if other is None:
+            break
+        usable = usable_bytes(other, settings)
+        estimate = try_quick(recipe_class, other, settings, int(usable / (1 - ACTIVE_TOLERANCE)))
+        if estimate is None:
+            break
+        short = estimate.reserved_expandable - usable
+        if best is None or short < best.short:
+            may_fit = short <= doubt(settings) and estimate.active * (1 - ACTIVE_TOLERANCE) <= usable
+            best = Candidate(changes | more, estimate, short, may_fit)
+        # More than this, logits and gathered embeddings do not make up for.
+        if short <= 0 or IN_LAYERS in estimate.module or short > OUTSIDE_SHARE * settings.hardware.memory:
+            break
+    return best
 
 
 def in_processes(
     work: Callable[[Piece], Result],
     pieces: Sequence[Piece],
     what: str = "trying settings",
-    tell: Callable[[Result], str] = lambda result: "",
     unit: str = "settings",
 ) -> list[Result]:
-    """`work` of each piece, in order, by forks of this process, one for each core.
+    """Return `work` of each piece, in order, done by `side_by_side`.
 
-    what, tell, unit: for who waits; `tell` is asked for what to say after each result, pieces are counted in `unit`.
-
-    Here, one after the other, where a simulation has already run in this process: its autograd has threads that a fork
-    lacks. Pieces stay in the process, results go through pipes.
+    what, unit: for who waits; pieces are counted in `unit`. Pieces stay in the process, results go through pipes.
     """
-    workers = 1 if _has_simulated() else worker_count(None)
-    places = range(max(2, len(pieces)))  # a single piece would be worked on here, and what comes after it too
-    made: Iterable[Any] = map(work, pieces)
-    if workers > 1:
-        made = in_order(lambda at: work(pieces[at]) if at < len(pieces) else None, places, workers)
-    found: list[Result] = []
-    try:
-        with phase(what, len(pieces), unit, leaves_line=False) as going:
-            for result in made:
-                found.append(result)
-                if len(found) <= len(pieces):
-                    going.advance(1)
-                    going.say(tell(result))
-        return found[: len(pieces)]
-    except SetupError as error:
-        if "data.num_proc" not in str(error):
-            raise
-        raise SetupError(_KILLED) from error
+
+    def work_at(place: int) -> Result:
+        return work(pieces[place])
+
+    waiting = phase(what, len(pieces), unit, leaves_line=False)
+    with side_by_side(work_at) as (submit, _), waiting as going:
+        results = []
+        for future in [submit(place) for place in range(len(pieces))]:
+            results.append(future.result())
+            going.advance(1)
+    return results
 
 
 @contextmanager
 def side_by_side(
     work: Callable[[Piece], Result], processes: int | None = None
 ) -> Iterator[tuple[Callable[[Piece], Future[Result]], int]]:
-    """(what begins `work` of a piece, how many of them go on at a time), by forks of this process, one for each core.
+    """Yield (what begins `work` of a piece, how many go on at a time), by forks of this process, one for each core.
 
-    Here, one after the other, where a simulation has already run in this process; see `in_processes`. SetupError if a
-    fork is killed.
+    Here, one after the other, where a simulation has already run in this process: its autograd has threads that a fork
+    lacks. SetupError if a fork is killed.
     """
     workers = 1 if _has_simulated() else worker_count(processes)
     if workers == 1:

@@ -36,9 +36,9 @@ def advice(*typed: str) -> tuple[str, list[Advice], dict[str, int]]:
         active[words] = plan.heaviest.peak.active
     # Those and a few more are enough for this process, which is to be short.
     kept = {*typed, "parallel.reshard_after_forward=false"}
-    every = module.levers(cfg, wanted)
-    module.levers = lambda cfg, wanted: [lever for lever in every if override_text(lever.changes) in kept]
-    return plan.verdict, module.advice_from(plan, *module.try_levers(recipe_class, cfg, wanted)), active
+    every = module.list_levers(cfg, wanted)
+    module.list_levers = lambda cfg, wanted: [lever for lever in every if override_text(lever.changes) in kept]
+    return plan.verdict, module.advise(plan, *module.try_levers(recipe_class, cfg, wanted)), active
 
 
 @pytest.mark.slow
@@ -58,8 +58,9 @@ def test_bytes_are_the_difference_of_two_plans():
 
 def test_what_makes_it_fit_comes_first():
     """Of levers that were tried: by bytes within those that make it fit and those that do not; none without effect."""
-    from recipe_lib.plan.search.advice import Lever, Tried, advice_from
+    from recipe_lib.plan.search.advice import Tried, advise
     from recipe_lib.plan.search.estimate import Estimate
+    from recipe_lib.plan.search.lever_table import Lever
 
     plan = hand_made()
     plan.device.usable = plan.heaviest.reserved_expandable - GIB
@@ -71,7 +72,7 @@ def test_what_makes_it_fit_comes_first():
 
     gains = {"little": GIB // 2, "enough": GIB, "most": 2 * GIB, "none": 0, "worse": -GIB}
     tried = [Tried(Lever({name: 1}), run(gained), plan.device.usable) for name, gained in gains.items()]
-    found = advice_from(plan, run(0), tried)
+    found = advise(plan, run(0), tried)
     assert [(row.override, row.bytes, row.fits) for row in found] == [
         ("most=1", -2 * GIB, True),
         ("enough=1", -GIB, True),
@@ -81,7 +82,6 @@ def test_what_makes_it_fit_comes_first():
 
 
 def test_levers_that_the_table_refuses_are_left_out():
-    from recipe_lib.plan.search.advice import levers
     from recipe_lib.plan.search.trials import changed, override_text
 
     cfg = load("demo/full", "optimizer.betas=[0.8,0.9]", "lr_scheduler.warmup_steps=0")
@@ -91,14 +91,15 @@ def test_levers_that_the_table_refuses_are_left_out():
     other: Any = changed(cfg, {"batch_size": 2, "memory.loss_chunks": 4})
     assert (other.batch_size, other.memory.loss_chunks, cfg.batch_size) == (2, 4, 32)
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])
+    from recipe_lib.plan.search.lever_table import list_levers
     from recipe_lib.plan.world.sequence_lengths import Sequence
 
-    offered = {override_text(lever.changes) for lever in levers(cfg, wanted(4, Sequence(100, "")))}
+    offered = {override_text(lever.changes) for lever in list_levers(cfg, wanted(4, Sequence(100, "")))}
     assert {"batch_size=16 gradient_accumulation_steps=2", "dtype=bf16", "parallel.data_replicate=2"} <= offered
 
 
 def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches():
-    from recipe_lib.plan.search.advice import levers
+    from recipe_lib.plan.search.lever_table import list_levers
     from recipe_lib.plan.search.trials import changed, override_text
     from recipe_lib.plan.world.sequence_lengths import Sequence
 
@@ -107,15 +108,14 @@ def test_reducing_once_a_step_is_offered_where_a_step_has_several_micro_batches(
     both = f"{once} parallel.reshard_after_forward=false"
     for accumulation, fits in ((1, False), (4, True)):
         cfg = load("demo/full", f"gradient_accumulation_steps={accumulation}")
-        offered = {override_text(lever.changes): lever.changes for lever in levers(cfg, wanted)}
+        offered = {override_text(lever.changes): lever.changes for lever in list_levers(cfg, wanted)}
         assert [changed(cfg, offered[text]) is not None for text in (once, both)] == [fits, fits]
-    back = {override_text(lever.changes) for lever in levers(changed(cfg, offered[both]), wanted)}
+    back = {override_text(lever.changes) for lever in list_levers(changed(cfg, offered[both]), wanted)}
     assert {"parallel.reduce_gradients=micro_batch", "parallel.reshard_after_forward=true"} <= back
 
 
 def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not() -> None:
-    from recipe_lib.plan.next_lever import _levers
-    from recipe_lib.plan.search.advice import levers
+    from recipe_lib.plan.search.lever_table import list_levers
     from recipe_lib.plan.search.trials import changed, override_text
     from recipe_lib.plan.world.sequence_lengths import Sequence
 
@@ -126,38 +126,46 @@ def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not()
 
     def offered(*overrides: str) -> set[str]:
         cfg = load("llama3_2/1B_distill", *overrides)
-        assert all(changed(cfg, lever.changes) for lever in levers(cfg, wanted) if "teacher" in str(lever.changes))
-        return {override_text(lever.changes) for lever in levers(cfg, wanted)} & of_teachers
+        assert all(changed(cfg, lever.changes) for lever in list_levers(cfg, wanted) if "teacher" in str(lever.changes))
+        return {override_text(lever.changes) for lever in list_levers(cfg, wanted)} & of_teachers
 
     assert offered("distill.quantize_teacher=none") == of_teachers
     assert offered() == of_teachers - {"distill.quantize_teacher=nf4"}
     assert offered("distill.stream_teacher=true") == {"distill.quantize_teacher=int8"}
     whole = load("llama3_2/1B_distill", "distill.quantize_teacher=none")
-    assert next(iter(_levers("parameters", whole, 1))) == {"distill.quantize_teacher": "nf4"}
+    first = next(lever for lever in list_levers(whole, wanted) if "parameters" in lever.lowers)
+    assert first.changes == {"distill.quantize_teacher": "nf4"}
 
 
 def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_what_is_trained() -> None:
-    from recipe_lib.plan.search.search_space import variants
+    from recipe_lib.plan.search.search_space import list_groups
+    from recipe_lib.plan.world.sequence_lengths import Sequence
+    from recipe_lib.plan.world.shape_only_model import plannable
+
+    wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
+
+    def groups(cfg: Any, fixed: tuple[str, ...] = ()) -> list[list[dict[str, Any]]]:
+        return list(list_groups(cfg, wanted, fixed))
 
     cfg = load("llama3_2/1B_distill", "distill.quantize_teacher=none", "distill.trainable=all")
     stays = {"memory.cpu_offload": False}
     teacher = [
+        {"distill.stream_teacher": True},
         {"distill.quantize_teacher": "int8"},
         {"distill.quantize_teacher": "nf4"},
-        {"distill.stream_teacher": True},
     ]
-    first, second, third, *_ = variants(cfg, ())
+    first, second, third, *_ = groups(cfg)
     assert (first, second) == ([stays], [stays | one for one in teacher])
     # Every parameter has states; the teacher has its fewest bits by then.
-    assert stays | teacher[1] | {"optimizer.state_bits": 8} in third
-    every = [one for group in variants(cfg, ()) for one in group]
+    assert stays | teacher[2] | {"optimizer.state_bits": 8} in third
+    every = [one for group in groups(cfg) for one in group]
     assert not any("lora.quantize_base" in one for one in every)
-    assert list(variants(cfg, ("distill.stream_teacher",)))[1] == [stays | one for one in teacher[:2]]
-    kept = [one for group in variants(cfg, ("memory.cpu_offload",)) for one in group]
+    assert groups(cfg, ("distill.stream_teacher",))[1] == [stays | one for one in teacher[1:]]
+    kept = [one for group in groups(cfg, ("memory.cpu_offload",)) for one in group]
     assert not any("memory.cpu_offload" in one or "memory.optimizer_offload" in one for one in kept)
-    adapters = load("llama3_2/1B_distill", "distill.trainable=adapters")  # a teacher in NF4 already
-    assert list(variants(adapters, ()))[1] == [stays | teacher[2]]
-    assert any("lora.quantize_base" in one for group in variants(adapters, ()) for one in group)
+    adapters, _ = plannable(load("llama3_2/1B_distill", "distill.trainable=adapters"))  # a teacher in NF4 already
+    assert groups(adapters)[1] == [stays | teacher[0]]
+    assert any("lora.quantize_base" in one for group in groups(adapters) for one in group)
 
 
 def test_overrides_are_typed_as_they_stand():
@@ -185,39 +193,40 @@ def mixture_config(folder: Path, *typed: str) -> Any:
 def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path: Path) -> None:
     """By numbers that a formula has: for each expert of each layer a matrix before and one after both of its weights;
     AdamW keeps two states of each, in the adapters' type."""
-    from recipe_lib.plan.search.advice import levers
-    from recipe_lib.plan.search.expert_adapters import trained_numbers
+    from recipe_lib.plan.search.lever_table import compare_targets, count_adapters, list_levers
     from recipe_lib.plan.world.sequence_lengths import Sequence
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
     cfg = mixture_config(tmp_path, "lora.rank=4", "lora.quantize_base=nf4")
-    (lever,) = [one for one in levers(cfg, wanted) if one.weighed]
+    (lever,) = [one for one in list_levers(cfg, wanted) if one.weighed]
     assert lever.changes == {"lora.target_modules": ["all-linear", "experts"]}
     layers, width, inner, rank, queries, keys = 2, 32, 32, 4, 32, 16
     attention = layers * rank * (2 * (width + queries) + 2 * (width + keys))
     experts = layers * EXPERTS * rank * ((width + 2 * inner) + (inner + width))
-    assert trained_numbers(cfg, ["all-linear"]) == attention
-    assert trained_numbers(cfg, ["experts"]) == experts
+    assert count_adapters(cfg, ["all-linear"]) == attention
+    assert count_adapters(cfg, ["experts"]) == experts
     both, alone = (format_bytes(count * 4 * 2) for count in (attention + experts, attention))
-    assert f": {both} (" in lever.note and f" all experts, {alone} (" in lever.note
+    note = compare_targets(cfg, lever.changes["lora.target_modules"])
+    assert f": {both} (" in note and f" all experts, {alone} (" in note
 
     cfg.lora.target_modules = ["q", "experts"]
-    (lever,) = [one for one in levers(cfg, wanted) if one.weighed]
-    assert lever.changes == {"lora.target_modules": ["q"]} and both not in lever.note
+    (lever,) = [one for one in list_levers(cfg, wanted) if one.weighed]
+    assert lever.changes == {"lora.target_modules": ["q"]} and both not in compare_targets(cfg, ["q"])
     dense = settings("llama3/8B_lora", 1)[1]
-    assert not [one for one in levers(dense, wanted) if one.weighed]
+    assert not [one for one in list_levers(dense, wanted) if one.weighed]
 
 
 def test_what_is_weighed_is_shown_where_it_takes_more() -> None:
-    from recipe_lib.plan.search.advice import Lever, Tried, advice_from
+    from recipe_lib.plan.search.advice import Tried, advise
     from recipe_lib.plan.search.estimate import Estimate
+    from recipe_lib.plan.search.lever_table import Lever
 
     plan = hand_made()
     size = plan.heaviest.peak.active
     more = Estimate(size + GIB, size + GIB, size + GIB, 0, 2.0, 1, 0, 0, 0, "step", "", "")
     base = dataclasses.replace(more, active=size, seconds=1.0)
     tried = [Tried(Lever({name: 1}, weighed=name == "weighed"), more, plan.device.usable) for name in ("a", "weighed")]
-    shown = {row.override: row.bytes for row in advice_from(plan, base, tried)}
+    shown = {row.override: row.bytes for row in advise(plan, base, tried)}
     assert shown.get("weighed=1") == GIB and "a=1" not in shown
 
 
@@ -228,11 +237,11 @@ def streaming_advice(*overrides: str) -> Advice:
     from recipe_lib.plan.search.trials import streamed
 
     recipe_class, cfg, wanted = settings("llama3/8B_qlora", 1, *overrides, device="4GB")
-    every = module.levers(cfg, wanted)
-    module.levers = lambda cfg, wanted: [lever for lever in every if lever.changes == streamed(cfg)]
+    every = module.list_levers(cfg, wanted)
+    module.list_levers = lambda cfg, wanted: [lever for lever in every if lever.changes == streamed(cfg)]
     tried = module.try_levers(recipe_class, cfg, wanted)
     plan, _ = make_plan(recipe_class, cfg, wanted)
-    return next(one for one in module.advice_from(plan, *tried) if one.override == "memory.stream_layers=true")
+    return next(one for one in module.advise(plan, *tried) if one.override == "memory.stream_layers=true")
 
 
 @pytest.mark.slow

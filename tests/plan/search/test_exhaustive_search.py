@@ -26,18 +26,23 @@ def both(
     """Changes and speed of the fastest by the search, and by every combination; how many each estimated."""
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.result import DOES_NOT_FIT, OutsideTorch
-    from recipe_lib.plan.search.candidates import differing, try_settings
     from recipe_lib.plan.search.fastest_settings import search
-    from recipe_lib.plan.search.search_space import micro_batch, pipelines, sharings, sizes, variants
-    from recipe_lib.plan.search.trial_order import CHECKPOINTING
-    from recipe_lib.plan.search.trials import changed, checkpointing, in_processes
+    from recipe_lib.plan.search.search_space import list_groups, micro_batch, pipelines, sharings, sizes
+    from recipe_lib.plan.search.trials import (
+        CHECKPOINTING,
+        changed,
+        checkpointing,
+        find_differing,
+        in_processes,
+        try_settings,
+    )
 
     recipe_class, cfg, plain = settings(
         name, ranks, *wide_model(folder, "batch_size=1", f"gradient_accumulation_steps={rows}"), device=device
     )
     hardware = dataclasses.replace(plain.hardware, memory=int(memory * GIB))
     wanted = dataclasses.replace(plain, hardware=hardware, outside=OutsideTorch(0, 0))
-    begun = [variant for group in variants(cfg, fixed) for variant in group]
+    begun = [variant for group in list_groups(cfg, wanted, fixed) for variant in group]
     ways = [*sharings(cfg, ranks, fixed), *pipelines(cfg, wanted, fixed)]
     every = [
         variant | way | checkpointing(cfg, kind) | micro_batch(cfg, way, size)
@@ -54,7 +59,7 @@ def both(
     (found,) = result.found
     return (
         (found.changes, found.tokens_per_second),
-        (differing(cfg, one.changes), one.speed),
+        (find_differing(cfg, one.changes), one.speed),
         result.tried,
         len(every),
     )

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from recipe_lib.plan.result import DOES_NOT_FIT
-from recipe_lib.plan.search import candidates
-from recipe_lib.plan.search.candidates import Candidate, key_of
+from recipe_lib.plan.search import trials as trials_module
 from recipe_lib.plan.search.estimate import Estimate
-from recipe_lib.plan.search.found_settings import Search
-from recipe_lib.plan.search.trial_order import Trials, largest, leanest, run_ways, variant_key, way
-from recipe_lib.plan.search.trials import Changes
+from recipe_lib.plan.search.fastest_settings import Search
+from recipe_lib.plan.search.trial_order import Trials, key_of, largest, leanest, run_ways, variant_key, way
+from recipe_lib.plan.search.trials import Candidate, Changes
 from tests.plan.apart import apart, settings
 
 MIB = 2**20
@@ -108,8 +107,8 @@ def test_what_was_typed_stays():
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidates, "try_quick", refuse)
-        candidates.try_settings(object, trials.cfg, trials.settings, {}, fixed)
+        patch.setattr(trials_module, "try_quick", refuse)
+        trials_module.try_settings(object, trials.cfg, trials.settings, {}, fixed)
     assert set(seen) == {(32, 2, "auto", 1)}
 
 

@@ -1,6 +1,7 @@
 """Plans of whole models on every rank, of matmuls in 8 bits, and what `parallel.strategy: auto` becomes by them."""
 
 import math
+import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import Any
 import pytest
 
 from recipe_lib.cli import choose_strategy as command
-from recipe_lib.cli.recipes import RecipeFile
+from recipe_lib.cli.recipes import RecipeFile, check_arguments
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import BUCKET_ELEMENTS
 from recipe_lib.plan.build_plan import simulate_rank
 from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.search.advice import choose_strategy, decide
 from recipe_lib.plan.search.estimate import Estimate
-from recipe_lib.plan.search.fastest_strategy import choose, decide
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import STEADY
 from recipe_lib.units import GIB
@@ -138,16 +139,16 @@ def estimate(reserved: float, seconds: float) -> Estimate:
     ],
 )
 def test_the_faster_that_fits_is_taken(shards: Any, whole: Any, expandable: bool, chosen: str, reason: str):
-    found = {"fsdp": estimate(*shards), "ddp": None if whole is None else estimate(*whole)}
-    wanted = SimpleNamespace(ranks=2, hardware=SimpleNamespace(name="24GB"))
-    choice = decide(found, 20 * GIB, wanted, expandable=expandable)  # type: ignore[arg-type]
-    assert choice.strategy == chosen and choice.reason.startswith(reason)
-    assert str(choice) == f"parallel.strategy=auto: {chosen}; {choice.reason}"
+    copied = None if whole is None else estimate(*whole)
+    wanted: Any = SimpleNamespace(ranks=2, hardware=SimpleNamespace(name="24GB"))
+    strategy, why = decide(estimate(*shards), copied, 20 * GIB, wanted, expandable=expandable)
+    assert strategy == chosen and why.startswith(reason)
 
 
 def test_what_ddp_does_not_go_with_is_sharded():
     recipe, cfg, wanted = settings("demo/full", 2, "parallel.strategy=auto", "parallel.fsdp_wrap_policy=layers")
-    assert choose(recipe, cfg, wanted).reason == "ddp does not go with other settings of the run"
+    line = "parallel.strategy=auto: fsdp; ddp does not go with other settings of the run"
+    assert choose_strategy(recipe, cfg, wanted) == ("fsdp", line)
 
 
 FLAGS = ["--nproc_per_node", "2"]
@@ -175,7 +176,10 @@ def test_the_command_plans_both_in_another_process_and_tells_the_ranks(
     said: list[str] = []
     recipe, words = RecipeFile.find(FULL), asked("parallel.strategy=auto", "max_seq_len=64")
     others = [word for word in words if word != "parallel.strategy=auto"]
-    assert command.with_strategy(FLAGS, recipe, words) == [*others, "parallel.strategy=ddp"]
+    assert command.with_strategy(FLAGS, recipe, words, check_arguments(recipe, words)) == [
+        *others,
+        "parallel.strategy=ddp",
+    ]
     assert said[0] == PLANNING and len(said) == 2
     assert said[1].startswith("parallel.strategy=auto: ddp; a step is estimated at ")
 
@@ -188,22 +192,22 @@ def test_it_plans_nothing_that_is_not_asked_for_and_goes_on_when_it_cannot(
     monkeypatch.setattr(command.subprocess, "run", lambda *words, **options: calls.append(words))
     monkeypatch.setattr(command, "get_logger", lambda: SimpleNamespace(info=said.append))
     recipe = RecipeFile.find(FULL)
-    own = tmp_path / "mine.py"
-    own.write_text("def main(argv): ...\n")
-    (tmp_path / "c.yaml").write_text("parallel:\n  strategy: auto  # mine\n")
-    mine = RecipeFile.find(str(own))
+    (tmp_path / "mine.py").write_text("def main(argv): ...\n")
+    mine = RecipeFile.find(str(tmp_path / "mine.py"))
+    copied = RecipeFile.find(str(shutil.copy(recipe.path, tmp_path / "copied.py")))
     for flags, one, words in (
         (FLAGS, recipe, asked()),
         (FLAGS, recipe, asked("parallel.strategy=ddp")),
         ([], recipe, asked("parallel.strategy=auto")),
         (["--nproc_per_node", "1"], recipe, asked("parallel.strategy=auto")),
         (FLAGS, mine, ["anything", "--else"]),
-        (FLAGS, mine, ["--config", str(tmp_path / "c.yaml"), "parallel.strategy=fsdp"]),
     ):
-        assert command.with_strategy(flags, one, words) == words
+        assert command.with_strategy(flags, one, words, check_arguments(one, words)) == words
     assert not calls and not said
-    for one, words in ((recipe, asked("parallel.strategy=auto")), (mine, ["--config", str(tmp_path / "c.yaml")])):
-        assert command.with_strategy([*FLAGS, "--node-rank=1"], one, words)[-1] == "parallel.strategy=fsdp"
-        assert command.with_strategy(FLAGS, one, words)[-1] == "parallel.strategy=fsdp"
+    for one in (recipe, copied):
+        words = asked("parallel.strategy=auto")
+        cfg = check_arguments(one, words)
+        assert command.with_strategy([*FLAGS, "--node-rank=1"], one, words, cfg)[-1] == "parallel.strategy=fsdp"
+        assert command.with_strategy(FLAGS, one, words, cfg)[-1] == "parallel.strategy=fsdp"
     line = "parallel.strategy=auto: fsdp; both could not be planned; `tune plan` with the same arguments says why"
     assert len(calls) == 4 and said == [PLANNING, line, PLANNING, line]

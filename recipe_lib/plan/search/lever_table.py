@@ -1,0 +1,340 @@
+"""The levers of a run: what of its config changes what it takes, which values there are, and what each costs.
+
+One description for all questions: `--advice` tries each lever alone, the next lever is the first that lowers what takes
+the most, and a search takes those with a `resort` where nothing fits without them.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from recipe_lib.adapters import add_adapters
+from recipe_lib.config.mesh import same_batch_ranks
+from recipe_lib.config.optimizer_facts import BYTES, state_bytes
+from recipe_lib.models import build_meta
+from recipe_lib.plan.build_plan import PlanSettings
+from recipe_lib.plan.router_choices import mixture_of
+from recipe_lib.plan.search.trials import (
+    CONTEXT_KEY,
+    LONG_SEQUENCE,
+    OFFLOAD_KEY,
+    QUANTIZE_KEY,
+    QUANTIZE_TEACHER,
+    REDUCE_KEY,
+    STATES_KEY,
+    STREAM_KEY,
+    STREAM_TEACHER,
+    Changes,
+    checkpointing,
+    data_ranks,
+    find_differing,
+    is_long,
+    stepped_in_backward,
+    streamed,
+    teacher_in_memory,
+    value_of,
+)
+from recipe_lib.plan.world.shape_only_model import spec_of
+from recipe_lib.units import format_bytes, format_count
+
+RANKS_KEY = "--nproc_per_node"  # of the launcher, as it is typed
+LENGTH_KEY, PACKING_KEY, TARGETS_KEY = "max_seq_len", "data.packing", "lora.target_modules"
+TURNS_KEY, RESHARD_KEY = "gradient_accumulation_steps", "parallel.reshard_after_forward"
+# When a search takes a lever, if nothing fits before.
+TEACHER, ROUNDING, STATES, HOST = 1, 2, 3, 4
+MAX_LOSS_CHUNKS = 64
+
+_OF_BATCH = ("activations", "logits", "temporary", "batch")
+_GATHERED = ("gathered", "communication")
+_SAME_SEQUENCES = "the same sequences a step"
+_EXPERTS = "experts"
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One change to try."""
+
+    changes: Changes = field(default_factory=dict)
+    # What it costs, or means otherwise.
+    note: str = ""
+    # Whether the run is one that it is for.
+    when: bool = True
+    # Kinds of memory of which it leaves less.
+    lowers: tuple[str, ...] = ()
+    # When a search takes it, if nothing fits without; 0: never.
+    resort: int = 0
+    # Whether it is shown whichever way it lies, also where it gains nothing.
+    weighed: bool = False
+    # Whether it is a way to have room for a long sequence, of which is said what it sends.
+    sends: bool = False
+
+
+def list_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
+    """Return everything that could be changed, in either direction; of what lowers a kind of memory the cheapest first.
+
+    Levers that do not go together with other settings are among them: `changed` says which.
+    """
+    levers = [
+        *_list_batch_levers(cfg, settings),
+        *_list_sharing_levers(cfg, settings.ranks),
+        *(_list_adapter_levers(cfg) if cfg.trained_adapters is not None else ()),
+        *(_list_teacher_levers(cfg) if teacher_in_memory(cfg) is not None else ()),
+        *_list_weight_levers(cfg),
+        *_list_host_levers(cfg, settings.ranks),
+    ]
+    return [lever for lever in levers if lever.when and find_differing(cfg, lever.changes)]
+
+
+def _list_values(cfg: Any, key: str, values: Mapping[Any, str], lowers: str, resort: int) -> list[Lever]:
+    """Return a lever for each value of a key. values: value to what it costs, those of least memory first."""
+    levers = []
+    lower = True
+    for value, note in values.items():
+        lower = lower and value != value_of(cfg, key)
+        levers.append(Lever({key: value}, note, lowers=(lowers,) if lower else (), resort=resort if lower else 0))
+    return levers
+
+
+def _list_batch_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
+    """Return the levers of a micro-batch, and of what is kept of it for backward."""
+    size, turns, long = cfg.batch_size, cfg.gradient_accumulation_steps, is_long(cfg)
+    chunks, own_kind = cfg.memory.loss_chunks, cfg.memory.activation_checkpointing
+    smaller = next((other for other in range(size // 2, 0, -1) if size % other == 0), size)
+    half, sequence = settings.sequence.tokens // 2, settings.sequence
+    shorter = f"data.truncation={cfg.data.truncation} for longer sequences"
+    median = max(1, (sequence.histogram or {}).get("p50", cfg.max_seq_len))
+    packed = f"about {cfg.max_seq_len / median:.0f} documents in a sequence of {cfg.max_seq_len} tokens"
+    return [
+        Lever({"batch_size": smaller, TURNS_KEY: turns * size // smaller}, _SAME_SEQUENCES, lowers=_OF_BATCH),
+        Lever({"batch_size": 2 * size, TURNS_KEY: turns // 2}, _SAME_SEQUENCES, when=turns % 2 == 0),
+        Lever(checkpointing(cfg, "full"), lowers=("activations",)),
+        Lever(checkpointing(cfg, "selective"), lowers=("activations",) if own_kind == "none" else ()),
+        Lever(checkpointing(cfg, "none")),
+        Lever(
+            {"memory.loss_chunks": min(4 * chunks, MAX_LOSS_CHUNKS)},
+            when=chunks < MAX_LOSS_CHUNKS,
+            lowers=("logits",),
+        ),
+        Lever({"memory.mlp_tiles": cfg.max_seq_len // (LONG_SEQUENCE // 2)}, when=long and cfg.memory.mlp_tiles == 1),
+        Lever(
+            {"memory.activation_offload": True},
+            "kept in host memory meanwhile",
+            lowers=("activations",),
+            weighed=long,
+            sends=long,
+        ),
+        Lever({LENGTH_KEY: half}, "shorter packs: more of them" if cfg.data.packing else shorter, when=half > 0),
+        Lever(
+            {PACKING_KEY: True},
+            f"{packed}, in place of one and padding",
+            when=2 * median <= cfg.max_seq_len and sequence.group == 1,
+        ),
+    ]
+
+
+def _list_sharing_levers(cfg: Any, ranks: int) -> list[Lever]:
+    """Return the levers of what a rank holds of the model and of a sequence, and of how many ranks there are."""
+    parallel, turns = cfg.parallel, cfg.gradient_accumulation_steps
+    several, free = ranks > 1, parallel.data_shard == -1
+    copies = 2 * parallel.data_replicate
+    wraps_layers = parallel.fsdp_wrap_policy in ("auto", "layers")
+    more_ranks: Changes = {RANKS_KEY: 2 * ranks}
+    return [
+        *_list_ways_to_share(cfg, ranks),
+        Lever({RESHARD_KEY: True}, when=several, lowers=_GATHERED),
+        Lever({RESHARD_KEY: False}, when=several),
+        Lever({"parallel.fsdp_wrap_policy": "memory_efficient"}, when=several and wraps_layers, lowers=_GATHERED),
+        Lever(
+            {REDUCE_KEY: "micro_batch"},
+            "reduced in every backward, none whole on a rank",
+            when=several,
+            lowers=("gradients",),
+        ),
+        Lever({REDUCE_KEY: "step"}, "whole gradients on every rank, reduced once a step", when=several),
+        Lever(
+            {REDUCE_KEY: "step", RESHARD_KEY: False},
+            "whole weights and gradients (ZeRO-1), gathered and reduced once",
+            when=several and parallel.reduce_gradients != "step" and parallel.reshard_after_forward,
+        ),
+        Lever({"parallel.data_replicate": 1, "parallel.data_shard": -1}, when=several and copies > 2),
+        Lever(
+            {"parallel.data_replicate": copies},
+            "copies of the sharded model",
+            when=several and free and data_ranks(cfg, ranks) % copies == 0,
+        ),
+        Lever({"parallel.strategy": "fsdp"}, when=several),
+        Lever({"parallel.strategy": "ddp"}, "whole models, nothing gathered", when=several),
+        Lever(
+            {"parallel.reduce_dtype": None},
+            "gradients are summed in bf16: less exact",
+            when=several and parallel.reduce_dtype == "fp32" and cfg.dtype == "bf16",
+        ),
+        Lever(more_ranks | {TURNS_KEY: turns // 2}, _SAME_SEQUENCES, when=free and turns % 2 == 0),
+        Lever(more_ranks, "more sequences a step", when=free and turns % 2 == 1),
+    ]
+
+
+def _list_ways_to_share(cfg: Any, ranks: int) -> list[Lever]:
+    """Return how ranks could share a sequence; of long ones every number of ranks, and matrices shared as well.
+
+    A step has the same sequences: fewer ranks have batches of their own, and take more turns.
+    """
+    parallel, turns, long = cfg.parallel, cfg.gradient_accumulation_steps, is_long(cfg)
+    sizes = list_contexts(cfg, ranks)
+    levers = []
+    for size in sizes if long else sizes[:1]:
+        changes = {CONTEXT_KEY: size, TURNS_KEY: turns * size // parallel.context}
+        note = f"each rank has 1/{size} of every sequence; {_SAME_SEQUENCES}"
+        levers.append(Lever(changes, note, weighed=long, sends=long))
+    for size in sizes:
+        parts = parallel.tensor * size
+        changes = {"parallel.tensor": parts, TURNS_KEY: turns * size}
+        note = f"each rank has 1/{parts} of every matrix and sequence"
+        levers.append(Lever(changes, note, when=long and parallel.context == 1, weighed=True, sends=True))
+    return levers
+
+
+def list_contexts(cfg: Any, ranks: int) -> list[int]:
+    """Return the numbers of ranks that could share a sequence besides the config's: more, up to all of a stage."""
+    together = same_batch_ranks(cfg.parallel)
+    copies = ranks // together if ranks % together == 0 else 1
+    return [cfg.parallel.context * times for times in range(2, copies + 1) if copies % times == 0]
+
+
+def _list_adapter_levers(cfg: Any) -> list[Lever]:
+    """Return the levers of adapters, and of the frozen weights under them."""
+    adapters, targets = cfg.trained_adapters, _choose_other_targets(cfg)
+    rounded = "frozen weights are rounded"
+    kinds = {"nf4": rounded, "int8": rounded, "none": "frozen weights are not rounded"}
+    return [
+        *_list_values(cfg, QUANTIZE_KEY, kinds, "parameters", ROUNDING),
+        Lever(
+            {"lora.rank": adapters.rank // 2},
+            "smaller adapters",
+            when=adapters.rank > 1 and adapters.adapter_path is None,
+        ),
+        Lever({TARGETS_KEY: targets}, when=targets is not None, weighed=True),  # its note is `compare_targets`
+    ]
+
+
+def _list_teacher_levers(cfg: Any) -> list[Lever]:
+    """Return the levers of a run that has a teacher in memory."""
+    rounded = "the teacher's weights are rounded"
+    kinds = {"nf4": rounded, "int8": rounded, "none": "the teacher's weights are not rounded"}
+    return [
+        *_list_values(cfg, QUANTIZE_TEACHER, kinds, "parameters", TEACHER),
+        Lever({STREAM_TEACHER: True}, "the teacher's layers are in host memory", resort=TEACHER),
+    ]
+
+
+def _list_weight_levers(cfg: Any) -> list[Lever]:
+    """Return the levers of what is trained, in which type, by which optimizer."""
+    is_full, optimizer, turns = cfg.trained_adapters is None, cfg.optimizer, cfg.gradient_accumulation_steps
+    is_adamw = optimizer.name == "adamw"
+    return [
+        Lever(cfg.adapters_instead, "trains adapters in place of every parameter", when=is_full),
+        Lever(
+            {"matmul_dtype": "int8"},
+            "products of rounded operands: compare the losses",
+            when=cfg.matmul_dtype is None,
+        ),
+        Lever({"dtype": "bf16"}, "other rounding: compare the losses", lowers=("parameters",) if is_full else ()),
+        Lever({"optimizer.implementation": "fused"}, when=optimizer.implementation != "auto"),
+        Lever(
+            {STATES_KEY: 8},
+            "states are rounded to 8 bits",
+            when=is_adamw and optimizer.state_bits is None,
+            lowers=("optimizer",),
+            resort=STATES if is_full else 0,  # adapters have few states
+        ),
+        Lever(
+            {"optimizer.name": "sgd"},
+            "another optimizer, without states: needs its own optimizer.lr",
+            when=is_adamw,
+        ),
+        Lever(
+            stepped_in_backward(cfg),
+            _say_not_done_in_backward(cfg),
+            when=not cfg.memory.optimizer_in_backward,
+            lowers=("gradients",) if turns == 1 else (),
+        ),
+    ]
+
+
+def _list_host_levers(cfg: Any, ranks: int) -> list[Lever]:
+    """Return the levers of what is in host memory between its uses."""
+    memory, is_full = cfg.memory, cfg.trained_adapters is None
+    streams = "layers are in host memory, and copied one ahead of the one that computes"
+    if is_full:
+        streams += f"; each is stepped in backward: {_say_not_done_in_backward(cfg)}"
+    return [
+        Lever(
+            {OFFLOAD_KEY: True},
+            "offloaded optimizer states",
+            lowers=("optimizer",),
+            resort=STATES,
+        ),
+        Lever(
+            streamed(cfg),
+            streams,
+            when=memory.stream_layers is not True,
+            lowers=("parameters",) if ranks == 1 and not memory.cpu_offload else (),
+            resort=0 if is_full else HOST,
+        ),
+        Lever({STREAM_KEY: False}),
+        Lever(
+            {"memory.cpu_offload": True},
+            "the optimizer runs on the CPU and parameters cross PCIe",
+            lowers=("parameters",),
+            resort=HOST,
+        ),
+        Lever({"memory.cpu_offload": False}),
+    ]
+
+
+def _say_not_done_in_backward(cfg: Any) -> str:
+    """Return what a step loses where parameters are stepped in backward."""
+    accumulates = cfg.gradient_accumulation_steps > 1
+    return "gradients are not clipped" + (", and a step has fewer sequences" if accumulates else "")
+
+
+def _choose_other_targets(cfg: Any) -> list[str] | None:
+    """Return `lora.target_modules` with the experts of a plannable config's model, or without them where it has them.
+
+    None where it trains no new adapters, its model has no experts, or nothing else is adapted.
+    """
+    adapters = cfg.trained_adapters
+    if adapters.adapter_path is not None or mixture_of(cfg) is None:
+        return None
+    if _EXPERTS not in adapters.target_modules:
+        return [*adapters.target_modules, _EXPERTS]
+    return [name for name in adapters.target_modules if name != _EXPERTS] or None
+
+
+def compare_targets(cfg: Any, targets: list[str]) -> str:
+    """Return what adapters of all experts take, next to those without, whichever the config has.
+
+    The model is made for it, which takes a second for a large mixture.
+    """
+    own = cfg.trained_adapters.target_modules
+    width = BYTES[cfg.trained_adapters.dtype or cfg.dtype]
+    texts = []
+    for names in (targets, own) if _EXPERTS in targets else (own, targets):
+        count = count_adapters(cfg, names)
+        size = count * (2 * width + state_bytes(cfg.optimizer, width, in_layer=True))
+        texts.append(f"{format_bytes(int(size))} ({format_count(count)} numbers)")
+    return (
+        f"adapters, with their gradients and optimizer states: {texts[0]} with those of all experts, {texts[1]} without"
+    )
+
+
+def count_adapters(cfg: Any, targets: list[str]) -> int:
+    """Return the numbers of the adapters that a plannable config's model has on such targets."""
+    lora = replace(deepcopy(cfg.trained_adapters), target_modules=targets, quantize_base="none")
+    model = build_meta(spec_of(cfg), _DTYPES[cfg.dtype])
+    add_adapters(model, lora, _DTYPES[cfg.dtype])
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
