@@ -83,7 +83,7 @@ MUTATIONS = [
     # Models of other classes, and their tensor plans.
     Mutation(
         name="dora_lengths_of_a_part",
-        path="recipe_lib/external/dora_lengths.py",
+        path="recipe_lib/external/tensor_parallel.py",
         old='return found if cut != 1 else all_reduce(found.square(), "sum", group).sqrt()',
         new="return found",
         harm="several: DoRA on ranks that share matrices trains other weights than on one",
@@ -152,7 +152,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="upper_bits_of_scales",
-        path="recipe_lib/checkpoint/gguf/k_quants.py",
+        path="recipe_lib/checkpoint/gguf/gguf_file.py",
         old="first = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)",
         new="first = scales[:, :4] | ((scales[:, 4:] >> 5) << 6)",
         harm="half of the blocks of a GGUF file in q4_k are read with wrong scales",
@@ -340,7 +340,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="scores_of_one_rank",
-        path="recipe_lib/evaluation/measure.py",
+        path="recipe_lib/evaluation/results.py",
         old="for rows in world.gather_json(own) for row in rows)",
         new="for rows in [own] for row in rows)",
         harm="several: tune eval on two ranks counts half of the samples",
