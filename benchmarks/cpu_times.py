@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from recipe_lib.cli.calibration_runs import calibrate, small_config, training_step
+from recipe_lib.cli.plan import calibrate, small_config, training_step
 from recipe_lib.cli.plan_request import recipe_class
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.parallel import start_world

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from recipe_lib.cli.main import main as tune  # noqa: E402
-from recipe_lib.memory import matmul_dtype as lever  # noqa: E402
+from recipe_lib.memory import apply_levers as lever  # noqa: E402
 from recipe_lib.ops.low_precision import scaled_linear  # noqa: E402
 from recipe_lib.training.records.metrics import read_metrics  # noqa: E402
 

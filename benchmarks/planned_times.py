@@ -31,7 +31,7 @@ from recipe_lib.models import decoder, preset_config
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import DOES_NOT_FIT
-from recipe_lib.plan.timing import kernel_rates
+from recipe_lib.plan.timing import cost
 from recipe_lib.plan.trace import OP, Trace
 from recipe_lib.plan.tracing.simulate import STEADY
 from recipe_lib.plan.world.sequence_lengths import planned_sequence
@@ -149,7 +149,7 @@ def compare(row: PublishedSpeed, folder: Path) -> Compared:
     settings = PlanSettings(hardware, planned_sequence(cfg, str(row.sequence)), row.gpus, phases=())
     norms = mock.patch.object(decoder, "rms_norm", written_out_norm) if row.written_out_norms else nullcontext()
     # The sources are of 2023 to 2025: their torch did not prefer cuDNN's attention on any card yet.
-    flash = mock.patch.object(kernel_rates, "attention_backend", lambda architecture: "flash")
+    flash = mock.patch.object(cost, "attention_backend", lambda architecture: "flash")
     with norms, flash:
         plan, trace = make_plan(recipe_class(recipe_for(row.config)), cfg, settings)
     assert plan.time is not None, row.id

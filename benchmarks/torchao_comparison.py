@@ -24,7 +24,7 @@ from benchmarks.torchao_states import loads, state_bytes
 from recipe_lib.adapters import add_adapters, nf4
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers, use_low_precision
-from recipe_lib.memory import matmul_dtype as lever
+from recipe_lib.memory import apply_levers as lever
 from recipe_lib.models import build_meta
 from recipe_lib.ops.deferred import defer_weight_gradients, splittable
 from recipe_lib.ops.head_losses import CrossEntropy

@@ -197,7 +197,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="tied_gradient_counts_twice",
-        path="recipe_lib/optim/clipping.py",
+        path="recipe_lib/optim/in_backward.py",
         old="groups = {key: _Group(*key) for key in squares} | _group(trained, parallel.tied_copy)",
         new="groups = {key: _Group(*key) for key in squares} | _group(trained, None)",
         harm="several: a pipeline with tied embeddings clips by a norm that is too large",
@@ -267,7 +267,7 @@ MUTATIONS = [
     # Models and what they compute.
     Mutation(
         name="documents_see_each_other",
-        path="recipe_lib/ops/capped_attention.py",
+        path="recipe_lib/ops/attention.py",
         old="found = found - torch.searchsorted(documents, own, out_int32=True)",
         new="found = found - torch.searchsorted(documents, own, out_int32=True) + 1",
         harm="a packed document sees the last token of the one before it",

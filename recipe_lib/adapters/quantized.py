@@ -22,9 +22,33 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters import nf4
-from recipe_lib.adapters.int8 import dequantize_rows
 from recipe_lib.ops.dtensor_shards import gathered, local, local_part
+from recipe_lib.ops.fused_kernels import fused, fuses
 from recipe_lib.ops.shaped_work import follows_from_shapes
+
+# Rows of codes in [-127, 127] and a factor for each, back to numbers.
+
+
+def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """`codes [m, n] * factors [m]`, computed in fp32, of dtype; in pieces, unless it is one kernel."""
+    if fuses(codes.device):
+        return _dequantize(codes, factors, dtype)
+    rows = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    step = max(1, _PIECE_ELEMENTS // codes.shape[1])
+    for start in range(0, len(codes), step):
+        piece = slice(start, start + step)
+        rows[piece].copy_(codes[piece].float().mul_(factors[piece].unsqueeze(1)))
+    return rows
+
+
+@fused(
+    "dequantize_int8(Tensor codes, Tensor factors, ScalarType dtype) -> Tensor",
+    lambda codes, factors, dtype: codes.new_empty(codes.shape, dtype=dtype),
+)
+def _dequantize(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """As one expression."""
+    return (codes.float() * factors.unsqueeze(1)).to(dtype)
+
 
 KINDS = ("nf4", "int8")
 _BITS = torch.float8_e4m3fn  # any type of 8 bits that counts as floating point

@@ -1,6 +1,6 @@
 """Tells what the columns of a row and the keys of a message are by their names alone, whatever the row's format.
 
-`recipe_lib.data.unread` asks this table about those that a format does not read. Names are compared as
+`recipe_lib.data.encoding` asks this table about those that a format does not read. Names are compared as
 `normalize_name` writes them. A name belongs to the idle ones only if it cannot mean what a conversation says.
 """
 

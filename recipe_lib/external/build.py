@@ -5,24 +5,419 @@ its constructor (rotary frequencies, slopes of alibi, causal masks) is in no che
 """
 
 import hashlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.config.registry import register, registered
-from recipe_lib.errors import SetupError
-from recipe_lib.external.call import ExternalModel
-from recipe_lib.external.find_modules import is_transposed, layer_linears, linear_shape, uncalled_linears
+from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.external.find_modules import (
+    embedding_and_head,
+    is_transposed,
+    layer_linears,
+    linear_shape,
+    other_parts,
+    uncalled_linears,
+)
+from recipe_lib.external.run_stages import keep_parts, only, run_alone
+from recipe_lib.external.token_reader import logits_of, token_reader
 from recipe_lib.external.transformers_config import TRANSFORMERS, transformers_config
-from recipe_lib.models.external_spec import ExternalSpec, TensorLayout
+from recipe_lib.logs import get_logger
+from recipe_lib.models.external_spec import ExternalSpec, StageParts, TensorLayout
 from recipe_lib.models.families import spec_from_config
 from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.linear_head import LinearHead, LogitsAfter
 from recipe_lib.models.meta_init import build_meta, persistent_buffers
+from recipe_lib.ops.attention import AttentionInfo
+from recipe_lib.ops.cross_entropy import cross_entropy
+from recipe_lib.ops.fused_loss import IGNORED
+from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss, OutputAdapter, TokenLogProbs, TokenScores
+
+# An external model called as ours is: tokens and labels in, logits, log-probabilities or the summed
+# loss out.
+#
+# A causal language model of transformers makes the logits of all tokens. Here its forward runs with
+# the output projection left out: what that would have read is kept, and what is done to its result
+# afterwards (a scale, a soft cap) is written down while it is done to a stand-in of one column.
+# Then the projection, as a separate module that FSDP gathers, makes the loss in chunks of tokens.
+# Where a forward cannot be divided like that, it makes all logits.
+
+
+# What changes a tensor's type or who owns it, not its values' meaning.
+_COPIES = frozenset({"aten::_to_copy", "aten::clone", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::slice",
+                     "aten::detach", "aten::expand", "aten::lift_fresh", "aten::reshape"})  # fmt: skip
+
+
+@dataclass
+class _Division:
+    """How a model is called. head, owner, name: the projection and where it hangs. whole: it makes all logits.
+
+    accepted: the names that its forward takes. windows: some layers see a window, which a mask of ours would undo.
+    packs: it has run with several documents in a row. dtype: of its weights, where it is noted.
+    """
+
+    head: Any
+    owner: nn.Module
+    name: str
+    accepted: frozenset[str]
+    windows: bool
+    whole: bool
+    packs: bool = False
+    dtype: torch.dtype | None = None
+
+
+class ExternalModel(LanguageModel):
+    """Mixed into the class of a model of another library, which then has our call signature (`Decoder.forward`).
+
+    class_forward: the forward of its class, or what tensor parallel makes of it. elsewhere: modules that other ranks of
+    a pipeline have, by name. ranks, local_outputs: see `run_class_forward_by`.
+    """
+
+    class_forward: Callable[..., Any]
+    elsewhere: Mapping[str, nn.Module] = MappingProxyType({})
+    ranks: int = 1
+    local_outputs: frozenset[str] = frozenset()
+    _division: _Division
+
+    @classmethod
+    def adopt(
+        cls, model: Any, spec: ExternalSpec, config: dict[str, Any], buffers: dict[str, Tensor]
+    ) -> "ExternalModel":
+        """The module itself, made one of these in place. buffers: what its class computed.
+
+        The projection gets the signature of `OutputHead.forward`.
+        """
+        found = embedding_and_head(model)
+        if found is None:
+            raise SetupError(f"{type(model).__name__}: found no embedding and output projection")
+        head = found[1]
+        owner, name = _place(model, head)
+        accepted = frozenset(inspect.signature(model.forward).parameters)
+        plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+        class_forward, own = model.forward, type(model)
+        model.__class__ = type(own.__name__, (cls, own), {"__module__": own.__module__})
+        model.spec, model.class_forward = spec, class_forward
+        model.other_parts = tuple(other_parts(model))
+        model.note_computed_buffers(buffers)
+        model._division = _Division(head, owner, name, accepted, _has_windows(config), whole=not plain)
+        if plain:
+            LinearHead.adopt(head)
+        else:
+            _say_whole(model, "its output projection is no plain linear")
+        return cast(ExternalModel, model)
+
+    def stage_parts(self) -> StageParts:
+        """See `LanguageModel.stage_parts`."""
+        parts: StageParts = self.spec.stage_parts()
+        return parts
+
+    def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
+        """See `LanguageModel.keep_stages`."""
+        self._division.dtype = _dtype(self)  # the parameter that says so may be left out
+        found = keep_parts(self, self.stage_parts(), layers, first=first, last=last)
+        self.elsewhere, self.modules_elsewhere = found
+
+    def run_stage(
+        self,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        positions: Tensor | None,
+        attention: AttentionInfo | None,
+        layers: Iterable[int],
+    ) -> Tensor:
+        """See `LanguageModel.run_stage`."""
+        inputs = self.inputs_of(tokens, positions, attention)
+        run = partial(run_alone, self, self.stage_parts(), hidden, inputs, list(layers))
+        # With gradients if they are wanted: without, hidden states are of another shape where ranks share tokens.
+        output, dtype = self._run_packed(attention, run), _dtype(self)
+        if output.dtype != dtype:
+            raise ConfigError(
+                f"parallel.pipeline: layers of {self.spec.family} exchange hidden states of {output.dtype} where its "
+                f"weights are of {dtype}, expected one type; set dtype=fp32, or parallel.pipeline=1"
+            )
+        return output
+
+    def run_head(
+        self, hidden: Tensor, tokens: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
+    ) -> Tensor:
+        """See `LanguageModel.run_head`."""
+        with only(self, self.stage_parts(), hidden, tokens, None):
+            return ExternalModel.forward(self, tokens, labels=labels, head_loss=head_loss)
+
+    def output_head(self) -> nn.Module | None:
+        """The output projection; None where another rank of a pipeline has it."""
+        division = self._division
+        return division.head if division.owner._modules.get(division.name) is division.head else None
+
+    def hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
+        """See `LanguageModel.hidden_shape`."""
+        parts = self.stage_parts()
+        return self.output_shape(parts.layers[0], tokens, parts.width)
+
+    def output_shape(self, name: str, tokens: torch.Size, width: int) -> tuple[int, ...]:
+        """The shape of what a module at `name`, a layer or outside of them, gives on this rank of tokens `[b, s]`."""
+        shared = torch.is_grad_enabled() and name in self.local_outputs
+        return tokens[0], tokens[1] // (self.ranks if shared else 1), width
+
+    def inputs_of(
+        self, tokens: Tensor, positions: Tensor | None = None, attention: AttentionInfo | None = None
+    ) -> dict[str, Any]:
+        """What its class' forward is called with."""
+        division = self._division
+        return external_inputs(division.accepted, division.windows, tokens, positions, attention, _dtype(self))
+
+    def _run_packed(self, attention: AttentionInfo | None, run: Callable[[], Tensor]) -> Tensor:
+        if attention is None or attention.documents is None or self._division.packs:
+            return run()
+        output = _try_packing(self.spec.family, run)
+        self._division.packs = True
+        return output
+
+    def run_class_forward_by(self, forward: Callable[..., Any], ranks: int, local_outputs: frozenset[str]) -> None:
+        """Replaces the forward of its class, with the same inputs and outputs, by that of one of `ranks`.
+
+        local_outputs: modules that give a rank's tokens alone where gradients are wanted; of layers and outside.
+        """
+        self.class_forward, self.ranks, self.local_outputs = forward, ranks, local_outputs
+
+    @property
+    def reads_padding(self) -> bool:
+        """Whether its class takes a mask of tokens that are padding."""
+        return "attention_mask" in self._division.accepted
+
+    def token_reader(self, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """See `ExternalSpec.token_reader`."""
+        return token_reader(self.class_forward, self._division.accepted, padding, self.spec)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attention: AttentionInfo | None = None,
+        *,
+        labels: Tensor | None = None,
+        head_loss: HeadLoss | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """See `Decoder.forward`; a cache is refused."""
+        division = self._division
+        if cache is not None:
+            raise SetupError(
+                f"{self.spec.family}: found a cache, expected none: only our own families generate with one"
+            )
+        inputs = self.inputs_of(tokens, positions, attention)
+        if attention is not None and attention.documents is not None and not division.packs:
+            with torch.no_grad():
+                self._run_packed(attention, partial(self.class_forward, **inputs))
+        if labels is None:
+            return logits_of(self.class_forward(**inputs))
+        if not division.whole:
+            hidden, after = run_trunk(self, division, inputs)
+            if hidden is not None:
+                return division.head(hidden, labels=labels, head_loss=head_loss, after=after)
+            division.whole = True
+            _say_whole(self, "what follows its output projection is not done to each logit by itself")
+        return _loss_of_logits(logits_of(self.class_forward(**inputs)), labels, head_loss)
+
+
+def _place(model: nn.Module, wanted: nn.Module) -> tuple[nn.Module, str]:
+    """The module that owns another one, and its name there."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if child is wanted:
+                return module, name
+    raise SetupError(f"{type(model).__name__}: its output projection is no module of it")
+
+
+def _has_windows(config: dict[str, Any]) -> bool:
+    """Whether a config speaks of layers that do not see everything before them."""
+    kinds = config.get("layer_types") or []
+    return any("slid" in key or "window" in key or "chunk" in key for key, value in config.items() if value) or any(
+        kind != "full_attention" for kind in kinds
+    )
+
+
+def _try_packing(family: str, run: Callable[[], Tensor]) -> Tensor:
+    """Raises SetupError for a model whose forward fails where documents share a row: it takes no mask for them."""
+    try:
+        return run()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        said = " ".join(str(error).split())[:150]
+        raise SetupError(
+            f"data.packing: {family} takes no mask that keeps documents of a row apart ({said}); set data.packing=false"
+        ) from None
+
+
+def _dtype(model: ExternalModel) -> torch.dtype:
+    return model._division.dtype or next(
+        parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
+    )
+
+
+def _loss_of_logits(logits: Tensor, labels: Tensor, head_loss: HeadLoss | None) -> Tensor:
+    """The loss, or log-probabilities of the labels, of all logits at once. SetupError for a function of another kind:
+    there is no weight to give it."""
+    wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    if isinstance(head_loss, TokenLogProbs):
+        found = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        return -found.view_as(labels)
+    if isinstance(head_loss, TokenScores):
+        made = OutputAdapter(lambda rows: rows.clone(), (), lambda rows: rows)  # which are logits already
+        return TokenScores()(wide, wide, labels, adapter=made)
+    if head_loss is not None and not isinstance(head_loss, CrossEntropy):
+        raise SetupError(
+            "head_loss: found a function of hidden states and weight for a model whose forward cannot be divided "
+            "there, expected CrossEntropy, with loss=fn for a loss of logits, or TokenLogProbs"
+        )
+    loss = (head_loss.loss if head_loss is not None else None) or cross_entropy
+    return loss(wide.flatten(0, -2), labels.flatten())
+
+
+def _say_whole(model: nn.Module, reason: str) -> None:
+    get_logger().info("loss: %s makes all logits at once: %s", type(model).__name__, reason)
+
+
+def run_trunk(model: Any, division: _Division, inputs: dict[str, Any]) -> tuple[Tensor | None, LogitsAfter]:
+    """The forward without its projection: what that would read `[b, s, d]`, and what would be done to the logits.
+
+    None in place of the tensor where the forward cannot be divided.
+    """
+    steps = _Steps()
+    stand_in = _StandIn(division.head, steps)
+    division.owner._modules[division.name] = stand_in
+    try:
+        output = model.class_forward(**inputs)
+    finally:
+        division.owner._modules[division.name] = division.head
+        if stand_in.calls:
+            steps.__exit__(None, None, None)
+    after = steps.found(logits_of(output)) if stand_in.calls == 1 else None
+    return (None, LogitsAfter()) if after is None else (stand_in.hidden, after)
+
+
+class _StandIn(nn.Module):
+    """In place of the output projection: keeps what it reads, and returns one column to be followed."""
+
+    def __init__(self, head: Any, steps: "_Steps") -> None:
+        super().__init__()
+        self.held = [head]  # in a list, so that it is no module of this one
+        self.steps = steps
+        self.calls = 0
+
+    @property
+    def weight(self) -> Tensor:
+        """Of the projection: some forwards read its type."""
+        return self.held[0].weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden `[..., d]` to a column `[..., 1]`."""
+        self.calls += 1
+        self.hidden = hidden
+        column = hidden.detach().new_zeros(*hidden.shape[:-1], 1)
+        if self.calls == 1:
+            self.steps.last = column
+            self.steps.__enter__()
+        return column
+
+
+class _Steps(TorchDispatchMode):
+    """Writes down what is done to one tensor, as long as it is done to each element by itself."""
+
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[Any, list[Any], dict[str, Any]]] = []
+        self.divided = True
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = operator(*args, **kwargs)
+        if not any(value is self.last for value in args):
+            return result
+        name = operator.name().partition(".")[0]
+        same = isinstance(result, Tensor) and result.shape == self.last.shape
+        others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value is not self.last]
+        if same and name in _COPIES:
+            self.last = result
+        elif same and torch.Tag.pointwise in operator.tags and all(not o.dim() and not o.requires_grad for o in others):
+            self.steps.append((operator, [_HERE if value is self.last else value for value in args], kwargs))
+            self.last = result
+        elif name not in _COPIES:
+            self.divided = False
+        return result
+
+    def found(self, logits: Tensor) -> LogitsAfter | None:
+        """What was written down; None if the logits are something else than what came of the column."""
+        if not self.divided or logits is not self.last:
+            return None
+        if not self.steps:
+            return LogitsAfter()
+        names = [operator.name().partition(".")[0] for operator, _, _ in self.steps]
+        numbers = [[value for value in args if value is not _HERE] for _, args, _ in self.steps]
+        if names == ["aten::div", "aten::tanh", "aten::mul"] and numbers[0] == numbers[2] and _is_number(numbers[0]):
+            return LogitsAfter(softcap=float(numbers[0][0]))
+        return LogitsAfter(finish=partial(_repeat, self.steps))
+
+
+_HERE = object()  # where the tensor stood among an operator's arguments
+
+
+def _is_number(values: list[Any]) -> bool:
+    return len(values) == 1 and isinstance(values[0], (int, float))
+
+
+def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) -> Tensor:
+    """Does to logits what was done to the column."""
+    if any(operator._schema.is_mutable for operator, _, _ in steps):
+        logits = logits.clone()
+    for operator, args, kwargs in steps:
+        logits = operator(*(logits if value is _HERE else value for value in args), **kwargs)
+    return logits
+
+
+def external_inputs(
+    accepted: frozenset[str],
+    windows: bool,
+    tokens: Tensor,
+    positions: Tensor | None,
+    attention: AttentionInfo | None,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """What a class' forward is called with; accepted: the names of its parameters.
+
+    Rows are padded on the right, so that causality alone hides the padding. Documents are kept apart by a mask
+    `[b, 1, s, s]` of `dtype`; in a model with windows by the positions alone, of which transformers makes masks that
+    keep the windows. What does not come of it is noticed by `check_packing_isolation`.
+    """
+    inputs: dict[str, Any] = {"input_ids": tokens}
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
+    if attention is None or attention.documents is None:
+        if positions is not None and "position_ids" in accepted:
+            inputs["position_ids"] = positions
+        return inputs
+    if "position_ids" in accepted:
+        inputs["position_ids"] = positions
+    if "attention_mask" in accepted and not windows:
+        documents, length = attention.documents, tokens.shape[1]
+        order = torch.arange(length, device=tokens.device)
+        seen = (documents[:, :, None] == documents[:, None, :]) & (order[:, None] >= order)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=tokens.device)
+        inputs["attention_mask"] = mask.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+    return inputs
 
 
 @dataclass(frozen=True)

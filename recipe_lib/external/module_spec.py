@@ -1,8 +1,10 @@
 """The spec of a model that transformers, or a user's plugin, implements, read off the module that its class makes."""
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,8 +13,8 @@ from torch import Tensor, nn
 from recipe_lib.adapters.lora import adapter_settings
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.external import adapters, build, stage_parts, weight_conversions
-from recipe_lib.external.build import ModuleSource, make_module
+from recipe_lib.external import adapters, build, stage_parts
+from recipe_lib.external.build import ModuleSource, layout, make_module
 from recipe_lib.external.find_modules import embedding_and_head
 from recipe_lib.external.tensor_parallel import shard_module
 from recipe_lib.external.tensor_plan.transformers_models import shrink
@@ -57,13 +59,13 @@ class ModuleSpec(ExternalSpec):
         return build.layout(self.source)
 
     def weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
-        return weight_conversions.weight_map(self.source, file_names)
+        return weight_map(self.source, file_names)
 
     def tied_names(self, file_names: Collection[str]) -> dict[str, str]:
-        return weight_conversions.find_tied_names(self.source, file_names)
+        return find_tied_names(self.source, file_names)
 
     def written_layout(self) -> WrittenLayout | None:
-        return weight_conversions.writing(self.source)
+        return writing(self.source)
 
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         if self.source.implementation != TRANSFORMERS:
@@ -161,3 +163,242 @@ def _numbers(model: nn.Module, config: dict[str, Any]) -> Callable[[str], Any]:
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 else None
 
     return read
+
+
+# How the files of a transformers model name and shape its weights, where its class does so in
+# another way.
+#
+# transformers 5 renames tensors of many architectures while it reads them, and makes other tensors
+# of some: of the matrices of a mixture's experts, which lie apart in the file, one parameter of 3
+# dimensions. Here its own table of these (`transformers.conversion_mapping`) is asked which tensors
+# of a file make which parameter, and its own operations make them, a parameter, or some experts of
+# one, at a time.
+
+
+_FAULTS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, StopIteration)
+
+
+class TensorConversion:
+    """Tensors that one of transformers' operations makes of others.
+
+    first: the name that it is known by. sources: pattern of the converter -> names of the tensors that it takes, in
+    their order. written: what it makes -> that tensor's name in a file, where it has another one there.
+    """
+
+    def __init__(self, first: str, converter: Any, module: Any, config: Any) -> None:
+        self.first, self.sources = first, dict[str, list[str]]()
+        self.written: dict[str, str] = {}
+        self._converter, self._module, self._config = converter, module, config
+
+    def names(self) -> list[str]:
+        """The names of all tensors that it takes."""
+        return [name for names in self.sources.values() for name in names]
+
+    def makes(self) -> list[str]:
+        """The names of all tensors that it makes, of several the first is `first`."""
+        patterns = self._converter.target_patterns
+        return [self.first.replace(patterns[0], other) for other in patterns]
+
+    def convert(self, read: Callable[[str], Tensor], names: Mapping[str, list[str]] | None = None) -> dict[str, Tensor]:
+        """What is made of the tensors, by name. read: a tensor by its name. names: of `sources`, those to take."""
+        converter = deepcopy(self._converter)
+        for pattern, taken in (names or self.sources).items():
+            for name in taken:
+                converter.add_tensor(self.first, name, pattern, read(name))
+        made = converter.convert(self.first, model=self._module, config=self._config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def shapes(self, shape_of: Callable[[str], tuple[int, ...]]) -> dict[str, tuple[int, ...]] | None:
+        """The shapes of what is made; None where the tensors do not go together."""
+        try:
+            made = self.convert(lambda name: torch.empty(shape_of(name), device="meta"))
+        except _FAULTS:
+            return None
+        return {name: tuple(value.shape) for name, value in made.items()}
+
+    def pieces(self) -> Iterator[tuple[int, int | None, dict[str, list[str]]]]:
+        """(first row, row after the last or None: all, tensors to take) of parts that can be made by themselves.
+
+        Experts that are stacked, one by one; else everything at once.
+        """
+        counts = {len(names) for names in self.sources.values()}
+        if len(counts) != 1 or not _stacks(self._converter.operations):
+            yield 0, None, self.sources
+            return
+        for at in range(counts.pop()):
+            yield at, at + 1, {pattern: [names[at]] for pattern, names in self.sources.items()}
+
+
+def _stacks(operations: list[Any]) -> bool:
+    """Whether operations stack tensors along the first dimension, and leave that alone afterwards."""
+    first, *others = operations
+    if type(first).__name__ != "MergeModulelist" or first.dim != 0:
+        return False
+    touched = [getattr(other, key, 1) for other in others for key in ("dim", "dim0", "dim1")]
+    known = all(type(other).__name__ in ("Concatenate", "Transpose", "Interleave") for other in others)
+    return known and 0 not in touched
+
+
+def weight_map(source: ModuleSource, file_names: Collection[str]) -> list[WeightEntry]:
+    """See `recipe_lib.models.weight_names.weight_map`.
+
+    The file has the model's own names, or lacks the prefix of those of its body; or it has those of which transformers
+    makes the model's. A tied weight is under any of its names. A buffer that a file lacks keeps its first value.
+    """
+    held = layout(source)
+    found, prefix = frozenset(file_names), held.prefix
+    bare = bool(found and prefix) and not any(name.startswith(prefix) for name in found)
+    read = reading(source, found) if found else None
+    entries = []
+    for name in held.shapes:
+        names = held.names.get(name, (name,))
+        spellings = [other.removeprefix(prefix) for other in names] if bare else list(names)
+        written = next((spelling for spelling in spellings if spelling in found), spellings[0])
+        made = None
+        if read is not None:
+            written = next((read.renamed[other] for other in names if other in read.renamed), written)
+            if written not in found:
+                made = next((read.made[other] for other in names if other in read.made), None)
+        if made is not None:
+            entries.append(WeightEntry(name, made.names()[0], made=made))
+        elif not (found and name in held.buffers and written not in found):
+            entries.append(WeightEntry(name, written))
+    return entries
+
+
+def find_tied_names(source: ModuleSource, file_names: Collection[str]) -> dict[str, str]:
+    """Return the names that tied weights may have in these files, also where transformers renames them."""
+    tied = layout(source).tied_names()
+    read = reading(source, frozenset(file_names))
+    renamed = {} if read is None else read.renamed
+    return tied | {renamed[name]: parameter for name, parameter in tied.items() if name in renamed}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Which tensors of a file make a model's parameters: by another name alone, or by a conversion; name -> either."""
+
+    renamed: Mapping[str, str]
+    made: Mapping[str, TensorConversion]
+
+
+@lru_cache(maxsize=4)
+def reading(source: ModuleSource, file_names: frozenset[str]) -> Reading | None:
+    """How transformers would read these tensors; None for a model whose files it reads as they are."""
+    if source.implementation != TRANSFORMERS:
+        return None
+    module = _module(source)
+    table = _table(module, legacy=True)
+    if table is None:
+        return None
+    from transformers import core_model_loading as loading
+
+    renamings, converters = _kinds(table)
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    own = module.state_dict()
+    renamed: dict[str, str] = {}
+    made: dict[str, TensorConversion] = {}
+    for name in sorted(file_names, key=loading.dot_natural_key):
+        found, pattern = loading.rename_source_key(name, renamings, converters, module.base_model_prefix, own)
+        if found not in own and name in own:
+            found, pattern = loading.rename_source_key(
+                name, [], [], base_model_prefix=module.base_model_prefix, meta_state_dict=own
+            )
+        if found not in own:
+            continue
+        if pattern is None:
+            renamed.setdefault(found, name)
+        else:
+            conversion = made.setdefault(found, TensorConversion(found, by_pattern[pattern], module, module.config))
+            conversion.sources.setdefault(pattern, []).append(name)
+    for conversion in list(made.values()):  # one may make several parameters
+        made |= {name: conversion for name in conversion.makes() if name in own}
+    return Reading(renamed, made)
+
+
+@lru_cache(maxsize=4)
+def writing(source: ModuleSource) -> WrittenLayout | None:
+    """How transformers writes the model, in the layout of the architecture's own checkpoints; None: as it has it.
+
+    Also None where that could not be read again as the same parameters.
+    """
+    if source.implementation != TRANSFORMERS:
+        return None
+    module, held = _module(source), layout(source)
+    table = _table(module, legacy=False)
+    if not table:
+        return None
+    from transformers import core_model_loading as loading
+
+    try:
+        back = [entry.reverse_transform() for entry in table if not isinstance(entry, loading.PrefixChange)][::-1]
+        renamings, converters = _kinds(back)
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        renamed: dict[str, str] = {}
+        groups: dict[str, TensorConversion] = {}
+        for name in sorted(held.shapes, key=loading.dot_natural_key):
+            found, pattern = loading.apply_converters(name, converters)
+            if pattern is None:
+                renamed[loading.apply_renamings(name, renamings)] = name
+            else:
+                group = groups.setdefault(found, TensorConversion(found, by_pattern[pattern], module, module.config))
+                group.sources.setdefault(pattern, []).append(name)
+        shapes = {name: held.shapes[own] for name, own in renamed.items()}
+        made: dict[str, TensorConversion] = {}
+        for group in groups.values():
+            found_shapes = group.shapes(held.shapes.__getitem__)
+            if found_shapes is None:
+                return None
+            names = {name: loading.apply_renamings(name, renamings) for name in found_shapes}
+            group.written = names
+            shapes |= {names[name]: shape for name, shape in found_shapes.items()}
+            made |= dict.fromkeys(names.values(), group)
+    except _FAULTS:
+        return None
+    found_again = WrittenLayout(shapes, renamed, made)
+    return found_again if _reads_back(source, found_again) else None
+
+
+def _reads_back(source: ModuleSource, written: WrittenLayout) -> bool:
+    """Whether files of these tensors would be read as the parameters that they were made of."""
+    held, read = layout(source), reading(source, frozenset(written.shapes))
+    if read is None:
+        return False
+    for name, shape in held.shapes.items():
+        names = held.names.get(name, (name,))
+        renamed = next((read.renamed[other] for other in names if other in read.renamed), None)
+        if renamed is not None:
+            if written.shapes[renamed] != shape or written.renamed.get(renamed) != name:
+                return False
+            continue
+        conversion = next((read.made[other] for other in names if other in read.made), None)
+        made = conversion.shapes(written.shapes.__getitem__) if conversion else None
+        if made is None or all(made.get(other) != shape for other in names):
+            return False
+    return True
+
+
+@lru_cache(maxsize=2)
+def _module(source: ModuleSource) -> nn.Module:
+    """The class' module without values: conversions ask it for shapes and its config."""
+    return make_module(source)
+
+
+def _table(module: Any, *, legacy: bool) -> list[Any] | None:
+    """transformers' conversions of a model's files, in the order in which they are read; None: it has no such table."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # of a release before 5
+        return None
+    found: list[Any] = get_model_conversion_mapping(module, add_legacy=legacy)
+    return found
+
+
+def _kinds(table: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Those that give another name alone, and those that make other tensors."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    return (
+        [entry for entry in table if isinstance(entry, WeightRenaming)],
+        [entry for entry in table if isinstance(entry, WeightConverter)],
+    )

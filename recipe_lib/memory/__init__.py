@@ -1,10 +1,8 @@
 """Levers that trade time for memory, and measured peaks."""
 
 from recipe_lib.memory.activation_offload import offload_activations
-from recipe_lib.memory.apply_levers import apply_memory_levers
+from recipe_lib.memory.apply_levers import apply_memory_levers, compile_layers, use_low_precision
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
-from recipe_lib.memory.compiling import compile_layers
-from recipe_lib.memory.matmul_dtype import use_low_precision
 from recipe_lib.memory.mlp_tiles import chunk_mlps
 from recipe_lib.memory.oom import explain_out_of_memory
 from recipe_lib.memory.peaks import PeakMemory, Peaks

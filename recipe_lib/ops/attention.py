@@ -7,19 +7,19 @@ Rows are right-padded, so a plain causal mask is enough for them: no token looks
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.config.card_limits import VARLEN_CAPABILITY
-from recipe_lib.ops.capped_attention import capped_attention, reaches, visible
 from recipe_lib.ops.device import capability_of, kernels_of
+from recipe_lib.ops.fused_kernels import fused, fuses
 from recipe_lib.ops.real_tokens import RealTokens
-from recipe_lib.ops.sink_attention import sink_attention
+from recipe_lib.ops.shaped_work import follows_from_shapes
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -156,7 +156,7 @@ def attention(
 
     info: from `prepare_attention`, the same for every layer; None: rows of one document each, prepared here.
     window: a token sees so many tokens, its own included. softcap: scores become softcap * tanh(scores / softcap).
-    scale: multiplies the scores first. sinks: `[h]`, see `recipe_lib.ops.sink_attention`.
+    scale: multiplies the scores first. sinks: `[h]`, see `recipe_lib.ops.attention`.
     """
     if softcap is not None:
         return capped_attention(q, k, v, info.documents if info else None, window, softcap, scale)
@@ -207,3 +207,359 @@ def _flattened_attention(
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where visible, -inf elsewhere: what kernels would otherwise make of a bool mask again in every layer."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))
+
+
+# Attention with sinks: each head has a score of its own that takes part in the softmax, and attends
+# to nothing.
+#
+# (gpt-oss; arXiv 2309.17453 for where sinks come from.) With L the log-sum-exp of a query's scores
+# and L' that of scores and sink, the result is what attention without it gives times exp(L - L');
+# and backward is a kernel's own, given that result and L', since a share of the softmax is
+# exp(score - L'). So kernels that know of no sink serve.
+
+
+# (documents' ends, the longest one), a mask, or neither: what `prepare_attention` has settled.
+Settled = tuple[Tensor | None, int, Tensor | None, Tensor | None]
+
+
+def sink_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, settled: Settled, window: int | None, scale: float
+) -> Tensor:
+    """Causal attention of q `[b, h, s, e]` over k, v `[b, k, t, e]` with a sink `[h]`; returns `[b, h, s, e]`.
+
+    settled: (boundaries of flattened documents or None, the longest, mask or None, documents or None), see
+    `AttentionInfo`.
+    """
+    return cast(Tensor, _SinkAttention.apply(q, k, v, sinks, *settled, window, scale))
+
+
+class _SinkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *settings: Any) -> Tensor:
+        ends, longest, mask, documents, window, scale = settings
+        if ends is not None:
+            out, sums, random = _flattened(q, k, v, ends, longest, window, scale)
+        elif kernels_of(q.device) == "cpu":
+            out, sums = _cpu(q, k, v, mask, scale)
+            random = None
+        else:
+            out, sums = _in_pieces(q, k, v, documents, window, scale)
+            random = None
+        own = sinks.to(sums.dtype).view(1, -1, 1)
+        with_sink = torch.logaddexp(sums, own)
+        out = (out * torch.exp(sums - with_sink).unsqueeze(-1)).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, with_sink, ends, mask, documents, random)
+        ctx.settings = (longest, window, scale)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (longest, window, scale) = gradients, ctx.settings
+        q, k, v, sinks, out, sums, ends, mask, documents, random = ctx.saved_tensors
+        of_sinks = None
+        if ctx.needs_input_grad[3]:
+            shares = torch.exp(sinks.to(sums.dtype).view(1, -1, 1) - sums)
+            of_sinks = -(shares * (gradient * out).sum(dim=-1, dtype=sums.dtype)).sum(dim=(0, 2)).to(sinks.dtype)
+        if ends is not None:
+            found = _flattened_gradients(gradient, q, k, v, out, sums, ends, longest, random, window, scale)
+        elif kernels_of(q.device) == "cpu":
+            found = _cpu_gradients(gradient, q, k, v, out, sums, mask, scale)
+        else:
+            found = _gradients_in_pieces(gradient, q, k, v, out, sums, documents, window, scale)
+        return (*found, of_sinks, *(None,) * 6)
+
+
+# Each kernel: results `[b, h, s, e]` and log-sum-exps `[b, h, s]`; and the gradients of q, k and v.
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """`[b, h, s, e]` as `[b s, h, e]`."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _rows(flat: Tensor, like: Tensor) -> Tensor:
+    """`[b s, h, e]` as `[b, h, s, e]`."""
+    return flat.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2)
+
+
+def _left(window: int | None) -> int:
+    return -1 if window is None else window - 1  # the kernel counts the tokens to the left of its own
+
+
+def _flattened(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, window: int | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Also the state that its backward wants, of random numbers that there are none of."""
+    out, sums, random, _, _ = torch.ops.aten._flash_attention_forward(
+        _flat(q), _flat(k), _flat(v), ends, ends, longest, longest, 0.0, True, False,
+        scale=scale, window_size_left=_left(window), window_size_right=0,
+    )  # fmt: skip
+    heads = sums.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)  # [h, b s] to [b, h, s]
+    return _rows(out, q), heads, random
+
+
+def _flattened_gradients(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    ends: Tensor,
+    longest: int,
+    random: Tensor,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    flat = [_flat(tensor) for tensor in (gradient, q, k, v, out)]
+    unused = random.new_empty(0)
+    found = torch.ops.aten._flash_attention_backward(
+        *flat, sums.transpose(0, 1).flatten(1).contiguous(), ends, ends, longest, longest, 0.0, True, random,
+        unused, scale=scale, window_size_left=_left(window), window_size_right=0,
+    )  # fmt: skip
+    return tuple(_rows(each, like) for each, like in zip(found, (q, k, v), strict=True))
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    causal = mask is None and q.shape[2] > 1
+    return cast(
+        tuple[Tensor, Tensor],
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale),
+    )
+
+
+def _cpu_gradients(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, ...]:
+    causal = mask is None and q.shape[2] > 1
+    return tuple(
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, out, sums, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    )
+
+
+def _in_pieces(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Some queries at a time, by matmuls: for what no kernel takes, as fp32 and masks on a GPU."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    sums = torch.empty(q.shape[:3], dtype=wide, device=q.device)
+    for part, seen, reach in pieces_of_queries(q, k, documents, window):
+        keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
+        scores = _scores(q[:, :, part], k, keys, reach, scale, wide)
+        sums[:, :, part] = scores.logsumexp(dim=-1)
+        shares = scores.softmax(dim=-1).to(q.dtype)
+        out[:, :, part] = torch.bmm(stacked(shares, k), values).view(out[:, :, part].shape)
+    return out, sums
+
+
+def _gradients_in_pieces(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    documents: Tensor | None,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    of_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    of_k, of_v = (torch.zeros(tensor.shape, dtype=sums.dtype, device=k.device) for tensor in (k, v))
+    kept = (gradient * out).sum(dim=-1, keepdim=True, dtype=sums.dtype)
+    for part, seen, reach in pieces_of_queries(q, k, documents, window):
+        keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
+        queries, slopes = (stacked(tensor[:, :, part], k) for tensor in (q, gradient))
+        shares = torch.exp(_scores(q[:, :, part], k, keys, reach, scale, sums.dtype) - sums[:, :, part].unsqueeze(-1))
+        of_v[:, :, seen] += torch.bmm(stacked(shares.to(q.dtype), k).transpose(1, 2), slopes).view_as(v[:, :, seen])
+        of_shares = products(slopes, values, reach, q.shape[1])
+        of_scores = stacked((shares * (of_shares - kept[:, :, part]) * scale).to(q.dtype), k)
+        of_q[:, :, part] = torch.bmm(of_scores, keys).view(of_q[:, :, part].shape)
+        of_k[:, :, seen] += torch.bmm(of_scores.transpose(1, 2), queries).view_as(k[:, :, seen])
+    return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, keys: Tensor, reach: Tensor, scale: float, wide: torch.dtype) -> Tensor:
+    """Scores `[b, h, m, n]` of some queries, -inf where nothing is seen."""
+    scores = products(stacked(q, k), keys, reach, q.shape[1]).to(wide) * scale
+    return scores.masked_fill(~visible(reach, keys.shape[1]), float("-inf"))
+
+
+# Attention whose scores are soft-capped (Gemma 2, arXiv 2408.00118), some queries at a time.
+#
+# No kernel of torch caps scores, so they are made in the open: two matmuls, and between them a
+# chain that is one kernel where chains are fused. The pieces keep the scores that exist at a time
+# small; nothing of them is kept for backward, which makes each piece's again. Sums over pieces of
+# the gradients of keys and values are in fp32.
+
+
+CAPPED_SCORES = 2**24  # scores that exist at a time: 64 MiB in fp32, in which a chain that is not fused has them
+
+
+def reaches(documents: Tensor | None, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Int32 `[b or 1, queries]`: how many keys each of the last `queries` of a row sees, back from its own.
+
+    documents: int32 `[b, keys]`, rising from one to the next; None: a row is one. window: a token sees so many, its
+    own included.
+    """
+    found = torch.arange(keys - queries + 1, keys + 1, dtype=torch.int32, device=device).unsqueeze(0)
+    if documents is not None:
+        own = documents[:, keys - queries :].contiguous()
+        found = found - torch.searchsorted(documents, own, out_int32=True)  # where its document starts
+    return found if window is None else found.clamp(max=window)
+
+
+def visible(reach: Tensor, keys: int) -> Tensor:
+    """Bool `[b or 1, 1, m, keys]`: which keys m queries see, the last one of which is as far as the last key."""
+    own = torch.arange(keys - reach.shape[1], keys, dtype=torch.int32, device=reach.device)
+    places = torch.arange(keys, dtype=torch.int32, device=reach.device)
+    return (places <= own[:, None]) & (places > (own - reach)[:, None, :, None])
+
+
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, softcap: float, scale: float
+) -> Tensor:
+    """Causal attention of q `[b, h, s, e]` over k, v `[b, k, t, e]`; returns `[b, h, s, e]`.
+
+    Scores are `softcap * tanh(scores * scale / softcap)`. documents: int32 `[b, t]`, see `reaches`.
+    """
+    return cast(Tensor, _CappedAttention.apply(q, k, v, documents, window, softcap, scale))
+
+
+class _CappedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        window: int | None,
+        softcap: float,
+        scale: float,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, documents)
+        ctx.settings = (window, softcap, scale)
+        return _attended(q, k, v, documents, *ctx.settings)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_gradients(gradients[0], *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+
+
+@follows_from_shapes()
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, softcap: float, scale: float
+) -> Tensor:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for part, seen, reach in pieces_of_queries(q, k, documents, window):
+        keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
+        scores = products(stacked(q[:, :, part], k), keys, reach, q.shape[1])
+        shares = capped_shares(scores, reach, softcap, scale)
+        del scores
+        out[:, :, part] = torch.bmm(stacked(shares, k), values).view(out[:, :, part].shape)
+        del shares
+    return out
+
+
+@follows_from_shapes()
+def _gradients(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    window: int | None,
+    softcap: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k and v, by that of the result."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    of_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    of_k, of_v = (torch.zeros(tensor.shape, dtype=wide, device=tensor.device) for tensor in (k, v))
+    for part, seen, reach in pieces_of_queries(q, k, documents, window):
+        keys, values = (tensor[:, :, seen].flatten(0, 1) for tensor in (k, v))
+        queries, slopes = (stacked(tensor[:, :, part], k) for tensor in (q, gradient))
+        scores = products(queries, keys, reach, q.shape[1])
+        shares = stacked(capped_shares(scores, reach, softcap, scale), k)
+        of_v[:, :, seen] += torch.bmm(shares.transpose(1, 2), slopes).view_as(v[:, :, seen])
+        del shares
+        of_shares = products(slopes, values, reach, q.shape[1])
+        of_scores = stacked(capped_score_gradients(of_shares, scores, reach, softcap, scale), k)
+        del scores, of_shares
+        of_q[:, :, part] = torch.bmm(of_scores, keys).view(of_q[:, :, part].shape)
+        of_k[:, :, seen] += torch.bmm(of_scores.transpose(1, 2), queries).view_as(k[:, :, seen])
+    return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+def pieces_of_queries(
+    q: Tensor, k: Tensor, documents: Tensor | None, window: int | None
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(queries of a piece, the keys up to its last one that they can see, how many of these each of them sees)."""
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
+    offset = keys - queries  # the position of query 0 among the keys: what a cache held before
+    reach = reaches(documents, queries, keys, window, q.device)
+    # Fused, scores are not wider than q: as many bytes are twice as many of them.
+    count = _count(batch * heads * keys // (2 if fuses(q.device) and q.dtype.itemsize == 2 else 1), queries)
+    for piece in range(count):
+        start, stop = queries * piece // count, queries * (piece + 1) // count
+        first = 0 if window is None else max(0, start + offset - window + 1)
+        yield slice(start, stop), slice(first, stop + offset), reach[:, start:stop]
+
+
+def _count(scores: int, queries: int) -> int:
+    """Pieces that the queries are taken in; scores: of one of them, over all rows and heads.
+
+    A power of two, so that code that is compiled for rows of any length is made anew for few of these numbers.
+    """
+    count = 1
+    while count < queries and scores * queries > count * CAPPED_SCORES:
+        count *= 2
+    return min(count, queries)
+
+
+def stacked(part: Tensor, k: Tensor) -> Tensor:
+    """`[b, h, m, n]` as `[b k, h/k m, n]`: heads that share a key head are more rows of it; keys are not expanded."""
+    return part.reshape(part.shape[0] * k.shape[1], -1, part.shape[3])
+
+
+def products(stacked: Tensor, others: Tensor, reach: Tensor, heads: int) -> Tensor:
+    """`[b, h, m, n]`: of m stacked rows of each head, and n of `[b k, n, e]`."""
+    return torch.bmm(stacked, others.transpose(1, 2)).view(-1, heads, reach.shape[1], others.shape[1])
+
+
+def _like_scores(scores: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(scores)
+
+
+@fused("capped_shares(Tensor scores, Tensor reach, float softcap, float scale) -> Tensor", _like_scores)
+def capped_shares(scores: Tensor, reach: Tensor, softcap: float, scale: float) -> Tensor:
+    """Capped scores' softmax over the keys that are visible, of products of queries and keys `[b, h, m, n]`, in their
+    type. reach: int32 `[b or 1, m]`, see `reaches`."""
+    return _softmax(scores, reach, softcap, scale)[0].to(scores.dtype)
+
+
+@fused(
+    "capped_score_gradients(Tensor of_shares, Tensor scores, Tensor reach, float softcap, float scale) -> Tensor",
+    _like_scores,
+    repeats=True,
+)
+def capped_score_gradients(of_shares: Tensor, scores: Tensor, reach: Tensor, softcap: float, scale: float) -> Tensor:
+    """The gradient of the products that `capped_shares` takes, by that of its result."""
+    shares, tangents = _softmax(scores, reach, softcap, scale)
+    wide = of_shares.to(shares.dtype)
+    grad = shares * (wide - (wide * shares).sum(dim=-1, keepdim=True))
+    # d cap*tanh(x/cap) / dx = 1 - tanh^2; shares are 0 where nothing is visible.
+    return (grad * (1 - tangents.square())).to(scores.dtype) * scale
+
+
+def _softmax(scores: Tensor, reach: Tensor, softcap: float, scale: float) -> tuple[Tensor, Tensor]:
+    """(shares of the keys, tanh of the scores over the cap), both `[b, h, m, n]` in fp32 (fp64 for fp64)."""
+    tangents = torch.tanh((scores * scale).to(torch.promote_types(scores.dtype, torch.float32)) / softcap)
+    capped = (softcap * tangents).masked_fill(~visible(reach, scores.shape[3]), float("-inf"))
+    return capped.softmax(dim=-1), tangents

@@ -1,6 +1,6 @@
 """The log-probability of each label, and its gradient, fused, without logits in fp32.
 
-What `recipe_lib.ops.cross_entropy` and `recipe_lib.ops.token_log_probs` do to a chunk of logits where operators run one
+What `recipe_lib.ops.cross_entropy` and `recipe_lib.ops.head_losses` do to a chunk of logits where operators run one
 by one, in fp32 and in place. Fused, they read the logits as they are, `[m, v]` in bf16, and write the gradients in that
 type, so that a chunk takes 4 bytes a logit in place of 6. Of logits in fp32 it would take 8 in place of 4: those are
 not fused.

@@ -11,16 +11,33 @@ refused for such a head, rather than computing with a part of it. `CrossEntropy(
 """
 
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from recipe_lib.errors import SetupError
-from recipe_lib.ops.chunked_heads import Finish, OutputAdapter
+from recipe_lib.ops.chunked_heads import (
+    ChunkedAdaptedHead,
+    ChunkedHead,
+    Finish,
+    Head,
+    OutputAdapter,
+    finish_logits,
+    largest_of,
+    own_columns,
+    row_pieces,
+    walk_chunks,
+)
 from recipe_lib.ops.cross_entropy import CrossEntropy
 from recipe_lib.ops.distillation import Distillation
-from recipe_lib.ops.gathered import Group
-from recipe_lib.ops.token_log_probs import TokenLogProbs, TokenScores
+from recipe_lib.ops.fused_loss import IGNORED, cap_of, label_log_prob_gradients, label_log_probs, widen_dtype
+from recipe_lib.ops.gathered import Group, all_reduce
 
 __all__ = [
     "CrossEntropy",
@@ -81,3 +98,218 @@ def _check_takes(head_loss: HeadLoss, needs: dict[str, Any]) -> None:
             f"expected it to take {'that keyword' if len(missing) == 1 else 'those keywords'} too; a loss of logits, "
             "fn(logits, labels), runs as CrossEntropy(loss=fn)"
         )
+
+
+# The log-probability of every label, computed in chunks of tokens (`recipe_lib.ops.chunked_heads`).
+#
+# A loss over whole answers, as in preference optimization, needs the log-probability of each token
+# before it knows their gradients, so that these cannot be made in the forward pass as those of a
+# sum are. Here the backward pass makes the logits of a chunk a second time: one matmul more, and
+# what is kept in between is the hidden states, one number for each row, and nothing of size `[n,
+# v]`. `TokenScores` needs no gradients.
+
+
+@dataclass(frozen=True)
+class TokenLogProbs:
+    """The log-probability of each label, 0 where that is -100, in `chunks` pieces of the tokens."""
+
+    chunks: int = 1
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        softcap: float | None = None,
+        group: Group | None = None,
+        bias: Tensor | None = None,
+        finish: Finish | None = None,
+        adapter: OutputAdapter | None = None,
+    ) -> Tensor:
+        """Return the shape of labels, fp32 (fp64 for fp64). The arguments are those of `CrossEntropy`.
+
+        With a group labels and result are those of all N tokens. A frozen weight gets no gradient and costs no memory
+        for one; differentiable once. What an adapter computes with gets its gradient, whatever it is; it projects again
+        in backward, with the same random numbers.
+        """
+        if adapter is not None:
+            return _checkpointed_log_probs(adapter, hidden, labels, self.chunks, softcap)
+        found: Tensor = _TokenLogProbs.apply(labels, self.chunks, softcap, group, finish, hidden, weight, bias)
+        return found
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """How likely a model finds each label, and how likely its likeliest token, in `chunks` pieces of the tokens.
+
+    Where the two are equal, greedy decoding gives the label.
+    """
+
+    chunks: int = 1
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        softcap: float | None = None,
+        group: Group | None = None,
+        bias: Tensor | None = None,
+        finish: Finish | None = None,
+        adapter: OutputAdapter | None = None,
+    ) -> Tensor:
+        """Return log-probabilities of the labels and of the likeliest tokens `[..., 2]`; both 0 where a label is -100.
+
+        fp32 (fp64 for fp64), without gradients. The arguments are those of `CrossEntropy`.
+        """
+        head: Head = ChunkedHead((hidden, weight, bias), (False, False, False), group=group)
+        if adapter is not None:
+            nothing = [False] * (1 + len(adapter.trained))
+            head = ChunkedAdaptedHead((hidden, *adapter.trained), nothing, project=adapter.project)
+        wide = widen_dtype(hidden.dtype)
+        scores = torch.empty((head.ranks, labels.numel() // head.ranks, 2), dtype=wide, device=hidden.device)
+
+        def score_chunk(part: slice, targets: Tensor) -> None:
+            logits = finish_and_cap(head.logits(part).to(wide), softcap, finish)
+            chosen, largest, log_sums = label_logits(logits, targets, group)
+            found = torch.stack([chosen, largest], dim=1).sub_(log_sums.unsqueeze(1))
+            scores[:, part] = found.masked_fill_((targets == IGNORED).unsqueeze(1), 0).unflatten(0, (head.ranks, -1))
+
+        walk_chunks(head, labels, self.chunks, score_chunk)
+        return scores.view(*labels.shape, 2)
+
+
+def _checkpointed_log_probs(
+    adapter: OutputAdapter, hidden: Tensor, labels: Tensor, chunks: int, softcap: float | None
+) -> Tensor:
+    """Those of a projection with parts of its own, whose gradients autograd makes."""
+    rows, targets = hidden.flatten(0, -2), labels.flatten()
+    project = partial(_project_alone, adapter)
+    sizes = [part.stop - part.start for part in row_pieces(rows.shape[0], chunks)]
+    parts = [
+        checkpoint(_label_log_probs, project, piece, target, softcap, use_reentrant=False)
+        for piece, target in zip(rows.split(sizes), targets.split(sizes), strict=True)
+    ]
+    return torch.cat(parts).reshape(labels.shape).clone()  # a module of FSDP should return no view
+
+
+def _project_alone(adapter: OutputAdapter, tokens: Tensor) -> Tensor:
+    return adapter.project(tokens, *adapter.trained, frozen=adapter.frozen)
+
+
+def _label_log_probs(
+    project: Callable[[Tensor], Tensor], rows: Tensor, labels: Tensor, softcap: float | None
+) -> Tensor:
+    """Of one chunk: rows `[m, d]`, labels `[m]`, to `[m]`."""
+    logits = project(rows).to(widen_dtype(rows.dtype))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return -F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """Keeps hidden states and the log of each row's sum of exponentials; makes the logits in both passes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        labels: Tensor,
+        chunks: int,
+        softcap: float | None,
+        group: Group | None,
+        finish: Finish | None,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        head = ChunkedHead((hidden, weight, bias), (False, False, False), group=group)
+        picked = torch.empty(labels.shape, dtype=widen_dtype(hidden.dtype), device=hidden.device)
+        log_sums = picked.new_empty(head.ranks, labels.numel() // head.ranks)
+
+        def pick_chunk(part: slice, targets: Tensor) -> None:
+            logits = head.logits(part)
+            if finish is None and head.fuses_loss:
+                chosen, sums = label_log_probs(logits, targets, cap_of(logits, softcap))
+            else:
+                logits = logits.to(picked.dtype)
+                logits = finish_and_cap(logits, softcap, finish)
+                chosen, _, sums = label_logits(logits, targets, group)
+                chosen = chosen.sub_(sums).masked_fill_(targets == IGNORED, 0)
+            picked.view(log_sums.shape)[:, part] = chosen.view(head.ranks, -1)
+            log_sums[:, part] = sums.view(head.ranks, -1)
+
+        walk_chunks(head, labels, chunks, pick_chunk)
+        ctx.save_for_backward(hidden, weight, bias, labels, log_sums)
+        ctx.chunks, ctx.softcap, ctx.group, ctx.finish = chunks, softcap, group, finish
+        return picked
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, log_sums = ctx.saved_tensors
+        head = ChunkedHead((hidden, weight, bias), ctx.needs_input_grad[5:], group=ctx.group)
+        slopes = gradients[0].reshape(log_sums.shape)
+
+        def differentiate_chunk(part: slice, targets: Tensor) -> Tensor:
+            logits = head.logits(part)
+            of_rows = log_sums[:, part].flatten(), slopes[:, part].flatten()
+            if ctx.finish is None and head.fuses_loss:
+                return label_log_prob_gradients(logits, targets, *of_rows, cap_of(logits, ctx.softcap))
+            logits = logits.to(log_sums.dtype)
+            return _gradients(logits, targets, *of_rows, softcap=ctx.softcap, group=ctx.group, finish=ctx.finish)
+
+        walk_chunks(head, labels, ctx.chunks, differentiate_chunk)
+        hidden_grad, *others = head.gradients
+        return *[None] * 5, None if hidden_grad is None else hidden_grad.view_as(hidden), *others
+
+
+def finish_and_cap(logits: Tensor, softcap: float | None, finish: Finish | None) -> Tensor:
+    """Return logits, which it overwrites, finished and capped, in storage that may be overwritten too."""
+    if finish is not None:
+        logits = finish(logits).clone()  # it might be a view of something else
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def label_logits(logits: Tensor, labels: Tensor, group: Group | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(the labels' logits, the largest ones, the logs of the sums of exponentials), each `[m]`; overwrites logits."""
+    columns, elsewhere = own_columns(labels, labels == IGNORED, logits.shape[1], group)
+    chosen = logits.gather(1, columns).squeeze(1)
+    largest = largest_of(logits, group)
+    sums = logits.sub_(largest).exp_().sum(dim=1)
+    if elsewhere is not None and group is not None:
+        sums, chosen = all_reduce(torch.stack([sums, chosen.masked_fill_(elsewhere, 0)]), "sum", group)
+    largest = largest.squeeze(1)
+    return chosen, largest, sums.log_().add_(largest)
+
+
+def _gradients(
+    logits: Tensor,
+    labels: Tensor,
+    log_sums: Tensor,
+    slopes: Tensor,
+    *,
+    softcap: float | None,
+    group: Group | None,
+    finish: Finish | None,
+) -> Tensor:
+    """The gradients of logits `[m, v]`, which it overwrites; labels, log_sums and slopes: `[m]`."""
+    leaf, squash = logits, None
+    if finish is not None:
+        leaf, finished = finish_logits(logits, finish, True)
+        logits = finished.detach().clone()
+    if softcap is not None:
+        squash = logits.div_(softcap).tanh_()
+        logits = squash * softcap
+    # d log p(label) / d logits is one-hot minus softmax.
+    grad = logits.sub_(log_sums.unsqueeze(1)).exp_().neg_()
+    columns, elsewhere = own_columns(labels, labels == IGNORED, grad.shape[1], group)
+    one = grad.new_ones(()).expand_as(columns)
+    grad.scatter_add_(1, columns, one if elsewhere is None else one.masked_fill(elsewhere.unsqueeze(1), 0))
+    grad.mul_(slopes.unsqueeze(1))
+    if squash is not None:
+        grad.mul_(squash.square_().neg_().add_(1))  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
+    grad.masked_fill_((labels == IGNORED).unsqueeze(1), 0)  # what is not finite in such a row, too
+    return grad if finish is None else torch.autograd.grad(finished, leaf, grad)[0]

@@ -4,12 +4,11 @@ from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.fsdp import materialize, shard_model
 from recipe_lib.parallel.fsdp_wrap_policy import Unit, resolve_wrapping
 from recipe_lib.parallel.gradients import all_reduce_gradients
-from recipe_lib.parallel.meeting import meet_ranks
 from recipe_lib.parallel.parallelize import Parallel, describe_units, parallelize
 from recipe_lib.parallel.pipeline.stages import split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors
 from recipe_lib.parallel.tensor_sizes import check_tensor
-from recipe_lib.parallel.world import World, make_world, start_world
+from recipe_lib.parallel.world import World, make_world, meet_ranks, start_world
 
 __all__ = [
     "DTYPES",

@@ -1,6 +1,7 @@
 """A plan as sections, for a terminal of 80 columns and more and for one HTML page. No torch in here."""
 
 import math
+from dataclasses import dataclass
 
 from recipe_lib.plan.cluster_tables import (
     alone_table,
@@ -9,11 +10,18 @@ from recipe_lib.plan.cluster_tables import (
     stage_ranks_table,
     volume_table,
 )
-from recipe_lib.plan.drawings import draw_pipeline, draw_timeline
 from recipe_lib.plan.nearest_receipt import quote_line
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
-from recipe_lib.plan.tables import advice_table, layer_table, outside_table, phase_table, rank_table, stage_table
-from recipe_lib.plan.trace import Trace
+from recipe_lib.plan.result import DOES_NOT_FIT, FITS, ActionSpan, PipelinePlan, Plan
+from recipe_lib.plan.tables import (
+    advice_table,
+    layer_table,
+    layers_text,
+    outside_table,
+    phase_table,
+    rank_table,
+    stage_table,
+)
+from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Trace
 from recipe_lib.plan.tree import alive_tree, draw_tree, folded
 from recipe_lib.plan.verdict import (
     host_text,
@@ -29,9 +37,11 @@ from recipe_lib.plan.verdict import (
     version_text,
 )
 from recipe_lib.report import terminal
+from recipe_lib.report.chart import Chart, Scale, Tooltip, as_svg, short, strips, ticks
 from recipe_lib.report.page import render_page
 from recipe_lib.report.terminal import put
-from recipe_lib.report.view import Section, show_table
+from recipe_lib.report.view import Figure, Section, show_table
+from recipe_lib.units import Unit, choose_unit, count_hundredths, format_duration, format_hundredths
 
 # A branch of the tree has a line on a terminal if it is this share of the one above it, and at most so many have.
 _SMALLEST_SHARE, _MOST_BRANCHES = 0.01, 12
@@ -133,3 +143,188 @@ def _tree(plan: Plan, depth: int | None, *, sums_up: bool = False) -> Section:
     lines = draw_tree(root, depth=depth, smallest=_SMALLEST_SHARE, most=_MOST_BRANCHES)
     is_cut = not sums_up and any(line.opens and line.level == depth for line in lines)
     return Section(_tree_title(plan), tree=lines, text=f"--depth {depth + 1} opens the next level" if is_cut else "")
+
+
+# Pictures of a plan: memory over a trace, stacked by kind, and a pipeline's step. No torch in here.
+
+
+MOST_POINTS = 2000
+_WIDTH, _RIGHT = 1000, 12
+_HEIGHT, _LEFT, _TOP, _BOTTOM = 376, 64, 60, 40  # of the timeline
+_TOOLTIPS = 160  # strips of the timeline that show values
+_LIMIT_ABOVE = 3.0  # a limit that is more times the highest point would flatten the picture: the note says it instead
+_LETTER = 7.0
+
+
+@dataclass
+class Point:
+    """What is live on the device at a time."""
+
+    at: int  # allocations and frees before it
+    total: int  # bytes
+    kinds: tuple[int, ...]  # bytes of each of STORAGE_KINDS
+
+
+def points(trace: Trace, most: int = MOST_POINTS) -> tuple[list[Point], dict[str, int]]:
+    """Return at most `most` points of the trace, and at which event each phase begins.
+
+    Where there are more events, neighboring ones of a phase make a group that keeps its highest and its lowest
+    point, so that no phase loses its peak. A phase that comes again counts on.
+    """
+    taken = sum(1 for event, number in trace.events if event in (ALLOC, FREE) and trace.storages[number].device)
+    phases = max(1, sum(1 for event, _ in trace.events if event == PHASE))
+    size = 1 if taken <= most else math.ceil(taken / max(1, most // 2 - phases - 1))
+    number_of_kind = {kind: number for number, kind in enumerate(STORAGE_KINDS)}
+    alive, at = [0] * len(STORAGE_KINDS), 0
+    begins: dict[str, int] = {}
+    shown: list[Point] = []
+    group: list[Point] = []
+    for event, number in [*trace.events, (PHASE, -1)]:
+        if group and (event == PHASE or len(group) == size):
+            lowest, highest = (choose(group, key=lambda point: point.total) for choose in (min, max))
+            shown += [point for point in group if point is lowest or point is highest]
+            group = []
+        if event == PHASE and number >= 0:
+            begins.setdefault(trace.phases[number], at)
+        elif event in (ALLOC, FREE) and trace.storages[number].device:
+            storage = trace.storages[number]
+            kind = number_of_kind.get(storage.kind, len(STORAGE_KINDS) - 1)
+            alive[kind] += storage.bytes if event == ALLOC else -storage.bytes
+            at += 1
+            group.append(Point(at, sum(alive), tuple(alive)))
+    return shown, begins
+
+
+def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
+    """The chart with its key; None if the trace takes no memory on the device."""
+    shown, begins = points(trace)
+    highest = max(shown, key=lambda point: point.total, default=None)
+    if highest is None or not highest.total:
+        return None
+    usable = max(0, plan.device.usable)
+    on_axis = usable <= _LIMIT_ABOVE * highest.total
+    unit = choose_unit(highest.total)
+    top = max(highest.total, usable if on_axis else 0) * 1.04 / unit[0]
+    chart = Chart(_WIDTH, _HEIGHT, "memory live on the device", _LEFT, _RIGHT, _TOP, _BOTTOM)
+    last = shown[-1].at
+    counts = [(at, short(at)) for at in ticks(0, last, 8) if at == int(at)]
+    chart.x = Scale("allocations and releases, in their order", 0, last, counts)
+    chart.y = Scale(f"live on the device ({unit[1]})", 0, top, [(value, f"{value:g}") for value in ticks(0, top, 5)])
+    _draw_areas(chart, shown, unit)
+    _phase_marks(chart, [(phase, chart.across(at)) for phase, at in begins.items()])
+    said = format_hundredths(count_hundredths(usable, unit), unit)
+    if on_axis:
+        y = chart.up(usable / unit[0])
+        chart.put("line", "limit", title=f"usable: {said}", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y)
+        chart.put("text", "limit-name", f"usable {said}", x=_LEFT + 24, y=y + 14)
+        limit = f"Dashed across: the {said} that the allocator may use."
+    else:
+        limit = f"The allocator may use {said}, {usable / highest.total:,.0f} times the highest point: above this axis."
+    most = f"highest: {format_hundredths(count_hundredths(highest.total, unit), unit)}"
+    chart.put("circle", "peak", title=most, cx=chart.across(highest.at), cy=chart.up(highest.total / unit[0]), r=3.5)
+    chart.tooltips = _timeline_tooltips(chart, shown, begins, unit)
+    peak = plan.heaviest.peak
+    at_peak = f"{most}, {running_text(peak)}" if highest.total == peak.requested else most
+    return Figure(as_svg(chart), _kind_keys(highest, unit), f"{at_peak}. {_CAPTION} {limit}", wide=True)
+
+
+_CAPTION = "Requested bytes of tensors, on one rank; from left to right every allocation and release, in their order."
+
+
+def _draw_areas(chart: Chart, shown: list[Point], unit: Unit) -> None:
+    """The highest sum first, each lower one over it: what stays to be seen of an area is its own kind."""
+    base = f"{chart.up(0):.1f}"
+    for place in reversed(range(len(STORAGE_KINDS))):
+        if any(point.kinds[place] for point in shown):
+            tops = [(chart.across(point.at), chart.up(sum(point.kinds[: place + 1]) / unit[0])) for point in shown]
+            steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in tops)
+            path = f"M{chart.across(0):.1f},{base}{steps}V{base}Z"
+            chart.put("path", f"k{place}", title=STORAGE_KINDS[place], d=path)
+
+
+def _timeline_tooltips(chart: Chart, shown: list[Point], begins: dict[str, int], unit: Unit) -> list[Tooltip]:
+    """What is live, by kind, at the highest point of each strip."""
+    size = math.ceil(len(shown) / _TOOLTIPS)
+    groups = [shown[start : start + size] for start in range(0, len(shown), size)]
+    tops = [max(group, key=lambda point: point.total) for group in groups]
+
+    def read(at: int) -> tuple[list[tuple[str, str]], list[tuple[float, str]]]:
+        point = tops[at]
+        phase = next((name for name, begin in reversed(begins.items()) if begin < point.at), "")
+        said = f"{format_hundredths(count_hundredths(point.total, unit), unit)}{f' in {phase}' if phase else ''}"
+        return [("", said), *_kind_keys(point, unit)], [(chart.up(point.total / unit[0]), "peak")]
+
+    return strips(chart, [chart.across(top.at) for top in tops], read)
+
+
+def _phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:
+    """A line where each phase begins, its name above it in the first of three rows that has room."""
+    ends = [0.0, 0.0, 0.0]
+    for phase, x in begins:
+        chart.put("line", "phase", title=phase, x1=x, x2=x, y1=_TOP - 10, y2=_HEIGHT - _BOTTOM)
+        width = _LETTER * len(phase)
+        begin = min(x, _WIDTH - width)  # a phase that begins near the right edge has its name left of it
+        row = next((row for row, end in enumerate(ends) if end <= begin), None)
+        if row is not None:
+            chart.put("text", text=phase, x=begin, y=14 + 16 * row)
+            ends[row] = begin + width + 8
+
+
+def _kind_keys(highest: Point, unit: Unit) -> list[tuple[str, str]]:
+    """Color, name and bytes at the highest point of each kind."""
+    return [
+        (f"k{place}", f"{STORAGE_KINDS[place]} {format_hundredths(count_hundredths(num_bytes, unit), unit)}")
+        for place, num_bytes in enumerate(highest.kinds)
+        if num_bytes
+    ]
+
+
+# Of an action of a pipeline: what it is, the color.
+_ACTIONS = {
+    "F": ("forward", "k0"),
+    "B": ("backward", "k5"),
+    "I": ("backward: gradient of the input", "k3"),
+    "W": ("backward: gradients of the weights", "k2"),
+}
+_NAMES, _AXIS = 150, 8  # at the left and above the boxes of a pipeline
+_ROW, _GAP = 30, 8
+_DIGIT = 6.0  # a number is left out where its box is narrower than its digits
+
+
+def draw_pipeline(plan: PipelinePlan) -> Figure | None:
+    """A row for each rank, a box for each forward and backward, gaps where it waits; None if times are not known."""
+    if not plan.spans or not plan.seconds:
+        return None
+    height = _AXIS + len(plan.places) * (_ROW + _GAP) + _BOTTOM
+    chart = Chart(_WIDTH, height, "what each rank computes over a step", _NAMES, _RIGHT, _AXIS, _BOTTOM)
+    times = [(value, format_duration(value) if value else "0") for value in ticks(0, plan.seconds, 6)]
+    chart.x = Scale("planned time of the step", 0, plan.seconds, times)
+    rows = {place.place: _AXIS + at * (_ROW + _GAP) for at, place in enumerate(plan.places)}
+    for place in plan.places:
+        y = rows[place.place]
+        chart.put("text", text=f"rank {place.rank}, idle {place.idle:.1%}", x=0, y=y + 13)
+        chart.put("text", text=f"layers {layers_text(place)}", x=0, y=y + 27)
+        chart.put("rect", "idle", x=_NAMES, y=y, width=_WIDTH - _NAMES - _RIGHT, height=_ROW)
+    turns = {stage: turn for place in plan.places for turn, stage in enumerate(place.stages)}
+    for span in plan.spans:
+        _box(chart, span, rows[span.place], turns.get(span.stage, 0))
+    kinds = {span.kind for span in plan.spans}
+    keys = [(style, what) for kind, (what, style) in _ACTIONS.items() if kind in kinds]
+    note = f"{plan.schedule}, {plan.micro_batches} micro-batches, planned times. Numbers: micro-batches."
+    if plan.stages_per_rank > 1:
+        note += " A rank's later stages have lower boxes."
+    note += " The optimizer and what else a step does outside the pipeline are not here."
+    return Figure(as_svg(chart), [*keys, ("idle", "waiting")], note, wide=True)
+
+
+def _box(chart: Chart, span: ActionSpan, y: int, turn: int) -> None:
+    """A box with the number of its micro-batch; those of a rank's later stages are lower, to tell them apart."""
+    what, style = _ACTIONS.get(span.kind, (span.kind, "k9"))
+    x = chart.across(span.start)
+    width = chart.across(span.end) - x
+    top = y + 4 * min(turn, 3)
+    title = f"micro-batch {span.micro_batch}, stage {span.stage}, {what}, {format_duration(span.end - span.start)}"
+    chart.put("rect", f"box {style}", title=title, x=x, y=top, width=max(width, 0.1), height=_ROW - (top - y))
+    number = str(span.micro_batch)
+    if width >= _DIGIT * len(number) + 1:
+        chart.put("text", "mark", number, x=x + width / 2, y=y + 23)

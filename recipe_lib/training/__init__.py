@@ -1,18 +1,16 @@
 """What happens in a training run around the model: data, loop, resume, stop signals and records."""
 
-from recipe_lib.optim.clipping import clip_grad_norm
-from recipe_lib.optim.in_backward import OptimizerLevers, apply_optimizer_levers
+from recipe_lib.optim.in_backward import OptimizerLevers, apply_optimizer_levers, clip_grad_norm
 from recipe_lib.optim.optimizers import build_optimizer
 from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.training.derived_numbers import derived_numbers
 from recipe_lib.training.export_model import export_trained_adapter, export_trained_model
 from recipe_lib.training.host_memory import check_host_memory
-from recipe_lib.training.loop import Step, TrainingLoop
+from recipe_lib.training.loop import Step, TrainingLoop, resume_run
 from recipe_lib.training.losses import build_head_loss
 from recipe_lib.training.micro_batches import backward_each, result_of_each, sum_gradients
 from recipe_lib.training.output import check_output
 from recipe_lib.training.resolve_model import ResolvedModel, resolve_model, validate_parallelism
-from recipe_lib.training.resume import resume_run
 from recipe_lib.training.run import run_recipe
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.training.validation import validation_loss

@@ -11,7 +11,7 @@ from peft import LoraConfig as PeftConfig
 
 from recipe_lib.adapters.peft_names import file_modules
 from recipe_lib.checkpoint.adapter_config import IRRELEVANT, READ, REFUSED, AdapterConfig
-from recipe_lib.checkpoint.adapter_targets import find_unselected
+from recipe_lib.checkpoint.adapter_files import find_unselected
 from tests.adapters.hugging_face import spec_of
 from tests.adapters.peft_folders import (
     ask_peft,

@@ -203,7 +203,7 @@ def test_dequantizing_takes_the_weight_and_one_piece(monkeypatch: pytest.MonkeyP
 def test_a_step_holds_one_whole_weight_at_a_time(monkeypatch: pytest.MonkeyPatch, kind: str, mode: str) -> None:
     """Two layers of 7 matrices, few tokens: beside what the model is, the largest matrix and little else."""
     monkeypatch.setattr("recipe_lib.adapters.nf4._PIECE_BLOCKS", 128)
-    monkeypatch.setattr("recipe_lib.adapters.int8._PIECE_ELEMENTS", 8192)
+    monkeypatch.setattr("recipe_lib.adapters.quantized._PIECE_ELEMENTS", 8192)
     monkeypatch.setattr("recipe_lib.adapters.quantized._PIECE_ELEMENTS", 8192)
     spec = replace(small_spec(layers=2), width=128, mlp_width=1024)
     model = build_meta(spec, torch.float32)

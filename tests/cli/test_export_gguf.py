@@ -150,11 +150,11 @@ PLACES = {"f32": 3, "q8_0": 1, "q4_k_m": 209}
 @pytest.mark.parametrize("kind", PLACES)
 def test_a_file_that_was_changed_is_noticed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The check at the end, with one bit of a tensor turned over after it was written."""
-    from recipe_lib.checkpoint.gguf import gguf_model
+    from recipe_lib.checkpoint.gguf import gguf_adapter
     from recipe_lib.errors import CheckpointError
 
     save_model("qwen2", tmp_path / "model", num_hidden_layers=1)
-    write = gguf_model.write_gguf
+    write = gguf_adapter.write_gguf
 
     def damaged(out: Path, *rest: Any) -> None:
         write(out, *rest)
@@ -163,6 +163,6 @@ def test_a_file_that_was_changed_is_noticed(kind: str, tmp_path: Path, monkeypat
         content[int(first.data_offset) + PLACES[kind]] ^= 0x10
         out.write_bytes(content)
 
-    monkeypatch.setattr(gguf_model, "write_gguf", damaged)
+    monkeypatch.setattr(gguf_adapter, "write_gguf", damaged)
     with pytest.raises(CheckpointError, match=r"token_embd.weight .* from what was written; do not use it, and report"):
-        gguf_model.write_gguf_model(tmp_path / "model", tmp_path / "x.gguf", kind, name="x")
+        gguf_adapter.write_gguf_model(tmp_path / "model", tmp_path / "x.gguf", kind, name="x")

@@ -6,7 +6,7 @@ import pytest
 
 from recipe_lib.config import DpoFinetuneConfig, FullFinetuneConfig
 from recipe_lib.config.aliases import GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, SECTION_ALIASES
-from recipe_lib.config.hints import hint_for, meant_by, near
+from recipe_lib.config.check import hint_for, meant_by, near
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.recipes import RECIPE_CONFIGS
 

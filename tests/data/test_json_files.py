@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe_lib.config.schema import SourceConfig
-from recipe_lib.data import json_files
+from recipe_lib.data import sources
 from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import DataError
 
@@ -73,7 +73,7 @@ CASES = [
 @pytest.mark.parametrize(("content", "line"), CASES)
 def test_json_files_that_are_refused(content, line, piece, tmp_path, monkeypatch):
     """With the same line, however the file is cut into pieces."""
-    monkeypatch.setattr(json_files, "READ_BYTES", max(piece, len(content) // 100))
+    monkeypatch.setattr(sources, "READ_BYTES", max(piece, len(content) // 100))
     (tmp_path / "a.json").write_bytes(content)
     refused(tmp_path / "a.json", line)
 
@@ -105,7 +105,7 @@ def test_any_rows_in_any_pieces(tmp_path_factory, rows, ascii, indent, piece, wr
         text = json.dumps(content, indent=indent)
     (folder / "a.json").write_text(text, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_files, "READ_BYTES", piece)
+        patch.setattr(sources, "READ_BYTES", piece)
         file = opened(folder / "a.json")
         assert len(file) == len(rows)
     found = list(file.read())
@@ -129,13 +129,13 @@ def test_a_list_that_stands_twice_is_none(last, tmp_path):
 
 def test_numbers_at_the_end_of_a_piece(tmp_path, monkeypatch):
     """12345 is one number, not 12 and what follows."""
-    monkeypatch.setattr(json_files, "READ_BYTES", 3)
+    monkeypatch.setattr(sources, "READ_BYTES", 3)
     (tmp_path / "a.json").write_text('{"a": 12345, "data": [{"n": 67890.5e3}]}')
     assert [row for _, row in read(tmp_path / "a.json")] == [{"n": 67890.5e3}]
 
 
 def test_a_letter_cut_in_two(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_files, "READ_BYTES", 4)
+    monkeypatch.setattr(sources, "READ_BYTES", 4)
     (tmp_path / "a.json").write_bytes('[{"a": "é日😀"}]'.encode())
     assert [row for _, row in read(tmp_path / "a.json")] == [{"a": "é日😀"}]
     (tmp_path / "a.json").write_bytes('[\n{"a": "é日'.encode()[:-1])

@@ -17,7 +17,7 @@ from recipe_lib.data import packing_isolation as leaks
 from recipe_lib.errors import SetupError
 from recipe_lib.memory import compile_layers
 from recipe_lib.models import build_meta, init_weights, mixture, read_config, spec_from_config
-from recipe_lib.ops import attention, capped_attention
+from recipe_lib.ops import attention
 from recipe_lib.parallel import shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import small_spec
@@ -51,8 +51,8 @@ def test_our_models_keep_documents_apart(kind, dtype):
 
 def blind_mask(monkeypatch) -> None:
     """Only causality is left of the mask."""
-    reaches = capped_attention.reaches
-    for module in (attention, capped_attention):
+    reaches = attention.reaches
+    for module in (attention, attention):
         monkeypatch.setattr(module, "reaches", lambda documents, *arguments: reaches(None, *arguments))
 
 

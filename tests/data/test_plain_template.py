@@ -14,7 +14,7 @@ from recipe_lib.data.rendering import bos_text, eos_text, plain_jinja, render_pl
 from recipe_lib.data.samples import Conversation
 from recipe_lib.data.templates import Encoder
 from recipe_lib.tokenizers import Tokenizer
-from recipe_lib.tokenizers.chat import ChatTemplate
+from recipe_lib.tokenizers.tokenizer import ChatTemplate
 from tests.data.masks_cases import trained_texts
 
 

@@ -22,7 +22,7 @@ from recipe_lib.external.gathers_again import partition
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.memory import apply_activation_checkpointing
-from recipe_lib.memory.compiling import compile_layers
+from recipe_lib.memory.apply_levers import compile_layers
 from recipe_lib.models import build_meta
 from recipe_lib.ops import gathered
 from recipe_lib.parallel import materialize, shard_model, start_world

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.house.files import ROOT, functions, place, python_files
 
-FILE_LINES = 400
+FILE_LINES = 600
 RECIPE_LINES = 350
 FUNCTION_LINES = 60  # the rule, which one function in a hundred may break
 FUNCTION_LIMIT = 80  # and none may break this

@@ -115,7 +115,7 @@ def _int8(model: nn.Module) -> nn.Module:
 @pytest.mark.skipif(not has_fp8_on_a_cpu(), reason="no FP8 product on a CPU")
 def test_fp8_of_a_bf16_model(monkeypatch: pytest.MonkeyPatch):
     """A CPU has the product, slowly, and is refused; here it stands for a GPU."""
-    monkeypatch.setattr("recipe_lib.memory.matmul_dtype._check_fp8", lambda device: None)
+    monkeypatch.setattr("recipe_lib.memory.apply_levers._check_fp8", lambda device: None)
     exact, _ = trained(model_of(torch.bfloat16))
     model = model_of(torch.bfloat16)
     use_low_precision(model, "fp8", CPU)

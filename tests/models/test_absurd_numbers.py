@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.checkpoint.gguf.architectures import ARCHITECTURES, architecture_of
+from recipe_lib.checkpoint.gguf.gguf_adapter import ARCHITECTURES, architecture_of
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import preset_config, preset_names, spec_from_config
 

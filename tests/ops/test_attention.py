@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from recipe_lib.ops import attention as module
-from recipe_lib.ops import capped_attention
 from recipe_lib.ops.attention import (
     AttentionInfo,
     attention,
@@ -71,7 +70,7 @@ def definition(
 def test_values(
     cap: float | None, window: int | None, with_documents: bool, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capped_attention, "CAPPED_SCORES", scores_at_once)
+    monkeypatch.setattr(module, "CAPPED_SCORES", scores_at_once)
     q, k, v = tensors()
     info = make_attention_info(LENGTHS, S) if with_documents else None
     ready = prepared(info, window, cap is not None)
@@ -95,7 +94,7 @@ def test_queries_behind_a_cache(cap: float | None, window: int | None, queries: 
 
 @pytest.mark.parametrize("cap", [None, 0.8])
 def test_gradients(cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capped_attention, "CAPPED_SCORES", 300)
+    monkeypatch.setattr(module, "CAPPED_SCORES", 300)
     info = make_attention_info(LENGTHS, S)
     inputs = tensors()
     weights = torch.randn(B, H, S, E, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
@@ -106,7 +105,7 @@ def test_gradients(cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_soft_capped_scores_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capped_attention, "CAPPED_SCORES", 4096)
+    monkeypatch.setattr(module, "CAPPED_SCORES", 4096)
     shape = (1, 4, 256, 8)
     q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
     kept: dict[int, int] = {}

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.adapters import int8, nf4
+from recipe_lib.adapters import nf4, quantized
 from recipe_lib.adapters.nf4 import dequantize, quantize_blocks, quantize_scales
-from recipe_lib.ops import capped_attention, expert_gated, fused_kernels, fused_loss, gated, rope
+from recipe_lib.ops import attention, expert_gated, fused_kernels, fused_loss, gated, rope
 from recipe_lib.ops.attention import make_attention_info
 from tests.distributed.ranks import in_a_fork
 from tests.ops.test_attention import definition
@@ -51,12 +51,12 @@ def capped_calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]
     found: list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]] = []
     for words, documents in (("", None), (", documents", DOCUMENTS)):
         for window in (None, 4):
-            reach = capped_attention.reaches(documents, 33 if words else 5, 33, window, CPU)[:, -5:]
+            reach = attention.reaches(documents, 33 if words else 5, 33, window, CPU)[:, -5:]
             name = words + (", window" if window else "")
             given = (scores, reach, 7.0, 0.3)
             found += [
-                ("shares" + name, capped_attention.capped_shares, OPERATORS.capped_shares, given),
-                ("score gradients" + name, capped_attention.capped_score_gradients, OPERATORS.capped_score_gradients,
+                ("shares" + name, attention.capped_shares, OPERATORS.capped_shares, given),
+                ("score gradients" + name, attention.capped_score_gradients, OPERATORS.capped_score_gradients,
                  (slopes, *given)),
             ]  # fmt: skip
     return found
@@ -105,7 +105,7 @@ def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
         ("gradients, capped", fused_loss.label_log_prob_gradients, OPERATORS.label_log_prob_gradients,
          (logits, labels, log_sums, slopes, cap)),
         ("nf4", nf4._dequantize, OPERATORS.dequantize_nf4, of_rows),
-        ("int8", int8._dequantize, OPERATORS.dequantize_int8,
+        ("int8", quantized._dequantize, OPERATORS.dequantize_int8,
          (torch.arange(-120, 120, dtype=torch.int8).view(6, 40), random(6).abs(), half)),
     ]  # fmt: skip
 
@@ -224,10 +224,10 @@ def test_capped_attention_against_its_definition(
     as_operators: None, monkeypatch: pytest.MonkeyPatch, with_documents: bool, window: int | None
 ) -> None:
     """Heads that share keys, in 16 pieces of odd lengths."""
-    monkeypatch.setattr(capped_attention, "CAPPED_SCORES", 2 * 6 * 33 * 3)
+    monkeypatch.setattr(attention, "CAPPED_SCORES", 2 * 6 * 33 * 3)
     documents, leaves = DOCUMENTS if with_documents else None, attention_leaves(6, 2, 33, torch.float64)
     with Operators() as seen:
-        ours = gradients(lambda *of: capped_attention.capped_attention(*of, documents, window, 0.8, 0.3), *leaves)
+        ours = gradients(lambda *of: attention.capped_attention(*of, documents, window, 0.8, 0.3), *leaves)
     assert seen.names.count("capped_shares") == 2 * 16 and seen.names.count("capped_score_gradients") == 16
     assert_close(ours, gradients(lambda *of: definition(*of, documents, window, 0.8), *leaves))
 
@@ -241,22 +241,20 @@ def test_fused_scores_of_half_precision_are_taken_in_half_as_many_pieces(
 ) -> None:
     """They are not made in fp32. A piece takes two products forward, and five backward."""
     monkeypatch.setattr(fused_kernels, "_is_on", fuse)
-    monkeypatch.setattr(capped_attention, "CAPPED_SCORES", 2 * 6 * 32 * 32 // 8)
+    monkeypatch.setattr(attention, "CAPPED_SCORES", 2 * 6 * 32 * 32 // 8)
     with Operators() as seen:
-        gradients(
-            lambda *of: capped_attention.capped_attention(*of, None, None, 0.8, 0.3), *attention_leaves(6, 2, 32, dtype)
-        )
+        gradients(lambda *of: attention.capped_attention(*of, None, None, 0.8, 0.3), *attention_leaves(6, 2, 32, dtype))
     assert seen.names.count("bmm") == (2 + 5) * pieces
     assert seen.names.count("capped_shares") == (2 * pieces if fuse else 0)
 
 
 def test_gradients_of_keys_and_values_are_summed_in_fp32(as_operators: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In 512 pieces, of equal scores: query i shares out 1 / (i + 1). In bf16 a sum of 1 does not see 0.002 more."""
-    monkeypatch.setattr(capped_attention, "CAPPED_SCORES", 512)
+    monkeypatch.setattr(attention, "CAPPED_SCORES", 512)
     queries = torch.ones(2, 1, 512, 1).bfloat16()
     keys, values = torch.zeros_like(queries), torch.zeros_like(queries).index_fill(2, torch.tensor(0), 1.0)
     leaves = [leaf.requires_grad_() for leaf in (queries, keys, values)]
-    capped_attention.capped_attention(*leaves, None, None, 50.0, 0.5).sum().backward()
+    attention.capped_attention(*leaves, None, None, 50.0, 0.5).sum().backward()
     shares = 1 / torch.arange(1, 513, dtype=torch.float64)
     of_values = shares.flip(0).cumsum(0).flip(0)
     of_keys = -0.5 * shares.square().flip(0).cumsum(0).flip(0)
@@ -360,7 +358,7 @@ def test_nf4_gives_the_bits_of_torchao(as_operators: None, rows: int, columns: i
 def test_int8_rows(as_operators: None) -> None:
     codes, factors = torch.arange(-120, 120, dtype=torch.int8).view(6, 40), random(6).abs()
     wanted = (codes.double() * factors.double().unsqueeze(1)).bfloat16()
-    assert torch.equal(int8.dequantize_rows(codes, factors, torch.bfloat16), wanted)
+    assert torch.equal(quantized.dequantize_rows(codes, factors, torch.bfloat16), wanted)
 
 
 def no_compiler(*arguments: Any) -> None:

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops.head_losses import OutputAdapter
-from recipe_lib.ops.token_log_probs import TokenLogProbs
+from recipe_lib.ops.head_losses import OutputAdapter, TokenLogProbs
 from tests.ops.test_cross_entropy import LiveBytes, linear_cross_entropy, relative
 
 ROWS, LENGTH, D, V = 3, 11, 24, 101

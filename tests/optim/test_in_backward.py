@@ -16,8 +16,7 @@ from recipe_lib.models import build_meta, init_weights
 from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
 from recipe_lib.optim import in_backward
-from recipe_lib.optim.clipping import clip_grad_norm
-from recipe_lib.optim.offloaded_states import OffloadedStates
+from recipe_lib.optim.in_backward import OffloadedStates, clip_grad_norm
 from recipe_lib.optim.optimizers import build_optimizer, step_only
 from recipe_lib.parallel import Parallel, materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.errors import DataError
-from recipe_lib.tokenizers import chat, load_tokenizer, template_process
-from recipe_lib.tokenizers.chat import ChatTemplate
+from recipe_lib.tokenizers import load_tokenizer, template_process, tokenizer
+from recipe_lib.tokenizers.tokenizer import ChatTemplate
 from tests.tokenizers.made import CHATML, render, write_json
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -20,7 +20,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 def child() -> int:
     """The number of the process that renders."""
-    child = chat._process._child
+    child = tokenizer._process._child
     assert child is not None
     return child.pid
 
@@ -38,7 +38,7 @@ def test_one_process_serves_all_templates():
 
 @pytest.mark.parametrize("source", [ENDLESS, "{{ messages | join }}" + ENDLESS])
 def test_a_template_that_does_not_end_is_stopped(source, monkeypatch):
-    monkeypatch.setattr(chat, "TIMEOUT_SECONDS", 0.4)
+    monkeypatch.setattr(tokenizer, "TIMEOUT_SECONDS", 0.4)
     endless, number, begun = template(source), child(), time.monotonic()
     line = (
         r"^chat.jinja: the chat template was stopped: it took more than 0.4 s; set tokenizer.chat_template to another"
@@ -52,7 +52,7 @@ def test_a_template_that_does_not_end_is_stopped(source, monkeypatch):
 
 
 def test_a_process_that_does_not_even_answer_is_ended(monkeypatch):
-    monkeypatch.setattr(chat, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(tokenizer, "TIMEOUT_SECONDS", 0.2)
     ours = template()
     os.kill(child(), signal.SIGSTOP)
     with pytest.raises(DataError, match="the chat template was stopped: "):
@@ -83,7 +83,7 @@ def test_a_stopped_template_ends_the_run_and_is_no_bad_row(tmp_path, monkeypatch
 
     source = "{% if messages|length == 1 %}" + ENDLESS + "{% endif %}" + CHATML
     encoder = Encoder(load_tokenizer(write_json(tmp_path, template=source)), "chat")
-    monkeypatch.setattr(chat, "TIMEOUT_SECONDS", 0.4)
+    monkeypatch.setattr(tokenizer, "TIMEOUT_SECONDS", 0.4)
     with pytest.raises(DataError, match="it took more than 0.4 s"):
         encoder.encode(conversation([*MESSAGES, {"role": "assistant", "content": "b"}]))
 
@@ -94,7 +94,7 @@ def test_a_forked_process_has_its_own():
     forked = os.fork()
     if not forked:
         good = render(ours.render_many, MESSAGES, False) == "a" and child() != number
-        chat._process.drop(kill=True)
+        tokenizer._process.drop(kill=True)
         os._exit(0 if good else 1)
     assert os.waitpid(forked, 0)[1] == 0
     assert render(ours.render_many, MESSAGES, False) == "a" and child() == number
@@ -148,9 +148,9 @@ def test_the_users_own_file_is_rendered_there_too(tmp_path, monkeypatch):
     folder = write_json(tmp_path / "model", template="theirs")
     (tmp_path / "own.jinja").write_text("ours")
     asked = []
-    ask = chat._process.ask
+    ask = tokenizer._process.ask
     monkeypatch.setattr(
-        chat._process, "ask", lambda template, *rest: asked.append(template["source"]) or ask(template, *rest)
+        tokenizer._process, "ask", lambda template, *rest: asked.append(template["source"]) or ask(template, *rest)
     )
     assert render(load_tokenizer(folder, tmp_path / "own.jinja").render_chats, MESSAGES, False) == "ours"
     assert set(asked) == {"ours"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from recipe_lib.checkpoint.gguf.gguf_adapter import vocabulary_fields
 from recipe_lib.checkpoint.gguf.gguf_file import write_gguf
-from recipe_lib.checkpoint.gguf.gguf_model import vocabulary_fields
 from recipe_lib.checkpoint.gguf.gguf_vocabulary import GgufVocabulary, PieceKind, read_vocabulary
 from recipe_lib.errors import CheckpointError
 from recipe_lib.tokenizers import load_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipe_lib.errors import DataError
-from recipe_lib.tokenizers import load_tokenizer, text_growth, vocabulary
+from recipe_lib.tokenizers import load_tokenizer, vocabulary
 from tests.tokenizers.made import write_json
 
 LIMIT = 2**10  # in place of the real one: nothing here takes memory
@@ -78,7 +78,7 @@ def test_a_text_that_grows_is_refused(
     normalizer: dict[str, Any], text: str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     tokenizer = load_tokenizer(write(tmp_path, {"normalizer": normalizer}))
-    monkeypatch.setattr(text_growth, "MOST_CHARACTERS", LIMIT)
+    monkeypatch.setattr(vocabulary, "MOST_CHARACTERS", LIMIT)
     if fits:
         assert tokenizer.encode(text)
     else:
@@ -87,7 +87,7 @@ def test_a_text_that_grows_is_refused(
 
 
 def test_a_table_grows_as_its_longest_replacement():
-    assert text_growth.read_growth(Path("x"), {"normalizer": charsmap(33)}) == 34
+    assert vocabulary.read_growth(Path("x"), {"normalizer": charsmap(33)}) == 34
 
 
 def test_the_bound_holds_what_the_library_does():
@@ -95,10 +95,10 @@ def test_the_bound_holds_what_the_library_does():
     from tokenizers import normalizers
 
     growing = "aİΐﬀﬃŉ漢한ﷺ㍿ᾂשּׁ½"
-    for kind, most in text_growth._GROWTH.items():
+    for kind, most in vocabulary._GROWTH.items():
         step = getattr(normalizers, kind)()
         assert max(len(step.normalize_str(letter)) for letter in growing) <= most, kind
     for letter in map(chr, range(0x11000)):
         if not 0xD800 <= ord(letter) < 0xE000:
-            assert len(normalizers.NFKD().normalize_str(letter)) <= text_growth._GROWTH["NFKD"]
-            assert len(normalizers.BertNormalizer().normalize_str(letter)) <= text_growth._GROWTH["BertNormalizer"]
+            assert len(normalizers.NFKD().normalize_str(letter)) <= vocabulary._GROWTH["NFKD"]
+            assert len(normalizers.BertNormalizer().normalize_str(letter)) <= vocabulary._GROWTH["BertNormalizer"]

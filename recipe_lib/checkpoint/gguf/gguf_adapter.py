@@ -1,20 +1,360 @@
 """A LoRA adapter in PEFT's layout as a GGUF file, which llama.cpp puts on the model's own GGUF file."""
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from recipe_lib.adapters.peft_names import EMBEDDING_FIRST, EMBEDDING_SECOND, FIRST, HEAD, SECOND, FileModule
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter, usual_scaling
-from recipe_lib.checkpoint.gguf.architectures import Architecture, architecture_of
-from recipe_lib.checkpoint.gguf.gguf_file import GgufTensor, check_gguf, package, write_gguf
-from recipe_lib.checkpoint.gguf.gguf_model import GgufReport, gguf_names, permuted
-from recipe_lib.checkpoint.gguf.tensor_types import TypeChoice
+from recipe_lib.checkpoint.gguf.gguf_file import GgufTensor, TypeReport, check_gguf, package, write_gguf
+from recipe_lib.checkpoint.gguf.gguf_vocabulary import GgufVocabulary, read_vocabulary
+from recipe_lib.checkpoint.gguf.tensor_types import TypeChoice, choose_types
 from recipe_lib.checkpoint.saved_weights import SavedWeights
+from recipe_lib.checkpoint.tensor_files import FileTensor
+from recipe_lib.checkpoint.weight_accounts import check_weights, read_headers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import read_config, read_trained_spec
-from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.models.external_spec import ExternalSpec
+from recipe_lib.models.spec import DecoderSpec, FileCodes, ModelSpec, RopeSpec
+from recipe_lib.models.weight_names import weight_map
+
+# What llama.cpp is to know of a model: its architecture and numbers; and what it does not compute.
+# No torch.
+#
+# A spec is checked against what llama.cpp computes for the family, so that a file which would load
+# and give other answers is refused, or has its difference said.
+
+
+# Our family -> llama.cpp's name of the architecture.
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "phi3": "phi3",
+}
+_PATTERNS = {"gemma2": 2, "gemma3": 6}  # every so many layers, one without a window
+_YARN_BETAS = (32.0, 1.0)  # others are read from the file for other architectures only
+_WIDE_SCALE = {"gemma2": 46, "gemma3": 62}  # layers of the 27B, whose scores are scaled by the width over the heads
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """name: llama.cpp's. numbers: metadata by their keys without the architecture's name. notes: what it does not
+    compute as the model was trained, a line each."""
+
+    name: str
+    numbers: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    factors: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def permuted(self) -> bool:
+        """Whether query and key rows have the order of its rotary embedding, in which pairs are neighbors."""
+        return self.name == "llama"
+
+
+def architecture_of(spec: ModelSpec, where: str) -> Architecture:
+    """The architecture of a model. CheckpointError: llama.cpp has none for it, or would compute something else."""
+    if isinstance(spec, ExternalSpec) or spec.family not in ARCHITECTURES or spec.mixture is not None:
+        family = spec.family
+        raise CheckpointError(
+            f"{where}: model_type {family!r} is not written as GGUF; expected one of {', '.join(ARCHITECTURES)}; "
+            "export it with --hf or --merge, and use llama.cpp's own convert_hf_to_gguf.py"
+        )
+    fault = _fault(spec)
+    if fault:
+        raise CheckpointError(f"{where}: {fault}, which llama.cpp does not compute; serve the Hugging Face folder")
+    rope, factors = _rope_numbers(spec, spec.rope)
+    numbers: dict[str, Any] = {
+        "context_length": spec.max_positions,
+        "embedding_length": spec.width,
+        "block_count": spec.num_layers,
+        "feed_forward_length": spec.mlp_width,
+        "attention.head_count": spec.num_heads,
+        "attention.head_count_kv": spec.num_kv_heads,
+        "attention.key_length": spec.head_width,
+        "attention.value_length": spec.head_width,
+        "attention.layer_norm_rms_epsilon": float(spec.norm_eps),
+        "vocab_size": spec.vocab_size,
+        **rope,
+    }
+    if spec.family == "gemma2":
+        numbers |= {"attn_logit_softcapping": spec.attention_softcap, "final_logit_softcapping": spec.logit_softcap}
+    elif spec.logit_softcap is not None:
+        numbers["final_logit_softcapping"] = spec.logit_softcap
+    window = next((one for one in spec.windows if one is not None), None)
+    if spec.family in _PATTERNS and window is not None:
+        numbers["attention.sliding_window"] = window
+    elif spec.family == "phi3":
+        numbers["attention.sliding_window"] = window or 0  # llama.cpp tells Phi 4 from Phi 3 by it
+    if spec.local_rope is not None:
+        numbers["rope.freq_base_swa"] = float(spec.local_rope.base)
+    too_large = [f"{name} {value}" for name, value in numbers.items() if isinstance(value, int) and value >= 2**32]
+    if too_large:
+        raise CheckpointError(f"{where}: found {too_large[0]}, expected below 2^32, as a GGUF file has 32 bits for it")
+    return Architecture(ARCHITECTURES[spec.family], numbers, _notes(spec, window), factors)
+
+
+def _fault(spec: DecoderSpec) -> str | None:
+    """What of the model llama.cpp has no word for, as `found ...`."""
+    if spec.codes != FileCodes():
+        return "found weights that are quantized in its files"
+    if spec.family in ("gemma", "gemma2", "gemma3") and spec.qkv_bias:
+        return "found attention_bias"
+    if spec.family != "llama" and (spec.output_bias or spec.mlp_bias):
+        return "found attention_bias or mlp_bias in its output projections"
+    if spec.family == "phi3" and spec.num_heads * spec.head_width != spec.width:
+        return "found heads that are not as wide together as the model"
+    if spec.family == "gemma3" and spec.attention_softcap is not None:
+        return "found attn_logit_softcapping"
+    if spec.family == "gemma2" and (spec.attention_softcap is None or spec.logit_softcap is None):
+        return "found no attn_logit_softcapping or final_logit_softcapping"
+    if spec.family not in ("gemma2", "gemma3") and spec.logit_softcap is not None:
+        return "found final_logit_softcapping"
+    pattern = _PATTERNS.get(spec.family)
+    if pattern is not None:
+        expected = tuple((layer + 1) % pattern != 0 for layer in range(spec.num_layers))
+        if any(spec.windows) and tuple(window is not None for window in spec.windows) != expected:
+            return f"found windows in other layers than all but every {pattern}."
+    scale = spec.head_width**-0.5
+    if _WIDE_SCALE.get(spec.family) == spec.num_layers:
+        scale = (spec.width // spec.num_heads) ** -0.5
+    if abs(spec.attention_scale / scale - 1) > 1e-4:
+        found, expected_scalar = spec.attention_scale**-2, scale**-2
+        return f"found query_pre_attn_scalar {found:g}, expected {expected_scalar:g}"
+    return _rope_fault(spec)
+
+
+def _rope_fault(spec: DecoderSpec) -> str | None:
+    rope, local = spec.rope, spec.local_rope
+    if spec.family != "phi3" and rope.width != spec.head_width:
+        return f"found {rope.width} rotating channels of {spec.head_width}"
+    if local is not None and local.kind != "default":
+        return f"found a rotary embedding of type {local.kind} in layers with a window"
+    if rope.kind == "longrope" and spec.family != "phi3":
+        return "found a rotary embedding of type longrope"
+    if rope.kind == "llama3" and spec.family != "llama":
+        return "found a rotary embedding of type llama3"
+    if rope.kind == "yarn" and not rope.numbers["whole_channels"]:
+        return "found a rotary embedding of type yarn with truncate=false"
+    if rope.kind == "yarn" and (rope.numbers["beta_fast"], rope.numbers["beta_slow"]) != _YARN_BETAS:
+        return "found a rotary embedding of type yarn with other beta_fast and beta_slow than {:g} and {:g}".format(
+            *_YARN_BETAS
+        )
+    return None
+
+
+def _rope_numbers(spec: DecoderSpec, rope: RopeSpec) -> tuple[dict[str, Any], dict[str, tuple[float, ...]]]:
+    """The metadata of the rotary embedding, and the tables of factors that are tensors of the file."""
+    numbers: dict[str, Any] = {"rope.dimension_count": rope.width, "rope.freq_base": float(rope.base)}
+    given = rope.numbers
+    if rope.kind == "linear":
+        numbers |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(given["factor"])}
+    elif rope.kind == "yarn":
+        numbers |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(given["factor"]),
+            "rope.scaling.original_context_length": int(given["original_positions"]),
+            # llama.cpp multiplies YaRN's usual one with it
+            "rope.scaling.attn_factor": rope.attention_factor / _usual_magnitude(float(given["factor"])),
+        }
+    elif rope.kind == "llama3":
+        return numbers, {"rope_freqs.weight": _llama3_factors(rope)}
+    elif rope.kind == "longrope":
+        numbers |= {
+            "rope.scaling.type": "longrope",
+            "rope.scaling.original_context_length": int(given["original_positions"]),
+            "rope.scaling.attn_factor": rope.attention_factor,
+        }
+        names = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
+        return numbers, {name: tuple(given[key]) for name, key in names.items()}
+    if spec.family == "phi3" and rope.kind == "default":
+        numbers["rope.scaling.original_context_length"] = spec.max_positions
+    return numbers, {}
+
+
+def _usual_magnitude(factor: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+
+
+def _llama3_factors(rope: RopeSpec) -> tuple[float, ...]:
+    """What each pair's frequency is divided by: nothing for short waves, the factor for long ones, between them a
+    mean (https://arxiv.org/abs/2407.21783)."""
+    given, factors = rope.numbers, []
+    factor, original = given["factor"], given["original_positions"]
+    low, high = given["low_freq_factor"], given["high_freq_factor"]
+    for pair in range(rope.width // 2):
+        turns = original * rope.base ** (-2 * pair / rope.width) / (2 * math.pi)  # in the first context
+        share = min(1.0, max(0.0, (turns - low) / (high - low))) if high > low else float(turns >= high)
+        factors.append(1 / ((1 - share) / factor + share))
+    return tuple(factors)
+
+
+def _notes(spec: DecoderSpec, window: int | None) -> tuple[str, ...]:
+    if spec.rope.kind == "longrope":
+        first = int(spec.rope.numbers["original_positions"])
+        return (
+            f"llama.cpp takes the rotary embedding's long factors by the size of its context, not by the length of a "
+            f"text: up to {first} tokens, -c {first} gives the model's answers",
+        )
+    if spec.family in _PATTERNS or window is None or window >= spec.max_positions:
+        return ()
+    return (
+        f"llama.cpp has no sliding window for {spec.family}: beyond {window} tokens of context it sees more than the "
+        f"model was trained with; a context of {window} (-c {window}) gives the same answers",
+    )
+
+
+# A Hugging Face model folder as one GGUF file.
+
+
+# The format's numbers for what most tensors of a file are.
+_FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q4_k_m": 15, "bf16": 32}
+_BLOCKS_VERSION = 2  # of the block formats
+_LARGE = {"llama", "qwen2"}  # architectures with a model of 80 layers and shared value heads
+
+
+@dataclass(frozen=True)
+class GgufReport:
+    """What was written: what differs from the model in use, tensors of another type than the kind's, and how the file
+    compares with the model."""
+
+    notes: tuple[str, ...]
+    types: tuple[TypeReport, ...]
+    num_fields: int
+
+    @property
+    def check(self) -> str:
+        """The line that says how the file compares."""
+        kinds = ", ".join(map(str, self.types))
+        return f"{sum(one.count for one in self.types)} tensors read back, {kinds}; {self.num_fields} fields are equal"
+
+
+def write_gguf_model(folder: Path, out: Path, kind: str, *, name: str, pre: str | None = None) -> GgufReport:
+    """Writes the file `out`, reads it back and compares. One tensor at a time is in memory.
+
+    kind: one of GGUF_KINDS. name: of the model, for who looks at the file. pre: see `read_vocabulary`. Raises
+    CheckpointError, StorageError or SetupError; then there is no file.
+    """
+    package()
+    spec = read_trained_spec(read_config(folder), str(folder))
+    architecture = architecture_of(spec, str(folder))
+    assert isinstance(spec, DecoderSpec)
+    check_weights(spec, folder)
+    vocabulary = read_vocabulary(folder, spec.vocab_size, pre)
+    tensors = model_tensors(spec, folder, architecture, kind)
+    fields = {
+        "general.type": "model",
+        "general.name": vocabulary.name_for(name),
+        "general.file_type": _FILE_TYPES[kind],
+        "general.quantization_version": _BLOCKS_VERSION,
+        **{f"{architecture.name}.{key}": value for key, value in architecture.numbers.items()},
+        **vocabulary_fields(vocabulary),
+    }
+    write_gguf(out, architecture.name, fields, tensors)
+    types = check_gguf(out, fields, tensors)
+    notes = (*architecture.notes, *vocabulary.notes, *_other_types(tensors))
+    return GgufReport(notes, tuple(types), len(fields))
+
+
+def _other_types(tensors: list[GgufTensor]) -> list[str]:
+    """A line for each type that the rows of some tensors are no whole blocks of."""
+    lines: dict[TypeChoice, list[GgufTensor]] = {}
+    for tensor in tensors:
+        if tensor.choice.instead_of:
+            lines.setdefault(tensor.choice, []).append(tensor)
+    return [
+        f"{len(held)} tensors are in {choice.name.lower()} instead of {str(choice.instead_of).lower()}, whose blocks "
+        f"rows of {held[0].shape[-1]} are no multiple of: {held[0].name}{' and others' if len(held) > 1 else ''}"
+        for choice, held in lines.items()
+    ]
+
+
+def model_tensors(spec: DecoderSpec, folder: Path, architecture: Architecture, kind: str) -> list[GgufTensor]:
+    """The tensors of the file, in the model's order; tables of the rotary embedding first."""
+    found = read_headers(folder)
+    extras = sorted(name for name, tensor in found.items() if tensor.extra)
+    if extras:
+        raise CheckpointError(f"{folder}: {extras[0]} was added by a recipe, and llama.cpp does not compute with it")
+    usual = {entry.our_name: entry.file_name for entry in weight_map(spec)}
+    places = {usual[entry.our_name]: entry.file_name for entry in weight_map(spec, list(found))}
+    names = gguf_names(architecture.name, spec.num_layers, list(places))
+    readers = {names[own]: _reader(spec, architecture, own, found[held], held) for own, held in places.items()}
+    shapes = {names[own]: found[held].entry.shape for own, held in places.items()}
+    for table, factors in architecture.factors.items():
+        readers[table] = partial(torch.tensor, factors, dtype=torch.float32)
+        shapes[table] = (len(factors),)
+    large = architecture.name in _LARGE and spec.num_layers == 80
+    large = large and (spec.num_heads != spec.num_kv_heads or architecture.name != "llama")
+    choices = choose_types(shapes, kind, spec.num_layers, large=large)
+    order = [*architecture.factors, *names.values()]
+    return [GgufTensor(name, shapes[name], choices[name], readers[name]) for name in order]
+
+
+def gguf_names(architecture: str, layers: int, names: list[str]) -> dict[str, str]:
+    """Name in a Hugging Face file -> name in a GGUF file, by the package's tables."""
+    gguf = package()
+    kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
+    table = gguf.get_tensor_name_map(kinds[architecture], layers)
+    made = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
+    for name, found in made.items():
+        if found is None:
+            raise CheckpointError(f"{name}: the package gguf has no name for it in {architecture}; update the package")
+    return made
+
+
+def _reader(
+    spec: DecoderSpec, architecture: Architecture, name: str, tensor: FileTensor, held: str
+) -> Callable[[], Tensor]:
+    """What reads a tensor, as llama.cpp wants its values."""
+
+    def read() -> Tensor:
+        with safe_open(str(tensor.file), framework="pt") as file:
+            values = file.get_tensor(held)
+        if spec.norm_offset and name.endswith("norm.weight"):
+            return values.float() + 1
+        return permuted(values, spec, name) if architecture.permuted else values
+
+    return read
+
+
+def permuted(values: Tensor, spec: DecoderSpec, name: str) -> Tensor:
+    """Query and key rows with the two channels that turn together next to each other, as llama.cpp's Llama has them;
+    in the files of Hugging Face they are half a head apart. Others unchanged."""
+    heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}.get(name.rsplit(".", 2)[-2])
+    if heads is None or name.rsplit(".", 1)[-1] not in ("weight", "bias", "lora_b"):
+        return values
+    return values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(values.shape)
+
+
+def vocabulary_fields(vocabulary: GgufVocabulary) -> dict[str, Any]:
+    """The metadata of the tokenizer."""
+    fields: dict[str, Any] = {
+        "model": vocabulary.model,
+        "pre": vocabulary.pre,
+        "tokens": vocabulary.tokens,
+        "token_type": [int(kind) for kind in vocabulary.kinds],
+        "scores": vocabulary.scores,
+        "merges": vocabulary.merges,
+        **{f"{role}_token_id": token for role, token in vocabulary.ids.items()},
+        "add_bos_token": vocabulary.add_bos,
+        "add_space_prefix": vocabulary.add_space,
+    }
+    own = {f"tokenizer.ggml.{key}": value for key, value in fields.items() if value is not None}
+    if vocabulary.template is not None:
+        own["tokenizer.chat_template"] = vocabulary.template
+    return own
 
 
 def write_gguf_adapter(adapter_folder: Path, base: Path, out: Path, kind: str, *, name: str) -> GgufReport:

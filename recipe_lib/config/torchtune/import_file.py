@@ -1,10 +1,11 @@
 """A file of torchtune's as a config of ours: checked, and as YAML in the shape of the shipped ones."""
 
 import dataclasses
+import os
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,20 +14,39 @@ from recipe_lib.config.describe import value_text
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.load import ALTERNATIVES, Loaded, load
 from recipe_lib.config.local_files import is_hub_id
+from recipe_lib.config.paths import expand
 from recipe_lib.config.recipes import RECIPE_CONFIGS
 from recipe_lib.config.stalled_means import describe_stalled_means
-from recipe_lib.config.suggest import show
+from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.config.torchtune.conversion import (
     CARRIED,
     CHANGED,
     DEFAULT,
     DROPPED,
+    NULL_MEANS,
     ConfigImport,
     KeyFate,
+    Meaning,
+    is_off,
     leave_out,
 )
-from recipe_lib.config.torchtune.convert_keys import convert
-from recipe_lib.config.torchtune.key_tables import DEFAULTS
+from recipe_lib.config.torchtune.datasets import convert_datasets
+from recipe_lib.config.torchtune.key_tables import (
+    ATTENTION,
+    DEFAULTS,
+    FAMILIES,
+    MEANINGS,
+    MLP,
+    NEEDED,
+    NO_MEANING,
+    NO_MODELS,
+    OTHER_PURPOSES,
+    PRESETS,
+    REFUSED,
+    SAME,
+    WARM_UP,
+    WITHOUT,
+)
 from recipe_lib.config.torchtune.read_file import TheirFile, read_their_file
 from recipe_lib.errors import ConfigError
 
@@ -222,3 +242,259 @@ def _grouped(fates: dict[str, KeyFate]) -> Iterator[tuple[str, str]]:
 def _said(fate: KeyFate) -> str:
     ours = ", ".join(f"{name}: {value_text(value)}" for name, value in fate.ours.items())
     return "; ".join(part for part in (f"-> {ours}" if ours else "", fate.why) if part) or "as here"
+
+
+# Every key of a file of torchtune's as one of ours.
+#
+# Its configs name no recipe: the model's builder and the loss say which is meant.
+
+
+def convert(conversion: ConfigImport) -> None:
+    """Note every key of the file. Raises ConfigError for what does not train, or cannot be trained here."""
+    _check_purpose(conversion)
+    is_adapted = conversion.read_component("model").startswith(("lora_", "qlora_"))
+    trainable = "adapters" if is_adapted else "all"
+    if conversion.asks_for("teacher_model"):
+        conversion.recipe = "distill_distributed"
+        conversion.ours["distill.trainable"] = trainable
+    elif conversion.read_component("loss") in ("DPOLoss", "RSOLoss"):
+        conversion.recipe = "dpo_distributed"
+        conversion.ours["dpo.trainable"] = trainable
+    else:
+        conversion.recipe = "lora_finetune_distributed" if is_adapted else "full_finetune_distributed"
+    if not is_adapted:
+        del conversion.defaults["model.lora_rank"], conversion.defaults["model.lora_alpha"]
+    if conversion.value("optimizer._component_") == "torch.optim.Adam" and conversion.is_on("optimizer.weight_decay"):
+        why = "its weight decay is part of the gradient, ours is decoupled; torch.optim.AdamW has that too"
+        conversion.refuse("optimizer._component_", why)
+    convert_datasets(conversion)
+    for key in [*CONVERTED, *MEANINGS]:
+        if key in conversion.theirs.values or key in conversion.defaults:
+            _convert_key(conversion, key)
+    for key in [*conversion.theirs.values, *conversion.defaults]:
+        _convert_key(conversion, key)
+    if conversion.faults:
+        raise ConfigError(*conversion.faults)
+
+
+def _check_purpose(conversion: ConfigImport) -> None:
+    """Raise ConfigError for a file that trains no model of ours."""
+    for key, purpose in OTHER_PURPOSES.items():
+        if key in conversion.theirs.values:
+            raise conversion.stop(f"{key}: {purpose}", key)
+    if conversion.is_on("quantizer._component_") and not conversion.theirs.under("dataset"):
+        raise conversion.stop("quantizer: it quantizes a model; `tune export MODEL --quantize int4` does", "quantizer")
+    builder = conversion.read_component("model")
+    components = [str(value) for key, value in conversion.theirs.values.items() if key.endswith("._component_")]
+    for word, why in NO_MODELS:
+        if any(word in component for component in components):
+            full_name = conversion.value("model._component_") or builder
+            raise conversion.stop(f"model._component_: {full_name}: {why}", "model._component_")
+
+
+def _convert_key(conversion: ConfigImport, key: str) -> None:
+    """Note what became of a key, if that is not known yet."""
+    value = conversion.value(key)
+    if conversion.is_noted(key):
+        return
+    if value is None and key not in NULL_MEANS and (key in SAME or key in CONVERTED or key in MEANINGS):
+        conversion.drop(key, "not set")
+    elif key in CONVERTED:
+        try:
+            CONVERTED[key](conversion, key)
+        except (AttributeError, TypeError, ValueError):  # text where a number is expected, a list where text is
+            conversion.refuse(key, "is no value of this key", may_be_left_out=False)
+    elif meaning := _find_meaning(key, str(value)):
+        conversion.take(key, meaning)
+    elif key in SAME:
+        conversion.carry(key, {SAME[key]: value})
+    elif reason := find_row(WITHOUT, key):
+        conversion.drop(key, reason)
+    elif key in MEANINGS:
+        expected = " or ".join(MEANINGS[key]).replace("True or False", "true or false")
+        conversion.refuse(key, NO_MEANING.get(key, f"expected {expected}"), may_be_left_out=key not in NEEDED)
+    elif is_off(value):
+        conversion.drop(key, "is off, as here")
+    elif missing := find_row(REFUSED, key):
+        conversion.refuse(key, missing)
+    else:
+        hint = did_you_mean(key, [*SAME, *CONVERTED, *MEANINGS, *WITHOUT, *REFUSED])
+        conversion.refuse(key, f"is no key of torchtune that is known here{hint}")
+
+
+def _find_meaning(key: str, value: str) -> Meaning | None:
+    """Return the meaning of a value of a key, which may be a component: of optimizers the module counts too."""
+    meanings = MEANINGS.get(key, {})
+    return meanings.get(value) or meanings.get(value.rpartition(".")[2])
+
+
+def find_row(table: Mapping[str, str], key: str) -> str | None:
+    """Return the row of a key, or of the section that it is in."""
+    name = key
+    while name:
+        if name in table:
+            return table[name]
+        cut = max(name.rfind("."), name.rfind("["))
+        name = name[:cut] if cut > 0 else ""
+    return None
+
+
+def _convert_model(c: ConfigImport, key: str) -> None:
+    """Read the builder: family and size are the folder's, adapters and quantization are keys of ours."""
+    component = str(c.value(key))
+    family, _, builder = component.removeprefix("torchtune.models.").partition(".")
+    if not component.startswith("torchtune.models.") or family not in FAMILIES:
+        c.refuse(key, f"expected a builder of one of {', '.join(FAMILIES)}", may_be_left_out=False)
+        return
+    if preset := _find_preset(builder):
+        words = f"~model.path model.preset={preset} tokenizer.path=examples/demo/tokenizer"
+        if teacher := _find_preset(c.read_component("teacher_model")):
+            words += f" ~distill.teacher distill.teacher_preset={teacher}"
+        c.notes.append(f"before the weights are here: tune plan CONFIG {words}")
+    in_folder = "the folder's config.json has the architecture"
+    if builder.startswith("qlora_"):
+        c.carry(key, {"lora.quantize_base": "nf4"})
+    else:
+        c.carry(key, {}, in_folder)
+    if c.asks_for("teacher_model"):
+        c.carry("teacher_model._component_", {}, in_folder)
+
+
+def _find_preset(builder: str) -> str | None:
+    """Return the shipped architecture of a builder such as `lora_llama3_2_1b`."""
+    return PRESETS.get(re.sub(r"^q?lora_", "", builder))
+
+
+def _convert_folder(c: ConfigImport, key: str) -> None:
+    """Keep a folder that is here; take the hub's name of one that is not, if the file's `tune download` line has it."""
+    folder = str(c.value(key)).rstrip("/")
+    ours = "distill.teacher" if key.startswith("teacher") else "model.path"
+    outer = folder.removesuffix("/original")  # Meta's own files, in a folder of Hugging Face's
+    if os.path.isdir(expand(outer)):
+        why = "the folder above has the same weights in Hugging Face's layout"
+        c.take(key, Meaning({ours: outer}, why, differs=outer != folder))
+    elif name := find_hub_name(c.theirs, outer):
+        c.change(key, {ours: name}, "there is no such folder here; the file's own download line has the name")
+    else:
+        c.change(key, {ours: outer}, f"there is no such folder here; {ours}=OWNER/NAME has it from the hub")
+
+
+def find_hub_name(theirs: TheirFile, folder: str) -> str | None:
+    """Return the name on the hub that the comments' `tune download NAME --output-dir FOLDER` brings into a folder: into
+    this one, or one that has the model's own name."""
+    for line in theirs.comments:
+        download = re.search(r"tune download (\S+/(\S+))(.*)", line)
+        if download is None:
+            continue
+        into = re.search(r"--output-dir[ =](\S+)", download[3])
+        if folder.rpartition("/")[2] == download[2] or (into and into[1].rstrip("/") == folder):
+            return download[1]
+    return None
+
+
+def _convert_reference(c: ConfigImport, key: str) -> None:
+    if str(c.value(key)).rstrip("/") == str(c.value("checkpointer.checkpoint_dir")).rstrip("/"):
+        c.carry(key, {}, "the reference is the model before training")
+    else:
+        c.refuse(key, "the reference is the model before training, no other one")
+
+
+def _convert_tokenizer(c: ConfigImport, key: str) -> None:
+    path = str(c.value(key))
+    folder = str(c.value("checkpointer.checkpoint_dir")).rstrip("/").removesuffix("/original")
+    if path.startswith(f"{folder}/"):
+        c.drop(key, "the tokenizer in the model's folder is used")
+    elif path.endswith((".json", ".txt")):
+        c.change(key, {"tokenizer.path": path.rpartition("/")[0]}, "the folder, for its tokenizer.json")
+    else:
+        c.carry(key, {"tokenizer.path": path})
+
+
+def _convert_template(c: ConfigImport, key: str) -> None:
+    """Take a model's own template for the one in its tokenizer's files; another one's words are to be in a file."""
+    if str(c.value(key)).startswith("torchtune.models."):
+        c.change(key, {}, "text is written by the chat template of the tokenizer's files, which models have learned")
+    else:
+        c.refuse(key, "text is written by the tokenizer's chat template; tokenizer.chat_template takes a Jinja file")
+
+
+def _convert_length(c: ConfigImport, key: str) -> None:
+    if c.value(key) is None:
+        c.change(key, {}, "there no limit, here max_seq_len, of which longer samples are cut to: 2048 unless set")
+    else:
+        c.carry(key, {"max_seq_len": c.value(key)})
+
+
+def _convert_linears(c: ConfigImport, key: str) -> None:
+    """Join three keys, which are one list here."""
+    modules = [ATTENTION.get(str(word), str(word)) for word in c.value(key)]
+    if c.value("model.apply_lora_to_mlp"):
+        modules += MLP
+    if c.value("model.apply_lora_to_output"):
+        modules.append("head")
+    is_every_one = set(modules) == {*ATTENTION.values(), *MLP}
+    c.carry(key, {"lora.target_modules": ["all-linear"] if is_every_one else modules})
+    for other in ("model.apply_lora_to_mlp", "model.apply_lora_to_output"):
+        if other in c.theirs.values:
+            c.carry(other, {}, "part of lora.target_modules")
+
+
+def _convert_warm_up(c: ConfigImport, key: str) -> None:
+    c.change(key, {"lr_scheduler.warmup_steps": c.value(key)}, WARM_UP)
+
+
+def _convert_steps(c: ConfigImport, key: str) -> None:
+    steps = c.value(key)
+    epochs = c.value("epochs") or 1
+    if epochs == 1:
+        c.carry(key, {"max_steps": steps})
+    else:
+        why = f"there each epoch ends after {steps} steps and the next begins, here steps are of whole passes"
+        c.change(key, {"max_steps": steps * epochs}, why)
+
+
+def _convert_seed(c: ConfigImport, key: str) -> None:
+    if c.value(key) is None:
+        c.change(key, {}, "there another seed each time, here 42, so that a run can be repeated")
+    else:
+        c.carry(key, {"seed": c.value(key)}, "other random numbers come of it")
+
+
+def _convert_clipping(c: ConfigImport, key: str) -> None:
+    c.carry(key, {"clip_grad_norm": None if c.value(key) == "inf" else c.value(key)})
+
+
+def _convert_device(c: ConfigImport, key: str) -> None:
+    kind = str(c.value(key)).partition(":")[0]
+    if kind in ("cuda", "cpu"):
+        c.carry(key, {"device": kind})
+    else:
+        c.refuse(key, "expected cuda or cpu", may_be_left_out=False)
+
+
+def _convert_sharded_layers(c: ConfigImport, key: str) -> None:
+    words = {str(word).rpartition(".")[2] for word in c.value(key)}
+    if words <= {"tok_embeddings", "output"}:
+        why = "embedding and output projection are units of their own"
+        c.carry(key, {"parallel.fsdp_wrap_policy": "memory_efficient"}, why)
+    else:
+        c.refuse(key, "expected tok_embeddings and output")
+
+
+# In this order: what a key brings as defaults is there for the next.
+CONVERTED: dict[str, Callable[[ConfigImport, str], None]] = {
+    "model._component_": _convert_model,
+    "checkpointer.checkpoint_dir": _convert_folder,
+    "teacher_checkpointer.checkpoint_dir": _convert_folder,
+    "ref_checkpointer.checkpoint_dir": _convert_reference,
+    "tokenizer.path": _convert_tokenizer,
+    "tokenizer.prompt_template": _convert_template,
+    "tokenizer.max_seq_len": _convert_length,
+    "model.lora_attn_modules": _convert_linears,
+    "lr_scheduler.num_warmup_steps": _convert_warm_up,
+    "max_steps_per_epoch": _convert_steps,
+    "seed": _convert_seed,
+    "clip_grad_norm": _convert_clipping,
+    "device": _convert_device,
+    "custom_sharded_layers": _convert_sharded_layers,
+}

@@ -19,9 +19,275 @@ from recipe_lib.external.tensor_plan.sourced_integers import (
     decided_alike,
     evaluate,
 )
-from recipe_lib.external.tensor_plan.token_flow import Place, TokenFlow
-from recipe_lib.external.tensor_plan.token_rules import TokenDim, elements
+from recipe_lib.external.tensor_plan.token_rules import (
+    OF_ANOTHER_TYPE,
+    Layouts,
+    TokenDim,
+    TokenWise,
+    call_on_tokens,
+    candidates,
+    elements,
+)
 from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall, Traced
+
+# The tokens on their way through a forward: where a rank has its own alone, and where they are cut
+# and gathered.
+
+
+Place = tuple[int, str]  # number of a call, and an argument, `output` or `output.1`
+
+
+class TokenFlow:
+    """The tokens on their way through a forward.
+
+    whole: tensors that every rank has to have whole where they are made. stopped: calls that get whole ones.
+    """
+
+    def __init__(
+        self,
+        trace: ForwardTrace,
+        courses: list[Course],
+        rewrites: dict[Attribute, Wanted],
+        unsteady: frozenset[str] = frozenset(),
+    ):
+        self.trace, self.courses, self.rewrites = trace, courses, rewrites
+        self.length = trace.ids.dims[1].size if trace.ids is not None else 0
+        self.sharded = set[Traced]().union(*(course.sharded for course in courses))
+        points = [point for course in courses for point in course.points]
+        self.leaving = {point.call: point for point in points if point.kind == "leave"}
+        self.looking = {point.call: point for point in points if point.kind == "lookup"}
+        self.cut = {number for number, call in enumerate(trace.calls) if self._is_cut(call)} | {p.call for p in points}
+        self.whole: set[Traced] = set(trace.outputs)
+        self.stopped: set[int] = set()
+        self._known: dict[tuple[int, frozenset[tuple[Traced, TokenDim]]], TokenWise | None] = {}
+        for number, call in enumerate(trace.calls):
+            if call.key.module in unsteady:
+                self.stopped.add(number)
+                self.whole.update(tensor for _, tensor, _ in call.arguments if tensor.activation)
+                self.whole.update(call.outputs)
+        self._head()
+        self._note_users()
+
+    def _is_cut(self, call: FunctionCall) -> bool:
+        tensors = [tensor for _, tensor, _ in call.arguments] + call.outputs
+        tensors += [each for record in call.records for each in (*record.inputs, *record.outputs)]
+        return any(each in self.sharded for each in tensors)
+
+    def _head(self) -> None:
+        """What the model gives, and all that leads to it from the last product on, is whole."""
+        queue = [each for each in self.trace.outputs if each.call >= 0]
+        seen = set(queue)
+        while queue:
+            call = self.trace.calls[queue.pop().call]
+            product = any(record.contractions for record in call.records)
+            for _, tensor, _ in call.arguments:
+                if tensor.activation and tensor not in seen:
+                    seen.add(tensor)
+                    self.whole.add(tensor)
+                    if not product and tensor.call >= 0:
+                        queue.append(tensor)
+
+    def _on_tokens(self, number: int, layouts: Layouts) -> TokenWise | None:
+        key = (number, frozenset(layouts.items()))
+        if key not in self._known:
+            self._known[key] = call_on_tokens(self.trace.calls[number], layouts, self.length)
+        return self._known[key]
+
+    def spread(self) -> None:
+        """Follows the tokens through the calls, then back from where whole tensors have to be cut."""
+        assert self.trace.ids is not None
+        self.made: Layouts = {}  # tensors of which the call that makes them gives a rank's tokens
+        self.aligned: Layouts = {self.trace.ids: TokenDim(1)}  # whole ones, of which it is known where the tokens are
+        self.slices: dict[Place, tuple[Traced, TokenDim]] = {}
+        self.gathers: dict[Place, tuple[Traced, TokenDim]] = {}
+        self.early: set[Traced] = set()  # whole from the call on that makes them
+        self.fresh: set[Traced] = set()  # embeddings that no layer has read yet
+        self.local: set[int] = set()  # calls that work on a rank's tokens
+        for number, call in enumerate(self.trace.calls):
+            (self._cut_call if number in self.cut else self._call)(number, call)
+        for number in range(len(self.trace.calls) - 1, -1, -1):
+            for output in self.trace.calls[number].outputs:
+                self._back(number, output)
+        self._late_gathers()
+
+    def _cut_call(self, number: int, call: FunctionCall) -> None:
+        self._gather_arguments(number, call)
+        if number in self.looking:
+            ids = {tensor: self.aligned[tensor] for _, tensor, _ in call.arguments if tensor in self.aligned}
+            found = self._on_tokens(number, ids) if ids else None
+            for output in call.outputs if found is not None else ():
+                if found is not None and output in found.outputs:
+                    self._give(number, call, output, found.outputs[output])
+
+    def _give(self, number: int, call: FunctionCall, output: Traced, layout: TokenDim) -> None:
+        """A whole tensor that a call makes becomes a rank's tokens there, unless it has to be whole."""
+        if output in self.whole:
+            self.aligned[output] = layout
+            return
+        self.slices[number, output_of(call, output)] = (output, layout)
+        self.made[output] = layout
+        if number in self.looking:
+            self.fresh.add(output)
+
+    def _is_fresh(self, call: FunctionCall) -> bool:
+        """True where a call makes embeddings of embeddings, without parameters: scaled ones."""
+        given = [tensor for _, tensor, _ in call.arguments]
+        return any(each in self.fresh for each in given) and not any(each.parameters for each in given)
+
+    def _gather_arguments(self, number: int, call: FunctionCall) -> None:
+        for place, tensor, _ in call.arguments:
+            if self.is_local(tensor):
+                self.gathers[number, place] = (tensor, self.made[tensor])
+
+    def is_local(self, tensor: Traced) -> bool:
+        """True for one of which the forward gets a rank's tokens alone."""
+        return tensor in self.made and tensor not in self.early
+
+    def _giver(self, tensor: Traced) -> int:
+        """The last call that makes a tensor or hands it on, one right after the other in one module."""
+        number = tensor.call
+        calls = self.trace.calls
+        while number + 1 in self._handed.get(tensor, ()) and calls[number + 1].key.module == calls[number].key.module:
+            number += 1
+        return number
+
+    def _call(self, number: int, call: FunctionCall) -> None:
+        layouts = {tensor: self.made[tensor] for _, tensor, _ in call.arguments if self.is_local(tensor)}
+        aligned = {tensor: self.aligned[tensor] for _, tensor, _ in call.arguments if tensor in self.aligned}
+        cuts: Layouts = {}
+        if (
+            not layouts
+            and not hands_on(call)
+            and any(grad and tensor in aligned and tensor.activation for _, tensor, grad in call.arguments)
+        ):
+            layouts = cuts = aligned  # a whole one is cut as early as it can be
+        found = self._on_tokens(number, layouts) if layouts and number not in self.stopped else None
+        if found is not None:
+            self._local(number, call, found, {**cuts, **found.demands})
+            return
+        self._gather_arguments(number, call)
+        whole = self._on_tokens(number, aligned) if aligned else None
+        if whole is not None:
+            self.aligned.update(whole.outputs)
+
+    def _local(self, number: int, call: FunctionCall, found: TokenWise, cuts: Layouts) -> None:
+        self.local.add(number)
+        for place, tensor, _ in call.arguments:
+            if tensor in cuts and not self.is_local(tensor):
+                self.slices[number, place] = (tensor, cuts[tensor])
+        for output, layout in found.outputs.items():
+            if output in self.early:
+                continue
+            self.made[output] = layout
+            if self._is_fresh(call):
+                self.fresh.add(output)
+            if output in self.whole and number == self._giver(output):
+                self.gathers[number, output_of(call, output)] = (output, layout)
+                self.early.add(output)
+                if self._is_fresh(call):
+                    self.aligned[output] = layout
+
+    def _note_users(self) -> None:
+        self._users: dict[Traced, list[Place]] = {}
+        self._handed: dict[Traced, set[int]] = {}
+        for number, call in enumerate(self.trace.calls):
+            for place, each, _ in call.arguments:
+                if call.function in OF_ANOTHER_TYPE and place != "0":
+                    continue
+                if each in call.outputs and hands_on(call):
+                    self._handed.setdefault(each, set()).add(number)
+                else:
+                    self._users.setdefault(each, []).append((number, place))
+
+    def _uses(self, tensor: Traced) -> list[Place]:
+        return self._users.get(tensor, [])
+
+    def _back(self, number: int, output: Traced) -> None:
+        """A whole tensor that is cut wherever it is used is cut where it is made, or made of cut ones."""
+        uses = self._uses(output)
+        if output in self.made or output.call != number or output in self.whole or not uses:
+            return
+        if any(place not in self.slices for place in uses) or len({self.slices[place][1] for place in uses}) > 1:
+            return
+        layout = self.slices[uses[0]][1]
+        call = self.trace.calls[number]
+        if number in self.cut:
+            if number not in self.leaving and number not in self.looking:
+                return
+        elif not self._made_of_tokens(number, call, output, layout):
+            if len(uses) < 2:
+                return
+        else:
+            for place in uses:
+                self.slices.pop(place)
+            return
+        for place in uses:
+            self.slices.pop(place)
+        self._give(number, call, output, layout)
+
+    def _made_of_tokens(self, number: int, call: FunctionCall, output: Traced, layout: TokenDim) -> bool:
+        if number in self.stopped or number in self.local or len(call.outputs) != 1:
+            return False
+        if any(self.is_local(tensor) for _, tensor, _ in call.arguments):
+            return False
+        whole = [tensor for _, tensor, grad in call.arguments if tensor.activation and grad]
+        for tensor in whole[:1]:
+            for candidate in candidates(tensor, self.length):
+                found = self._on_tokens(number, {tensor: candidate})
+                if found is not None and found.outputs.get(output) == layout:
+                    self._local(number, call, found, {tensor: candidate, **found.demands})
+                    return True
+        return False
+
+    def _late_gathers(self) -> None:
+        """A tensor that is gathered wherever it is used is gathered where it is made."""
+        for tensor, layout in list(self.made.items()):
+            uses = self._uses(tensor)
+            if tensor in self.early or tensor.call < 0 or not uses or any(use not in self.gathers for use in uses):
+                continue
+            for use in uses:
+                self.gathers.pop(use)
+            place = (tensor.call, output_of(self.trace.calls[tensor.call], tensor))
+            if self.slices.pop(place, None) is not None:  # it is whole before it would be cut
+                del self.made[tensor]
+            else:
+                giver = self._giver(tensor)
+                self.gathers[giver, output_of(self.trace.calls[giver], tensor)] = (tensor, layout)
+                self.early.add(tensor)
+
+    def is_seen_cut(self, tensor: Traced, dimension: int) -> bool:
+        """True for a dimension of which the forward reads the size of a rank's tokens."""
+        return self.is_local(tensor) and self.made[tensor].dim == dimension
+
+    def arrives_local(self, number: int, tensor: Traced) -> bool:
+        """True where a call gets, or makes, a rank's tokens of a tensor."""
+        call = self.trace.calls[number]
+        if tensor in call.outputs:
+            return tensor in self.made and (number, output_of(call, tensor)) not in self.slices
+        places = [place for place, each, _ in call.arguments if each is tensor]
+        if any((number, place) in self.slices for place in places):
+            return True
+        return self.is_local(tensor) and not any((number, place) in self.gathers for place in places)
+
+    def layout_at(self, number: int, tensor: Traced) -> TokenDim | None:
+        """Where a call's tensor has a rank's tokens; None where it is whole there."""
+        if not self.arrives_local(number, tensor):
+            return None
+        if tensor in self.made:
+            return self.made[tensor]
+        places = [place for place, each, _ in self.trace.calls[number].arguments if each is tensor]
+        return next(self.slices[number, place][1] for place in places if (number, place) in self.slices)
+
+
+def hands_on(call: FunctionCall) -> bool:
+    """True for a call that gives its argument as it is, such as a conversion to the type that it has."""
+    return not call.records and any(tensor in call.outputs for _, tensor, _ in call.arguments)
+
+
+def output_of(call: FunctionCall, output: Traced) -> str:
+    """The place of one of a call's outputs."""
+    return "output" if len(call.outputs) == 1 else f"output.{call.outputs.index(output)}"
+
 
 _ROUNDS = 40  # in each of which tensors whose sizes come out wrong are made whole; a model needs one or two
 _RANKS = 2  # of which sizes are computed

@@ -10,7 +10,8 @@ torch's own stages and their runtime are not used: in 2.13 they keep receive buf
 through a step, and their split backward leaves out gradients of stages after frozen ones and of resharded parameters.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,26 +19,122 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count
-from recipe_lib.errors import ConfigError
+from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import DeferredGradients, defer_weight_gradients, splittable
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.head_losses import HeadLoss
+from recipe_lib.parallel.fsdp_parts import end_backward, entries_of, reduce_kept_gradients
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 from recipe_lib.parallel.pipeline import schedules as kinds
-from recipe_lib.parallel.pipeline.deferred_reduce import DeferredReduction
 from recipe_lib.parallel.pipeline.schedule_memory import taken_in
 from recipe_lib.parallel.pipeline.schedule_time import simulate
-from recipe_lib.parallel.pipeline.schedules import Action, compute_orders, forward_orders, pairs_of, with_transfers
-from recipe_lib.parallel.pipeline.transport import OnItsWay, Transport, sum_with
+from recipe_lib.parallel.pipeline.schedules import (
+    MAKING_GRADIENTS,
+    Action,
+    compute_orders,
+    forward_orders,
+    pairs_of,
+    with_transfers,
+)
 from recipe_lib.parallel.pipeline.watchdog import watch_over
+from recipe_lib.parallel.world import World
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.pipeline.stages import PipelineConfig
     from recipe_lib.parallel.world import World
+
+
+# Tensors on their way between the ranks of a pipeline: received into new memory, and held until
+# they are taken.
+
+
+class OnItsWay:
+    """A tensor that is being received or sent, held until somebody has waited for it."""
+
+    def __init__(self, tensor: Tensor, work: Any) -> None:
+        self._tensor, self._work = tensor, work
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is of this rank, and not to be waited for."""
+        return self._work is None
+
+    def wait(self) -> Tensor:
+        """The tensor, when it is there, or taken: the host waits for gloo, the device's stream for NCCL."""
+        if self._work is not None:
+            self._work.wait()
+        return self._tensor
+
+
+class Transport:
+    """What one rank of a pipeline sends to and receives from the others.
+
+    Two ranks have to exchange their tensors in one order, which is the schedule's affair: NCCL knows no tags. gloo
+    does, and gets them, so that there a mistake would be noticed. Ranks that wait for different ones must not wait for
+    each other: NCCL gives each pair a communicator and a stream each, as long as the process group was not made
+    with `device_id` and transfers are not batched; with one stream for all, interleaved schedules would hang.
+    """
+
+    def __init__(self, world: World, pairs: Sequence[tuple[int, int]]) -> None:
+        """pairs: places of all ranks of the pipeline that exchange tensors, the lower first.
+
+        Makes the communicator of each pair: else this would be in the middle of the first step, where a rank's host
+        waits for the other while kernels of other pairs run. In one order for all, so that no ranks wait in a circle.
+        Raises SetupError for a process group with one communicator for all.
+        """
+        assert world.pipeline is not None
+        self._group = world.mesh.get_group("pipeline")
+        self._ranks = world.pipeline.ranks
+        self._device = world.device
+        _check_streams_of_pairs(self._group)
+        for low, high in sorted(pairs):
+            if world.pipeline.rank == low:
+                self.send(torch.zeros(1, device=self._device), high, tag=0).wait()
+            elif world.pipeline.rank == high:
+                self.receive((1,), torch.float32, low, tag=0).wait()
+
+    def receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, place: int, tag: int, device: torch.device | None = None
+    ) -> OnItsWay:
+        """Asks the rank at `place` of the pipeline for a tensor, on the rank's device or the one where it was sent."""
+        tensor = torch.empty(shape, dtype=dtype, device=device or self._device)
+        return OnItsWay(tensor, dist.irecv(tensor, self._ranks[place], group=self._group, tag=tag))
+
+    def send(self, tensor: Tensor, place: int, tag: int) -> OnItsWay:
+        """Sends it to the rank at `place`."""
+        tensor = tensor.contiguous()
+        return OnItsWay(tensor, dist.isend(tensor, self._ranks[place], group=self._group, tag=tag))
+
+
+def _check_streams_of_pairs(group: Any) -> None:
+    for one in (group, dist.group.WORLD):
+        if getattr(one, "bound_device_id", None) is not None:
+            raise SetupError(
+                "parallel.pipeline: found a process group that was made with device_id, expected one without: NCCL "
+                "would exchange all tensors on one stream, and interleaved schedules would hang; remove device_id "
+                "from init_process_group"
+            )
+
+
+def sum_with(other: int, parameter: Tensor, transport: Transport) -> None:
+    """Adds the gradient that the rank at another place has of the same parameter to this rank's; both call it.
+
+    One of the two is at place 0. Without a gradient, which is so on both, nothing is done.
+    """
+    if parameter.grad is None:
+        return
+    own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    # In one order for the two, as everywhere: first the first rank's, then the last one's.
+    sent = transport.send(own, other, tag=0) if other != 0 else None
+    received = transport.receive(tuple(own.shape), own.dtype, other, 0, own.device).wait()
+    (sent or transport.send(own, other, tag=0)).wait()  # before it is written to
+    own.add_(received)
 
 
 # Told of each action that begins, and by None of the end of a run of them: who simulates a step sets it.
@@ -394,3 +491,107 @@ class _Step:
     def _tag(self, what: str, stage: int, number: int) -> int:
         """By the stage that receives."""
         return (number * self._pipeline._stages + stage) * 2 + (what == "B")
+
+
+# When FSDP reduces the gradients of a pipeline's stages.
+#
+# Deferred weight gradients are made after backward, and reduced after it too, unit by unit.
+# Gradients that are reduced once a step (`parallel.reduce_gradients`) are with the last action of
+# their stage.
+
+
+class DeferredReduction:
+    """The FSDP units of a rank's stages, and those of them whose weights' gradients are deferred; without FSDP none.
+
+    is_last: whether the action that runs is one of those that `begin` has returned.
+
+    Private parts of torch's FSDP2 are used here, by `fsdp_parts`: a unit's reduction, and what its root does at the end
+    of backward.
+    """
+
+    def __init__(self, model: nn.Module, accumulation: GradientAccumulation | None) -> None:
+        """model: sharded, or not. accumulation: whether units reduce once a step; None: with each micro-batch."""
+        self._root: Any = model if isinstance(model, FSDPModule) else None
+        self._once = accumulation if accumulation is not None and accumulation.once else None
+        self.is_last = False
+        units = _units_in([model])
+        self._units = [unit for unit in units if any(_is_deferred(entry) for entry in entries_of(unit))]
+
+    @contextmanager
+    def unreduced(self) -> Iterator[None]:
+        """Inside, these units keep the gradients that backward makes whole, to be reduced with those to come."""
+        if self._once is not None:  # they do anyway
+            yield
+            return
+        for unit in self._units:
+            unit.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                unit.set_requires_gradient_sync(True, recurse=False)
+
+    def add(self, later: list[DeferredGradients]) -> None:
+        """Computes the gradients, last layer first, and reduces those of a unit before the next one's are made."""
+        units = self._places() if self._root is not None else {}
+        current: FSDPModule | None = None
+        later.reverse()
+        while later:
+            entry = later.pop()
+            unit = units.get(id(_parameter_of(entry.weights[0])), current)
+            if current is not None and unit is not current:
+                reduce_kept_gradients(current)
+            current = unit
+            entry.run()
+        if self._root is not None:
+            for unit in self._units:
+                reduce_kept_gradients(unit)
+            end_backward(self._root)
+
+    def begin(self, actions: Sequence[Action]) -> set[int]:
+        """Before a step's actions. Where gradients are reduced once a step none is from here on, and the places of the
+        actions that do are returned: of each stage the last one."""
+        if self._once is None:
+            return set()
+        self._once.begin(is_last=False)
+        return set({one.stage: at for at, one in enumerate(actions) if one.kind in MAKING_GRADIENTS}.values())
+
+    def reduce_if_last(self, modules: Sequence[nn.Module]) -> None:
+        """In an action that is the last of its stage: what follows is the last backward of these modules, whose units
+        reduce their sums in it, and free their weights.
+
+        Not sooner: at the end of each backward, also one of the head alone, FSDP reduces what any unit has.
+        """
+        if self.is_last:
+            for unit in _units_in(modules):
+                unit.set_requires_gradient_sync(True, recurse=False)
+                unit.set_reshard_after_backward(True, recurse=False)
+
+    def end(self) -> None:
+        """After a step's actions: reduces what no stage has, what is in the root and what several stages share."""
+        if self._once is not None:
+            self._root.set_requires_gradient_sync(True)
+            self._root.set_reshard_after_backward(True)
+            end_backward(self._root)
+
+    def _places(self) -> dict[int, FSDPModule]:
+        """The unit of each whole parameter, by its id."""
+        entries = [(unit, entry) for unit in self._units for entry in entries_of(unit)]
+        return {id(entry._unsharded_param): unit for unit, entry in entries if hasattr(entry, "_unsharded_param")}
+
+
+def _units_in(modules: Sequence[nn.Module]) -> list[FSDPModule]:
+    return [unit for module in modules for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
+def _is_deferred(entry: Any) -> bool:
+    """Whether a parameter of FSDP's is the trained weight of a linear."""
+    return entry.sharded_param.requires_grad and isinstance(entry._module_info.module, nn.Linear)
+
+
+def _parameter_of(weight: Tensor) -> Any:
+    """The parameter that a weight is, or is a part of."""
+    node = weight.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        node = node.next_functions[0][0] if node.next_functions else None
+    return weight if node is None else node.variable

@@ -15,18 +15,113 @@ waited for through its work or `wait_tensor` (torch 2.8 and later).
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recipe_lib.plan.streams.code_line import Line, code_line, text_of
 from recipe_lib.plan.streams.collective_order import CollectiveCall
-from recipe_lib.plan.streams.host_waits import HostWait, copy_waits, reads_value
-from recipe_lib.plan.streams.operator_accesses import accesses
-from recipe_lib.plan.streams.vector_clocks import HOST, Clock, VectorClocks
 from recipe_lib.plan.trace import Collective, Op, Storage
 from recipe_lib.plan.tracing.operator_costs import tensors_in
 from recipe_lib.plan.tracing.plain_tensors import has_memory
+
+# What happens before what, on the streams of a device and on the host: vector clocks (Mattern,
+# 1989). No torch.
+#
+# The host issues works on streams, one after the other; a stream does its own in order. An event
+# holds what its stream will have done when it comes; who waits for it knows the same. Whatever the
+# host has done or waited for comes before all that it issues later.
+
+
+HOST = -1
+
+Clock = dict[int, int]  # by stream the number of the last of its works that is known to be done
+
+
+class VectorClocks:
+    """Streams are numbers; `HOST` is the host. Works are numbered as they are issued, from 1 on."""
+
+    def __init__(self) -> None:
+        self._issued = 0
+        self._host: Clock = {}
+        self._last: Clock = {}
+        self._known: dict[int, Clock] = {}
+        self._events: dict[int, Clock] = {}
+
+    def issue(self, stream: int) -> int:
+        """The number of a work that the host issues on a stream, or does itself."""
+        self._issued += 1
+        self._last[stream] = self._issued
+        return self._issued
+
+    def last(self, stream: int) -> int:
+        """The number of the last work of a stream; 0: it has none."""
+        return self._last.get(stream, 0)
+
+    def is_before(self, stream: int, work: int, other: int) -> bool:
+        """Whether a work of `stream` is done before what `other` does next."""
+        return stream == HOST or self.done(stream, other) >= work
+
+    def done(self, stream: int, other: int) -> int:
+        """The number of the last work of `stream` that is done before what `other` does next; 0: none is."""
+        if stream == other:
+            return self.last(stream)
+        return max(self._host.get(stream, 0), self._known.get(other, {}).get(stream, 0))
+
+    def record(self, stream: int, event: int) -> None:
+        """An event is set after all that a stream has so far."""
+        self._events[event] = self._done_after(stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        """What a stream (or the host) does next comes after an event; one that was never recorded lets it pass."""
+        self._join(stream, self._events.get(event, {}))
+
+    def wait_stream(self, stream: int, other: int) -> None:
+        """The same after all that another stream has so far."""
+        self._join(stream, self._done_after(other))
+
+    def wait_all(self) -> None:
+        """The host waits for all streams."""
+        for stream in list(self._last):
+            self._join(HOST, self._done_after(stream))
+
+    def host_knows(self, event: int) -> bool:
+        """Whether the host would not have to wait for an event, as it has waited for later works."""
+        return self._is_known(self._events.get(event, {}))
+
+    def host_knows_stream(self, stream: int) -> bool:
+        """The same for all that a stream has so far."""
+        return self._is_known(self._done_after(stream))
+
+    def _is_known(self, clock: Clock) -> bool:
+        return all(self._host.get(stream, 0) >= work for stream, work in clock.items())
+
+    def snapshot(self, stream: int) -> Clock:
+        """What is done when all that a stream has so far is; for `join`."""
+        return self._done_after(stream)
+
+    def join(self, stream: int, clock: Clock) -> None:
+        """What a stream (or the host) does next comes after what a snapshot holds."""
+        self._join(stream, clock)
+
+    def _done_after(self, stream: int) -> Clock:
+        clock = dict(self._known.get(stream, {}))
+        _merge(clock, self._host)
+        if stream != HOST:
+            clock[stream] = self._last.get(stream, 0)
+        return clock
+
+    def _join(self, stream: int, clock: Clock) -> None:
+        _merge(self._host if stream == HOST else self._known.setdefault(stream, {}), clock)
+
+
+def _merge(into: Clock, other: Clock) -> None:
+    for stream, work in other.items():
+        if work > into.get(stream, 0):
+            into[stream] = work
+
 
 _COMMUNICATORS = 10_000  # numbers of their streams begin here
 
@@ -380,3 +475,127 @@ def _is_asynchronous(collective: Collective) -> bool:
     """Whether it runs on its communicator's stream: so do all exchanges of two ranks, even those that are waited for at
     once."""
     return not collective.waits or collective.operation in ("send", "recv")
+
+
+# Which operators make the host wait for the device, and what for.
+
+
+# Operators whose result has a size, or is a number, that the host reads from the device.
+_READS = {
+    "aten::_local_scalar_dense": ".item()",
+    "aten::item": ".item()",
+    "aten::is_nonzero": "a condition on a tensor",
+    "aten::equal": "torch.equal",
+    "aten::nonzero": "nonzero",
+    "aten::masked_select": "masked_select",
+    "aten::_unique2": "unique",
+    "aten::unique_dim": "unique",
+    "aten::unique_consecutive": "unique_consecutive",
+    "aten::bincount": "bincount",
+}
+
+
+@dataclass(frozen=True)
+class HostWait:
+    """The host stalls until the device comes to it. what: `.item()`, `a blocking copy to the host`, ... place:
+    the line of code. module, part: as an `Op` has them. phase: of the trace."""
+
+    what: str
+    place: Line
+    module: str
+    part: str
+    phase: str
+
+    def __str__(self) -> str:
+        where = ", ".join(filter(None, [self.part, self.module]))
+        return f"{self.what} at {text_of(self.place)} ({where})"
+
+
+def reads_value(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> str:
+    """What of an operator's result the host reads from tensors of the device, in words; "": nothing."""
+    if name in _READS:
+        on_device = any(_type(tensor) == device for tensor in tensors_in((args, tuple(kwargs.values()))))
+        return _READS[name] if on_device else ""
+    if name in ("aten::index", "aten::index_put_", "aten::index_put"):
+        indices = [one for one in args[1] if isinstance(one, Tensor)]
+        if any(one.dtype in (torch.bool, torch.uint8) and _type(one) == device for one in indices):
+            return "indexing by a mask"
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
+        repeats = [one for one in tensors_in(args) if _type(one) == device]
+        if repeats and "Tensor" in func._overloadname and len(args) < 3:
+            return "repeat_interleave without output_size"
+    return ""
+
+
+def copy_waits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], transfer: str, pinned: bool) -> str:
+    """Why the host waits in a copy between it and the device, in words; "": it does not.
+
+    pinned: whether the host's side is. One to memory that is not pinned is done when it returns; one from there waits
+    for its stream first (CUDA's documentation, "API synchronization behavior").
+    """
+    blocking = not kwargs.get("non_blocking", len(args) > 2 and name == "aten::copy_" and args[2])
+    way = "to the host" if transfer == "to_host" else "to the device"
+    if not pinned:
+        return f"a copy {way} {'into' if transfer == 'to_host' else 'from'} memory that is not pinned"
+    return f"a blocking copy {way}" if blocking else ""
+
+
+def _type(tensor: Tensor) -> str:
+    return tensor.device.type
+
+
+# Which tensors an operator reads and which it writes, from its schema; of collectives from a table.
+
+
+# Operators whose schema does not say what they write: the places of those arguments.
+_WRITES = {
+    "c10d::_allgather_base_": (0,),
+    "c10d::allgather_": (0,),
+    "c10d::allgather_into_tensor_coalesced_": (0,),
+    "c10d::allgather_coalesced_": (0,),
+    "c10d::_reduce_scatter_base_": (0,),
+    "c10d::reduce_scatter_": (0,),
+    "c10d::reduce_scatter_tensor_coalesced_": (0,),
+    "c10d::allreduce_": (0,),
+    "c10d::allreduce_coalesced_": (0,),
+    "c10d::broadcast_": (0,),
+    "c10d::reduce_": (0,),
+    "c10d::alltoall_base_": (0,),
+    "c10d::alltoall_": (0,),
+    "c10d::gather_": (0,),
+    "c10d::scatter_": (0,),
+    "c10d::recv_": (0,),
+    "c10d::recv_any_source_": (0,),
+    "fsdp::all_gather_copy_in": (1,),
+}
+# What these write they do not read.
+_ONLY_WRITES = frozenset({"aten::copy_", "aten::zero_", "aten::fill_", "aten::_foreach_copy_", "aten::_foreach_zero_"})
+
+
+def accesses(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(tensors read, tensors written); what is changed in place is among both."""
+    places, names = _written(func)
+    written = [tensor for place in places if place < len(args) for tensor in tensors_in(args[place])]
+    written += [tensor for name in names if name in kwargs for tensor in tensors_in(kwargs[name])]
+    if func._schema.name in _ONLY_WRITES:
+        read = tensors_in([value for place, value in enumerate(args) if place not in places])
+    else:
+        read = tensors_in((tuple(args), tuple(value for name, value in kwargs.items() if name not in names)))
+    return read, [*written, *tensors_in(result)]
+
+
+@cache
+def _written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Places of positional arguments, and names of others, that an operator writes."""
+    schema = func._schema
+    if schema.name in _WRITES:
+        return _WRITES[schema.name], ()
+    arguments = [
+        (place, argument)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    places = tuple(place for place, argument in arguments if not argument.kwarg_only)
+    return places, tuple(argument.name for _, argument in arguments)

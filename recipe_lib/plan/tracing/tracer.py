@@ -1,14 +1,18 @@
 """Notes every allocation, release, operator and collective of a program, simulated or real, as a `Trace`."""
 
+import os
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.memory.host_limits import pinned_bytes
@@ -19,8 +23,6 @@ from recipe_lib.plan.tracing import known_operators as known
 from recipe_lib.plan.tracing.collectives import read_collective
 from recipe_lib.plan.tracing.compiled_kernels import around_operator
 from recipe_lib.plan.tracing.host_marks import copy_blocks, host_waits
-from recipe_lib.plan.tracing.memory_labels import HeldStorage, MemoryLabels
-from recipe_lib.plan.tracing.module_tracker import Places
 from recipe_lib.plan.tracing.operator_costs import Cost, cost_of, tensors_in
 from recipe_lib.plan.tracing.plain_tensors import PLAIN_TENSORS, has_memory, plain_parts
 from recipe_lib.plan.tracing.summed_gradients import ADD_IN_PLACE, is_summed_in_place
@@ -372,3 +374,153 @@ def _has_no_value(tensor: Tensor) -> bool:
 
 def _device_of(tensor: Tensor) -> str:
     return str(tensor.fake_device.type if type(tensor) is FakeTensor else tensor.device.type)
+
+
+# What memory is: labels and kinds that are known when it is there already.
+
+
+class HeldStorage:
+    """A storage of torch that is alive; its numbers in the trace change when it is resized."""
+
+    __slots__ = ("history", "number", "reference")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.history = [number]
+        self.reference: Any = None
+
+
+class MemoryLabels:
+    """Labels storages of the present trace. held: those that are alive, by their address."""
+
+    def __init__(self, trace: Callable[[], Trace], held: dict[int, HeldStorage]) -> None:
+        self._trace, self._held = trace, held
+
+    def label(self, tensor: Tensor, kind: str, label: str) -> None:
+        """Says what a tensor's memory is, now and in every size it had."""
+        for part in plain_parts(tensor):
+            held = self._held.get(part.untyped_storage()._cdata)
+            for number in held.history if held else ():
+                storage = self._trace().storages[number]
+                if storage.kind == kind and storage.label not in ("", label):
+                    storage.label = common_label(storage.label, label)
+                else:
+                    storage.kind, storage.label = kind, label
+
+    def of_operator(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """What FSDP's own operators read and write is known by their names."""
+        if name == "fsdp::all_gather_copy_in":
+            self.mark(result, "communication")
+        elif name == "fsdp::split_with_sizes_copy":
+            self.mark(kwargs.get("out", args[-1]), "gathered")
+        elif name == "fsdp::chunk_cat":
+            self.mark(kwargs.get("out", args[-1]), "communication")
+
+    def mark(self, value: Any, kind: str) -> None:
+        for tensor in tensors_in(value):
+            held = self._held.get(tensor.untyped_storage()._cdata)
+            if held is not None:
+                for number in held.history:
+                    self._trace().storages[number].kind = kind
+
+    def of_returned(self, name: str, args: Sequence[Any]) -> None:
+        """What backward copies back from pinned memory that forward took is what forward kept for it."""
+        tensors = tensors_in(args)
+        source = self._held.get(tensors[-1].untyped_storage()._cdata)
+        if name == "aten::copy_" and source is not None and self._trace().storages[source.number].part == "forward":
+            self.mark(tensors[0], "activations")
+
+    def of_tensor(self, tensor: Tensor) -> str:
+        held = self._held.get(tensor.untyped_storage()._cdata)
+        return self._trace().storages[held.number].label if held is not None else ""
+
+
+def common_label(first: str, second: str) -> str:
+    """The label of memory that two parameters share, such as the gradients of an FSDP unit: `model.layers.0.*`."""
+    shared = os.path.commonprefix([first.split("."), second.split(".")])
+    return ".".join([*(part for part in shared if part != "*"), "*"])
+
+
+# Where a traced program is: which part of a step, and in which module, in backward too.
+
+
+_NO_NODE = 2**63  # sequence numbers of nodes that accumulate gradients are the largest there are
+
+
+class Places:
+    """Follows modules and optimizers inside `with places.following(...)`; `now()` tells the place.
+
+    Autograd numbers its nodes in the order in which forward makes them; so the number of the node that runs in backward
+    tells the module that made it.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[str] = []
+        self._names: dict[int, str] = {}
+        self._sequence: list[int] = [0]
+        self._sequence_module: list[str] = [""]
+        self._backward_module = ""
+        self._optimizing = 0
+
+    @contextmanager
+    def following(self, before_optimizer: Callable[[Any], None]) -> Iterator[None]:
+        """before_optimizer: called with each optimizer whose step begins."""
+
+        def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._optimizing += 1
+            before_optimizer(optimizer)
+
+        def end(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._optimizing -= 1
+
+        with ExitStack() as stack:
+            for handle in (
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, always_call=True),
+                register_optimizer_step_pre_hook(begin),
+                register_optimizer_step_post_hook(end),
+            ):
+                stack.callback(handle.remove)
+            yield
+
+    def name_modules(self, model: nn.Module, prefix: str) -> None:
+        """Modules are called by their dotted names from here on."""
+        self._names |= {id(module): prefix + name for name, module in model.named_modules()}
+
+    def now(self) -> tuple[str, str]:
+        """The part of the step and the module that run now."""
+        modules = self._modules
+        if torch._C._current_graph_task_id() == -1:
+            if self._optimizing:
+                return "optimizer", ""
+            return ("forward", modules[-1]) if modules else ("other", "")
+        if modules:
+            return "recompute", modules[-1]
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            number = node._sequence_nr()
+            if 0 <= number < _NO_NODE:
+                self._backward_module = self._sequence_module[bisect_right(self._sequence, number) - 1]
+        return "backward", self._backward_module
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # compiled code calls no modules
+            return
+        self._modules.append(self._names.get(id(module), type(module).__name__))
+        self._mark()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._modules:
+            self._modules.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        number = torch.autograd._get_sequence_nr()
+        module = self._modules[-1] if self._modules else ""
+        if number == self._sequence[-1]:
+            self._sequence_module[-1] = module
+            return
+        self._sequence.append(number)
+        self._sequence_module.append(module)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import recipe_lib
-from recipe_lib.parallel.hang_detection.stacks import StackLine, WatchedThread, busy, stack_of, this_thread, where
+from recipe_lib.parallel.hang_detection.heartbeat import StackLine, WatchedThread, busy, stack_of, this_thread, where
 
 
 def seen_during(work: Callable[[], None]) -> list[list[StackLine]]:
@@ -76,7 +76,7 @@ def test_it_is_known_when_something_is_compiled_and_when_no_more() -> None:
 # Threads of C++ that call Python once and end, as fast as they can be made, while another thread looks at this one.
 CALLING_THREADS = """
 import ctypes, os, threading, time
-from recipe_lib.parallel.hang_detection.stacks import stack_of, this_thread
+from recipe_lib.parallel.hang_detection.heartbeat import stack_of, this_thread
 
 libc, called = ctypes.CDLL(None), ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
 

@@ -15,7 +15,7 @@ import pytest
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.parallel.hang_detection import beats
 from recipe_lib.parallel.hang_detection.peers import stopped_ranks
-from recipe_lib.parallel.meeting import meet_ranks
+from recipe_lib.parallel.world import meet_ranks
 from tests.distributed.launched import ROOT, START, Ended, Ranks, start_ranks
 from tests.recipes.runs import arguments, latest
 from tests.selection import slow_except

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.cli import choose_strategy as command
+from recipe_lib.cli import run as command
 from recipe_lib.cli.recipes import RecipeFile, check_arguments
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import BUCKET_ELEMENTS
@@ -168,7 +168,7 @@ def test_the_command_plans_both_in_another_process_and_tells_the_ranks(
     """The process's own `main`, in a fork."""
 
     def run(words: list[str], **options: Any) -> None:
-        assert words[1:4] == ["-P", "-m", "recipe_lib.cli.choose_strategy"]
+        assert words[1:4] == ["-P", "-m", "recipe_lib.cli.run"]
         assert apart(command.main, words[4:]) == 0
 
     monkeypatch.setattr(command, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": run}))

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from recipe_lib.plan.streams.vector_clocks import HOST, VectorClocks
+from recipe_lib.plan.streams.stream_checker import HOST, VectorClocks
 
 STREAMS = (0, 1, 2, 3)
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from recipe_lib.plan.hardware import HARDWARE, Hardware
-from recipe_lib.plan.timing.cost import ATTENTION, Calibration, op_seconds
-from recipe_lib.plan.timing.kernel_rates import MULTIPROCESSORS, bandwidth_rate, run_share
+from recipe_lib.plan.timing.cost import ATTENTION, MULTIPROCESSORS, Calibration, bandwidth_rate, op_seconds, run_share
 from recipe_lib.plan.trace import Op
 
 H100, A100, RTX4090 = HARDWARE["h100"], HARDWARE["a100-80gb"], HARDWARE["rtx4090"]

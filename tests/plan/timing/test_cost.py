@@ -13,12 +13,12 @@ from recipe_lib.plan.timing.cost import (
     collective_seconds,
     error_text,
     launch_seconds,
+    matmul_rate,
     model_flops,
     model_flops_utilization,
     op_seconds,
     wire_bytes,
 )
-from recipe_lib.plan.timing.kernel_rates import matmul_rate
 from recipe_lib.plan.trace import OP, PHASE, Collective, Op, Trace
 
 RTX4090 = HARDWARE["rtx4090"]

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from recipe_lib.plan.hardware import HARDWARE
-from recipe_lib.plan.timing.cost import HOST_SECONDS, KERNEL_SECONDS, launch_seconds, op_seconds
+from recipe_lib.plan.timing.cost import HOST_SECONDS, KERNEL_SECONDS, launch_seconds, op_seconds, tile_share
 from recipe_lib.plan.timing.grouped_times import is_grouped, matmuls_issued, with_loads
-from recipe_lib.plan.timing.kernel_rates import tile_share
 from recipe_lib.plan.timing.stream_schedule import schedule
 from recipe_lib.plan.timing.time_by_kind import MATMULS, kind_of
 from recipe_lib.plan.trace import OP, PHASE, Op, Trace

@@ -3,7 +3,7 @@
 import pytest
 
 from recipe_lib.plan.hardware import HARDWARE
-from recipe_lib.plan.timing.kernel_rates import (
+from recipe_lib.plan.timing.cost import (
     _MATMUL,
     MULTIPROCESSORS,
     attention_seconds,
