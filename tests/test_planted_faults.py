@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import shutil
 from pathlib import Path
 
@@ -10,16 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.peers.planted import tensors
 from benchmarks.peers.planted.faults import FAULTS, SOUND
 from benchmarks.peers.planted.ground import make_model
 from benchmarks.peers.planted.ours import Ours
 from benchmarks.peers.planted.page import page
 from benchmarks.peers.planted.playing import play_one
-from benchmarks.peers.planted.running import Result, run
-from benchmarks.peers.planted.states import CHANGES, Sound, apart
+from benchmarks.peers.planted.running import Result
+from benchmarks.peers.planted.states import Sound
 from benchmarks.peers.planted.verdict import judge
-from benchmarks.peers.planted.words import WORDS, all_of
+from benchmarks.peers.planted.words import WORDS
 from recipe_lib.cli.main import main
 from recipe_lib.logs import get_logger
 
@@ -30,13 +28,6 @@ TOKENIZER = ROOT / "examples" / "demo" / "tokenizer"
 
 def result(*lines: str, code: int | None = 0) -> Result:
     return Result(["tool"], code, [(float(at), line) for at, line in enumerate(lines)], seconds=9.0)
-
-
-def test_every_fault_has_words_of_its_own():
-    names = [fault.name for fault in (*FAULTS, *CHANGES)]
-    assert len(names) == len(set(names)) >= 30 and set(names) == set(WORDS)
-    for words in WORDS.values():
-        assert not re.search(words, "Step 4 of 8", re.IGNORECASE)
 
 
 @pytest.mark.parametrize(
@@ -55,42 +46,6 @@ def test_every_fault_has_words_of_its_own():
 def test_rules(found, steps, outcome, seconds):
     told = judge(found, "disk", steps)
     assert (told.outcome, told.seconds) == (outcome, seconds)
-
-
-def test_what_is_no_news_is_no_message():
-    echo, metric, known = "  path: /disk", "step 3 disk 0.1", "took 0.31 s of disk time"
-    found = result(echo, metric, known.replace("0.31", "12"))
-    assert judge(found, "disk", 1, [known], r"^step \d", ["a: 1\n  path: /disk\n"]).outcome == "silent"
-    for arguments in (([], r"^step", [echo]), ([known], "", [echo]), ([known], r"^step", [])):
-        assert judge(found, "disk", 1, *arguments).outcome == "warned"
-
-
-def test_a_launcher_is_not_the_fault():
-    ends = ("Traceback (most recent call last):", "  File", "subprocess.CalledProcessError: Command 'disk' failed")
-    found = result(
-        "Traceback (most recent call last):", "  File", "ValueError: bad", "row 7 of the disk", *ends, code=1
-    )
-    told = judge(found, "disk", 0)
-    assert (told.outcome, told.line) == ("traceback, named", "ValueError: bad")
-    assert judge(found, "Command", 0).outcome == "traceback"
-    found.lines[0] = (0.0, "0%|  | 0/4 [00:00<?]Traceback (most recent call last):")
-    assert judge(found, "disk", 0).outcome == "traceback, named"
-
-
-def test_losses_that_are_the_same():
-    assert apart([9.0, 4.0, 3.0, 2.0, 1.0], [4.0, 3.0, 2.0, 1.0]) == 0
-    assert apart([4.0, 3.0, 2.0, 1.1], [4.0, 3.0, 2.0, 1.0]) == pytest.approx(0.1)
-    assert (
-        apart([1.0], [4.0, 3.0, 2.0, 1.0]) == apart([4.0, 3.0, 2.0, float("nan")], [4.0, 3.0, 2.0, 1.0]) == float("inf")
-    )
-
-
-def test_a_command_is_timed_and_killed(tmp_path: Path):
-    said = run(["sh", "-c", "echo one; sleep 0.3; echo two >&2; exit 3"], tmp_path, {})
-    assert said.code == 3 and [line for _, line in said.lines] == ["one", "two"]
-    assert said.lines[1][0] - said.lines[0][0] > 0.2
-    killed = run(["sh", "-c", "touch seen; sleep 60"], tmp_path, {}, stop_when=(tmp_path / "seen").exists)
-    assert killed.code is None and not killed.timed_out and killed.seconds < 30
 
 
 @pytest.fixture(scope="module")
@@ -171,23 +126,3 @@ def test_our_column(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
     told = {"title": "ours", "told": "", "versions": {}, "date": "", "machine": "", "cells": cells}
     text = page({"ours": told}, ["ours"])
     assert "| **told or handled, of those that apply** | **18 of 18** |" in text and "not run" in text
-
-
-def test_damage_is_what_it_says(checkpoint: Path, tmp_path: Path):
-    path = tmp_path / "model.safetensors"
-    shutil.copyfile(checkpoint / "model.safetensors", path)
-    header, before = tensors.read(path)
-    tensors.flip_exponent_bit(path)
-    _, after = tensors.read(path)
-    (place,) = [at for at, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
-    assert before[place] ^ after[place] == 0x40
-    tensors.resize_embedding(path, 300)
-    smaller, content = tensors.read(path)
-    width = header["model.embed_tokens.weight"]["shape"][1]
-    assert smaller["model.embed_tokens.weight"]["shape"] == [300, width] and len(content) < len(after)
-    tensors.drop_tensor(path)
-    assert len(tensors.read(path)[0]) == len(header) - 1
-
-
-def test_all_of_takes_any_order():
-    assert re.search(all_of("a", "b|c"), "xcxa") and not re.search(all_of("a", "b|c"), "xa")

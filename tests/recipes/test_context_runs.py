@@ -16,14 +16,9 @@ from tests.recipes.mixtures import MIXTURES, write_mixture
 from tests.recipes.runs import ROOT, furthest
 from tests.recipes.test_dpo import write_pairs
 from tests.recipes.test_mixture_runs import (
-    KEPT_HALF,
-    OFFLOAD,
     PIPELINE,
     RECOMPUTE,
-    STEPPING,
     TENSOR,
-    TILES,
-    WINDOW,
     ZERO_BUBBLE,
     Case,
     train,
@@ -49,41 +44,19 @@ ONCE = ("gradient_accumulation_steps=4", "parallel.reduce_gradients=step")
 SIXTEENTHS = ("memory.activation_checkpointing=budget", "memory.activation_budget_gib=0.01")
 FULL_ONES = [(family, "full") for family in DENSE]
 
+# What two ranks, four ranks and other ways to divide a model do; levers alone are test_levers' subject.
 CASES = [
     Case("llama", "full", 2, TWO),
     Case("gemma3", "packed", 2, TWO),
     Case("gemma2", "lora of all", 2, (*TWO, *RECOMPUTE)),
-    Case("llama", "qlora", 2, TWO),
-    Case("qwen3", "dpo of all", 2, TWO),
     Case("gpt_oss", "balanced", 2, TWO),
-    Case("gemma2", "full", 2, (*TWO, *KEPT_HALF)),
-    Case("gemma3", "full", 2, (*TWO, *TILES)),
-    Case("qwen3", "packed", 2, (*TWO, *SIXTEENTHS)),
-    Case("llama", "full", 2, (*TWO, *OFFLOAD)),
-    Case("llama", "lora of all", 2, (*TWO, *WINDOW)),
-    Case("llama", "full", 2, (*TWO, *STEPPING)),
     Case("llama", "qlora", 2, (*TWO, "memory.stream_layers=true")),
-    Case("gemma3", "lora of all", 2, (*TWO, *RECOMPUTE, "memory.stream_layers=true")),
-    Case("llama", "packed", 2, (*TWO, *DDP)),
-    Case("llama", "full", 2, (*TWO, *ONCE)),
-    Case("qwen3", "dora", 2, TWO),
-    Case("llama", "int8 of all", 2, TWO),
-    Case("gpt_oss", "lora", 2, (*TWO, *RECOMPUTE)),
-    Case("qwen3_moe", "qlora of experts", 2, TWO),
-    Case("qwen3_moe", "balanced", 2, TWO),
-    *(Case(family, "packed", 4, FOUR) for family in DENSE),
-    *(Case(*each, 4, (*TWO, *other)) for each, other in zip(FULL_ONES, (SHARDED, COPIED, DDP, TENSOR), strict=True)),
-    *(Case(family, "full", 4, (*TWO, *PIPELINE)) for family in ("llama", "gpt_oss")),
-    *(Case(family, "packed", 4, (*TWO, *TENSOR)) for family in ("llama", "gemma2", "qwen3")),
-    *(Case("llama", kind, 4, (*TWO, *TENSOR, *RECOMPUTE)) for kind in ("qlora", "dpo of all", "lora of all")),
-    *(Case("llama", kind, 4, (*TWO, *ZERO_BUBBLE)) for kind in ("dpo of all", "packed", "lora of all")),
-    Case("gemma3", "dpo of all", 4, (*TWO, *PIPELINE, *RECOMPUTE)),
-    Case("llama", "qlora", 4, (*TWO, *PIPELINE)),
-    Case("qwen3_moe", "balanced", 4, (*TWO, *TENSOR)),
-    Case("mixtral", "full", 4, (*TWO, *PIPELINE)),
-    Case("olmoe", "lora", 4, FOUR),
-]  # fmt: skip
-QUICK = CASES[:6]
+    Case("qwen3", "packed", 4, FOUR),
+    Case("gemma2", "full", 4, (*TWO, *SHARDED)),
+    Case("llama", "dpo of all", 4, (*TWO, *TENSOR, *RECOMPUTE)),
+    Case("llama", "packed", 4, (*TWO, *ZERO_BUBBLE)),
+]
+QUICK = CASES[:3]
 
 
 @pytest.fixture(scope="module")
@@ -120,16 +93,15 @@ def go_on(folder: Path, case: Case) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["packed", "lora of all"])
-def test_a_state_is_gone_on_from_at_any_size(kind: str, tmp_path: Path) -> None:
+def test_a_state_is_gone_on_from_at_any_size(tmp_path: Path) -> None:
     """Two ranks that share sequences go on bit for bit; one process, four ranks, and ranks of other kinds within
     what sums in another order make."""
     write_models(tmp_path)
-    case = Case("llama", kind, 2, TWO)
+    case = Case("llama", "packed", 2, TWO)
     whole, resumed = run_ranks(train_in_two, 2, tmp_path, case, timeout=200)[0]
     assert [line[0] for line in resumed] == [2, 3] and resumed == whole[1:]
-    for ranks, levers in ((1, ()), (4, FOUR), (4, (*TWO, *TENSOR)), (4, (*TWO, *PIPELINE)), (2, ())):
-        found = run_ranks(go_on, ranks, tmp_path, Case("llama", kind, ranks, levers), timeout=200)[0]
+    for ranks, levers in ((1, ()), (4, (*TWO, *PIPELINE)), (2, ())):
+        found = run_ranks(go_on, ranks, tmp_path, Case("llama", "packed", ranks, levers), timeout=200)[0]
         for column in (1, 2):
             mine, wanted = ([line[column] for line in lines] for lines in (found, whole[1:]))
             assert furthest(mine, wanted) <= 1e-11, (ranks, levers)

@@ -45,12 +45,9 @@ LEVERS: dict[str, tuple[str, ...]] = {
 }
 # What also changes the numbers of one rank.
 ALIKE = ("data.packing", "distill.teacher", "distill.quantize_teacher", "dtype", "validation")
-QUICK = [
-    ("forward", "fsdp"), ("reverse", "units"), ("jensen shannon", "tied"), ("forward", "tensor"),
-    ("reverse", "padded tensor"), ("lora head", "context"), ("lora", "packed"),
-]  # fmt: skip
-CASES = [("forward", lever) for lever in LEVERS]
-CASES += [case for case in [*QUICK, ("lora", "tensor"), ("jensen shannon", "context")] if case not in CASES]
+QUICK = [("forward", "fsdp"), ("reverse", "padded tensor")]
+CASES = [*QUICK, ("reverse", "units"), ("jensen shannon", "tied"), ("lora head", "context"), ("lora", "packed"),
+         ("forward", "ddp"), ("forward", "offload"), ("forward", "compiled")]  # fmt: skip
 
 
 def train(folder: Path, kind: str, words: tuple[str, ...], ranks: int) -> list[dict[str, Any]]:
