@@ -1,6 +1,6 @@
 # make demo   fine-tune a tiny model on the CPU and ask it something
 # make test   the tests except slow ones and those of benchmarks/; a few minutes
-# make test-all   the whole test suite
+# make test-all   make test, then the rest of the test suite
 # make fuzz   random combinations of settings on several ranks against training by hand; SEED=1000 CASES=30
 # All install what they need into .venv first; nothing is installed outside of it.
 
@@ -15,12 +15,13 @@ SEED ?= 1000
 CASES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all fuzz lint format types docs docs-site clean
+.PHONY: help install demo test test-all fuzz lint format types docs docs-config docs-site clean
 
 help:
 	@sed -n 's/^# make /  make /p' Makefile
 	@echo '  make lint   ruff, import layers, types'
-	@echo '  make docs   write docs/config.md anew from the schema'
+	@echo '  make docs-config  write docs/config.md anew from the schema'
+	@echo '  make docs   that, and the pages whose figures are plans; an hour or two'
 	@echo '  make docs-site  build the documentation as a site in build/site; a warning is an error'
 	@echo '  make clean  remove .venv and what runs left behind'
 
@@ -39,13 +40,14 @@ demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo/run.sh $(OUTPUT)
 
 # A file's tests stay in one process, which makes their fixtures once; in order, long files do not come last.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40 -p tests.budget
 
+# A file whose tests take over ten seconds of CPU fails: what is slow is marked so, or made faster.
 test: install
-	$(PYTEST) -m "not slow and not benchmark"
+	$(PYTEST) -m "not slow and not benchmark" --file-budget 10
 
-test-all: install
-	$(PYTEST)
+test-all: test
+	$(PYTEST) -m "slow or benchmark"
 
 # For each seed from SEED on a combination; what is wrong is printed with the command that runs it.
 fuzz: install
@@ -61,8 +63,19 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: install
+docs-config: install
 	$(BIN)/python -m recipe_lib.config.describe > docs/config.md
+
+# Pages whose figures are plans, by the commands that they name. A change of the planner that moves a figure shows in
+# `make docs && git diff --exit-code docs`.
+docs: docs-config
+	$(BIN)/python -m benchmarks.small_cards --output docs/small_cards.md
+	$(BIN)/python -m benchmarks.all_ranks --output docs/measurements/all_ranks.md
+	$(BIN)/python -m benchmarks.planner_replications --output docs/measurements/planner.md
+	$(BIN)/python -m benchmarks.planner_peers --output docs/measurements/planner_peers.md
+	$(BIN)/python -m benchmarks.planned_times --output docs/measurements/planned_times.md
+	$(BIN)/python -m benchmarks.longest --output docs/longest.json
+	$(BIN)/python -m benchmarks.fit --output docs/fit.md
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'

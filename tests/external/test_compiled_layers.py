@@ -166,21 +166,19 @@ def check(ranks: int, cases: list[tuple[str, dict[str, Any], str]]) -> None:
 
 
 def test_a_few_models_on_two_ranks() -> None:
-    cases = [("llama, four layers", {"tensor": 2}, "none"), ("phi3", {"tensor": 2}, "packed full")]
-    check(2, [*cases, ("own", {"tensor": 2}, "none")])
+    check(2, [("llama, four layers", {"tensor": 2}, "none"), ("own", {"tensor": 2}, "none")])
 
 
 @pytest.mark.slow
 def test_gradients_are_those_of_one_process() -> None:
     modes = ("none", "selective", "packed full")
-    kinds = ["gpt2", "cohere", "gemma2", "falcon", "gpt_bigcode", "olmo2", "falcon_h1", "mixtral"]
+    kinds = ["gpt2", "gemma2", "mixtral"]
     cases = [(kind, {"tensor": 2}, modes[at % 3]) for at, kind in enumerate(kinds)]
     check(2, [*cases, ("numbered", {"tensor": 2}, "none")])
 
 
 @pytest.mark.slow
 def test_gradients_on_four_ranks_are_those_of_one_process() -> None:
-    check(4, [("llama, one key head", {"tensor": 4}, "packed selective")])
     check(4, [("bamba", {"tensor": 2, "fsdp_wrap_policy": "memory_efficient"}, "none")])
 
 

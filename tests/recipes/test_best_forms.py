@@ -21,22 +21,15 @@ OFFLOADED = ("memory.stream_layers=true", "memory.optimizer_offload=true")
 # Recipe, ranks and overrides.
 FORMS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "fsdp": (FULL, 2, (TWO,)),
-    "ddp": (FULL, 2, (TWO, "parallel.strategy=ddp")),
-    "tensor": (FULL, 2, ("parallel.tensor=2",)),
     "pipeline": (FULL, 2, ("parallel.pipeline=2", "batch_size=1", "gradient_accumulation_steps=4")),
-    "unsharded after forward": (FULL, 2, (TWO, "parallel.reshard_after_forward=false", "dtype=bf16")),
-    "cpu offload": (FULL, 2, (TWO, "memory.cpu_offload=true", "device=auto")),
-    "stepping in backward": (FULL, 2, (TWO, *STEPPING)),
     "streamed": (FULL, 1, (*STEPPING, *OFFLOADED)),
     "master weights": (FULL, 1, ("dtype=bf16", "optimizer.master_weights=true")),
     "of transformers": (FULL, 2, (TWO, "model.implementation=transformers")),
-    "context": (FULL, 2, (TWO, "parallel.context=2", "gradient_accumulation_steps=2")),
     "adapters": (LORA, 2, (TWO, "lora.dora=true")),
     "adapters on nf4": (LORA, 1, ("lora.quantize_base=nf4", "memory.stream_layers=true", "device=auto")),
-    "pairs": (DPO, 1, ("checkpoint.best_metric=validation_reward_accuracy",)),
-    "pairs, all weights": (DPO, 2, ("dpo.trainable=all", TWO, "checkpoint.greater_is_better=true")),
+    "pairs": (DPO, 2, ("dpo.trainable=all", TWO, "checkpoint.best_metric=validation_reward_accuracy")),
 }
-QUICK = ["fsdp", "pipeline", "streamed", "adapters", "pairs"]
+QUICK = ["fsdp", "adapters"]
 STEPS = 6
 
 

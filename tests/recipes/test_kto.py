@@ -20,17 +20,13 @@ ONE = [KTO, ALL, APO, (*KTO, PACKED)]
 TWO = [
     (*KTO, "gradient_accumulation_steps=2", "memory.activation_checkpointing=full"),
     (*ALL, "parallel.fsdp_wrap_policy=memory_efficient"),
-    (*APO, "parallel.data_replicate=2"),
-    (*KTO, PACKED),
-    (*KTO, "checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3"),
-    (*KTO, "parallel.tensor=2"),
+    (*KTO, PACKED, "parallel.data_replicate=2"),
     (*ALL, "parallel.context=2"),
-    (*KTO, "parallel.pipeline=2", "gradient_accumulation_steps=2"),
-    (*KTO, "memory.stream_layers=true", "device=auto"),
+    (*APO, "parallel.pipeline=2", "gradient_accumulation_steps=2"),
 ]
 
 
-QUICK = TWO[:1] + TWO[5:6]
+QUICK = TWO[:1]
 
 
 @pytest.fixture(scope="module")
