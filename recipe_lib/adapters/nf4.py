@@ -3,7 +3,7 @@
 Quantizing is torchao's, number for number; this is the only module that knows where torchao keeps it. Dequantizing is
 ours, because it runs in every step: for 112 MiB of bf16 (4096 x 14336) torchao's has 786 MiB alive, 8-byte indices of
 the whole matrix among them, this, which works in pieces, 146 MiB, and both give the same bits (docs/measurements/
-torchao.md, by `python -m benchmarks.torchao_comparison`). Fused it is one kernel for the numbers, and a small one
+torchao.md). Fused it is one kernel for the numbers, and a small one
 before it for the scales of blocks.
 """
 

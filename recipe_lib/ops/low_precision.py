@@ -13,7 +13,7 @@ other's.
 
 The scales are those of torchao's converters (quantized_training, and float8 with the recipe `rowwise`), with which
 tests compare: INT8's codes of fp32 are the same to the bit, FP8's but for ties. The converters themselves were tried in
-our place (docs/measurements/torchao.md, by `python -m benchmarks.torchao_comparison`, torchao 0.18, torch 2.13). For
+our place (docs/measurements/torchao.md, torchao 0.18, torch 2.13). For
 plain trained linears they do as well, errors within 0.02 points of ours, checkpointed, compiled and sharded by FSDP.
 They are not used, because
 

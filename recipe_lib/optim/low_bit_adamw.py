@@ -11,7 +11,7 @@ classes are not used, because they cut blocks out of the flattened part of a ran
 270 MiB on each of 5 ranks, where ours take 194 MiB (121 of its 169 matrices are in 8 bits, ours all, on any number of
 ranks), and what 3 ranks have saved 1, 2 or 4 cannot load, nor the other way round ("start and end align with block
 boundary"); where the parts happen to be whole blocks, as on 1, 2, 4 and 8 ranks, they load the same codes. Figures by
-`python -m benchmarks.torchao_comparison` (docs/measurements/torchao.md), torchao 0.18. They also need torch.compile.
+docs/measurements/torchao.md, torchao 0.18. They also need torch.compile.
 """
 
 import math
