@@ -49,7 +49,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "recipe_lib/parallel/hang_detection/heartbeat.py": {"json.loads": _PIPE},
     "recipe_lib/parallel/hang_detection/peers.py": {"read_bytes": _SYSTEM, "read_text": _SYSTEM},
     "recipe_lib/parallel/world.py": {"json.loads": _PIPE},
-    "recipe_lib/plan/tracing/simulated_micro_batches.py": {"read_bytes": _PACKAGE},
     "recipe_lib/plan/world/shape_only_model.py": {"read_text": _PACKAGE, "yaml.safe_load": _PACKAGE},
     "recipe_lib/tokenizers/tokenizer.py": {"json.loads": _PIPE},
     "recipe_lib/tokenizers/sentencepiece_json.py": {"json.loads": "a text of the tokenizers library"},
