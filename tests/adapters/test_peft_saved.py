@@ -56,10 +56,13 @@ NAMES = {"phi3": {"q_proj": "qkv_proj"}}
 CANNOT = {("qwen3_moe", "linears"), ("qwen3_moe", "a block")}
 CANNOT |= {(family, "router") for family in FAMILIES if family != "qwen3_moe"}
 CANNOT |= {(family, "biases of adapters") for family in FAMILIES if family != "qwen2"}
-CASES = [f"{family}: {kind}" for family in FAMILIES for kind in KINDS if (family, kind) not in CANNOT]
+# Each kind with llama and with one more family, in turn.
+EVERY = [f"{family}: {kind}" for family in FAMILIES for kind in KINDS if (family, kind) not in CANNOT]
+IN_TURN = [f"{[*FAMILIES][number % len(FAMILIES)]}: {kind}" for number, kind in enumerate(KINDS)]
 QUICK = ["llama: both", "llama: norms", "llama: rows of tokens", "qwen2: embedding", "qwen2: both of more tokens",
          "qwen2: adapted, more tokens", "qwen2: rows of both", "qwen2: biases of adapters", "qwen2: all biases",
          "phi3: linears", "gemma: head", "qwen3_moe: router"]  # fmt: skip
+CASES = [case for case in EVERY if case.startswith("llama: ") or case in (*IN_TURN, *QUICK)]
 
 
 def make_case(case: str, folder: Path) -> tuple[Path, Path, int | None]:

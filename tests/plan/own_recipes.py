@@ -90,13 +90,13 @@ def doubles(recipe: Any, batches: Any) -> None:
 
 # And how many micro-batches a step is tried with.
 STEPS = {
-    sums_losses: (2, 3, 5, 8),
-    keeps_each: (4, 8),
-    keeps_from_the_third: (4, 5),
-    every_fourth: (4, 8),
-    by_number: (3, 6),
-    in_slices: (4, 7),
-    last_is_another: (3, 5),
+    sums_losses: (3, 8),
+    keeps_each: (8,),
+    keeps_from_the_third: (5,),
+    every_fourth: (8,),
+    by_number: (6,),
+    in_slices: (7,),
+    last_is_another: (5,),
     alike: (5,),
     doubles: (5,),
 }

@@ -62,7 +62,7 @@ def runs(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]
     return planned, run_ranks(peaks, 1, False, 1, cases, timeout=600)[0]
 
 
-QUICK = [("sums_losses", 3), ("keeps_each", 8), ("by_number", 6)]
+QUICK = [("sums_losses", 3), ("keeps_each", 8)]
 
 
 @pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=lambda case: f"{case[0]}-{case[1]}")

@@ -21,10 +21,7 @@ ONCE, KEPT = "parallel.reduce_gradients=step", "parallel.reshard_after_forward=f
 RECOMPUTED = "memory.activation_checkpointing=full"
 # Recipe, overrides. Of all but the pairs the simulation traces fewer micro-batches than the run has.
 CASES: dict[str, tuple[str, ...]] = {
-    "1f1b, tied": (FULL, "gradient_accumulation_steps=6"),
-    "zbv": (FULL, "gradient_accumulation_steps=7", ZBV, "memory.loss_chunks=1"),
     "zbv, adapters, recomputed": (LORA, "gradient_accumulation_steps=6", ZBV, RECOMPUTED),
-    "1f1b, reduced once": (FULL, "gradient_accumulation_steps=7", ONCE, "memory.loss_chunks=1"),
     "zbv, zero-1": (FULL, "gradient_accumulation_steps=8", ZBV, ONCE, KEPT),
     "1f1b, zero-1, recomputed": (FULL, "gradient_accumulation_steps=6", ONCE, KEPT, RECOMPUTED),
     "1f1b, pairs": (DPO, "gradient_accumulation_steps=3", PAIRS),

@@ -16,6 +16,7 @@ from tests.plan.profiled_runs import profiled_peak
 from tests.plan.test_real_runs import CASES as CASES_TRACED
 from tests.plan.test_real_runs import TIED, config_of
 from tests.recipes.runs import FULL
+from tests.selection import slow_except
 
 SMALL = ("batch_size=1", "max_seq_len=16", "memory.loss_chunks=1", "optimizer.name=sgd")
 CASES: dict[str, tuple[int, *tuple[str, ...]]] = {
@@ -52,7 +53,7 @@ def both_peaks(case: tuple[Any, ...], folder: Path) -> tuple[int, int]:
     return planned, run_ranks(measured_peak, case[0], case, folder, timeout=300)[0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(CASES, ["fsdp"]))
 def test_gradients_are_summed_as_a_run_sums_them(name: str, tmp_path: Path) -> None:
     planned, measured = both_peaks(wide(CASES[name], tmp_path), tmp_path)
     recomputes = "memory.activation_checkpointing=full" in CASES[name]
@@ -60,9 +61,7 @@ def test_gradients_are_summed_as_a_run_sums_them(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["full layers selective 4", "nf4, one rank", "pairs, full", "8 bits", "muon", "zero-1", "transformers"]
-)
+@pytest.mark.parametrize("name", ["full layers none 4", "nf4", "8 bits"])
 def test_no_tracer_is_in_the_way(name: str, tmp_path: Path) -> None:
     """A CPU keeps its state of random numbers for what is computed again, 5,056 bytes; a device gets its batches."""
     planned, measured = both_peaks(CASES_TRACED[name], tmp_path)

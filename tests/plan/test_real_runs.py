@@ -44,8 +44,7 @@ PAIRS, TEACHER = "data.format=preference", f"distill.teacher_preset={TIED}"
 KTO = ("dpo.loss=kto", "data.format=kto")
 CLASSES = ("reward.loss=classification", "reward.num_labels=3", "data.format=classification")
 ADAPTED = "lora.target_modules=[all-linear,experts,router]"
-# Ranks, recipe, model, overrides; of every wrapping, checkpointing and accumulation of full fine-tuning, and of most
-# of LoRA's.
+# Recipe, wrapping, checkpointing and accumulation: each value with each recipe.
 GRID: dict[str, tuple[Any, ...]] = {
     f"{recipe.partition('_')[0]} {wrapping} {checkpointing} {accumulation}": (
         2,
@@ -55,31 +54,17 @@ GRID: dict[str, tuple[Any, ...]] = {
         f"memory.activation_checkpointing={checkpointing}",
         f"gradient_accumulation_steps={accumulation}",
     )
-    for recipe in (FULL, LORA)
-    for wrapping in ("memory_efficient", "layers")
-    for checkpointing in ("none", "full", "selective")
-    for accumulation in (1, 4)
-    if recipe == FULL or accumulation == 1 or (wrapping, checkpointing) in (("layers", "none"), ("layers", "full"))
+    for recipe, wrapping, checkpointing, accumulation in (
+        (FULL, "memory_efficient", "selective", 1),
+        (FULL, "layers", "none", 4),
+        (FULL, "layers", "full", 1),
+        (LORA, "layers", "full", 1),
+        (LORA, "memory_efficient", "none", 4),
+    )
 }
 UNTIED, CONTEXT = "untied", "parallel.context=2"
 CASES = GRID | {
     "untied": (2, FULL, UNTIED, "parallel.fsdp_wrap_policy=memory_efficient"),
-    "gathered throughout": (
-        2,
-        FULL,
-        UNTIED,
-        "parallel.fsdp_wrap_policy=layers",
-        "parallel.reshard_after_forward=false",
-    ),
-    "reduced once": (
-        2,
-        FULL,
-        UNTIED,
-        "parallel.reduce_gradients=step",
-        "gradient_accumulation_steps=5",
-        "memory.loss_chunks=1",
-    ),
-    "reduced once, adapters": (2, LORA, TIED, "parallel.reduce_gradients=step", "gradient_accumulation_steps=4"),
     "zero-1": (
         2,
         FULL,
@@ -90,37 +75,14 @@ CASES = GRID | {
         "parallel.accumulate_grad_in_fp32=true",
         "gradient_accumulation_steps=4",
     ),
-    "sums in fp32": (
-        2,
-        FULL,
-        TIED,
-        "dtype=bf16",
-        "parallel.accumulate_grad_in_fp32=true",
-        "gradient_accumulation_steps=4",
-    ),
     "adapters everywhere": (2, LORA, UNTIED, "lora.target_modules=[q,v,embedding,head]"),
-    "copies": (2, FULL, TIED, "parallel.data_replicate=2", "optimizer.implementation=single"),
     "bf16": (2, FULL, TIED, "dtype=bf16", "parallel.reduce_dtype=fp32", "optimizer.implementation=foreach"),
-    "fused, one rank": (1, FULL, TIED, "optimizer.implementation=fused", "memory.activation_checkpointing=selective"),
     "foreach, one rank": (1, FULL, TIED, "optimizer.implementation=foreach"),
-    "single, one rank": (1, FULL, TIED, "optimizer.implementation=single"),
     "nf4": (2, LORA, TIED, "lora.quantize_base=nf4", "lora.dropout=0.1"),
-    "nf4, one rank": (1, LORA, TIED, "lora.quantize_base=nf4", "memory.activation_checkpointing=selective"),
-    "int8": (2, LORA, TIED, "lora.quantize_base=int8", "lora.dora=true"),
     "pairs": (2, DPO, TIED, PAIRS),
-    "pairs, full": (2, DPO, TIED, PAIRS, "dpo.trainable=all", "optimizer.name=sgd", "optimizer.momentum=0.9"),
     "labeled answers": (2, DPO, TIED, *KTO, "gradient_accumulation_steps=4"),
-    "labeled answers, full": (2, DPO, TIED, *KTO, "dpo.trainable=all", "memory.activation_checkpointing=full"),
-    "packed labeled answers, one rank": (1, DPO, TIED, *KTO, "data.packing=true"),
-    "shared sequences, labeled answers": (2, DPO, TIED, CONTEXT, *KTO),
     "rewards": (2, REWARD, TIED, PAIRS),
-    "rewards, full": (2, REWARD, UNTIED, PAIRS, "reward.trainable=all", "memory.activation_checkpointing=selective"),
-    "classes": (2, REWARD, TIED, *CLASSES, "gradient_accumulation_steps=4"),
-    "packed classes, one rank": (1, REWARD, TIED, *CLASSES, "data.packing=true"),
-    "shared sequences, rewards": (2, REWARD, TIED, CONTEXT, PAIRS),
     "teacher": (2, DISTILL, UNTIED, TEACHER, "distill.divergence=jensen_shannon", "gradient_accumulation_steps=2"),
-    "teacher, layers": (2, DISTILL, TIED, TEACHER, "dtype=bf16", "parallel.fsdp_wrap_policy=layers"),
-    "teacher, one rank": (1, DISTILL, UNTIED, TEACHER, "dtype=bf16", "distill.temperature=2"),
     "teacher in nf4, adapters": (
         2,
         DISTILL,
@@ -131,67 +93,18 @@ CASES = GRID | {
         "distill.divergence=reverse_kl",
         "lora.target_modules=[q,head]",
     ),
-    "teacher, shared sequences": (2, DISTILL, UNTIED, TEACHER, CONTEXT),
     "8 bits": (2, FULL, TIED, "dtype=bf16", "optimizer.state_bits=8", "optimizer.stochastic_rounding=true"),
-    "4 bits": (2, FULL, TIED, "dtype=bf16", "optimizer.state_bits=4", "optimizer.master_weights=true"),
     "muon": (2, FULL, TIED, "optimizer.name=muon"),
     "packed": (2, FULL, TIED, "data.packing=true"),
     "transformers": (2, FULL, TIED, "model.implementation=transformers", "memory.activation_checkpointing=full"),
-    "transformers, one rank": (1, LORA, TIED, "model.implementation=transformers"),
-    "transformers, packed": (1, FULL, TIED, "model.implementation=transformers", "data.packing=true"),
-    "packed pairs, one rank": (1, DPO, TIED, PAIRS, "data.packing=true"),
     "shared sequences": (2, FULL, TIED, CONTEXT),
     "shared sequences, checkpointed": (2, FULL, UNTIED, CONTEXT, "dtype=bf16", "memory.activation_checkpointing=full"),
     "shared sequences, adapters": (2, LORA, TIED, CONTEXT, "memory.activation_checkpointing=selective"),
-    "shared sequences, nf4": (2, LORA, TIED, CONTEXT, "lora.quantize_base=nf4", "memory.mlp_tiles=2"),
-    "shared sequences, packed": (2, FULL, TIED, CONTEXT, "data.packing=true"),
-    "shared sequences, pairs": (2, DPO, TIED, CONTEXT, PAIRS),
-    "shared sequences, copies": (2, FULL, TIED, CONTEXT, "parallel.strategy=ddp", "gradient_accumulation_steps=4"),
-    "shared sequences, sinks": (2, FULL, "gpt_oss", CONTEXT, "dtype=bf16", "memory.activation_checkpointing=selective"),
     "rounded weights": (2, FULL, TIED, "qat=int4"),
-    "rounded weights, bf16": (2, FULL, UNTIED, "qat=int8", "dtype=bf16", "memory.activation_checkpointing=full"),
-    "rounded weights and inputs": (1, FULL, TIED, "qat=fp8", "memory.activation_checkpointing=selective"),
     "rounded adapters": (2, LORA, TIED, "qat=int4", "qat_group_size=16", "dtype=bf16"),
-    "rounded adapters, tiles": (1, LORA, TIED, "qat=int8", "lora.target_modules=[q,up]", "memory.mlp_tiles=2"),
-    "experts": (2, FULL, "qwen3_moe"),
     "experts, bf16": (2, FULL, "qwen3_moe", "dtype=bf16", "memory.activation_checkpointing=selective"),
-    "experts and others, bf16, one rank": (
-        1,
-        FULL,
-        "dense_first",
-        "dtype=bf16",
-        "memory.activation_checkpointing=full",
-    ),
-    "experts, packed": (
-        2,
-        FULL,
-        "qwen3_moe",
-        "dtype=bf16",
-        "data.packing=true",
-        "memory.activation_checkpointing=full",
-        "gradient_accumulation_steps=4",
-    ),
-    "experts, one rank": (1, FULL, "qwen3_moe", "memory.activation_checkpointing=selective"),
     "adapted experts": (2, LORA, "mixtral", ADAPTED),
-    "adapted experts, bf16": (2, LORA, "mixtral", ADAPTED, "dtype=bf16", "memory.activation_checkpointing=full"),
-    "adapted experts, one rank": (
-        1,
-        LORA,
-        "mixtral",
-        ADAPTED,
-        "dtype=bf16",
-        "memory.activation_checkpointing=selective",
-        "data.packing=true",
-    ),
     "sinks": (2, FULL, "gpt_oss", "dtype=bf16", "memory.activation_checkpointing=selective"),
-    "experts in nf4": (2, LORA, "gpt_oss", "lora.quantize_base=nf4", "dtype=bf16"),
-    "experts in nf4, selective": (
-        2,
-        LORA,
-        "gpt_oss",
-        "lora.quantize_base=nf4",
-        "memory.activation_checkpointing=selective",
-    ),
     "experts in nf4, one rank": (
         1,
         LORA,
@@ -205,22 +118,10 @@ CASES = GRID | {
 }
 
 COMPARED = [name for name in GRID if name.endswith(" 1")]
-COMPARED += ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "4 bits", "teacher", "teacher, one rank"]
-COMPARED += ["labeled answers, full", "rewards", "rewards, full"]
 # Not what is packed or in 4 bits: masks are made on the host, and a loop over blocks is traced for two turns of it.
-COMPARED += ["experts", "experts, bf16", "experts, one rank", "experts and others, bf16, one rank"]
-COMPARED += ["adapted experts", "adapted experts, bf16", "sinks"]
-COMPARED += ["rounded weights", "rounded weights and inputs", "rounded adapters"]
-COMPARED += [
-    "shared sequences",
-    "shared sequences, checkpointed",
-    "shared sequences, adapters",
-    "shared sequences, pairs",
-]
-QUICK = ["full memory_efficient selective 1", "full layers none 4", "lora layers full 1", "foreach, one rank", "nf4"]
-QUICK += ["pairs", "8 bits", "packed", "zero-1", "experts, bf16", "adapted experts", "experts in nf4, one rank"]
-QUICK += ["shared sequences", "shared sequences, adapters", "rounded weights", "rounded adapters", "labeled answers"]
-QUICK += ["rewards", "teacher"]
+COMPARED += ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "teacher", "rewards", "experts, bf16", "sinks"]
+COMPARED += ["adapted experts", "rounded weights", "shared sequences", "shared sequences, checkpointed"]
+QUICK = ["full memory_efficient selective 1", "nf4", "pairs", "experts, bf16", "shared sequences"]
 
 # As releases of torch name them.
 COLLECTIVES = (

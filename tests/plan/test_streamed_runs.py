@@ -25,28 +25,17 @@ WIDTH = 32
 STEPPING = ("memory.optimizer_in_backward=true", "memory.optimizer_offload=true", "clip_grad_norm=null")
 NF4, RECOMPUTE = "lora.quantize_base=nf4", "memory.activation_checkpointing=full"
 CASES: dict[str, tuple[Any, ...]] = {
-    "lora": (1, LORA, TIED),
     "qlora, checkpointed": (1, LORA, TIED, NF4, RECOMPUTE),
-    "int8, selective, two micro-batches": (
-        1, LORA, TIED, "lora.quantize_base=int8", "memory.activation_checkpointing=selective",
-        "gradient_accumulation_steps=4",
-    ),
     "pairs": (1, DPO, TIED, PAIRS, NF4),
     "teacher": (
         1, DISTILL, TIED, TEACHER, "distill.trainable=adapters", "distill.stream_teacher=true",
         "distill.quantize_teacher=nf4",
     ),
-    "transformers": (1, LORA, TIED, "model.implementation=transformers"),
-    "full": (1, FULL, TIED, *STEPPING),
     "full, 8 bits, checkpointed": (1, FULL, TIED, *STEPPING, "dtype=bf16", "optimizer.state_bits=8", RECOMPUTE),
-    "full, 4 bits": (
-        1, FULL, TIED, *STEPPING, "dtype=bf16", "optimizer.state_bits=4", "optimizer.stochastic_rounding=true",
-    ),
     "two ranks": (2, LORA, TIED, NF4),
     "experts, checkpointed": (1, LORA, "qwen3_moe", NF4, RECOMPUTE, "gradient_accumulation_steps=4"),
-    "experts, two ranks": (2, LORA, "gpt_oss", NF4),
 }  # fmt: skip
-QUICK = ("qlora, checkpointed", "full, 8 bits, checkpointed", "two ranks", "experts, checkpointed")
+QUICK = ("qlora, checkpointed", "two ranks")
 
 
 def with_a_host() -> None:

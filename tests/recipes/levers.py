@@ -231,57 +231,51 @@ def pairs() -> list[Settings]:
     return [(a, b) for a, b in combinations(LEVERS, 2) if a.lever != b.lever]
 
 
-def met(row: Settings) -> set[Settings]:
-    """The pairs that a run of these settings says something about.
+# Tried in one run of several levers each: compiling takes seconds, four ranks as long as two runs of two.
+COSTLY: Settings = tuple(setting for setting in LEVERS if setting is COMPILE or setting.ranks == 4)
+BESIDE = 6  # levers of such a run
 
-    Those that its tolerance is not too wide for. Compiling takes seconds, so that few runs do, of all levers that can
-    be together: they say something about compiling alone.
-    """
-    widest, compiled = max(setting.tolerance for setting in row), COMPILE in row
-    return {
-        pair
-        for pair in combinations(row, 2)
-        if max(setting.tolerance for setting in pair) == widest and (COMPILE in pair) == compiled
-    }
+
+def met(row: Settings) -> set[Settings]:
+    """The pairs that a run of these settings says something about: those that its tolerance is not too wide for."""
+    widest = max(setting.tolerance for setting in row)
+    return {pair for pair in combinations(row, 2) if max(setting.tolerance for setting in pair) == widest}
+
+
+def joined_by_one(row: Settings) -> list[Settings]:
+    """The row with each setting of another lever that does not widen its tolerance and is not refused with it."""
+    levers, widest = {setting.lever for setting in row}, max(setting.tolerance for setting in row)
+    others = [one for one in LEVERS if one.lever not in levers and one.tolerance in (FINE, widest)]
+    longer = [tuple(sorted((*row, one), key=LEVERS.index)) for one in others if one not in COSTLY]
+    return [settings for settings in longer if not refusal(settings)]
 
 
 def together() -> list[Settings]:
-    """Runs of several levers, so that every pair that is not refused is met by one of them (a covering array).
+    """Runs of several levers, so that every pair that is not refused is met by one of them (a covering array), but for
+    the costly settings, each of which is in one run.
 
     Each begins with a pair that none has met yet; then the setting joins that meets most new pairs, if there is one
-    and the run is not refused for it. Runs on four ranks are costly, most of all compiled ones: of pairs that need
-    them few are to be left for a run of their own, so that they come first and count more; those with compiling come
-    last, and are short.
+    and the run is not refused for it.
     """
     rows: list[Settings] = []
-
-    def is_wide(row: Settings) -> bool:
-        return any(setting.ranks == 4 for setting in row)
-
-    def place(pair: Settings) -> tuple[bool, bool]:
-        return COMPILE not in pair, is_wide(pair) == (COMPILE in pair)
-
-    left = dict.fromkeys(sorted((pair for pair in pairs() if not refusal(pair)), key=place))
+    left = dict.fromkeys(pair for pair in pairs() if not refusal(pair) and not set(pair) & set(COSTLY))
 
     def new(row: Settings) -> int:
-        return sum(3 if is_wide(pair) else 1 for pair in met(row) if pair in left)
-
-    def joined_by_one(row: Settings) -> list[Settings]:
-        levers, widest = {setting.lever for setting in row}, max(setting.tolerance for setting in row)
-        others = [one for one in LEVERS if one.lever not in levers and one.tolerance in (FINE, widest)]
-        if COMPILE in row and not is_wide(row):  # few are
-            others = [setting for setting in others if setting.ranks == 2]
-        longer = [tuple(sorted((*row, setting), key=LEVERS.index)) for setting in others]
-        return [row, *(settings for settings in longer if not refusal(settings))]
+        return sum(pair in left for pair in met(row))
 
     while left:
         row: Settings = ()
         longer = next(iter(left))
-        while longer != row and (len(longer) <= MOST or COMPILE in longer):
-            row, longer = longer, max(joined_by_one(longer), key=new)
+        while longer != row and len(longer) <= MOST:
+            row, longer = longer, max([longer, *joined_by_one(longer)], key=new)
         rows.append(row)
         for pair in met(row):
             left.pop(pair, None)
+    for number, setting in enumerate(COSTLY):
+        row = (setting,)
+        while len(row) < BESIDE and (longer_rows := joined_by_one(row)):
+            row = longer_rows[(number * BESIDE) % len(longer_rows)]  # not the same company for each
+        rows.append(row)
     return rows
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Advice
 from recipe_lib.units import GIB, format_bytes
-from tests.house.files import ROOT
 from tests.plan.apart import apart, settings
 from tests.plan.configs import load
 from tests.plan.mixtures import EXPERTS, write_mixture
@@ -228,31 +227,6 @@ def test_what_is_weighed_is_shown_where_it_takes_more() -> None:
     tried = [Tried(Lever({name: 1}, weighed=name == "weighed"), more, plan.device.usable) for name in ("a", "weighed")]
     shown = {row.override: row.bytes for row in advise(plan, base, tried)}
     assert shown.get("weighed=1") == GIB and "a=1" not in shown
-
-
-def streaming_advice(*overrides: str) -> Advice:
-    """For an 8B's adapters on a card of 4 GB."""
-    from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.search import advice as module
-    from recipe_lib.plan.search.trials import streamed
-
-    recipe_class, cfg, wanted = settings("llama3/8B_qlora", 1, *overrides, device="4GB")
-    every = module.list_levers(cfg, wanted)
-    module.list_levers = lambda cfg, wanted: [lever for lever in every if lever.changes == streamed(cfg)]
-    tried = module.try_levers(recipe_class, cfg, wanted)
-    plan, _ = make_plan(recipe_class, cfg, wanted)
-    return next(one for one in module.advise(plan, *tried) if one.override == "memory.stream_layers=true")
-
-
-@pytest.mark.slow
-def test_a_card_of_4_gb_has_room_for_an_8b_that_is_streamed() -> None:
-    """Its plan fits, by the page of small cards; setup, which holds the whole model without it, does not speak against
-    it. The host bytes are those of the page."""
-    row = apart(streaming_advice)
-    assert row.fits and row.note.endswith("5.74 GiB of host memory")
-    page = (ROOT / "docs" / "small_cards.md").read_text(encoding="utf-8")
-    assert "| 8B, QLoRA | 4 GB | fits | 2.16 GiB | 2.40 GiB | 5.74 GiB |" in page
-    assert not apart(streaming_advice, "max_seq_len=4096").fits
 
 
 def test_streaming_comes_with_what_trained_layers_need() -> None:

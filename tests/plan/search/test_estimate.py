@@ -15,19 +15,10 @@ LAYERS = 6
 # Config, ranks, layers, overrides. 24 layers are planned from few.
 CASES = {
     "dense": ("full", 2, LAYERS, ("gradient_accumulation_steps=3",)),
-    "reduced once": ("full", 2, LAYERS, ("memory.activation_checkpointing=full", *ONCE)),
-    "adapters": ("lora", 1, LAYERS, ("memory.activation_checkpointing=selective",)),
-    "quantized": ("qlora", 2, LAYERS, ("memory.activation_checkpointing=full",)),
     "mixture": ("full", 2, LAYERS, MIXTURE),
-    "copies": ("lora", 2, LAYERS, ("parallel.strategy=ddp",)),
-    "states in host memory": ("full", 1, LAYERS, (OFFLOAD,)),
     "states in host memory, stepped in backward": ("full", 1, LAYERS, (OFFLOAD, *IN_BACKWARD)),
-    "states of 8 bits": ("full", 2, LAYERS, ("optimizer.state_bits=8",)),
-    "parameters in host memory": ("full", 2, LAYERS, ("memory.cpu_offload=true",)),
     "streamed layers": ("qlora", 1, LAYERS, ("memory.stream_layers=true",)),
     "deep": ("full", 2, 24, ("gradient_accumulation_steps=4",)),
-    "pipeline": ("full", 2, LAYERS, STAGES),
-    "pipeline that reduces once": ("full", 4, LAYERS, (*STAGES, *ONCE)),
     "pipeline that cuts backward": ("lora", 2, LAYERS, (*STAGES, "parallel.pipeline_schedule=zbv")),
 }
 

@@ -1,11 +1,9 @@
 """Waits between streams: each one that is taken out is noticed, and what is shipped has all of them."""
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import gpu_streams
 from recipe_lib.plan.streams.code_line import text_of
@@ -77,21 +75,3 @@ def test_the_gpu_part_goes_through_its_steps() -> None:
     """On a CPU, where nothing is counted: what the check of a GPU runs, as rank 0 of a fake group."""
     for name in ("optimizer offload, some without gradients", "pipeline, zbv", "LoRA on NF4"):
         assert apart(steps_for_real, name)
-
-
-@pytest.mark.benchmark
-def test_kernels_are_counted_until_a_launch_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device of this test, which is busy and whose queue holds 700 kernels."""
-    issued: list[float] = []
-
-    class Number:
-        def add_(self, one: int) -> None:
-            issued.append(one)
-            if len(issued) == 702:  # one comes before the device is busy
-                time.sleep(1.5 * gpu_streams.WAITED)
-
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: Number())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-    assert gpu_streams.queued_launches() == {"launches": 700}
-    assert gpu_streams.queued_launches() == {"launches": gpu_streams.MOST_LAUNCHES}
