@@ -32,6 +32,8 @@ TRAINING = [
     "keeping the best step 2", "end of step 2", "saving step 2", "loading the best step", "exporting",
     "waiting for the others to end",
 ]  # fmt: skip
+# Those in which a rank is stopped: before it has met the others, in the middle of collectives, and at the end.
+STOPPED = [START, "meeting the other ranks", "resuming", "recording step 1", "saving step 2", TRAINING[-1]]
 EVALUATION = [
     START, CONNECTING, "reading the data", "meeting the other ranks", "loading weights", "likelihoods (tuned)",
     "answers (tuned)", "likelihoods (base)", "answers (base)", "waiting for the others to end",
@@ -90,18 +92,18 @@ def check_is_told(ended: Ended, stopped: int, at: str) -> None:
     assert all(TIMEOUT <= int(seconds) < 2.5 * TIMEOUT for seconds in matched.groups()), lines
 
 
-@pytest.mark.parametrize("at", slow_except(TRAINING, [START, "recording step 1"]))
+@pytest.mark.parametrize("at", slow_except(STOPPED, ["recording step 1"]))
 def test_a_rank_that_is_stopped_in_training_is_told(at: str, ranks: Ranks, tmp_path: Path) -> None:
     check_is_told(train(ranks, tmp_path, 1, at), 1, at)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [START, CONNECTING, "reading the data", "loading weights", TRAINING[-1]])
+@pytest.mark.parametrize("at", [CONNECTING, "loading weights"])
 def test_so_is_the_first_rank(at: str, ranks: Ranks, tmp_path: Path) -> None:
     check_is_told(train(ranks, tmp_path, 0, at), 0, at)
 
 
-@pytest.mark.parametrize("at", slow_except(EVALUATION, ["answers (tuned)"]))
+@pytest.mark.parametrize("at", slow_except(EVALUATION[4:7], ["answers (tuned)"]))
 def test_a_rank_that_is_stopped_in_an_evaluation_is_told(at: str, ranks: Ranks, model: Path, tmp_path: Path) -> None:
     check_is_told(evaluate(ranks, tmp_path, model, 1, at), 1, at)
 

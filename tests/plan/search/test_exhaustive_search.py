@@ -14,8 +14,9 @@ from tests.plan.configs import wide_model
 FIXED = ("memory.optimizer_offload", "optimizer.state_bits", "lora.quantize_base")
 ON_DEVICE = ("memory.cpu_offload", *FIXED)
 CASES = {
-    "pipelines": ("llama3/8B_lora", 4, 1.6, "rtx4090", 2, ON_DEVICE),  # ranks, GiB of a card, rows of a rank, fixed
-    "host": ("llama3/8B_lora", 1, 1.4, "h100", 4, FIXED),
+    # Ranks, GiB of a card, rows of a rank, fixed
+    "peers": ("llama3/8B_full", 2, 8.0, "h100", 2, ON_DEVICE),
+    "host": ("llama3/8B_lora", 1, 1.4, "h100", 2, FIXED),
 }
 
 
