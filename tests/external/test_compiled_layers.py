@@ -165,21 +165,12 @@ def check(ranks: int, cases: list[tuple[str, dict[str, Any], str]]) -> None:
         assert code == codes[rank - rank % cases[0][1]["tensor"]], f"rank {rank}"
 
 
-def test_a_few_models_on_two_ranks() -> None:
-    check(2, [("llama, four layers", {"tensor": 2}, "none"), ("own", {"tensor": 2}, "none")])
-
-
 @pytest.mark.slow
 def test_gradients_are_those_of_one_process() -> None:
     modes = ("none", "selective", "packed full")
-    kinds = ["gpt2", "gemma2", "mixtral"]
+    kinds = ["llama, four layers", "gpt2", "gemma2", "mixtral", "own"]
     cases = [(kind, {"tensor": 2}, modes[at % 3]) for at, kind in enumerate(kinds)]
     check(2, [*cases, ("numbered", {"tensor": 2}, "none")])
-
-
-@pytest.mark.slow
-def test_gradients_on_four_ranks_are_those_of_one_process() -> None:
-    check(4, [("bamba", {"tensor": 2, "fsdp_wrap_policy": "memory_efficient"}, "none")])
 
 
 def run_llama(backend: Any, world: Any) -> None:

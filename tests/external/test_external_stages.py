@@ -210,30 +210,23 @@ def test_two_ranks_give_the_gradients_of_the_plain_class() -> None:
 
 @pytest.mark.slow
 def test_every_kind_gives_the_gradients_of_the_plain_class() -> None:
-    cases = [Case(kind, schedule) for kind in KINDS for schedule in ("1f1b", "zbv", "interleaved_1f1b")
-             if (kind, schedule) != ("gemma2", "zbv")]  # fmt: skip
+    schedules = ("1f1b", "zbv", "interleaved_1f1b")
+    cases = [Case(kind, "1f1b" if kind == "gemma2" else schedules[at % 3]) for at, kind in enumerate(KINDS)]
     for faults in run_ranks(compare, 2, cases):
         assert not faults
 
 
 @pytest.mark.slow
 def test_stages_that_are_sharded_on_four_ranks() -> None:
-    cases = [Case(kind, schedule, "full") for kind in KINDS for schedule in ("1f1b", "zbv")
-             if (kind, schedule) != ("gemma2", "zbv")]  # fmt: skip
     step = {"reduce_gradients": "step", "reshard_after_forward": False}
-    cases += [Case(kind, "zbv", parallel=step) for kind in ("gpt2", "mixtral")]
+    cases = [Case("llama", "zbv", "full"), Case("gpt2", "1f1b", "full"), Case("mixtral", "zbv", parallel=step)]
     for faults in run_ranks(compare, 4, cases):
         assert not faults
 
 
 @pytest.mark.slow
 def test_stages_of_shared_matrices_give_the_gradients_of_the_plain_class() -> None:
-    cases = [
-        Case("llama", "1f1b", "full"),
-        Case("llama", "zbv"),
-        Case("gpt2", "1f1b"),
-        Case("qwen3", "zbv", packed=True),
-    ]
+    cases = [Case("gpt2", "1f1b", "full"), Case("qwen3", "zbv", packed=True)]
     for faults in run_ranks(compare, 4, cases, 2):
         assert not faults
 

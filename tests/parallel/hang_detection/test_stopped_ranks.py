@@ -116,7 +116,6 @@ def test_these_are_all_phases(ranks: Ranks, model: Path, tmp_path: Path) -> None
 
 STORES = {  # where ranks meet: whether torchrun has it, and after how many timeouts its silence is told
     "stopped": (True, 1),  # it takes connections and says nothing
-    "gone": (True, 1),
     "rank 0's, which is stopped": (False, 1),
     "rank 0's, which still imports": (False, 2),
 }
