@@ -218,13 +218,13 @@ def test_losses_gradients_and_norms_are_those_of_the_plain_model(ranks: int) -> 
     wanted = cases(ranks)
     few = Case({"num_kv_heads": 2}, 3, {"tensor": ranks, "tensor_replicate_kv_heads": True})
     if ranks == 4:
-        wanted = wanted[::2] + [few, replace(few, spec={"num_kv_heads": 1} | BIASES), replace(few, lora={})]
+        wanted = wanted[::4] + [few, replace(few, spec={"num_kv_heads": 1} | BIASES), replace(few, lora={})]
         for wrapping in ("layers", "memory_efficient"):
-            wanted += cases(2, fsdp_wrap_policy=wrapping)[::2]
+            wanted += cases(2, fsdp_wrap_policy=wrapping)[::5]
         wanted += cases(2, data_replicate=2)[1::6]
     else:
         import_compiler()
-        kinds = [KINDS[1], KINDS[3], KINDS[4], KINDS[5], KINDS[7]]
+        kinds = [KINDS[1], KINDS[4]]
         wanted += [
             Case(**kind, parallel={"tensor": 2, "tensor_regather_in_backward": recompute}, memory=memory, compiled=True)
             for number, kind in enumerate(kinds)
