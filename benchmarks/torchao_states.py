@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.models import build_meta, spec_from_config
 from recipe_lib.models.spec import preset_config
-from recipe_lib.optim.low_bit_adamw import ADAMW_STATES
+from recipe_lib.optim.low_bit_adamw import ADAMW_STATES, layouts
 from recipe_lib.optim.optimizers import build_optimizer
-from recipe_lib.optim.state_layout import layouts
 from recipe_lib.units import MIB
 from tests.distributed.ranks import run_ranks
 from tests.torchao_oracle import low_bit_adamw

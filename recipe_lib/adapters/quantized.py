@@ -23,8 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters import nf4
 from recipe_lib.ops.dtensor_shards import gathered, local, local_part
-from recipe_lib.ops.fused_kernels import fused, fuses
-from recipe_lib.ops.shaped_work import follows_from_shapes
+from recipe_lib.ops.fused_kernels import follows_from_shapes, fused, fuses
 
 # Rows of codes in [-127, 127] and a factor for each, back to numbers.
 

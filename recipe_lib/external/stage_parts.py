@@ -21,7 +21,7 @@ from recipe_lib.external.tensor_plan.transformers_models import randomize
 from recipe_lib.external.token_reader import logits_of
 from recipe_lib.external.transformers_config import TRANSFORMERS, one_line, transformers_config
 from recipe_lib.models.external_spec import StageParts
-from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import layer_names
 from recipe_lib.models.meta_init import allocate, build_meta
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from recipe_lib.external.plan_proof import all_modules, plan_of_model, prove
 from recipe_lib.external.tensor_plan.exchanges import Enter
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan, bounds
 from recipe_lib.logs import get_logger
-from recipe_lib.models.linear_head import LogitsAfter
+from recipe_lib.models.decoder import LogitsAfter
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.dtensor_shards import Runs, local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait

@@ -14,13 +14,12 @@ from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.activation_offload import Window, offload_activations
+from recipe_lib.memory.budget import PipelineStages
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
-from recipe_lib.memory.layer_costs import PipelineStages
 from recipe_lib.memory.layer_stream import LayerStream, stream_layers
 from recipe_lib.memory.mlp_tiles import chunk_mlps
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
-from recipe_lib.models.find_layers import layer_names
-from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.language_model import LanguageModel, layer_names
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.fused_kernels import use_fused_kernels
 from recipe_lib.ops.low_precision import KINDS, scaled_linear

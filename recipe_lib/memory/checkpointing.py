@@ -29,11 +29,19 @@ from torch.utils.checkpoint import (
 from recipe_lib.config.mesh import micro_batches, padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory.aten_names import ATTENTION, MATMUL, SUM, kind_of
-from recipe_lib.memory.budget import BudgetChoice, Chosen, choose
-from recipe_lib.memory.layer_costs import PipelineStages, layer_costs
+from recipe_lib.memory.budget import (
+    ATTENTION,
+    MATMUL,
+    SUM,
+    BudgetChoice,
+    Chosen,
+    PipelineStages,
+    choose,
+    kind_of,
+    layer_costs,
+)
 from recipe_lib.memory.mlp_tiles import computes_pieces
-from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import layer_names
 from recipe_lib.ops.device import kernels_of
 from recipe_lib.ops.fused_kernels import fuses
 

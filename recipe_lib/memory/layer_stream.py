@@ -30,8 +30,7 @@ from recipe_lib.adapters.expert_layers import QuantizedExperts
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.find_layers import layer_names
-from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.language_model import LanguageModel, layer_names
 from recipe_lib.models.mixture import ExpertLinear
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.dtensor_shards import local_of

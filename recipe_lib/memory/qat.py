@@ -33,7 +33,7 @@ from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.errors import ConfigError
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.checkpointing import outside_selection
-from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import layer_names
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.deferred import linear
 

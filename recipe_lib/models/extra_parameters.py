@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.errors import SetupError
-from recipe_lib.models.checkpoint_parts import own_parts
-from recipe_lib.models.language_model import LanguageModel, own_tensors
+from recipe_lib.models.language_model import LanguageModel, own_parts, own_tensors
 from recipe_lib.models.spec import SCORE
 from recipe_lib.ops.device import holds_values
 

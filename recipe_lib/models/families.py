@@ -5,16 +5,29 @@ code.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeGuard
 
 from recipe_lib.config.registry import owner
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError
+from recipe_lib.models.config_fields import (
+    COMMON,
+    LAYER_KINDS,
+    NEWER,
+    OLDER,
+    POSITIONS,
+    Family,
+    Fields,
+    activation,
+    check_sizes,
+    complete_ropes,
+    layer_windows,
+    read_codes,
+    read_rope,
+)
 from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.family_fields import COMMON, Family, Fields, activation, layer_windows
-from recipe_lib.models.quantized_files import read_codes
-from recipe_lib.models.rope_config import read_rope
-from recipe_lib.models.sizes import check_sizes
 from recipe_lib.models.spec import DecoderSpec, FileCodes, MixtureSpec, ModelSpec
 
 # The families with a mixture of experts in place of an MLP: Mixtral, Qwen3-MoE, OLMoE, gpt-oss.
@@ -415,3 +428,159 @@ FAMILIES: dict[str, Family] = {
         COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
     ),
 } | MIXTURES
+
+
+# The spec of a decoder with a score head, and the config.json that says so; no torch here.
+#
+# The files are those of transformers' ...ForSequenceClassification: the decoder's under `model.`,
+# and `score.weight`.
+
+
+_CAUSAL = "ForCausalLM"
+_UNSCORED = ("olmoe",)  # families of which transformers has no such class
+
+
+def head_labels(config: Mapping[str, Any]) -> int | None:
+    """The rows of the score head of a checkpoint, by its config.json; None: it has none."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not any(str(name).endswith(SCORED) for name in names):
+        return None
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)  # 2: transformers' default
+    return count if isinstance(count, int) and count > 0 else 2
+
+
+def scored_spec(config: Mapping[str, Any], where: str, num_labels: int | None) -> DecoderSpec:
+    """The spec of a `config.json` with a score head of so many rows; None: as many as the checkpoint's head has.
+
+    where: named in errors. Raises CheckpointError as `spec_from_config` does, and where the number is not known, or is
+    not that of the checkpoint's head.
+    """
+    found = head_labels(config)
+    if num_labels is None and found is None:
+        raise CheckpointError(
+            f"{where}: config.json: has no score head that would say how many classes there are; set "
+            "reward.num_labels to their number"
+        )
+    if num_labels is not None and found not in (None, num_labels):
+        raise CheckpointError(
+            f"{where}: config.json: its score head has {found} rows, the config asks for {num_labels}; set "
+            f"reward.num_labels={found}, or start from a model without one"
+        )
+    if config.get("model_type") in _UNSCORED:
+        raise CheckpointError(
+            f"{where}: config.json: transformers has no classifier of the family {config['model_type']}, so that no "
+            "other program would open what is exported; start from a model of another family"
+        )
+    causal = dict(config)
+    if found is not None:
+        causal["architectures"] = [str(name).replace(SCORED, _CAUSAL) for name in config["architectures"]]
+        if causal["architectures"] == ["Gemma3TextForCausalLM"]:  # the one class whose two names differ
+            causal["architectures"] = ["Gemma3ForCausalLM"]
+    spec = spec_from_config(causal, where)
+    return replace(spec, tied=False, logit_softcap=None, num_labels=num_labels or found)
+
+
+def spec_of_run(cfg: FullFinetuneConfig, config: Mapping[str, Any], where: str) -> ModelSpec:
+    """The spec of a `config.json` as a run of this config has it. Raises CheckpointError, and what `read_spec` does."""
+    if cfg.scores_sequences:
+        return scored_spec(config, where, cfg.num_labels)
+    return read_spec(config, where, cfg.model.implementation)
+
+
+def score_architecture(spec: DecoderSpec) -> str:
+    """The class of transformers that loads it."""
+    if spec.family == "gemma3":
+        return f"Gemma3Text{SCORED}"
+    return FAMILIES[spec.family].architectures[0].replace(_CAUSAL, SCORED)
+
+
+def score_config(config: Mapping[str, Any], names: list[str], pad_id: int | None) -> dict[str, Any]:
+    """A config.json that also says the classes' names, by their numbers, and the id that padding has."""
+    changed = text_config(config) | {
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+    changed.pop("num_labels", None)
+    if len(names) > 1:
+        changed["problem_type"] = "single_label_classification"
+    return changed if pad_id is None else changed | {"pad_token_id": pad_id}
+
+
+def has_score_head(spec: ModelSpec) -> TypeGuard[DecoderSpec]:
+    """Whether the model has one."""
+    return isinstance(spec, DecoderSpec) and spec.num_labels is not None
+
+
+# The older and the newer names of a config.json's keys.
+#
+# transformers 5 renamed some keys. An earlier reader that lacks one takes a default for it without
+# a word, and computes another model. So what is exported says everything under both names.
+
+
+# Newer name -> older, of every model and of single families.
+_RENAMED = {"dtype": "torch_dtype"}
+_RENAMED_IN = {"qwen3_moe": {"num_local_experts": "num_experts"}}
+# What files of a family call the base, the share of channels that rotate, and the base of layers with a window.
+_ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
+_ROPE_KEYS_IN = {
+    "gpt_neox": ("rotary_emb_base", "rotary_pct", ""),
+    "gpt_neox_japanese": ("rotary_emb_base", "rotary_pct", ""),
+    "modernbert-decoder": ("global_rope_theta", "", "local_rope_theta"),
+}
+# Families whose older class counts the keys of `rope_scaling`, of which one is `type`.
+_WITH_TYPE = ("fuyu", "olmo", "olmo2", "phi3", "phi4_multimodal")
+_THREE_KEYS = ("phi3", "phi4_multimodal")  # of a longrope: the type and both lists
+_NO_PARTS = ("quantization_config", "compression_config")
+
+
+def spell_native(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return a config.json of a native family with both names of what transformers 5 renamed."""
+    fields = Fields(FAMILIES[family].defaults | dict(config), family)
+    return spell_both(dict(config) | {NEWER: complete_ropes(fields, family)})
+
+
+def spell_both(config: Mapping[str, Any], with_ropes: bool = True) -> dict[str, Any]:
+    """Return a config.json, and its parts, with both names of what transformers 5 renamed.
+
+    with_ropes: of the rotary embeddings too, which are taken from `rope_parameters`.
+    """
+    spelled = {key: spell_both(value, with_ropes) if _is_part(key, value) else value for key, value in config.items()}
+    family = str(config.get("model_type"))
+    for newer, older in (_RENAMED | _RENAMED_IN.get(family, {})).items():
+        values = [config[key] for key in (newer, older) if config.get(key) is not None]
+        if values:
+            spelled |= dict.fromkeys((newer, older), values[0])
+    ropes = config.get(NEWER)
+    if with_ropes and isinstance(ropes, Mapping) and ropes:
+        spelled |= _older_ropes(ropes, family)
+    return spelled
+
+
+def _is_part(key: str, value: Any) -> bool:
+    return isinstance(value, Mapping) and key.endswith("_config") and key not in _NO_PARTS
+
+
+def _older_ropes(ropes: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return what the keys of older files say of the rotary embeddings."""
+    everywhere = ropes
+    local: Mapping[str, Any] = {}
+    if not ropes.keys().isdisjoint(LAYER_KINDS):
+        everywhere, local = (ropes.get(kind) or {} for kind in LAYER_KINDS)
+    base_key, fraction_key, local_key = _ROPE_KEYS_IN.get(family, _ROPE_KEYS)
+    values = {
+        base_key: everywhere.get("rope_theta"),
+        fraction_key: everywhere.get("partial_rotary_factor"),
+        local_key: local.get("rope_theta"),
+    }
+    scaling = {key: value for key, value in everywhere.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    if scaling.get("rope_type") == "longrope":
+        values[POSITIONS] = scaling.get(POSITIONS)  # where older readers look for it, but for PhiMoE's
+    older = {key: value for key, value in values.items() if key and value is not None}
+    if scaling == {"rope_type": "default"}:
+        return older | {OLDER: None}
+    if family in _WITH_TYPE and "rope_type" in scaling:
+        scaling["type"] = scaling.pop("rope_type")
+    if family in _THREE_KEYS and POSITIONS in older:
+        del scaling[POSITIONS]
+    return older | {OLDER: scaling}

@@ -8,11 +8,10 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.extra_parameters import extra_tensors, reset_extra
-from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.language_model import LanguageModel, own_parts
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 
 _BLOCK_ELEMENTS = 2**22  # random numbers are drawn 16 MiB at a time

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from recipe_lib.config.card_limits import VARLEN_CAPABILITY
 from recipe_lib.ops.device import capability_of, kernels_of
-from recipe_lib.ops.fused_kernels import fused, fuses
+from recipe_lib.ops.fused_kernels import follows_from_shapes, fused, fuses
 from recipe_lib.ops.real_tokens import RealTokens
-from recipe_lib.ops.shaped_work import follows_from_shapes
 
 try:
     from torch.nn.attention.varlen import varlen_attn

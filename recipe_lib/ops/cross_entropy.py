@@ -12,18 +12,20 @@ from torch import Tensor
 
 from recipe_lib.config.registry import register
 from recipe_lib.ops.chunked_heads import (
+    IGNORED,
     Finish,
     Head,
     OutputAdapter,
     finish_logits,
+    fused_cross_entropy,
     largest_of,
     own_columns,
     sum_in_chunks,
     walk_chunks,
+    widen_dtype,
 )
-from recipe_lib.ops.fused_loss import IGNORED, fused_cross_entropy, widen_dtype
+from recipe_lib.ops.fused_kernels import follows_from_shapes
 from recipe_lib.ops.gathered import Group, all_reduce
-from recipe_lib.ops.shaped_work import follows_from_shapes
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

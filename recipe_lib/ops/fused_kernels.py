@@ -10,7 +10,7 @@ Rounding is that of the chain: what an operator of it would round to bf16 is rou
 (`emulate_precision_casts`). Divisions and exponentials in fp32 may differ in the last bit, as a GPU computes them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, TypeVar
@@ -158,3 +158,26 @@ def _sample(tensor: Tensor) -> Tensor:
         return tensor.new_full((), float("nan"))
     rows = torch.tanh(tensor.float()).logsumexp(dim=1)
     return rows - tensor.gather(1, rows.long().clamp(0, 1).unsqueeze(1)).squeeze(1)
+
+
+# Functions that issue many operators, and whose work follows from the shapes that they are given.
+#
+# @follows_from_shapes() def dequantize(codes, scales, dtype): ...
+#
+# A plan runs such a function once for each kind of arguments, and repeats its notes for the others.
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# The functions that are marked, each with what gives of its arguments those that matter; None: all of them do.
+SHAPED_WORK: dict[Callable[..., Any], Callable[..., Sequence[Any]] | None] = {}
+
+
+def follows_from_shapes(decisive: Callable[..., Sequence[Any]] | None = None) -> Callable[[_Function], _Function]:
+    """Mark a function of a module or class. decisive: as in `SHAPED_WORK`."""
+
+    def mark(function: _Function) -> _Function:
+        SHAPED_WORK[function] = decisive
+        return function
+
+    return mark

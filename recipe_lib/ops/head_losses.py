@@ -23,20 +23,24 @@ from torch.utils.checkpoint import checkpoint
 
 from recipe_lib.errors import SetupError
 from recipe_lib.ops.chunked_heads import (
+    IGNORED,
     ChunkedAdaptedHead,
     ChunkedHead,
     Finish,
     Head,
     OutputAdapter,
+    cap_of,
     finish_logits,
+    label_log_prob_gradients,
+    label_log_probs,
     largest_of,
     own_columns,
     row_pieces,
     walk_chunks,
+    widen_dtype,
 )
 from recipe_lib.ops.cross_entropy import CrossEntropy
 from recipe_lib.ops.distillation import Distillation
-from recipe_lib.ops.fused_loss import IGNORED, cap_of, label_log_prob_gradients, label_log_probs, widen_dtype
 from recipe_lib.ops.gathered import Group, all_reduce
 
 __all__ = [

@@ -33,11 +33,11 @@ from recipe_lib.models.decoder import (
     Norm,
     OutputHead,
     SandwichLayer,
+    ScoreHead,
     WidthNorm,
 )
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.mixture import ExpertLinear, Experts, Mixture, bias_of_rows, scored_bias, wide_linear
-from recipe_lib.models.score_head import ScoreHead
 from recipe_lib.models.spec import MixtureSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import linear as linear_of

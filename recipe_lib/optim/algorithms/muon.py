@@ -20,8 +20,7 @@ from recipe_lib.config.optimizer_facts import OptimizerFacts
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, StateChunk, Trained
-from recipe_lib.optim.state_layout import is_layer_matrix, pieces, wide
+from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, StateChunk, Trained, is_layer_matrix, pieces, wide
 
 FACTS = OptimizerFacts(
     keys=("betas", "eps", "momentum", "state_bits", "master_weights", "stochastic_rounding"),

@@ -23,8 +23,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.files import replace_text
 from recipe_lib.models import preset_config, read_config
 from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.families import text_config
-from recipe_lib.models.scored_spec import spec_of_run
+from recipe_lib.models.families import spec_of_run, text_config
 from recipe_lib.models.spec import ModelSpec
 
 CONFIG_FILE = "config.json"
