@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.adapters.expert_layers import AdaptedRouter, QuantizedExperts, adapted_experts
 from recipe_lib.adapters.layers import (
-    AdaptedEmbedding,
-    AdaptedHead,
     AdaptedModule,
     AdapterSettings,
-    adapted_linear,
+    QuantizedExperts,
+    adapt,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import LoraConfig
@@ -86,13 +84,13 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
             )
         for module in owners:
             own = settings if target in cfg.targets else None
-            setattr(module, child, adapted_linear(getattr(module, child), own, cfg.quantize_base))
+            setattr(module, child, adapt(getattr(module, child), own, cfg.quantize_base))
     _adapt_mixtures([model.get_submodule(name) for name in names], cfg, settings)
     refuse_unquantized(model, cfg.quantize_base)
     if "embedding" in cfg.targets:
-        model.model.embed_tokens = AdaptedEmbedding(model.model.embed_tokens, settings)
+        model.model.embed_tokens = adapt(model.model.embed_tokens, settings)
     if "head" in cfg.targets:
-        model.lm_head = AdaptedHead(model.lm_head, settings)
+        model.lm_head = adapt(model.lm_head, settings)
 
 
 def quantize_frozen(model: Decoder, kind: str, dtype: torch.dtype) -> None:
@@ -114,10 +112,10 @@ def _adapt_mixtures(layers: list[nn.Module], cfg: LoraConfig, settings: AdapterS
     of_experts = settings if "experts" in wanted else None
     for mixture in mixtures:
         if "router" in wanted:
-            mixture.router = AdaptedRouter(mixture.router, settings)
+            mixture.router = adapt(mixture.router, settings)
         for name in ("gate_up_proj", "down_proj"):
             base = getattr(mixture.experts, name)
-            setattr(mixture.experts, name, adapted_experts(base, of_experts, cfg.quantize_base))
+            setattr(mixture.experts, name, adapt(base, of_experts, cfg.quantize_base))
 
 
 def _has_linear(layer: nn.Module, name: str) -> bool:

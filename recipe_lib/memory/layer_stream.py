@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from recipe_lib.adapters import is_adapter
-from recipe_lib.adapters.expert_layers import QuantizedExperts
+from recipe_lib.adapters.layers import QuantizedExperts
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError

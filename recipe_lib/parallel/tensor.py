@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import recipe_lib.ops.gathered_opaque  # noqa: F401 (what compiled layers call)
-from recipe_lib.adapters.expert_layers import AdaptedExpertModule, AdaptedRouter, QuantizedExperts
-from recipe_lib.adapters.layers import AdaptedMatrix, cast_linear
+from recipe_lib.adapters.layers import AdaptedExpertModule, AdaptedMatrix, AdaptedRouter, QuantizedExperts, cast_linear
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.models.decoder import (
