@@ -20,9 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters import nf4
-from recipe_lib.adapters.quantized import QuantizedLinear, can_quantize, dequantize, frozen
+from recipe_lib.adapters.quantized import QuantizedLinear, can_quantize, dequantize, frozen, rows_of
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
 from recipe_lib.models.mixture import ExpertLinear, Router
+from recipe_lib.ops.deferred import linear_in
+from recipe_lib.ops.fused_kernels import make_opaque_node
 from recipe_lib.ops.grouped import Groups, grouped_linear, grouped_matmul, sum_of_rows, taken_rows
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 
@@ -185,24 +187,7 @@ def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def linear(hidden: Tensor, weight: Tensor) -> Tensor:
     """`cast_linear` of two types."""
-    return cast(Tensor, _CastLinear.apply(hidden, weight))
-
-
-class _CastLinear(torch.autograd.Function):
-    """`hidden.to(weight.dtype) @ weight.T`; keeps hidden as it came, not a wider copy for each linear that reads it."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return F.linear(hidden.to(weight.dtype), weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        hidden, weight = ctx.saved_tensors
-        (gradient,) = gradients
-        hidden_grad = (gradient @ weight).to(hidden.dtype) if ctx.needs_input_grad[0] else None
-        weight_grad = gradient.flatten(0, -2).t() @ hidden.flatten(0, -2).to(weight.dtype)
-        return hidden_grad, weight_grad
+    return linear_in(hidden, weight, weight.dtype)
 
 
 class AdaptedLinear(AdaptedMatrix, nn.Linear):
@@ -359,12 +344,8 @@ class QuantizedExperts(QuantizedLinear):
         numbers = (self.num_experts, last - first, groups.choices if of_tokens else 0)
         order = (groups.tokens, groups.places, groups.ends)
         codes, scales, factors = self._part()
-        if torch.compiler.is_compiling():
-            return _compiled(rows, codes, scales, factors, *order, *numbers, self.dtype, self._place())
-        return cast(
-            Tensor,
-            _GroupedProduct.apply(rows, codes, scales, factors, *order, *numbers, self.dtype, self._place()),
-        )
+        settings = (*numbers, self.dtype, self._place())
+        return multiply_groups(rows, codes, scales, factors, *order, *settings)
 
 
 def _weights(codes: Tensor, scales: Tensor | None, factors: Tensor, shape: tuple[int, int], settings: Any) -> Tensor:
@@ -373,44 +354,7 @@ def _weights(codes: Tensor, scales: Tensor | None, factors: Tensor, shape: tuple
     return dequantize(codes, scales, factors, columns, *settings).view(experts, -1, columns)
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """Keeps the codes, which are parameters anyway, and neither rows nor weights."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        codes: Tensor,
-        scales: Tensor | None,
-        factors: Tensor,
-        tokens: Tensor,
-        places: Tensor,
-        ends: Tensor,
-        experts: int,
-        columns: int,
-        choices: int,
-        *settings: Any,
-    ) -> Tensor:
-        ctx.save_for_backward(codes, scales, factors, places, ends)
-        ctx.shape, ctx.choices, ctx.settings = (experts, columns), choices, settings
-        weights = _weights(codes, scales, factors, ctx.shape, settings).to(rows.dtype)
-        return grouped_matmul(taken_rows(rows, tokens, choices), weights.transpose(1, 2), ends)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        codes, scales, factors, places, ends = ctx.saved_tensors
-        weights = _weights(codes, scales, factors, ctx.shape, ctx.settings).to(gradients[0].dtype)
-        found = grouped_matmul(gradients[0].contiguous(), weights, ends)
-        del weights
-        return (sum_of_rows(found, places, ctx.choices) if ctx.choices else found, *(None,) * 11)
-
-
-# Under torch.compile an operation that the compiler cannot look into, as in `recipe_lib.adapters.quantized`.
-
-
-@torch.library.custom_op("tune_recipes::quantized_experts", mutates_args=())
-def _compiled(
+def _multiply_groups(
     rows: Tensor,
     codes: Tensor,
     scales: Tensor | None,
@@ -428,27 +372,7 @@ def _compiled(
     return grouped_matmul(taken_rows(rows, tokens, choices), weights.transpose(1, 2), ends)
 
 
-@_compiled.register_fake
-def _(
-    rows: Tensor,
-    codes: Tensor,
-    scales: Tensor | None,
-    factors: Tensor,
-    tokens: Tensor,
-    places: Tensor,
-    ends: Tensor,
-    experts: int,
-    columns: int,
-    choices: int,
-    dtype: torch.dtype,
-    place: Sequence[int],
-) -> Tensor:
-    numbers = codes.numel() * (1 if scales is None else 2)
-    return rows.new_empty((tokens.shape[0], numbers // columns // experts))
-
-
-@torch.library.custom_op("tune_recipes::quantized_experts_backward", mutates_args=())
-def _compiled_backward(
+def _multiply_groups_gradient(
     gradient: Tensor,
     codes: Tensor,
     scales: Tensor | None,
@@ -463,36 +387,23 @@ def _compiled_backward(
 ) -> Tensor:
     weights = _weights(codes, scales, factors, (experts, columns), (dtype, place)).to(gradient.dtype)
     found = grouped_matmul(gradient.contiguous(), weights, ends)
+    del weights
     return sum_of_rows(found, places, choices) if choices else found
 
 
-@_compiled_backward.register_fake
-def _(
-    gradient: Tensor,
-    codes: Tensor,
-    scales: Tensor | None,
-    factors: Tensor,
-    places: Tensor,
-    ends: Tensor,
-    experts: int,
-    columns: int,
-    choices: int,
-    dtype: torch.dtype,
-    place: Sequence[int],
-) -> Tensor:
-    return gradient.new_empty((gradient.shape[0] // max(1, choices), columns))
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, codes, scales, factors, _, places, ends, *ctx.settings = inputs
-    ctx.save_for_backward(codes, scales, factors, places, ends)
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return (_compiled_backward(gradient, *ctx.saved_tensors, *ctx.settings), *(None,) * 11)
-
-
-_compiled.register_autograd(_backward, setup_context=_save_for_backward)
+# Keeps the codes, which are parameters anyway, and neither rows nor weights.
+multiply_groups = make_opaque_node(
+    "quantized_experts",
+    _multiply_groups,
+    lambda rows, codes, scales, factors, tokens, places, ends, experts, columns, *_: rows.new_empty(
+        (tokens.shape[0], rows_of(codes, scales, columns) // experts)
+    ),
+    _multiply_groups_gradient,
+    lambda gradient, codes, scales, factors, places, ends, experts, columns, choices, *_: gradient.new_empty(
+        (gradient.shape[0] // max(1, choices), columns)
+    ),
+    kept=(1, 2, 3, 5, 6, 7, 8, 9, 10, 11),
+)
 
 
 class AdaptedExpertModule(AdaptedModule):

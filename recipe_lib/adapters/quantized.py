@@ -23,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters import nf4
 from recipe_lib.ops.dtensor_shards import gathered, local, local_part
-from recipe_lib.ops.fused_kernels import follows_from_shapes, fused, fuses
+from recipe_lib.ops.fused_kernels import follows_from_shapes, fused, fuses, make_opaque_node
 
 # Rows of codes in [-127, 127] and a factor for each, back to numbers.
 
@@ -56,7 +56,7 @@ _PIECE_ELEMENTS = 2**23  # elements quantized at a time
 
 def can_quantize(in_features: int, out_features: int, kind: str) -> bool:
     """Whether a weight `[out, in]` can be kept so: NF4 needs a whole number of blocks of 64."""
-    return kind != "nf4" or nf4.blocks_of(in_features * out_features) is not None
+    return kind != "nf4" or in_features * out_features % nf4.BLOCK == 0
 
 
 def can_cut(in_features: int, out_features: int, kind: str, parts: int, *, by_columns: bool) -> bool:
@@ -135,15 +135,12 @@ class QuantizedLinear(nn.Module):
         """`product`, called as `F.linear` is; weight: not looked at."""
         first, last = self.columns
         storage = (*self._part(), bias, last - first, self.dtype, self._place())
-        if torch.compiler.is_compiling():
-            return _compiled(hidden, *storage)
-        return cast(Tensor, _Product.apply(hidden, *storage))
+        return multiply(hidden, *storage)
 
     def rows_held(self) -> int:
         """How many rows, or parts of them, are here: more than it computes with where the caller did not cut there."""
         first, last = self.columns
-        numbers = local(self.weight_codes).numel() * (1 if self.weight_scales is None else 2)
-        return numbers // (last - first)
+        return rows_of(local(self.weight_codes), self.weight_scales, last - first)
 
     def _part(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """Codes, scales and factors of what this process computes with, of which it may hold more."""
@@ -324,39 +321,7 @@ def dequantize(
     return numbers[first - begin * nf4.BLOCK : last - begin * nf4.BLOCK].view(-1, columns)
 
 
-class _Product(torch.autograd.Function):
-    """`hidden @ weight.T + bias`; keeps the codes, which are parameters anyway, and neither hidden nor weight."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        codes: Tensor,
-        scales: Tensor | None,
-        factors: Tensor,
-        bias: Tensor | None,
-        columns: int,
-        dtype: torch.dtype,
-        place: list[int],
-    ) -> Tensor:
-        ctx.save_for_backward(codes, scales, factors)
-        ctx.columns, ctx.dtype, ctx.place = columns, dtype, place
-        return F.linear(hidden, dequantize(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
-        codes, scales, factors = ctx.saved_tensors
-        weight = dequantize(codes, scales, factors, ctx.columns, ctx.dtype, ctx.place)
-        return (gradient @ weight.to(gradient.dtype), *(None,) * 7)
-
-
-# Under torch.compile the same as an operation that the compiler cannot look into: it would see that forward and
-# backward make the same weight, and keep it in between.
-
-
-@torch.library.custom_op("tune_recipes::quantized_linear", mutates_args=())
-def _compiled(
+def _multiply(
     hidden: Tensor,
     codes: Tensor,
     scales: Tensor | None,
@@ -366,26 +331,11 @@ def _compiled(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
+    """`hidden @ weight.T + bias`."""
     return F.linear(hidden, dequantize(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias)
 
 
-@_compiled.register_fake
-def _(
-    hidden: Tensor,
-    codes: Tensor,
-    scales: Tensor | None,
-    factors: Tensor,
-    bias: Tensor | None,
-    columns: int,
-    dtype: torch.dtype,
-    place: Sequence[int],
-) -> Tensor:
-    rows = codes.numel() * (1 if scales is None else 2) // columns
-    return hidden.new_empty((*hidden.shape[:-1], rows))
-
-
-@torch.library.custom_op("tune_recipes::quantized_linear_backward", mutates_args=())
-def _compiled_backward(
+def _multiply_gradient(
     gradient: Tensor,
     codes: Tensor,
     scales: Tensor | None,
@@ -397,27 +347,19 @@ def _compiled_backward(
     return gradient @ dequantize(codes, scales, factors, columns, dtype, place).to(gradient.dtype)
 
 
-@_compiled_backward.register_fake
-def _(
-    gradient: Tensor,
-    codes: Tensor,
-    scales: Tensor | None,
-    factors: Tensor,
-    columns: int,
-    dtype: torch.dtype,
-    place: Sequence[int],
-) -> Tensor:
-    return gradient.new_empty((*gradient.shape[:-1], columns))
+def rows_of(codes: Tensor, scales: Tensor | None, columns: int) -> int:
+    """Rows of so many columns that codes stand for."""
+    return codes.numel() * (1 if scales is None else 2) // columns
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, codes, scales, factors, _, ctx.columns, ctx.dtype, ctx.place = inputs
-    ctx.save_for_backward(codes, scales, factors)
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    settings = (ctx.columns, ctx.dtype, ctx.place)
-    return (_compiled_backward(gradient, *ctx.saved_tensors, *settings), *(None,) * 7)
-
-
-_compiled.register_autograd(_backward, setup_context=_save_for_backward)
+# Keeps the codes, which are parameters anyway, and neither hidden nor weight.
+multiply = make_opaque_node(
+    "quantized_linear",
+    _multiply,
+    lambda hidden, codes, scales, factors, bias, columns, *_: hidden.new_empty(
+        (*hidden.shape[:-1], rows_of(codes, scales, columns))
+    ),
+    _multiply_gradient,
+    lambda gradient, codes, scales, factors, columns, *_: gradient.new_empty((*gradient.shape[:-1], columns)),
+    kept=(1, 2, 3, 5, 6, 7),
+)

@@ -67,7 +67,7 @@ def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
             for local, offsets in own_parts(model, name, tensors[name]):
                 read_part(file.get_slice(adapter.extras[name][0]), local, offsets)
     if isinstance(model, LanguageModel):
-        model.note_loaded_extras(names)
+        model.loaded_extras |= frozenset(names)
 
 
 def _fill(

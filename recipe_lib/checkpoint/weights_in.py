@@ -71,7 +71,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     if SCORE in parameters.keys() - read:
         init_weight(model, SCORE, seed, spec)
     if isinstance(model, LanguageModel):
-        model.note_loaded_extras(extras)
+        model.loaded_extras |= frozenset(extras)
     _check_finite({name: parameters[name] for name in sorted(read)}, folder)
 
 

@@ -107,7 +107,7 @@ class ExternalModel(LanguageModel):
         model.__class__ = type(own.__name__, (cls, own), {"__module__": own.__module__})
         model.spec, model.class_forward = spec, class_forward
         model.other_parts = tuple(other_parts(model))
-        model.note_computed_buffers(buffers)
+        model.computed_buffers = {**model.computed_buffers, **buffers}
         model._division = _Division(head, owner, name, accepted, _has_windows(config), whole=not plain)
         if plain:
             LinearHead.adopt(head)

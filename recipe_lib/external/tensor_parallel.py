@@ -58,7 +58,7 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
     _place_parameters(model, plan, world.mesh["tensor"], stored)
     runs = {each.name: (each.dim, cut) for each in plan.parameters if (cut := plan_runs(each, group.size))}
-    model.note_runs(runs | runs_of_lengths(runs, stored))
+    model.runs = runs | runs_of_lengths(runs, stored)
     if head is not None:
         head.forward = partial(project, head, group, columns)
     run_by_plan(model, plan, group, head, parallel.tensor_regather_in_backward != "false")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.adapters.layers import AdaptedLinear
-from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory.activation_offload import Window, offload_activations
@@ -18,9 +18,8 @@ from recipe_lib.memory.budget import PipelineStages
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
 from recipe_lib.memory.layer_stream import LayerStream, stream_layers
 from recipe_lib.memory.mlp_tiles import chunk_mlps
-from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
+from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears, find_plain_linears
 from recipe_lib.models.language_model import LanguageModel, layer_names
-from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.fused_kernels import use_fused_kernels
 from recipe_lib.ops.low_precision import KINDS, scaled_linear
 
@@ -152,50 +151,20 @@ def use_low_precision(model: nn.Module, matmul_dtype: str | None, device: torch.
         raise ConfigError(f"matmul_dtype: found {matmul_dtype}, expected one of {', '.join(KINDS)}")
     if matmul_dtype == "fp8":
         _check_fp8(device)
-    if any(isinstance(module, Mixture) for module in model.modules()):
-        raise ConfigError(
-            f"matmul_dtype: found {matmul_dtype} for a mixture of experts, most of whose matmuls are grouped ones in "
-            "dtype; remove matmul_dtype"
-        )
-    modules = dict(model.named_modules())
-    inside = tuple(f"{name}." for name in layer_names(model))
-    found = 0
-    for name, module in modules.items():
-        if not name.startswith(inside):
-            continue
-        if isinstance(module, QuantizedLinear):
-            raise ConfigError(
-                f"matmul_dtype: found {matmul_dtype} for weights that are kept in {module.kind}, expected weights in "
-                "dtype; set lora.quantize_base=none, or remove matmul_dtype"
-            )
-        if type(module) is AdaptedLinear:
-            module.frozen_forward = MethodType(_of(matmul_dtype), module)  # type: ignore[method-assign]
-        elif type(module) is nn.Linear and not _is_of_adapter(name):
-            module.forward = MethodType(_of(matmul_dtype), module)  # type: ignore[method-assign]
-        else:
-            continue
-        found += 1
-    if not found and inside:
-        raise ConfigError(
-            f"matmul_dtype: found {matmul_dtype} for a model whose layers have no plain linear; remove matmul_dtype"
-        )
+    mixtures = "most of whose matmuls are grouped ones in dtype"
+    for module in find_plain_linears(model, "matmul_dtype", matmul_dtype, mixtures).values():
+        changed = "frozen_forward" if isinstance(module, AdaptedLinear) else "forward"
+        setattr(module, changed, MethodType(_make_forward(matmul_dtype), module))
 
 
-def _is_of_adapter(name: str) -> bool:
-    return name.endswith((".lora_A", ".lora_B"))
+@cache  # so that torch.compile compiles alike layers once
+def _make_forward(kind: str) -> Callable[[Any, Tensor], Tensor]:
+    """Return the forward of all linears of a kind."""
 
+    def forward(module: Any, hidden: Tensor) -> Tensor:
+        return scaled_linear(hidden, module.weight, module.bias, kind)
 
-def _of(kind: str) -> Callable[[Any, Tensor], Tensor]:
-    """The forward of all linears of a kind: one function, so that torch.compile compiles alike layers once."""
-    return {"int8": _int8_forward, "fp8": _fp8_forward}[kind]
-
-
-def _int8_forward(module: Any, hidden: Tensor) -> Tensor:
-    return scaled_linear(hidden, module.weight, module.bias, "int8")
-
-
-def _fp8_forward(module: Any, hidden: Tensor) -> Tensor:
-    return scaled_linear(hidden, module.weight, module.bias, "fp8")
+    return forward
 
 
 def _check_fp8(device: torch.device | None) -> None:

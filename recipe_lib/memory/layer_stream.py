@@ -262,7 +262,7 @@ def stream_layers(
             "expected 1, as a layer is stepped by the gradient of one rank's tokens; use memory.cpu_offload, or "
             "start one process"
         )
-    model.note_on_host([name for unit in units for name in unit.names])
+    model.on_host = frozenset(name for unit in units for name in unit.names)
     for number, unit in enumerate(units):
         module = model.get_submodule(unit.name)
         needed_again = _needed_again(module, unit.is_layer or unit.trains())

@@ -89,26 +89,6 @@ class LanguageModel(nn.Module):
         names += [name for name, _ in self.named_buffers(remove_duplicate=False)]
         self.own_tensors = frozenset(names)
 
-    def note_computed_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Buffers have values of their own, besides those that are known already."""
-        self.computed_buffers = {**self.computed_buffers, **values}
-
-    def note_loaded_extras(self, names: Collection[str]) -> None:
-        """Extra tensors have the values of a file."""
-        self.loaded_extras = self.loaded_extras | frozenset(names)
-
-    def note_runs(self, runs: Mapping[str, Runs]) -> None:
-        """Parameters are cut within the matrices that they hold."""
-        self.runs = dict(runs)
-
-    def note_unwritten(self, marks: Mapping[str, WriteMark]) -> None:
-        """Tensors have memory and no values yet."""
-        self.unwritten = dict(marks)
-
-    def note_on_host(self, names: Collection[str]) -> None:
-        """Parameters are to lie in host memory."""
-        self.on_host = frozenset(names)
-
 
 def own_tensors(model: nn.Module) -> frozenset[str] | None:
     """The names of what a model was built with; None for one that `build_meta` did not make."""
@@ -202,7 +182,7 @@ def ordered(whole: Tensor, found: Runs | None) -> Tensor:
 
 def note_unwritten(model: LanguageModel) -> None:
     """Notes parameters and buffers as without values: right after they were given memory."""
-    model.note_unwritten({name: _mark(tensor) for name, tensor in _tensors(model)})
+    model.unwritten = {name: _mark(tensor) for name, tensor in _tensors(model)}
 
 
 def check_written(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec
+from recipe_lib.ops.deferred import linear_in
 from recipe_lib.ops.expert_gated import Gate, scored_product
 from recipe_lib.ops.gathered import Group, all_reduce
 from recipe_lib.ops.grouped import Groups, count_rows, group_tokens, grouped_linear, rows_of_choices, sum_choices
@@ -30,23 +31,8 @@ def wide_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` in fp32 of operands that may be in fewer bits, of which no wider copy is kept."""
     if weight.dtype.itemsize >= 4:
         return F.linear(tokens, weight, bias)
-    logits = cast(Tensor, _WideLinear.apply(tokens, weight))
+    logits = linear_in(tokens, weight, torch.float32)
     return logits if bias is None else logits + bias
-
-
-class _WideLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens, weight)
-        return F.linear(tokens.float(), weight.float())
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (gradient,), (tokens, weight) = gradients, ctx.saved_tensors
-        tokens_grad = (gradient @ weight.float()).to(tokens.dtype) if ctx.needs_input_grad[0] else None
-        weight_grad = (gradient.t() @ tokens.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return tokens_grad, weight_grad
 
 
 class ExpertLinear(nn.Module):

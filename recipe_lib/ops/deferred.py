@@ -134,3 +134,27 @@ class _Linear(torch.autograd.Function):
 def _weight_gradient(gradient: Tensor, hidden: Tensor) -> Tensor:
     """`[o, i]` of `[.., o]` and `[.., i]`."""
     return gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)
+
+
+def linear_in(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`hidden [.., i] @ weight.T [i, o]` in a dtype, of operands that may be in others and are kept as they came."""
+    return cast(Tensor, _LinearIn.apply(hidden, weight, dtype))
+
+
+class _LinearIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.dtype = dtype
+        return F.linear(hidden.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (gradient,), (hidden, weight) = gradients, ctx.saved_tensors
+        hidden_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            hidden_grad = (gradient @ weight.to(ctx.dtype)).to(hidden.dtype)
+        if ctx.needs_input_grad[1]:
+            weight_grad = _weight_gradient(gradient, hidden.to(ctx.dtype)).to(weight.dtype)
+        return hidden_grad, weight_grad, None

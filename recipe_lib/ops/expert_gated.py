@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recipe_lib.ops.fused_kernels import fused
+from recipe_lib.ops.fused_kernels import Node, fused
 from recipe_lib.ops.gated import ACTIVATIONS
 
 CLAMPED = "clamped_swiglu"
@@ -36,26 +36,7 @@ def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
     settings = (gate.activation, gate.interleaved, gate.alpha, gate.limit)
     if torch.compiler.is_compiling():
         return scored_products(inner, scores, *settings)
-    return cast(Tensor, _ScoredProduct.apply(inner, scores, *settings))
-
-
-class _ScoredProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inner: Tensor, scores: Tensor, *settings: Any) -> Tensor:
-        ctx.save_for_backward(inner, scores)
-        ctx.settings = settings
-        return scored_products(inner, scores, *settings)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            *scored_gradients(gradients[0], *ctx.saved_tensors, *ctx.settings),
-            None,
-            None,
-            None,
-            None,
-        )
+    return cast(Tensor, Node.apply(scored_products, scored_gradients, range(6), inner, scores, *settings))
 
 
 def _parts(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

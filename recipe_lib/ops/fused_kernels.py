@@ -13,7 +13,7 @@ Rounding is that of the chain: what an operator of it would round to bf16 is rou
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -105,6 +105,80 @@ def fused(
         return call
 
     return decorate
+
+
+class Node(torch.autograd.Function):
+    """A function, and the function that gives its gradients, which keeps for backward what this one takes alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[..., Any], gradients: Callable[..., Any], kept: Sequence[int], *arguments: Any
+    ) -> Any:
+        """kept: which of the arguments `gradients` takes, behind the gradient of the result.
+
+        It returns the gradients of the first arguments: a tensor for the first one alone, or a tuple.
+        """
+        held = [arguments[number] for number in kept]
+        ctx.save_for_backward(*(one if isinstance(one, Tensor) else None for one in held))
+        ctx.settings = [None if isinstance(one, Tensor) else one for one in held]
+        ctx.gradients, ctx.count = gradients, len(arguments)
+        return function(*arguments)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        held = [
+            setting if tensor is None else tensor
+            for tensor, setting in zip(ctx.saved_tensors, ctx.settings, strict=True)
+        ]
+        found = ctx.gradients(*gradients, *held)
+        found = found if isinstance(found, tuple) else (found,)
+        return None, None, None, *found, *(None,) * (ctx.count - len(found))
+
+
+def make_operator(name: str, function: Callable[..., Any], shapes: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function as an operator that a compiler does not look into.
+
+    function: annotated, as torch.library reads its schema from it. shapes: of the same arguments, empty tensors like
+    its results.
+    """
+    operator = torch.library.custom_op(f"tune_recipes::{name}", function, mutates_args=())
+    operator.register_fake(shapes)
+    return operator
+
+
+def make_opaque_node(
+    name: str,
+    function: Callable[..., Any],
+    shapes: Callable[..., Any],
+    gradient: Callable[..., Any],
+    gradient_shapes: Callable[..., Any],
+    kept: Sequence[int],
+) -> Callable[..., Any]:
+    """Return a `Node` of a gradient of its first argument, in code that is compiled an operator.
+
+    A compiler that looked into it would see that forward and backward make the same tensors, and keep these in between.
+    """
+    operator: Any = make_operator(name, function, shapes)
+    gradient_operator = make_operator(f"{name}_backward", gradient, gradient_shapes)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        held = [inputs[number] for number in kept]
+        ctx.save_for_backward(*(one for one in held if one is None or isinstance(one, Tensor)))
+        ctx.settings = [one for one in held if not (one is None or isinstance(one, Tensor))]
+        ctx.count = len(inputs)
+
+    def differentiate(ctx: Any, found: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient_operator(found, *ctx.saved_tensors, *ctx.settings), *(None,) * (ctx.count - 1)
+
+    operator.register_autograd(differentiate, setup_context=keep)
+
+    def call(*arguments: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return operator(*arguments)  # type: ignore[no-any-return]
+        return cast(Tensor, Node.apply(function, gradient, kept, *arguments))
+
+    return call
 
 
 def compiles(tensor: Tensor) -> bool:

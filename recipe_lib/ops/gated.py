@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops.fused_kernels import fused
+from recipe_lib.ops.fused_kernels import Node, fused
 
 _Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 # An activation, and its backward `(gradient, input)`, by the kernels that autograd takes.
@@ -28,20 +28,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return gated_product(gate, up, activation)
-    return cast(Tensor, _Gated.apply(gate, up, activation))
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return gated_product(gate, up, activation)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return (*gated_gradients(gradients[0], *ctx.saved_tensors, ctx.activation), None)
+    return cast(Tensor, Node.apply(gated_product, gated_gradients, range(3), gate, up, activation))
 
 
 def _like(gate: Tensor, *others: Any) -> Tensor:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import deferred
-from recipe_lib.ops.fused_kernels import fuses
+from recipe_lib.ops.fused_kernels import fuses, make_operator
 from recipe_lib.ops.gated import ACTIVATIONS, gated_gradients, gated_product
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 
@@ -101,7 +101,7 @@ def gather_linears(
         norm = (normed.kind, normed.eps) if normed else ("", 0.0)
         settings = (*norm, keep_gathered, group.name, group.size, group.rank)
         there, biased = [bias for bias in biases if bias is not None], [bias is not None for bias in biases]
-        found = torch.ops.tune_recipes.gather_linears(shard, list(weights), there, biased, list(source), *settings)
+        found = _GATHER(shard, list(weights), there, biased, list(source), *settings)
         return list(found[:-1])
     return list(_GatherLinears.apply(shard, group, keep_gathered, normed, len(weights), *weights, *biases))
 
@@ -109,7 +109,7 @@ def gather_linears(
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """`(activation(gate) * up) @ weight.T` of gate and up `[N, f]` and weight `[d, f]`; keeps no more than these."""
     if torch.compiler.is_compiling():
-        return cast(Tensor, torch.ops.tune_recipes.gated_linear(gate, up, weight, activation))
+        return cast(Tensor, _GATED(gate, up, weight, activation))
     return cast(Tensor, _GatedLinear.apply(gate, up, weight, activation))
 
 
@@ -276,3 +276,162 @@ def gated_backward(
     up_grad = product_grad * activated
     del activated
     return activate_backward(product_grad.mul_(up), gate), up_grad, weight_grad
+
+
+# The same as operators that torch.compile does not look into.
+#
+# Inlined, the second gather of the same shard would be taken for the first, whose result the
+# partitioner then keeps for backward; and what backward makes again would be kept too. As operators
+# with a backward operator of their own, they keep what the eager nodes keep.
+
+
+def _gather_linears(
+    shard: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    biased: Sequence[bool],
+    source: Sequence[Tensor],
+    kind: str,
+    eps: float,
+    keep_gathered: bool,
+    name: str,
+    size: int,
+    rank: int,
+) -> list[Tensor]:
+    """What the linears give, and the gathered tokens, if they are to be kept (else nothing `[0]`).
+
+    biases: of those linears that are `biased`.
+    """
+    whole = wait(start_gather(shard, Group(name, size, rank)))
+    bias = iter(biases)
+    found = [F.linear(whole, weight, next(bias) if has else None) for weight, has in zip(weights, biased, strict=True)]
+    return [*found, whole if keep_gathered else whole.new_empty(0)]
+
+
+def _gather_linears_shapes(
+    shard: Tensor,
+    weights: Any,
+    biases: Any,
+    biased: Any,
+    source: Any,
+    kind: str,
+    eps: float,
+    keep_gathered: bool,
+    name: str,
+    size: int,
+    rank: int,
+) -> list[Tensor]:
+    rows = shard.shape[0] * size
+    found = [shard.new_empty(rows, weight.shape[0]) for weight in weights]
+    return [*found, shard.new_empty(rows, shard.shape[1]) if keep_gathered else shard.new_empty(0)]
+
+
+def _gather_linears_backward(
+    gradients: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    source: Sequence[Tensor],
+    kind: str,
+    eps: float,
+    whole_kept: bool,
+    wants_input: bool,
+    wants_weight: Sequence[bool],
+    wants_bias: Sequence[bool],
+    name: str,
+    size: int,
+    rank: int,
+) -> list[Tensor]:
+    """The gradients that are wanted: of the shard, the weights, the biases."""
+    norm = (kind, eps) if kind else None
+    wants = (wants_input, wants_weight, wants_bias)
+    shard, *others = linears_backward(
+        gradients, weights, list(source), norm, whole_kept, Group(name, size, rank), wants
+    )
+    return [grad for grad in (shard, *others[0], *others[1]) if grad is not None]
+
+
+def _gather_linears_backward_shapes(
+    gradients: Any,
+    weights: Any,
+    source: Any,
+    kind: str,
+    eps: float,
+    whole_kept: bool,
+    wants_input: bool,
+    wants_weight: Any,
+    wants_bias: Any,
+    name: str,
+    size: int,
+    rank: int,
+) -> list[Tensor]:
+    first = gradients[0]
+    found = [first.new_empty(first.shape[0] // size, weights[0].shape[1])] if wants_input else []
+    found += [torch.empty_like(weight) for weight, wanted in zip(weights, wants_weight, strict=True) if wanted]
+    return found + [grad.new_empty(grad.shape[1]) for grad, wanted in zip(gradients, wants_bias, strict=True) if wanted]
+
+
+def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    shard, weights, biases, biased, source, kind, eps, keep_gathered, *group = inputs
+    wanted = iter([bias.requires_grad for bias in biases])
+    wants_bias = [has and next(wanted) for has in biased]
+    ctx.wants, ctx.biased = (shard.requires_grad, [weight.requires_grad for weight in weights], wants_bias), biased
+    kept: list[Tensor] = []
+    if any(ctx.wants[1]):
+        kept = [output[-1]] if keep_gathered else list(source) or [shard]
+    ctx.save_for_backward(*weights, *kept)
+    ctx.count, ctx.sources, ctx.group = len(weights), len(source), group
+    ctx.settings = (kind if kept and source and not keep_gathered else "", eps, keep_gathered)
+
+
+def _differentiate_gather(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+    count, (wants_input, wants_weight, wants_bias) = ctx.count, ctx.wants
+    saved = list(ctx.saved_tensors)  # once: a checkpoint that recomputes them gives them once
+    weights, source = saved[:count], saved[count:]
+    found = iter(
+        _GATHER_BACKWARD(
+            list(gradients[:-1]), weights, source, *ctx.settings, wants_input, wants_weight, wants_bias, *ctx.group
+        )
+    )
+    shard = next(found) if wants_input else None
+    weight_grads = [next(found) if wanted else None for wanted in wants_weight]
+    bias_grads = [next(found) if wanted else None for wanted, has in zip(wants_bias, ctx.biased, strict=True) if has]
+    return (shard, weight_grads, bias_grads, None, [None] * ctx.sources, *[None] * 6)
+
+
+_GATHER: Any = make_operator("gather_linears", _gather_linears, _gather_linears_shapes)
+_GATHER_BACKWARD = make_operator("gather_linears_backward", _gather_linears_backward, _gather_linears_backward_shapes)
+_GATHER.register_autograd(_differentiate_gather, setup_context=_keep_gather)
+
+
+def _gated_linear_backward(
+    gradient: Tensor, gate: Tensor, up: Tensor, weight: Tensor, activation: str, wants_input: bool, wants_weight: bool
+) -> list[Tensor]:
+    """The gradients that are wanted: of gate and up, of the weight."""
+    found = gated_backward(gradient, gate, up, weight, activation, wants_input, wants_weight)
+    return [grad for grad in found if grad is not None]
+
+
+def _gated_linear_backward_shapes(
+    gradient: Tensor, gate: Tensor, up: Tensor, weight: Tensor, activation: str, wants_input: bool, wants_weight: bool
+) -> list[Tensor]:
+    found = [torch.empty_like(gate), torch.empty_like(up)] if wants_input else []
+    return found + ([torch.empty_like(weight)] if wants_weight else [])
+
+
+def _keep_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, weight, ctx.activation = inputs
+    ctx.wants = (gate.requires_grad or up.requires_grad, weight.requires_grad)
+    ctx.save_for_backward(gate, up, weight)
+
+
+def _differentiate_gated(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    wants_input, wants_weight = ctx.wants
+    found = iter(_GATED_BACKWARD(gradient, *ctx.saved_tensors, ctx.activation, wants_input, wants_weight))
+    inputs = (next(found), next(found)) if wants_input else (None, None)
+    return (*inputs, next(found) if wants_weight else None, None)
+
+
+_GATED: Any = make_operator(
+    "gated_linear", gated_forward, lambda gate, up, weight, activation: gate.new_empty(gate.shape[0], weight.shape[0])
+)
+_GATED_BACKWARD = make_operator("gated_linear_backward", _gated_linear_backward, _gated_linear_backward_shapes)
+_GATED.register_autograd(_differentiate_gated, setup_context=_keep_gated)

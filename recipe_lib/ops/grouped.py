@@ -4,7 +4,6 @@ n tokens with k choices each are m = n k rows, sorted by expert. No token is dro
 chosen. A row's input is its token's: it is gathered where it is needed, in backward again, and never kept.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import deferred
+from recipe_lib.ops.fused_kernels import make_operator
 from recipe_lib.ops.real_tokens import RealTokens
 
 _ALIGNED = 16  # bytes that rows of a grouped matmul's operands begin at multiples of
@@ -170,17 +170,7 @@ def grouped_weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Ten
 # as a simulated device has no values to loop by. On a GPU the host waits for the numbers of rows.
 
 
-def _loop(name: str, shape: Callable[[Tensor, Tensor, Tensor], tuple[int, ...]]) -> Any:
-    def decorate(function: Any) -> Any:
-        operator = torch.library.custom_op(f"tune_recipes::{name}", function, mutates_args=())
-        operator.register_fake(lambda left, right, ends: left.new_empty(shape(left, right, ends)))
-        return operator
-
-    return decorate
-
-
-@_loop("grouped_matmul_loop", lambda rows, weight, ends: (rows.shape[0], weight.shape[2]))
-def _matmul_loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _multiply_one_by_one(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     found = rows.new_empty(rows.shape[0], weight.shape[2])
     first = 0
     for expert, last in enumerate(ends.tolist()):
@@ -189,11 +179,22 @@ def _matmul_loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return found
 
 
-@_loop("grouped_gradient_loop", lambda gradient, rows, ends: (ends.shape[0], gradient.shape[1], rows.shape[1]))
-def _gradient_loop(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+def _differentiate_one_by_one(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     found = rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
     first = 0
     for expert, last in enumerate(ends.tolist()):
         torch.mm(gradient[first:last].t(), rows[first:last], out=found[expert])
         first = last
     return found
+
+
+_matmul_loop = make_operator(
+    "grouped_matmul_loop",
+    _multiply_one_by_one,
+    lambda rows, weight, ends: rows.new_empty(rows.shape[0], weight.shape[2]),
+)
+_gradient_loop = make_operator(
+    "grouped_gradient_loop",
+    _differentiate_one_by_one,
+    lambda gradient, rows, ends: rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1]),
+)

@@ -115,7 +115,7 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
     ties = shared_parameters(model)
     known = isinstance(model, LanguageModel)
     if known:
-        model.note_computed_buffers(_computed_buffers(model))
+        model.computed_buffers = {**model.computed_buffers, **_computed_buffers(model)}
     place: str | torch.device = "cpu" if memory.cpu_offload else device
     hosted = {id(parameter) for parameter in streamed_parameters(model)}
     model._apply(

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-import recipe_lib.ops.gathered_opaque  # noqa: F401 (what compiled layers call)
 from recipe_lib.adapters.layers import AdaptedExpertModule, AdaptedMatrix, AdaptedRouter, QuantizedExperts, cast_linear
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
@@ -94,7 +93,7 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
             _take_part(module, group, name.endswith(ROW), head, spec.head_width)
     gradients = _place_parameters(model, world.mesh["tensor"], ("k_proj", "v_proj") if copied else ())
     if spec.mixture is not None:
-        model.note_runs(expert_runs(model, spec.mixture, group.size))
+        model.runs = expert_runs(model, spec.mixture, group.size)
     attend, project = _given(_attention, sharing), _given(_mlp, sharing, spec.activation)
     mixture, width_norm = _given(shared_mixture, group), _given(shared_width_norm, group)
     for module in model.modules():
