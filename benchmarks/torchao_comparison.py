@@ -25,10 +25,10 @@ from recipe_lib.adapters import add_adapters, nf4
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.memory import apply_activation_checkpointing, compile_layers, use_low_precision
 from recipe_lib.memory import apply_levers as lever
+from recipe_lib.memory.apply_levers import scaled_linear
 from recipe_lib.models import build_meta
 from recipe_lib.ops.deferred import defer_weight_gradients, splittable
 from recipe_lib.ops.head_losses import CrossEntropy
-from recipe_lib.ops.low_precision import scaled_linear
 from recipe_lib.units import GIB, MIB
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes

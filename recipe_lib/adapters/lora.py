@@ -29,10 +29,10 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.language_model import LanguageModel, is_external, layer_names, own_parts
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.models.mixture import ExpertLinear, Mixture
+from recipe_lib.models.spec import ExternalSpec
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.units import format_bytes
 

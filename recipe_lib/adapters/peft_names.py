@@ -13,8 +13,7 @@ from recipe_lib.adapters.lora import LINEARS
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.spec import DecoderSpec, ModelSpec
+from recipe_lib.models.spec import DecoderSpec, ExternalSpec, ModelSpec
 from recipe_lib.models.weight_names import parameter_shapes, router_name, weight_map
 
 PREFIX = "base_model.model."

@@ -22,8 +22,8 @@ from recipe_lib.checkpoint.adapter_files import AdapterFile, check_fits, read_ad
 from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.checkpoint.weights_in import extras_to_read, read_part
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.extra_parameters import saved_whole
 from recipe_lib.models.language_model import LanguageModel, own_parts
+from recipe_lib.models.meta_init import saved_whole
 from recipe_lib.models.spec import ModelSpec
 
 

@@ -33,13 +33,12 @@ from recipe_lib.external.token_reader import logits_of, token_reader
 from recipe_lib.external.transformers_config import TRANSFORMERS, transformers_config
 from recipe_lib.logs import get_logger
 from recipe_lib.models.decoder import LinearHead, LogitsAfter
-from recipe_lib.models.external_spec import ExternalSpec, StageParts, TensorLayout
 from recipe_lib.models.families import spec_from_config
 from recipe_lib.models.language_model import LanguageModel, layer_names
 from recipe_lib.models.meta_init import build_meta, persistent_buffers
+from recipe_lib.models.spec import ExternalSpec, StageParts, TensorLayout
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.chunked_heads import IGNORED
-from recipe_lib.ops.cross_entropy import cross_entropy
+from recipe_lib.ops.chunked_heads import IGNORED, cross_entropy
 from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss, OutputAdapter, TokenLogProbs, TokenScores
 
 # An external model called as ours is: tokens and labels in, logits, log-probabilities or the summed

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory.host_limits import pinned_bytes
+from recipe_lib.memory.peaks import pinned_bytes
 from recipe_lib.models.language_model import layer_names
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.host_copies import Copy, HostCopies, Pair

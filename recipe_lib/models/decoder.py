@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipe_lib.models.external_spec import StageParts
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.mixture import Mixture
-from recipe_lib.models.spec import SCORE, DecoderSpec, RopeSpec
+from recipe_lib.models.spec import SCORE, DecoderSpec, RopeSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
 from recipe_lib.ops.chunked_heads import Finish
 from recipe_lib.ops.fused_kernels import fuses

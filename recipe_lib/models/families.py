@@ -27,8 +27,7 @@ from recipe_lib.models.config_fields import (
     read_codes,
     read_rope,
 )
-from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.spec import DecoderSpec, FileCodes, MixtureSpec, ModelSpec
+from recipe_lib.models.spec import DecoderSpec, ExternalSpec, FileCodes, MixtureSpec, ModelSpec
 
 # The families with a mixture of experts in place of an MLP: Mixtral, Qwen3-MoE, OLMoE, gpt-oss.
 

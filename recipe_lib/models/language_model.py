@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.errors import SetupError
-from recipe_lib.models.external_spec import ExternalSpec, StageParts
+from recipe_lib.models.spec import ExternalSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.dtensor_shards import Runs, local_part

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec
 from recipe_lib.ops.deferred import linear_in
-from recipe_lib.ops.expert_gated import Gate, scored_product
+from recipe_lib.ops.gated import Gate, scored_product
 from recipe_lib.ops.gathered import Group, all_reduce
 from recipe_lib.ops.grouped import Groups, count_rows, group_tokens, grouped_linear, rows_of_choices, sum_choices
 from recipe_lib.ops.real_tokens import RealTokens

@@ -28,13 +28,13 @@ from recipe_lib.ops.chunked_heads import (
     IGNORED,
     Head,
     OutputAdapter,
+    chunk_loss,
     gather_tokens,
     largest_of,
     sum_in_chunks,
     walk_chunks,
     widen_dtype,
 )
-from recipe_lib.ops.cross_entropy import chunk_loss
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 
 SumRows = Callable[[Tensor], Tensor]

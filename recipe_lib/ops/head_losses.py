@@ -26,6 +26,7 @@ from recipe_lib.ops.chunked_heads import (
     IGNORED,
     ChunkedAdaptedHead,
     ChunkedHead,
+    CrossEntropy,
     Finish,
     Head,
     OutputAdapter,
@@ -39,7 +40,6 @@ from recipe_lib.ops.chunked_heads import (
     walk_chunks,
     widen_dtype,
 )
-from recipe_lib.ops.cross_entropy import CrossEntropy
 from recipe_lib.ops.distillation import Distillation
 from recipe_lib.ops.gathered import Group, all_reduce
 

@@ -22,9 +22,8 @@ from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.memory.layer_stream import streamed_parameters
 from recipe_lib.models.decoder import Decoder, LinearHead, OutputHead, ScaledEmbedding
-from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.language_model import LanguageModel, modules_elsewhere, note_unwritten
-from recipe_lib.models.meta_init import shared_parameters
+from recipe_lib.models.meta_init import extra_tensors, shared_parameters
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.ops.head_losses import makes_gradients_in_forward

@@ -34,14 +34,12 @@ from recipe_lib.models.decoder import (
     ScoreHead,
     WidthNorm,
 )
-from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.mixture import ExpertLinear, Experts, Mixture, bias_of_rows, scored_bias, wide_linear
-from recipe_lib.models.spec import MixtureSpec
+from recipe_lib.models.spec import ExternalSpec, MixtureSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import linear as linear_of
 from recipe_lib.ops.dtensor_shards import Runs, local
-from recipe_lib.ops.expert_gated import scored_product
-from recipe_lib.ops.gated import gated
+from recipe_lib.ops.gated import gated, scored_product
 from recipe_lib.ops.gathered import Group, NormedFrom, gated_linear, gather, gather_linears, scatter, start_gather, wait
 from recipe_lib.ops.grouped import Groups, group_tokens, grouped_linear, rows_of_choices, sum_choices
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.adapters import nf4, quantized
 from recipe_lib.adapters.nf4 import dequantize, quantize_blocks, quantize_scales
-from recipe_lib.ops import attention, chunked_heads, expert_gated, fused_kernels, gated, rope
+from recipe_lib.ops import attention, chunked_heads, fused_kernels, gated, rope
 from recipe_lib.ops.attention import make_attention_info
 from tests.distributed.ranks import in_a_fork
 from tests.ops.test_attention import definition
@@ -62,7 +62,7 @@ def capped_calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]
     return found
 
 
-EXPERTS = {"silu": ("silu", False, 1.0, float("inf")), "clamped": (expert_gated.CLAMPED, True, 1.702, 0.7)}
+EXPERTS = {"silu": ("silu", False, 1.0, float("inf")), "clamped": (gated.CLAMPED, True, 1.702, 0.7)}
 
 
 def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
@@ -94,8 +94,8 @@ def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
                                                            *settings))
           for name, settings in EXPERTS.items()
           for kind, function, operator, first in (
-              ("product", expert_gated.scored_products, OPERATORS.scored_product, ()),
-              ("gradients", expert_gated.scored_gradients, OPERATORS.scored_product_gradients,
+              ("product", gated.scored_products, OPERATORS.scored_product, ()),
+              ("gradients", gated.scored_gradients, OPERATORS.scored_product_gradients,
                (random(7, 6, dtype=half, seed=6),)),
           )),
         ("log probs", chunked_heads.label_log_probs, OPERATORS.label_log_probs, (logits, labels, None)),
