@@ -225,7 +225,6 @@ class AdaptedHead(AdaptedMatrix, OutputHead):
     def forward(  # type: ignore[override]  # that of a head
         self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
     ) -> Tensor:
-        """As `OutputHead.forward`."""
         if self.is_off:
             return OutputHead.forward(self, hidden, labels=labels, head_loss=head_loss)
         trained = (self.lora_A.weight, self.lora_B.weight, self.relative_lengths())
@@ -335,7 +334,6 @@ class QuantizedExperts(QuantizedLinear):
         )
 
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:  # type: ignore[override]
-        """As `ExpertLinear.forward`."""
         return self.grouped_product(rows, groups, of_tokens)
 
     def grouped_product(self, rows: Tensor, groups: Groups, of_tokens: bool) -> Tensor:
@@ -426,7 +424,6 @@ class AdaptedExpertModule(AdaptedModule):
         raise ValueError("adapters of experts have no lengths")
 
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
-        """As `ExpertLinear.forward`."""
         plain = super().forward(rows, groups, of_tokens=of_tokens)
         return self.with_factors(plain, rows, groups, of_tokens, self.lora_A.weight, self.lora_B.weight)
 

@@ -129,14 +129,10 @@ def dequantize(
     return numbers
 
 
-def _blocks_shape(codes: Tensor, scales: Tensor, factors: Tensor, levels: Tensor, place: Any, group: int) -> Tensor:
-    return levels.new_empty(codes.shape[0], BLOCK)
-
-
 @fused(
     "dequantize_nf4(Tensor codes, Tensor scales, Tensor factors, Tensor levels, SymInt[] place, SymInt group)"
     " -> Tensor",
-    _blocks_shape,
+    lambda codes, scales, factors, levels, *_: levels.new_empty(codes.shape[0], BLOCK),
 )
 def _dequantize(
     codes: Tensor, scales: Tensor, factors: Tensor, levels: Tensor, place: Sequence[int], group: int

@@ -259,7 +259,6 @@ class QuantizedLinear(nn.Module):
                 quantize(start, stop, read(start, stop))
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, kind={self.kind}"
 

@@ -22,7 +22,7 @@ from recipe_lib.memory.mlp_tiles import chunk_mlps
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears, find_plain_linears
 from recipe_lib.models.language_model import LanguageModel, layer_names
 from recipe_lib.ops import deferred
-from recipe_lib.ops.fused_kernels import call_compiled, compiles, use_fused_kernels
+from recipe_lib.ops.fused_kernels import call_compiled, compiles, make_operator, use_fused_kernels
 
 
 @dataclass(frozen=True)
@@ -274,8 +274,7 @@ def quantize_rows(matrix: Tensor, kind: str, counted: Tensor | None = None) -> t
     """
     if torch.compiler.is_compiling():
         return _quantize_whole(matrix, kind, counted)
-    codes, scales = torch.ops.tune_recipes.quantize_rows(matrix, kind, counted)
-    return codes, scales
+    return cast(tuple[Tensor, Tensor], _QUANTIZE(matrix, kind, counted))
 
 
 def _quantize_whole(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -305,7 +304,6 @@ def _shape_of_codes(matrix: Tensor) -> tuple[int, int]:
 # a piece at a time: as a chain of operators they would take longer than they save, and temporaries besides.
 
 
-@torch.library.custom_op("tune_recipes::quantize_rows", mutates_args=())
 def _quantize(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if compiles(matrix):
         return call_compiled(_quantize_whole, matrix, kind, counted)
@@ -321,24 +319,17 @@ def _quantize(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple
     return codes, scales
 
 
-@_quantize.register_fake
-def _(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    codes = matrix.new_empty(_shape_of_codes(matrix), dtype=_TYPES[kind])
-    return codes, matrix.new_empty(matrix.shape[0], dtype=torch.float32)
-
-
 def _scale_sums(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """The sums `[m', n']` times the scales of rows `[m]` and columns `[n]`: `[m, n]` of dtype."""
     if torch.compiler.is_compiling():
         return _scale_whole(sums, left, right, dtype)
-    return cast(Tensor, torch.ops.tune_recipes.scale_sums(sums, left, right, dtype))
+    return cast(Tensor, _SCALE(sums, left, right, dtype))
 
 
 def _scale_whole(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return (sums[: len(left), : len(right)] * right * left.unsqueeze(1)).to(dtype)
 
 
-@torch.library.custom_op("tune_recipes::scale_sums", mutates_args=())
 def _scale(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     if compiles(sums):
         return call_compiled(_scale_whole, sums, left, right, dtype)
@@ -350,9 +341,19 @@ def _scale(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Ten
     return out
 
 
-@_scale.register_fake
-def _(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    return sums.new_empty((left.shape[0], right.shape[0]), dtype=dtype)
+_QUANTIZE = make_operator(
+    "quantize_rows",
+    _quantize,
+    lambda matrix, kind, counted=None: (
+        matrix.new_empty(_shape_of_codes(matrix), dtype=_TYPES[kind]),
+        matrix.new_empty(matrix.shape[0], dtype=torch.float32),
+    ),
+)
+_SCALE = make_operator(
+    "scale_sums",
+    _scale,
+    lambda sums, left, right, dtype: sums.new_empty((left.shape[0], right.shape[0]), dtype=dtype),
+)
 
 
 def _whole_sums(left: Tensor, right: Tensor) -> Tensor:

@@ -85,7 +85,6 @@ class Clamp(nn.Module):
         self.bound = bound
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Of any shape."""
         return hidden.clamp(-self.bound, self.bound)
 
 
@@ -245,7 +244,6 @@ class Trunk(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor | None, info: AttentionInfo | None, cache: KVCache | None
     ) -> Tensor:
-        """See `Decoder.forward`."""
         past = cache.length if cache is not None else 0
         hidden = self.run_layers(self.embed_tokens(tokens), tokens.shape, positions, info, cache)
         if cache is not None:
@@ -364,7 +362,6 @@ class Decoder(LanguageModel):
         return self.model(tokens, positions, attention, None)
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        """See `LanguageModel.keep_stages`."""
         whole = {name for name, _ in self.named_modules() if name}
         for name in [name for name in self.model.layers._modules if int(name) not in layers]:
             del self.model.layers._modules[name]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec
 from recipe_lib.ops.deferred import linear_in
+from recipe_lib.ops.fused_kernels import Node
 from recipe_lib.ops.gated import Gate, scored_product
 from recipe_lib.ops.gathered import Group, all_reduce
 from recipe_lib.ops.grouped import Groups, count_rows, group_tokens, grouped_linear, rows_of_choices, sum_choices
@@ -51,7 +52,6 @@ class ExpertLinear(nn.Module):
         return grouped_linear(rows, self.weight, groups, of_tokens=of_tokens)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         return f"experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
 
 
@@ -79,24 +79,17 @@ class Experts(nn.Module):
 
 def bias_of_rows(bias: Tensor, groups: Groups) -> Tensor:
     """The bias of each row's expert: `[m, o]` of `[E, o]`."""
-    return cast(Tensor, _BiasOfRows.apply(bias, groups.experts))
+    return cast(Tensor, Node.apply(_take_biases, _add_biases, (1, 2), bias, groups.experts, bias.shape[0]))
 
 
-class _BiasOfRows(torch.autograd.Function):
-    """Backward is a matmul, which sums in a fixed order."""
+def _take_biases(bias: Tensor, experts: Tensor, count: int) -> Tensor:
+    return bias.index_select(0, experts)
 
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, experts: Tensor) -> Tensor:
-        ctx.save_for_backward(experts)
-        ctx.count = bias.shape[0]
-        return bias.index_select(0, experts)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (experts,) = ctx.saved_tensors
-        numbers = torch.arange(ctx.count, device=experts.device)
-        return (experts == numbers.unsqueeze(1)).to(gradients[0].dtype) @ gradients[0], None
+def _add_biases(gradient: Tensor, experts: Tensor, count: int) -> Tensor:
+    """By a matmul, which sums in a fixed order."""
+    numbers = torch.arange(count, device=experts.device)
+    return (experts == numbers.unsqueeze(1)).to(gradient.dtype) @ gradient
 
 
 def scored_bias(bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:

@@ -94,11 +94,9 @@ class PlainTensor:
     shape: tuple[int, ...]
 
     def tensors(self) -> dict[str, FileForm]:
-        """See `FileView`."""
         return {self.name: FileForm(self.shape)}
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        """See `FileView`."""
         found: Tensor = slice_of(self.name)[_slices(bounds)]
         return found
 
@@ -111,16 +109,13 @@ class Swapped:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is made."""
         *before, rows, columns = self.part.shape
         return (*before, columns, rows)
 
     def tensors(self) -> dict[str, FileForm]:
-        """See `FileView`."""
         return self.part.tensors()
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        """See `FileView`."""
         *before, rows, columns = bounds
         return self.part.read(slice_of, [*before, columns, rows], dtype).transpose(-1, -2)
 
@@ -133,15 +128,12 @@ class Rows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is made."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     def tensors(self) -> dict[str, FileForm]:
-        """See `FileView`."""
         return {name: form for part in self.parts for name, form in part.tensors().items()}
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        """See `FileView`."""
         (start, stop), *others = bounds
         found, at = [], 0
         for part in self.parts:
@@ -160,15 +152,12 @@ class Stack:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is made."""
         return (len(self.parts), *self.parts[0].shape)
 
     def tensors(self) -> dict[str, FileForm]:
-        """See `FileView`."""
         return {name: form for part in self.parts for name, form in part.tensors().items()}
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        """See `FileView`."""
         (start, stop), *others = bounds
         return torch.stack([part.read(slice_of, others, dtype) for part in self.parts[start:stop]])
 
@@ -183,15 +172,12 @@ class SomeRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is made."""
         return (self.length, *self.part.shape[1:])
 
     def tensors(self) -> dict[str, FileForm]:
-        """See `FileView`."""
         return self.part.tensors()
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        """See `FileView`."""
         (first, last), *others = bounds
         return self.part.read(slice_of, [(first + self.start, last + self.start), *others], dtype)
 
@@ -216,12 +202,10 @@ class Fp8Blocks:
         return tuple(max(1, min(size, each)) for size, each in zip(self.shape, every, strict=True))
 
     def tensors(self) -> dict[str, FileForm]:
-        """See `FileView`."""
         blocks = tuple(-(-size // each) for size, each in zip(self.shape, self._sizes(), strict=True))
         return {self.name: FileForm(self.shape, ("F8_E4M3",)), self.scales: FileForm(blocks, _SCALES)}
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        """See `FileView`."""
         sizes = self._sizes()
         values = slice_of(self.name)[_slices(bounds)].float()
         blocks = [(first // each, -(-last // each)) for (first, last), each in zip(bounds, sizes, strict=True)]
@@ -245,13 +229,11 @@ class Mxfp4Blocks:
     shape: tuple[int, int, int]
 
     def tensors(self) -> dict[str, FileForm]:
-        """See `FileView`."""
         *rows, columns = self.shape
         count = (*rows, columns // MXFP4_BLOCK)
         return {self.blocks: FileForm((*count, MXFP4_BLOCK // 2), ("U8",)), self.scales: FileForm(count, ("U8",))}
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
-        """See `FileView`."""
         *rows, (first, last) = bounds
         begin, end = first // MXFP4_BLOCK, -(-last // MXFP4_BLOCK)
         place = (*_slices(rows), slice(begin, end))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recipe_lib.config.card_limits import VARLEN_CAPABILITY
 from recipe_lib.ops.device import capability_of, kernels_of
-from recipe_lib.ops.fused_kernels import follows_from_shapes, fused, fuses
+from recipe_lib.ops.fused_kernels import Node, follows_from_shapes, fused, fuses
 from recipe_lib.ops.real_tokens import RealTokens
 
 try:
@@ -425,29 +425,8 @@ def capped_attention(
 
     Scores are `softcap * tanh(scores * scale / softcap)`. documents: int32 `[b, t]`, see `reaches`.
     """
-    return cast(Tensor, _CappedAttention.apply(q, k, v, documents, window, softcap, scale))
-
-
-class _CappedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Tensor | None,
-        window: int | None,
-        softcap: float,
-        scale: float,
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v, documents)
-        ctx.settings = (window, softcap, scale)
-        return _attended(q, k, v, documents, *ctx.settings)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_gradients(gradients[0], *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+    settings = (documents, window, softcap, scale)
+    return cast(Tensor, Node.apply(_attended, _gradients, range(7), q, k, v, *settings))
 
 
 @follows_from_shapes()
@@ -532,11 +511,10 @@ def products(stacked: Tensor, others: Tensor, reach: Tensor, heads: int) -> Tens
     return torch.bmm(stacked, others.transpose(1, 2)).view(-1, heads, reach.shape[1], others.shape[1])
 
 
-def _like_scores(scores: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(scores)
-
-
-@fused("capped_shares(Tensor scores, Tensor reach, float softcap, float scale) -> Tensor", _like_scores)
+@fused(
+    "capped_shares(Tensor scores, Tensor reach, float softcap, float scale) -> Tensor",
+    lambda scores, *_: torch.empty_like(scores),
+)
 def capped_shares(scores: Tensor, reach: Tensor, softcap: float, scale: float) -> Tensor:
     """Capped scores' softmax over the keys that are visible, of products of queries and keys `[b, h, m, n]`, in their
     type. reach: int32 `[b or 1, m]`, see `reaches`."""
@@ -545,7 +523,7 @@ def capped_shares(scores: Tensor, reach: Tensor, softcap: float, scale: float) -
 
 @fused(
     "capped_score_gradients(Tensor of_shares, Tensor scores, Tensor reach, float softcap, float scale) -> Tensor",
-    _like_scores,
+    lambda of_shares, *_: torch.empty_like(of_shares),
     repeats=True,
 )
 def capped_score_gradients(of_shares: Tensor, scores: Tensor, reach: Tensor, softcap: float, scale: float) -> Tensor:

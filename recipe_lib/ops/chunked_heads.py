@@ -127,17 +127,14 @@ class ChunkedAdaptedHead:
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """See ChunkedHead."""
         assert self._made is not None
         return self._made[1].dtype
 
     @property
     def fuses_loss(self) -> bool:
-        """See ChunkedHead."""
         return fuses_loss(self.hidden)
 
     def logits(self, part: slice) -> Tensor:
-        """See ChunkedHead."""
         tokens = self.hidden[part].detach().requires_grad_(self._trains_hidden)
         with torch.set_grad_enabled(self.trains):
             logits = self.project(tokens, *self._parts)
@@ -145,7 +142,6 @@ class ChunkedAdaptedHead:
         return logits.detach()
 
     def take(self, part: slice, gradient: Tensor) -> None:
-        """See ChunkedHead."""
         assert self._made is not None
         (tokens, logits), self._made = self._made, None
         totals = [(number, total) for number, total in enumerate(self.gradients) if total is not None]
@@ -308,13 +304,9 @@ def label_log_probs(logits: Tensor, labels: Tensor, cap: Tensor | None) -> tuple
     return (chosen - log_sums).masked_fill(ignored, 0), log_sums
 
 
-def _shape_of_gradients(logits: Tensor, labels: Tensor, log_sums: Tensor, slopes: Tensor, cap: Tensor | None) -> Tensor:
-    return torch.empty_like(logits)
-
-
 @fused(
     "label_log_prob_gradients(Tensor logits, Tensor labels, Tensor log_sums, Tensor slopes, Tensor? cap) -> Tensor",
-    _shape_of_gradients,
+    lambda logits, *_: torch.empty_like(logits),
 )
 def label_log_prob_gradients(
     logits: Tensor, labels: Tensor, log_sums: Tensor, slopes: Tensor, cap: Tensor | None

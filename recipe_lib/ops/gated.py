@@ -42,11 +42,10 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return (ACTIVATIONS[activation][0](gate) * up).contiguous()
 
 
-def _like_both(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    return _like(gate), _like(up)
-
-
-@fused("gated_gradients(Tensor gradient, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)", _like_both)
+@fused(
+    "gated_gradients(Tensor gradient, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
+    lambda gradient, gate, up, activation: (_like(gate), _like(up)),
+)
 def gated_gradients(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Of gate and up, by the gradient of their product; contiguous."""
     activate, activate_backward = ACTIVATIONS[activation]
@@ -107,13 +106,9 @@ def _activated(gate: Tensor, up: Tensor, activation: str, alpha: float, limit: f
     return gate * torch.sigmoid(gate * alpha), up.clamp(-limit, limit) + 1
 
 
-def _product_shape(inner: Tensor, scores: Tensor, *settings: Any) -> Tensor:
-    return inner.new_empty(inner.shape[0], inner.shape[1] // 2)
-
-
 @fused(
     "scored_product(Tensor inner, Tensor scores, str activation, bool interleaved, float alpha, float limit) -> Tensor",
-    _product_shape,
+    lambda inner, *_: inner.new_empty(inner.shape[0], inner.shape[1] // 2),
 )
 def scored_products(
     inner: Tensor, scores: Tensor, activation: str, interleaved: bool, alpha: float, limit: float
@@ -123,14 +118,10 @@ def scored_products(
     return (first * second * scores.unsqueeze(1)).to(inner.dtype)
 
 
-def _gradient_shapes(gradient: Tensor, inner: Tensor, scores: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(inner), torch.empty_like(scores)
-
-
 @fused(
     "scored_product_gradients(Tensor gradient, Tensor inner, Tensor scores, str activation, bool interleaved, "
     "float alpha, float limit) -> (Tensor, Tensor)",
-    _gradient_shapes,
+    lambda gradient, inner, scores, *_: (torch.empty_like(inner), torch.empty_like(scores)),
 )
 def scored_gradients(
     gradient: Tensor, inner: Tensor, scores: Tensor, activation: str, interleaved: bool, alpha: float, limit: float

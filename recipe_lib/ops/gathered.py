@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import deferred
-from recipe_lib.ops.fused_kernels import fuses, make_operator
+from recipe_lib.ops.fused_kernels import Node, fuses, make_operator
 from recipe_lib.ops.gated import ACTIVATIONS, gated_gradients, gated_product
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 
@@ -71,7 +71,7 @@ def wait(tensor: Tensor) -> Tensor:
 
 def gather(shard: Tensor, group: Group) -> Tensor:
     """`[n, ...]` of each rank to `[N, ...]` on all; its backward sums, and gives each rank its part. Keeps nothing."""
-    return cast(Tensor, _Gather.apply(shard, group))
+    return cast(Tensor, Node.apply(_gather, _scatter, (1,), shard, group))
 
 
 def scatter(partial: Tensor, group: Group) -> Tensor:
@@ -79,7 +79,7 @@ def scatter(partial: Tensor, group: Group) -> Tensor:
 
     A separate autograd node, so that a checkpointed layer's second forward can end before it.
     """
-    return cast(Tensor, _Scatter.apply(partial, group))
+    return cast(Tensor, Node.apply(_scatter, _gather, (1,), partial, group))
 
 
 def gather_linears(
@@ -113,26 +113,12 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> T
     return cast(Tensor, _GatedLinear.apply(gate, up, weight, activation))
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return wait(start_gather(shard, group))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return wait(start_scatter(gradients[0], ctx.group)), None
+def _gather(shard: Tensor, group: Group) -> Tensor:
+    return wait(start_gather(shard, group))
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return wait(start_scatter(partial, group))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return wait(start_gather(gradients[0], ctx.group)), None
+def _scatter(partial: Tensor, group: Group) -> Tensor:
+    return wait(start_scatter(partial, group))
 
 
 class _GatherLinears(torch.autograd.Function):

@@ -127,11 +127,10 @@ def _rotate_back(gradient: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return _rotate(gradient, cosines, sines, True)
 
 
-def _rotated_shape(heads: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
-    return torch.empty_like(heads, memory_format=torch.contiguous_format)
-
-
-@fused("rotate(Tensor heads, Tensor cosines, Tensor sines, bool back) -> Tensor", _rotated_shape)
+@fused(
+    "rotate(Tensor heads, Tensor cosines, Tensor sines, bool back) -> Tensor",
+    lambda heads, *_: torch.empty_like(heads, memory_format=torch.contiguous_format),
+)
 def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
     """`apply_rotation`, or the other way round, as one expression of each channel and its partner.
 

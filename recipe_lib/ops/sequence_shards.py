@@ -5,12 +5,12 @@ tokens. Attention wants all of them, but no head wants another: one all-to-all g
 the heads, one more gives it all heads of its n tokens again. Backward is the same the other way round. Nothing is kept.
 """
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from recipe_lib.ops.fused_kernels import Node
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 
 
@@ -32,24 +32,25 @@ def to_heads(
     heads = k.shape[1]
     if heads % group.size:
         k, v = (tensor.repeat_interleave(group.size // heads, dim=1) for tensor in (k, v))
-    q, k, v = cast(tuple[Tensor, Tensor, Tensor], _ToHeads.apply(group, q, k, v))
+    q, k, v = cast(tuple[Tensor, Tensor, Tensor], Node.apply(_send_heads, _send_tokens, (3,), q, k, v, group))
     return q, k, v, None if sinks is None else sinks.chunk(group.size)[group.rank]
 
 
 def to_tokens(attended: Tensor, *, group: Group) -> Tensor:
     """`[b, h / c, s, e]` of this rank's heads: `[b, h, n, e]` of its tokens."""
-    return cast(Tensor, _ToTokens.apply(group, attended))
+    (found,) = cast(tuple[Tensor], Node.apply(_send_tokens, _send_heads, (1,), attended, group))
+    return found
 
 
 def sum_over_ranks(part: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' `[]`, which all have then. Backward is that of one sum, to which each rank gave its part:
     the gradient as it is, whatever number of ranks goes backward from it."""
-    return cast(Tensor, _SumOverRanks.apply(part, group))
+    return cast(Tensor, Node.apply(_sum, lambda gradient: gradient, (), part, group))
 
 
 def gather_tokens(part: Tensor, group: Group) -> Tensor:
     """`[b, n, ...]` of each rank as `[b, s, ...]` on all; backward gives each rank its part of the gradient."""
-    return cast(Tensor, _TokensOfAll.apply(part, group))
+    return cast(Tensor, Node.apply(_gather_rows, _own_rows, (1,), part, group))
 
 
 def _exchange(blocks: Tensor, group: Group) -> Tensor:
@@ -58,69 +59,33 @@ def _exchange(blocks: Tensor, group: Group) -> Tensor:
     return wait(torch.ops._c10d_functional.all_to_all_single(blocks, splits, splits, group.name))
 
 
-def _gather(part: Tensor, group: Group) -> Tensor:
-    """`[c, ...]` of the `[...]` that each rank has."""
-    return wait(start_gather(part.unsqueeze(0), group))
+def _sum(part: Tensor, group: Group) -> Tensor:
+    return all_reduce(part, "sum", group)
 
 
-def _send_heads(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
+def _gather_rows(part: Tensor, group: Group) -> Tensor:
+    return wait(start_gather(part.unsqueeze(0), group)).transpose(0, 1).flatten(1, 2)
+
+
+def _own_rows(gradient: Tensor, group: Group) -> Tensor:
+    return own_tokens(gradient, group).contiguous()
+
+
+def _send_heads(*parts_and_group: Any) -> tuple[Tensor, ...]:
     """`[b, h_i, n, e]` each to `[b, h_i / c, s, e]`, in one exchange."""
+    *parts, group = parts_and_group
     blocks = torch.cat([part.unflatten(1, (group.size, -1)).permute(1, 0, 3, 2, 4) for part in parts], dim=3)
     found = _exchange(blocks, group)  # [c, b, n, the heads of all parts, e]
     del blocks
     split = found.split([part.shape[1] // group.size for part in parts], dim=3)
-    return [part.transpose(0, 1).flatten(1, 2).transpose(1, 2) for part in split]
+    return tuple(part.transpose(0, 1).flatten(1, 2).transpose(1, 2) for part in split)
 
 
-def _send_tokens(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
+def _send_tokens(*parts_and_group: Any) -> tuple[Tensor, ...]:
     """`[b, h_i / c, s, e]` each to `[b, h_i, n, e]`, in one exchange."""
+    *parts, group = parts_and_group
     blocks = torch.cat([part.unflatten(2, (group.size, -1)).permute(2, 0, 3, 1, 4) for part in parts], dim=3)
     found = _exchange(blocks, group)  # [c, b, n, heads of rank 0 .. c - 1 of all parts, e]
     del blocks
     split = found.split([part.shape[1] for part in parts], dim=3)
-    return [part.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in split]
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Group, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(_send_heads(parts, group))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *_send_tokens(gradients, ctx.group))
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Group, attended: Tensor) -> Tensor:
-        ctx.group = group
-        return _send_tokens([attended], group)[0]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        return None, _send_heads(gradients, ctx.group)[0]
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
-        return all_reduce(part, "sum", group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _TokensOfAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _gather(part, group).transpose(0, 1).flatten(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return own_tokens(gradients[0], ctx.group).contiguous(), None
+    return tuple(part.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in split)
