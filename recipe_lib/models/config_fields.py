@@ -91,16 +91,19 @@ def layer_windows(fields: Fields, layers: int, sliding_by_default: list[bool]) -
     return tuple(window if slides else None for slides in sliding)
 
 
+Read = Callable[[Fields, dict[str, Any]], Any]  # of a config.json, and of the fields that every family reads alike
+
+
 @dataclass(frozen=True)
 class Family:
     """One family of decoders.
 
-    shape: its fields of the spec where they differ from those that `_common_shape` reads. architectures: the classes
-    in `architectures` that are its causal decoder; the first is what an exported model names. defaults: what its files
-    leave out. model_types: further ones, besides the family's name.
+    shape: its fields of the spec where they differ from those that `_common_shape` reads, each a value or a `Read`.
+    architectures: the classes in `architectures` that are its causal decoder; the first is what an exported model
+    names. defaults: what its files leave out. model_types: further ones, besides the family's name.
     """
 
-    shape: Callable[[Fields, dict[str, Any]], dict[str, Any]]
+    shape: Mapping[str, Any]
     architectures: tuple[str, ...]
     defaults: dict[str, Any]
     model_types: tuple[str, ...] = ()
