@@ -26,15 +26,21 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_t
 
 
 class Fields:
-    """The keys of one config.json, checked as they are read; each fault is one CheckpointError line."""
+    """The keys of one config.json, checked as they are read; each fault is one CheckpointError line.
 
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config, self.where = config, where
+    inside: what comes before a key's name, of an object within. bounds: of numbers; by default what fp32 holds, and
+    its square too.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], where: str, inside: str = "", bounds: tuple[float, float] = (1e-30, 1e30)
+    ) -> None:
+        self.config, self.where, self.inside, self.bounds = config, where, inside, bounds
 
     def fault(self, key: str, expected: str) -> CheckpointError:
         """The error for a key that is missing or not what it should be."""
         found = repr(self.config[key])[:80] if key in self.config else "no such key"
-        return CheckpointError(f"{self.where}: config.json: {key}: found {found}, expected {expected}")
+        return CheckpointError(f"{self.where}: config.json: {self.inside}{key}: found {found}, expected {expected}")
 
     def integer(self, key: str) -> int:
         """A positive integer."""
@@ -43,11 +49,19 @@ class Fields:
             raise self.fault(key, "a positive integer")
         return value
 
-    def number(self, key: str) -> float:
-        """A number above 0."""
-        if not is_within(self.config.get(key), NUMBERS):
-            raise self.fault(key, f"a number {show_bounds(NUMBERS)}")
+    def number(self, key: str, bounds: tuple[float, float] | None = None) -> float:
+        """A number above 0. bounds: of this one."""
+        bounds = bounds or self.bounds
+        if not is_within(self.config.get(key), bounds):
+            raise self.fault(key, f"a number {show_bounds(bounds)}")
         return float(self.config[key])
+
+    def numbers(self, key: str, length: int) -> tuple[float, ...]:
+        """A list of `length` numbers above 0."""
+        values = self.config.get(key)
+        if not isinstance(values, list) or len(values) != length or not all(is_within(x, self.bounds) for x in values):
+            raise self.fault(key, f"a list of {length} numbers {show_bounds(self.bounds)}")
+        return tuple(map(float, values))
 
     def flag(self, key: str) -> bool:
         """true or false."""
@@ -60,9 +74,9 @@ class Fields:
         """A positive integer, or null."""
         return None if self.config.get(key) is None else self.integer(key)
 
-    def optional_number(self, key: str) -> float | None:
+    def optional_number(self, key: str, bounds: tuple[float, float] | None = None) -> float | None:
         """A number above 0, or null."""
-        return None if self.config.get(key) is None else self.number(key)
+        return None if self.config.get(key) is None else self.number(key, bounds)
 
 
 def activation(fields: Fields, key: str) -> str:
@@ -124,7 +138,6 @@ LAYER_KINDS = ("full_attention", "sliding_attention")  # which the newer one may
 POSITIONS = "original_max_position_embeddings"
 _STRETCHED = ("llama3", "yarn", "longrope")  # types with such a number
 
-NUMBERS = (1e-30, 1e30)  # of a config.json: what fp32 holds, and its square too
 ROPE_NUMBERS = (1e-9, 1e9)  # factors and lengths of a rotary embedding
 BASES = (1e-9, 1e12)
 
@@ -139,7 +152,7 @@ def show_bounds(bounds: tuple[float, float]) -> str:
     return f"from {bounds[0]:g} to {bounds[1]:g}"
 
 
-def read_rope(fields: "Fields", family: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
+def read_rope(fields: Fields, family: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
     """The rotary embedding of a model, and a second one for layers with a window where the family has one."""
     key = _find_spelling(fields)
     ropes = _read_ropes(fields, family, key, head_width)
@@ -150,7 +163,7 @@ def read_rope(fields: "Fields", family: str, head_width: int) -> tuple[RopeSpec,
     return ropes
 
 
-def complete_ropes(fields: "Fields", family: str) -> dict[str, Any]:
+def complete_ropes(fields: Fields, family: str) -> dict[str, Any]:
     """Return `rope_parameters` with all that config.json says of rotary embeddings, in either spelling."""
     ropes = []
     for base, given in _find_ropes(fields, family, _find_spelling(fields)).items():
@@ -166,12 +179,12 @@ def complete_ropes(fields: "Fields", family: str) -> dict[str, Any]:
     return ropes[0] if len(ropes) == 1 else dict(zip(LAYER_KINDS, ropes, strict=True))
 
 
-def _find_spelling(fields: "Fields") -> str:
+def _find_spelling(fields: Fields) -> str:
     """Return the key that counts: the newer one where config.json has both."""
     return OLDER if fields.config.get(NEWER) is None else NEWER
 
 
-def _read_ropes(fields: "Fields", family: str, key: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
+def _read_ropes(fields: Fields, family: str, key: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
     """Return what one spelling of the two says."""
     ropes = [
         _one_rope(fields, key, given, fields.number(base), head_width)
@@ -180,7 +193,7 @@ def _read_ropes(fields: "Fields", family: str, key: str, head_width: int) -> tup
     return ropes[0], ropes[1] if len(ropes) > 1 else None
 
 
-def _find_ropes(fields: "Fields", family: str, key: str) -> dict[str, Mapping[str, Any]]:
+def _find_ropes(fields: Fields, family: str, key: str) -> dict[str, Mapping[str, Any]]:
     """Return the objects of a model's rotary embeddings in one spelling, by the older key for the base of each."""
     given = _WITHOUT_ANY.get(family, {}) if fields.config.get(key) is None else fields.config[key] or {}
     if not isinstance(given, Mapping):
@@ -192,7 +205,7 @@ def _find_ropes(fields: "Fields", family: str, key: str) -> dict[str, Mapping[st
     return {"rope_theta": everywhere, "rope_local_base_freq": local}
 
 
-def _find_kind(fields: "Fields", given: Mapping[str, Any]) -> Any:
+def _find_kind(fields: Fields, given: Mapping[str, Any]) -> Any:
     """Return the type of a rotary embedding, by its present name."""
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "su" or (kind == "yarn" and fields.config.get("model_type") == "phi3"):
@@ -200,7 +213,7 @@ def _find_kind(fields: "Fields", given: Mapping[str, Any]) -> Any:
     return kind
 
 
-def _one_rope(fields: "Fields", key: str, given: Mapping[str, Any], base: float, head_width: int) -> RopeSpec:
+def _one_rope(fields: Fields, key: str, given: Mapping[str, Any], base: float, head_width: int) -> RopeSpec:
     """One rotary embedding from its object in config.json; `base` counts unless the object has its own."""
     kind = _find_kind(fields, given)
     if kind not in ROPE_TYPES:
@@ -208,9 +221,9 @@ def _one_rope(fields: "Fields", key: str, given: Mapping[str, Any], base: float,
             f"{fields.where}: config.json: {key}: type {kind!r} is not supported; expected one of "
             f"{', '.join(ROPE_TYPES)}"
         )
-    numbers = _Numbers(fields, key, given)
-    base = numbers.optional("rope_theta") or base
-    fraction = numbers.optional("partial_rotary_factor")
+    numbers = Fields(given, fields.where, f"{key}.", ROPE_NUMBERS)
+    base = numbers.optional_number("rope_theta", BASES) or base
+    fraction = numbers.optional_number("partial_rotary_factor")
     if fraction is None:
         fraction = fields.optional_number("partial_rotary_factor") or 1.0
     if fraction != 1 and fields.config.get("model_type") != "phi3":  # other classes of transformers do not read it
@@ -228,73 +241,43 @@ def _one_rope(fields: "Fields", key: str, given: Mapping[str, Any], base: float,
     return RopeSpec(base, width, kind, own, attention_factor)
 
 
-class _Numbers:
-    """The numbers of a rope object; a missing or absurd one is one CheckpointError line."""
-
-    def __init__(self, fields: "Fields", key: str, given: Mapping[str, Any]) -> None:
-        self.fields, self.key, self.given = fields, key, given
-
-    def _fault(self, name: str, expected: str) -> CheckpointError:
-        found = repr(self.given[name])[:80] if name in self.given else "no such key"
-        return CheckpointError(
-            f"{self.fields.where}: config.json: {self.key}.{name}: found {found}, expected {expected}"
-        )
-
-    def optional(self, name: str) -> float | None:
-        """A number above 0, or None where the file has none."""
-        return None if self.given.get(name) is None else self.required(name)
-
-    def required(self, name: str) -> float:
-        """A number above 0."""
-        bounds = BASES if name == "rope_theta" else ROPE_NUMBERS
-        if not is_within(self.given.get(name), bounds):
-            raise self._fault(name, f"a number {show_bounds(bounds)}")
-        return float(self.given[name])
-
-    def factors(self, name: str, length: int) -> tuple[float, ...]:
-        """A list of `length` numbers above 0."""
-        values = self.given.get(name)
-        numbers = values if isinstance(values, list) else []
-        if len(numbers) != length or not all(is_within(number, ROPE_NUMBERS) for number in numbers):
-            raise self._fault(name, f"a list of {length} numbers {show_bounds(ROPE_NUMBERS)}")
-        return tuple(map(float, numbers))
-
-    def original_positions(self) -> float:
-        """Positions the model was first trained on, before its context was stretched."""
-        name = POSITIONS
-        outer = self.fields.optional_integer(name)
-        own = self.optional(name)
-        positions = float(outer or own or self.fields.integer("max_position_embeddings"))
-        if positions < 2:  # its logarithm divides
-            raise (self.fields.fault if outer else self._fault)(name, "2 positions or more")
-        return positions
+def _original_positions(fields: Fields, numbers: Fields) -> float:
+    """Positions the model was first trained on, before its context was stretched."""
+    outer = fields.optional_integer(POSITIONS)
+    own = numbers.optional_number(POSITIONS)
+    positions = float(outer or own or fields.integer("max_position_embeddings"))
+    if positions < 2:  # its logarithm divides
+        raise (fields if outer else numbers).fault(POSITIONS, "2 positions or more")
+    return positions
 
 
-def _default(fields: "Fields", numbers: _Numbers, width: int) -> tuple[dict[str, Any], float]:
+def _default(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
     return {}, 1.0
 
 
-def _linear(fields: "Fields", numbers: _Numbers, width: int) -> tuple[dict[str, Any], float]:
-    return {"factor": numbers.required("factor")}, 1.0
+def _linear(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
+    return {"factor": numbers.number("factor")}, 1.0
 
 
-def _llama3(fields: "Fields", numbers: _Numbers, width: int) -> tuple[dict[str, Any], float]:
+def _llama3(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
     names = ("factor", "low_freq_factor", "high_freq_factor")
-    return {name: numbers.required(name) for name in names} | {"original_positions": numbers.original_positions()}, 1.0
+    return {name: numbers.number(name) for name in names} | {
+        "original_positions": _original_positions(fields, numbers)
+    }, 1.0
 
 
-def _yarn(fields: "Fields", numbers: _Numbers, width: int) -> tuple[dict[str, Any], float]:
+def _yarn(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
     """YaRN (arXiv 2309.00071): the attention factor is 0.1 ln(factor) + 1 unless the file gives one."""
-    factor, attention_factor = numbers.required("factor"), numbers.optional("attention_factor")
-    mscale, mscale_all = numbers.optional("mscale"), numbers.optional("mscale_all_dim")
+    factor, attention_factor = numbers.number("factor"), numbers.optional_number("attention_factor")
+    mscale, mscale_all = numbers.optional_number("mscale"), numbers.optional_number("mscale_all_dim")
     if attention_factor is None and mscale and mscale_all:
         attention_factor = _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
     own = {
         "factor": factor,
-        "beta_fast": numbers.optional("beta_fast") or 32.0,
-        "beta_slow": numbers.optional("beta_slow") or 1.0,
-        "original_positions": numbers.original_positions(),
-        "whole_channels": numbers.given.get("truncate", True) is not False,
+        "beta_fast": numbers.optional_number("beta_fast") or 32.0,
+        "beta_slow": numbers.optional_number("beta_slow") or 1.0,
+        "original_positions": _original_positions(fields, numbers),
+        "whole_channels": numbers.config.get("truncate", True) is not False,
     }
     return own, attention_factor or _magnitude(factor, 1.0)
 
@@ -303,16 +286,16 @@ def _magnitude(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _longrope(fields: "Fields", numbers: _Numbers, width: int) -> tuple[dict[str, Any], float]:
+def _longrope(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
     """LongRoPE (arXiv 2402.13753): one factor per pair of channels, another set for rows beyond the first context."""
-    original = numbers.original_positions()
-    factor = numbers.optional("factor") or fields.integer("max_position_embeddings") / original
-    attention_factor = numbers.optional("attention_factor")
+    original = _original_positions(fields, numbers)
+    factor = numbers.optional_number("factor") or fields.integer("max_position_embeddings") / original
+    attention_factor = numbers.optional_number("attention_factor")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     own = {
-        "short_factor": numbers.factors("short_factor", width // 2),
-        "long_factor": numbers.factors("long_factor", width // 2),
+        "short_factor": numbers.numbers("short_factor", width // 2),
+        "long_factor": numbers.numbers("long_factor", width // 2),
         "original_positions": original,
     }
     return own, attention_factor
