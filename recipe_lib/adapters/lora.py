@@ -201,11 +201,6 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether any module of the model has an adapter."""
-    return any(isinstance(module, AdaptedModule) for module in model.modules())
-
-
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Inside the block the model computes what its frozen weights give, without gradients; all ranks alike.

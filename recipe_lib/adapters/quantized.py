@@ -23,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters import nf4
 from recipe_lib.ops.dtensor_shards import gathered, local, local_part
-from recipe_lib.ops.fused_kernels import follows_from_shapes, fused, fuses, make_opaque_node
+from recipe_lib.ops.fused_kernels import cut_rows, follows_from_shapes, fused, fuses, make_opaque_node
 
 # Rows of codes in [-127, 127] and a factor for each, back to numbers.
 
@@ -33,9 +33,8 @@ def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tenso
     if fuses(codes.device):
         return _dequantize(codes, factors, dtype)
     rows = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    step = max(1, _PIECE_ELEMENTS // codes.shape[1])
-    for start in range(0, len(codes), step):
-        piece = slice(start, start + step)
+    for start, stop in cut_rows(*codes.shape, _PIECE_ELEMENTS):
+        piece = slice(start, stop)
         rows[piece].copy_(codes[piece].float().mul_(factors[piece].unsqueeze(1)))
     return rows
 
@@ -211,7 +210,7 @@ class QuantizedLinear(nn.Module):
         codes, (begin, *_) = local_part(self.weight_codes)
         device = self.working_device()
         largest = torch.zeros(codes.shape[:-1], dtype=self.dtype, device=device)
-        for start, stop in _pieces(len(codes), 2 * codes.shape[1:].numel()):
+        for start, stop in cut_rows(len(codes), 2 * codes.shape[1:].numel(), _PIECE_ELEMENTS):
             blocks = self._read_blocks(read_rows, begin + start, begin + stop).to(device, self.dtype)
             quantized, found = nf4.quantize_blocks(blocks.view(-1, nf4.BLOCK))
             codes[start:stop].copy_(quantized.view(_BITS).view(codes[start:stop].shape))
@@ -235,7 +234,7 @@ class QuantizedLinear(nn.Module):
         codes, (begin, _) = local_part(self.weight_codes)
         factors, _ = local_part(self.weight_factors)
         device = self.working_device()
-        pieces = _pieces(len(codes), codes.shape[1])
+        pieces = cut_rows(len(codes), codes.shape[1], _PIECE_ELEMENTS)
         largest = torch.zeros(len(codes), device=device)
 
         def read(start: int, stop: int) -> Tensor:
@@ -276,12 +275,6 @@ def dequantized(weight: Tensor, kind: str) -> Tensor:
 def frozen(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """A parameter that wants no gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-def _pieces(count: int, width: int) -> list[tuple[int, int]]:
-    """`range(count)` in parts of at most _PIECE_ELEMENTS elements, `width` of them each."""
-    step = max(1, _PIECE_ELEMENTS // width)
-    return [(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _largest_of_all(largest: Tensor, parameter: Tensor) -> None:

@@ -22,7 +22,7 @@ from recipe_lib.memory.mlp_tiles import chunk_mlps
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears, find_plain_linears
 from recipe_lib.models.language_model import LanguageModel, layer_names
 from recipe_lib.ops import deferred
-from recipe_lib.ops.fused_kernels import call_compiled, compiles, make_operator, use_fused_kernels
+from recipe_lib.ops.fused_kernels import call_compiled, compiles, cut_rows, make_operator, use_fused_kernels
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ def _quantize(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple
     scales = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
     zeros = torch.zeros(_shape_of_codes(matrix), dtype=torch.int8, device=matrix.device)
     codes = zeros.view(_TYPES[kind])  # zero in both types
-    for first, last in _pieces(*matrix.shape):
+    for first, last in cut_rows(*matrix.shape, _PIECE_ELEMENTS):
         part = matrix[first:last] if counted is None else torch.where(counted, matrix[first:last], 0)
         scales[first:last], inverse = _scales_of(part, kind)
         part = part * inverse
@@ -334,7 +334,7 @@ def _scale(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Ten
     if compiles(sums):
         return call_compiled(_scale_whole, sums, left, right, dtype)
     out = torch.empty(len(left), len(right), dtype=dtype, device=sums.device)
-    for first, last in _pieces(*out.shape):
+    for first, last in cut_rows(*out.shape, _PIECE_ELEMENTS):
         part = sums[first:last, : len(right)] * right
         out[first:last] = part.mul_(left[first:last].unsqueeze(1))
         del part
@@ -371,12 +371,6 @@ def _whole_sums(left: Tensor, right: Tensor) -> Tensor:
 
 def _rounded_up(size: int) -> int:
     return (size + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
-
-
-def _pieces(rows: int, columns: int) -> list[tuple[int, int]]:
-    """`range(rows)` in parts of at most _PIECE_ELEMENTS elements."""
-    step = max(1, _PIECE_ELEMENTS // max(1, columns))
-    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
 class _ScaledLinear(torch.autograd.Function):

@@ -101,13 +101,19 @@ def choose(layers: Sequence[LayerCost], budget: float, moments: Moments) -> Budg
     choice = BudgetChoice(full=sum(layer.other + sum(one.seconds for one in layer.operators) for layer in layers))
     choice.seconds = choice.full
     taken: dict[str, set[tuple[str, int]]] = {layer.name: set() for layer in layers}
-    for layer, one in _by_worth(layers):
+    pairs = [(layer, one) for layer in layers for one in layer.operators]
+    # What saves most seconds a byte first; of equals, the first layer's.
+    for layer, one in sorted(pairs, key=lambda pair: -pair[1].seconds / pair[1].bytes):
         if room.take({layer.stage: one.bytes}):
             taken[layer.name].add((one.kind, one.number))
             choice.seconds -= one.seconds
     choice.kept = {name: frozenset(chosen) for name, chosen in taken.items()}
     for layer in layers:
-        more = layer.everything - layer.input - sum(_taken(layer, taken[layer.name]))
+        more = (
+            layer.everything
+            - layer.input
+            - sum(one.bytes for one in layer.operators if (one.kind, one.number) in taken[layer.name])
+        )
         if room.take({layer.stage: more}):
             again = sum(one.seconds for one in layer.operators if (one.kind, one.number) not in taken[layer.name])
             choice.kept[layer.name] = None
@@ -121,16 +127,6 @@ def _inputs(layers: Sequence[LayerCost]) -> dict[int, int]:
     for layer in layers:
         found[layer.stage] += layer.input
     return found
-
-
-def _taken(layer: LayerCost, chosen: set[tuple[str, int]]) -> list[int]:
-    return [one.bytes for one in layer.operators if (one.kind, one.number) in chosen]
-
-
-def _by_worth(layers: Sequence[LayerCost]) -> list[tuple[LayerCost, Operator]]:
-    """What saves most seconds a byte first; of equals, the first layer's."""
-    pairs = [(layer, one) for layer in layers for one in layer.operators]
-    return sorted(pairs, key=lambda pair: -pair[1].seconds / pair[1].bytes)
 
 
 class _Room:

@@ -77,11 +77,13 @@ def apply_activation_checkpointing(
         choice = _choose(model, cfg, device or torch.device("cpu"), pipeline)
         described = choice.describe()
         alike: dict[Chosen | None, dict[str, Any]] = {  # layers that keep the same share one compilation
-            chosen: {"context_fn": partial(_contexts_of, chosen)} for chosen in choice.kept.values() if chosen
+            chosen: {"context_fn": partial(_contexts, partial(_is_chosen, chosen))}
+            for chosen in choice.kept.values()
+            if chosen
         }
         options = {name: alike.get(chosen, {}) for name, chosen in choice.kept.items() if chosen is not None}
     else:
-        kept: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+        kept: dict[str, Any] = {"context_fn": partial(_contexts, _is_selected)} if mode == "selective" else {}
         options = dict.fromkeys(names, kept)
     for name in names:
         if name in options:
@@ -138,13 +140,13 @@ def _choose(
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def _selective_contexts() -> _Contexts:
+def _is_chosen(chosen: Chosen, kind: str, number: int) -> bool:
+    return (kind, number) in chosen
+
+
+def _is_selected(kind: str, number: int) -> bool:
     # The second matmul, the fourth, ...: a layer's last (down) is the seventh, and no gradient needs its output.
-    return _contexts(lambda kind, number: kind in (ATTENTION, SUM) or (kind == MATMUL and number % 2 == 1))
-
-
-def _contexts_of(chosen: Chosen) -> _Contexts:
-    return _contexts(lambda kind, number: (kind, number) in chosen)
+    return kind in (ATTENTION, SUM) or (kind == MATMUL and number % 2 == 1)
 
 
 def _contexts(is_kept: Callable[[str, int], bool]) -> _Contexts:

@@ -21,6 +21,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import MLP
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops import deferred
+from recipe_lib.ops.chunked_heads import row_pieces
 from recipe_lib.ops.real_tokens import RealTokens
 
 _in_pieces = 0  # of the process: backward of a GPU runs in threads of autograd's own
@@ -80,17 +81,13 @@ def _trained(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str, Te
     ]
 
 
-def _parts(rows: int, pieces: int) -> list[slice]:
-    return [slice(rows * piece // pieces, rows * (piece + 1) // pieces) for piece in range(pieces)]
-
-
 def _all_pieces(
     hidden: Tensor, forward: Any, others: tuple[Any, ...], modules: Sequence[nn.Module], pieces: int
 ) -> Tensor:
     """`[n, d]` to `[n, d]`, one piece after the other into one tensor."""
     found: Tensor | None = None
     with _computing():
-        for part in _parts(hidden.shape[0], pieces):
+        for part in row_pieces(hidden.shape[0], pieces):
             piece = forward(others[0], hidden[part], *_taken(others[1:], part, hidden.shape[0]))
             if found is None:
                 found = piece.new_empty(hidden.shape[0], piece.shape[-1])
@@ -151,7 +148,7 @@ class _Pieces(torch.autograd.Function):
             deferred.weight_gradients_at_once(),
             _computing(),
         ):
-            for part in _parts(hidden.shape[0], pieces):
+            for part in row_pieces(hidden.shape[0], pieces):
                 piece = hidden[part].requires_grad_(total is not None)
                 with torch.enable_grad():
                     found = forward(others[0], piece, *_taken(others[1:], part, hidden.shape[0]))

@@ -97,39 +97,33 @@ def explain_out_of_memory(phase: str, cfg: FullFinetuneConfig, peak: PeakMemory)
 
 def levers(cfg: FullFinetuneConfig) -> list[str]:
     """The config keys that would still lower the peak, the cheapest first."""
-    memory, found = cfg.memory, []
-    if cfg.parallel.pipeline > 1:
-        found += _pipeline_levers(cfg)
-    if cfg.batch_size > 1 and cfg.parallel.pipeline_microbatches is None:
-        found.append(f"batch_size={cfg.batch_size // 2} with gradient_accumulation_steps x 2")
-    if memory.activation_checkpointing != "full":
-        found.append("memory.activation_checkpointing=full")
-    if cfg.parallel.fsdp_wrap_policy == "layers":
-        found.append("parallel.fsdp_wrap_policy=memory_efficient")
-    if cfg.dtype != "bf16":
-        found.append("dtype=bf16")
-    if memory.loss_chunks < 32:
-        found.append(f"memory.loss_chunks={memory.loss_chunks * 4}")
-    if not memory.activation_offload and memory.activation_checkpointing in ("none", "full"):
-        found.append("memory.activation_offload=true")
-    if not memory.cpu_offload and not memory.optimizer_offload:
-        found.append("memory.optimizer_offload=true")
-    if not memory.cpu_offload:
-        found.append("memory.cpu_offload=true")
-    return [*found, f"max_seq_len={cfg.max_seq_len // 2}"]
-
-
-def _pipeline_levers(cfg: FullFinetuneConfig) -> list[str]:
-    """Smaller micro-batches where their number is set, a schedule that keeps fewer, layers divided by memory."""
+    memory, parallel = cfg.memory, cfg.parallel
     rows, count = micro_batches(cfg)
-    found = []
-    if cfg.parallel.pipeline_microbatches is not None and rows > 1:
-        found.append(f"parallel.pipeline_microbatches={count * (2 if rows % 2 == 0 else rows)}")
-    if cfg.parallel.pipeline_schedule == "gpipe":
-        found.append("parallel.pipeline_schedule=1f1b")
-    if cfg.parallel.pipeline_balance == "compute" and cfg.parallel.pipeline_layers_per_stage is None:
-        found.append("parallel.pipeline_balance=memory")
-    return found
+    cuts = parallel.pipeline_microbatches is not None
+    helps = {
+        # In a pipeline smaller micro-batches, a schedule that keeps fewer, layers divided by memory.
+        f"parallel.pipeline_microbatches={count * (2 if rows % 2 == 0 else rows)}": (
+            parallel.pipeline > 1 and cuts and rows > 1
+        ),
+        "parallel.pipeline_schedule=1f1b": parallel.pipeline > 1 and parallel.pipeline_schedule == "gpipe",
+        "parallel.pipeline_balance=memory": (
+            parallel.pipeline > 1
+            and parallel.pipeline_balance == "compute"
+            and parallel.pipeline_layers_per_stage is None
+        ),
+        f"batch_size={cfg.batch_size // 2} with gradient_accumulation_steps x 2": cfg.batch_size > 1 and not cuts,
+        "memory.activation_checkpointing=full": memory.activation_checkpointing != "full",
+        "parallel.fsdp_wrap_policy=memory_efficient": parallel.fsdp_wrap_policy == "layers",
+        "dtype=bf16": cfg.dtype != "bf16",
+        f"memory.loss_chunks={memory.loss_chunks * 4}": memory.loss_chunks < 32,
+        "memory.activation_offload=true": (
+            not memory.activation_offload and memory.activation_checkpointing in ("none", "full")
+        ),
+        "memory.optimizer_offload=true": not memory.cpu_offload and not memory.optimizer_offload,
+        "memory.cpu_offload=true": not memory.cpu_offload,
+        f"max_seq_len={cfg.max_seq_len // 2}": True,
+    }
+    return [lever for lever, is_left in helps.items() if is_left]
 
 
 # Host memory that offloading takes: how much, how much there is, and a refusal before the model

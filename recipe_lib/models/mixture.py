@@ -5,7 +5,7 @@ have (`recipe_lib.models.weight_names`). What the router says and sums is in fp3
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -118,18 +118,13 @@ class BalanceLoss:
         self.weight = self.coefficient / (self.layers * parts)
 
 
-class _WithLoss(torch.autograd.Function):
-    """Scores as they are; in backward the loss gets its gradient."""
+def _keep_scores(scores: Tensor, loss: Tensor, balance: BalanceLoss) -> Tensor:
+    """Return scores as they are; in backward the loss gets its gradient."""
+    return scores.view_as(scores)
 
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, loss: Tensor, balance: BalanceLoss) -> Tensor:
-        ctx.balance = balance
-        return scores.view_as(scores)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradients[0], gradients[0].new_full((), ctx.balance.weight), None
+def _differentiate_loss(gradient: Tensor, balance: BalanceLoss) -> tuple[Tensor, Tensor]:
+    return gradient, gradient.new_full((), balance.weight)
 
 
 class Load:
@@ -208,7 +203,7 @@ class Mixture(nn.Module):
                 probabilities = probabilities.masked_fill(is_padding.unsqueeze(1), 0)
             shares = shared / tokens
             loss = logits.shape[1] * (shares * probabilities.sum(dim=0)).sum() / tokens
-            scores = cast(Tensor, _WithLoss.apply(scores, loss, self.balance))
+            scores = cast(Tensor, Node.apply(_keep_scores, _differentiate_loss, (2,), scores, loss, self.balance))
         if self.load is not None:
             count = groups.tokens.shape[0] if real is None else real.total * groups.choices
             self.load.add(rows, loss, count)

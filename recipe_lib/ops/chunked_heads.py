@@ -54,27 +54,13 @@ class ChunkedHead:
                 for tensor, trains in zip((weight, self.bias), trained[1:], strict=True)
             ),
         ]
+        # What a chunk's work follows from.
+        self.parts = (self.hidden, weight, self.bias, *self.gradients, group)
+        self.ranks = 1 if group is None else group.size  # those that share the vocabulary
+        self.logits_dtype = self.hidden.dtype  # of the logits that were made last
+        # One kernel reads a chunk's logits as they are: not where ranks agree on each row's sum in between.
+        self.fuses_loss = group is None and fuses_loss(self.hidden)
         self._tokens: Tensor | None = None
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """What a chunk's work follows from."""
-        return (self.hidden, self.weight, self.bias, *self.gradients, self.group)
-
-    @property
-    def ranks(self) -> int:
-        """Those that share the vocabulary."""
-        return 1 if self.group is None else self.group.size
-
-    @property
-    def logits_dtype(self) -> torch.dtype:
-        """Of the logits that were made last."""
-        return self.hidden.dtype
-
-    @property
-    def fuses_loss(self) -> bool:
-        """Whether one kernel reads a chunk's logits as they are: not where ranks agree on each row's sum in between."""
-        return self.group is None and fuses_loss(self.hidden)
 
     def logits(self, part: slice) -> Tensor:
         """Return the logits of a chunk, with a group of all its ranks' tokens, in storage of their own."""
@@ -118,21 +104,14 @@ class ChunkedAdaptedHead:
             torch.zeros_like(tensor) if tensor is not None and trains else None
             for tensor, trains in zip((self.hidden, *parts), trained, strict=True)
         ]
+        self.parts = (project,)  # whose work is its own
+        self.fuses_loss = fuses_loss(self.hidden)
         self._made: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """See ChunkedHead; that of a projection is its own."""
-        return (self.project,)
 
     @property
     def logits_dtype(self) -> torch.dtype:
         assert self._made is not None
         return self._made[1].dtype
-
-    @property
-    def fuses_loss(self) -> bool:
-        return fuses_loss(self.hidden)
 
     def logits(self, part: slice) -> Tensor:
         tokens = self.hidden[part].detach().requires_grad_(self._trains_hidden)

@@ -181,6 +181,12 @@ def make_opaque_node(
     return call
 
 
+def cut_rows(rows: int, columns: int, most: int) -> list[tuple[int, int]]:
+    """Return `range(rows)` in parts of at most so many elements, for what is not one kernel; one row at least."""
+    step = max(1, most // max(1, columns))
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
 def compiles(tensor: Tensor) -> bool:
     """Whether code for this tensor's device can be compiled here."""
     return tensor.device.type == "cuda" and has_triton()
