@@ -421,3 +421,89 @@ _GATED: Any = make_operator(
 )
 _GATED_BACKWARD = make_operator("gated_linear_backward", _gated_linear_backward, _gated_linear_backward_shapes)
 _GATED.register_autograd(_differentiate_gated, setup_context=_keep_gated)
+
+
+# Sequences that ranks share: all heads of some tokens for all tokens of some heads, and back (arXiv
+# 2309.14509).
+#
+# b rows, c ranks; n of the s = n c tokens of each row are this rank's, in their order. Between
+# layers a rank has its n tokens. Attention wants all of them, but no head wants another: one all-
+# to-all gives each rank the s tokens of 1/c of the heads, one more gives it all heads of its n
+# tokens again. Backward is the same the other way round. Nothing is kept.
+
+
+def own_tokens(values: Tensor, group: Group) -> Tensor:
+    """This rank's `[b, n, ...]` of `[b, s, ...]`. ValueError for rows that cannot be divided evenly."""
+    if values.shape[1] % group.size:
+        raise ValueError(f"rows of {values.shape[1]} tokens cannot be shared evenly among {group.size} ranks")
+    count = values.shape[1] // group.size
+    return values.narrow(1, group.rank * count, count)
+
+
+def to_heads(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, group: Group
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q `[b, h, n, e]`, k and v `[b, k, n, e]` and sinks `[h]` of all heads: of this rank's heads, `[b, h / c, s, e]`.
+
+    Where ranks are more than kv heads, several have the same one.
+    """
+    heads = k.shape[1]
+    if heads % group.size:
+        k, v = (tensor.repeat_interleave(group.size // heads, dim=1) for tensor in (k, v))
+    q, k, v = cast(tuple[Tensor, Tensor, Tensor], Node.apply(_send_heads, _send_tokens, (3,), q, k, v, group))
+    return q, k, v, None if sinks is None else sinks.chunk(group.size)[group.rank]
+
+
+def to_tokens(attended: Tensor, *, group: Group) -> Tensor:
+    """`[b, h / c, s, e]` of this rank's heads: `[b, h, n, e]` of its tokens."""
+    (found,) = cast(tuple[Tensor], Node.apply(_send_tokens, _send_heads, (1,), attended, group))
+    return found
+
+
+def sum_over_ranks(part: Tensor, group: Group) -> Tensor:
+    """The sum of all ranks' `[]`, which all have then. Backward is that of one sum, to which each rank gave its part:
+    the gradient as it is, whatever number of ranks goes backward from it."""
+    return cast(Tensor, Node.apply(_sum, lambda gradient: gradient, (), part, group))
+
+
+def gather_tokens(part: Tensor, group: Group) -> Tensor:
+    """`[b, n, ...]` of each rank as `[b, s, ...]` on all; backward gives each rank its part of the gradient."""
+    return cast(Tensor, Node.apply(_gather_rows, _own_rows, (1,), part, group))
+
+
+def _exchange(blocks: Tensor, group: Group) -> Tensor:
+    """Block i of `[c, ...]` to rank i, and what the ranks sent here in their order."""
+    splits = [1] * group.size
+    return wait(torch.ops._c10d_functional.all_to_all_single(blocks, splits, splits, group.name))
+
+
+def _sum(part: Tensor, group: Group) -> Tensor:
+    return all_reduce(part, "sum", group)
+
+
+def _gather_rows(part: Tensor, group: Group) -> Tensor:
+    return _gather(part.unsqueeze(0), group).transpose(0, 1).flatten(1, 2)
+
+
+def _own_rows(gradient: Tensor, group: Group) -> Tensor:
+    return own_tokens(gradient, group).contiguous()
+
+
+def _send_heads(*parts_and_group: Any) -> tuple[Tensor, ...]:
+    """`[b, h_i, n, e]` each to `[b, h_i / c, s, e]`, in one exchange."""
+    *parts, group = parts_and_group
+    blocks = torch.cat([part.unflatten(1, (group.size, -1)).permute(1, 0, 3, 2, 4) for part in parts], dim=3)
+    found = _exchange(blocks, group)  # [c, b, n, the heads of all parts, e]
+    del blocks
+    split = found.split([part.shape[1] // group.size for part in parts], dim=3)
+    return tuple(part.transpose(0, 1).flatten(1, 2).transpose(1, 2) for part in split)
+
+
+def _send_tokens(*parts_and_group: Any) -> tuple[Tensor, ...]:
+    """`[b, h_i / c, s, e]` each to `[b, h_i, n, e]`, in one exchange."""
+    *parts, group = parts_and_group
+    blocks = torch.cat([part.unflatten(2, (group.size, -1)).permute(2, 0, 3, 1, 4) for part in parts], dim=3)
+    found = _exchange(blocks, group)  # [c, b, n, heads of rank 0 .. c - 1 of all parts, e]
+    del blocks
+    split = found.split([part.shape[1] for part in parts], dim=3)
+    return tuple(part.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in split)

@@ -40,13 +40,22 @@ from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import linear as linear_of
 from recipe_lib.ops.dtensor_shards import Runs, local
 from recipe_lib.ops.gated import gated, scored_product
-from recipe_lib.ops.gathered import Group, NormedFrom, gated_linear, gather, gather_linears, scatter, start_gather, wait
+from recipe_lib.ops.gathered import (
+    Group,
+    NormedFrom,
+    gated_linear,
+    gather,
+    gather_linears,
+    gather_tokens,
+    scatter,
+    start_gather,
+    wait,
+)
 from recipe_lib.ops.grouped import Groups, group_tokens, grouped_linear, rows_of_choices, sum_choices
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.real_tokens import RealTokens
 from recipe_lib.ops.rope import apply_rotation
-from recipe_lib.ops.sequence_shards import gather_tokens
 from recipe_lib.parallel.modified_model import refuse_for_tensor
 from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
 from recipe_lib.parallel.world import World
