@@ -1,6 +1,5 @@
 """Which tensor of a checkpoint file each parameter is, for reading and for writing."""
 
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -243,11 +242,6 @@ class Mxfp4Blocks:
         values = pairs.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], MXFP4_BLOCK)
         values = torch.ldexp(values, exponents.unsqueeze(-1)).to(dtype).flatten(-2)
         return values[..., first - begin * MXFP4_BLOCK : last - begin * MXFP4_BLOCK]
-
-
-def elements(view: FileView) -> int:
-    """Numbers that a view makes."""
-    return math.prod(view.shape)
 
 
 # Multimodal Gemma 3 files put the decoder under one of these, instead of `model.`; the second kind has no other head.
