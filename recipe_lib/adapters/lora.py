@@ -74,7 +74,10 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
     names = layer_names(model)
     for target, (owner, child) in LINEARS.items():
         places = [model.get_submodule(name) for name in names]
-        owners = [layer.get_submodule(owner) for layer in places if _has_linear(layer, f"{owner}.{child}")]
+        owners = []
+        for layer in places:
+            if isinstance(dict(layer.named_modules()).get(f"{owner}.{child}"), nn.Linear):
+                owners.append(layer.get_submodule(owner))
         if target in cfg.target_modules and names and not owners:
             experts = any(isinstance(module, Mixture) for layer in places for module in layer.modules())
             other = "; experts are named by experts" if experts and owner == "mlp" else ""
@@ -116,13 +119,6 @@ def _adapt_mixtures(layers: list[nn.Module], cfg: LoraConfig, settings: AdapterS
         for name in ("gate_up_proj", "down_proj"):
             base = getattr(mixture.experts, name)
             setattr(mixture.experts, name, adapt(base, of_experts, cfg.quantize_base))
-
-
-def _has_linear(layer: nn.Module, name: str) -> bool:
-    try:
-        return isinstance(layer.get_submodule(name), nn.Linear)
-    except AttributeError:
-        return False
 
 
 def adapter_settings(cfg: LoraConfig, dtype: torch.dtype) -> AdapterSettings:

@@ -18,7 +18,7 @@ from recipe_lib.memory.activation_offload import Window, offload_activations
 from recipe_lib.memory.budget import PipelineStages
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
 from recipe_lib.memory.layer_stream import LayerStream, stream_layers
-from recipe_lib.memory.mlp_tiles import chunk_mlps
+from recipe_lib.memory.mlp_tiles import chunk_mlps, exchange_parameters, find_parameters
 from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears, find_plain_linears
 from recipe_lib.models.language_model import LanguageModel, layer_names
 from recipe_lib.ops import deferred
@@ -108,15 +108,9 @@ def _on_own_parts(layer: nn.Module, forward: Callable[..., Any]) -> Callable[...
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = [(module._parameters, name) for module in layer.modules() for name in module._parameters]
-        whole = [(place, name, place[name]) for place, name in found if isinstance(place[name], DTensor)]
-        try:
-            for place, name, parameter in whole:
-                place[name] = parameter.to_local()  # type: ignore[union-attr, assignment]
+        shared = find_parameters(layer.modules(), lambda parameter: isinstance(parameter, DTensor))
+        with exchange_parameters(shared, lambda parameter: parameter.to_local()):
             return forward(*args, **kwargs)
-        finally:
-            for place, name, parameter in whole:
-                place[name] = parameter
 
     return run
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory.mlp_tiles import computes_pieces
+from recipe_lib.memory.mlp_tiles import computes_pieces, exchange_parameters, find_parameters
 from recipe_lib.ops.fused_kernels import fused_on_meta
 from recipe_lib.units import GIB, format_bytes
 
@@ -254,7 +254,8 @@ def layer_costs(
     stages = {0: range(len(trunk.layers))} if pipeline is None else pipeline.layers
     watched: dict[Any, _Watched] = {}
     found = []
-    with _disable_current_modes(), _plain_parameters(model), fused_on_meta(fused):
+    parameters = find_parameters(model.modules(), lambda parameter: True)
+    with _disable_current_modes(), exchange_parameters(parameters, _make_plain), fused_on_meta(fused):
         dtype = next(parameter.dtype for parameter in trunk.parameters() if parameter.is_floating_point())
         for stage, numbers in stages.items():
             first = () if stage or trunk.embed_tokens is None else trunk.embed_tokens.parameters()
@@ -289,18 +290,9 @@ def _cost(name: str, stage: int, inputs: int, watched: _Watched) -> LayerCost:
     return LayerCost(name, stage, inputs, tuple(operators), sum(watched.kept.values()), other)
 
 
-@contextmanager
-def _plain_parameters(model: nn.Module) -> Iterator[None]:
-    """Inside, parameters are meta tensors and nothing else: in a simulation they are more."""
-    places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
-    own = [(place, name, parameter) for place, name in places if (parameter := place[name]) is not None]
-    try:
-        for place, name, parameter in own:
-            place[name] = nn.Parameter(_plain(parameter.detach()), parameter.requires_grad)
-        yield
-    finally:
-        for place, name, parameter in own:
-            place[name] = parameter
+def _make_plain(parameter: Tensor) -> Tensor:
+    """Return a parameter of a meta tensor and nothing else: in a simulation they are more."""
+    return nn.Parameter(_plain(parameter.detach()), parameter.requires_grad)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ arXiv 2001.04451.) Bytes are those of the simulated device; values are compared 
 (docs/measurements/on_a_gpu.md).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, cast
@@ -59,7 +59,7 @@ def _chunked(forward: Any, chunks: int) -> Any:
         flat = hidden.flatten(0, -2)
         pieces = min(chunks, flat.shape[0])
         modules = [module for each in (mlp, *others) if isinstance(each, nn.Module) for module in each.modules()]
-        trained = [parameter for _, _, parameter in _trained(modules)]
+        trained = [parameter for _, _, parameter in find_parameters(modules, _is_trained)]
         whole = (forward, (mlp, *others), modules, pieces)
         if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
             return _all_pieces(flat, *whole).view(*hidden.shape[:-1], -1)
@@ -71,14 +71,30 @@ def _chunked(forward: Any, chunks: int) -> Any:
     return run
 
 
-def _trained(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """(place, name, parameter) of the parameters that want a gradient."""
-    return [
-        (module._parameters, name, parameter)
-        for module in modules
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
+Place = tuple[dict[str, Any], str, Tensor]  # `module._parameters`, a name there, and the parameter
+
+
+def find_parameters(modules: Iterable[nn.Module], is_wanted: Callable[[Tensor], bool]) -> list[Place]:
+    """Return the places of parameters in modules, those of a shared one all."""
+    places = [(module._parameters, name) for module in modules for name in module._parameters]
+    return [(own, name, one) for own, name in places if (one := own[name]) is not None and is_wanted(one)]
+
+
+@contextmanager
+def exchange_parameters(places: Sequence[Place], replace: Callable[[Any], Tensor]) -> Iterator[list[Tensor]]:
+    """Inside, modules have in these places what `replace` makes of their parameters."""
+    replacements = [replace(parameter) for _, _, parameter in places]
+    try:
+        for (own, name, _), replacement in zip(places, replacements, strict=True):
+            own[name] = replacement
+        yield replacements
+    finally:
+        for own, name, parameter in places:
+            own[name] = parameter
+
+
+def _is_trained(parameter: Tensor) -> bool:
+    return parameter.requires_grad
 
 
 def _all_pieces(
@@ -143,7 +159,11 @@ class _Pieces(torch.autograd.Function):
         hidden = hidden.detach()
         total = torch.empty_like(hidden) if ctx.needs_input_grad[2] else None
         with (
-            _as_leaves(modules) as leaves,
+            # Leaves of the same memory, whose gradients nobody else watches: the parameters' own would get each piece's
+            # gradient, and step or reduce what is a part of the sum.
+            exchange_parameters(
+                find_parameters(modules, _is_trained), lambda parameter: parameter.detach().requires_grad_()
+            ) as leaves,
             _random_again(hidden, ctx.random),
             deferred.weight_gradients_at_once(),
             _computing(),
@@ -159,23 +179,6 @@ class _Pieces(torch.autograd.Function):
                     total[part] = piece.grad
                 del piece
         return (None, None, total, *(leaf.grad for leaf in leaves))
-
-
-@contextmanager
-def _as_leaves(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Inside, the trained parameters are leaves of the same memory, whose gradients nobody else watches.
-
-    The parameters' own would get each piece's gradient, and step or reduce what is a part of the sum.
-    """
-    places = _trained(modules)
-    leaves = [parameter.detach().requires_grad_() for _, _, parameter in places]
-    try:
-        for (place, name, _), leaf in zip(places, leaves, strict=True):
-            place[name] = leaf
-        yield leaves
-    finally:
-        for place, name, parameter in places:
-            place[name] = parameter
 
 
 @contextmanager

@@ -68,14 +68,17 @@ class PeakMemory:
 
 def _resident_peak() -> int:
     """Bytes of the process's peak resident set."""
-    try:
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return _read_kib(_STATUS, "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _read_kib(path: Path, name: str) -> int | None:
+    """Return the bytes of the line of a file under /proc that begins so; None: not Linux, or no such line."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)
 
 
 # Out of memory as one line: where, how much was held, and which levers are left.
@@ -181,13 +184,8 @@ def free_host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, s
 
 
 def _free_of_machine(proc: Path) -> int:
-    try:
-        for line in (proc / "meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # not Linux: all there is
+    free = _read_kib(proc / "meminfo", "MemAvailable:")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if free is None else free  # not Linux: all there is
 
 
 def _free_of_groups(proc: Path, groups: Path) -> list[int]:

@@ -415,22 +415,23 @@ def _refusal(key: str, found: Any, where: str, expected: str) -> CheckpointError
 def _fp8_block(found: Mapping[str, Any], where: str) -> tuple[int, int]:
     """Rows and columns that share a scale. found: the section of quant_method fp8."""
 
-    def check(key: str, good: bool, expected: str) -> None:
-        if not good:
+    block = found.get("weight_block_size")
+    is_pair = isinstance(block, list) and len(block) == 2 and all(type(each) is int and each > 0 for each in block)
+    is_dynamic = str(found.get("activation_scheme", "dynamic")).lower() == "dynamic"
+    expected = {
+        "weight_block_size": (is_pair, "two positive integers (scales of whole rows or tensors are not read)"),
+        "activation_scheme": (is_dynamic, "dynamic (scales of activations are not read)"),
+        "fmt": (found.get("fmt") in (None, "e4m3"), "e4m3"),
+        "scale_fmt": (found.get("scale_fmt") in (None, "float", "ue8m0"), "float or ue8m0"),
+        "expert_dtype": (found.get("expert_dtype") in (None, "fp8"), "fp8"),
+        "modules_to_convert": (not found.get("modules_to_convert"), "none (embeddings in fp8 are not read)"),
+    }
+    for key, (is_right, wanted) in expected.items():
+        if not is_right:
             said = str(found[key])[:80] if key in found else "none"
             raise CheckpointError(
-                f"{where}: config.json: quantization_config.{key}: found {said} (quant_method fp8), expected "
-                f"{expected}; {_REMEDY}"
+                f"{where}: config.json: quantization_config.{key}: found {said} (quant_method fp8), expected {wanted}; "
+                f"{_REMEDY}"
             )
-
-    block = found.get("weight_block_size")
-    pair = isinstance(block, list) and len(block) == 2 and all(type(each) is int and each > 0 for each in block)
-    check("weight_block_size", pair, "two positive integers (scales of whole rows or tensors are not read)")
-    scheme = found.get("activation_scheme", "dynamic")
-    check("activation_scheme", str(scheme).lower() == "dynamic", "dynamic (scales of activations are not read)")
-    check("fmt", found.get("fmt") in (None, "e4m3"), "e4m3")
-    check("scale_fmt", found.get("scale_fmt") in (None, "float", "ue8m0"), "float or ue8m0")
-    check("expert_dtype", found.get("expert_dtype") in (None, "fp8"), "fp8")
-    check("modules_to_convert", not found.get("modules_to_convert"), "none (embeddings in fp8 are not read)")
     assert isinstance(block, list)
     return block[0], block[1]

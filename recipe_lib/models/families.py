@@ -535,7 +535,10 @@ def spell_both(config: Mapping[str, Any], with_ropes: bool = True) -> dict[str, 
 
     with_ropes: of the rotary embeddings too, which are taken from `rope_parameters`.
     """
-    spelled = {key: spell_both(value, with_ropes) if _is_part(key, value) else value for key, value in config.items()}
+    spelled = dict(config)
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key.endswith("_config") and key not in _NO_PARTS:
+            spelled[key] = spell_both(value, with_ropes)
     family = str(config.get("model_type"))
     for newer, older in (_RENAMED | _RENAMED_IN.get(family, {})).items():
         values = [config[key] for key in (newer, older) if config.get(key) is not None]
@@ -545,10 +548,6 @@ def spell_both(config: Mapping[str, Any], with_ropes: bool = True) -> dict[str, 
     if with_ropes and isinstance(ropes, Mapping) and ropes:
         spelled |= _older_ropes(ropes, family)
     return spelled
-
-
-def _is_part(key: str, value: Any) -> bool:
-    return isinstance(value, Mapping) and key.endswith("_config") and key not in _NO_PARTS
 
 
 def _older_ropes(ropes: Mapping[str, Any], family: str) -> dict[str, Any]:

@@ -282,21 +282,14 @@ def weight_map(spec: ModelSpec, file_names: Collection[str] = ()) -> list[Weight
         file_name = body + file_name.removeprefix(own_prefix)
         if name == _EMBEDDING and spec.tied and file_name not in file_names:
             file_name = next((other for other in _HEADS if other in file_names), file_name)
-        view = _view(spec, file_name, (rows, *shape[1:]), file_names)
+        whole = (rows, *shape[1:])
+        view = mixture_view(spec, file_name, whole, file_names) or fp8_view(spec, file_name, whole, file_names)
         if isinstance(view, PlainTensor):
             entries.append(WeightEntry(name, view.name, start, length))
             continue
         view = view if length is None else SomeRows(view, start, length)
         entries.append(WeightEntry(name, next(iter(view.tensors())), view=view))
     return entries
-
-
-def _view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]) -> FileView:
-    """How a tensor is read, whose name in files of the same names as ours would be this."""
-    place = mixture_place(spec, name, shape, file_names) if spec.mixture is not None else None
-    if place is None or isinstance(place, str):
-        return fp8_view(spec, place or name, shape, file_names)
-    return place
 
 
 def written_layout(spec: ModelSpec) -> WrittenLayout | None:
@@ -405,13 +398,13 @@ def fp8_view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: S
     return PlainTensor(name, shape)
 
 
-def mixture_place(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]) -> str | FileView | None:
-    """Where a parameter of ours lies: another name, or a view of several tensors; None: it is no mixture's.
+def mixture_view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_names: Set[str]) -> FileView | None:
+    """How a parameter of a mixture is read, which has another name or is made of several tensors; None: no mixture's.
 
     shape: of the parameter. file_names: of the files that are read; empty: as files are written.
     """
     if ".mlp.router." in name:
-        return _router_place(spec, name, file_names)
+        return fp8_view(spec, _router_place(spec, name, file_names), shape, file_names)
     for part in (GATE_UP, DOWN):
         if f".{part}." in name:
             return _experts(spec, name, part, shape, file_names)

@@ -14,6 +14,7 @@ from recipe_lib.config.optimizer_facts import optimizer_facts
 from recipe_lib.config.registry import registered
 from recipe_lib.config.schema import LrSchedulerConfig, OptimizerConfig
 from recipe_lib.errors import ConfigError
+from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.optim.low_bit_adamw import Trained, is_layer_matrix, stored_sizes
 from recipe_lib.parallel.seeds import derive_seed
 
@@ -127,8 +128,7 @@ def optimizer_state_sizes(cfg: OptimizerConfig, params: Parameters) -> list[int]
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors on this rank: of a sharded one (DTensor) its own part. The same tensor counts once."""
     distinct = {id(tensor): tensor for tensor in tensors}
-    parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in distinct.values())
-    return sum(part.numel() * part.element_size() for part in parts)
+    return sum(local_of(tensor).nbytes for tensor in distinct.values())
 
 
 def _leave_fused_sgd(optimizer: Optimizer, cfg: OptimizerConfig) -> None:
