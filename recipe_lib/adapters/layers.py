@@ -202,7 +202,6 @@ class AdaptedQuantizedLinear(AdaptedMatrix, QuantizedLinear):
     """A linear with a frozen weight of 4 or 8 bits and an adapter."""
 
     def frozen_rows(self, start: int, stop: int) -> Tensor:
-        """Rows of W `[stop - start, in]`."""
         return self.weight_rows(start, stop)
 
 

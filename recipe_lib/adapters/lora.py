@@ -245,9 +245,12 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
         f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} on top of "
         f"{_size(frozen)} frozen"
     )
-    bare = describe_bare(found) if "all-linear" in cfg.target_modules else ""
-    parts = [bare, describe_quantized(found, cfg.quantize_base, model) if cfg.quantize_base != "none" else ""]
-    return "; ".join([line, *(part for part in parts if part)])
+    parts = [line]
+    if "all-linear" in cfg.target_modules and _matters(found.bare, found.numbers):
+        parts.append(f"none on {_share(found.bare, found.numbers)}")
+    if cfg.quantize_base != "none":
+        parts.append(describe_quantized(found, cfg.quantize_base, model))
+    return "; ".join(parts)
 
 
 def _size(parameters: Iterable[Tensor]) -> str:
@@ -288,8 +291,8 @@ def cover(model: nn.Module) -> Coverage:
     others = tuple(f"{name}." for name in model.other_parts) if isinstance(model, LanguageModel) else ()
     names = [name for name in layer_names(model) if not name.startswith(others)]
     adapted: dict[str, set[str]] = {}
-    bare: dict[str, int] = {}
-    wide: dict[str, int] = {}
+    bare: Counter[str] = Counter()
+    wide: Counter[str] = Counter()
     shapes: dict[str, int] = {}
     numbers = linears = quantized = 0
     experts: set[str] = set()
@@ -308,7 +311,7 @@ def cover(model: nn.Module) -> Coverage:
                 else:
                     linears += 1
                 if not has_adapter:
-                    _add(bare, kind_of(name), count)
+                    bare[kind_of(name)] += count
                 continue
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 if parameter.dim() < 2 or "lora_" in f"{name}.{parameter_name}":
@@ -317,9 +320,9 @@ def cover(model: nn.Module) -> Coverage:
                 count = parameter.numel()
                 numbers += count
                 shapes[kind_of(own)] = parameter.dim()
-                _add(wide, kind_of(own), count)
+                wide[kind_of(own)] += count
                 if not has_adapter:
-                    _add(bare, kind_of(own), count)
+                    bare[kind_of(own)] += count
     inside = tuple(f"{name}." for name in names)
     outside = tuple(
         name
@@ -372,11 +375,6 @@ def describe_targets(found: Coverage, words: Mapping[str, str]) -> str:
     return ", ".join(dict.fromkeys([*named, *(words.get(name, name) for name in found.outside)]))
 
 
-def describe_bare(found: Coverage) -> str:
-    """What of the layers has no adapter, and its share of their weights; empty where it is next to nothing."""
-    return f"none on {_share(found.bare, found.numbers)}" if _matters(found.bare, found.numbers) else ""
-
-
 def describe_quantized(found: Coverage, kind: str, model: nn.Module) -> str:
     """How many linears are kept in fewer bits, and what of the layers is not."""
     experts = f" and the experts of {found.experts}" if found.experts else ""
@@ -395,10 +393,6 @@ def kind_of(name: str) -> str:
 def _name_list(layer: str) -> str:
     """Return the name of the list that a layer is an element of."""
     return layer.rpartition(".")[0]
-
-
-def _add(numbers: dict[str, int], kind: str, count: int) -> None:
-    numbers[kind] = numbers.get(kind, 0) + count
 
 
 def _matters(numbers: Mapping[str, int], total: int) -> bool:

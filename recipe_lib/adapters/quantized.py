@@ -94,7 +94,8 @@ class QuantizedLinear(nn.Module):
         self.dtype = base.weight.dtype
         self.rows, self.columns = (0, base.out_features), (0, base.in_features)  # what this process computes with
         self.bias = base.bias
-        self._computes_on: torch.device | None = None
+        # Where to quantize, if outside of its forward the parameters lie in host memory.
+        self.computes_on: torch.device | None = None
         device = base.weight.device
         blocks = base.in_features * base.out_features // nf4.BLOCK
         codes = (blocks, nf4.BLOCK // 2) if kind == "nf4" else (base.out_features, base.in_features)
@@ -114,10 +115,6 @@ class QuantizedLinear(nn.Module):
             blocks, device = (self.out_features, self.in_features // nf4.BLOCK), self.weight_codes.device
             self.weight_codes = frozen((*blocks, nf4.BLOCK // 2), _BITS, device)
             self.weight_scales = frozen(blocks, _BITS, device)
-
-    def compute_on(self, device: torch.device) -> None:
-        """Outside of its forward the parameters lie in host memory, which is not where to quantize."""
-        self._computes_on = device
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden `[..., in]` to `[..., out]`, in hidden's type."""
@@ -201,8 +198,8 @@ class QuantizedLinear(nn.Module):
     def working_device(self) -> torch.device:
         """Where to quantize: on the accelerator, also when the parameters are kept in host memory."""
         codes = self.weight_codes
-        if self._computes_on is not None:
-            return self._computes_on
+        if self.computes_on is not None:
+            return self.computes_on
         return torch.device(codes.device_mesh.device_type) if isinstance(codes, DTensor) else codes.device
 
     @follows_from_shapes(_list_shapes_to_fill)

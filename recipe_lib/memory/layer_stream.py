@@ -153,7 +153,7 @@ class LayerStream:
         self, number: int, forward: Callable[..., Any], needed_again: Callable[..., bool], *args: Any, **kwargs: Any
     ) -> Any:
         """A unit's forward. needed_again: by the call's arguments, whether backward needs the parameters."""
-        if _in_backward():  # computed again
+        if torch._C._current_graph_task_id() != -1:  # in backward: computed again
             self._use(number, backward=True)
             return forward(*args, **kwargs)
         self._use(number)
@@ -269,7 +269,7 @@ def stream_layers(
         module.forward = partial(stream.run, number, module.forward, needed_again)
         for owner in module.modules():
             if isinstance(owner, QuantizedLinear):
-                owner.compute_on(device)
+                owner.computes_on = device
     return stream
 
 
@@ -336,7 +336,3 @@ def _needed_again(module: nn.Module, always: bool) -> Callable[..., bool]:
     return lambda *args, **kwargs: (
         kwargs.get("labels") is None or not makes_gradients_in_forward(kwargs.get("head_loss"))
     )
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -298,7 +298,19 @@ def written_layout(spec: ModelSpec) -> WrittenLayout | None:
         return spec.written_layout()
     if spec.mixture is None:
         return None
-    return mixture_layout(spec, parameter_shapes(spec), {entry.our_name: entry.file_name for entry in weight_map(spec)})
+    names = {entry.our_name: entry.file_name for entry in weight_map(spec)}
+    files: dict[str, tuple[int, ...]] = {}
+    renamed: dict[str, str] = {}
+    made: dict[str, WrittenExperts] = {}
+    for name, shape in parameter_shapes(spec).items():
+        experts = written_experts(spec, name, shape)
+        if experts is None:
+            files[names[name]] = shape
+            renamed[names[name]] = name
+            continue
+        files |= experts.shapes(lambda _, shape=shape: shape) or {}  # type: ignore[misc]
+        made |= dict.fromkeys(experts.tensors, experts)
+    return WrittenLayout(files, renamed, made)
 
 
 def why_left_out(spec: ModelSpec, file_name: str, dims: int) -> str | None:
@@ -464,7 +476,6 @@ class WrittenExperts:
         self.written = {name: name for name in self.tensors}
 
     def names(self) -> list[str]:
-        """The parameter that it takes."""
         return [self.parameter]
 
     def convert(self, read: Callable[[str], Tensor], names: Mapping[str, list[str]] | None = None) -> dict[str, Tensor]:
@@ -476,7 +487,6 @@ class WrittenExperts:
         }
 
     def shapes(self, shape_of: Callable[[str], tuple[int, ...]]) -> dict[str, tuple[int, ...]] | None:
-        """The shapes of the file's tensors."""
         experts, rows, columns = shape_of(self.parameter)
         return {
             name: (experts, columns, rows) if expert is None else (last - first, columns)
@@ -484,7 +494,6 @@ class WrittenExperts:
         }
 
     def pieces(self) -> Any:
-        """Everything at once."""
         yield 0, None, {self.parameter: [self.parameter]}
 
 
@@ -501,19 +510,3 @@ def written_experts(spec: DecoderSpec, name: str, shape: tuple[int, ...]) -> Wri
         rows = shape[1] // len(names)
         found |= {other: (expert, at * rows, (at + 1) * rows) for at, other in enumerate(names)}
     return WrittenExperts(name, found)
-
-
-def mixture_layout(spec: DecoderSpec, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str]) -> WrittenLayout:
-    """The files of a model with a mixture. shapes: of our parameters. names: those that only have another name."""
-    files: dict[str, tuple[int, ...]] = {}
-    renamed: dict[str, str] = {}
-    made: dict[str, WrittenExperts] = {}
-    for name, shape in shapes.items():
-        experts = written_experts(spec, name, shape)
-        if experts is None:
-            files[names[name]] = shape
-            renamed[names[name]] = name
-            continue
-        files |= experts.shapes(lambda _, shape=shape: shape) or {}  # type: ignore[misc]
-        made |= dict.fromkeys(experts.tensors, experts)
-    return WrittenLayout(files, renamed, made)

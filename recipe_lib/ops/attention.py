@@ -14,18 +14,14 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from recipe_lib.config.card_limits import VARLEN_CAPABILITY
 from recipe_lib.ops.device import capability_of, kernels_of
 from recipe_lib.ops.fused_kernels import Node, follows_from_shapes, fused, fuses
 from recipe_lib.ops.real_tokens import RealTokens
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # an older torch: masks do the same with more memory
-    varlen_attn = None
-
-_VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
+_VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 
 
 @dataclass(frozen=True)
@@ -193,14 +189,21 @@ def _flattened_attention(
     q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, window: int | None, scale: float
 ) -> Tensor:
     """All rows as one list of documents through the varlen flash kernel: no mask, nothing of size s x s."""
-    flat_q, flat_k, flat_v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
     options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _VARLEN_OPTIONS else {}
-    left = -1 if window is None else window - 1  # the kernel counts the tokens to the left of its own
     ends, longest = info.boundaries, info.longest
     out = varlen_attn(
-        flat_q, flat_k, flat_v, ends, ends, longest, longest, scale=scale, window_size=(left, 0), **options
+        _flat(q),
+        _flat(k),
+        _flat(v),
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(_left(window), 0),
+        **options,
     )
-    return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+    return _rows(out, q)
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

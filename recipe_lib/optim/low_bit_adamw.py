@@ -214,10 +214,6 @@ class StateLayout:
     dtype: torch.dtype
     per: int = 1
 
-    def bytes_of(self, elements: int) -> int:
-        """Bytes for so many elements of a parameter."""
-        return elements // self.per * self.dtype.itemsize
-
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What a step computes in: fp32, for fp64 parameters fp64."""
@@ -272,7 +268,7 @@ def stored_sizes(parameter: Tensor, names: tuple[str, ...], bits: int | None, ma
     """Bytes of each of a parameter's state tensors on this rank."""
     elements = local_of(parameter).numel()
     found = layouts(parameter, names, bits, master=master)
-    return [layout.bytes_of(elements) for layout in found.values()]
+    return [elements // layout.per * layout.dtype.itemsize for layout in found.values()]
 
 
 def new_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:

@@ -43,7 +43,7 @@ def check_host_memory(
                 kept = kept * longest // tokens
             check_needs(needs | {"activation_offload": kept}, cfg.memory.host_memory_limit_gib, ranks, free)
 
-        parallel.offload.judge_first(judge)
+        parallel.offload.judge = judge
 
 
 def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, other: nn.Module | None = None) -> dict[str, int]:
