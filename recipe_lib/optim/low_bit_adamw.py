@@ -360,23 +360,6 @@ class Numbers:
             self._store(self._stored, self.values, self._rows, self._name)
 
 
-class Codes:
-    """The tables of codes on the devices that have asked for them."""
-
-    def __init__(self, bits: int | None) -> None:
-        self.bits = bits
-        self._made: dict[tuple[torch.device, bool], Code] = {}
-
-    def of(self, parameter: nn.Parameter, device: torch.device, *, signed: bool) -> Code | None:
-        """The code of a parameter's states, for steps on a device; None: they are floating-point numbers."""
-        kept = bits_of(parameter, self.bits)
-        if kept not in BLOCKS:
-            return None
-        if (device, signed) not in self._made:
-            self._made[device, signed] = make_code(kept, signed=signed, device=device)
-        return self._made[device, signed]
-
-
 ADAMW_STATES = ("exp_avg", "exp_avg_sq")
 
 
@@ -447,7 +430,7 @@ class ChunkedOptimizer(Optimizer):
         made_of = {"state_bits": kept_bits(cfg), "master_weights": cfg.master_weights}
         self.cfg, self.names, self.device, self.seed = cfg, params.names, params.device, params.seed
         self.state_bits = kept_bits(cfg)
-        self._codes = Codes(self.state_bits)
+        self._codes: dict[tuple[torch.device, bool], Code] = {}  # tables, where they are asked for
         super().__init__(
             list(params) or [{"params": []}], {"lr": cfg.lr, "weight_decay": cfg.weight_decay} | numbers | made_of
         )
@@ -487,7 +470,44 @@ class ChunkedOptimizer(Optimizer):
             self._step_adamw(parameter, group)
 
     def _step_adamw(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        step_adamw(self._begin(parameter), group, self.state[parameter]["step"], self._codes, parameter)
+        """One step of AdamW (Loshchilov and Hutter, arXiv:1711.05101) on this rank's part.
+
+        The update is made of the means before they are rounded to their bits, as torchao's is.
+        """
+        part = self._begin(parameter)
+        step = self.state[parameter]["step"]
+        beta1, beta2 = group["betas"]
+        rate, decay, epsilon = group["lr"], group["weight_decay"], group["eps"]
+        first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
+        dtype = wide(parameter.dtype)
+        device = part.weights.device
+        signed = self.find_code(parameter, device, signed=True)
+        unsigned = self.find_code(parameter, device, signed=False)
+        for rows in pieces(part.weights):
+            gradient = part.gradient[rows].to(dtype)
+            mean = part.take_state("exp_avg", rows, dtype, signed)
+            mean.values.lerp_(gradient, 1 - beta1)
+            mean.keep()
+            square = part.take_state("exp_avg_sq", rows, dtype, unsigned)
+            square.values.lerp_(gradient.square(), 1 - beta2)
+            del gradient
+            square.keep()
+            width = square.values.sqrt_() if square.is_copy else square.values.sqrt()
+            width.div_(second).add_(epsilon)
+            weights = part.take(rows)
+            weights.add_(weights, alpha=-rate * decay).addcdiv_(mean.values, width, value=-rate / first)
+            del mean, square, width  # so that they are gone when the next piece begins
+            part.put(rows, weights)
+            del weights
+
+    def find_code(self, parameter: nn.Parameter, device: torch.device, *, signed: bool) -> Code | None:
+        """The code of a parameter's states, for steps on a device; None: they are floating-point numbers."""
+        kept = bits_of(parameter, self.state_bits)
+        if kept not in BLOCKS:
+            return None
+        if (device, signed) not in self._codes:
+            self._codes[device, signed] = make_code(kept, signed=signed, device=device)
+        return self._codes[device, signed]
 
     def _begin(self, parameter: nn.Parameter) -> StateChunk:
         """Counts the step, makes the states if it is the first one, and takes this rank's parts."""
@@ -516,32 +536,3 @@ class ChunkedOptimizer(Optimizer):
 def _rows(local: Tensor) -> Tensor:
     """A number alone as a row."""
     return local if local.dim() else local.view(1)
-
-
-def step_adamw(part: StateChunk, group: dict[str, Any], step: int, codes: Codes, parameter: nn.Parameter) -> None:
-    """One step of AdamW (Loshchilov and Hutter, arXiv:1711.05101) on this rank's part.
-
-    The update is made of the means before they are rounded to their bits, as torchao's is.
-    """
-    beta1, beta2 = group["betas"]
-    rate, decay, epsilon = group["lr"], group["weight_decay"], group["eps"]
-    first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
-    dtype = wide(parameter.dtype)
-    device = part.weights.device
-    signed, unsigned = codes.of(parameter, device, signed=True), codes.of(parameter, device, signed=False)
-    for rows in pieces(part.weights):
-        gradient = part.gradient[rows].to(dtype)
-        mean = part.take_state("exp_avg", rows, dtype, signed)
-        mean.values.lerp_(gradient, 1 - beta1)
-        mean.keep()
-        square = part.take_state("exp_avg_sq", rows, dtype, unsigned)
-        square.values.lerp_(gradient.square(), 1 - beta2)
-        del gradient
-        square.keep()
-        width = square.values.sqrt_() if square.is_copy else square.values.sqrt()
-        width.div_(second).add_(epsilon)
-        weights = part.take(rows)
-        weights.add_(weights, alpha=-rate * decay).addcdiv_(mean.values, width, value=-rate / first)
-        del mean, square, width  # so that they are gone when the next piece begins
-        part.put(rows, weights)
-        del weights

@@ -102,7 +102,7 @@ class Muon(ChunkedOptimizer):
         """The momentum with this step's gradient, and Nesterov's look ahead from it: bf16, on the computing device."""
         found = torch.empty(part.weights.shape, dtype=torch.bfloat16, device=self.device)
         momentum, dtype = group["momentum"], wide(matrix.dtype)
-        code = self._codes.of(matrix, part.weights.device, signed=True)
+        code = self.find_code(matrix, part.weights.device, signed=True)
         for rows in pieces(part.weights):
             gradient = part.gradient[rows].to(dtype)
             mean = part.take_state("momentum_buffer", rows, dtype, code)
