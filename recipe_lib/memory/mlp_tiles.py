@@ -24,7 +24,7 @@ from recipe_lib.ops import deferred
 from recipe_lib.ops.chunked_heads import row_pieces
 from recipe_lib.ops.real_tokens import RealTokens
 
-_in_pieces = 0  # of the process: backward of a GPU runs in threads of autograd's own
+_in_pieces = deferred.Switch(False)
 
 
 def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None:
@@ -49,7 +49,7 @@ def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None
 
 def computes_pieces() -> bool:
     """Whether what is computed now is a piece, of which selective checkpointing is to keep nothing."""
-    return _in_pieces > 0
+    return _in_pieces.value
 
 
 def _chunked(forward: Any, chunks: int) -> Any:
@@ -102,7 +102,7 @@ def _all_pieces(
 ) -> Tensor:
     """`[n, d]` to `[n, d]`, one piece after the other into one tensor."""
     found: Tensor | None = None
-    with _computing():
+    with _in_pieces.set(True):
         for part in row_pieces(hidden.shape[0], pieces):
             piece = forward(others[0], hidden[part], *_taken(others[1:], part, hidden.shape[0]))
             if found is None:
@@ -117,16 +117,6 @@ def _taken(arguments: Sequence[Any], part: slice, rows: int) -> list[Any]:
     """Return what else a forward takes, of a piece of its tokens; of ranks that share tokens each has the same
     piece."""
     return [argument.take(part, rows) if isinstance(argument, RealTokens) else argument for argument in arguments]
-
-
-@contextmanager
-def _computing() -> Iterator[None]:
-    global _in_pieces
-    _in_pieces += 1
-    try:
-        yield
-    finally:
-        _in_pieces -= 1
 
 
 class _Keep(torch.autograd.Function):
@@ -166,7 +156,7 @@ class _Pieces(torch.autograd.Function):
             ) as leaves,
             _random_again(hidden, ctx.random),
             deferred.weight_gradients_at_once(),
-            _computing(),
+            _in_pieces.set(True),
         ):
             for part in row_pieces(hidden.shape[0], pieces):
                 piece = hidden[part].requires_grad_(total is not None)

@@ -102,14 +102,14 @@ def fake_quantize_linears(model: nn.Module, kind: str | None, group_size: int, s
     linears = find_plain_linears(model, "qat", kind, "whose weights are stacked and no linears to torchao")
     scheme = FakeQuantization(kind, group_size, start, len(linears))
     _quantizers(kind, group_size)  # imports torchao before a step is timed
-    forwards = {nn.Linear: _given(_plain_forward, scheme), AdaptedLinear: _given(_adapted_forward, scheme)}
+    forward = _make_forward(scheme)
     for name, module in linears.items():
         if kind == "int4" and module.in_features % group_size:
             raise ConfigError(
                 f"qat_group_size: found {group_size} for {name}, whose rows have {module.in_features} weights, "
                 "expected a divisor of them; choose one, or qat=int8, which takes rows as they are"
             )
-        module.forward = MethodType(forwards[type(module)], module)  # type: ignore[method-assign]
+        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
     return scheme
 
 
@@ -138,34 +138,21 @@ def find_plain_linears(model: nn.Module, key: str, value: str, mixtures: str) ->
     return linears
 
 
-def _given(forward: Callable[..., Tensor], scheme: FakeQuantization) -> Callable[..., Tensor]:
-    """One function for all linears of a kind, so that torch.compile compiles alike layers once."""
+def _make_forward(scheme: FakeQuantization) -> Callable[[Any, Tensor], Tensor]:
+    """Return one function for all linears, so that torch.compile compiles alike layers once."""
 
-    def run(module: Any, hidden: Tensor) -> Tensor:
-        return forward(module, scheme, hidden)
+    def forward(module: Any, hidden: Tensor) -> Tensor:
+        is_adapted = isinstance(module, AdaptedMatrix)
+        if is_adapted and (module.is_off or not scheme.is_on):
+            return AdaptedMatrix.forward(module, hidden)
+        if not scheme.is_on:
+            return linear(hidden, module.weight, module.bias)
+        parts = (module.weight, module.lora_A.weight, module.lora_B.weight) if is_adapted else (module.weight,)
+        scaling = module.settings.scaling if is_adapted else 1.0
+        out = cast(Tensor, _RoundedLinear.apply(scheme.kind, scheme.group_size, scaling, hidden, *parts))
+        return out if module.bias is None else out + module.bias
 
-    return run
-
-
-def _plain_forward(module: Any, scheme: FakeQuantization, hidden: Tensor) -> Tensor:
-    if not scheme.is_on:
-        return linear(hidden, module.weight, module.bias)
-    return _rounded_linear(scheme, hidden, module.bias, 1.0, module.weight)
-
-
-def _adapted_forward(module: Any, scheme: FakeQuantization, hidden: Tensor) -> Tensor:
-    if not scheme.is_on or module.is_off:
-        return AdaptedMatrix.forward(module, hidden)
-    parts = (module.weight, module.lora_A.weight, module.lora_B.weight)
-    return _rounded_linear(scheme, hidden, module.bias, module.settings.scaling, *parts)
-
-
-def _rounded_linear(
-    scheme: FakeQuantization, hidden: Tensor, bias: Tensor | None, scaling: float, *parts: Tensor
-) -> Tensor:
-    """Hidden `[.., i]` to `[.., o]`. parts: the weight, or weight, A and B."""
-    out = cast(Tensor, _RoundedLinear.apply(scheme.kind, scheme.group_size, scaling, hidden, *parts))
-    return out if bias is None else out + bias
+    return forward
 
 
 class _RoundedLinear(torch.autograd.Function):

@@ -10,8 +10,8 @@ Rounding is that of the chain: what an operator of it would round to bf16 is rou
 (`emulate_precision_casts`). Divisions and exponentials in fp32 may differ in the last bit, as a GPU computes them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
+from recipe_lib.ops.deferred import Switch
 from recipe_lib.ops.device import holds_values, kernels_of
 
 _COMPILATIONS = 64  # of one function, before torch runs it as it is
@@ -26,7 +27,7 @@ _REPEATED = 100  # operators that compute a number again where it is needed agai
 _library = torch.library.Library("tune_recipes", "FRAGMENT")
 _repeats: set[Callable[..., Any]] = set()
 _is_on = False  # until a run that trains says so: what generates a few tokens compiles nothing
-_on_meta = False
+_on_meta = Switch(False)
 _Result = TypeVar("_Result")
 
 
@@ -56,19 +57,13 @@ def fuses(device: torch.device) -> bool:
     if torch.compiler.is_compiling():
         return False
     if device.type == "meta":
-        return _on_meta
+        return _on_meta.value
     return _is_on and kernels_of(device) == "cuda" and (not holds_values(device) or has_triton())
 
 
-@contextmanager
-def fused_on_meta(wanted: bool) -> Iterator[None]:
+def fused_on_meta(wanted: bool) -> AbstractContextManager[bool]:
     """Inside, chains of meta tensors are one operator each, if wanted: for what a layer will keep on a GPU."""
-    global _on_meta
-    before, _on_meta = _on_meta, wanted
-    try:
-        yield
-    finally:
-        _on_meta = before
+    return _on_meta.set(wanted)
 
 
 def fused(
