@@ -38,7 +38,7 @@ def state_bytes() -> list[str]:
         for parameter in model.parameters():
             part = -(-parameter.shape[0] // ranks) * parameter[0].numel()  # as FSDP cuts it
             found = layouts(parameter, ADAMW_STATES, 8, master=False)
-            ours += sum(layout.bytes_of(part) for layout in found.values())
+            ours += sum(part // layout.per * layout.dtype.itemsize for layout in found.values())
             fits = part >= LEAST and part % BLOCK == 0
             theirs += 2 * (part + part // BLOCK * 4 if fits else part * parameter.element_size())
             rounded += fits and parameter.dim() == 2

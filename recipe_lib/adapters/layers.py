@@ -440,7 +440,7 @@ class AdaptedExperts(AdaptedExpertModule, ExpertLinear):
     """Experts with frozen weights and adapters."""
 
 
-class AdaptedQuantizedExperts(AdaptedExpertModule, QuantizedExperts):
+class AdaptedQuantizedExperts(AdaptedExpertModule, QuantizedExperts):  # type: ignore[misc]  # called as experts are
     """Experts with frozen weights of 4 or 8 bits and adapters."""
 
 

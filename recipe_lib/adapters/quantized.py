@@ -33,7 +33,7 @@ def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tenso
     if fuses(codes.device):
         return _dequantize(codes, factors, dtype)
     rows = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    for start, stop in cut_rows(*codes.shape, _PIECE_ELEMENTS):
+    for start, stop in cut_rows(codes.shape[0], codes.shape[1], _PIECE_ELEMENTS):
         piece = slice(start, stop)
         rows[piece].copy_(codes[piece].float().mul_(factors[piece].unsqueeze(1)))
     return rows

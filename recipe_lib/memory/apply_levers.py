@@ -304,7 +304,7 @@ def _quantize(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple
     scales = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
     zeros = torch.zeros(_shape_of_codes(matrix), dtype=torch.int8, device=matrix.device)
     codes = zeros.view(_TYPES[kind])  # zero in both types
-    for first, last in cut_rows(*matrix.shape, _PIECE_ELEMENTS):
+    for first, last in cut_rows(matrix.shape[0], matrix.shape[1], _PIECE_ELEMENTS):
         part = matrix[first:last] if counted is None else torch.where(counted, matrix[first:last], 0)
         scales[first:last], inverse = _scales_of(part, kind)
         part = part * inverse
@@ -328,7 +328,7 @@ def _scale(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Ten
     if compiles(sums):
         return call_compiled(_scale_whole, sums, left, right, dtype)
     out = torch.empty(len(left), len(right), dtype=dtype, device=sums.device)
-    for first, last in cut_rows(*out.shape, _PIECE_ELEMENTS):
+    for first, last in cut_rows(out.shape[0], out.shape[1], _PIECE_ELEMENTS):
         part = sums[first:last, : len(right)] * right
         out[first:last] = part.mul_(left[first:last].unsqueeze(1))
         del part
