@@ -25,7 +25,7 @@ from recipe_lib.models import build_meta
 from recipe_lib.models.language_model import own_parts
 from recipe_lib.ops.attention import make_attention_info
 from recipe_lib.ops.head_losses import CrossEntropy
-from recipe_lib.optim.in_backward import clip_grad_norm
+from recipe_lib.optim.optimizers import clip_grad_norm
 from recipe_lib.parallel import Parallel, World, all_reduce_gradients, materialize, shard_model, start_world
 from recipe_lib.parallel.tensor import shard_tensors
 from tests.distributed.ranks import run_ranks
