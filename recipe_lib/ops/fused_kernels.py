@@ -131,14 +131,16 @@ class Node(torch.autograd.Function):
         return None, None, None, *found, *(None,) * (ctx.count - len(found))
 
 
-def make_operator(name: str, function: Callable[..., Any], shapes: Callable[..., Any]) -> Callable[..., Any]:
+def make_operator(
+    name: str, function: Callable[..., Any], shapes: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """Return a function as an operator that a compiler does not look into.
 
     function: annotated, as torch.library reads its schema from it. shapes: of the same arguments, empty tensors like
-    its results.
+    its results; None: what the function itself makes of tensors without values.
     """
     operator = torch.library.custom_op(f"tune_recipes::{name}", function, mutates_args=())
-    operator.register_fake(shapes)
+    operator.register_fake(shapes or function)
     return operator
 
 

@@ -294,24 +294,6 @@ def _gather_linears(
     return [*found, whole if keep_gathered else whole.new_empty(0)]
 
 
-def _gather_linears_shapes(
-    shard: Tensor,
-    weights: Any,
-    biases: Any,
-    biased: Any,
-    source: Any,
-    kind: str,
-    eps: float,
-    keep_gathered: bool,
-    name: str,
-    size: int,
-    rank: int,
-) -> list[Tensor]:
-    rows = shard.shape[0] * size
-    found = [shard.new_empty(rows, weight.shape[0]) for weight in weights]
-    return [*found, shard.new_empty(rows, shard.shape[1]) if keep_gathered else shard.new_empty(0)]
-
-
 def _gather_linears_backward(
     gradients: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -333,26 +315,6 @@ def _gather_linears_backward(
         gradients, weights, list(source), norm, whole_kept, Group(name, size, rank), wants
     )
     return [grad for grad in (shard, *others[0], *others[1]) if grad is not None]
-
-
-def _gather_linears_backward_shapes(
-    gradients: Any,
-    weights: Any,
-    source: Any,
-    kind: str,
-    eps: float,
-    whole_kept: bool,
-    wants_input: bool,
-    wants_weight: Any,
-    wants_bias: Any,
-    name: str,
-    size: int,
-    rank: int,
-) -> list[Tensor]:
-    first = gradients[0]
-    found = [first.new_empty(first.shape[0] // size, weights[0].shape[1])] if wants_input else []
-    found += [torch.empty_like(weight) for weight, wanted in zip(weights, wants_weight, strict=True) if wanted]
-    return found + [grad.new_empty(grad.shape[1]) for grad, wanted in zip(gradients, wants_bias, strict=True) if wanted]
 
 
 def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -383,8 +345,8 @@ def _differentiate_gather(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
     return (shard, weight_grads, bias_grads, None, [None] * ctx.sources, *[None] * 6)
 
 
-_GATHER: Any = make_operator("gather_linears", _gather_linears, _gather_linears_shapes)
-_GATHER_BACKWARD = make_operator("gather_linears_backward", _gather_linears_backward, _gather_linears_backward_shapes)
+_GATHER: Any = make_operator("gather_linears", _gather_linears)
+_GATHER_BACKWARD = make_operator("gather_linears_backward", _gather_linears_backward)
 _GATHER.register_autograd(_differentiate_gather, setup_context=_keep_gather)
 
 
@@ -394,13 +356,6 @@ def _gated_linear_backward(
     """The gradients that are wanted: of gate and up, of the weight."""
     found = gated_backward(gradient, gate, up, weight, activation, wants_input, wants_weight)
     return [grad for grad in found if grad is not None]
-
-
-def _gated_linear_backward_shapes(
-    gradient: Tensor, gate: Tensor, up: Tensor, weight: Tensor, activation: str, wants_input: bool, wants_weight: bool
-) -> list[Tensor]:
-    found = [torch.empty_like(gate), torch.empty_like(up)] if wants_input else []
-    return found + ([torch.empty_like(weight)] if wants_weight else [])
 
 
 def _keep_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -416,10 +371,8 @@ def _differentiate_gated(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return (*inputs, next(found) if wants_weight else None, None)
 
 
-_GATED: Any = make_operator(
-    "gated_linear", gated_forward, lambda gate, up, weight, activation: gate.new_empty(gate.shape[0], weight.shape[0])
-)
-_GATED_BACKWARD = make_operator("gated_linear_backward", _gated_linear_backward, _gated_linear_backward_shapes)
+_GATED: Any = make_operator("gated_linear", gated_forward)
+_GATED_BACKWARD = make_operator("gated_linear_backward", _gated_linear_backward)
 _GATED.register_autograd(_differentiate_gated, setup_context=_keep_gated)
 
 
