@@ -294,35 +294,32 @@ def cover(model: nn.Module) -> Coverage:
     bare: Counter[str] = Counter()
     wide: Counter[str] = Counter()
     shapes: dict[str, int] = {}
-    numbers = linears = quantized = 0
+    linears = quantized = 0
     experts: set[str] = set()
     lists = Counter(map(_name_list, names))  # a model may have others beside that of its layers
     for layer in names:
         for name, module in model.get_submodule(layer).named_modules():
             name = name or _name_list(layer).rpartition(".")[2]  # an element that is a linear itself
-            has_adapter = isinstance(module, AdaptedModule)
-            if has_adapter:
-                adapted.setdefault(kind_of(name), set()).add(layer)
+            matrices: dict[str, int] = {}
             if isinstance(module, QuantizedLinear):
-                count = module.in_features * module.out_features
-                numbers, quantized = numbers + count, quantized + count
+                matrices[kind_of(name)] = module.in_features * module.out_features
+                quantized += module.in_features * module.out_features
                 if isinstance(module, QuantizedExperts):
                     experts.add(layer)
                 else:
                     linears += 1
-                if not has_adapter:
-                    bare[kind_of(name)] += count
-                continue
-            for parameter_name, parameter in module.named_parameters(recurse=False):
-                if parameter.dim() < 2 or "lora_" in f"{name}.{parameter_name}":
-                    continue
-                own = name if parameter_name == "weight" else f"{name}.{parameter_name}"
-                count = parameter.numel()
-                numbers += count
-                shapes[kind_of(own)] = parameter.dim()
-                wide[kind_of(own)] += count
-                if not has_adapter:
-                    bare[kind_of(own)] += count
+            else:
+                for parameter_name, parameter in module.named_parameters(recurse=False):
+                    if parameter.dim() < 2 or "lora_" in f"{name}.{parameter_name}":
+                        continue
+                    kind = kind_of(name if parameter_name == "weight" else f"{name}.{parameter_name}")
+                    matrices[kind] = parameter.numel()
+                    shapes[kind] = parameter.dim()
+                wide.update(matrices)
+            if isinstance(module, AdaptedModule):
+                adapted.setdefault(kind_of(name), set()).add(layer)
+            else:
+                bare.update(matrices)
     inside = tuple(f"{name}." for name in names)
     outside = tuple(
         name
@@ -333,7 +330,18 @@ def cover(model: nn.Module) -> Coverage:
         kind: (len(layers), sum(lists[name] for name in set(map(_name_list, layers))))
         for kind, layers in adapted.items()
     }
-    return Coverage(len(names), found, outside, numbers, linears, len(experts), quantized, bare, wide, shapes)
+    return Coverage(
+        layers=len(names),
+        adapted=found,
+        outside=outside,
+        numbers=quantized + wide.total(),
+        linears=linears,
+        experts=len(experts),
+        quantized=quantized,
+        bare=bare,
+        wide=wide,
+        shapes=shapes,
+    )
 
 
 def refuse_unquantized(model: nn.Module, kind: str) -> None:

@@ -411,12 +411,7 @@ def chunk_loss(
         logits, finished = finish_logits(logits, finish, with_grad)
         value, grad = chunk_loss(finished.detach().clone(), labels, softcap, loss, with_grad, group)
         return value, None if grad is None else torch.autograd.grad(finished, logits, grad)[0]
-    squash = None
-    if softcap is not None:
-        squash = logits.div_(softcap).tanh_()
-        logits = squash * softcap
-        if not with_grad:
-            squash = None
+    logits, squash = cap_logits(logits, softcap, with_grad)
     if loss is None:
         value, grad = _cross_entropy_and_grad(logits, labels, with_grad, group)
     else:
@@ -424,6 +419,14 @@ def chunk_loss(
     if grad is not None and squash is not None:
         grad = grad.mul_(squash.square_().neg_().add_(1))  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
     return value, grad
+
+
+def cap_logits(logits: Tensor, softcap: float | None, with_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """Return capped logits, of logits that are overwritten, and the tanh that a gradient needs, if it is wanted."""
+    if softcap is None:
+        return logits, None
+    squash = logits.div_(softcap).tanh_()
+    return squash * softcap, squash if with_grad else None
 
 
 def _cross_entropy_and_grad(

@@ -28,6 +28,7 @@ from recipe_lib.ops.chunked_heads import (
     IGNORED,
     Head,
     OutputAdapter,
+    cap_logits,
     chunk_loss,
     gather_tokens,
     largest_of,
@@ -129,11 +130,7 @@ def _run_chunks(
         ignored = rows == IGNORED
         logits = student.logits(part)
         logits = logits.to(found.dtype)
-        squash = None
-        if softcap is not None:
-            squash = logits.div_(softcap).tanh_()
-            logits = squash * softcap
-            squash = squash if wants else None
+        logits, squash = cap_logits(logits, softcap, wants)
         value, grad = chunk_loss(logits.clone(), rows, None, None, wants, group)
         found[1] += value
         width = logits.shape[1]

@@ -30,6 +30,7 @@ from recipe_lib.ops.chunked_heads import (
     Finish,
     Head,
     OutputAdapter,
+    cap_logits,
     cap_of,
     finish_logits,
     label_log_prob_gradients,
@@ -300,13 +301,11 @@ def _gradients(
     finish: Finish | None,
 ) -> Tensor:
     """The gradients of logits `[m, v]`, which it overwrites; labels, log_sums and slopes: `[m]`."""
-    leaf, squash = logits, None
+    leaf = logits
     if finish is not None:
         leaf, finished = finish_logits(logits, finish, True)
         logits = finished.detach().clone()
-    if softcap is not None:
-        squash = logits.div_(softcap).tanh_()
-        logits = squash * softcap
+    logits, squash = cap_logits(logits, softcap, True)
     # d log p(label) / d logits is one-hot minus softmax.
     grad = logits.sub_(log_sums.unsqueeze(1)).exp_().neg_()
     columns, elsewhere = own_columns(labels, labels == IGNORED, grad.shape[1], group)
