@@ -31,7 +31,7 @@ from benchmarks.gpu_ladder_cases import TINY, ConfigCase
 from benchmarks.gpu_plan_report import DRY_HOW, device_word, errors_of, head, share_below, write_pair
 from benchmarks.longest import Longest, read
 from recipe_lib.errors import ConfigError, exit_code_of
-from recipe_lib.memory.host_limits import free_host_memory
+from recipe_lib.memory.peaks import free_host_memory
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import FITS

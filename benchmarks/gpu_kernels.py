@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.triton_code import bytes_in, kernels_in, triton_code
 from recipe_lib.adapters import nf4, quantized
-from recipe_lib.ops import attention, expert_gated, fused_kernels, fused_loss, gated, rope
+from recipe_lib.ops import attention, chunked_heads, fused_kernels, gated, rope
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TOKENS, WIDTH, HEADS, HEAD_WIDTH, INNER, VOCABULARY = 2048, 4096, 32, 128, 14336, 128256  # Llama 3 8B
@@ -126,10 +126,10 @@ KERNELS = (
     Kernel("rotate", "queries of 2048 tokens", rope._rotate, _rotation),
     Kernel("gated_product", "2048 x 14336", gated.gated_product, _gate(2)),
     Kernel("gated_gradients", "2048 x 14336", gated.gated_gradients, _gate(3)),
-    Kernel("scored_product", "16384 x 768 of experts", expert_gated.scored_products, _inner(1)),
-    Kernel("scored_product_gradients", "16384 x 768 of experts", expert_gated.scored_gradients, _inner(2)),
-    Kernel("label_log_probs", "logits 128 x 128256", fused_loss.label_log_probs, _logits(False)),
-    Kernel("label_log_prob_gradients", "logits 128 x 128256", fused_loss.label_log_prob_gradients, _logits(True)),
+    Kernel("scored_product", "16384 x 768 of experts", gated.scored_products, _inner(1)),
+    Kernel("scored_product_gradients", "16384 x 768 of experts", gated.scored_gradients, _inner(2)),
+    Kernel("label_log_probs", "logits 128 x 128256", chunked_heads.label_log_probs, _logits(False)),
+    Kernel("label_log_prob_gradients", "logits 128 x 128256", chunked_heads.label_log_prob_gradients, _logits(True)),
     Kernel("dequantize_nf4", "14336 x 4096", nf4._dequantize, _nf4),
     Kernel("dequantize_int8", "14336 x 4096", quantized._dequantize, _int8),
     Kernel("capped_shares", "scores 8 x 1024 x 4096", attention.capped_shares, _scores(1)),

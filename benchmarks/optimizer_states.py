@@ -22,9 +22,8 @@ from torch.optim import Optimizer
 from recipe_lib.config.optimizer_facts import BYTES, state_bytes
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.config.stalled_means import resting_range, resting_range_in_block
-from recipe_lib.ops.low_bit import make_code
+from recipe_lib.optim.low_bit_adamw import MASTER, make_code
 from recipe_lib.optim.optimizers import build_optimizer
-from recipe_lib.optim.state_layout import MASTER
 
 COLUMNS = 128  # the longest block of 4 bits
 ROWS = 8  # of a pattern

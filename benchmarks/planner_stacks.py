@@ -20,7 +20,7 @@ from recipe_lib.cli import plan_request
 from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.memory import apply_activation_checkpointing, checkpointing, compile_layers, offload_activations
-from recipe_lib.memory.aten_names import ATTENTION, MATMUL
+from recipe_lib.memory.budget import ATTENTION, MATMUL
 from recipe_lib.models import build_meta
 from recipe_lib.models.decoder import DecoderLayer, Norm
 from recipe_lib.parallel import DTYPES, Parallel, materialize

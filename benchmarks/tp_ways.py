@@ -122,10 +122,10 @@ def one_buffer() -> Iterator[None]:
     Right where nobody reads them after the next gather has begun; with `tensor_regather_in_backward: false` autograd
     does, and is not told, as in the first version of nanotron's change.
     """
-    own = staticmethod(_gather_gradient(gathered.start_gather))
+    own = _gather_gradient(gathered.start_gather)
     with (
         mock.patch.object(gathered, "start_gather", _Buffer().start_gather),
-        mock.patch.object(gathered._Scatter, "backward", own),
+        mock.patch.object(gathered, "_gather", own),
     ):
         yield
 
@@ -161,10 +161,10 @@ class _Buffer:
 def _gather_gradient(start_gather: Any) -> Any:
     """Backward of a reduce-scatter, which gathers into memory of its own."""
 
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gathered.wait(start_gather(gradients[0], ctx.group)), None
+    def gather(gradient: Tensor, group: gathered.Group) -> Tensor:
+        return gathered.wait(start_gather(gradient, group))
 
-    return backward
+    return gather
 
 
 def _with_styles(model: Decoder, parallel: Any, memory: Any, world: World) -> dict[str, str]:

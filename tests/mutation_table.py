@@ -197,7 +197,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="tied_gradient_counts_twice",
-        path="recipe_lib/optim/in_backward.py",
+        path="recipe_lib/optim/optimizers.py",
         old="groups = {key: _Group(*key) for key in squares} | _group(trained, parallel.tied_copy)",
         new="groups = {key: _Group(*key) for key in squares} | _group(trained, None)",
         harm="several: a pipeline with tied embeddings clips by a norm that is too large",

@@ -8,7 +8,7 @@ names that PEFT gives them, after the name of the module: `lora_A.weight`, `lora
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -19,8 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from recipe_lib.adapters.quantized import QuantizedLinear, can_quantize
+from recipe_lib.adapters import nf4
+from recipe_lib.adapters.quantized import QuantizedLinear, can_quantize, dequantize, frozen, rows_of
 from recipe_lib.models.decoder import OutputHead, ScaledEmbedding
+from recipe_lib.models.mixture import ExpertLinear, Router
+from recipe_lib.ops.deferred import linear_in
+from recipe_lib.ops.fused_kernels import make_opaque_node
+from recipe_lib.ops.grouped import Groups, grouped_linear, grouped_matmul, sum_of_rows, taken_rows
 from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 
 _NORM_ELEMENTS = 2**24  # elements of W + scaling * B A that exist at a time: 64 MiB in fp32
@@ -38,7 +43,11 @@ class AdapterSettings:
 
 
 class AdaptedModule(nn.Module, ABC):
-    """What every adapted module has: its settings, and a switch that leaves the frozen weight alone to work."""
+    """A module in the place of another, whose weight it has as it is, frozen, with an adapter next to it.
+
+    A class derived from it and from that of the other computes the frozen part by the forward of the latter. Adapters
+    are made on the meta device.
+    """
 
     adapter_tensors = (
         "lora_A.weight",
@@ -51,6 +60,13 @@ class AdaptedModule(nn.Module, ABC):
     is_off: bool = False
     transposed: bool = False  # the frozen weight is `[in, out]`
     lora_magnitude_vector: nn.Parameter | None
+
+    def __init__(self, base: nn.Module, settings: AdapterSettings) -> None:
+        """base: is not to be used any more."""
+        nn.Module.__init__(self)
+        members = {name: dict(base.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")}
+        self.__dict__.update(base.__dict__ | members)
+        self.settings = settings
 
     @abstractmethod
     def weight_norms(self) -> Tensor:
@@ -69,24 +85,26 @@ class AdaptedModule(nn.Module, ABC):
 
 
 class AdaptedMatrix(AdaptedModule):
-    """An adapted matrix that hidden states are multiplied by; a class derived from it says what the frozen part is."""
+    """An adapted matrix that hidden states are multiplied by."""
 
     bias: Tensor | None
 
-    def add_adapter(self, in_features: int, out_features: int, settings: AdapterSettings) -> None:
-        """Registers the adapter's parameters, on the meta device."""
-        self.settings = settings
-        self.lora_A = nn.Linear(in_features, settings.rank, bias=False, device="meta", dtype=settings.dtype)
-        self.lora_B = nn.Linear(settings.rank, out_features, bias=False, device="meta", dtype=settings.dtype)
-        self._add_lengths(out_features)
+    def __init__(self, base: Any, settings: AdapterSettings, shape: tuple[int, int] | None = None) -> None:
+        """shape: of the matrix, where base does not say it."""
+        super().__init__(base, settings)
+        outputs, inputs = shape or (base.out_features, base.in_features)
+        self.lora_A = nn.Linear(inputs, settings.rank, bias=False, device="meta", dtype=settings.dtype)
+        self.lora_B = nn.Linear(settings.rank, outputs, bias=False, device="meta", dtype=settings.dtype)
+        self._add_lengths(outputs)
 
-    @abstractmethod
     def frozen_rows(self, start: int, stop: int) -> Tensor:
         """Rows of W `[stop - start, in]`."""
+        weight: Any = self.weight
+        return weight[start:stop]
 
-    @abstractmethod
     def frozen_forward(self, hidden: Tensor) -> Tensor:
         """Hidden `[..., in]` to `[..., out]` by the frozen part alone, bias included."""
+        return super().forward(hidden)
 
     @torch.no_grad()
     def weight_norms(self) -> Tensor:
@@ -169,75 +187,30 @@ def cast_linear(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def linear(hidden: Tensor, weight: Tensor) -> Tensor:
     """`cast_linear` of two types."""
-    return cast(Tensor, _CastLinear.apply(hidden, weight))
-
-
-class _CastLinear(torch.autograd.Function):
-    """`hidden.to(weight.dtype) @ weight.T`; keeps hidden as it came, not a wider copy for each linear that reads it."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return F.linear(hidden.to(weight.dtype), weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        hidden, weight = ctx.saved_tensors
-        (gradient,) = gradients
-        hidden_grad = (gradient @ weight).to(hidden.dtype) if ctx.needs_input_grad[0] else None
-        weight_grad = gradient.flatten(0, -2).t() @ hidden.flatten(0, -2).to(weight.dtype)
-        return hidden_grad, weight_grad
+    return linear_in(hidden, weight, weight.dtype)
 
 
 class AdaptedLinear(AdaptedMatrix, nn.Linear):
     """A linear with a frozen weight (and bias) and an adapter."""
 
-    def __init__(self, base: nn.Linear, settings: AdapterSettings) -> None:
-        has_bias = base.bias is not None
-        nn.Linear.__init__(self, base.in_features, base.out_features, has_bias, device="meta")
-        self.weight, self.bias = base.weight, base.bias
-        self.add_adapter(base.in_features, base.out_features, settings)
 
-    def frozen_rows(self, start: int, stop: int) -> Tensor:
-        """Rows of W `[stop - start, in]`."""
-        return self.weight[start:stop]
-
-    def frozen_forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[..., in]` to `[..., out]` by the frozen part alone."""
-        return F.linear(hidden, self.weight, self.bias)
+class AdaptedRouter(AdaptedMatrix, Router):
+    """A router with a frozen weight and an adapter; its logits stay in fp32."""
 
 
 class AdaptedQuantizedLinear(AdaptedMatrix, QuantizedLinear):
     """A linear with a frozen weight of 4 or 8 bits and an adapter."""
 
-    def __init__(self, base: nn.Linear, kind: str, settings: AdapterSettings) -> None:
-        QuantizedLinear.__init__(self, base, kind)
-        self.add_adapter(base.in_features, base.out_features, settings)
-
     def frozen_rows(self, start: int, stop: int) -> Tensor:
-        """Rows of W `[stop - start, in]`."""
         return self.weight_rows(start, stop)
-
-    def frozen_forward(self, hidden: Tensor) -> Tensor:
-        """Hidden `[..., in]` to `[..., out]` by the frozen part alone."""
-        return QuantizedLinear.forward(self, hidden)
-
-
-def adapted_linear(base: nn.Linear, settings: AdapterSettings | None, quantize: str) -> nn.Module:
-    """What takes the place of a linear; settings: None for one without an adapter. quantize: as lora.quantize_base."""
-    if quantize != "none" and can_quantize(base.in_features, base.out_features, quantize):
-        return QuantizedLinear(base, quantize) if settings is None else AdaptedQuantizedLinear(base, quantize, settings)
-    return base if settings is None else AdaptedLinear(base, settings)
 
 
 class AdaptedHead(AdaptedMatrix, OutputHead):
     """The output head with a frozen weight and an adapter; the loss still comes without logits of all tokens."""
 
     def __init__(self, base: OutputHead, settings: AdapterSettings) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.softcap, self.finish = base.weight, base.softcap, base.finish
+        super().__init__(base, settings, (base.weight.shape[0], base.weight.shape[1]))
         self.bias = None
-        self.add_adapter(base.weight.shape[1], base.weight.shape[0], settings)
 
     def frozen_rows(self, start: int, stop: int) -> Tensor:
         """Rows of W `[stop - start, d]`; outside of a forward a weight shared with a sharded embedding is gathered."""
@@ -251,7 +224,6 @@ class AdaptedHead(AdaptedMatrix, OutputHead):
     def forward(  # type: ignore[override]  # that of a head
         self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
     ) -> Tensor:
-        """As `OutputHead.forward`."""
         if self.is_off:
             return OutputHead.forward(self, hidden, labels=labels, head_loss=head_loss)
         trained = (self.lora_A.weight, self.lora_B.weight, self.relative_lengths())
@@ -269,10 +241,8 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
     """
 
     def __init__(self, base: nn.Embedding, settings: AdapterSettings) -> None:
-        nn.Embedding.__init__(self, base.num_embeddings, base.embedding_dim, device="meta")
-        self.weight = base.weight
+        super().__init__(base, settings)
         self.scale = base.scale if isinstance(base, ScaledEmbedding) else None
-        self.settings = settings
         vocabulary, width, rank = base.num_embeddings, base.embedding_dim, settings.rank
         self.lora_embedding_A = nn.Parameter(torch.empty(rank, vocabulary, dtype=settings.dtype, device="meta"))
         self.lora_embedding_B = nn.Parameter(torch.empty(width, rank, dtype=settings.dtype, device="meta"))
@@ -305,3 +275,194 @@ class AdaptedEmbedding(AdaptedModule, nn.Embedding):
         if lengths is None:
             return (plain + update).to(plain.dtype)
         return (lengths * (plain + update)).to(plain.dtype)
+
+
+# Experts with frozen weights, kept in 4 or 8 bits, with a trained adapter next to each, or both; an
+# adapted router.
+#
+# The weights `[E, o, i]` of all experts are quantized as one matrix `[E o, i]`, see
+# `recipe_lib.adapters.quantized`; no block of it reaches from one expert into the next. An adapter
+# has factors of its own for each expert, A `[E, r, i]` and B `[E, o, r]`: two more grouped matmuls.
+
+
+class QuantizedExperts(QuantizedLinear):
+    """Experts whose frozen weights are kept in 4 or 8 bits, and made whole in passing; backward makes them again.
+
+    `out_features` counts the rows of all experts. cut: which part of how many of each run of rows, see
+    `take_rows_of_runs`; None: all.
+    """
+
+    cut: tuple[int, int] | None = None
+
+    def __init__(self, base: ExpertLinear, kind: str) -> None:
+        """base: what it replaces, still on the meta device; its bias is taken over. kind: see `QuantizedLinear`."""
+        rows, dtype = base.num_experts * base.out_features, base.weight.dtype
+        QuantizedLinear.__init__(self, nn.Linear(base.in_features, rows, False, "meta", dtype), kind)
+        self.num_experts, self.expert_rows = base.num_experts, base.out_features
+        self.bias = base.bias
+
+    def take_rows_of_runs(self, runs: int, rank: int, size: int) -> None:
+        """From now on computes with part number `rank` of `size` of each of so many runs of rows alone.
+
+        For a tensor-parallel group, on the meta device, of NF4: blocks of a run follow one another, and codes and
+        scales are then `[runs, blocks, 32]` and `[runs, blocks]`, to be cut by their second dimension.
+        """
+        assert self.weight_scales is not None
+        self.cut = (rank, size)
+        device, blocks = self.weight_codes.device, self.out_features * self.in_features // nf4.BLOCK
+        self.weight_codes = frozen((runs, blocks // runs, nf4.BLOCK // 2), self.weight_codes.dtype, device)
+        self.weight_scales = frozen((runs, blocks // runs), self.weight_scales.dtype, device)
+
+    def _place(self) -> list[int]:
+        if self.cut is None:
+            return super()._place()
+        rank, size = self.cut
+        _, stride, _ = self.weight_codes.shape
+        blocks = self.out_features * self.in_features // nf4.BLOCK
+        return [rank * (stride // size), stride // size, stride, blocks]
+
+    def _read_blocks(self, read_rows: Callable[[int, int, slice], Tensor], start: int, stop: int) -> Tensor:
+        if self.cut is None:
+            return super()._read_blocks(read_rows, start, stop)
+        rank, size = self.cut
+        height = self.out_features // self.weight_codes.shape[0]  # rows of a run
+        first, last = rank * height // size, (rank + 1) * height // size
+        whole = slice(0, self.in_features)
+        return torch.cat(
+            [read_rows(run * height + first, run * height + last, whole).flatten() for run in range(start, stop)]
+        )
+
+    def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:  # type: ignore[override]
+        return self.grouped_product(rows, groups, of_tokens)
+
+    def grouped_product(self, rows: Tensor, groups: Groups, of_tokens: bool) -> Tensor:
+        """Rows `[m, i]`, or tokens `[n, i]`, to `[m, o]` by what of the weights this process computes with."""
+        first, last = self.columns
+        numbers = (self.num_experts, last - first, groups.choices if of_tokens else 0)
+        order = (groups.tokens, groups.places, groups.ends)
+        codes, scales, factors = self._part()
+        settings = (*numbers, self.dtype, self._place())
+        return multiply_groups(rows, codes, scales, factors, *order, *settings)
+
+
+def _weights(codes: Tensor, scales: Tensor | None, factors: Tensor, shape: tuple[int, int], settings: Any) -> Tensor:
+    """The dequantized weights `[E, o, i]`. shape: E and i. settings: type and place, see `QuantizedLinear`."""
+    experts, columns = shape
+    return dequantize(codes, scales, factors, columns, *settings).view(experts, -1, columns)
+
+
+def _multiply_groups(
+    rows: Tensor,
+    codes: Tensor,
+    scales: Tensor | None,
+    factors: Tensor,
+    tokens: Tensor,
+    places: Tensor,
+    ends: Tensor,
+    experts: int,
+    columns: int,
+    choices: int,
+    dtype: torch.dtype,
+    place: Sequence[int],
+) -> Tensor:
+    weights = _weights(codes, scales, factors, (experts, columns), (dtype, place)).to(rows.dtype)
+    return grouped_matmul(taken_rows(rows, tokens, choices), weights.transpose(1, 2), ends)
+
+
+def _multiply_groups_gradient(
+    gradient: Tensor,
+    codes: Tensor,
+    scales: Tensor | None,
+    factors: Tensor,
+    places: Tensor,
+    ends: Tensor,
+    experts: int,
+    columns: int,
+    choices: int,
+    dtype: torch.dtype,
+    place: Sequence[int],
+) -> Tensor:
+    weights = _weights(codes, scales, factors, (experts, columns), (dtype, place)).to(gradient.dtype)
+    found = grouped_matmul(gradient.contiguous(), weights, ends)
+    del weights
+    return sum_of_rows(found, places, choices) if choices else found
+
+
+# Keeps the codes, which are parameters anyway, and neither rows nor weights.
+multiply_groups = make_opaque_node(
+    "quantized_experts",
+    _multiply_groups,
+    lambda rows, codes, scales, factors, tokens, places, ends, experts, columns, *_: rows.new_empty(
+        (tokens.shape[0], rows_of(codes, scales, columns) // experts)
+    ),
+    _multiply_groups_gradient,
+    lambda gradient, codes, scales, factors, places, ends, experts, columns, choices, *_: gradient.new_empty(
+        (gradient.shape[0] // max(1, choices), columns)
+    ),
+    kept=(1, 2, 3, 5, 6, 7, 8, 9, 10, 11),
+)
+
+
+class AdaptedExpertModule(AdaptedModule):
+    """Experts with an adapter; a class derived from it says what the frozen part is."""
+
+    lora_magnitude_vector = None
+
+    def __init__(self, base: Any, settings: AdapterSettings) -> None:
+        """Raises ValueError for DoRA and dropout, which adapters of parameters do not have in PEFT either."""
+        if settings.dora or settings.dropout:
+            raise ValueError("adapters of experts have neither DoRA's lengths nor dropout")
+        super().__init__(base, settings)
+        outputs = base.expert_rows if isinstance(base, QuantizedExperts) else base.out_features
+        with torch.device("meta"):
+            self.lora_A = ExpertLinear(base.num_experts, base.in_features, settings.rank, False).to(settings.dtype)
+            self.lora_B = ExpertLinear(base.num_experts, settings.rank, outputs, False).to(settings.dtype)
+
+    def weight_norms(self) -> Tensor:
+        """Of DoRA, which experts have not."""
+        raise ValueError("adapters of experts have no lengths")
+
+    def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
+        plain = super().forward(rows, groups, of_tokens=of_tokens)
+        return self.with_factors(plain, rows, groups, of_tokens, self.lora_A.weight, self.lora_B.weight)
+
+    def with_factors(
+        self, plain: Tensor, rows: Tensor, groups: Groups, of_tokens: bool, first: Tensor, second: Tensor
+    ) -> Tensor:
+        """What the frozen part gave `[m, o]`, with what the adapter of these A and B adds to it."""
+        if self.is_off:
+            return plain
+        narrow = grouped_linear(rows, first, groups, of_tokens=of_tokens) * self.settings.scaling
+        return (plain + grouped_linear(narrow, second, groups)).to(plain.dtype)
+
+
+class AdaptedExperts(AdaptedExpertModule, ExpertLinear):
+    """Experts with frozen weights and adapters."""
+
+
+class AdaptedQuantizedExperts(AdaptedExpertModule, QuantizedExperts):  # type: ignore[misc]  # called as experts are
+    """Experts with frozen weights of 4 or 8 bits and adapters."""
+
+
+# What takes the place of what, the more special class first.
+_ADAPTED: dict[type[nn.Module], Callable[[Any, AdapterSettings], AdaptedModule]] = {
+    QuantizedExperts: AdaptedQuantizedExperts,
+    QuantizedLinear: AdaptedQuantizedLinear,
+    ExpertLinear: AdaptedExperts,
+    Router: AdaptedRouter,
+    nn.Linear: AdaptedLinear,
+    OutputHead: AdaptedHead,
+    nn.Embedding: AdaptedEmbedding,
+}
+
+
+def adapt(base: Any, settings: AdapterSettings | None, quantize: str = "none") -> nn.Module:
+    """Return what takes the place of a linear, experts, a router, the head or the embedding.
+
+    settings: None for one without an adapter. quantize: of linears and experts, as lora.quantize_base.
+    """
+    if quantize != "none" and can_quantize(base.in_features, base.out_features, quantize):
+        base = (QuantizedExperts if isinstance(base, ExpertLinear) else QuantizedLinear)(base, quantize)
+    if settings is None:
+        return cast(nn.Module, base)
+    return next(adapted for kind, adapted in _ADAPTED.items() if isinstance(base, kind))(base, settings)

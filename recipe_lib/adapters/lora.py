@@ -18,25 +18,21 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.adapters.expert_layers import AdaptedRouter, QuantizedExperts, adapted_experts
 from recipe_lib.adapters.layers import (
-    AdaptedEmbedding,
-    AdaptedHead,
     AdaptedModule,
     AdapterSettings,
-    adapted_linear,
+    QuantizedExperts,
+    adapt,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.find_layers import layer_names
-from recipe_lib.models.language_model import LanguageModel, is_external
+from recipe_lib.models.language_model import LanguageModel, is_external, layer_names, own_parts
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.models.mixture import ExpertLinear, Mixture
+from recipe_lib.models.spec import ExternalSpec
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.units import format_bytes
 
@@ -78,7 +74,10 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
     names = layer_names(model)
     for target, (owner, child) in LINEARS.items():
         places = [model.get_submodule(name) for name in names]
-        owners = [layer.get_submodule(owner) for layer in places if _has_linear(layer, f"{owner}.{child}")]
+        owners = []
+        for layer in places:
+            if isinstance(dict(layer.named_modules()).get(f"{owner}.{child}"), nn.Linear):
+                owners.append(layer.get_submodule(owner))
         if target in cfg.target_modules and names and not owners:
             experts = any(isinstance(module, Mixture) for layer in places for module in layer.modules())
             other = "; experts are named by experts" if experts and owner == "mlp" else ""
@@ -88,13 +87,13 @@ def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
             )
         for module in owners:
             own = settings if target in cfg.targets else None
-            setattr(module, child, adapted_linear(getattr(module, child), own, cfg.quantize_base))
+            setattr(module, child, adapt(getattr(module, child), own, cfg.quantize_base))
     _adapt_mixtures([model.get_submodule(name) for name in names], cfg, settings)
     refuse_unquantized(model, cfg.quantize_base)
     if "embedding" in cfg.targets:
-        model.model.embed_tokens = AdaptedEmbedding(model.model.embed_tokens, settings)
+        model.model.embed_tokens = adapt(model.model.embed_tokens, settings)
     if "head" in cfg.targets:
-        model.lm_head = AdaptedHead(model.lm_head, settings)
+        model.lm_head = adapt(model.lm_head, settings)
 
 
 def quantize_frozen(model: Decoder, kind: str, dtype: torch.dtype) -> None:
@@ -116,17 +115,10 @@ def _adapt_mixtures(layers: list[nn.Module], cfg: LoraConfig, settings: AdapterS
     of_experts = settings if "experts" in wanted else None
     for mixture in mixtures:
         if "router" in wanted:
-            mixture.router = AdaptedRouter(mixture.router, settings)
+            mixture.router = adapt(mixture.router, settings)
         for name in ("gate_up_proj", "down_proj"):
             base = getattr(mixture.experts, name)
-            setattr(mixture.experts, name, adapted_experts(base, of_experts, cfg.quantize_base))
-
-
-def _has_linear(layer: nn.Module, name: str) -> bool:
-    try:
-        return isinstance(layer.get_submodule(name), nn.Linear)
-    except AttributeError:
-        return False
+            setattr(mixture.experts, name, adapt(base, of_experts, cfg.quantize_base))
 
 
 def adapter_settings(cfg: LoraConfig, dtype: torch.dtype) -> AdapterSettings:
@@ -205,11 +197,6 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether any module of the model has an adapter."""
-    return any(isinstance(module, AdaptedModule) for module in model.modules())
-
-
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Inside the block the model computes what its frozen weights give, without gradients; all ranks alike.
@@ -258,9 +245,12 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
         f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} on top of "
         f"{_size(frozen)} frozen"
     )
-    bare = describe_bare(found) if "all-linear" in cfg.target_modules else ""
-    parts = [bare, describe_quantized(found, cfg.quantize_base, model) if cfg.quantize_base != "none" else ""]
-    return "; ".join([line, *(part for part in parts if part)])
+    parts = [line]
+    if "all-linear" in cfg.target_modules and _matters(found.bare, found.numbers):
+        parts.append(f"none on {_share(found.bare, found.numbers)}")
+    if cfg.quantize_base != "none":
+        parts.append(describe_quantized(found, cfg.quantize_base, model))
+    return "; ".join(parts)
 
 
 def _size(parameters: Iterable[Tensor]) -> str:
@@ -301,38 +291,35 @@ def cover(model: nn.Module) -> Coverage:
     others = tuple(f"{name}." for name in model.other_parts) if isinstance(model, LanguageModel) else ()
     names = [name for name in layer_names(model) if not name.startswith(others)]
     adapted: dict[str, set[str]] = {}
-    bare: dict[str, int] = {}
-    wide: dict[str, int] = {}
+    bare: Counter[str] = Counter()
+    wide: Counter[str] = Counter()
     shapes: dict[str, int] = {}
-    numbers = linears = quantized = 0
+    linears = quantized = 0
     experts: set[str] = set()
     lists = Counter(map(_name_list, names))  # a model may have others beside that of its layers
     for layer in names:
         for name, module in model.get_submodule(layer).named_modules():
             name = name or _name_list(layer).rpartition(".")[2]  # an element that is a linear itself
-            has_adapter = isinstance(module, AdaptedModule)
-            if has_adapter:
-                adapted.setdefault(kind_of(name), set()).add(layer)
+            matrices: dict[str, int] = {}
             if isinstance(module, QuantizedLinear):
-                count = module.in_features * module.out_features
-                numbers, quantized = numbers + count, quantized + count
+                matrices[kind_of(name)] = module.in_features * module.out_features
+                quantized += module.in_features * module.out_features
                 if isinstance(module, QuantizedExperts):
                     experts.add(layer)
                 else:
                     linears += 1
-                if not has_adapter:
-                    _add(bare, kind_of(name), count)
-                continue
-            for parameter_name, parameter in module.named_parameters(recurse=False):
-                if parameter.dim() < 2 or "lora_" in f"{name}.{parameter_name}":
-                    continue
-                own = name if parameter_name == "weight" else f"{name}.{parameter_name}"
-                count = parameter.numel()
-                numbers += count
-                shapes[kind_of(own)] = parameter.dim()
-                _add(wide, kind_of(own), count)
-                if not has_adapter:
-                    _add(bare, kind_of(own), count)
+            else:
+                for parameter_name, parameter in module.named_parameters(recurse=False):
+                    if parameter.dim() < 2 or "lora_" in f"{name}.{parameter_name}":
+                        continue
+                    kind = kind_of(name if parameter_name == "weight" else f"{name}.{parameter_name}")
+                    matrices[kind] = parameter.numel()
+                    shapes[kind] = parameter.dim()
+                wide.update(matrices)
+            if isinstance(module, AdaptedModule):
+                adapted.setdefault(kind_of(name), set()).add(layer)
+            else:
+                bare.update(matrices)
     inside = tuple(f"{name}." for name in names)
     outside = tuple(
         name
@@ -343,7 +330,18 @@ def cover(model: nn.Module) -> Coverage:
         kind: (len(layers), sum(lists[name] for name in set(map(_name_list, layers))))
         for kind, layers in adapted.items()
     }
-    return Coverage(len(names), found, outside, numbers, linears, len(experts), quantized, bare, wide, shapes)
+    return Coverage(
+        layers=len(names),
+        adapted=found,
+        outside=outside,
+        numbers=quantized + wide.total(),
+        linears=linears,
+        experts=len(experts),
+        quantized=quantized,
+        bare=bare,
+        wide=wide,
+        shapes=shapes,
+    )
 
 
 def refuse_unquantized(model: nn.Module, kind: str) -> None:
@@ -385,11 +383,6 @@ def describe_targets(found: Coverage, words: Mapping[str, str]) -> str:
     return ", ".join(dict.fromkeys([*named, *(words.get(name, name) for name in found.outside)]))
 
 
-def describe_bare(found: Coverage) -> str:
-    """What of the layers has no adapter, and its share of their weights; empty where it is next to nothing."""
-    return f"none on {_share(found.bare, found.numbers)}" if _matters(found.bare, found.numbers) else ""
-
-
 def describe_quantized(found: Coverage, kind: str, model: nn.Module) -> str:
     """How many linears are kept in fewer bits, and what of the layers is not."""
     experts = f" and the experts of {found.experts}" if found.experts else ""
@@ -408,10 +401,6 @@ def kind_of(name: str) -> str:
 def _name_list(layer: str) -> str:
     """Return the name of the list that a layer is an element of."""
     return layer.rpartition(".")[0]
-
-
-def _add(numbers: dict[str, int], kind: str, count: int) -> None:
-    numbers[kind] = numbers.get(kind, 0) + count
 
 
 def _matters(numbers: Mapping[str, int], total: int) -> bool:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from recipe_lib.ops.fused_kernels import cut_rows
+
 _PIECE_ELEMENTS = 2**24  # elements of the weight that are computed at a time: 64 MiB in fp32
 
 
@@ -71,5 +73,4 @@ def _wide(rows: Tensor) -> Tensor:
 
 def _pieces(read_rows: Callable[[int, int], Tensor], count: int) -> list[tuple[int, int]]:
     width = read_rows(0, 1).shape[1] if count else 1
-    step = max(1, _PIECE_ELEMENTS // width)
-    return [(start, min(start + step, count)) for start in range(0, count, step)]
+    return cut_rows(count, width, _PIECE_ELEMENTS)

@@ -8,9 +8,7 @@ before it for the scales of blocks.
 """
 
 import importlib
-import logging
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipe_lib.logs import silence_torchao
 from recipe_lib.ops.fused_kernels import fused, fuses
 
 BLOCK = 64  # numbers that share a scale
@@ -32,7 +31,8 @@ LEVELS = (
 _PIECE_BLOCKS = 2**17  # blocks dequantized at a time: indices of 16 MiB
 _PAIRS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}  # as wide as two
 DTYPES = frozenset(_PAIRS)  # what arithmetic can be done in; factors are kept in fp32
-_TORCHAO_HOMES = ("torchao.quantization.quantize_.workflows.nf4.nf4_tensor", "torchao.dtypes.nf4tensor")
+_TORCHAO_HOME = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor"
+_OLDER_HOME = "torchao.dtypes.nf4tensor"
 
 
 # Whether tensors have numbers; in a simulation they have sizes alone.
@@ -55,11 +55,6 @@ def make_tables_anew(*, has_values: bool = True) -> Iterator[None]:
         _has_values.reset(before)
         for table in tables:
             table.cache_clear()
-
-
-def blocks_of(elements: int) -> int | None:
-    """Blocks of a matrix of so many numbers; None: it does not divide into blocks and cannot be NF4."""
-    return None if elements % BLOCK else elements // BLOCK
 
 
 def factors_of(blocks: int) -> int:
@@ -134,14 +129,10 @@ def dequantize(
     return numbers
 
 
-def _blocks_shape(codes: Tensor, scales: Tensor, factors: Tensor, levels: Tensor, place: Any, group: int) -> Tensor:
-    return levels.new_empty(codes.shape[0], BLOCK)
-
-
 @fused(
     "dequantize_nf4(Tensor codes, Tensor scales, Tensor factors, Tensor levels, SymInt[] place, SymInt group)"
     " -> Tensor",
-    _blocks_shape,
+    lambda codes, scales, factors, levels, *_: levels.new_empty(codes.shape[0], BLOCK),
 )
 def _dequantize(
     codes: Tensor, scales: Tensor, factors: Tensor, levels: Tensor, place: Sequence[int], group: int
@@ -211,32 +202,9 @@ def _borders(dtype: torch.dtype) -> Tensor:
 
 @cache
 def _torchao() -> Any:
-    """torchao's class of NF4 tensors, which moved from one version to the next; imported when something is quantized.
-
-    On a machine without a GPU the import tells of kernels it cannot load, which nothing here uses.
-    """
-    with _quiet("torchao", "torch.utils._pytree"):
-        for home in _TORCHAO_HOMES:
-            try:
-                return importlib.import_module(home).NF4Tensor
-            except ModuleNotFoundError as error:
-                if not home.startswith(str(error.name)):
-                    raise
-                missing = error
-    raise missing
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Warnings, and what these loggers say below an error, are not shown."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    """Import torchao's class of NF4 tensors, which moved from one version to the next."""
+    silence_torchao()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        return importlib.import_module(_TORCHAO_HOME).NF4Tensor
+    except ModuleNotFoundError:
+        return importlib.import_module(_OLDER_HOME).NF4Tensor

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from recipe_lib.adapters.lora import LINEARS
+from recipe_lib.adapters.lora import LINEARS, WORDS
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.mixture_files import router_name
-from recipe_lib.models.spec import DecoderSpec, ModelSpec
-from recipe_lib.models.weight_names import parameter_shapes, weight_map
+from recipe_lib.models.spec import DecoderSpec, ExternalSpec, ModelSpec
+from recipe_lib.models.weight_names import parameter_shapes, router_name, weight_map
 
 PREFIX = "base_model.model."
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -33,8 +31,6 @@ _MULTIMODAL = {
 }
 # Ends of modules' names in transformers 4 -> in transformers 5, where the matrix is the same: PEFT takes either.
 _RENAMED = {".block_sparse_moe.gate": ".mlp.gate"}
-_LEAVES = {f"{owner}.{child}": target for target, (owner, child) in LINEARS.items()}
-_LEAVES |= {"mlp.router": "router", "experts.gate_up_proj": "experts", "experts.down_proj": "experts"}
 # Linears of a mixture's dense layers. PEFT (0.21, with transformers 5) takes these ends of `target_modules`, of whole
 # names and patterns too, for the experts' parameters; `target_parameters` it takes as they are.
 _TAKEN_FOR_EXPERTS = ("gate", "up", "down")
@@ -102,9 +98,7 @@ def stacked_factors(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 def target_of(module: str) -> str | None:
     """The word that lora.target_modules has for a module of ours; None: it cannot have an adapter."""
-    if module in (EMBEDDING, HEAD):
-        return "embedding" if module == EMBEDDING else "head"
-    return _LEAVES.get(".".join(module.split(".")[-2:]))
+    return WORDS.get(".".join(module.split(".")[-2:]))
 
 
 def file_modules(spec: ModelSpec) -> dict[str, FileModule]:

@@ -23,8 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from recipe_lib.adapters import nf4
 from recipe_lib.ops.dtensor_shards import gathered, local, local_part
-from recipe_lib.ops.fused_kernels import fused, fuses
-from recipe_lib.ops.shaped_work import follows_from_shapes
+from recipe_lib.ops.fused_kernels import cut_rows, follows_from_shapes, fused, fuses, make_opaque_node
 
 # Rows of codes in [-127, 127] and a factor for each, back to numbers.
 
@@ -34,9 +33,8 @@ def dequantize_rows(codes: Tensor, factors: Tensor, dtype: torch.dtype) -> Tenso
     if fuses(codes.device):
         return _dequantize(codes, factors, dtype)
     rows = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    step = max(1, _PIECE_ELEMENTS // codes.shape[1])
-    for start in range(0, len(codes), step):
-        piece = slice(start, start + step)
+    for start, stop in cut_rows(codes.shape[0], codes.shape[1], _PIECE_ELEMENTS):
+        piece = slice(start, stop)
         rows[piece].copy_(codes[piece].float().mul_(factors[piece].unsqueeze(1)))
     return rows
 
@@ -57,7 +55,7 @@ _PIECE_ELEMENTS = 2**23  # elements quantized at a time
 
 def can_quantize(in_features: int, out_features: int, kind: str) -> bool:
     """Whether a weight `[out, in]` can be kept so: NF4 needs a whole number of blocks of 64."""
-    return kind != "nf4" or nf4.blocks_of(in_features * out_features) is not None
+    return kind != "nf4" or in_features * out_features % nf4.BLOCK == 0
 
 
 def can_cut(in_features: int, out_features: int, kind: str, parts: int, *, by_columns: bool) -> bool:
@@ -96,7 +94,8 @@ class QuantizedLinear(nn.Module):
         self.dtype = base.weight.dtype
         self.rows, self.columns = (0, base.out_features), (0, base.in_features)  # what this process computes with
         self.bias = base.bias
-        self._computes_on: torch.device | None = None
+        # Where to quantize, if outside of its forward the parameters lie in host memory.
+        self.computes_on: torch.device | None = None
         device = base.weight.device
         blocks = base.in_features * base.out_features // nf4.BLOCK
         codes = (blocks, nf4.BLOCK // 2) if kind == "nf4" else (base.out_features, base.in_features)
@@ -117,10 +116,6 @@ class QuantizedLinear(nn.Module):
             self.weight_codes = frozen((*blocks, nf4.BLOCK // 2), _BITS, device)
             self.weight_scales = frozen(blocks, _BITS, device)
 
-    def compute_on(self, device: torch.device) -> None:
-        """Outside of its forward the parameters lie in host memory, which is not where to quantize."""
-        self._computes_on = device
-
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden `[..., in]` to `[..., out]`, in hidden's type."""
         return self.product(hidden, self.bias)
@@ -136,15 +131,12 @@ class QuantizedLinear(nn.Module):
         """`product`, called as `F.linear` is; weight: not looked at."""
         first, last = self.columns
         storage = (*self._part(), bias, last - first, self.dtype, self._place())
-        if torch.compiler.is_compiling():
-            return _compiled(hidden, *storage)
-        return cast(Tensor, _Product.apply(hidden, *storage))
+        return multiply(hidden, *storage)
 
     def rows_held(self) -> int:
         """How many rows, or parts of them, are here: more than it computes with where the caller did not cut there."""
         first, last = self.columns
-        numbers = local(self.weight_codes).numel() * (1 if self.weight_scales is None else 2)
-        return numbers // (last - first)
+        return rows_of(local(self.weight_codes), self.weight_scales, last - first)
 
     def _part(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """Codes, scales and factors of what this process computes with, of which it may hold more."""
@@ -206,8 +198,8 @@ class QuantizedLinear(nn.Module):
     def working_device(self) -> torch.device:
         """Where to quantize: on the accelerator, also when the parameters are kept in host memory."""
         codes = self.weight_codes
-        if self._computes_on is not None:
-            return self._computes_on
+        if self.computes_on is not None:
+            return self.computes_on
         return torch.device(codes.device_mesh.device_type) if isinstance(codes, DTensor) else codes.device
 
     @follows_from_shapes(_list_shapes_to_fill)
@@ -215,7 +207,7 @@ class QuantizedLinear(nn.Module):
         codes, (begin, *_) = local_part(self.weight_codes)
         device = self.working_device()
         largest = torch.zeros(codes.shape[:-1], dtype=self.dtype, device=device)
-        for start, stop in _pieces(len(codes), 2 * codes.shape[1:].numel()):
+        for start, stop in cut_rows(len(codes), 2 * codes.shape[1:].numel(), _PIECE_ELEMENTS):
             blocks = self._read_blocks(read_rows, begin + start, begin + stop).to(device, self.dtype)
             quantized, found = nf4.quantize_blocks(blocks.view(-1, nf4.BLOCK))
             codes[start:stop].copy_(quantized.view(_BITS).view(codes[start:stop].shape))
@@ -239,7 +231,7 @@ class QuantizedLinear(nn.Module):
         codes, (begin, _) = local_part(self.weight_codes)
         factors, _ = local_part(self.weight_factors)
         device = self.working_device()
-        pieces = _pieces(len(codes), codes.shape[1])
+        pieces = cut_rows(len(codes), codes.shape[1], _PIECE_ELEMENTS)
         largest = torch.zeros(len(codes), device=device)
 
         def read(start: int, stop: int) -> Tensor:
@@ -263,7 +255,6 @@ class QuantizedLinear(nn.Module):
                 quantize(start, stop, read(start, stop))
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, kind={self.kind}"
 
@@ -281,12 +272,6 @@ def dequantized(weight: Tensor, kind: str) -> Tensor:
 def frozen(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """A parameter that wants no gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-def _pieces(count: int, width: int) -> list[tuple[int, int]]:
-    """`range(count)` in parts of at most _PIECE_ELEMENTS elements, `width` of them each."""
-    step = max(1, _PIECE_ELEMENTS // width)
-    return [(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _largest_of_all(largest: Tensor, parameter: Tensor) -> None:
@@ -325,39 +310,7 @@ def dequantize(
     return numbers[first - begin * nf4.BLOCK : last - begin * nf4.BLOCK].view(-1, columns)
 
 
-class _Product(torch.autograd.Function):
-    """`hidden @ weight.T + bias`; keeps the codes, which are parameters anyway, and neither hidden nor weight."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        codes: Tensor,
-        scales: Tensor | None,
-        factors: Tensor,
-        bias: Tensor | None,
-        columns: int,
-        dtype: torch.dtype,
-        place: list[int],
-    ) -> Tensor:
-        ctx.save_for_backward(codes, scales, factors)
-        ctx.columns, ctx.dtype, ctx.place = columns, dtype, place
-        return F.linear(hidden, dequantize(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
-        codes, scales, factors = ctx.saved_tensors
-        weight = dequantize(codes, scales, factors, ctx.columns, ctx.dtype, ctx.place)
-        return (gradient @ weight.to(gradient.dtype), *(None,) * 7)
-
-
-# Under torch.compile the same as an operation that the compiler cannot look into: it would see that forward and
-# backward make the same weight, and keep it in between.
-
-
-@torch.library.custom_op("tune_recipes::quantized_linear", mutates_args=())
-def _compiled(
+def _multiply(
     hidden: Tensor,
     codes: Tensor,
     scales: Tensor | None,
@@ -367,26 +320,11 @@ def _compiled(
     dtype: torch.dtype,
     place: Sequence[int],
 ) -> Tensor:
+    """`hidden @ weight.T + bias`."""
     return F.linear(hidden, dequantize(codes, scales, factors, columns, dtype, place).to(hidden.dtype), bias)
 
 
-@_compiled.register_fake
-def _(
-    hidden: Tensor,
-    codes: Tensor,
-    scales: Tensor | None,
-    factors: Tensor,
-    bias: Tensor | None,
-    columns: int,
-    dtype: torch.dtype,
-    place: Sequence[int],
-) -> Tensor:
-    rows = codes.numel() * (1 if scales is None else 2) // columns
-    return hidden.new_empty((*hidden.shape[:-1], rows))
-
-
-@torch.library.custom_op("tune_recipes::quantized_linear_backward", mutates_args=())
-def _compiled_backward(
+def _multiply_gradient(
     gradient: Tensor,
     codes: Tensor,
     scales: Tensor | None,
@@ -398,27 +336,19 @@ def _compiled_backward(
     return gradient @ dequantize(codes, scales, factors, columns, dtype, place).to(gradient.dtype)
 
 
-@_compiled_backward.register_fake
-def _(
-    gradient: Tensor,
-    codes: Tensor,
-    scales: Tensor | None,
-    factors: Tensor,
-    columns: int,
-    dtype: torch.dtype,
-    place: Sequence[int],
-) -> Tensor:
-    return gradient.new_empty((*gradient.shape[:-1], columns))
+def rows_of(codes: Tensor, scales: Tensor | None, columns: int) -> int:
+    """Rows of so many columns that codes stand for."""
+    return codes.numel() * (1 if scales is None else 2) // columns
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, codes, scales, factors, _, ctx.columns, ctx.dtype, ctx.place = inputs
-    ctx.save_for_backward(codes, scales, factors)
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    settings = (ctx.columns, ctx.dtype, ctx.place)
-    return (_compiled_backward(gradient, *ctx.saved_tensors, *settings), *(None,) * 7)
-
-
-_compiled.register_autograd(_backward, setup_context=_save_for_backward)
+# Keeps the codes, which are parameters anyway, and neither hidden nor weight.
+multiply = make_opaque_node(
+    "quantized_linear",
+    _multiply,
+    lambda hidden, codes, scales, factors, bias, columns, *_: hidden.new_empty(
+        (*hidden.shape[:-1], rows_of(codes, scales, columns))
+    ),
+    _multiply_gradient,
+    lambda gradient, codes, scales, factors, columns, *_: gradient.new_empty((*gradient.shape[:-1], columns)),
+    kept=(1, 2, 3, 5, 6, 7),
+)

@@ -40,9 +40,8 @@ from recipe_lib.checkpoint.tensor_files import Header, read_header
 from recipe_lib.checkpoint.weight_accounts import READABLE_TYPES
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, raise_faults
-from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.scored_spec import has_score_head
-from recipe_lib.models.spec import SCORE, ModelSpec
+from recipe_lib.models.families import has_score_head
+from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec
 from recipe_lib.reading import parse_json
 from recipe_lib.units import name_first
 

@@ -22,9 +22,8 @@ from recipe_lib.checkpoint.adapter_files import AdapterFile, check_fits, read_ad
 from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.checkpoint.weights_in import extras_to_read, read_part
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.checkpoint_parts import own_parts
-from recipe_lib.models.extra_parameters import saved_whole
-from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.language_model import LanguageModel, own_parts
+from recipe_lib.models.meta_init import saved_whole
 from recipe_lib.models.spec import ModelSpec
 
 
@@ -68,7 +67,7 @@ def _fill_extras(adapter: AdapterFile, model: nn.Module) -> None:
             for local, offsets in own_parts(model, name, tensors[name]):
                 read_part(file.get_slice(adapter.extras[name][0]), local, offsets)
     if isinstance(model, LanguageModel):
-        model.note_loaded_extras(names)
+        model.loaded_extras |= frozenset(names)
 
 
 def _fill(

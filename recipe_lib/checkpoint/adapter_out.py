@@ -53,13 +53,11 @@ from recipe_lib.checkpoint.weights_out import (
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.checkpoint_parts import in_file_order
-from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.extra_parameters import extra_modules, extra_tensors, saved_whole
-from recipe_lib.models.meta_init import stored_weights
-from recipe_lib.models.score_head import score_tensor
-from recipe_lib.models.scored_spec import has_score_head
-from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec
+from recipe_lib.models.decoder import score_tensor
+from recipe_lib.models.families import has_score_head
+from recipe_lib.models.language_model import in_file_order
+from recipe_lib.models.meta_init import extra_modules, extra_tensors, saved_whole, stored_weights
+from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
 
 
 def export_adapter(

@@ -9,10 +9,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from recipe_lib.checkpoint.tensor_files import FileTensor
-from recipe_lib.models.checkpoint_parts import own_parts
-from recipe_lib.models.external_spec import Conversion, WeightEntry
-from recipe_lib.models.file_views import OpenView
+from recipe_lib.models.language_model import own_parts
 from recipe_lib.models.meta_init import stored_weights
+from recipe_lib.models.spec import Conversion, WeightEntry
+from recipe_lib.models.weight_names import OpenView
 
 Made = TypeVar("Made")
 _ROWS = 4096  # rows of two tensors that are compared at a time

@@ -11,11 +11,9 @@ from recipe_lib.checkpoint.converted import hold_same_numbers
 from recipe_lib.checkpoint.saved_weights import EMBEDDING_WEIGHT, HEAD_WEIGHT, VOCABULARY, SavedTensor, SavedWeights
 from recipe_lib.checkpoint.weight_accounts import file_shapes
 from recipe_lib.errors import CheckpointError, raise_faults
-from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.mixture_files import router_name
-from recipe_lib.models.scored_spec import has_score_head
-from recipe_lib.models.spec import SCORE, ModelSpec
-from recipe_lib.models.weight_names import WeightEntry, buffer_names, parameter_shapes, weight_map
+from recipe_lib.models.families import has_score_head
+from recipe_lib.models.spec import SCORE, ExternalSpec, ModelSpec
+from recipe_lib.models.weight_names import WeightEntry, buffer_names, parameter_shapes, router_name, weight_map
 from recipe_lib.units import name_first
 
 if TYPE_CHECKING:

@@ -46,10 +46,9 @@ from recipe_lib.checkpoint.weights_out import (
 )
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, read_config, read_trained_spec
-from recipe_lib.models.external_spec import ExternalSpec, TensorLayout
+from recipe_lib.models.families import scored_spec
 from recipe_lib.models.meta_init import allocate
-from recipe_lib.models.scored_spec import scored_spec
-from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec
+from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec, TensorLayout
 from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map, written_layout
 from recipe_lib.units import GIB
 

@@ -22,11 +22,10 @@ from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.config.local_files import has_package, install_line
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import silence_torchao
-from recipe_lib.memory.host_limits import free_host_memory
+from recipe_lib.memory.peaks import free_host_memory
 from recipe_lib.models import read_config
-from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.scored_spec import has_score_head
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.models.families import has_score_head
+from recipe_lib.models.spec import ExternalSpec, ModelSpec
 from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes
 

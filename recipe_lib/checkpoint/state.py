@@ -78,7 +78,7 @@ from recipe_lib.config.local_files import no_whole_state
 from recipe_lib.errors import CheckpointError, UserError
 from recipe_lib.files import FileRecord
 from recipe_lib.logs import get_logger
-from recipe_lib.models.checkpoint_parts import all_runs, ordered, own_parts, runs_of
+from recipe_lib.models.language_model import all_runs, ordered, own_parts, runs_of
 from recipe_lib.reading import parse_json
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB

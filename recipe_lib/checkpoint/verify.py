@@ -16,9 +16,8 @@ from recipe_lib.checkpoint.weights_in import load_weights
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import Decoder, build_meta
-from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.meta_init import allocate
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.models.spec import ExternalSpec, ModelSpec
 from recipe_lib.models.weight_names import weight_map
 from recipe_lib.report.phases import phase
 

@@ -19,7 +19,7 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.logs import get_logger
 from recipe_lib.models import read_config
-from recipe_lib.models.scored_spec import head_labels
+from recipe_lib.models.families import head_labels
 from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec
 from recipe_lib.models.weight_names import (
     WeightEntry,

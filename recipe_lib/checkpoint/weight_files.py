@@ -7,7 +7,7 @@ from typing import Any
 
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.other_formats import list_weight_files, other_weights
+from recipe_lib.models.spec import list_weight_files, other_weights
 from recipe_lib.reading import read_json, suggest_remedy
 from recipe_lib.units import MIB
 

@@ -13,13 +13,10 @@ from recipe_lib.checkpoint.converted import Reader, load_converted
 from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.checkpoint.weight_accounts import find_shape_fault, match_tensors, tell_left_out
 from recipe_lib.errors import CheckpointError, raise_faults
-from recipe_lib.models.checkpoint_parts import own_parts
-from recipe_lib.models.extra_parameters import reset_extra, saved_whole
-from recipe_lib.models.file_views import OpenView
-from recipe_lib.models.language_model import LanguageModel, modules_elsewhere
-from recipe_lib.models.meta_init import init_weight, persistent_buffers, stored_weights
+from recipe_lib.models.language_model import LanguageModel, modules_elsewhere, own_parts
+from recipe_lib.models.meta_init import init_weight, persistent_buffers, reset_extra, saved_whole, stored_weights
 from recipe_lib.models.spec import SCORE, ModelSpec
-from recipe_lib.models.weight_names import WeightEntry, parameter_shapes
+from recipe_lib.models.weight_names import OpenView, WeightEntry, parameter_shapes
 from recipe_lib.ops.device import holds_values
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB, name_first
@@ -72,7 +69,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     if SCORE in parameters.keys() - read:
         init_weight(model, SCORE, seed, spec)
     if isinstance(model, LanguageModel):
-        model.note_loaded_extras(extras)
+        model.loaded_extras |= frozenset(extras)
     _check_finite({name: parameters[name] for name in sorted(read)}, folder)
 
 

@@ -20,13 +20,10 @@ from recipe_lib.checkpoint.weight_accounts import EXTRA, file_shapes
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.checkpoint_parts import in_file_order
-from recipe_lib.models.config_spellings import spell_native
-from recipe_lib.models.external_spec import Conversion, ExternalSpec
-from recipe_lib.models.families import FAMILIES, text_config
+from recipe_lib.models.families import FAMILIES, has_score_head, score_architecture, spell_native, text_config
+from recipe_lib.models.language_model import in_file_order
 from recipe_lib.models.meta_init import persistent_buffers
-from recipe_lib.models.scored_spec import has_score_head, score_architecture
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.models.spec import Conversion, ExternalSpec, ModelSpec
 from recipe_lib.models.weight_names import weight_map, written_layout
 from recipe_lib.ops.dtensor_shards import gathered
 from recipe_lib.units import MIB, name_first

@@ -90,7 +90,7 @@ def host_memory() -> dict[str, Any]:
     module that knows. what: limits it, the machine or a control group (a container's, a batch job's)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        from recipe_lib.memory.host_limits import free_host_memory
+        from recipe_lib.memory.peaks import free_host_memory
     except (ImportError, OSError):
         return {"total": total, "free": None, "what": "free, not known"}
     free, what = free_host_memory()

@@ -59,7 +59,7 @@ def _config_of(run: Path | None, recipe: str | None) -> FullFinetuneConfig | Non
 def _of_model(source: "GenerationSource", trained: FullFinetuneConfig | None) -> list[str]:
     """Model, dtype, seed: of the run, or what the files say."""
     from recipe_lib.cli.inference_device import choose_dtype
-    from recipe_lib.models.external_spec import ExternalSpec
+    from recipe_lib.models.spec import ExternalSpec
 
     if trained is not None:
         model = dataclasses.asdict(trained.model)

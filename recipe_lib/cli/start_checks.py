@@ -131,7 +131,7 @@ def _missing_on_this_machine(cfg: Any) -> Iterator[str]:
 def _check_model(cfg: Any, with_weights: bool) -> str | None:
     """Its folder and config.json, and the files of its weights; a native one is of a family that is known."""
     from recipe_lib.models import preset_config
-    from recipe_lib.models.scored_spec import spec_of_run
+    from recipe_lib.models.families import spec_of_run
 
     if cfg.model.implementation == "transformers":
         check_transformers()

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset as TorchDataset
 from recipe_lib.data.dataset import Dataset, TokenSequence
 from recipe_lib.data.order import DataPlan, pack
 from recipe_lib.ops.attention import AttentionInfo, document_positions, make_attention_info
-from recipe_lib.ops.fused_loss import IGNORED
+from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.ops.real_tokens import RealTokens
 
 Slots = Sequence[np.ndarray] | np.ndarray

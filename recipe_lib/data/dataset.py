@@ -14,7 +14,7 @@ from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.sources import SampleFile
 from recipe_lib.errors import DataError
 from recipe_lib.logs import warn_on_first_rank
-from recipe_lib.ops.fused_loss import IGNORED
+from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.tokenizers import Tokenizer
 
 # The arrays that a dataset is stored as, one file each, and the type of their numbers.

@@ -14,7 +14,7 @@ from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.generation.batch import generate_batch
 from recipe_lib.models.spec import ModelSpec
-from recipe_lib.ops.fused_loss import IGNORED
+from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.training.sequence_scores import token_scores_of

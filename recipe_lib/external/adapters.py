@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recipe_lib.adapters.layers import AdaptedMatrix, AdapterSettings, adapted_linear
+from recipe_lib.adapters.layers import AdaptedMatrix, AdapterSettings, adapt
 from recipe_lib.config.schema import PEFT_NAMES, LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.external.find_modules import is_transposed, layer_linears, linear_shape, uncalled_linears
@@ -24,14 +24,9 @@ class AdaptedExternal(AdaptedMatrix):
     """A linear of a class that is not torch's own, such as transformers' Conv1D: its own forward, and an adapter."""
 
     def __init__(self, base: nn.Module, settings: AdapterSettings) -> None:
-        nn.Module.__init__(self)
-        self.__dict__.update({name: value for name, value in base.__dict__.items() if not name.startswith("_")})
-        self._parameters.update(base._parameters)
-        self._buffers.update(base._buffers)
+        super().__init__(base, settings, linear_shape(base))
         self.kind = type(base)
         self.transposed = is_transposed(base)
-        outputs, inputs = linear_shape(base)
-        self.add_adapter(inputs, outputs, settings)
 
     def frozen_rows(self, start: int, stop: int) -> Tensor:
         """Rows of W `[stop - start, in]`."""
@@ -111,7 +106,7 @@ def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None
         owner, _, child = name.rpartition(".")
         own = settings if name in wanted else None
         if type(base) is nn.Linear:
-            placed: nn.Module = adapted_linear(base, own, cfg.quantize_base)
+            placed = adapt(base, own, cfg.quantize_base)
         else:
             placed = base if own is None else AdaptedExternal(base, own)
         setattr(model.get_submodule(owner), child, placed)

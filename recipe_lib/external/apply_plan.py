@@ -37,7 +37,7 @@ from recipe_lib.external.tensor_plan.gradient_proof import gradient_failures
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan
 from recipe_lib.external.tensor_plan.transformers_models import randomize, shrink
-from recipe_lib.models.checkpoint_parts import ordered
+from recipe_lib.models.language_model import ordered
 from recipe_lib.ops.gathered import Group, all_reduce
 
 _LENGTH = 16  # tokens of a row that a small copy is certified with; two rows

@@ -32,15 +32,13 @@ from recipe_lib.external.run_stages import keep_parts, only, run_alone
 from recipe_lib.external.token_reader import logits_of, token_reader
 from recipe_lib.external.transformers_config import TRANSFORMERS, transformers_config
 from recipe_lib.logs import get_logger
-from recipe_lib.models.external_spec import ExternalSpec, StageParts, TensorLayout
+from recipe_lib.models.decoder import LinearHead, LogitsAfter
 from recipe_lib.models.families import spec_from_config
-from recipe_lib.models.find_layers import layer_names
-from recipe_lib.models.language_model import LanguageModel
-from recipe_lib.models.linear_head import LinearHead, LogitsAfter
+from recipe_lib.models.language_model import LanguageModel, layer_names
 from recipe_lib.models.meta_init import build_meta, persistent_buffers
+from recipe_lib.models.spec import ExternalSpec, StageParts, TensorLayout
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.cross_entropy import cross_entropy
-from recipe_lib.ops.fused_loss import IGNORED
+from recipe_lib.ops.chunked_heads import IGNORED, cross_entropy
 from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss, OutputAdapter, TokenLogProbs, TokenScores
 
 # An external model called as ours is: tokens and labels in, logits, log-probabilities or the summed
@@ -108,7 +106,7 @@ class ExternalModel(LanguageModel):
         model.__class__ = type(own.__name__, (cls, own), {"__module__": own.__module__})
         model.spec, model.class_forward = spec, class_forward
         model.other_parts = tuple(other_parts(model))
-        model.note_computed_buffers(buffers)
+        model.computed_buffers = {**model.computed_buffers, **buffers}
         model._division = _Division(head, owner, name, accepted, _has_windows(config), whole=not plain)
         if plain:
             LinearHead.adopt(head)

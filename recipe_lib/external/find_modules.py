@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import layer_names
 
 # What is asked of a weight without reading its numbers.
 _OF_ITS_FORM = r"(?!\.(dtype|device|shape|size|is_meta|requires_grad|ndim)\b)"

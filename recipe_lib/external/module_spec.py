@@ -25,10 +25,9 @@ from recipe_lib.external.transformers_config import (
     spell_config,
     transformers_config,
 )
-from recipe_lib.models.external_spec import ExternalSpec, StageParts, TensorLayout, WeightEntry, WrittenLayout
-from recipe_lib.models.find_layers import layer_names
-from recipe_lib.models.quantized_files import refuse_quantized
-from recipe_lib.models.sizes import check_sizes
+from recipe_lib.models.config_fields import check_sizes, refuse_quantized
+from recipe_lib.models.language_model import layer_names
+from recipe_lib.models.spec import ExternalSpec, StageParts, TensorLayout, WeightEntry, WrittenLayout
 from recipe_lib.parallel.world import World
 
 _MANY_POSITIONS = 2**24  # of a model whose config names no limit

@@ -42,7 +42,7 @@ from recipe_lib.external.tensor_plan.exchanges import (
 )
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan
 from recipe_lib.external.tensor_plan.summary import pattern_of
-from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import layer_names
 from recipe_lib.ops.dtensor_shards import local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 

@@ -33,8 +33,8 @@ from recipe_lib.external.tensor_plan.transformers_models import randomize
 from recipe_lib.external.transformers_config import TRANSFORMERS
 from recipe_lib.files import replace_text
 from recipe_lib.models import build_meta
-from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import layer_names
+from recipe_lib.models.spec import ExternalSpec
 from recipe_lib.parallel.fsdp import materialize
 from recipe_lib.parallel.world import World
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.external_spec import StageParts
+from recipe_lib.models.spec import StageParts
 
 
 def refusal(family: str, reason: str) -> ConfigError:

@@ -20,9 +20,9 @@ from recipe_lib.external.run_stages import only, refusal, run_alone
 from recipe_lib.external.tensor_plan.transformers_models import randomize
 from recipe_lib.external.token_reader import logits_of
 from recipe_lib.external.transformers_config import TRANSFORMERS, one_line, transformers_config
-from recipe_lib.models.external_spec import StageParts
-from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import layer_names
 from recipe_lib.models.meta_init import allocate, build_meta
+from recipe_lib.models.spec import StageParts
 
 if TYPE_CHECKING:
     from recipe_lib.external.module_spec import ModuleSpec

@@ -29,7 +29,7 @@ from recipe_lib.external.plan_proof import all_modules, plan_of_model, prove
 from recipe_lib.external.tensor_plan.exchanges import Enter
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan, bounds
 from recipe_lib.logs import get_logger
-from recipe_lib.models.linear_head import LogitsAfter
+from recipe_lib.models.decoder import LogitsAfter
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.dtensor_shards import Runs, local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
@@ -58,7 +58,7 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
     _place_parameters(model, plan, world.mesh["tensor"], stored)
     runs = {each.name: (each.dim, cut) for each in plan.parameters if (cut := plan_runs(each, group.size))}
-    model.note_runs(runs | runs_of_lengths(runs, stored))
+    model.runs = runs | runs_of_lengths(runs, stored)
     if head is not None:
         head.forward = partial(project, head, group, columns)
     run_by_plan(model, plan, group, head, parallel.tensor_regather_in_backward != "false")

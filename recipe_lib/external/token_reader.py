@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from recipe_lib.errors import SetupError
-from recipe_lib.models.external_spec import ExternalSpec
+from recipe_lib.models.spec import ExternalSpec
 
 
 def token_reader(

@@ -8,8 +8,8 @@ from typing import Any
 from recipe_lib.config.local_files import check_transformers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import silence_torchao
-from recipe_lib.models.config_spellings import spell_both
-from recipe_lib.models.rope_config import NEWER
+from recipe_lib.models.config_fields import NEWER
+from recipe_lib.models.families import spell_both
 
 TRANSFORMERS = "transformers"
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # whose config has an is_decoder that they do not read

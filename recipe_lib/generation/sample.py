@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.kv_cache import KVCache
+from recipe_lib.models.decoder import Decoder, KVCache
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.ops.attention import AttentionInfo, make_attention_info
 

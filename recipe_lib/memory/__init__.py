@@ -4,8 +4,7 @@ from recipe_lib.memory.activation_offload import offload_activations
 from recipe_lib.memory.apply_levers import apply_memory_levers, compile_layers, use_low_precision
 from recipe_lib.memory.checkpointing import apply_activation_checkpointing
 from recipe_lib.memory.mlp_tiles import chunk_mlps
-from recipe_lib.memory.oom import explain_out_of_memory
-from recipe_lib.memory.peaks import PeakMemory, Peaks
+from recipe_lib.memory.peaks import PeakMemory, Peaks, explain_out_of_memory
 
 __all__ = [
     "PeakMemory",

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory.host_limits import pinned_bytes
-from recipe_lib.models.find_layers import layer_names
+from recipe_lib.memory.peaks import pinned_bytes
+from recipe_lib.models.language_model import layer_names
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.host_copies import Copy, HostCopies, Pair
 
@@ -169,12 +169,9 @@ class Window:
         self._leaving: deque[Call] = deque()  # calls whose tensors may still be on the device
         self._last: Call | None = None
         self._present: Call | None = None  # whose backward runs
-        self._judge: Callable[[int, int], None] | None = None
+        # Before the first layer's tensors are sent, `judge(bytes of the host that they take, tokens)` may refuse.
+        self.judge: Callable[[int, int], None] | None = None
         self._known: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
-
-    def judge_first(self, judge: Callable[[int, int], None]) -> None:
-        """Before the first layer's tensors are sent, `judge(bytes of the host that they take, tokens)` may refuse."""
-        self._judge = judge
 
     @contextmanager
     def keeping(self, number: int, staying: Callable[[int], bool], tokens: int = 0) -> Iterator[None]:
@@ -240,8 +237,8 @@ class Window:
         self.host_bytes[call.number] = sum(sizes)
         if not leaving:
             return
-        if self._judge is not None:
-            judge, self._judge = self._judge, None
+        if self.judge is not None:
+            judge, self.judge = self.judge, None
             judge(sum(map(pinned_bytes, sizes)), tokens)
 
         def allocate() -> Iterator[Pair]:

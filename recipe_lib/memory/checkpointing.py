@@ -29,11 +29,19 @@ from torch.utils.checkpoint import (
 from recipe_lib.config.mesh import micro_batches, padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory.aten_names import ATTENTION, MATMUL, SUM, kind_of
-from recipe_lib.memory.budget import BudgetChoice, Chosen, choose
-from recipe_lib.memory.layer_costs import PipelineStages, layer_costs
+from recipe_lib.memory.budget import (
+    ATTENTION,
+    MATMUL,
+    SUM,
+    BudgetChoice,
+    Chosen,
+    PipelineStages,
+    choose,
+    kind_of,
+    layer_costs,
+)
 from recipe_lib.memory.mlp_tiles import computes_pieces
-from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import layer_names
 from recipe_lib.ops.device import kernels_of
 from recipe_lib.ops.fused_kernels import fuses
 
@@ -69,11 +77,13 @@ def apply_activation_checkpointing(
         choice = _choose(model, cfg, device or torch.device("cpu"), pipeline)
         described = choice.describe()
         alike: dict[Chosen | None, dict[str, Any]] = {  # layers that keep the same share one compilation
-            chosen: {"context_fn": partial(_contexts_of, chosen)} for chosen in choice.kept.values() if chosen
+            chosen: {"context_fn": partial(_contexts, partial(_is_chosen, chosen))}
+            for chosen in choice.kept.values()
+            if chosen
         }
         options = {name: alike.get(chosen, {}) for name, chosen in choice.kept.items() if chosen is not None}
     else:
-        kept: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+        kept: dict[str, Any] = {"context_fn": partial(_contexts, _is_selected)} if mode == "selective" else {}
         options = dict.fromkeys(names, kept)
     for name in names:
         if name in options:
@@ -130,13 +140,13 @@ def _choose(
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def _selective_contexts() -> _Contexts:
+def _is_chosen(chosen: Chosen, kind: str, number: int) -> bool:
+    return (kind, number) in chosen
+
+
+def _is_selected(kind: str, number: int) -> bool:
     # The second matmul, the fourth, ...: a layer's last (down) is the seventh, and no gradient needs its output.
-    return _contexts(lambda kind, number: kind in (ATTENTION, SUM) or (kind == MATMUL and number % 2 == 1))
-
-
-def _contexts_of(chosen: Chosen) -> _Contexts:
-    return _contexts(lambda kind, number: (kind, number) in chosen)
+    return kind in (ATTENTION, SUM) or (kind == MATMUL and number % 2 == 1)
 
 
 def _contexts(is_kept: Callable[[str, int], bool]) -> _Contexts:

@@ -26,12 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from recipe_lib.adapters import is_adapter
-from recipe_lib.adapters.expert_layers import QuantizedExperts
+from recipe_lib.adapters.layers import QuantizedExperts
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.find_layers import layer_names
-from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.language_model import LanguageModel, layer_names
 from recipe_lib.models.mixture import ExpertLinear
 from recipe_lib.ops.device import has_host
 from recipe_lib.ops.dtensor_shards import local_of
@@ -154,7 +153,7 @@ class LayerStream:
         self, number: int, forward: Callable[..., Any], needed_again: Callable[..., bool], *args: Any, **kwargs: Any
     ) -> Any:
         """A unit's forward. needed_again: by the call's arguments, whether backward needs the parameters."""
-        if _in_backward():  # computed again
+        if torch._C._current_graph_task_id() != -1:  # in backward: computed again
             self._use(number, backward=True)
             return forward(*args, **kwargs)
         self._use(number)
@@ -263,14 +262,14 @@ def stream_layers(
             "expected 1, as a layer is stepped by the gradient of one rank's tokens; use memory.cpu_offload, or "
             "start one process"
         )
-    model.note_on_host([name for unit in units for name in unit.names])
+    model.on_host = frozenset(name for unit in units for name in unit.names)
     for number, unit in enumerate(units):
         module = model.get_submodule(unit.name)
         needed_again = _needed_again(module, unit.is_layer or unit.trains())
         module.forward = partial(stream.run, number, module.forward, needed_again)
         for owner in module.modules():
             if isinstance(owner, QuantizedLinear):
-                owner.compute_on(device)
+                owner.computes_on = device
     return stream
 
 
@@ -337,7 +336,3 @@ def _needed_again(module: nn.Module, always: bool) -> Callable[..., bool]:
     return lambda *args, **kwargs: (
         kwargs.get("labels") is None or not makes_gradients_in_forward(kwargs.get("head_loss"))
     )
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -8,7 +8,7 @@ arXiv 2001.04451.) Bytes are those of the simulated device; values are compared 
 (docs/measurements/on_a_gpu.md).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, cast
@@ -21,9 +21,10 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import MLP
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops import deferred
+from recipe_lib.ops.chunked_heads import row_pieces
 from recipe_lib.ops.real_tokens import RealTokens
 
-_in_pieces = 0  # of the process: backward of a GPU runs in threads of autograd's own
+_in_pieces = deferred.Switch(False)
 
 
 def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None:
@@ -48,7 +49,7 @@ def chunk_mlps(model: nn.Module, chunks: int, *, is_stage: bool = False) -> None
 
 def computes_pieces() -> bool:
     """Whether what is computed now is a piece, of which selective checkpointing is to keep nothing."""
-    return _in_pieces > 0
+    return _in_pieces.value
 
 
 def _chunked(forward: Any, chunks: int) -> Any:
@@ -58,7 +59,7 @@ def _chunked(forward: Any, chunks: int) -> Any:
         flat = hidden.flatten(0, -2)
         pieces = min(chunks, flat.shape[0])
         modules = [module for each in (mlp, *others) if isinstance(each, nn.Module) for module in each.modules()]
-        trained = [parameter for _, _, parameter in _trained(modules)]
+        trained = [parameter for _, _, parameter in find_parameters(modules, _is_trained)]
         whole = (forward, (mlp, *others), modules, pieces)
         if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
             return _all_pieces(flat, *whole).view(*hidden.shape[:-1], -1)
@@ -70,18 +71,30 @@ def _chunked(forward: Any, chunks: int) -> Any:
     return run
 
 
-def _trained(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """(place, name, parameter) of the parameters that want a gradient."""
-    return [
-        (module._parameters, name, parameter)
-        for module in modules
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
+Place = tuple[dict[str, Any], str, Tensor]  # `module._parameters`, a name there, and the parameter
 
 
-def _parts(rows: int, pieces: int) -> list[slice]:
-    return [slice(rows * piece // pieces, rows * (piece + 1) // pieces) for piece in range(pieces)]
+def find_parameters(modules: Iterable[nn.Module], is_wanted: Callable[[Tensor], bool]) -> list[Place]:
+    """Return the places of parameters in modules, those of a shared one all."""
+    places = [(module._parameters, name) for module in modules for name in module._parameters]
+    return [(own, name, one) for own, name in places if (one := own[name]) is not None and is_wanted(one)]
+
+
+@contextmanager
+def exchange_parameters(places: Sequence[Place], replace: Callable[[Any], Tensor]) -> Iterator[list[Tensor]]:
+    """Inside, modules have in these places what `replace` makes of their parameters."""
+    replacements = [replace(parameter) for _, _, parameter in places]
+    try:
+        for (own, name, _), replacement in zip(places, replacements, strict=True):
+            own[name] = replacement
+        yield replacements
+    finally:
+        for own, name, parameter in places:
+            own[name] = parameter
+
+
+def _is_trained(parameter: Tensor) -> bool:
+    return parameter.requires_grad
 
 
 def _all_pieces(
@@ -89,8 +102,8 @@ def _all_pieces(
 ) -> Tensor:
     """`[n, d]` to `[n, d]`, one piece after the other into one tensor."""
     found: Tensor | None = None
-    with _computing():
-        for part in _parts(hidden.shape[0], pieces):
+    with _in_pieces.set(True):
+        for part in row_pieces(hidden.shape[0], pieces):
             piece = forward(others[0], hidden[part], *_taken(others[1:], part, hidden.shape[0]))
             if found is None:
                 found = piece.new_empty(hidden.shape[0], piece.shape[-1])
@@ -104,16 +117,6 @@ def _taken(arguments: Sequence[Any], part: slice, rows: int) -> list[Any]:
     """Return what else a forward takes, of a piece of its tokens; of ranks that share tokens each has the same
     piece."""
     return [argument.take(part, rows) if isinstance(argument, RealTokens) else argument for argument in arguments]
-
-
-@contextmanager
-def _computing() -> Iterator[None]:
-    global _in_pieces
-    _in_pieces += 1
-    try:
-        yield
-    finally:
-        _in_pieces -= 1
 
 
 class _Keep(torch.autograd.Function):
@@ -146,12 +149,16 @@ class _Pieces(torch.autograd.Function):
         hidden = hidden.detach()
         total = torch.empty_like(hidden) if ctx.needs_input_grad[2] else None
         with (
-            _as_leaves(modules) as leaves,
+            # Leaves of the same memory, whose gradients nobody else watches: the parameters' own would get each piece's
+            # gradient, and step or reduce what is a part of the sum.
+            exchange_parameters(
+                find_parameters(modules, _is_trained), lambda parameter: parameter.detach().requires_grad_()
+            ) as leaves,
             _random_again(hidden, ctx.random),
             deferred.weight_gradients_at_once(),
-            _computing(),
+            _in_pieces.set(True),
         ):
-            for part in _parts(hidden.shape[0], pieces):
+            for part in row_pieces(hidden.shape[0], pieces):
                 piece = hidden[part].requires_grad_(total is not None)
                 with torch.enable_grad():
                     found = forward(others[0], piece, *_taken(others[1:], part, hidden.shape[0]))
@@ -162,23 +169,6 @@ class _Pieces(torch.autograd.Function):
                     total[part] = piece.grad
                 del piece
         return (None, None, total, *(leaf.grad for leaf in leaves))
-
-
-@contextmanager
-def _as_leaves(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Inside, the trained parameters are leaves of the same memory, whose gradients nobody else watches.
-
-    The parameters' own would get each piece's gradient, and step or reduce what is a part of the sum.
-    """
-    places = _trained(modules)
-    leaves = [parameter.detach().requires_grad_() for _, _, parameter in places]
-    try:
-        for (place, name, _), leaf in zip(places, leaves, strict=True):
-            place[name] = leaf
-        yield leaves
-    finally:
-        for place, name, parameter in places:
-            place[name] = parameter
 
 
 @contextmanager

@@ -33,9 +33,10 @@ from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.errors import ConfigError
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.checkpointing import outside_selection
-from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import layer_names
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.deferred import linear
+from recipe_lib.ops.fused_kernels import make_operator
 
 KINDS = ("int4", "int8", "fp8")
 
@@ -98,66 +99,60 @@ def fake_quantize_linears(model: nn.Module, kind: str | None, group_size: int, s
     """
     if kind is None:
         return None
-    if any(isinstance(module, Mixture) for module in model.modules()):
-        raise ConfigError(
-            f"qat: found {kind} for a mixture of experts, whose weights are stacked and no linears to torchao; remove "
-            "qat"
-        )
-    inside = tuple(f"{name}." for name in layer_names(model))
-    scheme = FakeQuantization(kind, group_size, start)
+    linears = find_plain_linears(model, "qat", kind, "whose weights are stacked and no linears to torchao")
+    scheme = FakeQuantization(kind, group_size, start, len(linears))
     _quantizers(kind, group_size)  # imports torchao before a step is timed
-    forwards = {nn.Linear: _given(_plain_forward, scheme), AdaptedLinear: _given(_adapted_forward, scheme)}
+    forward = _make_forward(scheme)
+    for name, module in linears.items():
+        if kind == "int4" and module.in_features % group_size:
+            raise ConfigError(
+                f"qat_group_size: found {group_size} for {name}, whose rows have {module.in_features} weights, "
+                "expected a divisor of them; choose one, or qat=int8, which takes rows as they are"
+            )
+        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    return scheme
+
+
+def find_plain_linears(model: nn.Module, key: str, value: str, mixtures: str) -> dict[str, nn.Linear]:
+    """Return the layers' linears whose weights are in `dtype`, adapted ones among them, for a lever that rounds these.
+
+    key, value: the lever's in the config. mixtures: what keeps it from mixtures of experts. Raises ConfigError for one,
+    for weights that are quantized, and where there is no linear.
+    """
+    if any(isinstance(module, Mixture) for module in model.modules()):
+        raise ConfigError(f"{key}: found {value} for a mixture of experts, {mixtures}; remove {key}")
+    inside = tuple(f"{name}." for name in layer_names(model))
+    linears = {}
     for name, module in model.named_modules():
         if not name.startswith(inside) or name.endswith((".lora_A", ".lora_B")):
             continue
         if isinstance(module, QuantizedLinear):
             raise ConfigError(
-                f"qat: found {kind} for weights that are kept in {module.kind}, expected weights in dtype; set "
-                "lora.quantize_base=none, or remove qat"
+                f"{key}: found {value} for weights that are kept in {module.kind}, expected weights in dtype; set "
+                f"lora.quantize_base=none, or remove {key}"
             )
-        if type(module) not in forwards:
-            continue
-        linear_ = cast(nn.Linear, module)
-        if kind == "int4" and linear_.in_features % group_size:
-            raise ConfigError(
-                f"qat_group_size: found {group_size} for {name}, whose rows have {linear_.in_features} weights, "
-                "expected a divisor of them; choose one, or qat=int8, which takes rows as they are"
-            )
-        linear_.forward = MethodType(forwards[type(module)], module)  # type: ignore[method-assign]
-        scheme.linears += 1
-    if not scheme.linears and inside:
-        raise ConfigError(f"qat: found {kind} for a model whose layers have no plain linear; remove qat")
-    return scheme
+        if type(module) in (nn.Linear, AdaptedLinear):
+            linears[name] = cast(nn.Linear, module)
+    if not linears and inside:
+        raise ConfigError(f"{key}: found {value} for a model whose layers have no plain linear; remove {key}")
+    return linears
 
 
-def _given(forward: Callable[..., Tensor], scheme: FakeQuantization) -> Callable[..., Tensor]:
-    """One function for all linears of a kind, so that torch.compile compiles alike layers once."""
+def _make_forward(scheme: FakeQuantization) -> Callable[[Any, Tensor], Tensor]:
+    """Return one function for all linears, so that torch.compile compiles alike layers once."""
 
-    def run(module: Any, hidden: Tensor) -> Tensor:
-        return forward(module, scheme, hidden)
+    def forward(module: Any, hidden: Tensor) -> Tensor:
+        is_adapted = isinstance(module, AdaptedMatrix)
+        if is_adapted and (module.is_off or not scheme.is_on):
+            return AdaptedMatrix.forward(module, hidden)
+        if not scheme.is_on:
+            return linear(hidden, module.weight, module.bias)
+        parts = (module.weight, module.lora_A.weight, module.lora_B.weight) if is_adapted else (module.weight,)
+        scaling = module.settings.scaling if is_adapted else 1.0
+        out = cast(Tensor, _RoundedLinear.apply(scheme.kind, scheme.group_size, scaling, hidden, *parts))
+        return out if module.bias is None else out + module.bias
 
-    return run
-
-
-def _plain_forward(module: Any, scheme: FakeQuantization, hidden: Tensor) -> Tensor:
-    if not scheme.is_on:
-        return linear(hidden, module.weight, module.bias)
-    return _rounded_linear(scheme, hidden, module.bias, 1.0, module.weight)
-
-
-def _adapted_forward(module: Any, scheme: FakeQuantization, hidden: Tensor) -> Tensor:
-    if not scheme.is_on or module.is_off:
-        return AdaptedMatrix.forward(module, hidden)
-    parts = (module.weight, module.lora_A.weight, module.lora_B.weight)
-    return _rounded_linear(scheme, hidden, module.bias, module.settings.scaling, *parts)
-
-
-def _rounded_linear(
-    scheme: FakeQuantization, hidden: Tensor, bias: Tensor | None, scaling: float, *parts: Tensor
-) -> Tensor:
-    """Hidden `[.., i]` to `[.., o]`. parts: the weight, or weight, A and B."""
-    out = cast(Tensor, _RoundedLinear.apply(scheme.kind, scheme.group_size, scaling, hidden, *parts))
-    return out if bias is None else out + bias
+    return forward
 
 
 class _RoundedLinear(torch.autograd.Function):
@@ -208,7 +203,7 @@ def _gradients_of(parts: list[Tensor], whole: Tensor, scaling: float, wants: Seq
 def rounded_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
     """The weight `[o, i]`, with the adapter if parts have one, on its grid."""
     if torch.compiler.is_compiling():
-        return cast(Tensor, torch.ops.tune_recipes.rounded_weight(list(parts), scaling, kind, group_size))
+        return cast(Tensor, _WEIGHT(list(parts), scaling, kind, group_size))
     with outside_selection():  # which counts the layer's own products
         return _rounded_weight(parts, scaling, kind, group_size)
 
@@ -216,8 +211,7 @@ def rounded_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_siz
 def rounded_again(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> tuple[Tensor, Tensor]:
     """The same, and a mask `[o, i]` of what was not clipped; empty for fp8, which clips nothing."""
     if torch.compiler.is_compiling():
-        found = torch.ops.tune_recipes.rounded_again(list(parts), scaling, kind, group_size)
-        return found[0], found[1]
+        return cast(tuple[Tensor, Tensor], _AGAIN(list(parts), scaling, kind, group_size))
     return _rounded_again(parts, scaling, kind, group_size)
 
 
@@ -226,7 +220,7 @@ def rounded_inputs(hidden: Tensor, kind: str) -> Tensor:
     if kind != "fp8":
         return hidden
     if torch.compiler.is_compiling():
-        return cast(Tensor, torch.ops.tune_recipes.rounded_inputs(hidden, kind))
+        return cast(Tensor, _INPUTS(hidden, kind))
     return _rounded_inputs(hidden, kind)
 
 
@@ -288,32 +282,17 @@ def _quantizers(kind: str, group_size: int) -> tuple[Any, Any]:
     return prepared.weight_fake_quantizer.config, None if of_inputs is None else of_inputs.config
 
 
-@torch.library.custom_op("tune_recipes::rounded_weight", mutates_args=())
-def _weight_operator(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> Tensor:
-    return _rounded_weight(parts, scaling, kind, group_size)
-
-
-@_weight_operator.register_fake
-def _(parts: Any, scaling: float, kind: str, group_size: int) -> Tensor:
-    return torch.empty_like(parts[0])
-
-
-@torch.library.custom_op("tune_recipes::rounded_again", mutates_args=())
-def _again_operator(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> list[Tensor]:
-    return list(_rounded_again(parts, scaling, kind, group_size))
-
-
-@_again_operator.register_fake
-def _(parts: Any, scaling: float, kind: str, group_size: int) -> list[Tensor]:
-    mask = parts[0].new_empty(0 if kind == "fp8" else parts[0].shape, dtype=torch.bool)
-    return [torch.empty_like(parts[0]), mask]
-
-
-@torch.library.custom_op("tune_recipes::rounded_inputs", mutates_args=())
-def _inputs_operator(hidden: Tensor, kind: str) -> Tensor:
-    return _rounded_inputs(hidden, kind)
-
-
-@_inputs_operator.register_fake
-def _(hidden: Any, kind: str) -> Tensor:
-    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
+_WEIGHT = make_operator("rounded_weight", _rounded_weight, lambda parts, *_: torch.empty_like(parts[0]))
+_AGAIN = make_operator(
+    "rounded_again",
+    _rounded_again,
+    lambda parts, scaling, kind, group_size: (
+        torch.empty_like(parts[0]),
+        parts[0].new_empty(0 if kind == "fp8" else parts[0].shape, dtype=torch.bool),
+    ),
+)
+_INPUTS = make_operator(
+    "rounded_inputs",
+    _rounded_inputs,
+    lambda hidden, kind: torch.empty_like(hidden, memory_format=torch.contiguous_format),
+)

@@ -7,8 +7,7 @@ from recipe_lib.models.families import read_spec, read_trained_spec, spec_from_c
 from recipe_lib.models.spec import DecoderSpec, preset_config, preset_names, read_config
 
 if TYPE_CHECKING:
-    from recipe_lib.models.decoder import Decoder
-    from recipe_lib.models.kv_cache import KVCache
+    from recipe_lib.models.decoder import Decoder, KVCache
     from recipe_lib.models.meta_init import build_meta, init_weights
 
 __all__ = [
@@ -25,7 +24,7 @@ __all__ = [
     "spec_from_config",
 ]
 
-_NEED_TORCH = {"Decoder": "decoder", "KVCache": "kv_cache", "build_meta": "meta_init", "init_weights": "meta_init"}
+_NEED_TORCH = {"Decoder": "decoder", "KVCache": "decoder", "build_meta": "meta_init", "init_weights": "meta_init"}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ families is chosen in the constructors; `forward` asks nothing about the family.
 """
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,18 +13,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipe_lib.models.external_spec import StageParts
-from recipe_lib.models.kv_cache import KVCache
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.mixture import Mixture
-from recipe_lib.models.score_head import ScoreHead
-from recipe_lib.models.spec import DecoderSpec, RopeSpec
+from recipe_lib.models.spec import SCORE, DecoderSpec, RopeSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
+from recipe_lib.ops.chunked_heads import Finish
 from recipe_lib.ops.fused_kernels import fuses
 from recipe_lib.ops.gated import ACTIVATIONS, gated
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 from recipe_lib.ops.rope import FREQUENCIES, apply_rotation, rotation
+
+# Keys and values of the tokens already read, so that decoding computes each token once.
+
+
+class KVCache:
+    """Room for `max_len` tokens in each of `batch` rows; `length` says how many are filled, the same in all rows."""
+
+    def __init__(
+        self, spec: DecoderSpec, batch: int, max_len: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        shape = (2, batch, spec.num_kv_heads, max_len, spec.head_width)
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.max_len = max_len
+        self.length = 0
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends new k, v `[b, k, s, e]` to those of `layer`; returns all, `[b, k, length + s, e]`.
+
+        The decoder moves `length` on when every layer has its own. Raises ValueError when there is no room left.
+        """
+        end = self.length + k.shape[2]
+        if end > self.max_len:
+            raise ValueError(f"the cache has room for {self.max_len} tokens, {end} are needed")
+        kept = self.layers[layer]
+        kept[0, :, :, self.length : end] = k
+        kept[1, :, :, self.length : end] = v
+        return kept[0, :, :, :end], kept[1, :, :, :end]
+
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -58,7 +85,6 @@ class Clamp(nn.Module):
         self.bound = bound
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Of any shape."""
         return hidden.clamp(-self.bound, self.bound)
 
 
@@ -218,7 +244,6 @@ class Trunk(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor | None, info: AttentionInfo | None, cache: KVCache | None
     ) -> Tensor:
-        """See `Decoder.forward`."""
         past = cache.length if cache is not None else 0
         hidden = self.run_layers(self.embed_tokens(tokens), tokens.shape, positions, info, cache)
         if cache is not None:
@@ -337,7 +362,6 @@ class Decoder(LanguageModel):
         return self.model(tokens, positions, attention, None)
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        """See `LanguageModel.keep_stages`."""
         whole = {name for name, _ in self.named_modules() if name}
         for name in [name for name in self.model.layers._modules if int(name) not in layers]:
             del self.model.layers._modules[name]
@@ -383,3 +407,62 @@ class Decoder(LanguageModel):
         if logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
         return head(hidden, labels=labels, head_loss=head_loss)
+
+
+# The head of a reward model, or of a classifier of sequences, in place of the output projection.
+
+
+class ScoreHead(nn.Module):
+    """Hidden states `[..., d]` to scores `[..., n]` of each token, in the type of its weight `[n, d]`.
+
+    Called as an output head is; which tokens' scores are meant is for the caller to say.
+    """
+
+    def __init__(self, num_labels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_labels, width))
+
+    def forward(self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: object = None) -> Tensor:
+        """Labels and head_loss are not read."""
+        return F.linear(hidden.to(self.weight.dtype), self.weight)
+
+
+def score_tensor(model: nn.Module) -> dict[str, Tensor]:
+    """The head's weight by name, where this rank has it."""
+    return {name: weight for name, weight in model.named_parameters() if name == SCORE}
+
+
+# The output projection of a model of another library, called as ours is.
+
+
+@dataclass
+class LogitsAfter:
+    """What a forward does to its logits: `softcap` alone, where that is all, else `finish` (None: nothing)."""
+
+    softcap: float | None = None
+    finish: Finish | None = None
+
+
+class LinearHead(nn.Linear):
+    """An nn.Linear with the signature of `OutputHead.forward`, so that its FSDP unit is that of a head."""
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear) -> None:
+        """Makes a plain linear one of these, in place: others may hold it."""
+        linear.__class__ = cls
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        labels: Tensor | None = None,
+        head_loss: HeadLoss | None = None,
+        after: LogitsAfter | None = None,
+    ) -> Tensor:
+        """Hidden `[..., d]` to logits, or with labels to what `head_loss` makes of them."""
+        if labels is None:
+            return F.linear(hidden, self.weight, self.bias)
+        after = after or LogitsAfter()
+        return run_head_loss(
+            head_loss, hidden, self.weight, labels, softcap=after.softcap, finish=after.finish, bias=self.bias
+        )

@@ -4,163 +4,33 @@ A family is a row of `FAMILIES`; what its real files leave out is filled in from
 code.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeGuard
 
 from recipe_lib.config.registry import owner
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.family_fields import COMMON, Family, Fields, activation, layer_windows
-from recipe_lib.models.quantized_files import read_codes
-from recipe_lib.models.rope_config import read_rope
-from recipe_lib.models.sizes import check_sizes
-from recipe_lib.models.spec import DecoderSpec, FileCodes, MixtureSpec, ModelSpec
-
-# The families with a mixture of experts in place of an MLP: Mixtral, Qwen3-MoE, OLMoE, gpt-oss.
-
-
-def _mixture(fields: Fields, width: str, layers: tuple[bool, ...], **more: Any) -> dict[str, Any]:
-    """The mixture of a family whose key for the width of an expert is this. more: its own fields of the mixture.
-
-    The number of experts has either of two names: files of one family have both, by who wrote them.
-    """
-    key = "num_local_experts" if "num_local_experts" in fields.config else "num_experts"
-    experts, top_k = fields.integer(key), fields.integer("num_experts_per_tok")
-    if top_k > experts:
-        raise fields.fault("num_experts_per_tok", f"at most {key} = {experts}")
-    found: dict[str, Any] = {
-        "num_experts": experts,
-        "top_k": top_k,
-        "mlp_width": fields.integer(width),
-        "layers": layers,
-        "normalized": True,
-        "router_bias": False,
-        "expert_bias": False,
-        "activation": activation(fields, "hidden_act"),
-        "interleaved": False,
-        "alpha": 1.0,
-        "limit": float("inf"),
-    }
-    return {"mixture": MixtureSpec(**found | more)}
-
-
-def _mixtral(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """Mixtral: Mistral with experts in every layer."""
-    if fields.config["router_jitter_noise"] != 0:
-        raise fields.fault("router_jitter_noise", "0 (noise on the router's input is not supported)")
-    layers = (True,) * common["num_layers"]
-    window = (fields.optional_integer("sliding_window"),) * common["num_layers"]
-    return {"windows": window} | _mixture(fields, "intermediate_size", layers)
-
-
-def _qwen3_moe(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """Qwen 3 with experts in all layers, or in every n-th one that is not among mlp_only_layers."""
-    every, dense = fields.integer("decoder_sparse_step"), fields.config["mlp_only_layers"] or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise fields.fault("mlp_only_layers", "a list of layers' numbers")
-    layers = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(common["num_layers"]))
-    if not any(layers):
-        raise fields.fault("mlp_only_layers", "some layer with experts: without any the model is one of type qwen3")
-    normalized = fields.flag("norm_topk_prob")
-    mixture = _mixture(fields, "moe_intermediate_size", layers, normalized=normalized)
-    window = fields.config["sliding_window"] if fields.flag("use_sliding_window") else None
-    if window is not None:
-        window = fields.integer("sliding_window")
-    bias = fields.flag("attention_bias")
-    found = {"head_norms": True, "qkv_bias": bias, "output_bias": bias, "windows": (window,) * common["num_layers"]}
-    return found | mixture
-
-
-def _olmoe(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """OLMoE: norms over all heads of queries and of keys together."""
-    bias, layers = fields.flag("attention_bias"), (True,) * common["num_layers"]
-    normalized, clip = fields.flag("norm_topk_prob"), fields.optional_number("clip_qkv")
-    found = {"width_norms": True, "qkv_clip": clip, "qkv_bias": bias, "output_bias": bias}
-    return found | _mixture(fields, "intermediate_size", layers, normalized=normalized)
-
-
-def _gpt_oss(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """gpt-oss: attention sinks, a window in every second layer from the first on, experts with biases."""
-    layers, bias = common["num_layers"], fields.flag("attention_bias")
-    mixture = _mixture(
-        fields,
-        "intermediate_size",
-        (True,) * layers,
-        router_bias=True,
-        expert_bias=True,
-        activation="clamped_swiglu",
-        interleaved=True,
-        alpha=fields.number("swiglu_alpha"),
-        limit=fields.number("swiglu_limit"),
-    )
-    windows = layer_windows(fields, layers, [layer % 2 == 0 for layer in range(layers)])
-    return {"sinks": True, "qkv_bias": bias, "output_bias": bias, "windows": windows} | mixture
-
-
-MIXTURES: dict[str, Family] = {
-    "mixtral": Family(
-        _mixtral,
-        ("MixtralForCausalLM",),
-        COMMON
-        | {
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0,
-            "num_experts_per_tok": 2,
-            "router_jitter_noise": 0.0,
-        },
-    ),
-    "qwen3_moe": Family(
-        _qwen3_moe,
-        ("Qwen3MoeForCausalLM",),
-        COMMON
-        | {
-            "max_position_embeddings": 32768,
-            "num_key_value_heads": 4,
-            "use_sliding_window": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": None,
-            "moe_intermediate_size": 768,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-        },
-    ),
-    "olmoe": Family(
-        _olmoe,
-        ("OlmoeForCausalLM",),
-        COMMON
-        | {
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "clip_qkv": None,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-        },
-    ),
-    "gpt_oss": Family(
-        _gpt_oss,
-        ("GptOssForCausalLM",),
-        COMMON
-        | {
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "attention_bias": True,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150000.0,
-            "sliding_window": 128,
-            "num_experts_per_tok": 4,
-            "swiglu_alpha": 1.702,
-            "swiglu_limit": 7.0,
-        },
-    ),
-}
-
+from recipe_lib.models.config_fields import (
+    COMMON,
+    LAYER_KINDS,
+    NEWER,
+    OLDER,
+    POSITIONS,
+    Family,
+    Fields,
+    Read,
+    activation,
+    check_sizes,
+    complete_ropes,
+    layer_windows,
+    read_codes,
+    read_rope,
+)
+from recipe_lib.models.spec import DecoderSpec, ExternalSpec, FileCodes, MixtureSpec, ModelSpec
 
 SCORED = "ForSequenceClassification"  # how transformers names a decoder with a score head
-_GEMMA = COMMON | {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
 
 
 def read_spec(config: Mapping[str, Any], where: str, implementation: str) -> ModelSpec:
@@ -201,7 +71,7 @@ def spec_from_config(config: Mapping[str, Any], where: str) -> DecoderSpec:
     fields = Fields(FAMILIES[family].defaults | dict(config), where)
     common = _common_shape(fields, family)
     return DecoderSpec(
-        **common | FAMILIES[family].shape(fields, common), codes=outer if inner == FileCodes() else inner
+        **common | _evaluate(FAMILIES[family].shape, fields, common), codes=outer if inner == FileCodes() else inner
     )
 
 
@@ -293,91 +163,135 @@ def _common_shape(fields: Fields, family: str) -> dict[str, Any]:
     }
 
 
-def _llama(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2."""
-    bias = fields.flag("attention_bias")
-    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": fields.flag("mlp_bias")}
+# What the rows of families read of a config.json, besides what all read alike.
 
 
-def _mistral(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """Mistral 7B, Nemo, Small: a window in every layer or in none; Ministral, in the layers that layer_types says."""
-    layers, has_window = common["num_layers"], fields.config["sliding_window"] is not None
-    return {"windows": layer_windows(fields, layers, [has_window] * layers)}
+def _evaluate(shape: Mapping[str, Any], fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
+    return {name: value(fields, common) if callable(value) else value for name, value in shape.items()}
 
 
-def _qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Only the layers from max_window_layers on have a window, and only if use_sliding_window says so."""
+def _flag(key: str) -> Read:
+    return lambda fields, common: fields.flag(key)
+
+
+def _windows(slides: Callable[[Fields, int], bool]) -> Read:
+    """Read one window per layer. slides: whether a layer has one where `layer_types` does not say it."""
+
+    def read(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
+        layers = common["num_layers"]
+        return layer_windows(fields, layers, [slides(fields, layer) for layer in range(layers)])
+
+    return read
+
+
+def _same_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
+    return (fields.optional_integer("sliding_window"),) * common["num_layers"]
+
+
+def _mixtral_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
+    if fields.config["router_jitter_noise"] != 0:
+        raise fields.fault("router_jitter_noise", "0 (noise on the router's input is not supported)")
+    return _same_windows(fields, common)
+
+
+def _qwen_windows(fields: Fields, common: dict[str, Any]) -> tuple[int | None, ...]:
+    """Read a window for the layers from max_window_layers on, if use_sliding_window says so."""
     if not fields.flag("use_sliding_window"):
-        return (None,) * layers
+        return (None,) * common["num_layers"]
     first = fields.config["max_window_layers"]
     if isinstance(first, bool) or not isinstance(first, int):
         raise fields.fault("max_window_layers", "an integer")
     has_window = fields.config["sliding_window"] is not None
-    return layer_windows(fields, layers, [has_window and index >= first for index in range(layers)])
+    return _windows(lambda fields, layer: has_window and layer >= first)(fields, common)
 
 
-def _qwen2(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """Qwen 2.5: biases on queries, keys and values."""
-    return {"qkv_bias": True, "windows": _qwen_windows(fields, common["num_layers"])}
+def _sparse_layers(fields: Fields, common: dict[str, Any]) -> tuple[bool, ...]:
+    """Read which layers of Qwen 3 have experts: every n-th one that is not among mlp_only_layers."""
+    every, dense = fields.integer("decoder_sparse_step"), fields.config["mlp_only_layers"] or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise fields.fault("mlp_only_layers", "a list of layers' numbers")
+    layers = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(common["num_layers"]))
+    if not any(layers):
+        raise fields.fault("mlp_only_layers", "some layer with experts: without any the model is one of type qwen3")
+    return layers
 
 
-def _qwen3(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """Qwen 3: a norm over each query and key head."""
-    bias = fields.flag("attention_bias")
-    windows = _qwen_windows(fields, common["num_layers"])
-    return {"head_norms": True, "qkv_bias": bias, "output_bias": bias, "windows": windows}
-
-
-def _gemma(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """Gemma: scaled embeddings, norms around 1; files that say `gelu` mean its tanh form."""
-    bias = fields.flag("attention_bias")
-    return {
-        "embedding_scale": common["width"] ** 0.5,
-        "norm_offset": True,
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "activation": "gelu_tanh" if common["activation"] == "gelu" else common["activation"],
-    }
-
-
-def _gemma2(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """Gemma 2: soft caps, norms after attention and MLP, every second layer with a window."""
-    layers, pattern = common["num_layers"], fields.integer("sliding_window_pattern")
-    return _gemma(fields, common) | {
-        "activation": activation(fields, "hidden_activation"),
-        "post_norms": True,
-        "windows": layer_windows(fields, layers, [(index + 1) % pattern != 0 for index in range(layers)]),
-        "attention_scale": fields.number("query_pre_attn_scalar") ** -0.5,
-        "attention_softcap": fields.optional_number("attn_logit_softcapping"),
-        "logit_softcap": fields.optional_number("final_logit_softcapping"),
-    }
-
-
-def _gemma3(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """Gemma 3 text: five layers with a window to one without, head norms, a second rope base for the windows."""
+def _refuse_cap(fields: Fields, common: dict[str, Any]) -> None:
     if fields.config["attn_logit_softcapping"] is not None:
         raise fields.fault("attn_logit_softcapping", "null (the attention of Gemma 3 has no cap)")
-    return _gemma2(fields, common) | {"head_norms": True}
 
 
-def _phi3(fields: Fields, common: dict[str, Any]) -> dict[str, Any]:
-    """Phi 3, Phi 3.5, Phi 4: Llama with fused projections in the file."""
-    return {"fused_file": True, "windows": (fields.optional_integer("sliding_window"),) * common["num_layers"]}
+def _mixture(width: str, **more: Any) -> Read:
+    """Read the mixture of a family whose key for the width of an expert is this. more: its own fields of the mixture.
+
+    The number of experts has either of two names: files of one family have both, by who wrote them.
+    """
+
+    def read(fields: Fields, common: dict[str, Any]) -> MixtureSpec:
+        key = "num_local_experts" if "num_local_experts" in fields.config else "num_experts"
+        experts, top_k = fields.integer(key), fields.integer("num_experts_per_tok")
+        if top_k > experts:
+            raise fields.fault("num_experts_per_tok", f"at most {key} = {experts}")
+        shape: dict[str, Any] = {
+            "num_experts": experts,
+            "top_k": top_k,
+            "mlp_width": fields.integer(width),
+            "layers": (True,) * common["num_layers"],
+            "normalized": True,
+            "router_bias": False,
+            "expert_bias": False,
+            "activation": activation(fields, "hidden_act"),
+            "interleaved": False,
+            "alpha": 1.0,
+            "limit": float("inf"),
+        }
+        return MixtureSpec(**shape | _evaluate(more, fields, common))
+
+    return read
 
 
+_BIASES = {"qkv_bias": _flag("attention_bias"), "output_bias": _flag("attention_bias")}
+_GEMMA_SHAPE = _BIASES | {"embedding_scale": lambda fields, common: common["width"] ** 0.5, "norm_offset": True}
+_GEMMA2_SHAPE = _GEMMA_SHAPE | {
+    "attention_softcap": lambda fields, common: fields.optional_number("attn_logit_softcapping"),
+    "activation": lambda fields, common: activation(fields, "hidden_activation"),
+    "post_norms": True,
+    "windows": _windows(lambda fields, layer: (layer + 1) % fields.integer("sliding_window_pattern") != 0),
+    "attention_scale": lambda fields, common: fields.number("query_pre_attn_scalar") ** -0.5,
+    "logit_softcap": lambda fields, common: fields.optional_number("final_logit_softcapping"),
+}
+
+_GEMMA = COMMON | {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
 _QWEN_WINDOWS = {"max_position_embeddings": 32768, "use_sliding_window": False, "max_window_layers": 28}
 FAMILIES: dict[str, Family] = {
-    "llama": Family(_llama, ("LlamaForCausalLM",), COMMON | {"max_position_embeddings": 2048}),
+    # Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2.
+    "llama": Family(
+        _BIASES | {"mlp_bias": _flag("mlp_bias")}, ("LlamaForCausalLM",), COMMON | {"max_position_embeddings": 2048}
+    ),
+    # Mistral 7B, Nemo, Small: a window in every layer or in none; Ministral, in the layers that layer_types says.
     "mistral": Family(
-        _mistral,
+        {"windows": _windows(lambda fields, layer: fields.config["sliding_window"] is not None)},
         ("MistralForCausalLM",),
         COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
-    "qwen2": Family(_qwen2, ("Qwen2ForCausalLM",), COMMON | _QWEN_WINDOWS),
-    "qwen3": Family(_qwen3, ("Qwen3ForCausalLM",), COMMON | _QWEN_WINDOWS | {"head_dim": 128}),
-    "gemma": Family(_gemma, ("GemmaForCausalLM",), _GEMMA | {"hidden_act": "gelu"}),
+    # Qwen 2.5: biases on queries, keys and values.
+    "qwen2": Family({"qkv_bias": True, "windows": _qwen_windows}, ("Qwen2ForCausalLM",), COMMON | _QWEN_WINDOWS),
+    # Qwen 3: a norm over each query and key head.
+    "qwen3": Family(
+        _BIASES | {"head_norms": True, "windows": _qwen_windows},
+        ("Qwen3ForCausalLM",),
+        COMMON | _QWEN_WINDOWS | {"head_dim": 128},
+    ),
+    # Gemma: scaled embeddings, norms around 1; files that say `gelu` mean its tanh form.
+    "gemma": Family(
+        _GEMMA_SHAPE
+        | {"activation": lambda fields, common: {"gelu": "gelu_tanh"}.get(common["activation"], common["activation"])},
+        ("GemmaForCausalLM",),
+        _GEMMA | {"hidden_act": "gelu"},
+    ),
+    # Gemma 2: soft caps, norms after attention and MLP, every second layer with a window.
     "gemma2": Family(
-        _gemma2,
+        _GEMMA2_SHAPE,
         ("Gemma2ForCausalLM",),
         _GEMMA
         | {
@@ -389,8 +303,9 @@ FAMILIES: dict[str, Family] = {
             "final_logit_softcapping": 30.0,
         },
     ),
+    # Gemma 3 text: five layers with a window to one without, head norms, a second rope base for the windows.
     "gemma3": Family(
-        _gemma3,
+        _GEMMA2_SHAPE | {"head_norms": True, "attention_softcap": _refuse_cap},
         ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
         _GEMMA
         | {
@@ -409,9 +324,252 @@ FAMILIES: dict[str, Family] = {
         },
         model_types=("gemma3_text",),
     ),
+    # Phi 3, Phi 3.5, Phi 4: Llama with fused projections in the file.
     "phi3": Family(
-        _phi3,
+        {"fused_file": True, "windows": _same_windows},
         ("Phi3ForCausalLM",),
         COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
     ),
-} | MIXTURES
+    # With a mixture of experts in place of an MLP.
+    # Mixtral: Mistral with experts in every layer.
+    "mixtral": Family(
+        {"windows": _mixtral_windows, "mixture": _mixture("intermediate_size")},
+        ("MixtralForCausalLM",),
+        COMMON
+        | {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.0,
+        },
+    ),
+    # Qwen 3 with experts in all layers, or in every n-th one that is not among mlp_only_layers.
+    "qwen3_moe": Family(
+        _BIASES
+        | {
+            "head_norms": True,
+            "windows": lambda fields, common: (
+                _same_windows(fields, common) if fields.flag("use_sliding_window") else common["windows"]
+            ),
+            "mixture": _mixture("moe_intermediate_size", layers=_sparse_layers, normalized=_flag("norm_topk_prob")),
+        },
+        ("Qwen3MoeForCausalLM",),
+        COMMON
+        | {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "use_sliding_window": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+    ),
+    # OLMoE: norms over all heads of queries and of keys together.
+    "olmoe": Family(
+        _BIASES
+        | {
+            "width_norms": True,
+            "qkv_clip": lambda fields, common: fields.optional_number("clip_qkv"),
+            "mixture": _mixture("intermediate_size", normalized=_flag("norm_topk_prob")),
+        },
+        ("OlmoeForCausalLM",),
+        COMMON
+        | {
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "clip_qkv": None,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+    ),
+    # gpt-oss: attention sinks, a window in every second layer from the first on, experts with biases.
+    "gpt_oss": Family(
+        _BIASES
+        | {
+            "sinks": True,
+            "windows": _windows(lambda fields, layer: layer % 2 == 0),
+            "mixture": _mixture(
+                "intermediate_size",
+                router_bias=True,
+                expert_bias=True,
+                activation="clamped_swiglu",
+                interleaved=True,
+                alpha=lambda fields, common: fields.number("swiglu_alpha"),
+                limit=lambda fields, common: fields.number("swiglu_limit"),
+            ),
+        },
+        ("GptOssForCausalLM",),
+        COMMON
+        | {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+    ),
+}
+
+
+# The spec of a decoder with a score head, and the config.json that says so; no torch here.
+#
+# The files are those of transformers' ...ForSequenceClassification: the decoder's under `model.`,
+# and `score.weight`.
+
+
+_CAUSAL = "ForCausalLM"
+_UNSCORED = ("olmoe",)  # families of which transformers has no such class
+
+
+def head_labels(config: Mapping[str, Any]) -> int | None:
+    """The rows of the score head of a checkpoint, by its config.json; None: it has none."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not any(str(name).endswith(SCORED) for name in names):
+        return None
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)  # 2: transformers' default
+    return count if isinstance(count, int) and count > 0 else 2
+
+
+def scored_spec(config: Mapping[str, Any], where: str, num_labels: int | None) -> DecoderSpec:
+    """The spec of a `config.json` with a score head of so many rows; None: as many as the checkpoint's head has.
+
+    where: named in errors. Raises CheckpointError as `spec_from_config` does, and where the number is not known, or is
+    not that of the checkpoint's head.
+    """
+    found = head_labels(config)
+    if num_labels is None and found is None:
+        raise CheckpointError(
+            f"{where}: config.json: has no score head that would say how many classes there are; set "
+            "reward.num_labels to their number"
+        )
+    if num_labels is not None and found not in (None, num_labels):
+        raise CheckpointError(
+            f"{where}: config.json: its score head has {found} rows, the config asks for {num_labels}; set "
+            f"reward.num_labels={found}, or start from a model without one"
+        )
+    if config.get("model_type") in _UNSCORED:
+        raise CheckpointError(
+            f"{where}: config.json: transformers has no classifier of the family {config['model_type']}, so that no "
+            "other program would open what is exported; start from a model of another family"
+        )
+    causal = dict(config)
+    if found is not None:
+        causal["architectures"] = [str(name).replace(SCORED, _CAUSAL) for name in config["architectures"]]
+        if causal["architectures"] == ["Gemma3TextForCausalLM"]:  # the one class whose two names differ
+            causal["architectures"] = ["Gemma3ForCausalLM"]
+    spec = spec_from_config(causal, where)
+    return replace(spec, tied=False, logit_softcap=None, num_labels=num_labels or found)
+
+
+def spec_of_run(cfg: FullFinetuneConfig, config: Mapping[str, Any], where: str) -> ModelSpec:
+    """The spec of a `config.json` as a run of this config has it. Raises CheckpointError, and what `read_spec` does."""
+    if cfg.scores_sequences:
+        return scored_spec(config, where, cfg.num_labels)
+    return read_spec(config, where, cfg.model.implementation)
+
+
+def score_architecture(spec: DecoderSpec) -> str:
+    """The class of transformers that loads it."""
+    if spec.family == "gemma3":
+        return f"Gemma3Text{SCORED}"
+    return FAMILIES[spec.family].architectures[0].replace(_CAUSAL, SCORED)
+
+
+def score_config(config: Mapping[str, Any], names: list[str], pad_id: int | None) -> dict[str, Any]:
+    """A config.json that also says the classes' names, by their numbers, and the id that padding has."""
+    changed = text_config(config) | {
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+    changed.pop("num_labels", None)
+    if len(names) > 1:
+        changed["problem_type"] = "single_label_classification"
+    return changed if pad_id is None else changed | {"pad_token_id": pad_id}
+
+
+def has_score_head(spec: ModelSpec) -> TypeGuard[DecoderSpec]:
+    """Whether the model has one."""
+    return isinstance(spec, DecoderSpec) and spec.num_labels is not None
+
+
+# The older and the newer names of a config.json's keys.
+#
+# transformers 5 renamed some keys. An earlier reader that lacks one takes a default for it without
+# a word, and computes another model. So what is exported says everything under both names.
+
+
+# Newer name -> older, of every model and of single families.
+_RENAMED = {"dtype": "torch_dtype"}
+_RENAMED_IN = {"qwen3_moe": {"num_local_experts": "num_experts"}}
+# What files of a family call the base, the share of channels that rotate, and the base of layers with a window.
+_ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
+_ROPE_KEYS_IN = {
+    "gpt_neox": ("rotary_emb_base", "rotary_pct", ""),
+    "gpt_neox_japanese": ("rotary_emb_base", "rotary_pct", ""),
+    "modernbert-decoder": ("global_rope_theta", "", "local_rope_theta"),
+}
+# Families whose older class counts the keys of `rope_scaling`, of which one is `type`.
+_WITH_TYPE = ("fuyu", "olmo", "olmo2", "phi3", "phi4_multimodal")
+_THREE_KEYS = ("phi3", "phi4_multimodal")  # of a longrope: the type and both lists
+_NO_PARTS = ("quantization_config", "compression_config")
+
+
+def spell_native(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return a config.json of a native family with both names of what transformers 5 renamed."""
+    fields = Fields(FAMILIES[family].defaults | dict(config), family)
+    return spell_both(dict(config) | {NEWER: complete_ropes(fields, family)})
+
+
+def spell_both(config: Mapping[str, Any], with_ropes: bool = True) -> dict[str, Any]:
+    """Return a config.json, and its parts, with both names of what transformers 5 renamed.
+
+    with_ropes: of the rotary embeddings too, which are taken from `rope_parameters`.
+    """
+    spelled = dict(config)
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key.endswith("_config") and key not in _NO_PARTS:
+            spelled[key] = spell_both(value, with_ropes)
+    family = str(config.get("model_type"))
+    for newer, older in (_RENAMED | _RENAMED_IN.get(family, {})).items():
+        values = [config[key] for key in (newer, older) if config.get(key) is not None]
+        if values:
+            spelled |= dict.fromkeys((newer, older), values[0])
+    ropes = config.get(NEWER)
+    if with_ropes and isinstance(ropes, Mapping) and ropes:
+        spelled |= _older_ropes(ropes, family)
+    return spelled
+
+
+def _older_ropes(ropes: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return what the keys of older files say of the rotary embeddings."""
+    everywhere = ropes
+    local: Mapping[str, Any] = {}
+    if not ropes.keys().isdisjoint(LAYER_KINDS):
+        everywhere, local = (ropes.get(kind) or {} for kind in LAYER_KINDS)
+    base_key, fraction_key, local_key = _ROPE_KEYS_IN.get(family, _ROPE_KEYS)
+    values = {
+        base_key: everywhere.get("rope_theta"),
+        fraction_key: everywhere.get("partial_rotary_factor"),
+        local_key: local.get("rope_theta"),
+    }
+    scaling = {key: value for key, value in everywhere.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    if scaling.get("rope_type") == "longrope":
+        values[POSITIONS] = scaling.get(POSITIONS)  # where older readers look for it, but for PhiMoE's
+    older = {key: value for key, value in values.items() if key and value is not None}
+    if scaling == {"rope_type": "default"}:
+        return older | {OLDER: None}
+    if family in _WITH_TYPE and "rope_type" in scaling:
+        scaling["type"] = scaling.pop("rope_type")
+    if family in _THREE_KEYS and POSITIONS in older:
+        del scaling[POSITIONS]
+    return older | {OLDER: scaling}

@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from recipe_lib.models.external_spec import ExternalSpec, StageParts
+from recipe_lib.errors import SetupError
+from recipe_lib.models.spec import ExternalSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.dtensor_shards import Runs
+from recipe_lib.ops.device import holds_values
+from recipe_lib.ops.dtensor_shards import Runs, local_part
 from recipe_lib.ops.head_losses import HeadLoss
 
 
@@ -86,26 +89,6 @@ class LanguageModel(nn.Module):
         names += [name for name, _ in self.named_buffers(remove_duplicate=False)]
         self.own_tensors = frozenset(names)
 
-    def note_computed_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Buffers have values of their own, besides those that are known already."""
-        self.computed_buffers = {**self.computed_buffers, **values}
-
-    def note_loaded_extras(self, names: Collection[str]) -> None:
-        """Extra tensors have the values of a file."""
-        self.loaded_extras = self.loaded_extras | frozenset(names)
-
-    def note_runs(self, runs: Mapping[str, Runs]) -> None:
-        """Parameters are cut within the matrices that they hold."""
-        self.runs = dict(runs)
-
-    def note_unwritten(self, marks: Mapping[str, WriteMark]) -> None:
-        """Tensors have memory and no values yet."""
-        self.unwritten = dict(marks)
-
-    def note_on_host(self, names: Collection[str]) -> None:
-        """Parameters are to lie in host memory."""
-        self.on_host = frozenset(names)
-
 
 def own_tensors(model: nn.Module) -> frozenset[str] | None:
     """The names of what a model was built with; None for one that `build_meta` did not make."""
@@ -120,3 +103,115 @@ def is_external(model: nn.Module) -> bool:
 def modules_elsewhere(model: nn.Module) -> frozenset[str]:
     """The modules of the whole model that other ranks of a pipeline have."""
     return model.modules_elsewhere if isinstance(model, LanguageModel) else frozenset()
+
+
+# Where a model's layers are: the modules that sharding, checkpointing and compilation treat one by
+# one.
+
+
+def layer_names(model: nn.Module) -> list[str]:
+    """Names of the layers: the elements with parameters of every outermost module list, in module order."""
+    names: list[str] = []
+    lists: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(outer) for outer in lists):
+            lists.append(f"{name}." if name else "")
+            elements = module.named_children()  # by name: a part of a model may lack some
+            names += [
+                f"{lists[-1]}{index}" for index, element in elements if next(element.parameters(), None) is not None
+            ]
+    return names
+
+
+# This rank's part of a model's parameters, in the order of the checkpoint's tensors.
+#
+# Tensor parallel cuts a matrix that holds several others (queries, keys and values, gate and up)
+# within each of them, so that the ranks' parts one after the other are not in the file's order.
+# `LanguageModel.runs` says of such a parameter along which dimension, and which runs `(start,
+# stop)` of the file follow one another.
+
+
+def all_runs(model: nn.Module) -> dict[str, Runs]:
+    """The runs of every parameter that is not in the file's order, by name."""
+    return dict(model.runs) if isinstance(model, LanguageModel) else {}
+
+
+def runs_of(model: nn.Module, name: str) -> Runs | None:
+    """The dimension and the runs of a parameter that is not in the file's order; None for all others."""
+    return all_runs(model).get(name)
+
+
+def own_parts(model: nn.Module, name: str, parameter: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """This rank's part of a parameter in pieces, which share memory with it, and where each begins in the file."""
+    local, offset = local_part(parameter)
+    found = runs_of(model, name)
+    if found is None:
+        return [(local, offset)]
+    dim, runs = found
+    pieces, at = [], -offset[dim]  # of a run, counted from where this rank's part begins
+    for start, stop in runs:
+        low, high = max(at, 0), min(at + stop - start, local.shape[dim])
+        if low < high:
+            begins: Any = (*offset[:dim], start + low - at, *offset[dim + 1 :])
+            pieces.append((local.narrow(dim, low, high - low), begins))
+        at += stop - start
+    return pieces
+
+
+def in_file_order(model: nn.Module, name: str, whole: Tensor) -> Tensor:
+    """A whole parameter, gathered from the ranks, as the file has it."""
+    return ordered(whole, runs_of(model, name))
+
+
+def ordered(whole: Tensor, found: Runs | None) -> Tensor:
+    """A whole tensor whose runs follow one another, in the order of the file."""
+    if found is None:
+        return whole
+    dim, runs = found
+    result = whole.new_empty(whole.shape)
+    at = 0
+    for start, stop in runs:
+        result.narrow(dim, start, stop - start).copy_(whole.narrow(dim, at, stop - start))
+        at += stop - start
+    return result
+
+
+# Whether every parameter was given values, whoever gave them: a tensor counts how often it is
+# written to.
+
+
+def note_unwritten(model: LanguageModel) -> None:
+    """Notes parameters and buffers as without values: right after they were given memory."""
+    model.unwritten = {name: _mark(tensor) for name, tensor in _tensors(model)}
+
+
+def check_written(model: nn.Module) -> None:
+    """SetupError if a parameter or buffer still holds what its memory held before. Nothing without `note_unwritten`.
+
+    What has been moved elsewhere since then is taken to be written.
+    """
+    before = model.unwritten if isinstance(model, LanguageModel) else {}
+    left = [
+        name
+        for name, tensor in _tensors(model)
+        if tensor.numel() and holds_values(tensor.device) and before.get(name) == _mark(tensor)
+    ]
+    if left:
+        more = f" and {len(left) - 1} more have" if len(left) > 1 else " has"
+        raise SetupError(
+            f"{left[0]}{more} no values after load_weights; call load_weights or init_weights for a model's "
+            "parameters, and init_adapters for adapters, or fill them there in place"
+        )
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, _own(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+
+
+@torch.no_grad()
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _mark(tensor: Tensor) -> WriteMark:
+    return WriteMark(tensor.data_ptr(), tensor._version)

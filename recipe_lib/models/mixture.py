@@ -5,14 +5,16 @@ have (`recipe_lib.models.weight_names`). What the router says and sums is in fp3
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec
-from recipe_lib.ops.expert_gated import Gate, scored_product
+from recipe_lib.ops.deferred import linear_in
+from recipe_lib.ops.fused_kernels import Node
+from recipe_lib.ops.gated import Gate, scored_product
 from recipe_lib.ops.gathered import Group, all_reduce
 from recipe_lib.ops.grouped import Groups, count_rows, group_tokens, grouped_linear, rows_of_choices, sum_choices
 from recipe_lib.ops.real_tokens import RealTokens
@@ -30,23 +32,8 @@ def wide_linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` in fp32 of operands that may be in fewer bits, of which no wider copy is kept."""
     if weight.dtype.itemsize >= 4:
         return F.linear(tokens, weight, bias)
-    logits = cast(Tensor, _WideLinear.apply(tokens, weight))
+    logits = linear_in(tokens, weight, torch.float32)
     return logits if bias is None else logits + bias
-
-
-class _WideLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens, weight)
-        return F.linear(tokens.float(), weight.float())
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (gradient,), (tokens, weight) = gradients, ctx.saved_tensors
-        tokens_grad = (gradient @ weight.float()).to(tokens.dtype) if ctx.needs_input_grad[0] else None
-        weight_grad = (gradient.t() @ tokens.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return tokens_grad, weight_grad
 
 
 class ExpertLinear(nn.Module):
@@ -65,7 +52,6 @@ class ExpertLinear(nn.Module):
         return grouped_linear(rows, self.weight, groups, of_tokens=of_tokens)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         return f"experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
 
 
@@ -93,24 +79,17 @@ class Experts(nn.Module):
 
 def bias_of_rows(bias: Tensor, groups: Groups) -> Tensor:
     """The bias of each row's expert: `[m, o]` of `[E, o]`."""
-    return cast(Tensor, _BiasOfRows.apply(bias, groups.experts))
+    return cast(Tensor, Node.apply(_take_biases, _add_biases, (1, 2), bias, groups.experts, bias.shape[0]))
 
 
-class _BiasOfRows(torch.autograd.Function):
-    """Backward is a matmul, which sums in a fixed order."""
+def _take_biases(bias: Tensor, experts: Tensor, count: int) -> Tensor:
+    return bias.index_select(0, experts)
 
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, experts: Tensor) -> Tensor:
-        ctx.save_for_backward(experts)
-        ctx.count = bias.shape[0]
-        return bias.index_select(0, experts)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (experts,) = ctx.saved_tensors
-        numbers = torch.arange(ctx.count, device=experts.device)
-        return (experts == numbers.unsqueeze(1)).to(gradients[0].dtype) @ gradients[0], None
+def _add_biases(gradient: Tensor, experts: Tensor, count: int) -> Tensor:
+    """By a matmul, which sums in a fixed order."""
+    numbers = torch.arange(count, device=experts.device)
+    return (experts == numbers.unsqueeze(1)).to(gradient.dtype) @ gradient
 
 
 def scored_bias(bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
@@ -139,18 +118,13 @@ class BalanceLoss:
         self.weight = self.coefficient / (self.layers * parts)
 
 
-class _WithLoss(torch.autograd.Function):
-    """Scores as they are; in backward the loss gets its gradient."""
+def _keep_scores(scores: Tensor, loss: Tensor, balance: BalanceLoss) -> Tensor:
+    """Return scores as they are; in backward the loss gets its gradient."""
+    return scores.view_as(scores)
 
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, loss: Tensor, balance: BalanceLoss) -> Tensor:
-        ctx.balance = balance
-        return scores.view_as(scores)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradients[0], gradients[0].new_full((), ctx.balance.weight), None
+def _differentiate_loss(gradient: Tensor, balance: BalanceLoss) -> tuple[Tensor, Tensor]:
+    return gradient, gradient.new_full((), balance.weight)
 
 
 class Load:
@@ -229,7 +203,7 @@ class Mixture(nn.Module):
                 probabilities = probabilities.masked_fill(is_padding.unsqueeze(1), 0)
             shares = shared / tokens
             loss = logits.shape[1] * (shares * probabilities.sum(dim=0)).sum() / tokens
-            scores = cast(Tensor, _WithLoss.apply(scores, loss, self.balance))
+            scores = cast(Tensor, Node.apply(_keep_scores, _differentiate_loss, (2,), scores, loss, self.balance))
         if self.load is not None:
             count = groups.tokens.shape[0] if real is None else real.total * groups.choices
             self.load.add(rows, loss, count)

@@ -14,19 +14,14 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from recipe_lib.config.card_limits import VARLEN_CAPABILITY
 from recipe_lib.ops.device import capability_of, kernels_of
-from recipe_lib.ops.fused_kernels import fused, fuses
+from recipe_lib.ops.fused_kernels import Node, follows_from_shapes, fused, fuses
 from recipe_lib.ops.real_tokens import RealTokens
-from recipe_lib.ops.shaped_work import follows_from_shapes
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # an older torch: masks do the same with more memory
-    varlen_attn = None
-
-_VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
+_VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 
 
 @dataclass(frozen=True)
@@ -194,14 +189,21 @@ def _flattened_attention(
     q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, window: int | None, scale: float
 ) -> Tensor:
     """All rows as one list of documents through the varlen flash kernel: no mask, nothing of size s x s."""
-    flat_q, flat_k, flat_v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
     options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _VARLEN_OPTIONS else {}
-    left = -1 if window is None else window - 1  # the kernel counts the tokens to the left of its own
     ends, longest = info.boundaries, info.longest
     out = varlen_attn(
-        flat_q, flat_k, flat_v, ends, ends, longest, longest, scale=scale, window_size=(left, 0), **options
+        _flat(q),
+        _flat(k),
+        _flat(v),
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(_left(window), 0),
+        **options,
     )
-    return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+    return _rows(out, q)
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -426,29 +428,8 @@ def capped_attention(
 
     Scores are `softcap * tanh(scores * scale / softcap)`. documents: int32 `[b, t]`, see `reaches`.
     """
-    return cast(Tensor, _CappedAttention.apply(q, k, v, documents, window, softcap, scale))
-
-
-class _CappedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Tensor | None,
-        window: int | None,
-        softcap: float,
-        scale: float,
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v, documents)
-        ctx.settings = (window, softcap, scale)
-        return _attended(q, k, v, documents, *ctx.settings)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_gradients(gradients[0], *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+    settings = (documents, window, softcap, scale)
+    return cast(Tensor, Node.apply(_attended, _gradients, range(7), q, k, v, *settings))
 
 
 @follows_from_shapes()
@@ -533,11 +514,10 @@ def products(stacked: Tensor, others: Tensor, reach: Tensor, heads: int) -> Tens
     return torch.bmm(stacked, others.transpose(1, 2)).view(-1, heads, reach.shape[1], others.shape[1])
 
 
-def _like_scores(scores: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(scores)
-
-
-@fused("capped_shares(Tensor scores, Tensor reach, float softcap, float scale) -> Tensor", _like_scores)
+@fused(
+    "capped_shares(Tensor scores, Tensor reach, float softcap, float scale) -> Tensor",
+    lambda scores, *_: torch.empty_like(scores),
+)
 def capped_shares(scores: Tensor, reach: Tensor, softcap: float, scale: float) -> Tensor:
     """Capped scores' softmax over the keys that are visible, of products of queries and keys `[b, h, m, n]`, in their
     type. reach: int32 `[b or 1, m]`, see `reaches`."""
@@ -546,7 +526,7 @@ def capped_shares(scores: Tensor, reach: Tensor, softcap: float, scale: float) -
 
 @fused(
     "capped_score_gradients(Tensor of_shares, Tensor scores, Tensor reach, float softcap, float scale) -> Tensor",
-    _like_scores,
+    lambda of_shares, *_: torch.empty_like(of_shares),
     repeats=True,
 )
 def capped_score_gradients(of_shares: Tensor, scores: Tensor, reach: Tensor, softcap: float, scale: float) -> Tensor:

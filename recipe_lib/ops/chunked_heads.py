@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops.fused_loss import fuses_loss
+from recipe_lib.config.registry import register
+from recipe_lib.ops.fused_kernels import follows_from_shapes, fused, fuses
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
 
 Finish = Callable[[Tensor], Tensor]
@@ -53,27 +54,13 @@ class ChunkedHead:
                 for tensor, trains in zip((weight, self.bias), trained[1:], strict=True)
             ),
         ]
+        # What a chunk's work follows from.
+        self.parts = (self.hidden, weight, self.bias, *self.gradients, group)
+        self.ranks = 1 if group is None else group.size  # those that share the vocabulary
+        self.logits_dtype = self.hidden.dtype  # of the logits that were made last
+        # One kernel reads a chunk's logits as they are: not where ranks agree on each row's sum in between.
+        self.fuses_loss = group is None and fuses_loss(self.hidden)
         self._tokens: Tensor | None = None
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """What a chunk's work follows from."""
-        return (self.hidden, self.weight, self.bias, *self.gradients, self.group)
-
-    @property
-    def ranks(self) -> int:
-        """Those that share the vocabulary."""
-        return 1 if self.group is None else self.group.size
-
-    @property
-    def logits_dtype(self) -> torch.dtype:
-        """Of the logits that were made last."""
-        return self.hidden.dtype
-
-    @property
-    def fuses_loss(self) -> bool:
-        """Whether one kernel reads a chunk's logits as they are: not where ranks agree on each row's sum in between."""
-        return self.group is None and fuses_loss(self.hidden)
 
     def logits(self, part: slice) -> Tensor:
         """Return the logits of a chunk, with a group of all its ranks' tokens, in storage of their own."""
@@ -117,26 +104,16 @@ class ChunkedAdaptedHead:
             torch.zeros_like(tensor) if tensor is not None and trains else None
             for tensor, trains in zip((self.hidden, *parts), trained, strict=True)
         ]
+        self.parts = (project,)  # whose work is its own
+        self.fuses_loss = fuses_loss(self.hidden)
         self._made: tuple[Tensor, Tensor] | None = None
 
     @property
-    def parts(self) -> tuple[Any, ...]:
-        """See ChunkedHead; that of a projection is its own."""
-        return (self.project,)
-
-    @property
     def logits_dtype(self) -> torch.dtype:
-        """See ChunkedHead."""
         assert self._made is not None
         return self._made[1].dtype
 
-    @property
-    def fuses_loss(self) -> bool:
-        """See ChunkedHead."""
-        return fuses_loss(self.hidden)
-
     def logits(self, part: slice) -> Tensor:
-        """See ChunkedHead."""
         tokens = self.hidden[part].detach().requires_grad_(self._trains_hidden)
         with torch.set_grad_enabled(self.trains):
             logits = self.project(tokens, *self._parts)
@@ -144,7 +121,6 @@ class ChunkedAdaptedHead:
         return logits.detach()
 
     def take(self, part: slice, gradient: Tensor) -> None:
-        """See ChunkedHead."""
         assert self._made is not None
         (tokens, logits), self._made = self._made, None
         totals = [(number, total) for number, total in enumerate(self.gradients) if total is not None]
@@ -256,3 +232,232 @@ def largest_of(logits: Tensor, group: Group | None) -> Tensor:
     """The largest logit of each row, over all ranks' parts of the vocabulary `[m, 1]`."""
     largest = logits.amax(dim=1, keepdim=True)
     return largest if group is None else all_reduce(largest, "max", group)
+
+
+# The log-probability of each label, and its gradient, fused, without logits in fp32.
+#
+# What `recipe_lib.ops.chunked_heads` and `recipe_lib.ops.head_losses` do to a chunk of logits where
+# operators run one by one, in fp32 and in place. Fused, they read the logits as they are, `[m, v]`
+# in bf16, and write the gradients in that type, so that a chunk takes 4 bytes a logit in place of
+# 6. Of logits in fp32 it would take 8 in place of 4: those are not fused.
+
+
+IGNORED = -100
+_WIDEST = 2  # bytes of a logit
+
+
+def fuses_loss(hidden: Tensor) -> bool:
+    """Whether the loss of these hidden states is fused."""
+    return hidden.dtype.itemsize <= _WIDEST and fuses(hidden.device)
+
+
+def fused_cross_entropy(
+    logits: Tensor, labels: Tensor, softcap: float | None, with_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The summed loss of logits `[m, v]` with labels `[m]`, fp32 (fp64 for fp64), and the gradient of the logits."""
+    cap = cap_of(logits, softcap)
+    log_probs, log_sums = label_log_probs(logits, labels, cap)
+    if not with_grad:
+        return -log_probs.sum(), None
+    slopes = log_probs.new_full((), -1).expand_as(log_probs)
+    return -log_probs.sum(), label_log_prob_gradients(logits, labels, log_sums, slopes, cap)
+
+
+def cap_of(logits: Tensor, softcap: float | None) -> Tensor | None:
+    """A softcap as the two functions take it: a number would be compiled for itself."""
+    return None if softcap is None else logits.new_full((), softcap, dtype=widen_dtype(logits.dtype))
+
+
+def _shapes_of_log_probs(logits: Tensor, labels: Tensor, cap: Tensor | None) -> tuple[Tensor, Tensor]:
+    of_rows = logits.new_empty(logits.shape[:1], dtype=widen_dtype(logits.dtype))
+    return of_rows, torch.empty_like(of_rows)
+
+
+@fused("label_log_probs(Tensor logits, Tensor labels, Tensor? cap) -> (Tensor, Tensor)", _shapes_of_log_probs)
+def label_log_probs(logits: Tensor, labels: Tensor, cap: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(log-probabilities of the labels, 0 for label -100; logs of the sums of exponentials), each `[m]`, fp32."""
+    log_sums = _capped(logits, cap).logsumexp(dim=1)
+    ignored = labels == IGNORED
+    # Of the logits as they are: a compiler makes in memory what is looked up.
+    chosen = _capped(logits.gather(1, labels.masked_fill(ignored, 0).unsqueeze(1)).squeeze(1), cap)
+    return (chosen - log_sums).masked_fill(ignored, 0), log_sums
+
+
+@fused(
+    "label_log_prob_gradients(Tensor logits, Tensor labels, Tensor log_sums, Tensor slopes, Tensor? cap) -> Tensor",
+    lambda logits, *_: torch.empty_like(logits),
+)
+def label_log_prob_gradients(
+    logits: Tensor, labels: Tensor, log_sums: Tensor, slopes: Tensor, cap: Tensor | None
+) -> Tensor:
+    """The logits' gradient `[m, v]` in their type. slopes: of the log-probabilities `[m]`; log_sums: as given there."""
+    wide = _capped(logits, cap)
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    # d log p(label) / d logits is one-hot minus softmax; no column is label -100.
+    grad = (columns == labels.unsqueeze(1)).to(wide.dtype) - (wide - log_sums.unsqueeze(1)).exp()
+    if cap is not None:
+        grad = grad * (1 - (wide / cap).square())  # d cap*tanh(x/cap) / dx = 1 - tanh^2
+    # Last: what is not finite in a row that does not count has to go, too.
+    return (grad * slopes.unsqueeze(1)).masked_fill((labels == IGNORED).unsqueeze(1), 0).to(logits.dtype)
+
+
+def _capped(logits: Tensor, cap: Tensor | None) -> Tensor:
+    wide = logits.to(widen_dtype(logits.dtype))
+    return wide if cap is None else cap * torch.tanh(wide / cap)
+
+
+def widen_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what logits are turned to: fp32, of fp64 fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# The sum of the token losses over a vocabulary, computed in chunks of tokens
+# (`recipe_lib.ops.chunked_heads`).
+#
+# Where ranks share the vocabulary, the largest logit, the sum of exponentials and the label's logit
+# are agreed on over the group.
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@register("loss", "cross_entropy")
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the token losses of logits `[m, v]` (fp32 or fp64) and labels `[m]`; label -100 counts nothing."""
+    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The sum of token losses, without a tensor of size `[n, v]` in forward or backward.
+
+    Its gradients are made in forward, so that FSDP need not gather the weight for backward. chunks: pieces that the n
+    tokens are cut into, even to within one of them. loss: in place of cross-entropy,
+    `fn(logits [m, v], labels [m]) -> sum`, a function of its arguments alone.
+    """
+
+    chunks: int = 1
+    loss: Loss | None = None
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        softcap: float | None = None,
+        group: Group | None = None,
+        bias: Tensor | None = None,
+        finish: Finish | None = None,
+        adapter: OutputAdapter | None = None,
+    ) -> Tensor:
+        """Return a scalar in fp32 (fp64 for fp64), differentiable once.
+
+        hidden: `[..., d]`. weight: `[v, d]`. labels: int64 `[...]`; -100 is ignored. softcap: logits become
+        `softcap * tanh(logits / softcap)` (Gemma 2). group: hidden is this rank's `[n, d]` of the N tokens of a
+        tensor-parallel group, weight its `[v / t, d]`, labels are all N; the sum is that of all N tokens, on each rank.
+        Not with a loss of one's own. bias: `[v]` (`[v / t]` of a group), added to the logits. finish:
+        `fn(logits [m, v]) -> logits [m, v]`, what else is done to each logit by itself, a function of its argument
+        alone; it costs two more tensors of a chunk's logits. adapter: in place of weight and bias.
+
+        Logits are made in the dtype of `hidden` and turned to fp32 before anything else. When every label is ignored
+        the result is 0 and still has a graph with zero gradients, so that under FSDP each rank runs the same
+        collectives.
+        """
+        loss = None if self.loss is cross_entropy else self.loss
+        if loss is not None and group is not None:
+            raise ValueError("a custom loss needs the logits of the whole vocabulary, which no rank of a group has")
+
+        def sum_loss(head: Head) -> Tensor:
+            return _sum_over_chunks(head, labels, self.chunks, softcap, loss, finish)
+
+        return sum_in_chunks(sum_loss, hidden, weight, bias=bias, group=group, adapter=adapter)
+
+
+@follows_from_shapes(lambda head, *numbers: (*head.parts, *numbers))
+def _sum_over_chunks(
+    head: Head, labels: Tensor, chunks: int, softcap: float | None, loss: Loss | None, finish: Finish | None
+) -> Tensor:
+    """The loss `[]`; the head has the gradients."""
+    wide = widen_dtype(head.hidden.dtype)
+    total = torch.zeros((), dtype=wide, device=head.hidden.device)
+    one_kernel = loss is None and finish is None and head.fuses_loss
+
+    def add_chunk(part: slice, targets: Tensor) -> Tensor | None:
+        logits = head.logits(part)
+        if one_kernel:
+            value, gradient = fused_cross_entropy(logits, targets, softcap, head.trains)
+        else:
+            logits = logits.to(wide)
+            value, gradient = chunk_loss(logits, targets, softcap, loss, head.trains, head.group, finish)
+        total.add_(value)
+        return gradient
+
+    walk_chunks(head, labels, chunks, add_chunk)
+    return total
+
+
+def chunk_loss(
+    logits: Tensor,
+    labels: Tensor,
+    softcap: float | None,
+    loss: Loss | None,
+    with_grad: bool,
+    group: Group | None = None,
+    finish: Finish | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of one chunk's logits `[m, v]`, which it overwrites, and its gradient with respect to them."""
+    if finish is not None:
+        logits, finished = finish_logits(logits, finish, with_grad)
+        value, grad = chunk_loss(finished.detach().clone(), labels, softcap, loss, with_grad, group)
+        return value, None if grad is None else torch.autograd.grad(finished, logits, grad)[0]
+    logits, squash = cap_logits(logits, softcap, with_grad)
+    if loss is None:
+        value, grad = _cross_entropy_and_grad(logits, labels, with_grad, group)
+    else:
+        value, grad = _custom_loss_and_grad(loss, logits, labels, with_grad)
+    if grad is not None and squash is not None:
+        grad = grad.mul_(squash.square_().neg_().add_(1))  # d softcap*tanh(x/softcap) / dx = 1 - tanh^2
+    return value, grad
+
+
+def cap_logits(logits: Tensor, softcap: float | None, with_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """Return capped logits, of logits that are overwritten, and the tanh that a gradient needs, if it is wanted."""
+    if softcap is None:
+        return logits, None
+    squash = logits.div_(softcap).tanh_()
+    return squash * softcap, squash if with_grad else None
+
+
+def _cross_entropy_and_grad(
+    logits: Tensor, labels: Tensor, with_grad: bool, group: Group | None
+) -> tuple[Tensor, Tensor | None]:
+    """Summed cross-entropy and softmax minus one-hot, both made in the storage of `logits` `[m, v]`."""
+    ignored = labels == IGNORED
+    columns, elsewhere = own_columns(labels, ignored, logits.shape[1], group)
+    logits.sub_(largest_of(logits, group))
+    picked = logits.gather(1, columns).squeeze(1)
+    logits.exp_()
+    sums = logits.sum(dim=1)
+    if elsewhere is not None and group is not None:
+        sums, picked = all_reduce(torch.stack([sums, picked.masked_fill_(elsewhere, 0)]), "sum", group)
+    value = (sums.log() - picked).masked_fill(ignored, 0).sum()
+    if not with_grad:
+        return value, None
+    logits.div_(sums.unsqueeze(1))
+    one = logits.new_full((), -1).expand_as(columns)
+    logits.scatter_add_(1, columns, one if elsewhere is None else one.masked_fill(elsewhere.unsqueeze(1), 0))
+    return value, logits.masked_fill_(ignored.unsqueeze(1), 0)
+
+
+def _custom_loss_and_grad(loss: Loss, logits: Tensor, labels: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """A registered loss and its gradient by autograd over this chunk alone."""
+    if not with_grad:
+        return loss(logits, labels), None
+    with torch.enable_grad():
+        logits.requires_grad_()
+        value = loss(logits, labels)
+    if not value.requires_grad:  # a loss that ignores its logits here, e.g. because no label counts
+        return value, torch.zeros_like(logits)
+    (grad,) = torch.autograd.grad(value, logits)
+    return value.detach(), grad

@@ -14,18 +14,39 @@ So autograd runs once, whatever is frozen, checkpointed or sharded, and a checkp
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-# Of the process, not of a thread: on a GPU backward runs in threads of autograd's own.
-_splittable = False
-_deferred: "list[DeferredGradients] | None" = None
+T = TypeVar("T")
+
+
+class Switch(Generic[T]):
+    """A value of the process, and another one inside a block.
+
+    Not of a thread: on a GPU backward runs in threads of autograd's own.
+    """
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    @contextmanager
+    def set(self, value: T) -> Iterator[T]:
+        """Inside, the value is another."""
+        before, self.value = self.value, value
+        try:
+            yield value
+        finally:
+            self.value = before
+
+
+_splittable = Switch(False)
+_deferred: "Switch[list[DeferredGradients] | None]" = Switch(None)
 
 
 @dataclass
@@ -50,54 +71,36 @@ class DeferredGradients:
         torch.autograd.backward([weight for weight, _ in pairs], [grad for _, grad in pairs])
 
 
-@contextmanager
-def splittable() -> Iterator[None]:
+def splittable() -> AbstractContextManager[bool]:
     """Inside, forwards make linears whose weight gradient can be deferred; their backward is run inside too."""
-    global _splittable
-    before, _splittable = _splittable, True
-    try:
-        yield
-    finally:
-        _splittable = before
+    return _splittable.set(True)
 
 
-@contextmanager
-def defer_weight_gradients() -> Iterator[list[DeferredGradients]]:
+def defer_weight_gradients() -> "AbstractContextManager[list[DeferredGradients]]":
     """Inside, backward defers the weight gradients that can be, and records them in the list, last layer first."""
-    global _deferred
-    before, _deferred = _deferred, []
-    try:
-        yield _deferred
-    finally:
-        _deferred = before
+    return cast(AbstractContextManager[list[DeferredGradients]], _deferred.set([]))
 
 
-@contextmanager
-def weight_gradients_at_once() -> Iterator[None]:
+def weight_gradients_at_once() -> AbstractContextManager[Any]:
     """Inside, backward computes all weight gradients at once, within `defer_weight_gradients` too."""
-    global _deferred
-    before, _deferred = _deferred, None
-    try:
-        yield
-    finally:
-        _deferred = before
+    return _deferred.set(None)
 
 
 def is_splittable() -> bool:
     """Whether a forward is to be made of linears that can be deferred; not in code that is being compiled."""
-    return _splittable and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and _splittable.value
 
 
 def defers() -> bool:
     """Whether the backward that runs now is to defer what it can."""
-    return _deferred is not None
+    return _deferred.value is not None
 
 
 def note(weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]) -> None:
     """Puts off the gradients of `weights`, which `compute` gives."""
-    if _deferred is None:
+    if _deferred.value is None:
         raise RuntimeError("nothing is deferred here")
-    _deferred.append(DeferredGradients(weights, compute))
+    _deferred.value.append(DeferredGradients(weights, compute))
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -134,3 +137,27 @@ class _Linear(torch.autograd.Function):
 def _weight_gradient(gradient: Tensor, hidden: Tensor) -> Tensor:
     """`[o, i]` of `[.., o]` and `[.., i]`."""
     return gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)
+
+
+def linear_in(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`hidden [.., i] @ weight.T [i, o]` in a dtype, of operands that may be in others and are kept as they came."""
+    return cast(Tensor, _LinearIn.apply(hidden, weight, dtype))
+
+
+class _LinearIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.dtype = dtype
+        return F.linear(hidden.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (gradient,), (hidden, weight) = gradients, ctx.saved_tensors
+        hidden_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            hidden_grad = (gradient @ weight.to(ctx.dtype)).to(hidden.dtype)
+        if ctx.needs_input_grad[1]:
+            weight_grad = _weight_gradient(gradient, hidden.to(ctx.dtype)).to(weight.dtype)
+        return hidden_grad, weight_grad, None

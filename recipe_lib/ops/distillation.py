@@ -25,15 +25,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops.chunked_heads import (
+    IGNORED,
     Head,
     OutputAdapter,
+    cap_logits,
+    chunk_loss,
     gather_tokens,
     largest_of,
     sum_in_chunks,
     walk_chunks,
+    widen_dtype,
 )
-from recipe_lib.ops.cross_entropy import chunk_loss
-from recipe_lib.ops.fused_loss import IGNORED, widen_dtype
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 
 SumRows = Callable[[Tensor], Tensor]
@@ -128,11 +130,7 @@ def _run_chunks(
         ignored = rows == IGNORED
         logits = student.logits(part)
         logits = logits.to(found.dtype)
-        squash = None
-        if softcap is not None:
-            squash = logits.div_(softcap).tanh_()
-            logits = squash * softcap
-            squash = squash if wants else None
+        logits, squash = cap_logits(logits, softcap, wants)
         value, grad = chunk_loss(logits.clone(), rows, None, None, wants, group)
         found[1] += value
         width = logits.shape[1]

@@ -10,15 +10,16 @@ Rounding is that of the chain: what an operator of it would round to bf16 is rou
 (`emulate_precision_casts`). Divisions and exponentials in fp32 may differ in the last bit, as a GPU computes them.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
+from recipe_lib.ops.deferred import Switch
 from recipe_lib.ops.device import holds_values, kernels_of
 
 _COMPILATIONS = 64  # of one function, before torch runs it as it is
@@ -26,7 +27,7 @@ _REPEATED = 100  # operators that compute a number again where it is needed agai
 _library = torch.library.Library("tune_recipes", "FRAGMENT")
 _repeats: set[Callable[..., Any]] = set()
 _is_on = False  # until a run that trains says so: what generates a few tokens compiles nothing
-_on_meta = False
+_on_meta = Switch(False)
 _Result = TypeVar("_Result")
 
 
@@ -56,19 +57,13 @@ def fuses(device: torch.device) -> bool:
     if torch.compiler.is_compiling():
         return False
     if device.type == "meta":
-        return _on_meta
+        return _on_meta.value
     return _is_on and kernels_of(device) == "cuda" and (not holds_values(device) or has_triton())
 
 
-@contextmanager
-def fused_on_meta(wanted: bool) -> Iterator[None]:
+def fused_on_meta(wanted: bool) -> AbstractContextManager[bool]:
     """Inside, chains of meta tensors are one operator each, if wanted: for what a layer will keep on a GPU."""
-    global _on_meta
-    before, _on_meta = _on_meta, wanted
-    try:
-        yield
-    finally:
-        _on_meta = before
+    return _on_meta.set(wanted)
 
 
 def fused(
@@ -105,6 +100,88 @@ def fused(
         return call
 
     return decorate
+
+
+class Node(torch.autograd.Function):
+    """A function, and the function that gives its gradients, which keeps for backward what this one takes alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[..., Any], gradients: Callable[..., Any], kept: Sequence[int], *arguments: Any
+    ) -> Any:
+        """kept: which of the arguments `gradients` takes, behind the gradient of the result.
+
+        It returns the gradients of the first arguments: a tensor for the first one alone, or a tuple.
+        """
+        held = [arguments[number] for number in kept]
+        ctx.save_for_backward(*(one if isinstance(one, Tensor) else None for one in held))
+        ctx.settings = [None if isinstance(one, Tensor) else one for one in held]
+        ctx.gradients, ctx.count = gradients, len(arguments)
+        return function(*arguments)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        held = [
+            setting if tensor is None else tensor
+            for tensor, setting in zip(ctx.saved_tensors, ctx.settings, strict=True)
+        ]
+        found = ctx.gradients(*gradients, *held)
+        found = found if isinstance(found, tuple) else (found,)
+        return None, None, None, *found, *(None,) * (ctx.count - len(found))
+
+
+def make_operator(
+    name: str, function: Callable[..., Any], shapes: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Return a function as an operator that a compiler does not look into.
+
+    function: annotated, as torch.library reads its schema from it. shapes: of the same arguments, empty tensors like
+    its results; None: what the function itself makes of tensors without values.
+    """
+    operator = torch.library.custom_op(f"tune_recipes::{name}", function, mutates_args=())
+    operator.register_fake(shapes or function)
+    return operator
+
+
+def make_opaque_node(
+    name: str,
+    function: Callable[..., Any],
+    shapes: Callable[..., Any],
+    gradient: Callable[..., Any],
+    gradient_shapes: Callable[..., Any],
+    kept: Sequence[int],
+) -> Callable[..., Any]:
+    """Return a `Node` of a gradient of its first argument, in code that is compiled an operator.
+
+    A compiler that looked into it would see that forward and backward make the same tensors, and keep these in between.
+    """
+    operator: Any = make_operator(name, function, shapes)
+    gradient_operator = make_operator(f"{name}_backward", gradient, gradient_shapes)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        held = [inputs[number] for number in kept]
+        ctx.save_for_backward(*(one for one in held if one is None or isinstance(one, Tensor)))
+        ctx.settings = [one for one in held if not (one is None or isinstance(one, Tensor))]
+        ctx.count = len(inputs)
+
+    def differentiate(ctx: Any, found: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient_operator(found, *ctx.saved_tensors, *ctx.settings), *(None,) * (ctx.count - 1)
+
+    operator.register_autograd(differentiate, setup_context=keep)
+
+    def call(*arguments: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return operator(*arguments)  # type: ignore[no-any-return]
+        return cast(Tensor, Node.apply(function, gradient, kept, *arguments))
+
+    return call
+
+
+def cut_rows(rows: int, columns: int, most: int) -> list[tuple[int, int]]:
+    """Return `range(rows)` in parts of at most so many elements, for what is not one kernel; one row at least."""
+    step = max(1, most // max(1, columns))
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def compiles(tensor: Tensor) -> bool:
@@ -158,3 +235,26 @@ def _sample(tensor: Tensor) -> Tensor:
         return tensor.new_full((), float("nan"))
     rows = torch.tanh(tensor.float()).logsumexp(dim=1)
     return rows - tensor.gather(1, rows.long().clamp(0, 1).unsqueeze(1)).squeeze(1)
+
+
+# Functions that issue many operators, and whose work follows from the shapes that they are given.
+#
+# @follows_from_shapes() def dequantize(codes, scales, dtype): ...
+#
+# A plan runs such a function once for each kind of arguments, and repeats its notes for the others.
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# The functions that are marked, each with what gives of its arguments those that matter; None: all of them do.
+SHAPED_WORK: dict[Callable[..., Any], Callable[..., Sequence[Any]] | None] = {}
+
+
+def follows_from_shapes(decisive: Callable[..., Sequence[Any]] | None = None) -> Callable[[_Function], _Function]:
+    """Mark a function of a module or class. decisive: as in `SHAPED_WORK`."""
+
+    def mark(function: _Function) -> _Function:
+        SHAPED_WORK[function] = decisive
+        return function
+
+    return mark

@@ -1,13 +1,14 @@
 """`activation(gate) * up`, the middle of a gated MLP (arXiv 2002.05202)."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops.fused_kernels import fused
+from recipe_lib.ops.fused_kernels import Node, fused
 
 _Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 # An activation, and its backward `(gradient, input)`, by the kernels that autograd takes.
@@ -28,20 +29,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return gated_product(gate, up, activation)
-    return cast(Tensor, _Gated.apply(gate, up, activation))
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return gated_product(gate, up, activation)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return (*gated_gradients(gradients[0], *ctx.saved_tensors, ctx.activation), None)
+    return cast(Tensor, Node.apply(gated_product, gated_gradients, range(3), gate, up, activation))
 
 
 def _like(gate: Tensor, *others: Any) -> Tensor:
@@ -54,13 +42,101 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return (ACTIVATIONS[activation][0](gate) * up).contiguous()
 
 
-def _like_both(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    return _like(gate), _like(up)
-
-
-@fused("gated_gradients(Tensor gradient, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)", _like_both)
+@fused(
+    "gated_gradients(Tensor gradient, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
+    lambda gradient, gate, up, activation: (_like(gate), _like(up)),
+)
 def gated_gradients(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Of gate and up, by the gradient of their product; contiguous."""
     activate, activate_backward = ACTIVATIONS[activation]
     up_grad = gradient * activate(gate)
     return activate_backward(gradient * up, gate).contiguous(), up_grad.contiguous()
+
+
+# The middle of an expert: a gated product of its inner channels, times the score with which its
+# token chose it.
+#
+# The score is multiplied in here, before the down projection: f channels, where after it there
+# would be d, and backward finds the score's gradient without the expert's output. Kept for backward
+# are the inner channels `[m, 2f]` and scores.
+
+
+CLAMPED = "clamped_swiglu"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How an expert's inner channels `[m, 2f]` become `[m, f]`.
+
+    activation: of the gate, one of `recipe_lib.ops.gated`, or `clamped_swiglu` (gpt-oss): `(up + 1) * gate *
+    sigmoid(alpha * gate)`, with gate at most, and up within, `limit`. interleaved: gate and up take turns among the
+    channels; else the gate is the first half.
+    """
+
+    activation: str
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float = float("inf")
+
+
+def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
+    """The gated product of `inner` `[m, 2f]` times each row's score `[m]`: `[m, f]`, in the type of `inner`."""
+    settings = (gate.activation, gate.interleaved, gate.alpha, gate.limit)
+    if torch.compiler.is_compiling():
+        return scored_products(inner, scores, *settings)
+    return cast(Tensor, Node.apply(scored_products, scored_gradients, range(6), inner, scores, *settings))
+
+
+def _parts(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return inner[:, ::2], inner[:, 1::2]
+    half = inner.shape[1] // 2
+    return inner[:, :half], inner[:, half:]
+
+
+def _together(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
+    return torch.stack((gate, up), dim=-1).flatten(1) if interleaved else torch.cat((gate, up), dim=1)
+
+
+def _activated(gate: Tensor, up: Tensor, activation: str, alpha: float, limit: float) -> tuple[Tensor, Tensor]:
+    """(what the gate gives, what it is multiplied by)."""
+    if activation != CLAMPED:
+        return ACTIVATIONS[activation][0](gate), up
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(gate * alpha), up.clamp(-limit, limit) + 1
+
+
+@fused(
+    "scored_product(Tensor inner, Tensor scores, str activation, bool interleaved, float alpha, float limit) -> Tensor",
+    lambda inner, *_: inner.new_empty(inner.shape[0], inner.shape[1] // 2),
+)
+def scored_products(
+    inner: Tensor, scores: Tensor, activation: str, interleaved: bool, alpha: float, limit: float
+) -> Tensor:
+    """`scored_product`, without a gradient."""
+    first, second = _activated(*_parts(inner, interleaved), activation, alpha, limit)
+    return (first * second * scores.unsqueeze(1)).to(inner.dtype)
+
+
+@fused(
+    "scored_product_gradients(Tensor gradient, Tensor inner, Tensor scores, str activation, bool interleaved, "
+    "float alpha, float limit) -> (Tensor, Tensor)",
+    lambda gradient, inner, scores, *_: (torch.empty_like(inner), torch.empty_like(scores)),
+)
+def scored_gradients(
+    gradient: Tensor, inner: Tensor, scores: Tensor, activation: str, interleaved: bool, alpha: float, limit: float
+) -> tuple[Tensor, Tensor]:
+    """Of the inner channels and of the scores, by that of the product."""
+    gate, up = _parts(inner, interleaved)
+    first, second = _activated(gate, up, activation, alpha, limit)
+    of_scores = (gradient * first * second).sum(dim=1, dtype=scores.dtype)
+    scored = (gradient * scores.unsqueeze(1)).to(inner.dtype)
+    if activation == CLAMPED:
+        kept = gate.clamp(max=limit)
+        open_ = torch.sigmoid(kept * alpha)
+        of_gate = scored * second * open_ * (1 + alpha * kept * (1 - open_)) * (gate <= limit)
+        of_up = scored * first * (up.abs() <= limit)
+    else:
+        of_gate = ACTIVATIONS[activation][1](scored * second, gate)
+        of_up = scored * first
+    return _together(of_gate, of_up, interleaved), of_scores

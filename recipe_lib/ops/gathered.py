@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import deferred
-from recipe_lib.ops.fused_kernels import fuses
+from recipe_lib.ops.fused_kernels import Node, fuses, make_operator
 from recipe_lib.ops.gated import ACTIVATIONS, gated_gradients, gated_product
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 
@@ -71,7 +71,7 @@ def wait(tensor: Tensor) -> Tensor:
 
 def gather(shard: Tensor, group: Group) -> Tensor:
     """`[n, ...]` of each rank to `[N, ...]` on all; its backward sums, and gives each rank its part. Keeps nothing."""
-    return cast(Tensor, _Gather.apply(shard, group))
+    return cast(Tensor, Node.apply(_gather, _scatter, (1,), shard, group))
 
 
 def scatter(partial: Tensor, group: Group) -> Tensor:
@@ -79,7 +79,7 @@ def scatter(partial: Tensor, group: Group) -> Tensor:
 
     A separate autograd node, so that a checkpointed layer's second forward can end before it.
     """
-    return cast(Tensor, _Scatter.apply(partial, group))
+    return cast(Tensor, Node.apply(_scatter, _gather, (1,), partial, group))
 
 
 def gather_linears(
@@ -101,7 +101,7 @@ def gather_linears(
         norm = (normed.kind, normed.eps) if normed else ("", 0.0)
         settings = (*norm, keep_gathered, group.name, group.size, group.rank)
         there, biased = [bias for bias in biases if bias is not None], [bias is not None for bias in biases]
-        found = torch.ops.tune_recipes.gather_linears(shard, list(weights), there, biased, list(source), *settings)
+        found = _GATHER(shard, list(weights), there, biased, list(source), *settings)
         return list(found[:-1])
     return list(_GatherLinears.apply(shard, group, keep_gathered, normed, len(weights), *weights, *biases))
 
@@ -109,30 +109,16 @@ def gather_linears(
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """`(activation(gate) * up) @ weight.T` of gate and up `[N, f]` and weight `[d, f]`; keeps no more than these."""
     if torch.compiler.is_compiling():
-        return cast(Tensor, torch.ops.tune_recipes.gated_linear(gate, up, weight, activation))
+        return cast(Tensor, _GATED(gate, up, weight, activation))
     return cast(Tensor, _GatedLinear.apply(gate, up, weight, activation))
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return wait(start_gather(shard, group))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return wait(start_scatter(gradients[0], ctx.group)), None
+def _gather(shard: Tensor, group: Group) -> Tensor:
+    return wait(start_gather(shard, group))
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return wait(start_scatter(partial, group))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return wait(start_gather(gradients[0], ctx.group)), None
+def _scatter(partial: Tensor, group: Group) -> Tensor:
+    return wait(start_scatter(partial, group))
 
 
 class _GatherLinears(torch.autograd.Function):
@@ -276,3 +262,201 @@ def gated_backward(
     up_grad = product_grad * activated
     del activated
     return activate_backward(product_grad.mul_(up), gate), up_grad, weight_grad
+
+
+# The same as operators that torch.compile does not look into.
+#
+# Inlined, the second gather of the same shard would be taken for the first, whose result the
+# partitioner then keeps for backward; and what backward makes again would be kept too. As operators
+# with a backward operator of their own, they keep what the eager nodes keep.
+
+
+def _gather_linears(
+    shard: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    biased: Sequence[bool],
+    source: Sequence[Tensor],
+    kind: str,
+    eps: float,
+    keep_gathered: bool,
+    name: str,
+    size: int,
+    rank: int,
+) -> list[Tensor]:
+    """What the linears give, and the gathered tokens, if they are to be kept (else nothing `[0]`).
+
+    biases: of those linears that are `biased`.
+    """
+    whole = wait(start_gather(shard, Group(name, size, rank)))
+    bias = iter(biases)
+    found = [F.linear(whole, weight, next(bias) if has else None) for weight, has in zip(weights, biased, strict=True)]
+    return [*found, whole if keep_gathered else whole.new_empty(0)]
+
+
+def _gather_linears_backward(
+    gradients: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    source: Sequence[Tensor],
+    kind: str,
+    eps: float,
+    whole_kept: bool,
+    wants_input: bool,
+    wants_weight: Sequence[bool],
+    wants_bias: Sequence[bool],
+    name: str,
+    size: int,
+    rank: int,
+) -> list[Tensor]:
+    """The gradients that are wanted: of the shard, the weights, the biases."""
+    norm = (kind, eps) if kind else None
+    wants = (wants_input, wants_weight, wants_bias)
+    shard, *others = linears_backward(
+        gradients, weights, list(source), norm, whole_kept, Group(name, size, rank), wants
+    )
+    return [grad for grad in (shard, *others[0], *others[1]) if grad is not None]
+
+
+def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    shard, weights, biases, biased, source, kind, eps, keep_gathered, *group = inputs
+    wanted = iter([bias.requires_grad for bias in biases])
+    wants_bias = [has and next(wanted) for has in biased]
+    ctx.wants, ctx.biased = (shard.requires_grad, [weight.requires_grad for weight in weights], wants_bias), biased
+    kept: list[Tensor] = []
+    if any(ctx.wants[1]):
+        kept = [output[-1]] if keep_gathered else list(source) or [shard]
+    ctx.save_for_backward(*weights, *kept)
+    ctx.count, ctx.sources, ctx.group = len(weights), len(source), group
+    ctx.settings = (kind if kept and source and not keep_gathered else "", eps, keep_gathered)
+
+
+def _differentiate_gather(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+    count, (wants_input, wants_weight, wants_bias) = ctx.count, ctx.wants
+    saved = list(ctx.saved_tensors)  # once: a checkpoint that recomputes them gives them once
+    weights, source = saved[:count], saved[count:]
+    found = iter(
+        _GATHER_BACKWARD(
+            list(gradients[:-1]), weights, source, *ctx.settings, wants_input, wants_weight, wants_bias, *ctx.group
+        )
+    )
+    shard = next(found) if wants_input else None
+    weight_grads = [next(found) if wanted else None for wanted in wants_weight]
+    bias_grads = [next(found) if wanted else None for wanted, has in zip(wants_bias, ctx.biased, strict=True) if has]
+    return (shard, weight_grads, bias_grads, None, [None] * ctx.sources, *[None] * 6)
+
+
+_GATHER: Any = make_operator("gather_linears", _gather_linears)
+_GATHER_BACKWARD = make_operator("gather_linears_backward", _gather_linears_backward)
+_GATHER.register_autograd(_differentiate_gather, setup_context=_keep_gather)
+
+
+def _gated_linear_backward(
+    gradient: Tensor, gate: Tensor, up: Tensor, weight: Tensor, activation: str, wants_input: bool, wants_weight: bool
+) -> list[Tensor]:
+    """The gradients that are wanted: of gate and up, of the weight."""
+    found = gated_backward(gradient, gate, up, weight, activation, wants_input, wants_weight)
+    return [grad for grad in found if grad is not None]
+
+
+def _keep_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, weight, ctx.activation = inputs
+    ctx.wants = (gate.requires_grad or up.requires_grad, weight.requires_grad)
+    ctx.save_for_backward(gate, up, weight)
+
+
+def _differentiate_gated(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    wants_input, wants_weight = ctx.wants
+    found = iter(_GATED_BACKWARD(gradient, *ctx.saved_tensors, ctx.activation, wants_input, wants_weight))
+    inputs = (next(found), next(found)) if wants_input else (None, None)
+    return (*inputs, next(found) if wants_weight else None, None)
+
+
+_GATED: Any = make_operator("gated_linear", gated_forward)
+_GATED_BACKWARD = make_operator("gated_linear_backward", _gated_linear_backward)
+_GATED.register_autograd(_differentiate_gated, setup_context=_keep_gated)
+
+
+# Sequences that ranks share: all heads of some tokens for all tokens of some heads, and back (arXiv
+# 2309.14509).
+#
+# b rows, c ranks; n of the s = n c tokens of each row are this rank's, in their order. Between
+# layers a rank has its n tokens. Attention wants all of them, but no head wants another: one all-
+# to-all gives each rank the s tokens of 1/c of the heads, one more gives it all heads of its n
+# tokens again. Backward is the same the other way round. Nothing is kept.
+
+
+def own_tokens(values: Tensor, group: Group) -> Tensor:
+    """This rank's `[b, n, ...]` of `[b, s, ...]`. ValueError for rows that cannot be divided evenly."""
+    if values.shape[1] % group.size:
+        raise ValueError(f"rows of {values.shape[1]} tokens cannot be shared evenly among {group.size} ranks")
+    count = values.shape[1] // group.size
+    return values.narrow(1, group.rank * count, count)
+
+
+def to_heads(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, group: Group
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q `[b, h, n, e]`, k and v `[b, k, n, e]` and sinks `[h]` of all heads: of this rank's heads, `[b, h / c, s, e]`.
+
+    Where ranks are more than kv heads, several have the same one.
+    """
+    heads = k.shape[1]
+    if heads % group.size:
+        k, v = (tensor.repeat_interleave(group.size // heads, dim=1) for tensor in (k, v))
+    q, k, v = cast(tuple[Tensor, Tensor, Tensor], Node.apply(_send_heads, _send_tokens, (3,), q, k, v, group))
+    return q, k, v, None if sinks is None else sinks.chunk(group.size)[group.rank]
+
+
+def to_tokens(attended: Tensor, *, group: Group) -> Tensor:
+    """`[b, h / c, s, e]` of this rank's heads: `[b, h, n, e]` of its tokens."""
+    (found,) = cast(tuple[Tensor], Node.apply(_send_tokens, _send_heads, (1,), attended, group))
+    return found
+
+
+def sum_over_ranks(part: Tensor, group: Group) -> Tensor:
+    """The sum of all ranks' `[]`, which all have then. Backward is that of one sum, to which each rank gave its part:
+    the gradient as it is, whatever number of ranks goes backward from it."""
+    return cast(Tensor, Node.apply(_sum, lambda gradient: gradient, (), part, group))
+
+
+def gather_tokens(part: Tensor, group: Group) -> Tensor:
+    """`[b, n, ...]` of each rank as `[b, s, ...]` on all; backward gives each rank its part of the gradient."""
+    return cast(Tensor, Node.apply(_gather_rows, _own_rows, (1,), part, group))
+
+
+def _exchange(blocks: Tensor, group: Group) -> Tensor:
+    """Block i of `[c, ...]` to rank i, and what the ranks sent here in their order."""
+    splits = [1] * group.size
+    return wait(torch.ops._c10d_functional.all_to_all_single(blocks, splits, splits, group.name))
+
+
+def _sum(part: Tensor, group: Group) -> Tensor:
+    return all_reduce(part, "sum", group)
+
+
+def _gather_rows(part: Tensor, group: Group) -> Tensor:
+    return _gather(part.unsqueeze(0), group).transpose(0, 1).flatten(1, 2)
+
+
+def _own_rows(gradient: Tensor, group: Group) -> Tensor:
+    return own_tokens(gradient, group).contiguous()
+
+
+def _send_heads(*parts_and_group: Any) -> tuple[Tensor, ...]:
+    """`[b, h_i, n, e]` each to `[b, h_i / c, s, e]`, in one exchange."""
+    *parts, group = parts_and_group
+    blocks = torch.cat([part.unflatten(1, (group.size, -1)).permute(1, 0, 3, 2, 4) for part in parts], dim=3)
+    found = _exchange(blocks, group)  # [c, b, n, the heads of all parts, e]
+    del blocks
+    split = found.split([part.shape[1] // group.size for part in parts], dim=3)
+    return tuple(part.transpose(0, 1).flatten(1, 2).transpose(1, 2) for part in split)
+
+
+def _send_tokens(*parts_and_group: Any) -> tuple[Tensor, ...]:
+    """`[b, h_i / c, s, e]` each to `[b, h_i, n, e]`, in one exchange."""
+    *parts, group = parts_and_group
+    blocks = torch.cat([part.unflatten(2, (group.size, -1)).permute(2, 0, 3, 1, 4) for part in parts], dim=3)
+    found = _exchange(blocks, group)  # [c, b, n, heads of rank 0 .. c - 1 of all parts, e]
+    del blocks
+    split = found.split([part.shape[1] for part in parts], dim=3)
+    return tuple(part.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in split)

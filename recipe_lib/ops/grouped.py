@@ -4,7 +4,6 @@ n tokens with k choices each are m = n k rows, sorted by expert. No token is dro
 chosen. A row's input is its token's: it is gathered where it is needed, in backward again, and never kept.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import deferred
+from recipe_lib.ops.fused_kernels import Node, make_operator
 from recipe_lib.ops.real_tokens import RealTokens
 
 _ALIGNED = 16  # bytes that rows of a grouped matmul's operands begin at multiples of
@@ -50,45 +50,27 @@ def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
 
 def rows_of_choices(values: Tensor, groups: Groups) -> Tensor:
     """Numbers `[n, k]` of each token's choices in the order of rows `[m]`."""
-    return cast(Tensor, _Permute.apply(values.flatten(), groups.places))
+    return cast(Tensor, Node.apply(_permute, _permute_back, (1,), values.flatten(), groups.places))
 
 
-class _Permute(torch.autograd.Function):
+def _permute(values: Tensor, places: Tensor) -> Tensor:
     """Row i of the result is the one whose place is i."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return torch.empty_like(values).scatter_(0, places, values)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        return gradients[0].index_select(0, places), None
+    return torch.empty_like(values).scatter_(0, places, values)
 
 
-def sum_of_rows(rows: Tensor, places: Tensor, choices: int) -> Tensor:
-    """`[m, d]` to `[n, d]`: the rows of a token's choices together."""
+def _permute_back(gradient: Tensor, places: Tensor) -> Tensor:
+    return gradient.index_select(0, places)
+
+
+def sum_of_rows(rows: Tensor, places: Tensor, choices: int, tokens: Tensor | None = None) -> Tensor:
+    """`[m, d]` to `[n, d]`: the rows of a token's choices together. tokens: whose row is whose, for a gradient."""
     return rows.index_select(0, places).unflatten(0, (-1, choices)).sum(dim=1)
 
 
 def sum_choices(rows: Tensor, groups: Groups) -> Tensor:
     """Rows `[m, d]` summed over the choices of each token: `[n, d]`. Keeps nothing of them."""
-    return cast(Tensor, _SumChoices.apply(rows, groups.tokens, groups.places, groups.choices))
-
-
-class _SumChoices(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, tokens: Tensor, places: Tensor, choices: int) -> Tensor:
-        ctx.save_for_backward(tokens)
-        return sum_of_rows(rows, places, choices)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (tokens,) = ctx.saved_tensors
-        return gradients[0].index_select(0, tokens), None, None, None
+    places = (groups.places, groups.choices, groups.tokens)
+    return cast(Tensor, Node.apply(sum_of_rows, _permute_back, (3,), rows, *places))
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
@@ -170,17 +152,7 @@ def grouped_weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Ten
 # as a simulated device has no values to loop by. On a GPU the host waits for the numbers of rows.
 
 
-def _loop(name: str, shape: Callable[[Tensor, Tensor, Tensor], tuple[int, ...]]) -> Any:
-    def decorate(function: Any) -> Any:
-        operator = torch.library.custom_op(f"tune_recipes::{name}", function, mutates_args=())
-        operator.register_fake(lambda left, right, ends: left.new_empty(shape(left, right, ends)))
-        return operator
-
-    return decorate
-
-
-@_loop("grouped_matmul_loop", lambda rows, weight, ends: (rows.shape[0], weight.shape[2]))
-def _matmul_loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _multiply_one_by_one(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     found = rows.new_empty(rows.shape[0], weight.shape[2])
     first = 0
     for expert, last in enumerate(ends.tolist()):
@@ -189,11 +161,22 @@ def _matmul_loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return found
 
 
-@_loop("grouped_gradient_loop", lambda gradient, rows, ends: (ends.shape[0], gradient.shape[1], rows.shape[1]))
-def _gradient_loop(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+def _differentiate_one_by_one(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     found = rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
     first = 0
     for expert, last in enumerate(ends.tolist()):
         torch.mm(gradient[first:last].t(), rows[first:last], out=found[expert])
         first = last
     return found
+
+
+_matmul_loop = make_operator(
+    "grouped_matmul_loop",
+    _multiply_one_by_one,
+    lambda rows, weight, ends: rows.new_empty(rows.shape[0], weight.shape[2]),
+)
+_gradient_loop = make_operator(
+    "grouped_gradient_loop",
+    _differentiate_one_by_one,
+    lambda gradient, rows, ends: rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1]),
+)

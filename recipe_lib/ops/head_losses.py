@@ -23,20 +23,25 @@ from torch.utils.checkpoint import checkpoint
 
 from recipe_lib.errors import SetupError
 from recipe_lib.ops.chunked_heads import (
+    IGNORED,
     ChunkedAdaptedHead,
     ChunkedHead,
+    CrossEntropy,
     Finish,
     Head,
     OutputAdapter,
+    cap_logits,
+    cap_of,
     finish_logits,
+    label_log_prob_gradients,
+    label_log_probs,
     largest_of,
     own_columns,
     row_pieces,
     walk_chunks,
+    widen_dtype,
 )
-from recipe_lib.ops.cross_entropy import CrossEntropy
 from recipe_lib.ops.distillation import Distillation
-from recipe_lib.ops.fused_loss import IGNORED, cap_of, label_log_prob_gradients, label_log_probs, widen_dtype
 from recipe_lib.ops.gathered import Group, all_reduce
 
 __all__ = [
@@ -296,13 +301,11 @@ def _gradients(
     finish: Finish | None,
 ) -> Tensor:
     """The gradients of logits `[m, v]`, which it overwrites; labels, log_sums and slopes: `[m]`."""
-    leaf, squash = logits, None
+    leaf = logits
     if finish is not None:
         leaf, finished = finish_logits(logits, finish, True)
         logits = finished.detach().clone()
-    if softcap is not None:
-        squash = logits.div_(softcap).tanh_()
-        logits = squash * softcap
+    logits, squash = cap_logits(logits, softcap, True)
     # d log p(label) / d logits is one-hot minus softmax.
     grad = logits.sub_(log_sums.unsqueeze(1)).exp_().neg_()
     columns, elsewhere = own_columns(labels, labels == IGNORED, grad.shape[1], group)

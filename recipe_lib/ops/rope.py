@@ -6,12 +6,12 @@ materializing a model from the meta device, and the few vectors of length e/2 co
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from recipe_lib.ops.fused_kernels import fused, fuses
+from recipe_lib.ops.fused_kernels import Node, fused, fuses
 
 
 def default_frequencies(width: int, base: float, positions: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def apply_rotation(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     Cosines and sines get no gradient.
     """
     if fuses(heads.device):
-        return cast(Tensor, _Rotate.apply(heads, cosines, sines))
+        return cast(Tensor, Node.apply(_rotate, _rotate_back, (1, 2), heads, cosines, sines, False))
     if torch.compiler.is_compiling():
         return _rotate(heads, cosines, sines, False)
     half = cosines.shape[-1]
@@ -123,25 +123,14 @@ def apply_rotation(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is turned back."""
-
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        ctx.save_for_backward(cosines, sines)
-        return _rotate(heads, cosines, sines, False)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _rotate(gradients[0], *ctx.saved_tensors, True), None, None
+def _rotate_back(gradient: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    return _rotate(gradient, cosines, sines, True)
 
 
-def _rotated_shape(heads: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
-    return torch.empty_like(heads, memory_format=torch.contiguous_format)
-
-
-@fused("rotate(Tensor heads, Tensor cosines, Tensor sines, bool back) -> Tensor", _rotated_shape)
+@fused(
+    "rotate(Tensor heads, Tensor cosines, Tensor sines, bool back) -> Tensor",
+    lambda heads, *_: torch.empty_like(heads, memory_format=torch.contiguous_format),
+)
 def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
     """`apply_rotation`, or the other way round, as one expression of each channel and its partner.
 

@@ -15,28 +15,350 @@ docs/measurements/torchao.md, torchao 0.18. They also need torch.compile.
 """
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
 from recipe_lib.config.optimizer_facts import kept_bits
 from recipe_lib.config.schema import OptimizerConfig
+from recipe_lib.errors import ConfigError
 from recipe_lib.ops.dtensor_shards import local_of, local_part
-from recipe_lib.ops.low_bit import Code, chance_key, element_places, round_by_chance
-from recipe_lib.optim.state_layout import (
-    MASTER,
-    Codes,
-    Numbers,
-    check_blocks,
-    layouts,
-    new_tensor,
-    pieces,
-    wide,
-)
+
+# Numbers in 8 or 4 bits, in blocks with a scale each; and rounding to bf16 by chance that every
+# rank agrees on.
+#
+# A block of consecutive numbers is divided by its largest absolute value, and each becomes the
+# index of the nearest of 2^bits levels between -1 (or 0) and 1. The levels are the dynamic ones of
+# Dettmers (arXiv:1511.04561, arXiv:2110.02861), whose spacing grows with the number; unsigned 4-bit
+# levels are evenly spaced without a zero (Li, Chen and Zhu, arXiv:2309.01507), since a second
+# moment of zero would make a step of any size. For the same reason a positive number never becomes
+# the zero of the unsigned 8-bit levels, but the level above it. Levels, the longest blocks and all
+# other rounding are torchao's, bit for bit, which tests hold. Its functions are not called:
+# importing them takes a start 2 s of CPU more, as much again as torch, and its levels are made of
+# tensors, which have no numbers on a simulated device.
+
+
+BLOCKS = {8: 256, 4: 128}  # numbers that share a scale, at most
+_SMALLEST_SCALE = 1e-12
+_EXPONENTS = {8: 7, 4: 3}  # of signed levels, and of unsigned ones of 8 bits: powers of ten
+_WORD = 2**32
+
+
+@dataclass(frozen=True)
+class Code:
+    """How numbers become codes on one device. levels: `[2^bits]` fp32, rising; borders: `[2^bits - 1]` fp32."""
+
+    bits: int
+    levels: Tensor
+    borders: Tensor
+
+    def encode(self, numbers: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        """Codes, uint8 `[.., n]` (4 bits: `[.., n / 2]`, the first of two in the upper half), and scales
+        `[.., n / block]` fp32, of numbers `[.., n]` fp32, of which each `block` share a scale."""
+        blocks = numbers.unflatten(-1, (-1, block))
+        scales = blocks.abs().amax(-1).clamp_(min=_SMALLEST_SCALE)
+        scaled = (blocks / scales.unsqueeze(-1)).flatten(-2)
+        codes = torch.bucketize(scaled, self.borders, out_int32=True, right=True)
+        del scaled
+        codes = codes.to(torch.uint8)
+        if self.bits == 4:
+            pairs = codes.unflatten(-1, (-1, 2))
+            codes = (pairs[..., 0] << 4) | pairs[..., 1]
+        return codes, scales
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The numbers `[.., n]`, fp32, that codes and scales stand for."""
+        if self.bits == 4:
+            codes = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(-2)
+        numbers = self.levels.index_select(0, codes.int().flatten()).view(codes.shape)
+        numbers.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.unsqueeze(-1))
+        return numbers
+
+
+def make_code(bits: int, *, signed: bool, device: torch.device) -> Code:
+    """The code of 8 or 4 bits, for numbers of both signs or for those from 0 on; its tables take at most 2 KiB."""
+    levels, borders = _tables(bits, signed)
+    return Code(bits, torch.tensor(levels).to(device, copy=True), torch.tensor(borders).to(device, copy=True))
+
+
+@lru_cache
+def _tables(bits: int, signed: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Levels, and from which fp32 number on each next one is the nearer; numbers, which no simulation can take."""
+    if bits == 4 and not signed:
+        levels = np.arange(1, 17, dtype=np.float32) / np.float32(16)
+    else:
+        levels = _dynamic_levels(bits, signed)
+    borders = _borders(levels)
+    if not signed and levels[0] == 0:
+        borders[0] = np.nextafter(np.float32(0), np.float32(1))  # whatever is more than zero has the next level
+    return tuple(levels.tolist()), tuple(borders.tolist())
+
+
+def _dynamic_levels(bits: int, signed: bool) -> np.ndarray:
+    """For each power of ten up to 1 the middles of equal parts of [0.1, 1], twice as many as for the power below it."""
+    found: list[np.ndarray] = [np.array([0, 1], dtype=np.float32)]
+    exponents = _EXPONENTS[bits]
+    for exponent in range(exponents):
+        parts = 2 ** (exponent + bits - 1 - exponents + (0 if signed else 1))
+        step = np.float64((np.float32(1) - np.float32(0.1)) / np.float32(parts))
+        at = np.arange(parts + 1)  # rounded once, from the nearer end, as torch.linspace does it
+        ends = np.where(at < (parts + 1) // 2, np.float64(np.float32(0.1)) + step * at, 1 - step * (parts - at))
+        ends = ends.astype(np.float32)
+        middles = np.float32(10.0 ** (exponent - exponents + 1)) * ((ends[1:] + ends[:-1]) / np.float32(2))
+        found += [middles, -middles] if signed else [middles]
+    return np.sort(np.concatenate(found))
+
+
+def _borders(levels: np.ndarray) -> np.ndarray:
+    """The first fp32 number between each two levels whose distance to the lower one is half of theirs or more.
+
+    In fp32 arithmetic that is next to the middle, on one side or the other.
+    """
+    lower, half = levels[:-1], (levels[1:] - levels[:-1]) * np.float32(0.5)
+    border = lower + half
+    down, up = np.float32(-np.inf), np.float32(np.inf)
+    for _ in range(4):
+        before = np.nextafter(border, down)
+        border = np.where(before - lower >= half, before, border)
+        border = np.where(border - lower >= half, border, np.nextafter(border, up))
+    return border
+
+
+def round_by_chance(numbers: Tensor, places: Tensor, key: tuple[int, int]) -> Tensor:
+    """bf16 of fp32 numbers: up or down, each with a probability by which the mean over keys is the number itself.
+
+    places: int32 of the same shape, by which each draws its own, used up; key: two words for all of them
+    (`chance_key`). Numbers that are not finite stay what they are.
+    """
+    drawn = _mix(places.bitwise_xor_(_signed(key[0]))).bitwise_xor_(_signed(key[1]))
+    bits = (
+        _mix(drawn).bitwise_and_(0xFFFF).add_(numbers.view(torch.int32)).bitwise_and_(-65536)
+    )  # what fp32 has beyond bf16 is 0 now
+    rounded = bits.view(torch.float32)
+    return torch.where(numbers.isfinite(), rounded, numbers, out=rounded).to(torch.bfloat16)
+
+
+def chance_key(seed: int, step: int, name: str) -> tuple[int, int]:
+    """Two words of 32 bits that no other seed, step or name has."""
+    digest = sha256(f"{seed}\0{step}\0{name}".encode()).digest()
+    return int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big")
+
+
+def element_places(
+    shape: tuple[int, ...], start: tuple[int, ...], whole: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """Row-major numbers, modulo 2^32 as int32, of a part's elements in the whole tensor.
+
+    shape: of the part; start: where it begins in the tensor of shape `whole`. So a number that is drawn for an element
+    does not depend on how many ranks the tensor is cut among.
+    """
+    places = torch.zeros((), dtype=torch.int32, device=device)
+    stride = 1
+    for dim in reversed(range(len(shape))):
+        along = torch.arange(start[dim], start[dim] + shape[dim], device=device)
+        words = (along * stride).bitwise_and_(_WORD - 1)
+        words = torch.where(words >= _WORD // 2, words - _WORD, words).to(torch.int32)
+        places = places + words.view(-1, *(1,) * (len(shape) - 1 - dim))
+        stride = stride * whole[dim] % _WORD
+    return places
+
+
+def _signed(word: int) -> int:
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+def _mix(words: Tensor) -> Tensor:
+    """Scrambles int32 words in place, each to another one: the last mixing of MurmurHash3 (Appleby, public domain).
+
+    Shifts of int32 fill with the sign, which is masked away; products wrap.
+    """
+    words ^= (words >> 16).bitwise_and_(0xFFFF)
+    words *= _signed(0x85EBCA6B)
+    words ^= (words >> 13).bitwise_and_(0x7FFFF)
+    words *= _signed(0xC2B2AE35)
+    words ^= (words >> 16).bitwise_and_(0xFFFF)
+    return words
+
+
+# The tensors that an optimizer keeps next to a parameter: their types and bytes, read and written
+# in pieces.
+#
+# Whatever its bits, a state lies on the ranks as its parameter does: a DTensor on the same mesh
+# with the same placements, whose last dimension may be shorter. Blocks of numbers that share a
+# scale lie within a row, so that neither the numbers nor what is saved depend on how many ranks
+# there are.
+
+
+CHUNK_ELEMENTS = 2**22  # elements that a step computes at a time: temporaries of some 20 B for each
+MIN_BLOCKWISE_ELEMENTS = 4096  # elements of a parameter whose states are kept in blocks
+MIN_BLOCK_SIZE = 16  # numbers of a block: with fewer the scales would weigh as much as the codes
+MASTER = "master"
+_IN_A_LAYER = re.compile(r"\.\d+\.")  # one of a list of modules
+_FLOATS = {16: torch.bfloat16, 32: torch.float32}
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """One tensor of a state: type, and numbers for each `per` of the parameter's last dimension."""
+
+    dtype: torch.dtype
+    per: int = 1
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What a step computes in: fp32, for fp64 parameters fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def bits_of(parameter: Tensor, bits: int | None) -> int | None:
+    """The bits in which a parameter's states are kept; None: those of its own dtype.
+
+    8 and 4 are for matrices (two dimensions or more) of at least `MIN_BLOCKWISE_ELEMENTS` elements whose rows are
+    whole blocks of at least `MIN_BLOCK_SIZE`; all others, together a small part of a model, have 32.
+    """
+    if bits not in BLOCKS:
+        return bits
+    fits = (
+        parameter.dim() >= 2
+        and parameter.numel() >= MIN_BLOCKWISE_ELEMENTS
+        and block_of(parameter, bits) >= MIN_BLOCK_SIZE
+    )
+    return bits if fits else 32
+
+
+def block_of(parameter: Tensor, bits: int) -> int:
+    """Numbers that share a scale: the longest block that rows are made of, 256 (8 bits) or 128 and less by halves."""
+    return math.gcd(parameter.shape[-1], BLOCKS[bits])
+
+
+def layouts(parameter: Tensor, names: tuple[str, ...], bits: int | None, *, master: bool) -> dict[str, StateLayout]:
+    """The tensors that keep the states `names` of a parameter, and its master weights, by their keys."""
+    kept = bits_of(parameter, bits)
+    found: dict[str, StateLayout] = {}
+    for name in names:
+        if kept in BLOCKS:
+            found[f"{name}_codes"] = StateLayout(torch.uint8, 8 // kept)
+            found[f"{name}_scales"] = StateLayout(torch.float32, block_of(parameter, kept))
+        else:
+            found[name] = StateLayout(parameter.dtype if kept is None else _FLOATS[kept])
+    if master:
+        found[MASTER] = StateLayout(torch.float32)
+    return found
+
+
+def is_layer_matrix(parameter: Tensor, name: str) -> bool:
+    """Whether a parameter is a matrix of a layer, an adapter's two among them.
+
+    Not embedding and output head, nor their adapters, nor anything that is no matrix.
+    """
+    return parameter.dim() == 2 and _IN_A_LAYER.search(f".{name}") is not None
+
+
+def stored_sizes(parameter: Tensor, names: tuple[str, ...], bits: int | None, master: bool) -> list[int]:
+    """Bytes of each of a parameter's state tensors on this rank."""
+    elements = local_of(parameter).numel()
+    found = layouts(parameter, names, bits, master=master)
+    return [elements // layout.per * layout.dtype.itemsize for layout in found.values()]
+
+
+def new_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
+    """Zeros that lie on the ranks, and on the device, as the parameter does."""
+    local = local_of(parameter)
+    if layout.per == 1 and not isinstance(parameter, DTensor):
+        return torch.zeros_like(local, dtype=layout.dtype)
+    shape = _shape(tuple(local.shape), layout)
+    return laid_out(parameter, torch.zeros(shape, dtype=layout.dtype, device=local.device), layout.per)
+
+
+def laid_out(parameter: Tensor, local: Tensor, per: int) -> Tensor:
+    """A rank's part of a state as a tensor that lies on the ranks as the parameter does; of its rows `per` elements
+    have one number."""
+    if not isinstance(parameter, DTensor):
+        return local
+    # Not DTensor.from_local, which would take what is on the host to the mesh's device.
+    whole = _shape(tuple(parameter.shape), StateLayout(local.dtype, per))
+    strides = tuple(math.prod(whole[at + 1 :]) for at in range(len(whole)))
+    meta = TensorMeta(torch.Size(whole), strides, local.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def _shape(shape: tuple[int, ...], layout: StateLayout) -> tuple[int, ...]:
+    return (*shape[:-1], shape[-1] // layout.per) if layout.per > 1 else shape
+
+
+def check_blocks(parameter: Tensor, name: str, bits: int | None) -> None:
+    """ConfigError where ranks share a matrix by its columns and a block would lie on two of them."""
+    kept = bits_of(parameter, bits)
+    if kept in BLOCKS and local_of(parameter).shape[-1] % block_of(parameter, kept):
+        columns = parameter.shape[-1] // local_of(parameter).shape[-1]
+        raise ConfigError(
+            f"optimizer.state_bits: found {kept} with {name or 'a matrix'} of {parameter.shape[-1]} columns cut in "
+            f"{columns}, expected blocks of {block_of(parameter, kept)} within each part; use a smaller "
+            "parallel.tensor, or state_bits=16"
+        )
+
+
+def pieces(local: Tensor) -> Iterator[slice]:
+    """Runs of rows of a rank's part, of at most PIECE elements (one row, if that is longer)."""
+    if not local.numel():
+        return
+    rows = max(1, CHUNK_ELEMENTS * len(local) // local.numel())
+    for start in range(0, len(local), rows):
+        yield slice(start, min(start + rows, len(local)))
+
+
+class Numbers:
+    """A piece of one state, as numbers to compute with: `values` to be changed in place, then `keep()`.
+
+    Where the state is in the type that is computed in, `values` is the state itself. store: rounds values to rows of
+    the state of that name.
+    """
+
+    def __init__(
+        self,
+        state: dict[str, Tensor],
+        name: str,
+        rows: slice,
+        dtype: torch.dtype,
+        code: Code | None,
+        store: Callable[[Tensor, Tensor, slice, str], None],
+    ):
+        self.code = code
+        self._name = name
+        self._rows = rows
+        self._store = store
+        if code is not None:
+            self._codes, self._scales = state[f"{name}_codes"][rows], state[f"{name}_scales"][rows]
+            self.values = code.decode(self._codes, self._scales)
+        else:
+            self._stored = state[name][rows]
+            self.values = self._stored.to(dtype)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether `values` is not the state itself, and may be used up after `keep()`."""
+        return self.code is not None or self.values is not self._stored
+
+    def keep(self) -> None:
+        """Writes the values back to the state."""
+        if self.code is not None:
+            codes, scales = self.code.encode(self.values, self.values.shape[-1] // self._scales.shape[-1])
+            self._codes.copy_(codes)
+            self._scales.copy_(scales)
+        elif self.is_copy:
+            self._store(self._stored, self.values, self._rows, self._name)
+
 
 ADAMW_STATES = ("exp_avg", "exp_avg_sq")
 
@@ -108,7 +430,7 @@ class ChunkedOptimizer(Optimizer):
         made_of = {"state_bits": kept_bits(cfg), "master_weights": cfg.master_weights}
         self.cfg, self.names, self.device, self.seed = cfg, params.names, params.device, params.seed
         self.state_bits = kept_bits(cfg)
-        self._codes = Codes(self.state_bits)
+        self._codes: dict[tuple[torch.device, bool], Code] = {}  # tables, where they are asked for
         super().__init__(
             list(params) or [{"params": []}], {"lr": cfg.lr, "weight_decay": cfg.weight_decay} | numbers | made_of
         )
@@ -148,7 +470,44 @@ class ChunkedOptimizer(Optimizer):
             self._step_adamw(parameter, group)
 
     def _step_adamw(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        step_adamw(self._begin(parameter), group, self.state[parameter]["step"], self._codes, parameter)
+        """One step of AdamW (Loshchilov and Hutter, arXiv:1711.05101) on this rank's part.
+
+        The update is made of the means before they are rounded to their bits, as torchao's is.
+        """
+        part = self._begin(parameter)
+        step = self.state[parameter]["step"]
+        beta1, beta2 = group["betas"]
+        rate, decay, epsilon = group["lr"], group["weight_decay"], group["eps"]
+        first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
+        dtype = wide(parameter.dtype)
+        device = part.weights.device
+        signed = self.find_code(parameter, device, signed=True)
+        unsigned = self.find_code(parameter, device, signed=False)
+        for rows in pieces(part.weights):
+            gradient = part.gradient[rows].to(dtype)
+            mean = part.take_state("exp_avg", rows, dtype, signed)
+            mean.values.lerp_(gradient, 1 - beta1)
+            mean.keep()
+            square = part.take_state("exp_avg_sq", rows, dtype, unsigned)
+            square.values.lerp_(gradient.square(), 1 - beta2)
+            del gradient
+            square.keep()
+            width = square.values.sqrt_() if square.is_copy else square.values.sqrt()
+            width.div_(second).add_(epsilon)
+            weights = part.take(rows)
+            weights.add_(weights, alpha=-rate * decay).addcdiv_(mean.values, width, value=-rate / first)
+            del mean, square, width  # so that they are gone when the next piece begins
+            part.put(rows, weights)
+            del weights
+
+    def find_code(self, parameter: nn.Parameter, device: torch.device, *, signed: bool) -> Code | None:
+        """The code of a parameter's states, for steps on a device; None: they are floating-point numbers."""
+        kept = bits_of(parameter, self.state_bits)
+        if kept not in BLOCKS:
+            return None
+        if (device, signed) not in self._codes:
+            self._codes[device, signed] = make_code(kept, signed=signed, device=device)
+        return self._codes[device, signed]
 
     def _begin(self, parameter: nn.Parameter) -> StateChunk:
         """Counts the step, makes the states if it is the first one, and takes this rank's parts."""
@@ -177,32 +536,3 @@ class ChunkedOptimizer(Optimizer):
 def _rows(local: Tensor) -> Tensor:
     """A number alone as a row."""
     return local if local.dim() else local.view(1)
-
-
-def step_adamw(part: StateChunk, group: dict[str, Any], step: int, codes: Codes, parameter: nn.Parameter) -> None:
-    """One step of AdamW (Loshchilov and Hutter, arXiv:1711.05101) on this rank's part.
-
-    The update is made of the means before they are rounded to their bits, as torchao's is.
-    """
-    beta1, beta2 = group["betas"]
-    rate, decay, epsilon = group["lr"], group["weight_decay"], group["eps"]
-    first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
-    dtype = wide(parameter.dtype)
-    device = part.weights.device
-    signed, unsigned = codes.of(parameter, device, signed=True), codes.of(parameter, device, signed=False)
-    for rows in pieces(part.weights):
-        gradient = part.gradient[rows].to(dtype)
-        mean = part.take_state("exp_avg", rows, dtype, signed)
-        mean.values.lerp_(gradient, 1 - beta1)
-        mean.keep()
-        square = part.take_state("exp_avg_sq", rows, dtype, unsigned)
-        square.values.lerp_(gradient.square(), 1 - beta2)
-        del gradient
-        square.keep()
-        width = square.values.sqrt_() if square.is_copy else square.values.sqrt()
-        width.div_(second).add_(epsilon)
-        weights = part.take(rows)
-        weights.add_(weights, alpha=-rate * decay).addcdiv_(mean.values, width, value=-rate / first)
-        del mean, square, width  # so that they are gone when the next piece begins
-        part.put(rows, weights)
-        del weights

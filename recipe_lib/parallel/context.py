@@ -1,7 +1,7 @@
 """Context parallel for the decoder: each rank of a group has some of the tokens of every sequence (Ulysses).
 
 The model is given whole micro-batches `[b, s]`, and its layers this rank's `[b, s / c, d]`, consecutive tokens of each
-row. Where tokens meet, in attention, ranks exchange them for heads (`recipe_lib.ops.sequence_shards`), and what is made
+row. Where tokens meet, in attention, ranks exchange them for heads (`recipe_lib.ops.gathered`), and what is made
 of a batch for attention (documents, masks, windows) is that of whole rows. The loss is that of all tokens, the same on
 all ranks of the group; a rank's gradients are those of its part, which FSDP (with ddp the sum once a step) adds up, as
 ranks that share a sequence are neighbors in the mesh's data dimension.
@@ -19,10 +19,9 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import Attention, Decoder, Rotary
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.gathered import Group
+from recipe_lib.ops.gathered import Group, gather_tokens, own_tokens, sum_over_ranks, to_heads, to_tokens
 from recipe_lib.ops.head_losses import HeadLoss
 from recipe_lib.ops.rope import rotation
-from recipe_lib.ops.sequence_shards import gather_tokens, own_tokens, sum_over_ranks, to_heads, to_tokens
 from recipe_lib.parallel.modified_model import refuse_for_context
 from recipe_lib.parallel.world import World
 

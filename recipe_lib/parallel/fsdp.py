@@ -21,12 +21,9 @@ from recipe_lib.adapters.layers import AdaptedEmbedding, AdaptedHead
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.memory.layer_stream import streamed_parameters
-from recipe_lib.models.decoder import Decoder, OutputHead, ScaledEmbedding
-from recipe_lib.models.extra_parameters import extra_tensors
-from recipe_lib.models.language_model import LanguageModel, modules_elsewhere
-from recipe_lib.models.linear_head import LinearHead
-from recipe_lib.models.meta_init import shared_parameters
-from recipe_lib.models.uninitialized import note_unwritten
+from recipe_lib.models.decoder import Decoder, LinearHead, OutputHead, ScaledEmbedding
+from recipe_lib.models.language_model import LanguageModel, modules_elsewhere, note_unwritten
+from recipe_lib.models.meta_init import extra_tensors, shared_parameters
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
@@ -117,7 +114,7 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
     ties = shared_parameters(model)
     known = isinstance(model, LanguageModel)
     if known:
-        model.note_computed_buffers(_computed_buffers(model))
+        model.computed_buffers = {**model.computed_buffers, **_computed_buffers(model)}
     place: str | torch.device = "cpu" if memory.cpu_offload else device
     hosted = {id(parameter) for parameter in streamed_parameters(model)}
     model._apply(

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.suggest import did_you_mean, nearest, quote
 from recipe_lib.errors import ConfigError
-from recipe_lib.models.find_layers import layer_names
-from recipe_lib.models.language_model import modules_elsewhere
+from recipe_lib.models.language_model import layer_names, modules_elsewhere
 from recipe_lib.models.mixture import Experts
 
 POLICIES = ("auto", "layers", "memory_efficient")

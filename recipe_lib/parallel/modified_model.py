@@ -4,8 +4,8 @@ from torch import nn
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import MLP, Attention, Decoder, DecoderLayer, Norm, SandwichLayer, WidthNorm
-from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.meta_init import extra_tensors
 from recipe_lib.models.mixture import Mixture
 
 _KNOWN = tuple(kind.forward for kind in (Attention, MLP, Mixture, DecoderLayer, SandwichLayer, Norm, WidthNorm))

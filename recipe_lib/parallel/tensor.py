@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-import recipe_lib.ops.gathered_opaque  # noqa: F401 (what compiled layers call)
-from recipe_lib.adapters.expert_layers import AdaptedExpertModule, AdaptedRouter, QuantizedExperts
-from recipe_lib.adapters.layers import AdaptedMatrix, cast_linear
+from recipe_lib.adapters.layers import AdaptedExpertModule, AdaptedMatrix, AdaptedRouter, QuantizedExperts, cast_linear
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
 from recipe_lib.models.decoder import (
@@ -33,24 +31,31 @@ from recipe_lib.models.decoder import (
     Norm,
     OutputHead,
     SandwichLayer,
+    ScoreHead,
     WidthNorm,
 )
-from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.mixture import ExpertLinear, Experts, Mixture, bias_of_rows, scored_bias, wide_linear
-from recipe_lib.models.score_head import ScoreHead
-from recipe_lib.models.spec import MixtureSpec
+from recipe_lib.models.spec import ExternalSpec, MixtureSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import linear as linear_of
 from recipe_lib.ops.dtensor_shards import Runs, local
-from recipe_lib.ops.expert_gated import scored_product
-from recipe_lib.ops.gated import gated
-from recipe_lib.ops.gathered import Group, NormedFrom, gated_linear, gather, gather_linears, scatter, start_gather, wait
+from recipe_lib.ops.gated import gated, scored_product
+from recipe_lib.ops.gathered import (
+    Group,
+    NormedFrom,
+    gated_linear,
+    gather,
+    gather_linears,
+    gather_tokens,
+    scatter,
+    start_gather,
+    wait,
+)
 from recipe_lib.ops.grouped import Groups, group_tokens, grouped_linear, rows_of_choices, sum_choices
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.real_tokens import RealTokens
 from recipe_lib.ops.rope import apply_rotation
-from recipe_lib.ops.sequence_shards import gather_tokens
 from recipe_lib.parallel.modified_model import refuse_for_tensor
 from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
 from recipe_lib.parallel.world import World
@@ -95,7 +100,7 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
             _take_part(module, group, name.endswith(ROW), head, spec.head_width)
     gradients = _place_parameters(model, world.mesh["tensor"], ("k_proj", "v_proj") if copied else ())
     if spec.mixture is not None:
-        model.note_runs(expert_runs(model, spec.mixture, group.size))
+        model.runs = expert_runs(model, spec.mixture, group.size)
     attend, project = _given(_attention, sharing), _given(_mlp, sharing, spec.activation)
     mixture, width_norm = _given(shared_mixture, group), _given(shared_width_norm, group)
     for module in model.modules():

@@ -12,9 +12,8 @@ from recipe_lib.checkpoint.weights_out import refused_extra
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.logs import warn_on_first_rank
-from recipe_lib.models.extra_parameters import check_extra, extra_tensors
-from recipe_lib.models.language_model import LanguageModel
-from recipe_lib.models.uninitialized import check_written
+from recipe_lib.models.language_model import LanguageModel, check_written
+from recipe_lib.models.meta_init import check_extra, extra_tensors
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World

@@ -10,8 +10,7 @@ from recipe_lib.config.schema import FullFinetuneConfig, OptimizerConfig
 from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import stored_weights
-from recipe_lib.optim.lr_scheduler import warmup_steps
-from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes
+from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes, warmup_steps
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.added_parameters import describe_extra
 from recipe_lib.training.best_step import describe_best

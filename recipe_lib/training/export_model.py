@@ -16,7 +16,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import trained_template
 from recipe_lib.logs import get_logger
 from recipe_lib.memory.qat import describe_export
-from recipe_lib.models.extra_parameters import extra_tensors
+from recipe_lib.models.meta_init import extra_tensors
 from recipe_lib.parallel import DTYPES
 from recipe_lib.training.added_parameters import warn_of_export
 from recipe_lib.training.card import run_card

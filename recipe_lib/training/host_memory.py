@@ -8,8 +8,8 @@ from torch.distributed.fsdp import FSDPModule
 from recipe_lib.config.mesh import micro_batches, token_ranks
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.memory.activation_offload import Window
-from recipe_lib.memory.host_limits import check_needs, free_host_memory, pinned_bytes
 from recipe_lib.memory.layer_stream import streamed_parameters
+from recipe_lib.memory.peaks import check_needs, free_host_memory, pinned_bytes
 from recipe_lib.ops.device import holds_values
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes, optimizer_state_sizes
 from recipe_lib.parallel import World
@@ -43,7 +43,7 @@ def check_host_memory(
                 kept = kept * longest // tokens
             check_needs(needs | {"activation_offload": kept}, cfg.memory.host_memory_limit_gib, ranks, free)
 
-        parallel.offload.judge_first(judge)
+        parallel.offload.judge = judge
 
 
 def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, other: nn.Module | None = None) -> dict[str, int]:

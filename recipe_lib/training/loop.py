@@ -27,9 +27,7 @@ from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.memory.peaks import Peaks
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.dtensor_shards import local_of
-from recipe_lib.optim.in_backward import OptimizerLevers
-from recipe_lib.optim.lr_scheduler import learning_rate
-from recipe_lib.optim.optimizers import set_learning_rate, set_numbers
+from recipe_lib.optim.optimizers import OptimizerLevers, learning_rate, set_learning_rate, set_numbers
 from recipe_lib.parallel.hang_detection import beats
 from recipe_lib.report.phases import phase
 from recipe_lib.training.output import check_same_data

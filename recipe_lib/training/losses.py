@@ -1,6 +1,6 @@
 """What the output head computes: the loss that a config names, in the chunks that it asks for.
 
-The built-in loss is `recipe_lib.ops.cross_entropy`; a plugin registers its own, `fn(logits [m, v], labels [m]) -> sum`.
+The built-in loss is `recipe_lib.ops.chunked_heads`; a plugin registers its own, `fn(logits [m, v], labels [m]) -> sum`.
 """
 
 from recipe_lib.config.registry import registered

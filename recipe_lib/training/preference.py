@@ -22,7 +22,7 @@ from recipe_lib.adapters import is_adapter
 from recipe_lib.config.recipes.dpo_distributed import DpoConfig
 from recipe_lib.data import Batch, Dataset
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.ops.fused_loss import IGNORED
+from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.optim.optimizers import local_bytes
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.scores import values_of

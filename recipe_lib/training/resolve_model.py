@@ -11,7 +11,7 @@ from recipe_lib.config.local_files import ADAPTER_CONFIG, base_name, downloaded_
 from recipe_lib.config.schema import FullFinetuneConfig, ModelConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, preset_config, read_config, read_spec
-from recipe_lib.models.scored_spec import scored_spec, spec_of_run
+from recipe_lib.models.families import scored_spec, spec_of_run
 from recipe_lib.models.spec import DecoderSpec, ModelSpec
 from recipe_lib.parallel import DTYPES
 from recipe_lib.parallel.context import check_context

@@ -21,8 +21,8 @@ from recipe_lib.data import Batch, Dataset
 from recipe_lib.errors import ConfigError, DataError
 from recipe_lib.logs import warn_on_first_rank
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.scored_spec import head_labels, score_config
-from recipe_lib.ops.fused_loss import IGNORED
+from recipe_lib.models.families import head_labels, score_config
+from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.training.micro_batches import result_of_each

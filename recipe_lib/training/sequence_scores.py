@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from recipe_lib.data import Batch
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.fused_loss import IGNORED
+from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.ops.head_losses import TokenScores
 
 _ROWS = 512  # tokens whose logits exist at a time

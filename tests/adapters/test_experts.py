@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipe_lib.adapters import adapters_off, add_adapters, describe_adapters
-from recipe_lib.adapters.expert_layers import QuantizedExperts
+from recipe_lib.adapters.layers import QuantizedExperts
 from recipe_lib.adapters.quantized import dequantized
 from recipe_lib.checkpoint.adapter_files import check_adapter
 from recipe_lib.checkpoint.adapter_in import load_adapter

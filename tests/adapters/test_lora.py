@@ -14,7 +14,6 @@ from recipe_lib.adapters import (
     adapters_off,
     add_adapters,
     describe_adapters,
-    has_adapters,
     init_adapters,
     layers,
 )
@@ -45,9 +44,9 @@ def test_names_shapes_and_what_is_frozen(tied: bool) -> None:
     spec, rank = small_spec(tied=tied, layers=1), 4
     before = {name: parameter.shape for name, parameter in build_meta(spec, torch.float32).named_parameters()}
     model = build_meta(spec, torch.float32)
-    assert not has_adapters(model)
+    assert not adapter_parameters(model)
     add_adapters(model, LoraConfig(rank=rank, target_modules=EVERYWHERE, dora=True), torch.float32)
-    assert has_adapters(model)
+    assert adapter_parameters(model)
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert {name: parameter.shape for name, parameter in frozen.items()} == before
     outputs_inputs = {

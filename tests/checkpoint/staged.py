@@ -14,7 +14,7 @@ from recipe_lib.checkpoint.rank_agreement import RankGroup
 from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights, spec_from_config
-from recipe_lib.models.checkpoint_parts import in_file_order, own_parts
+from recipe_lib.models.language_model import in_file_order, own_parts
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.parallel import World, materialize, shard_model, shard_tensors, split_pipeline, start_world
 

@@ -13,7 +13,7 @@ from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.checkpoint.weight_files import INDEX
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import Decoder, build_meta
-from recipe_lib.models.extra_parameters import extra_tensors
+from recipe_lib.models.meta_init import extra_tensors
 from recipe_lib.parallel import World
 from tests.checkpoint import staged
 from tests.checkpoint.staged import CONFIG, WORLDS, build, spec_of, world_of

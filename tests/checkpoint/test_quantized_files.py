@@ -21,7 +21,7 @@ from recipe_lib.checkpoint.weights_in import load_weights
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import Decoder, build_meta
-from recipe_lib.models.file_views import Fp8Blocks, Mxfp4Blocks, OpenView
+from recipe_lib.models.weight_names import Fp8Blocks, Mxfp4Blocks, OpenView
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.parallel import materialize, shard_model, start_world
 from tests.adapters.hugging_face import plain, spec_of

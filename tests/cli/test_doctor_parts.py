@@ -276,7 +276,7 @@ def test_secrets_of_the_environment_are_not_told(monkeypatch: pytest.MonkeyPatch
 
 
 def test_free_memory_is_what_offloading_counts_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe_lib.memory import host_limits as host
+    from recipe_lib.memory import peaks as host
 
     monkeypatch.setattr(host, "free_host_memory", lambda: (3 * GIB, "left in this process's control group"))
     found = host_memory()

@@ -19,7 +19,7 @@ from recipe_lib.config.recipes import RECIPE_CONFIGS
 from recipe_lib.config.torchtune import Imported, import_file
 from recipe_lib.config.torchtune.conversion import CARRIED, CHANGED, DEFAULT, DROPPED
 from recipe_lib.errors import ConfigError
-from recipe_lib.optim.lr_scheduler import learning_rate
+from recipe_lib.optim.optimizers import learning_rate
 from tests.cli.commands import ROOT
 from tests.plan.apart import apart
 

@@ -19,8 +19,8 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
-from recipe_lib.models.checkpoint_parts import own_parts
-from recipe_lib.models.external_spec import StageParts
+from recipe_lib.models.language_model import own_parts
+from recipe_lib.models.spec import StageParts
 from recipe_lib.ops.attention import document_positions, make_attention_info
 from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel import (

@@ -22,10 +22,10 @@ from recipe_lib.external.plan_proof import plan_of_model
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import build_meta
-from recipe_lib.models.checkpoint_parts import own_parts
+from recipe_lib.models.language_model import own_parts
 from recipe_lib.ops.attention import make_attention_info
 from recipe_lib.ops.head_losses import CrossEntropy
-from recipe_lib.optim.in_backward import clip_grad_norm
+from recipe_lib.optim.optimizers import clip_grad_norm
 from recipe_lib.parallel import Parallel, World, all_reduce_gradients, materialize, shard_model, start_world
 from recipe_lib.parallel.tensor import shard_tensors
 from tests.distributed.ranks import run_ranks

@@ -44,7 +44,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "recipe_lib/external/module_spec.py": {"json.loads": "a text that transformers has just written"},
     "recipe_lib/external/tensor_plan/sharding_plan.py": {"json.loads": "a text that the line itself has written"},
     "recipe_lib/files.py": {"os.open": "a folder, to flush it"},
-    "recipe_lib/memory/host_limits.py": {"read_text": _SYSTEM},
     "recipe_lib/memory/peaks.py": {"read_text": _SYSTEM},
     "recipe_lib/parallel/hang_detection/heartbeat.py": {"json.loads": _PIPE},
     "recipe_lib/parallel/hang_detection/peers.py": {"read_bytes": _SYSTEM, "read_text": _SYSTEM},

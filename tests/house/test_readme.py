@@ -22,7 +22,7 @@ from recipe_lib.config.paths import RECIPE_CONFIGS, list_presets
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import preset_config, spec_from_config
-from recipe_lib.models.quantized_files import read_codes
+from recipe_lib.models.config_fields import read_codes
 from recipe_lib.parallel.context import check_context
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.result import Plan

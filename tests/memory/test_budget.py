@@ -14,8 +14,7 @@ from recipe_lib.config.mesh import stage_count, stages_of_rank
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, chunk_mlps
-from recipe_lib.memory.budget import FLOPS, BudgetChoice, LayerCost, Operator, choose
-from recipe_lib.memory.layer_costs import layer_costs
+from recipe_lib.memory.budget import FLOPS, BudgetChoice, LayerCost, Operator, choose, layer_costs
 from recipe_lib.models import build_meta, preset_config, spec_from_config
 from recipe_lib.models.spec import MixtureSpec
 from recipe_lib.parallel import materialize, shard_tensors, start_world

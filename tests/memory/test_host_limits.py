@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.errors import SetupError
-from recipe_lib.memory.host_limits import check_needs, free_host_memory, pinned_bytes
+from recipe_lib.memory.peaks import check_needs, free_host_memory, pinned_bytes
 from recipe_lib.units import GIB, MIB
 
 

@@ -9,9 +9,8 @@ from torch import nn
 from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory import apply_activation_checkpointing, compile_layers, use_low_precision
+from recipe_lib.memory import apply_activation_checkpointing, apply_levers, compile_layers, use_low_precision
 from recipe_lib.models import build_meta
-from recipe_lib.ops import low_precision
 from recipe_lib.ops.head_losses import CrossEntropy
 from tests.ops.test_low_precision import has_fp8_on_a_cpu
 from tests.parallel.small_models import gradients, small_batch, small_spec
@@ -55,13 +54,13 @@ def distance(found: dict[str, Any], wanted: dict[str, Any]) -> float:
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Shapes of the second operand of each product in 8 bits."""
     seen: list[tuple[int, int]] = []
-    original = low_precision.scaled_product
+    original = apply_levers.scaled_product
 
     def noted(left: torch.Tensor, right: torch.Tensor, *settings: Any) -> torch.Tensor:
         seen.append(tuple(right.shape))
         return original(left, right, *settings)
 
-    monkeypatch.setattr(low_precision, "scaled_product", noted)
+    monkeypatch.setattr(apply_levers, "scaled_product", noted)
     return seen
 
 

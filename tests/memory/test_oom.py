@@ -5,8 +5,7 @@ import torch
 
 from recipe_lib.config import FullFinetuneConfig
 from recipe_lib.errors import OUT_OF_MEMORY, OutOfMemoryError
-from recipe_lib.memory.oom import explain_out_of_memory, levers
-from recipe_lib.memory.peaks import PeakMemory
+from recipe_lib.memory.peaks import PeakMemory, explain_out_of_memory, levers
 
 
 def test_the_line_names_phase_peak_and_levers() -> None:

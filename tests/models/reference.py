@@ -8,8 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from recipe_lib.models import Decoder, build_meta, read_config, spec_from_config
-from recipe_lib.models.file_views import OpenView
-from recipe_lib.models.weight_names import find_tied_copies, weight_map, why_left_out, written_layout
+from recipe_lib.models.weight_names import OpenView, find_tied_copies, weight_map, why_left_out, written_layout
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,

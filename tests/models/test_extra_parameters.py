@@ -13,8 +13,8 @@ from recipe_lib.adapters import add_adapters
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import SetupError
 from recipe_lib.models import Decoder, build_meta, init_weights
-from recipe_lib.models.extra_parameters import check_extra, extra_modules, extra_tensors, reset_extra
-from recipe_lib.models.uninitialized import check_written
+from recipe_lib.models.language_model import check_written
+from recipe_lib.models.meta_init import check_extra, extra_modules, extra_tensors, reset_extra
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.parallel import materialize, shard_model, start_world
 from tests.checkpoint.tiny import tiny_spec

@@ -9,7 +9,7 @@ import pytest
 
 from recipe_lib.errors import CheckpointError, UserError
 from recipe_lib.models import preset_config, preset_names, read_config, spec_from_config
-from recipe_lib.models.sizes import MAX_SIZES, check_sizes
+from recipe_lib.models.config_fields import MAX_SIZES, check_sizes
 from tests.hostile import changed
 
 SEEDS = 1500

@@ -11,8 +11,8 @@ from recipe_lib.config import FullFinetuneConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, read_config
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.models.families import score_config, scored_spec
 from recipe_lib.models.meta_init import allocate
-from recipe_lib.models.scored_spec import score_config, scored_spec
 from recipe_lib.parallel import start_world
 
 SHAPE = {

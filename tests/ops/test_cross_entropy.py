@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipe_lib.ops.cross_entropy import CrossEntropy, Loss, cross_entropy
+from recipe_lib.ops.chunked_heads import CrossEntropy, Loss, cross_entropy
 
 N, D, V = 37, 24, 101
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.adapters import nf4, quantized
 from recipe_lib.adapters.nf4 import dequantize, quantize_blocks, quantize_scales
-from recipe_lib.ops import attention, expert_gated, fused_kernels, fused_loss, gated, rope
+from recipe_lib.ops import attention, chunked_heads, fused_kernels, gated, rope
 from recipe_lib.ops.attention import make_attention_info
 from tests.distributed.ranks import in_a_fork
 from tests.ops.test_attention import definition
@@ -32,7 +32,7 @@ def as_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fused_kernels, "_is_on", True)
     monkeypatch.setattr(fused_kernels, "kernels_of", lambda device: "cuda")
     monkeypatch.setattr(fused_kernels, "has_triton", lambda: True)
-    monkeypatch.setattr(fused_loss, "_WIDEST", 8)
+    monkeypatch.setattr(chunked_heads, "_WIDEST", 8)
     return
 
 
@@ -62,7 +62,7 @@ def capped_calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]
     return found
 
 
-EXPERTS = {"silu": ("silu", False, 1.0, float("inf")), "clamped": (expert_gated.CLAMPED, True, 1.702, 0.7)}
+EXPERTS = {"silu": ("silu", False, 1.0, float("inf")), "clamped": (gated.CLAMPED, True, 1.702, 0.7)}
 
 
 def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
@@ -94,15 +94,15 @@ def calls() -> list[tuple[str, Callable[..., Any], Any, tuple[Any, ...]]]:
                                                            *settings))
           for name, settings in EXPERTS.items()
           for kind, function, operator, first in (
-              ("product", expert_gated.scored_products, OPERATORS.scored_product, ()),
-              ("gradients", expert_gated.scored_gradients, OPERATORS.scored_product_gradients,
+              ("product", gated.scored_products, OPERATORS.scored_product, ()),
+              ("gradients", gated.scored_gradients, OPERATORS.scored_product_gradients,
                (random(7, 6, dtype=half, seed=6),)),
           )),
-        ("log probs", fused_loss.label_log_probs, OPERATORS.label_log_probs, (logits, labels, None)),
-        ("log probs, capped", fused_loss.label_log_probs, OPERATORS.label_log_probs, (logits, labels, cap)),
-        ("gradients", fused_loss.label_log_prob_gradients, OPERATORS.label_log_prob_gradients,
+        ("log probs", chunked_heads.label_log_probs, OPERATORS.label_log_probs, (logits, labels, None)),
+        ("log probs, capped", chunked_heads.label_log_probs, OPERATORS.label_log_probs, (logits, labels, cap)),
+        ("gradients", chunked_heads.label_log_prob_gradients, OPERATORS.label_log_prob_gradients,
          (logits, labels, log_sums, slopes, None)),
-        ("gradients, capped", fused_loss.label_log_prob_gradients, OPERATORS.label_log_prob_gradients,
+        ("gradients, capped", chunked_heads.label_log_prob_gradients, OPERATORS.label_log_prob_gradients,
          (logits, labels, log_sums, slopes, cap)),
         ("nf4", nf4._dequantize, OPERATORS.dequantize_nf4, of_rows),
         ("int8", quantized._dequantize, OPERATORS.dequantize_int8,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe_lib.ops.low_bit import BLOCKS, Code, chance_key, element_places, make_code, round_by_chance
+from recipe_lib.optim.low_bit_adamw import BLOCKS, Code, chance_key, element_places, make_code, round_by_chance
 from tests.torchao_oracle import low_bit_codes
 
 CPU = torch.device("cpu")

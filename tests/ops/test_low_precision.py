@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops import fused_kernels, low_precision
+from recipe_lib.memory import apply_levers
+from recipe_lib.memory.apply_levers import KINDS, quantize_rows, scaled_linear, scaled_product
+from recipe_lib.ops import fused_kernels
 from recipe_lib.ops.deferred import defer_weight_gradients, splittable
-from recipe_lib.ops.low_precision import KINDS, quantize_rows, scaled_linear, scaled_product
 from tests.torchao_oracle import convert, rounded_rows
 
 TOKENS, IN, OUT = 37, 80, 53  # none a multiple of 16 but one
@@ -44,7 +45,7 @@ def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor
 def step_of(matrix: Tensor, kind: str) -> Tensor:
     """By how much each entry of a matrix may be off when it is rounded row by row, fp64."""
     wide = matrix.double().abs()
-    step = wide.amax(dim=1, keepdim=True) / low_precision.LARGEST[kind]
+    step = wide.amax(dim=1, keepdim=True) / apply_levers.LARGEST[kind]
     if kind == "int8":
         return (step / 2).expand_as(wide)
     return torch.maximum(wide / 16, step * 2**-10)  # 3 bits of mantissa; below 2^-6 of a step subnormal numbers
@@ -72,12 +73,12 @@ def test_codes_are_the_nearest_ones_of_their_rows(kind: str):
     matrix = operands()[0][0]
     matrix[3] = 0
     codes, scales = quantize_rows(matrix, kind)
-    assert codes.shape == (48, 80) and codes.dtype == low_precision._TYPES[kind] and scales.dtype == torch.float32
+    assert codes.shape == (48, 80) and codes.dtype == apply_levers._TYPES[kind] and scales.dtype == torch.float32
     assert torch.equal(codes[TOKENS:].float(), torch.zeros(48 - TOKENS, IN))
     back = codes[:TOKENS].double() * scales.double().unsqueeze(1)
     assert ((back - matrix).abs() <= step_of(matrix, kind) * (1 + 1e-5)).all()
     assert torch.equal(back[3], torch.zeros(IN, dtype=torch.float64))
-    assert (codes[:TOKENS].float().abs().amax(dim=1) == low_precision.LARGEST[kind]).sum() == TOKENS - 1
+    assert (codes[:TOKENS].float().abs().amax(dim=1) == apply_levers.LARGEST[kind]).sum() == TOKENS - 1
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
@@ -208,12 +209,12 @@ def test_gradients_can_be_deferred_and_frozen_weights_have_none(kind: str):
 
 
 def test_long_sums_do_not_overflow(monkeypatch: pytest.MonkeyPatch):
-    ones = torch.ones(1, low_precision._LONGEST_SUM + 32)
+    ones = torch.ones(1, apply_levers._LONGEST_SUM + 32)
     assert scaled_product(ones, ones, "int8").item() == pytest.approx(ones.shape[1], rel=1e-6)
     hidden, weight = operands()[0][0], operands()[1]
     whole = scaled_product(hidden, weight, "int8")
-    monkeypatch.setattr(low_precision, "_LONGEST_SUM", 32)
-    monkeypatch.setattr(low_precision, "_PIECE_ELEMENTS", 200)
+    monkeypatch.setattr(apply_levers, "_LONGEST_SUM", 32)
+    monkeypatch.setattr(apply_levers, "_PIECE_ELEMENTS", 200)
     assert torch.allclose(scaled_product(hidden, weight, "int8"), whole, rtol=1e-6)
 
 
@@ -233,10 +234,10 @@ def test_one_compilation_serves_all_callers_of_a_device_that_compiles(monkeypatc
 
     counters = {name: CompileCounter() for name in ("_quantize_whole", "_scale_whole")}
     made = {
-        name: torch.compile(getattr(low_precision, name), dynamic=True, backend=counter)
+        name: torch.compile(getattr(apply_levers, name), dynamic=True, backend=counter)
         for name, counter in counters.items()
     }
-    monkeypatch.setattr(low_precision, "compiles", lambda tensor: True)
+    monkeypatch.setattr(apply_levers, "compiles", lambda tensor: True)
     monkeypatch.setattr(fused_kernels, "compiled", lambda function: made[function.__name__])
     torch._dynamo.reset()
     hidden, weight, _, _ = operands(torch.bfloat16)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops.cross_entropy import CrossEntropy, Loss
+from recipe_lib.ops.chunked_heads import CrossEntropy, Loss
 from recipe_lib.ops.head_losses import OutputAdapter
 
 N, D, V, R = 37, 24, 101, 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipe_lib.optim.in_backward import clip_grad_norm
+from recipe_lib.optim.optimizers import clip_grad_norm
 from recipe_lib.parallel import Parallel
 from tests.distributed.ranks import run_ranks
 

@@ -15,9 +15,8 @@ from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, Optimizer
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
-from recipe_lib.optim import in_backward
-from recipe_lib.optim.in_backward import OffloadedStates, clip_grad_norm
-from recipe_lib.optim.optimizers import build_optimizer, step_only
+from recipe_lib.optim import optimizers
+from recipe_lib.optim.optimizers import OffloadedStates, build_optimizer, clip_grad_norm, step_only
 from recipe_lib.parallel import Parallel, materialize, shard_model, start_world
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import ROWS, small_batch, small_spec
@@ -46,7 +45,7 @@ def train(model: nn.Module, memory: MemoryConfig, world: Any, rows: slice) -> tu
         most.append(sum((grad.to_local() if isinstance(grad, DTensor) else grad).nbytes for grad in grads))
 
     optimizer.register_step_pre_hook(note)
-    levers = in_backward.apply_optimizer_levers(optimizer, model, Parallel(), memory, CPU)
+    levers = optimizers.apply_optimizer_levers(optimizer, model, Parallel(), memory, CPU)
     tokens, labels = small_batch()
     count, norms = (labels != -100).sum(), []
     for _ in range(STEPS):
@@ -264,7 +263,7 @@ def test_a_head_that_is_used_beside_its_loss_is_stepped_once(case: str) -> None:
     def trained(memory: MemoryConfig) -> tuple[list[float], nn.Module]:
         model, norms = made(small_spec()), []
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
-        levers = in_backward.apply_optimizer_levers(optimizer, model, Parallel(), memory, CPU)
+        levers = optimizers.apply_optimizer_levers(optimizer, model, Parallel(), memory, CPU)
 
         def loss(row: int, head_loss: Any = None) -> Tensor:
             rows = slice(row, row + 1)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from recipe_lib.config.schema import LrSchedulerConfig
-from recipe_lib.optim.lr_scheduler import learning_rate
+from recipe_lib.optim.optimizers import learning_rate
 
 
 def rates(total: int, peak: float = 2.0, **keys: object) -> list[float]:

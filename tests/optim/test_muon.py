@@ -12,8 +12,8 @@ from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim.algorithms import muon
 from recipe_lib.optim.algorithms.muon import orthogonal
+from recipe_lib.optim.low_bit_adamw import is_layer_matrix
 from recipe_lib.optim.optimizers import build_optimizer, optimizer_state_bytes, set_numbers, step_only
-from recipe_lib.optim.state_layout import is_layer_matrix
 from tests.distributed.ranks import run_ranks
 from tests.training.cut import Cut, own_part, placed
 

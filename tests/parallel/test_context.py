@@ -26,7 +26,7 @@ from recipe_lib.models.mixture import BalanceLoss
 from recipe_lib.ops.attention import document_positions, make_attention_info
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
-from recipe_lib.optim.in_backward import clip_grad_norm
+from recipe_lib.optim.optimizers import clip_grad_norm
 from recipe_lib.parallel import Parallel, World, all_reduce_gradients, materialize, parallelize, start_world
 from recipe_lib.parallel.context import check_context
 from tests.distributed.ranks import import_compiler, run_ranks

@@ -14,7 +14,7 @@ from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfi
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import layer_stream
 from recipe_lib.models import build_meta, preset_config, read_config, spec_from_config
-from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import layer_names
 from recipe_lib.parallel import (
     Parallel,
     describe_units,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.optim.state_layout import CHUNK_ELEMENTS
+from recipe_lib.optim.low_bit_adamw import CHUNK_ELEMENTS
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import STEADY
 from tests.distributed.ranks import run_ranks

@@ -20,7 +20,7 @@ import torch._dynamo  # so that no process pays for the import
 import torch.distributed as dist
 
 from recipe_lib.config import load_config
-from recipe_lib.ops import sequence_shards
+from recipe_lib.ops import gathered
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.trace import ALLOC, FREE, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
@@ -217,7 +217,7 @@ def collectives_let_go() -> AbstractContextManager[None]:
 def collectives_within(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Each collective of torch.distributed, and those of shared sequences, is what `wrap` makes of it."""
     places: list[tuple[Any, str]] = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
-    places += [(sequence_shards, name) for name in ("_exchange", "_gather", "all_reduce")]
+    places += [(gathered, name) for name in ("_exchange", "_gather", "all_reduce")]
     originals = [getattr(owner, name) for owner, name in places]
     for (owner, name), operation in zip(places, originals, strict=True):
         setattr(owner, name, wrap(operation))

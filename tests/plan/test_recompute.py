@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipe_lib.config import load_config
-from recipe_lib.memory.budget import choose
-from recipe_lib.memory.layer_costs import layer_costs
+from recipe_lib.memory.budget import choose, layer_costs
 from recipe_lib.models import build_meta, preset_config, spec_from_config
 from recipe_lib.parallel import DTYPES
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Trace

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipe_lib.memory import layer_stream
-from recipe_lib.optim import in_backward
+from recipe_lib.optim import optimizers
 from recipe_lib.parallel import start_world
 from recipe_lib.plan.tracing import tracer
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real_run
@@ -40,7 +40,7 @@ QUICK = ("qlora, checkpointed", "two ranks")
 
 def with_a_host() -> None:
     """For the rest of a process a CPU has host memory besides its own."""
-    layer_stream.has_host = in_backward.has_host = lambda device: True  # type: ignore[assignment]
+    layer_stream.has_host = optimizers.has_host = lambda device: True  # type: ignore[assignment]
 
 
 def add_streaming(name: str) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.errors import STOPPED_AND_SAVED, StoppedAndSaved, UserError
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import activation_offload, layer_stream
-from recipe_lib.optim import in_backward
+from recipe_lib.optim import optimizers
 
 ROOT = Path(__file__).parent.parent.parent
 PLAIN = Path(__file__).parent / "plain.yaml"  # a config that sets nothing
@@ -215,5 +215,5 @@ def probe() -> torch.Tensor:
 
 def offload_on_a_cpu() -> None:
     """What is kept on the host is copied there and back though the device is a CPU; for the rest of a process."""
-    for module in (in_backward, activation_offload, layer_stream):
+    for module in (optimizers, activation_offload, layer_stream):
         module.has_host = lambda device: True  # type: ignore[attr-defined]

@@ -13,9 +13,8 @@ from torch import nn
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import MemoryConfig, OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.optim import in_backward
-from recipe_lib.optim.in_backward import apply_optimizer_levers
-from recipe_lib.optim.optimizers import build_optimizer, set_learning_rate
+from recipe_lib.optim import optimizers
+from recipe_lib.optim.optimizers import apply_optimizer_levers, build_optimizer, set_learning_rate
 from recipe_lib.parallel import Parallel
 from tests.distributed.ranks import run_ranks
 from tests.selection import slow_except
@@ -139,7 +138,7 @@ def test_however_steps_are_arranged(arranged: str) -> None:
     """In a process of its own, in which a CPU is said to have a host."""
 
     def work() -> dict[str, float]:
-        in_backward.has_host = lambda device: True
+        optimizers.has_host = lambda device: True
         bad = {}
         for settings, dtype in CASES:
             cfg = replace(BASE, **settings)

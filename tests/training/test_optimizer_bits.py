@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.optim import state_layout
+from recipe_lib.optim import low_bit_adamw as own_adamw
 from recipe_lib.optim.optimizers import build_optimizer, optimizer_state_bytes, set_learning_rate
 from tests.distributed.ranks import run_ranks
 from tests.torchao_oracle import low_bit_adamw
@@ -196,7 +196,7 @@ def test_pieces_and_single_parameters_make_no_difference(
     """A step in pieces of a few rows, for one parameter after the other, backwards, is the step."""
     cfg = replace(CFG, **options)
     _, expected = trained(cfg, torch.bfloat16)
-    monkeypatch.setattr(state_layout, "CHUNK_ELEMENTS", 1100)
+    monkeypatch.setattr(own_adamw, "CHUNK_ELEMENTS", 1100)
     params = weights(torch.bfloat16)
     optimizer = build_optimizer(cfg, params.items(), CPU)
     (group,) = optimizer.param_groups

@@ -14,7 +14,7 @@ from recipe_lib.data import Dataset, StepBatches, make_step
 from recipe_lib.errors import CheckpointError, ConfigError, DataError
 from recipe_lib.models import read_config
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.scored_spec import head_labels, score_config, scored_spec
+from recipe_lib.models.families import head_labels, score_config, scored_spec
 from recipe_lib.training.resolve_model import ResolvedModel
 from recipe_lib.training.scores import score_loss, score_metrics, scored_with, settle_items
 from tests.training import labeled

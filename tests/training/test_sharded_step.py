@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.ops.cross_entropy import CrossEntropy
-from recipe_lib.optim.in_backward import clip_grad_norm
-from recipe_lib.optim.optimizers import build_optimizer
+from recipe_lib.ops.chunked_heads import CrossEntropy
+from recipe_lib.optim.optimizers import build_optimizer, clip_grad_norm
 from recipe_lib.parallel import Parallel
 from tests.distributed.ranks import run_ranks
 

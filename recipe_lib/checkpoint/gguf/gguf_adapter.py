@@ -21,8 +21,7 @@ from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.checkpoint.weight_accounts import check_weights, read_headers
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import read_config, read_trained_spec
-from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.spec import DecoderSpec, FileCodes, ModelSpec, RopeSpec
+from recipe_lib.models.spec import DecoderSpec, ExternalSpec, FileCodes, ModelSpec, RopeSpec
 from recipe_lib.models.weight_names import weight_map
 
 # What llama.cpp is to know of a model: its architecture and numbers; and what it does not compute.

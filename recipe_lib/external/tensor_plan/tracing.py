@@ -15,7 +15,7 @@ from recipe_lib.external.tensor_plan.axes import AxisNode, block
 from recipe_lib.external.tensor_plan.calls import CallKey, Calls, output_values, places_in, tensors_in
 from recipe_lib.external.tensor_plan.operator_rules import OperatorCall
 from recipe_lib.external.tensor_plan.sourced_integers import Decision, Size, Sourced, sourced_attributes
-from recipe_lib.models.find_layers import layer_names
+from recipe_lib.models.language_model import layer_names
 
 RULE_FILES = (operator_rules, view_rules)  # importing them registers their rules
 

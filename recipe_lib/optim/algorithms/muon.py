@@ -20,8 +20,7 @@ from recipe_lib.config.optimizer_facts import OptimizerFacts
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, StateChunk, Trained
-from recipe_lib.optim.state_layout import is_layer_matrix, pieces, wide
+from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, StateChunk, Trained, is_layer_matrix, pieces, wide
 
 FACTS = OptimizerFacts(
     keys=("betas", "eps", "momentum", "state_bits", "master_weights", "stochastic_rounding"),
@@ -103,7 +102,7 @@ class Muon(ChunkedOptimizer):
         """The momentum with this step's gradient, and Nesterov's look ahead from it: bf16, on the computing device."""
         found = torch.empty(part.weights.shape, dtype=torch.bfloat16, device=self.device)
         momentum, dtype = group["momentum"], wide(matrix.dtype)
-        code = self._codes.of(matrix, part.weights.device, signed=True)
+        code = self.find_code(matrix, part.weights.device, signed=True)
         for rows in pieces(part.weights):
             gradient = part.gradient[rows].to(dtype)
             mean = part.take_state("momentum_buffer", rows, dtype, code)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from recipe_lib.memory.aten_names import GROUPED, grouped_flops
+from recipe_lib.memory.budget import GROUPED, grouped_flops
 
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "_dtensor::")
 _FSDP = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat")

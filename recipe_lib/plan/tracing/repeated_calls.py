@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from recipe_lib.ops.shaped_work import SHAPED_WORK
+from recipe_lib.ops.fused_kernels import SHAPED_WORK
 from recipe_lib.plan.trace import ALLOC, FREE, OP, Op
 from recipe_lib.plan.tracing.tracer import Tracer
 from recipe_lib.plan.world.cached_fake_mode import NotSure, key_of, wrap

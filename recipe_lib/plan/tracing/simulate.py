@@ -20,8 +20,7 @@ from recipe_lib.checkpoint.weights_out import refused_extra, whole
 from recipe_lib.config.mesh import micro_batches
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, lines_in
-from recipe_lib.models.extra_parameters import extra_tensors
-from recipe_lib.models.meta_init import stored_weights
+from recipe_lib.models.meta_init import extra_tensors, stored_weights
 from recipe_lib.parallel import World
 from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.parallelize import Parallel

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.memory.host_limits import pinned_bytes
+from recipe_lib.memory.peaks import pinned_bytes
 from recipe_lib.plan.streams.read_values import largest_result, lists_of_ones
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Op, Storage, Sync, Trace

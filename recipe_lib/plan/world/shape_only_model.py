@@ -22,10 +22,8 @@ from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import replace_text
 from recipe_lib.models import preset_config, read_config
-from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.families import text_config
-from recipe_lib.models.scored_spec import spec_of_run
-from recipe_lib.models.spec import ModelSpec
+from recipe_lib.models.families import spec_of_run, text_config
+from recipe_lib.models.spec import ExternalSpec, ModelSpec
 
 CONFIG_FILE = "config.json"
 _SIZE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?[bm]\b")  # of a model, in its lower-case name

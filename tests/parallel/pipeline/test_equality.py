@@ -20,7 +20,7 @@ from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.ops.attention import document_positions, make_attention_info
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.ops.head_losses import CrossEntropy, TokenLogProbs
-from recipe_lib.optim.in_backward import clip_grad_norm
+from recipe_lib.optim.optimizers import clip_grad_norm
 from recipe_lib.parallel import (
     Parallel,
     World,

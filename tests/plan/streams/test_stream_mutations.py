@@ -17,7 +17,7 @@ NEEDLESS = {
     ("_fsdp_state.py", "self._device_handle.current_stream().wait_event(rs_state.event)"),
     ("_fsdp_param_group.py", "self.comm_ctx.all_gather_stream.wait_event(event)"),
     ("_fsdp_param_group.py", "self.device_handle.current_stream().wait_event(self._post_reduce_event)"),
-    ("in_backward.py", "torch.get_device_module(device).current_stream().synchronize()"),
+    ("optimizers.py", "torch.get_device_module(device).current_stream().synchronize()"),
 }
 QUICK = (
     "activation offload, half a backward",

@@ -7,7 +7,7 @@ import pytest
 import torch._dynamo  # so that no fork pays for the import
 
 import recipe_lib.adapters.quantized
-import recipe_lib.ops.gathered_opaque  # noqa: F401
+import recipe_lib.ops.gathered  # noqa: F401
 from recipe_lib.plan.build_plan import simulate_rank
 from recipe_lib.plan.trace import OP
 from recipe_lib.plan.tracing.simulate import STEADY

@@ -1,0 +1,437 @@
+"""What families of decoders are read by: the keys of a `config.json`, checked, and what several have in common."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipe_lib.errors import CheckpointError
+from recipe_lib.models.spec import FileCodes, RopeSpec
+
+# What files of most families leave out.
+COMMON: dict[str, Any] = {
+    "num_key_value_heads": None,  # as many as heads
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "sliding_window": None,
+    "layer_types": None,
+}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+class Fields:
+    """The keys of one config.json, checked as they are read; each fault is one CheckpointError line.
+
+    inside: what comes before a key's name, of an object within. bounds: of numbers; by default what fp32 holds, and
+    its square too.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], where: str, inside: str = "", bounds: tuple[float, float] = (1e-30, 1e30)
+    ) -> None:
+        self.config, self.where, self.inside, self.bounds = config, where, inside, bounds
+
+    def fault(self, key: str, expected: str) -> CheckpointError:
+        """The error for a key that is missing or not what it should be."""
+        found = repr(self.config[key])[:80] if key in self.config else "no such key"
+        return CheckpointError(f"{self.where}: config.json: {self.inside}{key}: found {found}, expected {expected}")
+
+    def integer(self, key: str) -> int:
+        """A positive integer."""
+        value = self.config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.fault(key, "a positive integer")
+        return value
+
+    def number(self, key: str, bounds: tuple[float, float] | None = None) -> float:
+        """A number above 0. bounds: of this one."""
+        bounds = bounds or self.bounds
+        if not is_within(self.config.get(key), bounds):
+            raise self.fault(key, f"a number {show_bounds(bounds)}")
+        return float(self.config[key])
+
+    def numbers(self, key: str, length: int) -> tuple[float, ...]:
+        """A list of `length` numbers above 0."""
+        values = self.config.get(key)
+        if not isinstance(values, list) or len(values) != length or not all(is_within(x, self.bounds) for x in values):
+            raise self.fault(key, f"a list of {length} numbers {show_bounds(self.bounds)}")
+        return tuple(map(float, values))
+
+    def flag(self, key: str) -> bool:
+        """true or false."""
+        value = self.config.get(key)
+        if not isinstance(value, bool):
+            raise self.fault(key, "true or false")
+        return value
+
+    def optional_integer(self, key: str) -> int | None:
+        """A positive integer, or null."""
+        return None if self.config.get(key) is None else self.integer(key)
+
+    def optional_number(self, key: str, bounds: tuple[float, float] | None = None) -> float | None:
+        """A number above 0, or null."""
+        return None if self.config.get(key) is None else self.number(key, bounds)
+
+
+def activation(fields: Fields, key: str) -> str:
+    """Our name of the MLP's activation."""
+    name = fields.config.get(key)
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise fields.fault(key, "one of " + ", ".join(_ACTIVATIONS))
+    return _ACTIVATIONS[name]
+
+
+def layer_windows(fields: Fields, layers: int, sliding_by_default: list[bool]) -> tuple[int | None, ...]:
+    """One window per layer, from `layer_types` where the file has it, else from the family's own rule."""
+    window, types = fields.optional_integer("sliding_window"), fields.config["layer_types"]
+    if types is None:
+        sliding = sliding_by_default
+    elif (
+        isinstance(types, list)
+        and len(types) == layers
+        and all(kind in ("sliding_attention", "full_attention") for kind in types)
+    ):
+        sliding = [kind == "sliding_attention" for kind in types]
+    else:
+        raise fields.fault("layer_types", f"{layers} times sliding_attention or full_attention")
+    if window is None and any(sliding):
+        raise fields.fault("sliding_window", "a positive integer, because some layers are sliding_attention")
+    return tuple(window if slides else None for slides in sliding)
+
+
+Read = Callable[[Fields, dict[str, Any]], Any]  # of a config.json, and of the fields that every family reads alike
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of decoders.
+
+    shape: its fields of the spec where they differ from those that `_common_shape` reads, each a value or a `Read`.
+    architectures: the classes in `architectures` that are its causal decoder; the first is what an exported model
+    names. defaults: what its files leave out. model_types: further ones, besides the family's name.
+    """
+
+    shape: Mapping[str, Any]
+    architectures: tuple[str, ...]
+    defaults: dict[str, Any]
+    model_types: tuple[str, ...] = ()
+
+
+# The rotary embedding of a `config.json`: `rope_theta` and `rope_scaling`, or the newer
+# `rope_parameters`.
+
+
+# What a family's own class takes where the file has none.
+_WITHOUT_ANY: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+NEWER = "rope_parameters"  # the key of config.json since transformers 5
+OLDER = "rope_scaling"
+LAYER_KINDS = ("full_attention", "sliding_attention")  # which the newer one may tell apart
+POSITIONS = "original_max_position_embeddings"
+_STRETCHED = ("llama3", "yarn", "longrope")  # types with such a number
+
+ROPE_NUMBERS = (1e-9, 1e9)  # factors and lengths of a rotary embedding
+BASES = (1e-9, 1e12)
+
+
+def is_within(value: Any, bounds: tuple[float, float]) -> bool:
+    """Return whether a value out of JSON is a number of that size (true is not a number)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and bounds[0] <= value <= bounds[1]
+
+
+def show_bounds(bounds: tuple[float, float]) -> str:
+    """`from 1e-09 to 1e+09`, for an error."""
+    return f"from {bounds[0]:g} to {bounds[1]:g}"
+
+
+def read_rope(fields: Fields, family: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
+    """The rotary embedding of a model, and a second one for layers with a window where the family has one."""
+    key = _find_spelling(fields)
+    ropes = _read_ropes(fields, family, key, head_width)
+    # transformers takes the older spelling then, with the base of rope_theta: a model that nobody may have meant.
+    both = key == NEWER and fields.config.get(OLDER)
+    if both and _read_ropes(fields, family, OLDER, head_width) != ropes:
+        raise fields.fault(OLDER, f"what {NEWER} says as well; take one of the two out")
+    return ropes
+
+
+def complete_ropes(fields: Fields, family: str) -> dict[str, Any]:
+    """Return `rope_parameters` with all that config.json says of rotary embeddings, in either spelling."""
+    ropes = []
+    for base, given in _find_ropes(fields, family, _find_spelling(fields)).items():
+        rope = {"rope_theta": fields.number(base), **given, "rope_type": _find_kind(fields, given)}
+        rope.pop("type", None)
+        fraction = fields.config.get("partial_rotary_factor")
+        if fraction is not None:
+            rope.setdefault("partial_rotary_factor", fraction)
+        positions = fields.config.get(POSITIONS)
+        if positions is not None and rope["rope_type"] in _STRETCHED:
+            rope[POSITIONS] = positions
+        ropes.append(rope)
+    return ropes[0] if len(ropes) == 1 else dict(zip(LAYER_KINDS, ropes, strict=True))
+
+
+def _find_spelling(fields: Fields) -> str:
+    """Return the key that counts: the newer one where config.json has both."""
+    return OLDER if fields.config.get(NEWER) is None else NEWER
+
+
+def _read_ropes(fields: Fields, family: str, key: str, head_width: int) -> tuple[RopeSpec, RopeSpec | None]:
+    """Return what one spelling of the two says."""
+    ropes = [
+        _one_rope(fields, key, given, fields.number(base), head_width)
+        for base, given in _find_ropes(fields, family, key).items()
+    ]
+    return ropes[0], ropes[1] if len(ropes) > 1 else None
+
+
+def _find_ropes(fields: Fields, family: str, key: str) -> dict[str, Mapping[str, Any]]:
+    """Return the objects of a model's rotary embeddings in one spelling, by the older key for the base of each."""
+    given = _WITHOUT_ANY.get(family, {}) if fields.config.get(key) is None else fields.config[key] or {}
+    if not isinstance(given, Mapping):
+        raise fields.fault(key, "an object, or null")
+    if family != "gemma3":
+        return {"rope_theta": given}
+    nested = not given.keys().isdisjoint(LAYER_KINDS)
+    everywhere, local = (given.get(kind) or {} for kind in LAYER_KINDS) if nested else (given, {})
+    return {"rope_theta": everywhere, "rope_local_base_freq": local}
+
+
+def _find_kind(fields: Fields, given: Mapping[str, Any]) -> Any:
+    """Return the type of a rotary embedding, by its present name."""
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "su" or (kind == "yarn" and fields.config.get("model_type") == "phi3"):
+        return "longrope"  # what Phi 3's first files called it
+    return kind
+
+
+def _one_rope(fields: Fields, key: str, given: Mapping[str, Any], base: float, head_width: int) -> RopeSpec:
+    """One rotary embedding from its object in config.json; `base` counts unless the object has its own."""
+    kind = _find_kind(fields, given)
+    if kind not in ROPE_TYPES:
+        raise CheckpointError(
+            f"{fields.where}: config.json: {key}: type {kind!r} is not supported; expected one of "
+            f"{', '.join(ROPE_TYPES)}"
+        )
+    numbers = Fields(given, fields.where, f"{key}.", ROPE_NUMBERS)
+    base = numbers.optional_number("rope_theta", BASES) or base
+    fraction = numbers.optional_number("partial_rotary_factor")
+    if fraction is None:
+        fraction = fields.optional_number("partial_rotary_factor") or 1.0
+    if fraction != 1 and fields.config.get("model_type") != "phi3":  # other classes of transformers do not read it
+        raise CheckpointError(
+            f"{fields.where}: config.json: partial_rotary_factor: found {fraction:g}, expected 1 or no such key: "
+            "models of this model_type rotate all channels"
+        )
+    width = int(head_width * fraction)
+    if width % 2 or not 2 <= width <= head_width:
+        raise CheckpointError(
+            f"{fields.where}: config.json: head width {head_width} with partial_rotary_factor {fraction:g} gives "
+            f"{width} rotating channels; expected an even number from 2 to {head_width}"
+        )
+    own, attention_factor = _SCALINGS[kind](fields, numbers, width)
+    return RopeSpec(base, width, kind, own, attention_factor)
+
+
+def _original_positions(fields: Fields, numbers: Fields) -> float:
+    """Positions the model was first trained on, before its context was stretched."""
+    outer = fields.optional_integer(POSITIONS)
+    own = numbers.optional_number(POSITIONS)
+    positions = float(outer or own or fields.integer("max_position_embeddings"))
+    if positions < 2:  # its logarithm divides
+        raise (fields if outer else numbers).fault(POSITIONS, "2 positions or more")
+    return positions
+
+
+def _default(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
+    return {}, 1.0
+
+
+def _linear(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
+    return {"factor": numbers.number("factor")}, 1.0
+
+
+def _llama3(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    return {name: numbers.number(name) for name in names} | {
+        "original_positions": _original_positions(fields, numbers)
+    }, 1.0
+
+
+def _yarn(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
+    """YaRN (arXiv 2309.00071): the attention factor is 0.1 ln(factor) + 1 unless the file gives one."""
+    factor, attention_factor = numbers.number("factor"), numbers.optional_number("attention_factor")
+    mscale, mscale_all = numbers.optional_number("mscale"), numbers.optional_number("mscale_all_dim")
+    if attention_factor is None and mscale and mscale_all:
+        attention_factor = _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
+    own = {
+        "factor": factor,
+        "beta_fast": numbers.optional_number("beta_fast") or 32.0,
+        "beta_slow": numbers.optional_number("beta_slow") or 1.0,
+        "original_positions": _original_positions(fields, numbers),
+        "whole_channels": numbers.config.get("truncate", True) is not False,
+    }
+    return own, attention_factor or _magnitude(factor, 1.0)
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _longrope(fields: Fields, numbers: Fields, width: int) -> tuple[dict[str, Any], float]:
+    """LongRoPE (arXiv 2402.13753): one factor per pair of channels, another set for rows beyond the first context."""
+    original = _original_positions(fields, numbers)
+    factor = numbers.optional_number("factor") or fields.integer("max_position_embeddings") / original
+    attention_factor = numbers.optional_number("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    own = {
+        "short_factor": numbers.numbers("short_factor", width // 2),
+        "long_factor": numbers.numbers("long_factor", width // 2),
+        "original_positions": original,
+    }
+    return own, attention_factor
+
+
+_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+
+
+# The largest sizes that a `config.json` may name: far above any model there is, far below what
+# hangs a machine.
+#
+# A width of 10^18 overflows torch's storage, 10^9 layers fill the host's memory before anything is
+# computed; both are typing errors or a hostile file. The bounds hold for native models and for
+# those of transformers alike.
+
+
+MAX_WIDTH, MAX_POSITIONS = 2**20, 2**40
+MAX_LAYERS = 4096
+_WIDTHS = (
+    "hidden_size", "n_embd", "d_model", "dim", "hidden_dim", "head_dim", "kv_lora_rank", "q_lora_rank",
+    "embedding_size", "word_embed_proj_dim",
+)  # fmt: skip
+_INNER = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "moe_intermediate_size", "shared_expert_intermediate_size")
+_HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+_POSITIONS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window", "max_window_layers")
+
+# Key of config.json -> the most it may say.
+MAX_SIZES: dict[str, int] = {
+    **dict.fromkeys(_WIDTHS, MAX_WIDTH),
+    **dict.fromkeys(_INNER, 2**24),
+    **dict.fromkeys(_HEADS, 2**16),
+    **dict.fromkeys(_EXPERTS, 2**16),
+    **dict.fromkeys(_POSITIONS, MAX_POSITIONS),
+    **dict.fromkeys(("n_positions", "n_ctx"), 2**27),  # a learned embedding has a row for each
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), MAX_LAYERS),
+    **dict.fromkeys(("vocab_size", "type_vocab_size"), 2**27),
+}
+_NESTED = ("text_config", "vision_config", "audio_config")
+
+
+def check_sizes(config: Mapping[str, Any], where: str) -> None:
+    """CheckpointError, one line a key, for sizes that no machine can hold; also those of a multimodal file's parts.
+
+    where: the file or preset, named in errors. What a size must be besides is for the reader of the family to say.
+    """
+    faults = list(_faults(config, where, ""))
+    if faults:
+        raise CheckpointError(*faults)
+
+
+def _faults(config: Mapping[str, Any], where: str, prefix: str) -> Iterator[str]:
+    for key, most in MAX_SIZES.items():
+        value = config.get(key)
+        if isinstance(value, (int, float)) and value > most:
+            yield f"{where}: config.json: {prefix}{key}: found {str(value)[:40]}, expected at most {most}"
+    for part in _NESTED:
+        inner = config.get(part)
+        if isinstance(inner, Mapping) and not prefix:
+            yield from _faults(inner, where, f"{part}.")
+
+
+# Weights that a `config.json` says are quantized already: the two layouts that are read, and the
+# refusal of others.
+
+
+_KEYS = ("quantization_config", "compression_config", "quantization")
+_PLAIN = "fp32, bf16 or fp16 weights"
+_REMEDY = "download the checkpoint that this one was made from"
+
+
+def read_codes(config: Mapping[str, Any], where: str) -> FileCodes:
+    """How the weights of the files are quantized, if they are.
+
+    where: as for `spec_from_config`. Raises CheckpointError, with the key and the method, for a layout that is not
+    read.
+    """
+    codes = FileCodes()
+    for key in _KEYS:
+        found = config.get(key)
+        if not found:
+            continue
+        method = found.get("quant_method") if key == _KEYS[0] and isinstance(found, Mapping) else None
+        if method == "fp8":
+            codes = FileCodes(fp8_block=_fp8_block(found, where))
+        elif method == "mxfp4" and config.get("model_type") == "gpt_oss":
+            codes = FileCodes(mxfp4=True)
+        elif method == "mxfp4":
+            kind = str(config.get("model_type"))[:80]
+            raise CheckpointError(
+                f"{where}: config.json: {key}: the weights are quantized (mxfp4), which is read of model_type gpt_oss "
+                f"alone; found {kind}, expected {_PLAIN}; {_REMEDY}"
+            )
+        else:
+            raise _refusal(key, found, where, f"{_PLAIN}, or fp8 with weight_block_size")
+    return codes
+
+
+def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError when the weights are quantized in any form: for models that are not native."""
+    for key in _KEYS:
+        found = config.get(key)
+        if found:
+            ours = isinstance(found, Mapping) and found.get("quant_method") in ("fp8", "mxfp4")
+            raise _refusal(key, found, where, f"{_PLAIN}, or model.implementation=native" if ours else _PLAIN)
+
+
+def _refusal(key: str, found: Any, where: str, expected: str) -> CheckpointError:
+    method = found.get("quant_method") if isinstance(found, Mapping) else None
+    if method is None:
+        method = "MLX" if key == "quantization" else "unknown method"
+    return CheckpointError(
+        f"{where}: config.json: {key}: the weights are quantized ({str(method)[:80]}); expected {expected}; {_REMEDY}"
+    )
+
+
+def _fp8_block(found: Mapping[str, Any], where: str) -> tuple[int, int]:
+    """Rows and columns that share a scale. found: the section of quant_method fp8."""
+
+    block = found.get("weight_block_size")
+    is_pair = isinstance(block, list) and len(block) == 2 and all(type(each) is int and each > 0 for each in block)
+    is_dynamic = str(found.get("activation_scheme", "dynamic")).lower() == "dynamic"
+    expected = {
+        "weight_block_size": (is_pair, "two positive integers (scales of whole rows or tensors are not read)"),
+        "activation_scheme": (is_dynamic, "dynamic (scales of activations are not read)"),
+        "fmt": (found.get("fmt") in (None, "e4m3"), "e4m3"),
+        "scale_fmt": (found.get("scale_fmt") in (None, "float", "ue8m0"), "float or ue8m0"),
+        "expert_dtype": (found.get("expert_dtype") in (None, "fp8"), "fp8"),
+        "modules_to_convert": (not found.get("modules_to_convert"), "none (embeddings in fp8 are not read)"),
+    }
+    for key, (is_right, wanted) in expected.items():
+        if not is_right:
+            said = str(found[key])[:80] if key in found else "none"
+            raise CheckpointError(
+                f"{where}: config.json: quantization_config.{key}: found {said} (quant_method fp8), expected {wanted}; "
+                f"{_REMEDY}"
+            )
+    assert isinstance(block, list)
+    return block[0], block[1]
