@@ -213,11 +213,11 @@ MUTATIONS = [
     ),
     Mutation(
         name="blames_who_waits",
-        path="recipe_lib/parallel/hang_detection/beats.py",
+        path="recipe_lib/parallel/heartbeat.py",
         old="return sorted(fewer - more)",
         new="return sorted(fewer)",
         harm="of a run that hangs a rank is named that waits for the one that is stuck",
-        tests=("tests/parallel/hang_detection/test_beats.py",),
+        tests=("tests/parallel/test_heartbeat_rules.py",),
     ),
     # Training.
     Mutation(

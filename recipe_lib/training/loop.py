@@ -30,7 +30,7 @@ from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.optim.in_backward import OptimizerLevers
 from recipe_lib.optim.lr_scheduler import learning_rate
 from recipe_lib.optim.optimizers import set_learning_rate, set_numbers
-from recipe_lib.parallel.hang_detection import beats
+from recipe_lib.parallel.heartbeat import FIRST_STEP_SECONDS, STEP_SECONDS
 from recipe_lib.report.phases import phase
 from recipe_lib.training.output import check_same_data
 from recipe_lib.training.records.communication import CommunicationProbe, describe
@@ -118,9 +118,7 @@ class TrainingLoop:
         """
         source, first = self._data.batches(self.step), True
         while not self._is_over():
-            self._world.heartbeat.enter(
-                f"step {self.step + 1}", beats.FIRST_STEP_SECONDS if first else beats.STEP_SECONDS
-            )
+            self._world.heartbeat.enter(f"step {self.step + 1}", FIRST_STEP_SECONDS if first else STEP_SECONDS)
             self._probe.begin(self.step + 1)
             self._began = time.perf_counter()
             self._peak.reset()

@@ -18,7 +18,7 @@ FILES = "recipe_lib/files.py"
 ALLOWED = {
     ("recipe_lib/errors.py", "open"): (1, "a mark in the launcher's own folder"),
     ("recipe_lib/errors.py", "os.open"): (1, "/dev/null"),
-    ("recipe_lib/parallel/hang_detection/heartbeat.py", "open"): (
+    ("recipe_lib/parallel/heartbeat.py", "open"): (
         2,
         "a mark in the launcher's own folder; memory without a name",
     ),

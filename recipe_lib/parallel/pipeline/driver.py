@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count
-from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.errors import ConfigError, SetupError, UserError
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import DeferredGradients, defer_weight_gradients, splittable
@@ -33,16 +33,17 @@ from recipe_lib.parallel.fsdp_parts import end_backward, entries_of, reduce_kept
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 from recipe_lib.parallel.pipeline import schedules as kinds
 from recipe_lib.parallel.pipeline.schedule_memory import taken_in
-from recipe_lib.parallel.pipeline.schedule_time import simulate
+from recipe_lib.parallel.pipeline.schedule_time import partner_of, simulate
 from recipe_lib.parallel.pipeline.schedules import (
     MAKING_GRADIENTS,
     Action,
     compute_orders,
+    exchange_of,
     forward_orders,
     pairs_of,
+    received_for,
     with_transfers,
 )
-from recipe_lib.parallel.pipeline.watchdog import watch_over
 from recipe_lib.parallel.world import World
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Transport:
         assert world.pipeline is not None
         self._group = world.mesh.get_group("pipeline")
         self._ranks = world.pipeline.ranks
+        self._heartbeat = world.heartbeat
         self._device = world.device
         _check_streams_of_pairs(self._group)
         for low, high in sorted(pairs):
@@ -104,12 +106,14 @@ class Transport:
     ) -> OnItsWay:
         """Asks the rank at `place` of the pipeline for a tensor, on the rank's device or the one where it was sent."""
         tensor = torch.empty(shape, dtype=dtype, device=device or self._device)
-        return OnItsWay(tensor, dist.irecv(tensor, self._ranks[place], group=self._group, tag=tag))
+        with self._heartbeat.exchange(self._ranks[place]):
+            return OnItsWay(tensor, dist.irecv(tensor, self._ranks[place], group=self._group, tag=tag))
 
     def send(self, tensor: Tensor, place: int, tag: int) -> OnItsWay:
         """Sends it to the rank at `place`."""
         tensor = tensor.contiguous()
-        return OnItsWay(tensor, dist.isend(tensor, self._ranks[place], group=self._group, tag=tag))
+        with self._heartbeat.exchange(self._ranks[place]):
+            return OnItsWay(tensor, dist.isend(tensor, self._ranks[place], group=self._group, tag=tag))
 
 
 def _check_streams_of_pairs(group: Any) -> None:
@@ -181,6 +185,7 @@ class Pipeline:
         self.layers = layers
         self._model, self._parallel, self._world = model, cfg.parallel, world
         self._place, self._stages = world.pipeline.rank, stage_count(cfg.parallel)
+        self._ranks = world.pipeline.ranks
         self._splits = SCHEDULES[cfg.parallel.pipeline_schedule].splits
         self._transport: Transport | None = None
         self._trains: list[bool] = []  # by stage; nothing is known before the first training step
@@ -189,6 +194,7 @@ class Pipeline:
         self._parts = model.stage_parts()
         self._turn: tuple[int, Tensor] | None = None
         self._hidden: Tensor | None = None
+        world.heartbeat.stages = f"stage{'s' if len(layers) > 1 else ''} {' and '.join(map(str, layers))}"
 
     @property
     def has_last(self) -> bool:
@@ -247,7 +253,6 @@ class Pipeline:
             sum_with(
                 last - self._place, self._model.get_parameter(f"{self._parts.embedding}.weight"), self._use_transport()
             )
-        self._world.heartbeat.count_anew()  # two ranks have exchanged more than the others
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -334,9 +339,9 @@ class _Step:
         """finish: what the last stage's output goes to; results: where it is put, or None: it is trained on."""
         self._pipeline, self._batches, self._finish, self._results = pipeline, batches, finish, results
         self._transport, self._accumulation = pipeline._use_transport(), accumulation
-        self._watch = watch_over(pipeline._world, pipeline._parallel)
-        self._arriving: dict[tuple[str, int, int], OnItsWay] = {}  # by "F" or "B", stage, micro-batch
-        self._leaving: dict[tuple[str, int, int], Tensor] = {}
+        self._heartbeat = pipeline._world.heartbeat
+        self._arriving: dict[Action, OnItsWay] = {}  # by receive
+        self._leaving: dict[Action, Tensor] = {}  # by send
         self._sent: dict[Action, OnItsWay] = {}
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._later: dict[tuple[int, int], list[DeferredGradients]] = {}
@@ -346,23 +351,23 @@ class _Step:
             kinds.BACKWARD: self._backward,
             kinds.INPUT: self._input_gradient,
             kinds.WEIGHT: self._weight_gradients,
-            kinds.RECEIVE_ACTIVATION: lambda stage, number: self._receive("F", stage, number, stage - 1),
-            kinds.RECEIVE_GRADIENT: lambda stage, number: self._receive("B", stage, number, stage + 1),
-            kinds.SEND_ACTIVATION: lambda stage, number: self._send("F", stage, number, stage + 1),
-            kinds.SEND_GRADIENT: lambda stage, number: self._send("B", stage, number, stage - 1),
+            kinds.RECEIVE_ACTIVATION: self._receive,
+            kinds.RECEIVE_GRADIENT: self._receive,
+            kinds.SEND_ACTIVATION: self._send,
+            kinds.SEND_GRADIENT: self._send,
         }
 
     def run(self, actions: Sequence[Action], taken: Mapping[int, Sequence[Action]]) -> None:
         """All actions; at the end nothing of it is alive. taken: by number of an action, the sends done before it."""
         reducing, note = self._held.begin(actions), on_action or (lambda action: None)
-        with self._watch.step():
+        with self._tell_action_in_errors():
             for place, action in enumerate(actions):
                 for send in taken.get(place, ()):
                     self._let_go(send)
-                self._watch.at(action)
+                self._begin(action)
                 note(action)
                 self._held.is_last = place in reducing
-                self._do[action.kind](action.stage, action.micro_batch)
+                self._do[action.kind](action)
                 if self._accumulation and action.kind in kinds.MAKING_GRADIENTS:
                     self._accumulation.add()
             self._held.end()
@@ -371,9 +376,39 @@ class _Step:
         note(None)
         self._do.clear()  # which refers to this object: a cycle would keep the batches alive
 
-    def _forward(self, stage: int, number: int) -> None:
+    def _begin(self, action: Action) -> None:
+        """Tell the heartbeat what this rank is at."""
+        self._heartbeat.stages = f"stage {action.stage}"
+        self._heartbeat.action = f"the {kinds.WORDS[action.kind]} of micro-batch {action.micro_batch}"
+
+    @contextmanager
+    def _tell_action_in_errors(self) -> Iterator[None]:
+        """Say in what is raised inside which action it was."""
+        heartbeat, all_stages = self._heartbeat, self._heartbeat.stages
+        try:
+            yield
+        except Exception as error:
+            place = f"rank {self._pipeline._world.rank} ({heartbeat.stages}), {heartbeat.action}"
+            if isinstance(error, UserError):
+                error.faults = [f"{fault} ({place})" for fault in error.faults]
+            else:
+                error.add_note(place)
+            raise
+        finally:
+            heartbeat.stages, heartbeat.action = all_stages, ""
+
+    def _wait_for(self, exchange: OnItsWay, action: Action) -> Tensor:
+        """Wait until another rank has sent or taken a tensor. action: its own receive or send."""
+        before, other = self._heartbeat.action, self._pipeline._ranks[self._place_of(partner_of(action))]
+        self._heartbeat.action = f"{before}, waiting for rank {other}"
+        tensor = exchange.wait()
+        self._heartbeat.action = before
+        return tensor
+
+    def _forward(self, action: Action) -> None:
+        stage, number = action.stage, action.micro_batch
         pipeline, batch = self._pipeline, self._batches[number]
-        received = None if stage == 0 else self._take("F", stage, number)
+        received = None if stage == 0 else self._take(action)
         if received is not None and self._results is None and self._is_wanted(stage):
             received.requires_grad_()
         pipeline._turn = stage, batch.tokens
@@ -386,14 +421,14 @@ class _Step:
             wanted = received if self._is_wanted(stage) else None
             self._kept[stage, number] = _Kept(wanted, graph, None)
         if stage < pipeline._stages - 1:
-            self._hand_on("F", stage, number, stage + 1, output.detach())
+            self._hand_on(action, output.detach())
         elif self._results is None:
             self._kept[stage, number].hidden = output.detach().requires_grad_(output.requires_grad)
         else:
-            self._results[number] = self._finished(number, output)
+            self._results[number] = self._run_finish(number, output)
 
-    def _finished(self, number: int, hidden: Tensor) -> Any:
-        """What `finish` makes of a micro-batch whose last hidden states these are."""
+    def _run_finish(self, number: int, hidden: Tensor) -> Any:
+        """Return what `finish` makes of a micro-batch whose last hidden states these are."""
         pipeline = self._pipeline
         pipeline._hidden = hidden
         try:
@@ -401,11 +436,11 @@ class _Step:
         finally:
             pipeline._hidden = None
 
-    def _backward(self, stage: int, number: int) -> None:
+    def _backward(self, action: Action) -> None:
         """The whole backward, nothing deferred."""
-        kept = self._kept.pop((stage, number))
-        gradient = self._output_gradient(stage, number, kept)
-        self._held.reduce_if_last(self._pipeline.layers_of(stage))
+        kept = self._kept.pop((action.stage, action.micro_batch))
+        gradient = self._output_gradient(action, kept)
+        self._held.reduce_if_last(self._pipeline.layers_of(action.stage))
         if kept.graph is not None:
             torch.autograd.backward((kept.graph,), (gradient,))  # type: ignore[arg-type]
         del gradient
@@ -414,69 +449,67 @@ class _Step:
         if received is not None:
             found, received.grad = received.grad, None
             assert found is not None
-            self._hand_on("B", stage, number, stage - 1, found)
+            self._hand_on(action, found)
 
-    def _output_gradient(self, stage: int, number: int, kept: _Kept) -> Tensor | None:
+    def _output_gradient(self, action: Action, kept: _Kept) -> Tensor | None:
         """The gradient of a stage's output: from the next stage, or through the head and its loss, made here."""
-        if stage < self._pipeline._stages - 1:
-            return self._take("B", stage, number) if kept.graph is not None else None
+        if action.stage < self._pipeline._stages - 1:
+            return self._take(action) if kept.graph is not None else None
         hidden, kept.hidden = kept.hidden, None
         assert hidden is not None
-        loss = self._finished(number, hidden)
+        loss = self._run_finish(action.micro_batch, hidden)
         self._held.reduce_if_last(self._pipeline.head())
         loss.backward()
         return hidden.grad
 
-    def _input_gradient(self, stage: int, number: int) -> None:
+    def _input_gradient(self, action: Action) -> None:
         """Backward without the weight gradients of linears, which are deferred."""
         with self._held.unreduced(), defer_weight_gradients() as later:
-            self._backward(stage, number)
-        self._later[stage, number] = later
+            self._backward(action)
+        self._later[action.stage, action.micro_batch] = later
 
-    def _weight_gradients(self, stage: int, number: int) -> None:
+    def _weight_gradients(self, action: Action) -> None:
         pipeline = self._pipeline
-        head = pipeline.head() if stage == pipeline._stages - 1 else []
-        self._held.reduce_if_last([*pipeline.layers_of(stage), *head])
-        self._held.add(self._later.pop((stage, number)))
+        head = pipeline.head() if action.stage == pipeline._stages - 1 else []
+        self._held.reduce_if_last([*pipeline.layers_of(action.stage), *head])
+        self._held.add(self._later.pop((action.stage, action.micro_batch)))
 
-    def _receive(self, what: str, stage: int, number: int, other: int) -> None:
-        if what == "B" and not self._is_wanted(stage + 1):
+    def _receive(self, action: Action) -> None:
+        if action.kind == kinds.RECEIVE_GRADIENT and not self._is_wanted(action.stage + 1):
             return
-        pipeline = self._pipeline
-        shape, dtype = self._shape(number)
-        place, tag = rank_of_stage(pipeline._parallel, other), self._tag(what, stage, number)
-        self._arriving[what, stage, number] = self._transport.receive(shape, dtype, place, tag)
+        shape, dtype = self._shape(action.micro_batch)
+        place = self._place_of(partner_of(action))
+        self._arriving[action] = self._transport.receive(shape, dtype, place, self._tag(action))
 
-    def _take(self, what: str, stage: int, number: int) -> Tensor:
+    def _take(self, action: Action) -> Tensor:
         """What the action needs of another stage, when it is there."""
-        arriving = self._arriving.pop((what, stage, number))
-        if arriving.is_here:
-            return arriving.wait()
-        self._watch.waits()
-        tensor = arriving.wait()
-        self._watch.computes()
-        return tensor
+        receive = received_for(action, self._pipeline._stages)
+        assert receive is not None
+        arriving = self._arriving.pop(receive)
+        return arriving.wait() if arriving.is_here else self._wait_for(arriving, receive)
 
-    def _hand_on(self, what: str, stage: int, number: int, other: int, tensor: Tensor) -> None:
+    def _hand_on(self, action: Action, tensor: Tensor) -> None:
         """To a stage of this rank as it is; for another rank's it waits for its turn to be sent."""
-        if other in self._pipeline.layers:
-            self._arriving[what, other, number] = OnItsWay(tensor, None)
+        exchange = exchange_of(action, self._pipeline._stages)
+        assert exchange is not None
+        send, receive = exchange
+        if receive.stage in self._pipeline.layers:
+            self._arriving[receive] = OnItsWay(tensor, None)
         else:
-            self._leaving[what, stage, number] = tensor
+            self._leaving[send] = tensor
 
-    def _send(self, what: str, stage: int, number: int, other: int) -> None:
-        tensor = self._leaving.pop((what, stage, number), None)
+    def _send(self, action: Action) -> None:
+        tensor = self._leaving.pop(action, None)
         if tensor is not None:
-            place, tag = rank_of_stage(self._pipeline._parallel, other), self._tag(what, other, number)
-            send = kinds.SEND_ACTIVATION if what == "F" else kinds.SEND_GRADIENT
-            self._sent[Action(stage, send, number)] = self._transport.send(tensor, place, tag)
+            receive = partner_of(action)
+            self._sent[action] = self._transport.send(tensor, self._place_of(receive), self._tag(receive))
 
     def _let_go(self, send: Action) -> None:
         """Drops what was sent; if the other rank has not taken it, waits until it has."""
         sent = self._sent.pop(send, None)  # None: a gradient that nobody wants
         if sent is not None:
-            self._watch.at(send)
-            sent.wait()
+            self._begin(send)
+            self._wait_for(sent, send)
 
     def _is_wanted(self, stage: int) -> bool:
         """Whether a stage's input has a gradient: a stage before it is trained."""
@@ -488,9 +521,13 @@ class _Step:
         own = torch.Size((tokens.shape[0], tokens.shape[1] // pipeline._parallel.context))
         return pipeline._model.hidden_shape(own, pipeline._parallel.tensor), pipeline._dtype
 
-    def _tag(self, what: str, stage: int, number: int) -> int:
+    def _place_of(self, action: Action) -> int:
+        return rank_of_stage(self._pipeline._parallel, action.stage)
+
+    def _tag(self, receive: Action) -> int:
         """By the stage that receives."""
-        return (number * self._pipeline._stages + stage) * 2 + (what == "B")
+        number = receive.micro_batch * self._pipeline._stages + receive.stage
+        return number * 2 + (receive.kind == kinds.RECEIVE_GRADIENT)
 
 
 # When FSDP reduces the gradients of a pipeline's stages.

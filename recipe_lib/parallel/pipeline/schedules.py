@@ -22,6 +22,16 @@ MAKING_GRADIENTS = (BACKWARD, INPUT, WEIGHT)
 # Of what a stage takes from the next one or the one before, and what it sends there.
 RECEIVE_ACTIVATION, SEND_ACTIVATION = "RF", "SF"
 RECEIVE_GRADIENT, SEND_GRADIENT = "RB", "SB"
+WORDS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT: "input gradient",
+    WEIGHT: "weight gradients",
+    RECEIVE_ACTIVATION: "receiving of the activation",
+    RECEIVE_GRADIENT: "receiving of the gradient",
+    SEND_ACTIVATION: "sending of the activation",
+    SEND_GRADIENT: "sending of the gradient",
+}
 # How long an action takes in the order that settles when tensors are sent: a forward as long as each half of backward.
 UNITS = {FORWARD: 1, INPUT: 1, WEIGHT: 1, BACKWARD: 2}
 # torch's names of them, which stay from version to version; their values have been numbers and letters.
