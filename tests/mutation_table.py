@@ -242,7 +242,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="point_of_one_rank",
-        path="recipe_lib/training/unpaired.py",
+        path="recipe_lib/training/preference.py",
         old="return (world.all_reduce_sum(total) / max(1, items)).clamp(min=0)",
         new="return (total / max(1, items)).clamp(min=0)",
         harm="several: KTO compares with the point of reference of one rank's samples",

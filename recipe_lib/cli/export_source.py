@@ -145,7 +145,7 @@ def beside_weights(found: ExportSource, base: Path | None, spec: "ModelSpec", is
     from recipe_lib.checkpoint.model_card import public_name
     from recipe_lib.data import trained_template
     from recipe_lib.tokenizers import load_tokenizer
-    from recipe_lib.training.card import run_card
+    from recipe_lib.training.export_model import run_card
 
     cfg, run = found.cfg, found.records
     folder = Path(cfg.tokenizer.path or base or find_base(cfg.model.path))

@@ -17,7 +17,7 @@ from recipe_lib.models.spec import ModelSpec
 from recipe_lib.ops.fused_loss import IGNORED
 from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.tokenizers import Tokenizer
-from recipe_lib.training.sequence_scores import token_scores_of
+from recipe_lib.training.validation import token_scores_of
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM

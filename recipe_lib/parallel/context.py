@@ -17,13 +17,14 @@ from torch import Tensor
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import Attention, Decoder, Rotary
+from recipe_lib.models.extra_parameters import extra_tensors
+from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.gathered import Group
 from recipe_lib.ops.head_losses import HeadLoss
 from recipe_lib.ops.rope import rotation
 from recipe_lib.ops.sequence_shards import gather_tokens, own_tokens, sum_over_ranks, to_heads, to_tokens
-from recipe_lib.parallel.modified_model import refuse_for_context
 from recipe_lib.parallel.world import World
 
 
@@ -56,6 +57,29 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
         whole.forward = partial(_forward, model.forward, group)
     else:  # a call runs a part of the model, of which only the head gives logits
         whole.run_head = partial(_run_head, model.run_head, group)
+
+
+def refuse_for_context(model: LanguageModel) -> None:
+    """ConfigError for a model that is not ours, for extra parameters, and for another forward of attention.
+
+    A rank has some of the tokens of a sequence there, and what looks at others would see none of them.
+    """
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            "parallel.context: found a model whose attention is not ours, expected model.implementation=native; set "
+            "that, or parallel.context=1"
+        )
+    own = [
+        f"another forward of {name}"
+        for name, module in model.named_modules()
+        if isinstance(module, Attention) and type(module).forward is not Attention.forward
+    ]
+    found = next(iter(extra_tensors(model)), None) or next(iter(own), None)
+    if found is not None:
+        raise ConfigError(
+            f"parallel.context: found {found}, which the recipe added, expected a model as it is built: ranks that "
+            "share sequences have a part of the tokens each; set parallel.context=1"
+        )
 
 
 def check_context(spec: DecoderSpec, parallel: ParallelConfig) -> None:

@@ -25,6 +25,7 @@ from recipe_lib.adapters.expert_layers import AdaptedExpertModule, AdaptedRouter
 from recipe_lib.adapters.layers import AdaptedMatrix, cast_linear
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
+from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import (
     MLP,
     Attention,
@@ -36,6 +37,7 @@ from recipe_lib.models.decoder import (
     WidthNorm,
 )
 from recipe_lib.models.external_spec import ExternalSpec
+from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.mixture import ExpertLinear, Experts, Mixture, bias_of_rows, scored_bias, wide_linear
 from recipe_lib.models.score_head import ScoreHead
 from recipe_lib.models.spec import MixtureSpec
@@ -51,11 +53,11 @@ from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.real_tokens import RealTokens
 from recipe_lib.ops.rope import apply_rotation
 from recipe_lib.ops.sequence_shards import gather_tokens
-from recipe_lib.parallel.modified_model import refuse_for_tensor
 from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
 from recipe_lib.parallel.world import World
 
 Rotation = tuple[Tensor, Tensor]
+_KNOWN = tuple(kind.forward for kind in (Attention, MLP, Mixture, DecoderLayer, SandwichLayer, Norm, WidthNorm))
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,33 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
         _replace_forward(model.score, _given(_score_head, group))
     model.forward = _in_rows(model.forward)  # type: ignore[method-assign]
     return gradients
+
+
+def refuse_for_tensor(model: Decoder) -> None:
+    """ConfigError for extra parameters, and for forwards and hooks that tensor parallel would not call, or otherwise.
+
+    A rank has a part of the tokens, heads and channels there, and inputs of other shapes.
+    """
+    found = next(iter(extra_tensors(model)), None) or next(iter(_changed(model)), None)
+    if found is not None:
+        raise ConfigError(
+            f"parallel.tensor: found {found}, which the recipe added, expected a model as it is built: ranks that "
+            "share matrices have a part of the tokens each, and run forwards of their own; set parallel.tensor=1"
+        )
+
+
+def _changed(model: Decoder) -> list[str]:
+    inside: set[int] = set()
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, (Attention, MLP, Mixture)):
+            inside |= {id(child) for child in module.modules()}
+        if id(module) in inside and (module._forward_hooks or module._forward_pre_hooks):
+            found.append(f"a hook of {name}")
+        if isinstance(module, (Attention, MLP, Mixture, DecoderLayer, Norm)):
+            own = "forward" in vars(module) or type(module).forward not in _KNOWN
+            found += [f"another forward of {name}"] if own else []
+    return found
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

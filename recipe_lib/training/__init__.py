@@ -7,8 +7,7 @@ from recipe_lib.training.derived_numbers import derived_numbers
 from recipe_lib.training.export_model import export_trained_adapter, export_trained_model
 from recipe_lib.training.host_memory import check_host_memory
 from recipe_lib.training.loop import Step, TrainingLoop, resume_run
-from recipe_lib.training.losses import build_head_loss
-from recipe_lib.training.micro_batches import backward_each, result_of_each, sum_gradients
+from recipe_lib.training.micro_batches import backward_each, build_head_loss, result_of_each, sum_gradients
 from recipe_lib.training.output import check_output
 from recipe_lib.training.resolve_model import ResolvedModel, resolve_model, validate_parallelism
 from recipe_lib.training.run import run_recipe

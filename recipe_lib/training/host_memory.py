@@ -13,8 +13,7 @@ from recipe_lib.memory.layer_stream import streamed_parameters
 from recipe_lib.ops.device import holds_values
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes, optimizer_state_sizes
 from recipe_lib.parallel import World
-from recipe_lib.parallel.fsdp_parts import entries_of
-from recipe_lib.parallel.gradient_accumulation import reduces_once
+from recipe_lib.parallel.gradient_accumulation import entries_of, reduces_once
 from recipe_lib.parallel.parallelize import Parallel
 
 

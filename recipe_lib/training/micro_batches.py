@@ -6,8 +6,20 @@ from typing import Any
 
 import torch
 
+from recipe_lib.config.registry import registered
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch, StepBatches
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel.parallelize import Parallel
+
+
+def build_head_loss(cfg: FullFinetuneConfig) -> CrossEntropy:
+    """Return the sum of token losses of `loss`, in `memory.loss_chunks` chunks.
+
+    The built-in one is `ops.head_losses`'; a plugin registers its own, `fn(logits [m, v], labels [m]) -> sum`.
+    ConfigError with the nearest name if no loss of that name is registered.
+    """
+    return CrossEntropy(cfg.memory.loss_chunks, registered("loss", cfg.loss))
 
 
 def sum_gradients(

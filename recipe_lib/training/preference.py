@@ -20,26 +20,20 @@ from torch import Tensor, nn
 
 from recipe_lib.adapters import is_adapter
 from recipe_lib.config.recipes.dpo_distributed import DpoConfig
-from recipe_lib.data import Batch, Dataset
+from recipe_lib.data import Batch, Dataset, StepBatches
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.ops.fused_loss import IGNORED
 from recipe_lib.optim.optimizers import local_bytes
 from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.scores import values_of
 from recipe_lib.training.training_data import TrainingData
-from recipe_lib.training.unpaired import (
-    SUMS,
-    check_labels,
-    compared_numbers,
-    unpaired_loss,
-    unpaired_metrics,
-    validation_unpaired,
-)
-from recipe_lib.training.validation import validation_sums
+from recipe_lib.training.validation import validation_groups, validation_sums
 from recipe_lib.units import format_bytes
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
+
 
 _MEANS = ("ipo", "simpo")  # losses of the mean over an answer's tokens
 NUMBERS = ("loss", "reward_chosen", "reward_rejected", "reward_accuracy")
@@ -180,3 +174,162 @@ def validation_preference(
     means = sums / max(1, pairs)
     numbers = {"loss": means[0]} | preference_metrics(means)
     return {f"validation_{name}": value.item() for name, value in numbers.items()} | {"validation_pairs": pairs}
+
+
+# Losses of single answers that are wanted or not, from the log-probabilities of their tokens (KTO,
+# arXiv 2402.01306).
+#
+# With p the model, q the reference, reward r = beta * (log p - log q) of a whole answer, and s = 1
+# for an answer that is wanted, -1 for one that is not:
+#
+# kto w * (1 - sigmoid(s * (r - beta * z))) w: desirable_weight or undesirable_weight
+# apo_zero_unpaired the same with z = 0 arXiv 2408.06266
+#
+# z, the point of reference, is an estimate of the KL divergence of p from q: the mean of log p -
+# log q over all samples of the step, each prompt with the answer of the sample before it (of the
+# first, the last one's), and 0 at the least. No gradient goes through it. It is one number for all
+# micro-batches of all ranks, made before the first of them, so that a step does not depend on how
+# it is divided.
+
+
+SUMS = ("loss", "reward_chosen", "reward_rejected", "chosen", "rejected")
+References = Callable[[Sequence[Batch]], Iterator[Any]]
+
+
+def unpaired_loss(
+    policy: Tensor, reference: Tensor | None, wanted: Tensor, point: Tensor | None, cfg: DpoConfig
+) -> tuple[Tensor, Tensor]:
+    """The loss summed over n answers, a scalar with a graph, and SUMS without one `[5]`.
+
+    policy, reference: log-probabilities `[n]`; no reference: all answers are equally likely. wanted: `[n]`, 1 or 0.
+    point: the point of reference, a scalar; None: 0. To be divided by the answers of the whole step.
+    """
+    ratios = policy if reference is None else policy - reference
+    is_wanted = wanted > 0
+    distance = cfg.beta * (ratios if point is None else ratios - point)
+    losses = F.sigmoid(torch.where(is_wanted, -distance, distance))  # 1 - sigmoid(x) = sigmoid(-x)
+    wanted, rewards = is_wanted.to(losses.dtype), cfg.beta * ratios.detach()
+    loss = ((cfg.desirable_weight * wanted + cfg.undesirable_weight * (1 - wanted)) * losses).sum()
+    each = [loss.detach(), (wanted * rewards).sum(), ((1 - wanted) * rewards).sum(), wanted.sum(), (1 - wanted).sum()]
+    return loss, torch.stack(each)
+
+
+def unpaired_metrics(sums: Tensor, items: int, point: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean loss, and what a step records besides: mean rewards of wanted and unwanted answers (0 where there are
+    none), their difference, and the estimate of the KL divergence. sums: `[5]`, SUMS over all ranks."""
+    chosen, rejected = sums[1] / sums[3].clamp(min=1), sums[2] / sums[4].clamp(min=1)
+    named = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
+    return sums[0] / max(1, items), named if point is None else named | {"kl": point}
+
+
+@torch.no_grad()
+def reference_point(
+    parallel: Parallel,
+    answers: Callable[[Batch], Tensor],
+    references_of: References,
+    batches: StepBatches,
+    world: "World",
+) -> Tensor | None:
+    """KTO's point of reference, a scalar fp64 on the device, from a step's mismatched answers; None for a loss that
+    asks for none. Collective.
+
+    answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each.
+    """
+    if not batches.mismatched:
+        return None
+    return _at_least_0(_summed(parallel, answers, references_of, batches.mismatched, world), batches.items, world)
+
+
+def _summed(
+    parallel: Parallel,
+    answers: Callable[[Batch], Tensor],
+    references_of: References,
+    mismatched: Sequence[Batch],
+    world: "World",
+) -> Tensor:
+    """The sum of log p - log q over this rank's mismatched answers."""
+    total = torch.zeros((), device=world.device, dtype=torch.float64)
+    found = result_of_each(parallel, answers, mismatched)
+    for policy, reference in zip(found, references_of(mismatched), strict=True):
+        if policy is not None:  # another rank of the pipeline has it
+            total += (policy if reference is None else policy - reference).sum()
+    return total
+
+
+def _at_least_0(total: Tensor, items: int, world: "World") -> Tensor:
+    return (world.all_reduce_sum(total) / max(1, items)).clamp(min=0)
+
+
+@torch.no_grad()
+def _validation_point(
+    model: nn.Module,
+    parallel: Parallel,
+    answers: Callable[[Batch], Tensor],
+    references_of: References,
+    data: TrainingData,
+    world: "World",
+) -> Tensor:
+    """The same over all validation samples: a pass over them before the one that takes the losses. Collective."""
+    model.eval()
+    total, items = torch.zeros((), device=world.device, dtype=torch.float64), 0
+    for together in validation_groups(parallel, data):
+        mismatched = [batch for batches in together for batch in batches.mismatched]
+        total += _summed(parallel, answers, references_of, mismatched, world)
+        items += sum(batches.items for batches in together)
+    model.train()
+    return _at_least_0(total, items, world)
+
+
+def validation_unpaired(
+    model: nn.Module,
+    parallel: Parallel,
+    answers: Callable[[Batch], Tensor],
+    references_of: References,
+    cfg: DpoConfig,
+    data: TrainingData,
+    world: "World",
+) -> dict[str, float]:
+    """Means over all validation samples, each counted once; without dropout. Collective.
+
+    answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each.
+    """
+    point = _validation_point(model, parallel, answers, references_of, data, world) if cfg.loss == "kto" else None
+
+    def compare(batch: Batch, reference: Tensor | None) -> tuple[Tensor, Tensor]:
+        return unpaired_loss(answers(batch), reference, values_of(batch), point, cfg)
+
+    numbers_of = compared_numbers(parallel, references_of, compare)
+    sums, items = validation_sums(model, numbers_of, len(SUMS), parallel, data, world)
+    loss, named = unpaired_metrics(sums, items, point)
+    numbers = {"loss": loss} | named
+    return {f"validation_{name}": value.item() for name, value in numbers.items()} | {"validation_samples": items}
+
+
+def compared_numbers(
+    parallel: Parallel, references_of: References, compare: Callable[[Batch, Any], tuple[Tensor, Tensor]]
+) -> Callable[[Sequence[Batch]], Iterator[Any]]:
+    """Micro-batches to the numbers that `compare` makes of each of them and what the reference makes of it."""
+
+    def numbers_of(micro_batches: Sequence[Batch]) -> Iterator[Any]:
+        references = references_of(micro_batches)
+        return result_of_each(parallel, lambda batch: compare(batch, next(references))[1], micro_batches)
+
+    return numbers_of
+
+
+def check_labels(data: TrainingData, cfg: DpoConfig) -> None:
+    """ConfigError for training samples of one label alone, and for steps of one sample, which no other can be compared
+    with."""
+    values = data.dataset.values
+    wanted = int((values > 0).sum())
+    if wanted in (0, len(values)):
+        what = "true" if wanted else "false"
+        raise ConfigError(
+            f"data.source: found {len(values)} answers, all with the label {what}, expected some that are wanted and "
+            "some that are not; add the others, or train on the answers themselves with lora_finetune_distributed"
+        )
+    if cfg.loss == "kto" and data.global_batch_size == 1 and len(data.plan.slots(0)[0]) == 1:
+        raise ConfigError(
+            "batch_size: found steps of one sample, expected two or more: dpo.loss=kto compares each prompt with the "
+            "answer of another sample of the step; raise batch_size or gradient_accumulation_steps"
+        )

@@ -10,13 +10,16 @@ from torch import Tensor, nn
 
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.generation.answer_questions import generate_answers, metric_of_answers
+from recipe_lib.ops.attention import AttentionInfo
+from recipe_lib.ops.fused_loss import IGNORED
+from recipe_lib.ops.head_losses import TokenScores
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.micro_batches import result_of_each
-from recipe_lib.training.sequence_scores import scores_by, sequence_sums
 from recipe_lib.training.training_data import TrainingData
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
+
 
 _TOGETHER = 16  # batches that go through a pipeline at a time
 
@@ -107,3 +110,46 @@ def _metrics_of_answers(model: Any, data: TrainingData, world: "World") -> dict[
         numbers = metric_of_answers(name, answers, data.questions, data.tokenizer)
         found[f"validation_{name}"] = math.fsum(numbers.values()) / len(numbers)
     return found
+
+
+# What a model makes of held-out sequences, each by itself: its log-likelihood, and how many of its
+# label tokens are the likeliest ones, as greedy decoding would give them.
+
+
+_ROWS = 512  # tokens whose logits exist at a time
+
+
+def token_scores_of(
+    model: nn.Module,
+    tokens: Tensor,
+    labels: Tensor,
+    positions: Tensor | None = None,
+    attention: AttentionInfo | None = None,
+) -> Tensor:
+    """Scores `[b, s, 2]` of labels, by calling the model; see `TokenScores`."""
+    head_loss = TokenScores(-(-tokens.numel() // _ROWS))
+    found: Tensor = model(tokens, positions, attention, labels=labels, head_loss=head_loss)
+    return found
+
+
+def scores_by(model: nn.Module) -> Callable[[Batch], Tensor]:
+    """Those of a micro-batch."""
+    return lambda batch: token_scores_of(model, batch.tokens, batch.labels, batch.positions, batch.attention)
+
+
+def sequence_sums(scores: Tensor, batch: Batch) -> Tensor:
+    """For each sequence of a micro-batch, fp64 `[n, 3]`: log-likelihood, label tokens, and how many of these are as
+    likely as the likeliest token. Rows, or where they hold several documents those; padding is one without labels.
+
+    scores: `[b, s, 2]`, of `scores_by`.
+    """
+    counts = batch.labels != IGNORED
+    right = counts & (scores[..., 0] == scores[..., 1])
+    numbers = torch.stack([scores[..., 0].double(), counts.double(), right.double()], dim=-1)  # [b, s, 3]
+    documents = None if batch.attention is None else batch.attention.documents
+    if documents is None:
+        return numbers.sum(dim=1)
+    rows, length = documents.shape
+    places = documents.long() + length * torch.arange(rows, device=documents.device)[:, None]
+    sums = numbers.new_zeros(rows * length, 3).index_add_(0, places.flatten(), numbers.flatten(0, 1))
+    return sums

@@ -24,7 +24,7 @@ from recipe_lib.parallel import (
     shard_tensors,
     start_world,
 )
-from recipe_lib.parallel.fsdp_wrap_policy import parameter_bytes, resolve_wrapping
+from recipe_lib.parallel.fsdp import parameter_bytes, resolve_wrapping
 from recipe_lib.units import MIB, format_bytes
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, small_spec

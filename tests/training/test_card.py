@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.training.card import planned_memory, results_of
+from recipe_lib.training.export_model import planned_memory, results_of
 from recipe_lib.training.records.metrics import step_metrics
 
 

@@ -29,8 +29,12 @@ from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import DeferredGradients, defer_weight_gradients, splittable
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.head_losses import HeadLoss
-from recipe_lib.parallel.fsdp_parts import end_backward, entries_of, reduce_kept_gradients
-from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
+from recipe_lib.parallel.gradient_accumulation import (
+    GradientAccumulation,
+    end_backward,
+    entries_of,
+    reduce_kept_gradients,
+)
 from recipe_lib.parallel.pipeline import schedules as kinds
 from recipe_lib.parallel.pipeline.schedule_memory import taken_in
 from recipe_lib.parallel.pipeline.schedule_time import partner_of, simulate

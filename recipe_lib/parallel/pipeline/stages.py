@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from recipe_lib.config.mesh import SCHEDULES, stage_count, stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.errors import ConfigError
+from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.ops.deferred import linear
-from recipe_lib.parallel.modified_model import refuse_for_pipeline
 from recipe_lib.parallel.pipeline.balance import split_layers
 from recipe_lib.parallel.pipeline.driver import Pipeline
 from recipe_lib.parallel.world import World
@@ -48,6 +49,38 @@ def split_pipeline(model: LanguageModel, cfg: PipelineConfig, world: World) -> P
     pipeline = Pipeline(model, cfg, world, {stage: layers[stage] for stage in mine}, dtype)
     model.forward = pipeline.run_part  # type: ignore[method-assign, assignment]
     return pipeline
+
+
+def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
+    """ConfigError for extra parameters that no stage, or more than one, would have. The model is still whole."""
+    extras = extra_tensors(model)
+    if not extras:
+        return
+    last, parts = len(stages) - 1, model.stage_parts()
+    stage_of = {f"{parts.layers[layer]}.": stage for stage, layers in enumerate(stages) for layer in layers}
+    stage_of |= {f"{name}.": last for name in parts.last}
+    stage_of |= {f"{name}.": 0 for name in parts.first if name != parts.embedding or not model.spec.tied}
+    places: dict[int, set[int]] = {}
+    for name, tensor in _named(model):
+        prefix = next((start for start in stage_of if name.startswith(start)), None)
+        if name in extras and prefix is None:
+            raise ConfigError(
+                f"parallel.pipeline: found {name}, which the recipe added outside of the layers, expected it on one "
+                "stage; put it into a layer, the last norm or the head, or set parallel.pipeline=1"
+            )
+        if prefix is not None:
+            places.setdefault(id(tensor), set()).add(stage_of[prefix])
+    shared = [name for name, tensor in extras.items() if len(places[id(tensor)]) > 1]
+    if shared:
+        raise ConfigError(
+            f"parallel.pipeline: found {shared[0]}, which the recipe added to layers of several stages, expected it on "
+            "one; give each layer its own, or set parallel.pipeline=1"
+        )
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    named = list(model.named_parameters(remove_duplicate=False))
+    return [*named, *model.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
 
 
 def _linear(module: nn.Linear, hidden: Tensor) -> Tensor:

@@ -27,8 +27,7 @@ from recipe_lib.report import screen
 from recipe_lib.report.phases import is_in_phase
 from recipe_lib.report.planned import planned_figures
 from recipe_lib.report.terminal import SOFT
-from recipe_lib.training import previous_run
-from recipe_lib.training.output import lock_output, open_output, unlock_output
+from recipe_lib.training.output import drop_earlier, lock_output, note_written, open_output, say_kept, unlock_output
 from recipe_lib.training.records.metrics import MetricsFile, write_summary
 from recipe_lib.training.report_page import write_report
 from recipe_lib.units import format_clock, format_count, format_seconds
@@ -118,11 +117,11 @@ class RunLog:
             if status != "failed":  # there the error is what is to be read
                 get_logger().info("report: %s", report)
             with storage_faults():
-                previous_run.note_written(self._folder)
+                note_written(self._folder)
                 if status in ("done", STOPPED_EARLY):
-                    previous_run.drop_earlier(self._folder)
+                    drop_earlier(self._folder)
                 else:
-                    previous_run.say_kept(self._folder)
+                    say_kept(self._folder)
 
     def __enter__(self) -> Self:
         return self
