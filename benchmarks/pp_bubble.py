@@ -29,8 +29,8 @@ from recipe_lib.ops import deferred  # noqa: E402
 from recipe_lib.parallel import split_pipeline, start_world  # noqa: E402
 from recipe_lib.parallel.pipeline import driver  # noqa: E402
 from recipe_lib.parallel.pipeline.driver import Pipeline  # noqa: E402
-from recipe_lib.parallel.pipeline.schedule_time import simulate, theoretical_bubble  # noqa: E402
 from recipe_lib.parallel.pipeline.schedules import UNITS, compute_orders, with_transfers  # noqa: E402
+from recipe_lib.parallel.pipeline.simulation import simulate, theoretical_bubble  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
 RANKS = (2, 4)
@@ -150,7 +150,7 @@ driver that trains, with layers that sleep until the next tick, {milliseconds:.0
 processes share, in each of forward, input gradient and weight gradients (both in one backward where a schedule does not
 split it); {count} micro-batches a step. The bubble is the part of the ranks' time together, from the step's beginning
 to the end of its last action, that they do not sleep for a layer. Measured: the shortest of {steps} steps, since a busy
-machine only adds. Theory: the formula of `recipe_lib.parallel.pipeline.schedule_time.theoretical_bubble`; simulated:
+machine only adds. Theory: the formula of `recipe_lib.parallel.pipeline.simulation.theoretical_bubble`; simulated:
 the lists that the ranks run, by `simulate` of the same file. What the machine adds to an action is hidden as long as
 it is less than half a tick: this says who waits for whom, and nothing about kernels, links, or stages
 that are not equally long.

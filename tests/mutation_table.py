@@ -206,8 +206,8 @@ MUTATIONS = [
     Mutation(
         name="one_more_in_flight",
         path="recipe_lib/parallel/pipeline/schedules.py",
-        old="ahead = min(ranks - 1 - rank, micro_batches)",
-        new="ahead = min(ranks - rank, micro_batches)",
+        old="ahead = min(ranks - 1 - rank, micro_batches) if",
+        new="ahead = min(ranks - rank, micro_batches) if",
         harm="each stage of 1f1b keeps one micro-batch more than it needs",
         tests=("tests/parallel/pipeline/test_schedules.py", "-k", "by_hand"),
     ),

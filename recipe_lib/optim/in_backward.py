@@ -196,7 +196,7 @@ def apply_optimizer_levers(
     left for `optimizer.step()` after backward: a tied embedding's come twice, and those that every rank of a
     tensor-parallel group has are summed once a step. There may be one backward a step.
     """
-    streamed = parallel.layers
+    streamed = parallel.levers.layers
     instead = streamed.stepped if streamed is not None else None
     offloaded = OffloadedStates(optimizer, device, instead) if memory.optimizer_offload and has_host(device) else None
     place = offloaded.placed if offloaded is not None else None

@@ -54,9 +54,9 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
         head.forward = partial(_head_of_own, head.forward, group)
     whole: Any = model
     if world.pipeline is None:
-        whole.forward = partial(_forward, model.forward, group)
+        whole.forward = partial(_gather_logits, model.forward, group, 0)
     else:  # a call runs a part of the model, of which only the head gives logits
-        whole.run_head = partial(_run_head, model.run_head, group)
+        whole.run_head = partial(_gather_logits, model.run_head, group, 1)
 
 
 def refuse_for_context(model: LanguageModel) -> None:
@@ -139,18 +139,13 @@ def _head_of_own(
     return gather_tokens(found, group) if found.dim() else sum_over_ranks(found, group)
 
 
-def _forward(forward: Callable[..., Tensor], group: Group, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The model's; logits, which ranks have of their tokens, are gathered: for short texts."""
-    found = forward(tokens, *args, **kwargs)
-    return found if kwargs.get("labels") is not None else _logits_of_all(found, tokens, group)
+def _gather_logits(run: Callable[..., Tensor], group: Group, place: int, *args: Any, **kwargs: Any) -> Tensor:
+    """Run the model or its head; logits, which ranks have of their tokens, are gathered: for short texts.
 
-
-def _run_head(run_head: Callable[..., Tensor], group: Group, hidden: Tensor, tokens: Tensor, **kwargs: Any) -> Tensor:
-    """A last stage's, as `_forward`."""
-    found = run_head(hidden, tokens, **kwargs)
-    return found if kwargs.get("labels") is not None else _logits_of_all(found, tokens, group)
-
-
-def _logits_of_all(logits: Tensor, tokens: Tensor, group: Group) -> Tensor:
-    rows, length = tokens.shape
-    return gather_tokens(logits.view(rows, length // group.size, -1), group)
+    place: of the tokens `[b, s]` among the arguments.
+    """
+    found = run(*args, **kwargs)
+    if kwargs.get("labels") is not None:
+        return found
+    rows, length = args[place].shape
+    return gather_tokens(found.view(rows, length // group.size, -1), group)

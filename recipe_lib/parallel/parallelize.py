@@ -10,10 +10,7 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.config.mesh import token_ranks
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory.activation_offload import Window
-from recipe_lib.memory.apply_levers import apply_memory_levers
-from recipe_lib.memory.layer_stream import LayerStream
-from recipe_lib.memory.qat import FakeQuantization
+from recipe_lib.memory.apply_levers import MemoryLevers, apply_memory_levers
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.mixture import BalanceLoss, Load, Mixture
 from recipe_lib.models.spec import DecoderSpec
@@ -34,27 +31,21 @@ class Parallel:
 
     pipeline: runs this rank's stages; None without a pipeline. tensor_gradients: by parameter name, what its gradient
     is on a rank of a tensor-parallel group, `sharded` (that of its part) or `partial` (a part of the sum); empty
-    without one. units: that FSDP gathers. replicas: of a model that every data rank has whole. kernels: about fused
-    ones, for the log. checkpointing: what layers keep, where a budget chose it. offload: what moves kept activations to
-    the host and back. accumulation: how the gradients of a step's micro-batches are added up; None: as backward does
-    it. layers: what copies them from the host. balance: the auxiliary loss of a mixture's routers. data_ranks:
-    that have batches of their own. token_ranks: that share the tokens of a sequence, whose number they divide.
-    quantization: what linears are rounded to while they train, and since when.
+    without one. units: that FSDP gathers. replicas: of a model that every data rank has whole. levers: of the section
+    `memory`. accumulation: how the gradients of a step's micro-batches are added up; None: as backward does it.
+    balance: the auxiliary loss of a mixture's routers. data_ranks: that have batches of their own. token_ranks: that
+    share the tokens of a sequence, whose number they divide.
     """
 
     pipeline: Pipeline | None = None
     tensor_gradients: dict[str, str] = field(default_factory=dict)
     units: list[Unit] = field(default_factory=list)
     replicas: Replicas | None = None
-    kernels: str = ""
-    checkpointing: str | None = None
-    offload: Window | None = None
+    levers: MemoryLevers = field(default_factory=MemoryLevers)
     accumulation: GradientAccumulation | None = None
-    layers: LayerStream | None = None
     balance: BalanceLoss | None = None
     data_ranks: int = 1
     token_ranks: int = 1
-    quantization: FakeQuantization | None = None
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -86,15 +77,11 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
         tensor_gradients=tensor_gradients,
         units=units,
         replicas=replicas,
-        kernels=levers.kernels,
-        checkpointing=levers.checkpointing,
-        offload=levers.offload,
+        levers=levers,
         accumulation=accumulation,
-        layers=levers.layers,
         balance=_balance(model, cfg, world) if for_training else None,
         data_ranks=world.data_ranks,
         token_ranks=token_ranks(cfg.parallel),
-        quantization=levers.quantization,
     )
 
 
@@ -125,7 +112,7 @@ def _balance(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> Balance
 def describe_units(model: nn.Module, parallel: Parallel) -> str:
     """One line for the log: the units by size, what stays gathered in the root, and what lies on the host; the model
     may be sharded."""
-    hosted = "" if parallel.layers is None else parallel.layers.describe()
+    hosted = "" if parallel.levers.layers is None else parallel.levers.layers.describe()
     return _describe_sharding(model, parallel) + hosted
 
 
@@ -147,7 +134,7 @@ def _describe_sharding(model: nn.Module, parallel: Parallel) -> str:
     for size, alike in sorted(sizes.items(), reverse=True):
         named = (f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in alike)
         parts += [f"{len(alike)} x {format_bytes(size)}"] if len(alike) > 2 else named
-    hosted = parallel.layers.num_bytes() if parallel.layers is not None else 0
+    hosted = parallel.levers.layers.num_bytes() if parallel.levers.layers is not None else 0
     root = parameter_bytes(model) - sum(unit.bytes for unit in units) - hosted
     accumulation = parallel.accumulation
     once = "; gradients reduced once a step" if accumulation is not None and accumulation.once else ""

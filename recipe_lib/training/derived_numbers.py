@@ -41,10 +41,10 @@ def derived_numbers(
         *_model(cfg, model, parallel),
         *describe_extra(model, world),
         *_other_parts(model),
-        *([parallel.kernels] if parallel.kernels else []),
+        *([parallel.levers.kernels] if parallel.levers.kernels else []),
         *describe_best(cfg),
-        *([f"checkpointing: {parallel.checkpointing}"] if parallel.checkpointing else []),
-        *([parallel.quantization.describe()] if parallel.quantization else []),
+        *([f"checkpointing: {parallel.levers.checkpointing}"] if parallel.levers.checkpointing else []),
+        *([parallel.levers.quantization.describe()] if parallel.levers.quantization else []),
         *_stalled_means(cfg, model),
     ]
 
@@ -126,7 +126,7 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> lis
     count = sum(parameter.numel() for parameter in plain)
     count += sum(weight.in_features * weight.out_features for weight in stored.values())
     trained_count = sum(parameter.numel() for parameter in trained)
-    streamed = parallel.layers.num_bytes() if parallel.layers is not None else 0
+    streamed = parallel.levers.layers.num_bytes() if parallel.levers.layers is not None else 0
     parameters, gradients = local_bytes(every) - streamed, local_bytes(trained)
     held = f"{format_bytes(parameters)} and {format_bytes(streamed)} in host memory" if streamed else ""
     state = optimizer_state_bytes(cfg.optimizer, model.named_parameters())

@@ -51,8 +51,8 @@ def backward_each(
     (`memory.cpu_offload`), so that it need not wait a second time.
     """
     accumulation = parallel.accumulation
-    if parallel.quantization is not None:
-        parallel.quantization.begin(batches.step)
+    if parallel.levers.quantization is not None:
+        parallel.levers.quantization.begin(batches.step)
     if parallel.balance is not None:
         parallel.balance.begin(len(batches.micro_batches) * parallel.data_ranks)
     if parallel.pipeline is not None:

@@ -12,6 +12,7 @@ Sums are made in fp64: an answer's log-probability is in the hundreds, and what 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.scores import values_of
 from recipe_lib.training.training_data import TrainingData
-from recipe_lib.training.validation import validation_groups, validation_sums
+from recipe_lib.training.validation import name_validation, sum_over_validation
 from recipe_lib.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 _MEANS = ("ipo", "simpo")  # losses of the mean over an answer's tokens
 NUMBERS = ("loss", "reward_chosen", "reward_rejected", "reward_accuracy")
+SUMS = ("loss", "reward_chosen", "reward_rejected", "chosen", "rejected")  # of single answers
+References = Callable[[Sequence[Batch]], Iterator[Any]]
 
 
 def answer_log_probs(log_probs: Tensor, batch: Batch, cfg: DpoConfig) -> Tensor:
@@ -95,20 +98,18 @@ def count_of_numbers(cfg: DpoConfig) -> int:
 
 
 def step_numbers(sums: Tensor, items: int, point: Tensor | None, cfg: DpoConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean loss of a step, and what it records besides. sums: of the numbers, over all ranks."""
-    if cfg.takes_single_answers:
-        return unpaired_metrics(sums, items, point)
-    means = sums / items
-    return means[0], preference_metrics(means)
+    """Return the mean loss of a step, and what it records besides: mean rewards, their difference, and how often it is
+    above 0; of single answers (0 where there are none of a kind) the estimate of the KL divergence.
 
-
-def preference_metrics(means: Tensor) -> dict[str, Tensor]:
-    """What a step records besides its loss: means of the rewards, of their difference, and of how often it is above 0.
-
-    means: `[4]`, of NUMBERS, over all pairs.
+    sums: of the numbers, over all ranks.
     """
+    if cfg.takes_single_answers:
+        chosen, rejected = sums[1] / sums[3].clamp(min=1), sums[2] / sums[4].clamp(min=1)
+        named = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
+        return sums[0] / max(1, items), named if point is None else named | {"kl": point}
+    means = sums / items
     named = dict(zip(NUMBERS[1:], means[1:], strict=True))
-    return named | {"reward_margin": named["reward_chosen"] - named["reward_rejected"]}
+    return means[0], named | {"reward_margin": named["reward_chosen"] - named["reward_rejected"]}
 
 
 def describe_reference(cfg: DpoConfig, reference: nn.Module | None) -> str:
@@ -154,26 +155,40 @@ def validation_preference(
     model: nn.Module,
     parallel: Parallel,
     answers: Callable[[Batch], Tensor],
-    references_of: Callable[[Sequence[Batch]], Iterator[Any]],
+    references_of: References,
     cfg: DpoConfig,
     data: TrainingData,
     world: "World",
 ) -> dict[str, float]:
-    """Means over all validation pairs, or single answers, each counted once; without dropout. Collective.
+    """Return means over all validation pairs, or single answers, each counted once; without dropout. Collective.
 
     answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each.
     """
-    if cfg.takes_single_answers:
-        return validation_unpaired(model, parallel, answers, references_of, cfg, data, world)
+    point = None
+    if cfg.loss == "kto":  # over all samples: a pass before the one that takes the losses
+        total = torch.zeros((), device=world.device, dtype=torch.float64)
 
-    def compare(batch: Batch, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-        return preference_loss(answers(batch), reference, cfg)
+        def sum_mismatched(mismatched: Sequence[Batch]) -> list[Tensor]:
+            return [_sum_ratios(parallel, answers, references_of, mismatched, world)]
 
-    numbers_of = compared_numbers(parallel, references_of, compare)
-    sums, pairs = validation_sums(model, numbers_of, len(NUMBERS), parallel, data, world)
-    means = sums / max(1, pairs)
-    numbers = {"loss": means[0]} | preference_metrics(means)
-    return {f"validation_{name}": value.item() for name, value in numbers.items()} | {"validation_pairs": pairs}
+        _, items = sum_over_validation(
+            model, parallel, data, sum_mismatched, total, batches_of=attrgetter("mismatched")
+        )
+        point = _estimate_kl(total, items, world)
+
+    def compare(micro_batches: Sequence[Batch]) -> Iterator[Any]:
+        references = references_of(micro_batches)
+
+        def numbers_of(batch: Batch) -> Tensor:
+            return loss_of_answers(answers(batch), next(references), batch, point, cfg)[1]
+
+        return result_of_each(parallel, numbers_of, micro_batches)
+
+    sums = torch.zeros(count_of_numbers(cfg), device=world.device, dtype=torch.float64)
+    _, items = sum_over_validation(model, parallel, data, compare, sums)
+    loss, numbers = step_numbers(world.all_reduce_sum(sums), max(1, items), point, cfg)
+    counted = "validation_samples" if cfg.takes_single_answers else "validation_pairs"
+    return name_validation({"loss": loss} | numbers) | {counted: items}
 
 
 # Losses of single answers that are wanted or not, from the log-probabilities of their tokens (KTO,
@@ -190,10 +205,6 @@ def validation_preference(
 # first, the last one's), and 0 at the least. No gradient goes through it. It is one number for all
 # micro-batches of all ranks, made before the first of them, so that a step does not depend on how
 # it is divided.
-
-
-SUMS = ("loss", "reward_chosen", "reward_rejected", "chosen", "rejected")
-References = Callable[[Sequence[Batch]], Iterator[Any]]
 
 
 def unpaired_loss(
@@ -214,14 +225,6 @@ def unpaired_loss(
     return loss, torch.stack(each)
 
 
-def unpaired_metrics(sums: Tensor, items: int, point: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean loss, and what a step records besides: mean rewards of wanted and unwanted answers (0 where there are
-    none), their difference, and the estimate of the KL divergence. sums: `[5]`, SUMS over all ranks."""
-    chosen, rejected = sums[1] / sums[3].clamp(min=1), sums[2] / sums[4].clamp(min=1)
-    named = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
-    return sums[0] / max(1, items), named if point is None else named | {"kl": point}
-
-
 @torch.no_grad()
 def reference_point(
     parallel: Parallel,
@@ -237,10 +240,11 @@ def reference_point(
     """
     if not batches.mismatched:
         return None
-    return _at_least_0(_summed(parallel, answers, references_of, batches.mismatched, world), batches.items, world)
+    total = _sum_ratios(parallel, answers, references_of, batches.mismatched, world)
+    return _estimate_kl(total, batches.items, world)
 
 
-def _summed(
+def _sum_ratios(
     parallel: Parallel,
     answers: Callable[[Batch], Tensor],
     references_of: References,
@@ -256,65 +260,8 @@ def _summed(
     return total
 
 
-def _at_least_0(total: Tensor, items: int, world: "World") -> Tensor:
+def _estimate_kl(total: Tensor, items: int, world: "World") -> Tensor:
     return (world.all_reduce_sum(total) / max(1, items)).clamp(min=0)
-
-
-@torch.no_grad()
-def _validation_point(
-    model: nn.Module,
-    parallel: Parallel,
-    answers: Callable[[Batch], Tensor],
-    references_of: References,
-    data: TrainingData,
-    world: "World",
-) -> Tensor:
-    """The same over all validation samples: a pass over them before the one that takes the losses. Collective."""
-    model.eval()
-    total, items = torch.zeros((), device=world.device, dtype=torch.float64), 0
-    for together in validation_groups(parallel, data):
-        mismatched = [batch for batches in together for batch in batches.mismatched]
-        total += _summed(parallel, answers, references_of, mismatched, world)
-        items += sum(batches.items for batches in together)
-    model.train()
-    return _at_least_0(total, items, world)
-
-
-def validation_unpaired(
-    model: nn.Module,
-    parallel: Parallel,
-    answers: Callable[[Batch], Tensor],
-    references_of: References,
-    cfg: DpoConfig,
-    data: TrainingData,
-    world: "World",
-) -> dict[str, float]:
-    """Means over all validation samples, each counted once; without dropout. Collective.
-
-    answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each.
-    """
-    point = _validation_point(model, parallel, answers, references_of, data, world) if cfg.loss == "kto" else None
-
-    def compare(batch: Batch, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-        return unpaired_loss(answers(batch), reference, values_of(batch), point, cfg)
-
-    numbers_of = compared_numbers(parallel, references_of, compare)
-    sums, items = validation_sums(model, numbers_of, len(SUMS), parallel, data, world)
-    loss, named = unpaired_metrics(sums, items, point)
-    numbers = {"loss": loss} | named
-    return {f"validation_{name}": value.item() for name, value in numbers.items()} | {"validation_samples": items}
-
-
-def compared_numbers(
-    parallel: Parallel, references_of: References, compare: Callable[[Batch, Any], tuple[Tensor, Tensor]]
-) -> Callable[[Sequence[Batch]], Iterator[Any]]:
-    """Micro-batches to the numbers that `compare` makes of each of them and what the reference makes of it."""
-
-    def numbers_of(micro_batches: Sequence[Batch]) -> Iterator[Any]:
-        references = references_of(micro_batches)
-        return result_of_each(parallel, lambda batch: compare(batch, next(references))[1], micro_batches)
-
-    return numbers_of
 
 
 def check_labels(data: TrainingData, cfg: DpoConfig) -> None:

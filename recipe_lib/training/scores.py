@@ -7,6 +7,7 @@ classification   -log softmax(scores)[class]
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.resolve_model import ResolvedModel
 from recipe_lib.training.training_data import TrainingData
-from recipe_lib.training.validation import validation_sums
+from recipe_lib.training.validation import name_validation, sum_over_validation
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -97,18 +98,12 @@ def validation_scores(
 
     compare: a micro-batch to what `score_loss` returns.
     """
-    sums, items = validation_sums(
-        model,
-        lambda micro_batches: result_of_each(parallel, lambda batch: compare(batch)[1], micro_batches),
-        len(numbers_of(cfg)),
-        parallel,
-        data,
-        world,
-    )
-    means = sums / max(1, items)
-    numbers = {"loss": means[0]} | score_metrics(means, cfg)
+    sums = torch.zeros(len(numbers_of(cfg)), device=world.device, dtype=torch.float64)
+    results_of = partial(result_of_each, parallel, lambda batch: compare(batch)[1])
+    _, items = sum_over_validation(model, parallel, data, results_of, sums)
+    means = world.all_reduce_sum(sums) / max(1, items)
     counted = "validation_pairs" if cfg.loss == "pairwise" else "validation_sequences"
-    return {f"validation_{name}": value.item() for name, value in numbers.items()} | {counted: items}
+    return name_validation({"loss": means[0]} | score_metrics(means, cfg)) | {counted: items}
 
 
 def describe_score_head(model: Decoder, source: ResolvedModel) -> str:

@@ -1,8 +1,10 @@
 """What a model makes of data that are not trained on: the loss, and metrics of likelihoods and of answers."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,36 @@ _TOGETHER = 16  # batches that go through a pipeline at a time
 
 
 @torch.no_grad()
+def sum_over_validation(
+    model: nn.Module,
+    parallel: Parallel,
+    data: TrainingData,
+    results_of: Callable[[Sequence[Batch]], Iterable[Any]],
+    sums: Tensor,
+    *,
+    batches_of: Callable[[StepBatches], Sequence[Batch]] = attrgetter("micro_batches"),
+) -> tuple[int, int]:
+    """Add numbers of all validation sequences, each counted once and without dropout, to this rank's sums in fp64.
+
+    results_of: micro-batches to the numbers of each; None where another rank of the pipeline has them. batches_of: what
+    it is given of one micro-batch of sequences. Returns the label tokens and the items. Collective.
+    """
+    model.eval()
+    tokens = items = 0
+    for together in validation_groups(parallel, data):
+        for numbers in results_of([batch for batches in together for batch in batches_of(batches)]):
+            sums += 0 if numbers is None else numbers
+        tokens += sum(batches.trained_tokens for batches in together)
+        items += sum(batches.items for batches in together)
+    model.train()
+    return tokens, items
+
+
+def name_validation(numbers: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the numbers as those of a validation, on the host."""
+    return {f"validation_{name}": value.item() for name, value in numbers.items()}
+
+
 def validation_loss(
     model: nn.Module,
     parallel: Parallel,
@@ -36,13 +68,8 @@ def validation_loss(
 
     summed_loss: the sum of the token losses of a micro-batch. Also the numbers that `validation.metrics` names.
     """
-    model.eval()
-    loss, tokens = torch.zeros((), device=world.device, dtype=torch.float64), 0
-    for together in validation_groups(parallel, data):
-        found = result_of_each(parallel, summed_loss, [batches.micro_batches[0] for batches in together])
-        for batches, part in zip(together, found, strict=True):
-            loss += 0 if part is None else part
-            tokens += batches.trained_tokens
+    loss = torch.zeros((), device=world.device, dtype=torch.float64)
+    tokens, _ = sum_over_validation(model, parallel, data, partial(result_of_each, parallel, summed_loss), loss)
     numbers = {
         "validation_loss": world.all_reduce_sum(loss).item() / max(1, tokens),
         "validation_tokens": tokens,
@@ -51,31 +78,7 @@ def validation_loss(
         numbers |= _metrics_of_scores(model, parallel, data, world)
     if data.generated_metrics:
         numbers |= _metrics_of_answers(model, data, world)
-    model.train()
     return numbers
-
-
-@torch.no_grad()
-def validation_sums(
-    model: nn.Module,
-    numbers_of: Callable[[Sequence[Batch]], Iterator[Any]],
-    count: int,
-    parallel: Parallel,
-    data: TrainingData,
-    world: "World",
-) -> tuple[torch.Tensor, int]:
-    """Numbers summed over all validation items, fp64 `[count]`, and how many items; without dropout. Collective.
-
-    numbers_of: micro-batches to the numbers of each; None where another rank of the pipeline has them.
-    """
-    model.eval()
-    sums, items = torch.zeros(count, device=world.device, dtype=torch.float64), 0
-    for together in validation_groups(parallel, data):
-        for numbers in numbers_of([batches.micro_batches[0] for batches in together]):
-            sums += 0 if numbers is None else numbers
-        items += sum(batches.items for batches in together)
-    model.train()
-    return world.all_reduce_sum(sums), items
 
 
 def validation_groups(parallel: Parallel, data: TrainingData) -> Iterator[list[StepBatches]]:
@@ -94,9 +97,7 @@ def _metrics_of_scores(model: nn.Module, parallel: Parallel, data: TrainingData,
         real = tokens > 0
         return torch.stack([tokens.sum(), right.sum(), real.sum(), (real & (right == tokens)).sum()])
 
-    for together in validation_groups(parallel, data):
-        for found in result_of_each(parallel, sums_of, [batches.micro_batches[0] for batches in together]):
-            sums += 0 if found is None else found
+    sum_over_validation(model, parallel, data, partial(result_of_each, parallel, sums_of), sums)
     tokens, right, sequences, exact = world.all_reduce_sum(sums).tolist()
     numbers = {"token_accuracy": right / max(1.0, tokens), "exact_match": exact / max(1.0, sequences)}
     return {f"validation_{name}": numbers[name] for name in data.scored_metrics}
@@ -104,7 +105,9 @@ def _metrics_of_scores(model: nn.Module, parallel: Parallel, data: TrainingData,
 
 def _metrics_of_answers(model: Any, data: TrainingData, world: "World") -> dict[str, float]:
     """The means of a plugin's metrics of the answers to all validation questions."""
+    model.eval()
     answers = generate_answers(model, model.spec, data.questions, world, **data.generation_options())
+    model.train()
     found = {}
     for name in data.generated_metrics:
         numbers = metric_of_answers(name, answers, data.questions, data.tokenizer)

@@ -21,8 +21,8 @@ from recipe_lib.training.preference import (
     answer_log_probs,
     check_labels,
     reference_point,
+    step_numbers,
     unpaired_loss,
-    unpaired_metrics,
 )
 from tests.training import labeled
 
@@ -76,7 +76,7 @@ def step(policy: Decoder, reference: Decoder, cfg: DpoConfig, batches: list[Step
         loss, numbers = unpaired_loss(log_probs(policy, batch, cfg), old, batch.values, point, cfg)
         (loss / items).backward()
         sums += numbers
-    loss, named = unpaired_metrics(sums, items, point)
+    loss, named = step_numbers(sums, items, point, cfg)
     return {"loss": float(loss)} | {name: float(value) for name, value in named.items()}
 
 

@@ -36,18 +36,18 @@ from recipe_lib.parallel.gradient_accumulation import (
     reduce_kept_gradients,
 )
 from recipe_lib.parallel.pipeline import schedules as kinds
-from recipe_lib.parallel.pipeline.schedule_memory import taken_in
-from recipe_lib.parallel.pipeline.schedule_time import partner_of, simulate
 from recipe_lib.parallel.pipeline.schedules import (
     MAKING_GRADIENTS,
     Action,
     compute_orders,
+    count_moments,
     exchange_of,
     forward_orders,
     pairs_of,
     received_for,
     with_transfers,
 )
+from recipe_lib.parallel.pipeline.simulation import partner_of, simulate, taken_in
 from recipe_lib.parallel.world import World
 
 if TYPE_CHECKING:
@@ -268,11 +268,10 @@ class Pipeline:
     def in_flight(self, micro_batches: int) -> list[dict[int, int]]:
         """What this rank may keep at once: by stage, the micro-batches between their forward and their backward."""
         moments: list[dict[int, int]] = []
-        ahead = dict.fromkeys(self.layers, 0)
-        for action in compute_orders(self._parallel, micro_batches)[self._place]:
-            ahead[action.stage] += {kinds.FORWARD: 1, kinds.BACKWARD: -1, kinds.INPUT: -1}.get(action.kind, 0)
-            if ahead not in moments:
-                moments.append(dict(ahead))
+        for counts in count_moments(compute_orders(self._parallel, micro_batches)[self._place]):
+            moment = {stage: ahead for stage, (ahead, _) in counts.items()}
+            if moment not in moments:
+                moments.append(moment)
         return moments
 
     def _use_transport(self) -> Transport:

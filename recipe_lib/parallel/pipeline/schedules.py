@@ -59,10 +59,8 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     Any number of micro-batches from 1 on has an order; see config.mesh.schedule_fault for those worth having.
     """
     name, ranks = parallel.pipeline_schedule, parallel.pipeline
-    if name == "gpipe":
-        return {rank: _all_forward_all_backward(rank, micro_batches) for rank in range(ranks)}
-    if name == "1f1b":
-        return {rank: _one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)}
+    if name in ("gpipe", "1f1b"):
+        return {rank: _one_forward_one_backward(name, rank, ranks, micro_batches) for rank in range(ranks)}
     settings = _torch_settings(ranks, stages_per_rank(parallel), _orderly(name, ranks, micro_batches))
     make = _torch_schedule(name)._calculate_single_rank_operations
     orders = {rank: _read(make(settings, rank), micro_batches) for rank in range(ranks)}
@@ -70,6 +68,20 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
         orders = {rank: _sooner(order, parallel.pipeline_max_deferred_weight_grads) for rank, order in orders.items()}
     _check_complete(orders, stage_count(parallel), micro_batches)
     return orders
+
+
+def count_moments(order: Sequence[Action]) -> list[dict[int, tuple[int, int]]]:
+    """Return what there is after each action of a rank's list: by stage the micro-batches between F and B or I, and
+    those between I and W."""
+    moments: list[dict[int, tuple[int, int]]] = []
+    now: dict[int, tuple[int, int]] = {}
+    for action in order:
+        ahead, deferred = now.get(action.stage, (0, 0))
+        ahead += {FORWARD: 1, BACKWARD: -1, INPUT: -1}.get(action.kind, 0)
+        deferred += {INPUT: 1, WEIGHT: -1}.get(action.kind, 0)
+        now = now | {action.stage: (ahead, deferred)}
+        moments.append(now)
+    return moments
 
 
 def _sooner(order: list[Action], most: int) -> list[Action]:
@@ -120,12 +132,9 @@ def forward_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     return orders
 
 
-def _all_forward_all_backward(rank: int, micro_batches: int) -> list[Action]:
-    return [Action(rank, kind, number) for kind in (FORWARD, BACKWARD) for number in range(micro_batches)]
-
-
-def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    ahead = min(ranks - 1 - rank, micro_batches)
+def _one_forward_one_backward(name: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    """Return a rank's order; with GPipe all forwards are ahead of the first backward."""
+    ahead = min(ranks - 1 - rank, micro_batches) if name == "1f1b" else micro_batches
     order = [Action(rank, FORWARD, number) for number in range(ahead)]
     for number in range(micro_batches):
         if number + ahead < micro_batches:
@@ -166,18 +175,9 @@ def _read(actions: Sequence[Any], micro_batches: int) -> list[Action]:
     ]
 
 
-def needs_of(action: Action, stages: int) -> Action | None:
-    """The action of another stage whose result a forward or backward takes; None: its own stage is enough."""
-    if action.kind == FORWARD and action.stage > 0:
-        return Action(action.stage - 1, FORWARD, action.micro_batch)
-    if action.kind in (BACKWARD, INPUT) and action.stage < stages - 1:
-        return Action(action.stage + 1, INPUT, action.micro_batch)  # or BACKWARD, which stands for both
-    return None
-
-
 def started(orders: Orders, stages: int) -> list[tuple[int, int, int, Action]]:
     """(start, end, rank, action) of all actions in units of time, sorted; ValueError if they wait in a circle."""
-    done: dict[Action, int] = {}
+    arrived: dict[Action, int] = {}  # by receive
     clock, at = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0)
     found: list[tuple[int, int, int, Action]] = []
     while len(found) < sum(map(len, orders.values())):
@@ -185,14 +185,15 @@ def started(orders: Orders, stages: int) -> list[tuple[int, int, int, Action]]:
         for rank, order in orders.items():
             while at[rank] < len(order):
                 action = order[at[rank]]
-                need = needs_of(action, stages)
-                if need is not None and need not in done:
+                received = received_for(action, stages)
+                if received is not None and received not in arrived:
                     break
-                start = max(clock[rank], done[need] if need is not None else 0)
+                start = max(clock[rank], arrived[received] if received is not None else 0)
                 end = start + UNITS[action.kind]
                 clock[rank], at[rank] = end, at[rank] + 1
-                kind = INPUT if action.kind == BACKWARD else action.kind
-                done[Action(action.stage, kind, action.micro_batch)] = end
+                exchange = exchange_of(action, stages)
+                if exchange is not None:
+                    arrived[exchange[1]] = end
                 found.append((start, end, rank, action))
         if len(found) == before:
             stuck = ", ".join(

@@ -6,16 +6,6 @@ import pytest
 
 from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count, stages_of_rank, stages_per_rank
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.parallel.pipeline.schedule_memory import (
-    StageBytes,
-    counted_in_flight,
-    in_flight,
-    live_bytes,
-    peak_bytes,
-    taken_by,
-    taken_in,
-)
-from recipe_lib.parallel.pipeline.schedule_time import partner_of, simulate
 from recipe_lib.parallel.pipeline.schedules import (
     COMPUTE,
     UNITS,
@@ -24,6 +14,16 @@ from recipe_lib.parallel.pipeline.schedules import (
     forward_orders,
     received_for,
     with_transfers,
+)
+from recipe_lib.parallel.pipeline.simulation import (
+    StageBytes,
+    counted_in_flight,
+    in_flight,
+    live_bytes,
+    partner_of,
+    simulate,
+    taken_by,
+    taken_in,
 )
 
 SCHEDULE_NAMES = pytest.mark.parametrize("schedule", SCHEDULES)
@@ -63,7 +63,11 @@ def test_the_most_kept_is_what_is_in_flight(schedule):
     for rank, order in lists(parallel, 12).items():
         stages = {stage: StageBytes(kept=1000) for stage in stages_of_rank(parallel, rank)}
         found = live_bytes(order, parallel, stages, boundary=0)
-        assert max(entry.kept for entry in found) == peak_bytes(found) == 1000 * counted_in_flight(order)[0]
+        assert (
+            max(entry.kept for entry in found)
+            == max(entry.most for entry in found)
+            == 1000 * counted_in_flight(order)[0]
+        )
 
 
 @SCHEDULE_NAMES
@@ -92,7 +96,7 @@ def test_bytes_by_hand():
         ("0B0", 100, 8, 0, 0, 346),  # what comes after both sends in the ranks' order has been used
         ("0B1", 0, 0, 0, 0, 238),
     ]
-    assert peak_bytes(found) == 346
+    assert max(entry.most for entry in found) == 346
 
 
 def test_bytes_between_two_stages_of_a_rank_by_hand():

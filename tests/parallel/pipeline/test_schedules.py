@@ -16,19 +16,17 @@ from recipe_lib.config.mesh import (
 )
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline import schedules
-from recipe_lib.parallel.pipeline.schedule_memory import counted_in_flight
-from recipe_lib.parallel.pipeline.schedule_time import simulate
 from recipe_lib.parallel.pipeline.schedules import (
     UNITS,
     Action,
     compute_orders,
     exchange_of,
     forward_orders,
-    needs_of,
     received_for,
     started,
     with_transfers,
 )
+from recipe_lib.parallel.pipeline.simulation import counted_in_flight, partner_of, simulate
 
 SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
 KINDS_OF_BACKWARD = {False: {"FB"}, True: {"FIW", "FB"}}
@@ -83,10 +81,12 @@ def test_what_each_action_needs_is_there_in_time(parallel):
             assert begin >= clock[rank]
             clock[rank] = end
             ends[action] = end
-            need = needs_of(action, stages)
-            if need is not None:
-                whole = Action(need.stage, "B", need.micro_batch)
-                assert begin >= (ends[need] if need in ends else ends[whole])
+            received = received_for(action, stages)
+            if received is not None:
+                sender = partner_of(received).stage
+                makers = [Action(sender, kind, action.micro_batch) for kind in ("F" if action.kind == "F" else "BI")]
+                (made,) = (ends[maker] for maker in makers if maker in ends)
+                assert begin >= made
 
 
 @CASES_NAMED
