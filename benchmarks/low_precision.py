@@ -22,7 +22,7 @@ sys.path.insert(0, str(REPOSITORY))
 from recipe_lib.cli.main import main as tune  # noqa: E402
 from recipe_lib.memory import apply_levers as lever  # noqa: E402
 from recipe_lib.ops.low_precision import scaled_linear  # noqa: E402
-from recipe_lib.training.records.metrics import read_metrics  # noqa: E402
+from recipe_lib.training.metrics import read_metrics  # noqa: E402
 
 WINDOW = 20  # steps that a loss is the mean of
 TOKENS, WIDTH, MLP_WIDTH = 512, 1024, 2816

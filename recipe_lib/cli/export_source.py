@@ -175,7 +175,7 @@ def _exported_step(state: Path) -> tuple[int, str | None]:
 
 def _exported_by_run(records: Path | None) -> tuple[int | None, str | None]:
     """The step of the adapter that a run has exported, where it looked for a best one; by its summary."""
-    from recipe_lib.training.records.metrics import SUMMARY_FILE
+    from recipe_lib.training.metrics import SUMMARY_FILE
 
     summary = find_object(records / SUMMARY_FILE) if records else {}  # a run that was killed has none
     return summary.get("exported_step"), summary.get("outcome")

@@ -291,7 +291,8 @@ def _columns(linears: list[Any], hidden: Tensor, norm: Norm, sharing: _Sharing, 
         weights = [rows(linear.weight) for linear, rows in zip(linears, cut, strict=True)]
         biases = [rows(linear.bias) for linear, rows in zip(linears, cut, strict=True)]
         return gather_linears(shard, weights, biases, group, keep_gathered=sharing.keep_gathered, normed=normed)
-    plain = _frozen_parts(linears, gather(shard, group), cut)
+    gathered = gather(shard, group)
+    plain = [_frozen(linear, gathered, rows) for linear, rows in zip(linears, cut, strict=True)]
     adapted = [linear for linear in linears if _is_adapted(linear)]
     if not adapted:
         return plain
@@ -320,10 +321,6 @@ def _own_rows(linear: Any, sharing: _Sharing, head_width: int) -> Callable[[Tens
         return local
     rows = slice(head * head_width, (head + 1) * head_width)
     return lambda parameter: None if parameter is None else local(parameter)[rows]
-
-
-def _frozen_parts(linears: list[Any], whole: Tensor, cut: list[Callable[[Tensor | None], Any]]) -> list[Tensor]:
-    return [_frozen(linear, whole, rows) for linear, rows in zip(linears, cut, strict=True)]
 
 
 def _frozen(linear: Any, whole: Tensor, rows: Callable[[Tensor | None], Any]) -> Tensor:

@@ -1,7 +1,7 @@
 """Extra parameters of a run: said at its start, and refused before it where the export would lose them."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +34,7 @@ def check_models(recipe: Any, cfg: FullFinetuneConfig, world: "World") -> None:
 
     Collective. Raises SetupError, and ConfigError for `checkpoint.extra_parameters: error`.
     """
-
-    def check() -> None:
-        for model in models_of(recipe).values():
-            check_extra(model)
-
-    world.agree(check)
+    _check_each(recipe, world, check_extra)
     for model in models_of(recipe).values():
         fault = refused_extra(cfg.checkpoint, _merged(world, _sizes(model)))
         if fault is not None:
@@ -48,12 +43,7 @@ def check_models(recipe: Any, cfg: FullFinetuneConfig, world: "World") -> None:
 
 def check_values(recipe: Any, world: "World") -> None:
     """Raises SetupError, on all ranks, if a parameter or buffer of any model has no values yet. Collective."""
-
-    def check() -> None:
-        for model in models_of(recipe).values():
-            check_written(model)
-
-    world.agree(check)
+    _check_each(recipe, world, check_written)
 
 
 def check_trained(recipe: Any, world: "World") -> None:
@@ -61,18 +51,25 @@ def check_trained(recipe: Any, world: "World") -> None:
     optimizers = [value for value in vars(recipe).values() if isinstance(value, Optimizer)]
     stepped = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
 
-    def check() -> None:
-        for model in models_of(recipe).values():
-            if not any(id(parameter) in stepped for parameter in model.parameters()):
-                continue  # a reference, say
-            for name, tensor in extra_tensors(model).items():
-                if tensor.requires_grad and id(tensor) not in stepped:
-                    raise SetupError(
-                        f"{name}: requires a gradient, and no optimizer has it; give build_optimizer every parameter "
-                        "that requires one, or freeze it by requires_grad_(False)"
-                    )
+    def check(model: nn.Module) -> None:
+        if not any(id(parameter) in stepped for parameter in model.parameters()):
+            return  # a reference, say
+        for name, tensor in extra_tensors(model).items():
+            if tensor.requires_grad and id(tensor) not in stepped:
+                raise SetupError(
+                    f"{name}: requires a gradient, and no optimizer has it; give build_optimizer every parameter that "
+                    "requires one, or freeze it by requires_grad_(False)"
+                )
 
-    world.agree(check)
+    _check_each(recipe, world, check)
+
+
+def _check_each(recipe: Any, world: "World", check: Callable[[nn.Module], None]) -> None:
+    def check_all() -> None:
+        for model in models_of(recipe).values():
+            check(model)
+
+    world.agree(check_all)
 
 
 def describe_extra(model: nn.Module, world: "World") -> list[str]:

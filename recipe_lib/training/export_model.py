@@ -22,6 +22,7 @@ from recipe_lib.parallel import DTYPES
 from recipe_lib.reading import find_object
 from recipe_lib.report.planned import planned_figures
 from recipe_lib.training.added_parameters import warn_of_export
+from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
 from recipe_lib.training.next_commands import (
     ANYWHERE,
     adapter_commands,
@@ -31,7 +32,6 @@ from recipe_lib.training.next_commands import (
     run_commands,
     tell_next,
 )
-from recipe_lib.training.records.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
 from recipe_lib.training.resolve_model import ResolvedModel
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import GIB, format_bytes

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from recipe_lib.checkpoint.manifest import read_manifest
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.checkpoint.state_folders import BEST_RECORD
 from recipe_lib.config.local_files import STATE_FOLDER
-from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig, LogConfig
 from recipe_lib.data import StepBatches
 from recipe_lib.errors import CheckpointError, ConfigError, DivergedError, StoppedAndSaved
 from recipe_lib.logs import get_logger
@@ -32,11 +32,10 @@ from recipe_lib.optim.lr_scheduler import learning_rate
 from recipe_lib.optim.optimizers import set_learning_rate, set_numbers
 from recipe_lib.parallel.heartbeat import FIRST_STEP_SECONDS, STEP_SECONDS
 from recipe_lib.report.phases import phase
+from recipe_lib.training.metrics import step_metrics
 from recipe_lib.training.output import check_same_data
-from recipe_lib.training.records.communication import CommunicationProbe, describe
-from recipe_lib.training.records.metrics import step_metrics
-from recipe_lib.training.records.run_log import STOPPED_EARLY, RunLog, data_facts
-from recipe_lib.training.same_on_all_ranks import check_same_batches
+from recipe_lib.training.run import check_same_batches
+from recipe_lib.training.run_log import STOPPED_EARLY, RunLog, data_facts
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import gib
 
@@ -104,7 +103,7 @@ class TrainingLoop:
         return self
 
     def __exit__(self, *exception: Any) -> bool | None:
-        self._probe.close()
+        self._probe.end(0.0)  # of a step that was not finished
         self._world.heartbeat.is_ending = exception[0] is not None
         if exception[0] is None:
             best, is_early = self._data.best, self.step < self.total_steps and self._data.best.is_waited_out
@@ -190,7 +189,7 @@ class TrainingLoop:
         )
         self._log.step(line | of_places | shares | own, tuple(own))
         if shares:
-            get_logger().info(describe(self.step, shares))
+            get_logger().info(describe_communication(self.step, shares))
         if grad_norm == 0.0 and batches.trained_tokens and not self._told_of_zero:
             self._told_of_zero = True
             get_logger().warning(
@@ -404,3 +403,171 @@ def save_run(
     )
     data.best.remove_others(world)
     return path
+
+
+# How much of a step goes to communication: one step of a run is profiled on rank 0, the others are
+# left alone.
+#
+# torch's profiler notes when each kernel of the device runs, NCCL's among them; on a CPU when
+# operators and gloo's
+# collectives do. From these times, each counted once however many run at a time:
+#
+#     communication_share          time in which a collective runs / time of the step
+#     communication_exposed_share  time in which a collective runs and nothing is computed / time
+# of the step
+#     scaling_efficiency           1 - communication_exposed_share
+#
+# The last is the share of the step that would be left if all communication were hidden: what a
+# rank does alone, as long
+# as nothing else about the step changes. A collective runs from when rank 0 enters it, so that
+# waiting for slower ranks
+# is communication too. Copies between host and device are neither. The step that is profiled is a
+# little slower than
+# others; what the profiler takes before and after it is outside of the step's seconds. The part
+# for CUDA has
+# not run on a GPU (docs/measurements/on_a_gpu.md).
+
+Spans = list[tuple[int, int]]  # beginning and end, ns
+
+_COMMUNICATION = ("nccl", "gloo:")  # NCCL's kernels and annotations; gloo's collectives on its own threads
+_COPIES = ("Memcpy HtoD", "Memcpy DtoH")
+_SILENT = ("KINETO_LOG_LEVEL", "99")  # kineto prints two lines for each profile otherwise
+_OPERATORS = "aten::"  # of a CPU; what surrounds them (autograd's nodes, hooks) also waits
+
+
+class CommunicationProbe:
+    """Measures one step. Ranks other than the main one, a world of one rank and `step` None measure nothing.
+
+    check(last)    once, with the number of the run's last step
+    begin(step)   before each step
+    end(seconds)  when the step is over, on the device too, or the run; the numbers, or none if it was not the step
+    """
+
+    def __init__(self, step: int | None, world: "World") -> None:
+        self._step = step if world.is_main and world.size > 1 else None
+        self._device = world.device
+        self._profiler: Any = None
+
+    def check(self, last: int) -> None:
+        """Says so if the run's last step is before the one that was asked for; of the default nobody did."""
+        if self._step is not None and self._step > last and self._step != LogConfig().communication_step:
+            get_logger().warning(
+                "warning: log.communication_step: found %d in a run of %d steps, so communication is not measured; set "
+                "it to a step of the run, or to null",
+                self._step,
+                last,
+            )
+
+    def begin(self, step: int) -> None:
+        """Starts the profiler if this is the step. What goes wrong with it is said, and nothing to the run."""
+        if step != self._step:
+            return
+        if torch.autograd._profiler_enabled():
+            _say_none("another profiler is at work")
+            return
+        os.environ.setdefault(*_SILENT)
+        on_cpu = self._device.type == "cpu"
+        device = None if on_cpu else self._device.type
+        try:
+            # What torch.profiler stands on: that would import the compiler first, for seconds.
+            profiler = torch.autograd.profiler.profile(use_cpu=on_cpu, use_device=device, use_kineto=True)
+            profiler.__enter__()
+        except Exception as error:  # noqa: BLE001
+            _say_none(_first_line(error))
+            return
+        self._profiler = profiler
+
+    def end(self, seconds: float) -> dict[str, float]:
+        """The shares, see above. seconds: wall time of the step."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return {}
+        try:
+            profiler.__exit__(None, None, None)
+            communication, computation = spans_of(profiler.kineto_results.events(), self._device)
+        except Exception as error:  # noqa: BLE001
+            _say_none(_first_line(error))
+            return {}
+        if not computation:  # no permission to look at the device, say
+            _say_none("the profiler saw nothing run")
+            return {}
+        return shares(communication, computation, seconds)
+
+
+def describe_communication(step: int, found: dict[str, float]) -> str:
+    """The numbers as a line."""
+    return (
+        f"step {step}: {found['communication_share']:.1%} of its time in communication, "
+        f"{found['communication_exposed_share']:.1%} not hidden by computation; scaling efficiency "
+        f"{found['scaling_efficiency']:.1%} (1 - what is not hidden)"
+    )
+
+
+def spans_of(events: Iterable[Any], device: torch.device) -> tuple[Spans, Spans]:
+    """(of collectives, of computation), from kineto's events of a device; in no order."""
+    communication: Spans = []
+    computation: Spans = []
+    on_cpu = device.type == "cpu"
+    for event in events:
+        name = event.name()
+        if not on_cpu and (
+            event.device_type() != torch.autograd.DeviceType.CUDA or event.device_index() != device.index
+        ):
+            continue
+        if name.startswith(_COMMUNICATION):
+            into = communication
+        elif on_cpu:
+            if not name.startswith(_OPERATORS):
+                continue
+            into = computation
+        elif name.startswith(_COPIES) or event.is_user_annotation():
+            continue
+        else:
+            into = computation
+        into.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+    return communication, computation
+
+
+def shares(communication: Spans, computation: Spans, seconds: float) -> dict[str, float]:
+    """The numbers above; seconds: of the step."""
+    collectives, work = merged(communication), merged(computation)
+    total = sum(end - begin for begin, end in collectives)
+    exposed = total - overlap(collectives, work)
+    whole = max(seconds * 1e9, 1.0)
+    found = {
+        "communication_share": min(total / whole, 1.0),
+        "communication_exposed_share": min(exposed / whole, 1.0),
+    }
+    return found | {"scaling_efficiency": 1.0 - found["communication_exposed_share"]}
+
+
+def merged(spans: Spans) -> Spans:
+    """The time that any of the spans covers, as spans that do not touch, in order."""
+    found: Spans = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def overlap(first: Spans, second: Spans) -> int:
+    """Nanoseconds that two lists of merged spans have in common."""
+    total, at = 0, 0
+    for begin, end in first:
+        while at < len(second) and second[at][1] <= begin:
+            at += 1
+        place = at
+        while place < len(second) and second[place][0] < end:
+            total += min(end, second[place][1]) - max(begin, second[place][0])
+            place += 1
+    return total
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _say_none(reason: str) -> None:
+    get_logger().info(f"communication: not measured ({reason}); log.communication_step=null leaves it out")

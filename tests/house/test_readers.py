@@ -53,7 +53,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "recipe_lib/tokenizers/tokenizer.py": {"json.loads": _PIPE},
     "recipe_lib/tokenizers/sentencepiece_json.py": {"json.loads": "a text of the tokenizers library"},
     "recipe_lib/tokenizers/template_process.py": {"json.loads": _PIPE},
-    "recipe_lib/training/records/metrics.py": {"json.loads": "a text that the function itself has written"},
+    "recipe_lib/training/metrics.py": {"json.loads": "a text that the function itself has written"},
 }
 
 

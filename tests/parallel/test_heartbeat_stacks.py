@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import recipe_lib
-from recipe_lib.parallel.heartbeat import (
+from recipe_lib.parallel.thread_stacks import (
     StackLine,
     WatchedThread,
     describe_place,
@@ -84,7 +84,7 @@ def test_it_is_known_when_something_is_compiled_and_when_no_more() -> None:
 # Threads of C++ that call Python once and end, as fast as they can be made, while another thread looks at this one.
 CALLING_THREADS = """
 import ctypes, os, threading, time
-from recipe_lib.parallel.heartbeat import stack_of, this_thread
+from recipe_lib.parallel.thread_stacks import stack_of, this_thread
 
 libc, called = ctypes.CDLL(None), ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from recipe_lib.logs import get_logger
-from recipe_lib.training.records.communication import CommunicationProbe, merged, overlap, shares, spans_of
+from recipe_lib.training.loop import CommunicationProbe, merged, overlap, shares, spans_of
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import arguments, done, metrics, run_here
 

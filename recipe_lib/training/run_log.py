@@ -27,8 +27,8 @@ from recipe_lib.report import screen
 from recipe_lib.report.phases import is_in_phase
 from recipe_lib.report.planned import planned_figures
 from recipe_lib.report.terminal import SOFT
+from recipe_lib.training.metrics import MetricsFile, write_summary
 from recipe_lib.training.output import drop_earlier, lock_output, note_written, open_output, say_kept, unlock_output
-from recipe_lib.training.records.metrics import MetricsFile, write_summary
 from recipe_lib.training.report_page import write_report
 from recipe_lib.units import format_clock, format_count, format_seconds
 
