@@ -98,24 +98,20 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
     gradients = _place_parameters(model, world.mesh["tensor"], ("k_proj", "v_proj") if copied else ())
     if spec.mixture is not None:
         model.note_runs(expert_runs(model, spec.mixture, group.size))
-    attend, project = _given(_attention, sharing), _given(_mlp, sharing, spec.activation)
-    mixture, width_norm = _given(shared_mixture, group), _given(shared_width_norm, group)
+    forwards: tuple[tuple[type[nn.Module], Callable[..., Any]], ...] = (  # the more special class first
+        (WidthNorm, _given(shared_width_norm, group)),
+        (Norm, _norm),
+        (Mixture, _given(shared_mixture, group)),
+        (Experts, part_of_experts),
+        (SandwichLayer, _sandwich_layer),
+        (DecoderLayer, _layer),
+        (Attention, _given(_attention, sharing)),
+        (MLP, _given(_mlp, sharing, spec.activation)),
+    )
     for module in model.modules():
-        if isinstance(module, WidthNorm):
-            _replace_forward(module, width_norm)
-        elif isinstance(module, Mixture):
-            _replace_forward(module, mixture)
-            _replace_forward(module.experts, part_of_experts)
-        elif isinstance(module, Norm):
-            _replace_forward(module, _norm)
-        elif isinstance(module, SandwichLayer):
-            _replace_forward(module, _sandwich_layer)
-        elif isinstance(module, DecoderLayer):
-            _replace_forward(module, _layer)
-        elif isinstance(module, Attention):
-            _replace_forward(module, attend)
-        elif isinstance(module, MLP):
-            _replace_forward(module, project)
+        forward = next((forward for kind, forward in forwards if isinstance(module, kind)), None)
+        if forward is not None:
+            _replace_forward(module, forward)
     if model.model.embed_tokens is not None:  # else another stage of a pipeline has it
         _replace_forward(model.model.embed_tokens, _given(_embedding, group))
     if model.lm_head is not None:

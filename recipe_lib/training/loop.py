@@ -529,40 +529,25 @@ def spans_of(events: Iterable[Any], device: torch.device) -> tuple[Spans, Spans]
 
 
 def shares(communication: Spans, computation: Spans, seconds: float) -> dict[str, float]:
-    """The numbers above; seconds: of the step."""
-    collectives, work = merged(communication), merged(computation)
-    total = sum(end - begin for begin, end in collectives)
-    exposed = total - overlap(collectives, work)
-    whole = max(seconds * 1e9, 1.0)
+    """Return the numbers above; seconds: of the step."""
+    work = measure_covered(computation)
+    exposed = measure_covered([*communication, *computation]) - work
+    nanoseconds = max(seconds * 1e9, 1.0)
     found = {
-        "communication_share": min(total / whole, 1.0),
-        "communication_exposed_share": min(exposed / whole, 1.0),
+        "communication_share": min(measure_covered(communication) / nanoseconds, 1.0),
+        "communication_exposed_share": min(exposed / nanoseconds, 1.0),
     }
     return found | {"scaling_efficiency": 1.0 - found["communication_exposed_share"]}
 
 
-def merged(spans: Spans) -> Spans:
-    """The time that any of the spans covers, as spans that do not touch, in order."""
-    found: Spans = []
+def measure_covered(spans: Spans) -> int:
+    """Return the time that any of the spans covers, ns."""
+    covered = 0
+    until = 0
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def overlap(first: Spans, second: Spans) -> int:
-    """Nanoseconds that two lists of merged spans have in common."""
-    total, at = 0, 0
-    for begin, end in first:
-        while at < len(second) and second[at][1] <= begin:
-            at += 1
-        place = at
-        while place < len(second) and second[place][0] < end:
-            total += min(end, second[place][1]) - max(begin, second[place][0])
-            place += 1
-    return total
+        covered += max(0, end - max(begin, until))
+        until = max(until, end)
+    return covered
 
 
 def _first_line(error: Exception) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -211,9 +212,7 @@ def input_paths(cfg: FullFinetuneConfig) -> Iterator[tuple[str, str]]:
     """(key, path) of everything that a config's run reads from the disk, as it was written."""
     config_class: Any = type(cfg)  # mypy takes a dataclass for unhashable, its class too
     for name, key in read_schema(config_class).keys.items():
-        value: Any = cfg
-        for word in name.split("."):
-            value = getattr(value, word)
+        value: Any = attrgetter(name)(cfg)
         if key.section_class is not None:
             inner = [word for word, each in read_schema(key.section_class).keys.items() if each.limits.get("path")]
             for number, item in enumerate(value):

@@ -138,9 +138,10 @@ class RunLog:
 class Progress:
     """Shows the lines that go to metrics.jsonl; ranks other than the main one show nothing.
 
-    with Progress(cfg.log, total_steps, world, done=step) as progress:
-        progress.step(line)          # every step; a plain line each cfg.every_n_steps, and for the last step
-        progress.validation(line)
+    progress = Progress(cfg.log, total_steps, world, done=step)
+    progress.step(line)          # every step; a plain line each cfg.every_n_steps, and for the last step
+    progress.validation(line)
+    progress.close()
     """
 
     def __init__(self, cfg: LogConfig, total_steps: int, world: "World", *, done: int = 0) -> None:
@@ -182,12 +183,6 @@ class Progress:
         """Takes the rows away; the lines stay."""
         screen.hide(self._rows)
         self._live = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _plain(self, line: Mapping[str, Any]) -> str:
         """A line; in the width of the terminal if it stands above rows that move, which show the time left."""

@@ -100,7 +100,8 @@ def _text(tokenizer: Tokenizer, token: int) -> str | None:
 def place_teacher(source: ResolvedModel, cfg: DistillFinetuneConfig, world: "World") -> tuple[Decoder, Parallel]:
     """Return a frozen teacher in this rank's memory, divided as the model is but for its own storage, without values
     yet; it computes in dtype."""
-    memory, dtype = replace(cfg.memory, stream_layers=cfg.distill.stream_teacher), DTYPES[cfg.dtype]
+    dtype = DTYPES[cfg.dtype]
+    memory = replace(cfg.memory, stream_layers=cfg.distill.stream_teacher)
     settings = replace(cfg, memory=memory, matmul_dtype=None)
     teacher = build_meta(source.spec, dtype)
     quantize_frozen(teacher, cfg.distill.quantize_teacher, dtype)

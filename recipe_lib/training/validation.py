@@ -1,7 +1,7 @@
 """What a model makes of data that are not trained on: the loss, and metrics of likelihoods and of answers."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
@@ -43,7 +43,9 @@ def sum_over_validation(
     """
     model.eval()
     tokens = items = 0
-    for together in validation_groups(parallel, data):
+    steps = data.validation_batches()
+    at_once = _TOGETHER if parallel.pipeline is not None else 1
+    while together := list(islice(steps, at_once)):
         for numbers in results_of([batch for batches in together for batch in batches_of(batches)]):
             sums += 0 if numbers is None else numbers
         tokens += sum(batches.trained_tokens for batches in together)
@@ -79,13 +81,6 @@ def validation_loss(
     if data.generated_metrics:
         numbers |= _metrics_of_answers(model, data, world)
     return numbers
-
-
-def validation_groups(parallel: Parallel, data: TrainingData) -> Iterator[list[StepBatches]]:
-    """The validation sequences, one micro-batch in each: so many of them as go through a pipeline at a time."""
-    batches = data.validation_batches()
-    while together := list(islice(batches, _TOGETHER if parallel.pipeline is not None else 1)):
-        yield together
 
 
 def _metrics_of_scores(model: nn.Module, parallel: Parallel, data: TrainingData, world: "World") -> dict[str, float]:

@@ -128,38 +128,42 @@ def _with_one_more(counts: dict[int, int], last: int, head: float) -> dict[int, 
 def layer_weights(spec: Sizes) -> int:
     """Elements of one layer's matrices: queries and output, keys and values, MLP; of a mixture those of all experts and
     of the router, on average over the layers."""
-    return _attention_weights(spec) + round(_of_layer(spec, 3 * spec.width * spec.mlp_width, _experts_weights))
+    return _attention_weights(spec) + round(
+        _of_layer(
+            spec,
+            3 * spec.width * spec.mlp_width,
+            lambda mixture: mixture.num_experts * spec.width * (1 + 3 * mixture.mlp_width),
+        )
+    )
 
 
 def computing_weights(spec: Sizes) -> int:
     """The same of those that compute a token: of a mixture the router and the experts of its choices."""
-    return _attention_weights(spec) + round(_of_layer(spec, 3 * spec.width * spec.mlp_width, _chosen_weights))
+    return _attention_weights(spec) + round(
+        _of_layer(
+            spec,
+            3 * spec.width * spec.mlp_width,
+            lambda mixture: spec.width * (mixture.num_experts + 3 * mixture.top_k * mixture.mlp_width),
+        )
+    )
 
 
 def _attention_weights(spec: Sizes) -> int:
     return 2 * spec.width * (spec.num_heads + spec.num_kv_heads) * spec.head_width
 
 
-def _experts_weights(spec: DecoderSpec, mixture: MixtureSpec) -> int:
-    return mixture.num_experts * spec.width * (1 + 3 * mixture.mlp_width)
-
-
-def _chosen_weights(spec: DecoderSpec, mixture: MixtureSpec) -> int:
-    return spec.width * (mixture.num_experts + 3 * mixture.top_k * mixture.mlp_width)
-
-
 def _inner_width(spec: Sizes) -> int:
     """Inner channels that a token has in a layer's MLP, or in all experts of its choices."""
-    return round(_of_layer(spec, spec.mlp_width, lambda _, mixture: mixture.top_k * mixture.mlp_width))
+    return round(_of_layer(spec, spec.mlp_width, lambda mixture: mixture.top_k * mixture.mlp_width))
 
 
-def _of_layer(spec: Sizes, dense: int, of_mixture: Callable[[DecoderSpec, MixtureSpec], int]) -> float:
+def _of_layer(spec: Sizes, dense: int, of_mixture: Callable[[MixtureSpec], int]) -> float:
     """What a layer has on average. dense: one with an MLP."""
     if not isinstance(spec, DecoderSpec) or spec.mixture is None:
         return dense
     layers = spec.mixture.layers
     share = sum(layers) / len(layers)
-    return share * of_mixture(spec, spec.mixture) + (1 - share) * dense
+    return share * of_mixture(spec.mixture) + (1 - share) * dense
 
 
 def time_of(spec: Sizes, cfg: Any) -> tuple[float, float]:
@@ -190,7 +194,8 @@ def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
     What every rank has alike is left out, as the layer that is being computed and what is on its way.
     """
     parallel: ParallelConfig = cfg.parallel
-    adapters, again = cfg.trained_adapters, cfg.memory.activation_checkpointing
+    adapters = cfg.trained_adapters
+    again = cfg.memory.activation_checkpointing
     width = BYTES.get(cfg.dtype, 2)
     layer_width = (None if adapters is None else _QUANTIZED.get(adapters.quantize_base)) or width
     adapter_rank = 0 if adapters is None else adapters.rank
@@ -242,8 +247,8 @@ def kept_of_layer(spec: Sizes, checkpointing: str) -> int:
     if checkpointing in ("full", "budget"):
         return spec.width
     if checkpointing == "selective":  # which keeps nothing of experts
-        return 2 * spec.width + queries + keys + round(_of_layer(spec, spec.mlp_width, lambda *_: 0))
-    inner = _of_layer(spec, 4 * spec.mlp_width, lambda _, mixture: 3 * mixture.top_k * mixture.mlp_width)
+        return 2 * spec.width + queries + keys + round(_of_layer(spec, spec.mlp_width, lambda _: 0))
+    inner = _of_layer(spec, 4 * spec.mlp_width, lambda mixture: 3 * mixture.top_k * mixture.mlp_width)
     return 4 * spec.width + 2 * queries + 2 * keys + round(inner)
 
 
@@ -258,7 +263,7 @@ def _adapter_weights(spec: Sizes, rank: int, experts: bool = False) -> int:
     """Elements of a layer's adapters, one on each of its seven linears. experts: of a mixture, too, two on each."""
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
 
-    def of_experts(spec: DecoderSpec, mixture: MixtureSpec) -> int:
+    def of_experts(mixture: MixtureSpec) -> int:
         return mixture.num_experts * (2 * spec.width + 3 * mixture.mlp_width) if experts else 0
 
     inner = round(_of_layer(spec, 3 * (spec.width + spec.mlp_width), of_experts))

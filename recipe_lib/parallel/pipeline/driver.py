@@ -382,7 +382,8 @@ class _Step:
     @contextmanager
     def _tell_action_in_errors(self) -> Iterator[None]:
         """Say in what is raised inside which action it was."""
-        heartbeat, all_stages = self._heartbeat, self._heartbeat.stages
+        heartbeat = self._heartbeat
+        all_stages = heartbeat.stages
         try:
             yield
         except Exception as error:
@@ -393,11 +394,13 @@ class _Step:
                 error.add_note(place)
             raise
         finally:
-            heartbeat.stages, heartbeat.action = all_stages, ""
+            heartbeat.stages = all_stages
+            heartbeat.action = ""
 
     def _wait_for(self, exchange: OnItsWay, action: Action) -> Tensor:
         """Wait until another rank has sent or taken a tensor. action: its own receive or send."""
-        before, other = self._heartbeat.action, self._pipeline._ranks[self._place_of(partner_of(action))]
+        before = self._heartbeat.action
+        other = self._pipeline._ranks[self._place_of(partner_of(action))]
         self._heartbeat.action = f"{before}, waiting for rank {other}"
         tensor = exchange.wait()
         self._heartbeat.action = before
