@@ -57,6 +57,7 @@ from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
 from recipe_lib.parallel.world import World
 
 Rotation = tuple[Tensor, Tensor]
+_MATRICES = (*COLUMN, *ROW, "gate_up_proj", "embed_tokens", "lm_head")
 _KNOWN = tuple(kind.forward for kind in (Attention, MLP, Mixture, DecoderLayer, SandwichLayer, Norm, WidthNorm))
 
 
@@ -195,22 +196,26 @@ def _place_parameters(model: nn.Module, mesh: DeviceMesh, copied: tuple[str, ...
 
 
 def _placement(name: str, copied: tuple[str, ...], kind: str | None) -> Placement:
-    """How a parameter lies on the group, by the matrix that it belongs to. kind: of a quantized linear."""
-    of_mixture = expert_placement(name)
-    if of_mixture is not None:
-        return of_mixture
+    """Return how a parameter lies on the group, by the matrix that it belongs to. kind: of a quantized linear.
+
+    Matrices are `[o, i]`, those of experts `[E, o, i]`: cut by their outputs o, or in ROW by their inputs i.
+    """
     pieces = name.split(".")
-    if pieces[-1] == "sinks":
+    leaf = pieces[-1]
+    if leaf == "sinks":
         return Shard(0)
-    matrix = next((piece for piece in pieces if piece in (*COLUMN, *ROW, "embed_tokens", "lm_head")), None)
+    matrix = next((piece for piece in pieces if piece in _MATRICES), None)
     if matrix is None or matrix in copied:
         return Replicate()
-    if matrix in ROW:
-        weights = ("weight", "weight_codes", "weight_scales")
-        cut_by_inputs = "lora_A" in pieces or (pieces[-2] == matrix and pieces[-1] in weights)
-        return Shard(1) if cut_by_inputs else Replicate()
-    whole = "lora_A" in pieces or (pieces[-1] == "weight_factors" and kind == "nf4")
-    return Replicate() if whole else Shard(0)
+    of_experts = "experts" in pieces
+    outputs = 1 if of_experts else 0
+    if matrix not in ROW:
+        is_whole = "lora_A" in pieces or (leaf == "weight_factors" and (of_experts or kind == "nf4"))
+        return Replicate() if is_whole else Shard(outputs)
+    is_own = pieces[-2] == matrix
+    if "lora_A" in pieces or (is_own and leaf == "weight"):
+        return Shard(outputs + 1)
+    return Shard(1) if is_own and leaf in ("weight_codes", "weight_scales") else Replicate()
 
 
 def as_placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
@@ -403,25 +408,6 @@ def _in_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
-
-
-def expert_placement(name: str) -> Placement | None:
-    """How a parameter of a mixture lies on the group; None: it is no mixture's.
-
-    Of dimensions `[E, o, i]` gate and up are cut by o, down by i.
-    """
-    pieces = name.split(".")
-    if ".mlp.router." in name:
-        return Replicate()
-    inside = "lora_A" in pieces or "lora_B" in pieces
-    if f".{GATE_UP}." in name:
-        whole = "lora_A" in pieces or pieces[-1] == "weight_factors"
-        return Replicate() if whole else Shard(1)
-    if f".{DOWN}." in name:
-        if "lora_A" in pieces or (pieces[-1] == "weight" and not inside):
-            return Shard(2)
-        return Shard(1) if pieces[-1] in ("weight_codes", "weight_scales") else Replicate()
-    return None
 
 
 def expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict[str, Runs]:

@@ -292,85 +292,45 @@ def live_bytes(
     skipped: stages whose input needs no gradient, since nothing before them is trained: none is made or exchanged.
     taken: until when sent tensors count, see `taken_by`, which is the default, and `taken_in`.
     """
-    return _Accounts(order, parallel, stages, boundary, skipped, taken).run()
+    count = stage_count(parallel)
+    taken = taken_by(order, parallel, skipped) if taken is None else taken
+    transfers = {action for action in order if action.kind not in COMPUTE}
+    kept = deferred = 0
+    received, handed = set[Action](), set[Action]()  # receives; those that need no transfer
+    waiting, sent = set[Action](), set[Action]()  # sends
 
+    def count_alive() -> int:
+        return kept + deferred + boundary * sum(map(len, (received, handed, waiting, sent)))
 
-class _Accounts:
-    """What is alive while a rank goes through its list."""
-
-    def __init__(
-        self,
-        order: Sequence[Action],
-        parallel: ParallelConfig,
-        stages: Mapping[int, StageBytes],
-        boundary: int,
-        skipped: frozenset[int],
-        taken: Mapping[Action, int] | None,
-    ) -> None:
-        self._order = order
-        self._stages, self._boundary, self._skipped = stages, boundary, skipped
-        self._count = stage_count(parallel)
-        self._taken = taken_by(order, parallel, skipped) if taken is None else taken
-        self._transfers = {action for action in order if action.kind not in COMPUTE}
-        self._kept = self._deferred = 0
-        self._received, self._handed = set[Action](), set[Action]()  # receives; those that need no transfer
-        self._waiting, self._sent = set[Action](), set[Action]()  # sends
-
-    def run(self) -> list[Live]:
-        """After each action, in order."""
-        found = []
-        for number, action in enumerate(self._order):
-            if _is_skipped(action, self._skipped):
-                continue
-            self._sent -= {send for send in self._sent if self._taken[send] <= number}
-            before = self._alive()
-            if action.kind in COMPUTE:
-                self._compute(action)
-            elif action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
-                self._received.add(action)
-            else:
-                self._waiting.discard(action)
-                self._sent.add(action)
-            work = before + self._stages[action.stage].work(action.kind)
-            found.append(
-                Live(
-                    action,
-                    self._kept,
-                    self._deferred,
-                    len(self._received) * self._boundary,
-                    len(self._handed) * self._boundary,
-                    len(self._waiting) * self._boundary,
-                    len(self._sent) * self._boundary,
-                    max(work, self._alive()),
-                )
-            )
-        return found
-
-    def _alive(self) -> int:
-        tensors = len(self._received) + len(self._handed) + len(self._waiting) + len(self._sent)
-        return self._kept + self._deferred + tensors * self._boundary
-
-    def _compute(self, action: Action) -> None:
-        stage = self._stages[action.stage]
-        received = received_for(action, self._count)
-        if received is not None:
-            self._received.discard(received)
-            self._handed.discard(received)
-        if action.kind == FORWARD:
-            self._kept += stage.kept
-        elif action.kind == WEIGHT:
-            self._deferred -= stage.deferred
+    found = []
+    for number, action in enumerate(order):
+        if _is_skipped(action, skipped):
+            continue
+        sent -= {send for send in sent if taken[send] <= number}
+        work = count_alive() + stages[action.stage].work(action.kind)
+        if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
+            received.add(action)
+        elif action.kind not in COMPUTE:
+            waiting.discard(action)
+            sent.add(action)
         else:
-            self._kept -= stage.kept
-            self._deferred += stage.deferred if action.kind == INPUT else 0
-        exchange = exchange_of(action, self._count)
-        if exchange is None or _is_skipped(exchange[0], self._skipped):
-            return
-        send, receive = exchange
-        if send in self._transfers:
-            self._waiting.add(send)
-        else:
-            self._handed.add(receive)
+            used = received_for(action, count)
+            if used is not None:
+                received.discard(used)
+                handed.discard(used)
+            stage = stages[action.stage]
+            kept += {FORWARD: stage.kept, WEIGHT: 0}.get(action.kind, -stage.kept)
+            deferred += {INPUT: stage.deferred, WEIGHT: -stage.deferred}.get(action.kind, 0)
+            exchange = exchange_of(action, count)
+            if exchange is not None and not _is_skipped(exchange[0], skipped):
+                send, receive = exchange
+                if send in transfers:
+                    waiting.add(send)
+                else:
+                    handed.add(receive)
+        tensors = [boundary * len(actions) for actions in (received, handed, waiting, sent)]
+        found.append(Live(action, kept, deferred, *tensors, max(work, count_alive())))
+    return found
 
 
 def _is_skipped(action: Action, skipped: frozenset[int]) -> bool:
