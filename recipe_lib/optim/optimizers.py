@@ -15,7 +15,7 @@ from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.optim.low_bit_adamw import Trained
 from recipe_lib.optim.state_layout import is_layer_matrix, stored_sizes
-from recipe_lib.parallel.seeds import derive_seed
+from recipe_lib.parallel.world import derive_seed
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World

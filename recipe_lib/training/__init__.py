@@ -2,7 +2,7 @@
 
 from recipe_lib.optim.in_backward import OptimizerLevers, apply_optimizer_levers, clip_grad_norm
 from recipe_lib.optim.optimizers import build_optimizer
-from recipe_lib.parallel.seeds import derive_seed
+from recipe_lib.parallel.world import derive_seed
 from recipe_lib.training.derived_numbers import derived_numbers
 from recipe_lib.training.export_model import export_trained_adapter, export_trained_model
 from recipe_lib.training.host_memory import check_host_memory

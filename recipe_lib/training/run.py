@@ -16,7 +16,7 @@ from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.ops.device import capability_of
 from recipe_lib.parallel import DTYPES, World, make_world, meet_ranks
-from recipe_lib.parallel.seeds import set_seeds
+from recipe_lib.parallel.world import set_seeds
 from recipe_lib.training.added_parameters import check_models, check_trained, check_values
 from recipe_lib.training.training_data import prepare, prepared_or_raised
 from recipe_lib.units import format_count

@@ -25,8 +25,8 @@ from recipe_lib.optim.optimizers import local_bytes
 from recipe_lib.parallel import DTYPES, Parallel, materialize, parallelize
 from recipe_lib.parallel.context import check_context
 from recipe_lib.parallel.fsdp import evaluated_in_parts
-from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.parallel.tensor_sizes import check_tensor
+from recipe_lib.parallel.world import derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.training.host_memory import check_host_memory
 from recipe_lib.training.micro_batches import result_of_each

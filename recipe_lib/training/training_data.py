@@ -25,7 +25,7 @@ from recipe_lib.data import (
 from recipe_lib.errors import ConfigError, UserError
 from recipe_lib.generation.answer_questions import Question, questions_of
 from recipe_lib.logs import get_logger, warn_on_first_rank
-from recipe_lib.parallel.seeds import derive_seed
+from recipe_lib.parallel.world import derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.tokenizers.template_process import DATE
 from recipe_lib.training.best_step import BestStep
