@@ -29,8 +29,12 @@ from recipe_lib.ops import deferred  # noqa: E402
 from recipe_lib.parallel import split_pipeline, start_world  # noqa: E402
 from recipe_lib.parallel.pipeline import driver  # noqa: E402
 from recipe_lib.parallel.pipeline.driver import Pipeline  # noqa: E402
-from recipe_lib.parallel.pipeline.schedules import UNITS, compute_orders, with_transfers  # noqa: E402
-from recipe_lib.parallel.pipeline.simulation import simulate, theoretical_bubble  # noqa: E402
+from recipe_lib.parallel.pipeline.schedules import UNITS, compute_orders  # noqa: E402
+from recipe_lib.parallel.pipeline.simulation import (  # noqa: E402
+    simulate,
+    theoretical_bubble,
+    with_transfers,
+)
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
 RANKS = (2, 4)

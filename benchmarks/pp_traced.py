@@ -27,8 +27,8 @@ from recipe_lib.parallel import split_pipeline, start_world
 from recipe_lib.parallel.pipeline import driver
 from recipe_lib.parallel.pipeline.balance import deferred_of_layer
 from recipe_lib.parallel.pipeline.driver import Pipeline
-from recipe_lib.parallel.pipeline.schedules import UNITS, Action, compute_orders, with_transfers
-from recipe_lib.parallel.pipeline.simulation import Live, StageBytes, live_bytes, simulate, taken_in
+from recipe_lib.parallel.pipeline.schedules import UNITS, Action, compute_orders
+from recipe_lib.parallel.pipeline.simulation import Live, StageBytes, live_bytes, simulate, taken_in, with_transfers
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, MLP_WIDTH = 64, 32, 4, 2, 48
 ROWS, LENGTH = 2, 24

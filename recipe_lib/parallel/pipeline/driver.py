@@ -39,9 +39,8 @@ from recipe_lib.parallel.pipeline.schedules import (
     forward_orders,
     pairs_of,
     received_for,
-    with_transfers,
 )
-from recipe_lib.parallel.pipeline.simulation import partner_of, simulate, taken_in
+from recipe_lib.parallel.pipeline.simulation import partner_of, simulate, taken_in, with_transfers
 from recipe_lib.parallel.world import World
 
 # Tensors on their way between the ranks of a pipeline: received into new memory, and held until

@@ -6,10 +6,10 @@ stage's backward is one action `B`, or two that may lie apart: `I` for the gradi
 weights.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product, zip_longest
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,58 +175,6 @@ def _read(actions: Sequence[Any], micro_batches: int) -> list[Action]:
     ]
 
 
-def started(orders: Orders, stages: int) -> list[tuple[int, int, int, Action]]:
-    """(start, end, rank, action) of all actions in units of time, sorted; ValueError if they wait in a circle."""
-    arrived: dict[Action, int] = {}  # by receive
-    clock, at = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0)
-    found: list[tuple[int, int, int, Action]] = []
-    while len(found) < sum(map(len, orders.values())):
-        before = len(found)
-        for rank, order in orders.items():
-            while at[rank] < len(order):
-                action = order[at[rank]]
-                received = received_for(action, stages)
-                if received is not None and received not in arrived:
-                    break
-                start = max(clock[rank], arrived[received] if received is not None else 0)
-                end = start + UNITS[action.kind]
-                clock[rank], at[rank] = end, at[rank] + 1
-                exchange = exchange_of(action, stages)
-                if exchange is not None:
-                    arrived[exchange[1]] = end
-                found.append((start, end, rank, action))
-        if len(found) == before:
-            stuck = ", ".join(
-                f"rank {rank}: {order[at[rank]]}" for rank, order in orders.items() if at[rank] < len(order)
-            )
-            raise ValueError(f"the ranks of the pipeline wait for each other: {stuck}")
-    return sorted(found)
-
-
-def with_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
-    """The orders with what is sent and received.
-
-    A tensor is sent when it is made, and asked for one computation ahead: with NCCL a transfer begins when the
-    receiver's stream has come to it, so that one that is asked for just before it is used is never hidden. Two ranks
-    exchange all their tensors in one order, that in which they are made, since NCCL matches them by nothing else; so
-    one that is made earlier than another is also asked for before the other is sent or asked for, and nothing is asked
-    for ahead of what this rank has still to send the other first.
-    """
-    stages = stage_count(parallel)
-    wanted: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(list)  # by pair of ranks: (send, receive)
-    for _, _, rank, action in sorted(started(orders, stages), key=lambda entry: (entry[1], entry[2], entry[3])):
-        exchange = exchange_of(action, stages)
-        if exchange is None:
-            continue
-        peer = rank_of_stage(parallel, exchange[1].stage)
-        if peer != rank:
-            wanted[min(rank, peer), max(rank, peer)].append(exchange)
-    found: Orders = {}
-    for rank, order in orders.items():
-        found[rank] = _transfers_of_rank(rank, order, parallel, wanted, stages)
-    return found
-
-
 def pairs_of(parallel: ParallelConfig, *, tied: bool) -> list[tuple[int, int]]:
     """The places in a pipeline whose ranks exchange tensors, the lower first. tied: the first and the last stage have
     the same embedding, and exchange its gradients."""
@@ -245,46 +193,6 @@ def exchange_of(action: Action, stages: int) -> tuple[Action, Action] | None:
         sent = Action(action.stage, SEND_GRADIENT, action.micro_batch)
         return sent, Action(action.stage - 1, RECEIVE_GRADIENT, action.micro_batch)
     return None
-
-
-def _transfers_of_rank(
-    rank: int,
-    order: list[Action],
-    parallel: ParallelConfig,
-    wanted: dict[tuple[int, int], list[tuple[Action, Action]]],
-    stages: int,
-) -> list[Action]:
-    """Puts a rank's sends after its actions, and its receives before the actions before them, each pair of ranks in its
-    one order."""
-    mine: dict[int, list[Action]] = {}  # by the other rank, what this one does in their order
-    place: dict[Action, tuple[int, int]] = {}
-    for pair, exchanges in wanted.items():
-        if rank not in pair:
-            continue
-        other = pair[0] if pair[1] == rank else pair[1]
-        mine[other] = [send if rank_of_stage(parallel, send.stage) == rank else receive for send, receive in exchanges]
-        place |= {action: (other, number) for number, action in enumerate(mine[other])}
-    reached = dict.fromkeys(mine, 0)
-    found: list[Action] = []
-
-    def up_to(action: Action) -> None:
-        other, number = place[action]
-        while reached[other] <= number:
-            found.append(mine[other][reached[other]])
-            reached[other] += 1
-
-    for action, following in zip_longest(order, order[1:]):
-        received = received_for(action, stages)
-        if received in place:
-            up_to(received)
-        ahead = received_for(following, stages) if following is not None else None
-        if ahead in place and reached[place[ahead][0]] == place[ahead][1]:
-            up_to(ahead)
-        found.append(action)
-        exchange = exchange_of(action, stages)
-        if exchange is not None and exchange[0] in place:
-            up_to(exchange[0])
-    return found
 
 
 def received_for(action: Action, stages: int) -> Action | None:

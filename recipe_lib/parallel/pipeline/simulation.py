@@ -8,6 +8,7 @@ to it. Numbers keep their type, so that whole numbers give exact results. No tor
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from recipe_lib.config.mesh import rank_of_stage, stage_count
 from recipe_lib.config.schema import ParallelConfig
@@ -20,6 +21,7 @@ from recipe_lib.parallel.pipeline.schedules import (
     RECEIVE_GRADIENT,
     SEND_ACTIVATION,
     SEND_GRADIENT,
+    UNITS,
     WEIGHT,
     Action,
     Orders,
@@ -86,7 +88,7 @@ def simulate(
     seconds: Callable[[Action], float],
     transfer: Callable[[Action], float] = lambda send: 0,
 ) -> Timeline:
-    """A step in which every rank of a pipeline runs its list, transfers included (`with_transfers`).
+    """A step in which every rank of a pipeline runs its list, with transfers (`with_transfers`) or with none.
 
     seconds: of a computation. transfer: of a send, from when both ranks have come to it until the tensor is there.
     Raises ValueError for lists that deadlock, or that two ranks exchange tensors by in different orders.
@@ -145,12 +147,15 @@ class _Simulation:
             return True
         received = received_for(action, self._stages)
         start = self._clock[rank]
-        if received in self._across:
+        if received is not None:
             if received not in self._arrived:
                 return False
             start = max(start, self._arrived[received])
         self._clock[rank] = end = start + self._seconds(action)
         self._spans.append(TimedAction(rank, action, start, end))
+        exchange = exchange_of(action, self._stages)
+        if exchange is not None and exchange[1] not in self._across:  # it is there at once
+            self._arrived[exchange[1]] = end
         return True
 
     def _exchange(self, rank: int, action: Action) -> None:
@@ -171,6 +176,72 @@ class _Simulation:
         self._free[pair] = self._arrived[receive] = end = start + self._transfer(send)
         sender, receiver = (rank, other) if sends else (other, rank)
         self._transfers.append(Transfer(sender, receiver, send, start, end))
+
+
+def with_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
+    """The orders with what is sent and received.
+
+    A tensor is sent when it is made, and asked for one computation ahead: with NCCL a transfer begins when the
+    receiver's stream has come to it, so that one that is asked for just before it is used is never hidden. Two ranks
+    exchange all their tensors in one order, that in which they are made, since NCCL matches them by nothing else; so
+    one that is made earlier than another is also asked for before the other is sent or asked for, and nothing is asked
+    for ahead of what this rank has still to send the other first.
+    """
+    stages = stage_count(parallel)
+    wanted: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(list)  # by pair of ranks: (send, receive)
+    timeline = simulate(orders, parallel, lambda action: UNITS[action.kind])
+    for span in sorted(timeline.spans, key=lambda span: (span.end, span.rank, span.action)):
+        rank = span.rank
+        exchange = exchange_of(span.action, stages)
+        if exchange is None:
+            continue
+        peer = rank_of_stage(parallel, exchange[1].stage)
+        if peer != rank:
+            wanted[min(rank, peer), max(rank, peer)].append(exchange)
+    found: Orders = {}
+    for rank, order in orders.items():
+        found[rank] = _transfers_of_rank(rank, order, parallel, wanted, stages)
+    return found
+
+
+def _transfers_of_rank(
+    rank: int,
+    order: list[Action],
+    parallel: ParallelConfig,
+    wanted: dict[tuple[int, int], list[tuple[Action, Action]]],
+    stages: int,
+) -> list[Action]:
+    """Puts a rank's sends after its actions, and its receives before the actions before them, each pair of ranks in its
+    one order."""
+    mine: dict[int, list[Action]] = {}  # by the other rank, what this one does in their order
+    place: dict[Action, tuple[int, int]] = {}
+    for pair, exchanges in wanted.items():
+        if rank not in pair:
+            continue
+        other = pair[0] if pair[1] == rank else pair[1]
+        mine[other] = [send if rank_of_stage(parallel, send.stage) == rank else receive for send, receive in exchanges]
+        place |= {action: (other, number) for number, action in enumerate(mine[other])}
+    reached = dict.fromkeys(mine, 0)
+    found: list[Action] = []
+
+    def up_to(action: Action) -> None:
+        other, number = place[action]
+        while reached[other] <= number:
+            found.append(mine[other][reached[other]])
+            reached[other] += 1
+
+    for action, following in zip_longest(order, order[1:]):
+        received = received_for(action, stages)
+        if received in place:
+            up_to(received)
+        ahead = received_for(following, stages) if following is not None else None
+        if ahead in place and reached[place[ahead][0]] == place[ahead][1]:
+            up_to(ahead)
+        found.append(action)
+        exchange = exchange_of(action, stages)
+        if exchange is not None and exchange[0] in place:
+            up_to(exchange[0])
+    return found
 
 
 def partner_of(action: Action) -> Action:
@@ -328,8 +399,18 @@ def live_bytes(
                     waiting.add(send)
                 else:
                     handed.add(receive)
-        tensors = [boundary * len(actions) for actions in (received, handed, waiting, sent)]
-        found.append(Live(action, kept, deferred, *tensors, max(work, count_alive())))
+        found.append(
+            Live(
+                action,
+                kept=kept,
+                deferred=deferred,
+                received=len(received) * boundary,
+                handed=len(handed) * boundary,
+                waiting=len(waiting) * boundary,
+                sent=len(sent) * boundary,
+                most=max(work, count_alive()),
+            )
+        )
     return found
 
 

@@ -19,9 +19,8 @@ from recipe_lib.parallel.pipeline.schedules import (
     compute_orders,
     forward_orders,
     pairs_of,
-    with_transfers,
 )
-from recipe_lib.parallel.pipeline.simulation import StageBytes, live_bytes, simulate, taken_in
+from recipe_lib.parallel.pipeline.simulation import StageBytes, live_bytes, simulate, taken_in, with_transfers
 from recipe_lib.plan.trace import ACTION, ALLOC, FREE, OP, ActionMark, Trace
 from recipe_lib.plan.tracing.tracer import Tracer
 

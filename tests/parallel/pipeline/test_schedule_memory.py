@@ -13,7 +13,6 @@ from recipe_lib.parallel.pipeline.schedules import (
     compute_orders,
     forward_orders,
     received_for,
-    with_transfers,
 )
 from recipe_lib.parallel.pipeline.simulation import (
     StageBytes,
@@ -24,6 +23,7 @@ from recipe_lib.parallel.pipeline.simulation import (
     simulate,
     taken_by,
     taken_in,
+    with_transfers,
 )
 
 SCHEDULE_NAMES = pytest.mark.parametrize("schedule", SCHEDULES)

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from recipe_lib.training.records import run_log as module
 
 from recipe_lib.config.schema import LogConfig
 from recipe_lib.logs import get_logger
 from recipe_lib.report import phases, screen
+from recipe_lib.training import run_log as module
 from recipe_lib.training.run_log import Progress
 from tests.report.terminal_screen import Terminal, lines_on
 
