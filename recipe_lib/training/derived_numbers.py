@@ -12,7 +12,6 @@ from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import stored_weights
 from recipe_lib.optim.lr_scheduler import warmup_steps
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes
-from recipe_lib.parallel.gradient_accumulation import entries_of
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.training.added_parameters import describe_extra
 from recipe_lib.training.best_step import describe_best
@@ -168,10 +167,14 @@ def _other_parts(model: nn.Module) -> list[str]:
 
 
 def _reduced_together(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Return the trained parameters whose gradients are there at the same time: those of an FSDP unit, else each
-    alone."""
+    """The trained parameters whose gradients are there at the same time: those of an FSDP unit, else each alone."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         return [[parameter] for parameter in model.parameters() if parameter.requires_grad]
-    every = [[entry.sharded_param for entry in entries_of(unit)] for unit in units]
-    return [[parameter for parameter in unit if parameter.requires_grad] for unit in every]
+    taken: set[int] = set()
+    found = []
+    for unit in reversed(units):  # inner ones first
+        own = [one for one in unit.parameters() if one.requires_grad and id(one) not in taken]
+        taken |= {id(one) for one in own}
+        found.append(own)
+    return found

@@ -254,7 +254,7 @@ def first_unrecorded(root: Path, *, replaced: bool) -> Path | None:
         if is_changed or not is_record(root / name):
             return root / name
     for name in PUBLISHED:
-        found = unrecorded_file(root / name, _listings(root, name))
+        found = unrecorded_file(root / name, _published(root).get(name, []))
         if found is not None:
             return found
     if not replaced:
@@ -295,12 +295,10 @@ def _table(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _listings(root: Path, name: str) -> list[Listing]:
-    """What runs have published as `root/name`; of a run that kept no record what is surely that run's."""
+def _published(root: Path) -> dict[str, list[Listing]]:
+    """Return what runs have published, by folder; of a run that kept no record what is surely that run's."""
     record = read_record(root)
-    if record is not None:
-        return record.folders.get(name, [])
-    return _listings_without_record(root, name)
+    return record.folders if record else {name: _listings_without_record(root, name) for name in PUBLISHED}
 
 
 def _listings_without_record(root: Path, name: str) -> list[Listing]:
@@ -337,8 +335,7 @@ def _unrecorded_tracked(root: Path, folder: Path) -> Path | None:
 def begin_record(root: Path) -> None:
     """Makes the record of a new output folder, or of one whose run kept none; takes out what is no longer there."""
     record = read_record(root)
-    found = record.folders if record else {name: _listings_without_record(root, name) for name in PUBLISHED}
-    there = {name: listings for name, listings in found.items() if listings and (root / name).exists()}
+    there = {name: listings for name, listings in _published(root).items() if listings and (root / name).exists()}
     if record is None or there != record.folders or record.records:
         write_record(root, replace(record or OutputRecord(), folders=there, records={}))
 

@@ -58,13 +58,11 @@ def resolve_teacher(cfg: DistillFinetuneConfig) -> ResolvedModel:
     return found
 
 
-def check_same_ids(
-    source: ResolvedModel, tokenizer: Tokenizer, data: TrainingData, chat_template: str | None = None
-) -> None:
+def check_same_ids(source: ResolvedModel, tokenizer: Tokenizer, data: TrainingData) -> None:
     """DataError, one line with the first difference, unless a teacher's tokenizer has the same token for every id."""
     if source.folder is None:
         return
-    theirs = load_tokenizer(source.folder, chat_template, by_key=False)
+    theirs = load_tokenizer(source.folder, None, by_key=False)
     difference = None if _same_file(tokenizer, theirs) else first_difference(tokenizer, theirs)
     if difference is not None:
         raise DataError(

@@ -354,17 +354,15 @@ def live_bytes(
     parallel: ParallelConfig,
     stages: Mapping[int, StageBytes],
     boundary: int,
-    skipped: frozenset[int] = frozenset(),
     taken: Mapping[Action, int] | None = None,
 ) -> list[Live]:
     """What a rank holds after each action of its list, transfers included.
 
     stages: the rank's own. boundary: bytes of one micro-batch's tensor between two stages; a gradient is as large.
-    skipped: stages whose input needs no gradient, since nothing before them is trained: none is made or exchanged.
     taken: until when sent tensors count, see `taken_by`, which is the default, and `taken_in`.
     """
     count = stage_count(parallel)
-    taken = taken_by(order, parallel, skipped) if taken is None else taken
+    taken = taken_by(order, parallel) if taken is None else taken
     transfers = {action for action in order if action.kind not in COMPUTE}
     kept = deferred = 0
     received, handed = set[Action](), set[Action]()  # receives; those that need no transfer
@@ -375,8 +373,6 @@ def live_bytes(
 
     found = []
     for number, action in enumerate(order):
-        if _is_skipped(action, skipped):
-            continue
         sent -= {send for send in sent if taken[send] <= number}
         work = count_alive() + stages[action.stage].work(action.kind)
         if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
@@ -393,7 +389,7 @@ def live_bytes(
             kept += {FORWARD: stage.kept, WEIGHT: 0}.get(action.kind, -stage.kept)
             deferred += {INPUT: stage.deferred, WEIGHT: -stage.deferred}.get(action.kind, 0)
             exchange = exchange_of(action, count)
-            if exchange is not None and not _is_skipped(exchange[0], skipped):
+            if exchange is not None:
                 send, receive = exchange
                 if send in transfers:
                     waiting.add(send)
@@ -414,25 +410,18 @@ def live_bytes(
     return found
 
 
-def _is_skipped(action: Action, skipped: frozenset[int]) -> bool:
-    """Whether it exchanges a gradient that nobody makes."""
-    return (action.kind == "SB" and action.stage in skipped) or (action.kind == "RB" and action.stage + 1 in skipped)
-
-
-def taken_by(
-    order: Sequence[Action], parallel: ParallelConfig, skipped: frozenset[int] = frozenset()
-) -> dict[Action, int]:
+def taken_by(order: Sequence[Action], parallel: ParallelConfig) -> dict[Action, int]:
     """By send of a rank's list: the number of the action before which the other rank has taken it, at the latest.
 
     Two ranks exchange in one order: who has used what comes after a send in it knows that the send is done. The
-    length of the list where nothing comes after it. skipped: see `live_bytes`.
+    length of the list where nothing comes after it.
     """
     stages = stage_count(parallel)
     used = {received_for(action, stages): number for number, action in enumerate(order) if action.kind in COMPUTE}
     found: dict[Action, int] = {}
     open_: dict[int, list[Action]] = {}  # by the other rank, sends that nothing has come after so far
     for action in order:
-        if action.kind in COMPUTE or _is_skipped(action, skipped):
+        if action.kind in COMPUTE:
             continue
         other = rank_of_stage(parallel, partner_of(action).stage)
         if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):

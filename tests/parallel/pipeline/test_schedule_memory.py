@@ -118,19 +118,6 @@ def test_bytes_between_two_stages_of_a_rank_by_hand():
     ]
 
 
-def test_no_gradient_is_exchanged_behind_stages_that_are_not_trained():
-    parallel = pipeline("1f1b", 3)
-    orders = lists(parallel, 4)
-    sizes = StageBytes(100)
-    plain = live_bytes(orders[1], parallel, {1: sizes}, boundary=8)
-    frozen = live_bytes(orders[1], parallel, {1: sizes}, boundary=8, skipped=frozenset({1}))
-    gone = {str(e.action) for e in plain} - {str(e.action) for e in frozen}
-    assert gone == {f"1SB{number}" for number in range(4)}
-    assert not any(entry.waiting and entry.action.kind == "B" for entry in frozen)
-    both = live_bytes(orders[1], parallel, {1: sizes}, boundary=8, skipped=frozenset({1, 2}))
-    assert {str(e.action) for e in frozen} - {str(e.action) for e in both} == {f"1RB{number}" for number in range(4)}
-
-
 @SCHEDULE_NAMES
 def test_what_was_sent_is_taken_when_it_is_said_to_be_whatever_the_ranks_speed(schedule):
     parallel = pipeline(schedule, 4)
