@@ -37,14 +37,10 @@ class Replicas:
     dtype: torch.dtype | None
 
 
-def is_replicated(parallel: ParallelConfig) -> bool:
-    """Whether every data rank is to have the whole model. `auto` that nobody has decided is FSDP."""
-    return parallel.strategy == "ddp"
-
-
 def replicas_of(parallel: ParallelConfig, memory: MemoryConfig, world: World) -> Replicas | None:
-    """The replicas of a model that `shard_model` leaves whole; None for a model that is sharded, or the only one."""
-    if not is_replicated(parallel) or (world.copies == 1 and not memory.cpu_offload):
+    """Return the replicas of a model that `shard_model` leaves whole; None for a model that is sharded, as by `auto` that
+    nobody has decided, or the only one."""
+    if parallel.strategy != "ddp" or (world.copies == 1 and not memory.cpu_offload):
         return None
     return Replicas(world.copies, DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None)
 

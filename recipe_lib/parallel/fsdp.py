@@ -35,7 +35,7 @@ from recipe_lib.models.uninitialized import note_unwritten
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
-from recipe_lib.parallel.ddp import DTYPES, is_replicated
+from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.gradient_accumulation import is_kept, reduces_once
 from recipe_lib.parallel.world import World
 
@@ -275,7 +275,7 @@ def shard_model(
     units = resolve_wrapping(model, parallel.fsdp_wrap_policy, whole_layers=whole_layers or bool(kept))
     units = [_without(unit, model, kept) for unit in units]
     units = [unit for unit in units if unit.bytes] if kept else units
-    if is_replicated(parallel) or (world.copies == 1 and not memory.cpu_offload):
+    if parallel.strategy == "ddp" or (world.copies == 1 and not memory.cpu_offload):
         return []
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if memory.cpu_offload else OffloadPolicy()
     replicated = world.mesh["data_replicate"].size() > 1

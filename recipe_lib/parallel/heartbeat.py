@@ -304,7 +304,7 @@ class Heartbeat:
     def _notice(self, now: float) -> None:
         collectives = count_collectives()
         own = {name: entered - self._not_collective[name] for name, entered in collectives.items()}
-        entered = self._phase, self.action, own | self._exchanges
+        entered = self._phase, self.action, {**own, **self._exchanges}
         if entered != self._entered:
             self._entered = entered
             self._advanced = self._moved = now

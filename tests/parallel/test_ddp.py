@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.parallel import Parallel, all_reduce_gradients, ddp
-from recipe_lib.parallel.ddp import Replicas, is_replicated
+from recipe_lib.parallel.ddp import Replicas
 from recipe_lib.training.derived_numbers import _devices
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, ROOT, done, furthest, metrics, probe, run_here, steps, stories, whole
@@ -102,7 +102,7 @@ def test_auto_that_nobody_has_decided_is_said_to_be_fsdp():
     cfg = FullFinetuneConfig(parallel=ParallelConfig(strategy="auto"))
     said = "devices: 2 cpu = data_replicate 1 x data_shard 2; parallel.strategy=auto is fsdp here, since `tune run` "
     assert _devices(cfg, world) == said + "has not planned both"  # type: ignore[arg-type]
-    assert tuple(mesh_shape(cfg.parallel, 2).values()) == (1, 1, 2, 1) and not is_replicated(cfg.parallel)
+    assert tuple(mesh_shape(cfg.parallel, 2).values()) == (1, 1, 2, 1) and cfg.parallel.strategy != "ddp"
 
 
 class Runs:
