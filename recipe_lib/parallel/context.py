@@ -89,7 +89,11 @@ def check_context(spec: DecoderSpec, parallel: ParallelConfig) -> None:
     """
     size, tensor = parallel.context, parallel.tensor
     heads, kv_heads = spec.num_heads // tensor, max(1, spec.num_kv_heads // tensor)
-    fits = [other for other in range(1, heads + 1) if _divides(heads, kv_heads, other)]
+    fits = [
+        other
+        for other in range(1, heads + 1)
+        if heads % other == 0 and (kv_heads % other == 0 or other % kv_heads == 0)
+    ]
     if size in fits:
         return
     each = f"{heads} attention heads and {kv_heads} key and value heads"
@@ -98,10 +102,6 @@ def check_context(spec: DecoderSpec, parallel: ParallelConfig) -> None:
         f"parallel.context={size}: the model has {each}, which {size} ranks cannot share evenly; sizes that fit: "
         f"{', '.join(map(str, fits))}"
     )
-
-
-def _divides(heads: int, kv_heads: int, size: int) -> bool:
-    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
 def _rotate_own(rotary: Rotary, group: Group, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ class Replicas:
 
 
 def replicas_of(parallel: ParallelConfig, memory: MemoryConfig, world: World) -> Replicas | None:
-    """Return the replicas of a model that `shard_model` leaves whole; None for a model that is sharded, as by `auto` that
+    """Return the replicas of a model that `shard_model` leaves whole; None for one that is sharded, as by `auto` that
     nobody has decided, or the only one."""
     if parallel.strategy != "ddp" or (world.copies == 1 and not memory.cpu_offload):
         return None

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count
 from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.data import Batch
 from recipe_lib.errors import ConfigError, SetupError, UserError
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.ops.attention import AttentionInfo
@@ -52,11 +53,6 @@ class OnItsWay:
 
     def __init__(self, tensor: Tensor, work: Any) -> None:
         self._tensor, self._work = tensor, work
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is of this rank, and not to be waited for."""
-        return self._work is None
 
     def wait(self) -> Tensor:
         """The tensor, when it is there, or taken: the host waits for gloo, the device's stream for NCCL."""
@@ -143,22 +139,6 @@ class PipelineConfig(Protocol):
     parallel: ParallelConfig
 
 
-class MicroBatch(Protocol):
-    """What a pipeline reads of a micro-batch."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """`[b, s]`."""
-
-    @property
-    def positions(self) -> Tensor | None:
-        """`[b, s]`, or None: 0, 1, ..."""
-
-    @property
-    def attention(self) -> AttentionInfo | None:
-        """The documents of each row, or None."""
-
-
 @dataclass
 class _Kept:
     """What a stage keeps of a micro-batch from forward to backward, besides autograd's graph.
@@ -222,7 +202,7 @@ class Pipeline:
 
     def train(
         self,
-        batches: Sequence[MicroBatch],
+        batches: Sequence[Batch],
         loss_of: Callable[[int, Any], Tensor],
         accumulation: GradientAccumulation | None = None,
     ) -> None:
@@ -237,7 +217,7 @@ class Pipeline:
             step.run(*self._orders(len(batches), training=True))
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch], result_of: Callable[[int, Any], Any]) -> list[Any]:
+    def evaluate(self, batches: Sequence[Batch], result_of: Callable[[int, Any], Any]) -> list[Any]:
         """Forward alone; what `result_of` makes of each micro-batch on the last stage's rank, None on the others."""
         results: list[Any] = [None] * len(batches)
         step = _Step(self, batches, result_of, results)
@@ -328,7 +308,7 @@ class _Step:
     def __init__(
         self,
         pipeline: Pipeline,
-        batches: Sequence[MicroBatch],
+        batches: Sequence[Batch],
         finish: Callable[[int, Any], Any],
         results: list[Any] | None,
         accumulation: GradientAccumulation | None = None,
@@ -485,8 +465,7 @@ class _Step:
         """What the action needs of another stage, when it is there."""
         receive = received_for(action, self._pipeline._stages)
         assert receive is not None
-        arriving = self._arriving.pop(receive)
-        return arriving.wait() if arriving.is_here else self._wait_for(arriving, receive)
+        return self._wait_for(self._arriving.pop(receive), receive)
 
     def _hand_on(self, action: Action, tensor: Tensor) -> None:
         """To a stage of this rank as it is; for another rank's it waits for its turn to be sent."""
