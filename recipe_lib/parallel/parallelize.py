@@ -227,7 +227,8 @@ def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
     stage_of |= {f"{name}.": last for name in parts.last}
     stage_of |= {f"{name}.": 0 for name in parts.first if name != parts.embedding or not model.spec.tied}
     places: dict[int, set[int]] = {}
-    for name, tensor in _name_tensors(model):
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
         prefix = next((start for start in stage_of if name.startswith(start)), None)
         if name in extras and prefix is None:
             raise ConfigError(
@@ -242,11 +243,6 @@ def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
             f"parallel.pipeline: found {shared[0]}, which the recipe added to layers of several stages, expected it on "
             "one; give each layer its own, or set parallel.pipeline=1"
         )
-
-
-def _name_tensors(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    named = list(model.named_parameters(remove_duplicate=False))
-    return [*named, *model.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
 
 
 def _linear(module: nn.Linear, hidden: Tensor) -> Tensor:

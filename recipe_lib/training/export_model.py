@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from recipe_lib.logs import get_logger
 from recipe_lib.memory.qat import describe_export
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.parallel import DTYPES
+from recipe_lib.parallel.world import World
 from recipe_lib.reading import find_object
 from recipe_lib.report.planned import planned_figures
 from recipe_lib.training.added_parameters import warn_of_export
@@ -36,12 +37,9 @@ from recipe_lib.training.resolve_model import ResolvedModel
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import GIB, format_bytes
 
-if TYPE_CHECKING:
-    from recipe_lib.parallel.world import World
-
 
 def export_trained_model(
-    cfg: FullFinetuneConfig, model: nn.Module, source: ResolvedModel, data: TrainingData, world: "World"
+    cfg: FullFinetuneConfig, model: nn.Module, source: ResolvedModel, data: TrainingData, world: World
 ) -> None:
     """Writes output_dir/model, a Hugging Face folder with the tokenizer it was trained with. Collective."""
     folder = Path(cfg.output_dir) / MODEL_FOLDER
@@ -68,7 +66,7 @@ def export_trained_model(
 
 
 def export_trained_adapter(
-    cfg: LoraFinetuneConfig, model: nn.Module, source: ResolvedModel, data: TrainingData, world: "World"
+    cfg: LoraFinetuneConfig, model: nn.Module, source: ResolvedModel, data: TrainingData, world: World
 ) -> None:
     """Writes output_dir/adapter as PEFT does; with lora.merge_on_save also output_dir/model, merged. Collective.
 
@@ -137,7 +135,7 @@ def _card(
     cfg: FullFinetuneConfig,
     source: ResolvedModel,
     data: TrainingData,
-    world: "World",
+    world: World,
     commands: list[str],
     *,
     is_adapter: bool,

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from recipe_lib.optim.in_backward import OptimizerLevers
 from recipe_lib.optim.lr_scheduler import learning_rate
 from recipe_lib.optim.optimizers import set_learning_rate, set_numbers
 from recipe_lib.parallel.heartbeat import FIRST_STEP_SECONDS, STEP_SECONDS
+from recipe_lib.parallel.world import World
 from recipe_lib.report.phases import phase
 from recipe_lib.training.metrics import step_metrics
 from recipe_lib.training.output import check_same_data
@@ -38,10 +39,6 @@ from recipe_lib.training.run import check_same_batches
 from recipe_lib.training.run_log import STOPPED_EARLY, RunLog, data_facts
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import gib
-
-if TYPE_CHECKING:
-    from recipe_lib.config.schema import FullFinetuneConfig
-    from recipe_lib.parallel.world import World
 
 
 @dataclass
@@ -74,7 +71,7 @@ class TrainingLoop:
     def __init__(
         self,
         cfg: FullFinetuneConfig,
-        world: "World",
+        world: World,
         model: nn.Module,
         optimizer: Optimizer,
         data: TrainingData,
@@ -246,7 +243,7 @@ def _check_start(cfg: FullFinetuneConfig, total_steps: int) -> None:
         )
 
 
-def _peaks_of_places(own: Peaks, world: "World") -> tuple[Peaks, dict[str, float]]:
+def _peaks_of_places(own: Peaks, world: World) -> tuple[Peaks, dict[str, float]]:
     """The peaks of the rank that has reserved most, and by place in the pipeline what its ranks allocated at most, GiB.
 
     A collective of the host in a pipeline; without one the rank's own peaks, and nothing more.
@@ -294,7 +291,7 @@ class StopSignal:
             return
         self.received = signal.Signals(number).name
 
-    def agreed(self, world: "World") -> bool:
+    def agreed(self, world: World) -> bool:
         """True on every rank once a signal has reached any of them. A collective: all ranks call it after each step.
 
         One number goes over the host's process group, so the device's queue is not waited for.
@@ -302,7 +299,7 @@ class StopSignal:
         return world.any(self.received is not None)
 
 
-def expert_load(model: nn.Module, world: "World", cfg: "FullFinetuneConfig") -> dict[str, Tensor]:
+def expert_load(model: nn.Module, world: World, cfg: "FullFinetuneConfig") -> dict[str, Tensor]:
     """Numbers of the step that ends, on the device: nothing for a model without experts, or with compiled layers.
     Of a pipeline all ranks have them, whatever their layers.
 
@@ -339,7 +336,7 @@ def _number(name: str) -> int:
     return int(next(part for part in name.split(".") if part.isdecimal()))
 
 
-def _summed(loss: Tensor, world: "World") -> Tensor:
+def _summed(loss: Tensor, world: World) -> Tensor:
     """Of ranks that share tokens each knows a part of the loss. A collective of theirs."""
     if world.tensor is not None:
         loss = loss.clone()
@@ -356,7 +353,7 @@ def resume_run(
     optimizer: Optimizer,
     levers: OptimizerLevers,
     data: TrainingData,
-    world: "World",
+    world: World,
 ) -> int:
     """Loads the state that `resume` asks for into model and optimizer; returns its step, 0 without one. Collective.
 
@@ -394,7 +391,7 @@ def check_steps_left(saved: int, total: int, path: Path) -> None:
 
 
 def save_run(
-    cfg: FullFinetuneConfig, step: int, model: nn.Module, optimizer: Optimizer, data: TrainingData, world: "World"
+    cfg: FullFinetuneConfig, step: int, model: nn.Module, optimizer: Optimizer, data: TrainingData, world: World
 ) -> Path:
     """Saves output_dir/state/step_N: what is trained, the optimizer, and where in the data we are. Collective."""
     extra = {"step": step, **data.identity(), BEST_RECORD: data.best.record()}
@@ -443,7 +440,7 @@ class CommunicationProbe:
     end(seconds)  when the step is over, on the device too, or the run; the numbers, or none if it was not the step
     """
 
-    def __init__(self, step: int | None, world: "World") -> None:
+    def __init__(self, step: int | None, world: World) -> None:
         self._step = step if world.is_main and world.size > 1 else None
         self._device = world.device
         self._profiler: Any = None

@@ -13,7 +13,7 @@ Sums are made in fp64: an answer's log-probability is in the hundreds, and what 
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +26,12 @@ from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.ops.fused_loss import IGNORED
 from recipe_lib.optim.optimizers import local_bytes
 from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.parallel.world import World
 from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.scores import values_of
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.training.validation import name_validation, sum_over_validation
 from recipe_lib.units import format_bytes
-
-if TYPE_CHECKING:
-    from recipe_lib.parallel.world import World
-
 
 _MEANS = ("ipo", "simpo")  # losses of the mean over an answer's tokens
 NUMBERS = ("loss", "reward_chosen", "reward_rejected", "reward_accuracy")
@@ -158,7 +155,7 @@ def validation_preference(
     references_of: References,
     cfg: DpoConfig,
     data: TrainingData,
-    world: "World",
+    world: World,
 ) -> dict[str, float]:
     """Return means over all validation pairs, or single answers, each counted once; without dropout. Collective.
 
@@ -231,7 +228,7 @@ def reference_point(
     answers: Callable[[Batch], Tensor],
     references_of: References,
     batches: StepBatches,
-    world: "World",
+    world: World,
 ) -> Tensor | None:
     """KTO's point of reference, a scalar fp64 on the device, from a step's mismatched answers; None for a loss that
     asks for none. Collective.
@@ -249,7 +246,7 @@ def _sum_ratios(
     answers: Callable[[Batch], Tensor],
     references_of: References,
     mismatched: Sequence[Batch],
-    world: "World",
+    world: World,
 ) -> Tensor:
     """The sum of log p - log q over this rank's mismatched answers."""
     total = torch.zeros((), device=world.device, dtype=torch.float64)
@@ -260,7 +257,7 @@ def _sum_ratios(
     return total
 
 
-def _estimate_kl(total: Tensor, items: int, world: "World") -> Tensor:
+def _estimate_kl(total: Tensor, items: int, world: World) -> Tensor:
     return (world.all_reduce_sum(total) / max(1, items)).clamp(min=0)
 
 

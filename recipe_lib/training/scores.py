@@ -8,7 +8,7 @@ classification   -log softmax(scores)[class]
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +25,12 @@ from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.scored_spec import head_labels, score_config
 from recipe_lib.ops.fused_loss import IGNORED
 from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.parallel.world import World
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.resolve_model import ResolvedModel
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.training.validation import name_validation, sum_over_validation
-
-if TYPE_CHECKING:
-    from recipe_lib.parallel.world import World
 
 _OF_PAIRS = ("loss", "reward_chosen", "reward_rejected", "accuracy")
 _OF_CLASSES = ("loss", "accuracy")
@@ -92,7 +90,7 @@ def validation_scores(
     compare: Callable[[Batch], tuple[Tensor, Tensor]],
     cfg: RewardConfig,
     data: TrainingData,
-    world: "World",
+    world: World,
 ) -> dict[str, float]:
     """Means over all validation items, each counted once; without dropout. Collective.
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from recipe_lib.parallel import DTYPES, Parallel, materialize, parallelize
 from recipe_lib.parallel.context import check_context
 from recipe_lib.parallel.fsdp import evaluated_in_parts
 from recipe_lib.parallel.tensor_sizes import check_tensor
-from recipe_lib.parallel.world import derive_seed
+from recipe_lib.parallel.world import World, derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.training.host_memory import check_host_memory
 from recipe_lib.training.micro_batches import result_of_each
@@ -34,9 +34,6 @@ from recipe_lib.training.resolve_model import ResolvedModel, resolve_model
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.training.validation import name_validation, sum_over_validation
 from recipe_lib.units import format_bytes
-
-if TYPE_CHECKING:
-    from recipe_lib.parallel.world import World
 
 
 def resolve_teacher(cfg: DistillFinetuneConfig) -> ResolvedModel:
@@ -95,7 +92,7 @@ def _text(tokenizer: Tokenizer, token: int) -> str | None:
         return None
 
 
-def place_teacher(source: ResolvedModel, cfg: DistillFinetuneConfig, world: "World") -> tuple[Decoder, Parallel]:
+def place_teacher(source: ResolvedModel, cfg: DistillFinetuneConfig, world: World) -> tuple[Decoder, Parallel]:
     """Return a frozen teacher in this rank's memory, divided as the model is but for its own storage, without values
     yet; it computes in dtype."""
     dtype = DTYPES[cfg.dtype]
@@ -144,7 +141,7 @@ def teacher_states(teacher: Decoder, batch: Batch) -> TeacherStates:
     return TeacherStates(hidden, head, batch.labels)
 
 
-def distill_means(sums: Tensor, tokens: int, keys: DistillConfig, world: "World") -> dict[str, Tensor]:
+def distill_means(sums: Tensor, tokens: int, keys: DistillConfig, world: World) -> dict[str, Tensor]:
     """Loss, divergence and cross-entropy, means over label tokens. A collective. sums: `[2]`, those of this rank's
     tokens; tokens: of all ranks."""
     divergence, cross_entropy = world.all_reduce_sum(world.sum_over_sequence(sums)) / max(1, tokens)
@@ -168,7 +165,7 @@ def validation_distillation(
     add_sums: Callable[[Batch, Tensor], Tensor],
     data: TrainingData,
     keys: DistillConfig,
-    world: "World",
+    world: World,
 ) -> dict[str, float]:
     """Means over the label tokens of all validation sequences, each counted once; without dropout. Collective.
 

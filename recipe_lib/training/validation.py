@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,9 @@ from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.fused_loss import IGNORED
 from recipe_lib.ops.head_losses import TokenScores
 from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.parallel.world import World
 from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.training_data import TrainingData
-
-if TYPE_CHECKING:
-    from recipe_lib.parallel.world import World
-
 
 _TOGETHER = 16  # batches that go through a pipeline at a time
 
@@ -64,7 +61,7 @@ def validation_loss(
     parallel: Parallel,
     summed_loss: Callable[[Batch], torch.Tensor],
     data: TrainingData,
-    world: "World",
+    world: World,
 ) -> dict[str, float]:
     """Mean loss of the trained tokens of all validation sequences, each counted once; without dropout. Collective.
 
@@ -83,7 +80,7 @@ def validation_loss(
     return numbers
 
 
-def _metrics_of_scores(model: nn.Module, parallel: Parallel, data: TrainingData, world: "World") -> dict[str, float]:
+def _metrics_of_scores(model: nn.Module, parallel: Parallel, data: TrainingData, world: World) -> dict[str, float]:
     """The share of label tokens that are the likeliest, and of sequences in which all are."""
     sums = torch.zeros(4, device=world.device, dtype=torch.float64)  # label tokens, right ones, sequences, right ones
 
@@ -98,7 +95,7 @@ def _metrics_of_scores(model: nn.Module, parallel: Parallel, data: TrainingData,
     return {f"validation_{name}": numbers[name] for name in data.scored_metrics}
 
 
-def _metrics_of_answers(model: Any, data: TrainingData, world: "World") -> dict[str, float]:
+def _metrics_of_answers(model: Any, data: TrainingData, world: World) -> dict[str, float]:
     """The means of a plugin's metrics of the answers to all validation questions."""
     model.eval()
     answers = generate_answers(model, model.spec, data.questions, world, **data.generation_options())
