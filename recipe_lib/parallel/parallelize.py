@@ -23,7 +23,7 @@ from recipe_lib.parallel.ddp import Replicas, replicas_of, sum_gradients_of_repl
 from recipe_lib.parallel.fsdp import Unit, parameter_bytes, shard_model, whole_elements
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
 from recipe_lib.parallel.pipeline.balance import split_layers
-from recipe_lib.parallel.pipeline.driver import Pipeline, PipelineConfig
+from recipe_lib.parallel.pipeline.driver import Pipeline
 from recipe_lib.parallel.tensor import shard_tensors
 from recipe_lib.parallel.world import World
 from recipe_lib.units import format_bytes, format_count
@@ -192,7 +192,7 @@ def _sum_partial_gradients(model: nn.Module, parallel: Parallel, world: World) -
 # and output head.
 
 
-def split_pipeline(model: LanguageModel, cfg: PipelineConfig, world: World) -> Pipeline | None:
+def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) -> Pipeline | None:
     """Leaves a meta model with this rank's stages alone, in place; returns what runs them, None without a pipeline.
 
     A tied embedding is on the first and on the last stage; see `sum_tied_gradients`. Raises

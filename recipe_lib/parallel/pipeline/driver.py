@@ -13,7 +13,7 @@ through a step, and their split backward leaves out gradients of stages after fr
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count
-from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch
 from recipe_lib.errors import ConfigError, SetupError, UserError
 from recipe_lib.models.language_model import LanguageModel
@@ -133,12 +133,6 @@ def sum_with(other: int, parameter: Tensor, transport: Transport) -> None:
 on_action: Callable[[Action | None], None] | None = None
 
 
-class PipelineConfig(Protocol):
-    """What a config needs for a pipeline."""
-
-    parallel: ParallelConfig
-
-
 @dataclass
 class _Kept:
     """What a stage keeps of a micro-batch from forward to backward, besides autograd's graph.
@@ -156,7 +150,7 @@ class Pipeline:
     """The stages of one rank. `layers`: by stage, the numbers of its layers."""
 
     def __init__(
-        self, model: LanguageModel, cfg: PipelineConfig, world: World, layers: dict[int, range], dtype: torch.dtype
+        self, model: LanguageModel, cfg: FullFinetuneConfig, world: World, layers: dict[int, range], dtype: torch.dtype
     ) -> None:
         """model: cut down to these layers; it runs by `run_part` from now on. dtype: of hidden states."""
         assert world.pipeline is not None
