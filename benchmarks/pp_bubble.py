@@ -21,9 +21,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from benchmarks.pp_traced import Rows, config, micro_batches, small_spec  # noqa: E402
+from benchmarks.pp_traced import config, micro_batches, small_spec  # noqa: E402
 from recipe_lib.config.mesh import SCHEDULES, stage_count, stages_per_rank  # noqa: E402
 from recipe_lib.config.schema import ParallelConfig  # noqa: E402
+from recipe_lib.data import Batch  # noqa: E402
 from recipe_lib.models import build_meta, init_weights  # noqa: E402
 from recipe_lib.ops import deferred  # noqa: E402
 from recipe_lib.parallel import split_pipeline, start_world  # noqa: E402
@@ -100,7 +101,7 @@ def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) 
     return found
 
 
-def _timed_step(pipeline: Pipeline, model: nn.Module, batches: list[Rows], seconds: float) -> list[float]:
+def _timed_step(pipeline: Pipeline, model: nn.Module, batches: list[Batch], seconds: float) -> list[float]:
     """When a step began, at a tick, and when this rank's last action ended."""
     ends: list[float] = []
     driver.on_action = lambda action: ends.append(time.monotonic())
