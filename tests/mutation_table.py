@@ -251,8 +251,8 @@ MUTATIONS = [
     Mutation(
         name="dropout_stays_off",
         path="recipe_lib/training/validation.py",
-        old="    model.train()\n    return numbers\n",
-        new="    return numbers\n",
+        old="    model.train()\n    return tokens, items\n",
+        new="    return tokens, items\n",
         harm="after its first validation a run trains without dropout",
         tests=("tests/training/test_validation.py",),
     ),
