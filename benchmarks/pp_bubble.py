@@ -21,16 +21,21 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from benchmarks.pp_traced import Rows, config, micro_batches, small_spec  # noqa: E402
+from benchmarks.pp_traced import config, micro_batches, small_spec  # noqa: E402
 from recipe_lib.config.mesh import SCHEDULES, stage_count, stages_per_rank  # noqa: E402
 from recipe_lib.config.schema import ParallelConfig  # noqa: E402
+from recipe_lib.data import Batch  # noqa: E402
 from recipe_lib.models import build_meta, init_weights  # noqa: E402
 from recipe_lib.ops import deferred  # noqa: E402
 from recipe_lib.parallel import split_pipeline, start_world  # noqa: E402
 from recipe_lib.parallel.pipeline import driver  # noqa: E402
 from recipe_lib.parallel.pipeline.driver import Pipeline  # noqa: E402
-from recipe_lib.parallel.pipeline.schedule_time import simulate, theoretical_bubble  # noqa: E402
-from recipe_lib.parallel.pipeline.schedules import UNITS, compute_orders, with_transfers  # noqa: E402
+from recipe_lib.parallel.pipeline.schedules import UNITS, compute_orders  # noqa: E402
+from recipe_lib.parallel.pipeline.simulation import (  # noqa: E402
+    simulate,
+    theoretical_bubble,
+    with_transfers,
+)
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
 RANKS = (2, 4)
@@ -96,7 +101,7 @@ def _run_rank(schedules: Sequence[str], ranks: int, count: int, seconds: float) 
     return found
 
 
-def _timed_step(pipeline: Pipeline, model: nn.Module, batches: list[Rows], seconds: float) -> list[float]:
+def _timed_step(pipeline: Pipeline, model: nn.Module, batches: list[Batch], seconds: float) -> list[float]:
     """When a step began, at a tick, and when this rank's last action ended."""
     ends: list[float] = []
     driver.on_action = lambda action: ends.append(time.monotonic())
@@ -150,7 +155,7 @@ driver that trains, with layers that sleep until the next tick, {milliseconds:.0
 processes share, in each of forward, input gradient and weight gradients (both in one backward where a schedule does not
 split it); {count} micro-batches a step. The bubble is the part of the ranks' time together, from the step's beginning
 to the end of its last action, that they do not sleep for a layer. Measured: the shortest of {steps} steps, since a busy
-machine only adds. Theory: the formula of `recipe_lib.parallel.pipeline.schedule_time.theoretical_bubble`; simulated:
+machine only adds. Theory: the formula of `recipe_lib.parallel.pipeline.simulation.theoretical_bubble`; simulated:
 the lists that the ranks run, by `simulate` of the same file. What the machine adds to an action is hidden as long as
 it is less than half a tick: this says who waits for whom, and nothing about kernels, links, or stages
 that are not equally long.

@@ -24,8 +24,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.pp_stock import SCHEDULE_CLASSES, Part  # noqa: E402
-from benchmarks.pp_traced import Rows, config, micro_batches, small_spec  # noqa: E402
+from benchmarks.pp_traced import config, micro_batches, small_spec  # noqa: E402
 from recipe_lib.config.mesh import stage_count, stages_of_rank  # noqa: E402
+from recipe_lib.data import Batch  # noqa: E402
 from recipe_lib.memory import apply_activation_checkpointing  # noqa: E402
 from recipe_lib.models import Decoder, build_meta, init_weights  # noqa: E402
 from recipe_lib.parallel import World, materialize, shard_model, split_pipeline, start_world  # noqa: E402
@@ -109,7 +110,7 @@ def _config(situation: Situation, schedule: str) -> Any:
     return cfg
 
 
-def _rows(world: World) -> list[Rows]:
+def _rows(world: World) -> list[Batch]:
     """The micro-batches of this data rank."""
     return micro_batches(COUNT * world.data_ranks)[world.data_rank :: world.data_ranks]
 

@@ -22,7 +22,6 @@ from benchmarks.pp_7b import section  # noqa: E402
 from benchmarks.pp_stock import run_stock  # noqa: E402
 from benchmarks.pp_traced import boundary_bytes, config, expected, expected_held, run_ours, small_spec, work_bytes  # noqa: E402
 from recipe_lib.config.mesh import SCHEDULES  # noqa: E402
-from recipe_lib.parallel.pipeline.schedule_memory import peak_bytes  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
 RANKS, LAYERS, COUNT = 2, 8, 8
@@ -37,7 +36,7 @@ Made by `python benchmarks/pp_memory.py --output docs/measurements/pp_memory.md`
 ours and torch {torch}'s `PipelineStage` with its schedule classes in the same run. Parameters and gradients are not
 counted. A tensor between two stages has {boundary} bytes.
 
-- **ours, torch**: the most bytes alive at any operator. **theory**: `recipe_lib.parallel.pipeline.schedule_memory`,
+- **ours, torch**: the most bytes alive at any operator. **theory**: `recipe_lib.parallel.pipeline.simulation`,
   from the sizes of a stage by formula, what one action needs for itself measured on a stage alone, and the schedule's
   list. What is held after each action is compared with theory to the byte by
   `tests/parallel/pipeline/test_memory.py`, and here: a difference writes no page.
@@ -70,7 +69,7 @@ def _check(job: Job, rank: int, ours: dict[str, Any]) -> int:
     for (name, held), (wanted, bytes_) in zip(ours["held"], expected_held(cfg, spec, rank, COUNT), strict=True):
         if held != bytes_ or name != wanted:
             raise ValueError(f"{schedule}, {mode}, rank {rank}: {held} bytes after {name}, {bytes_} in theory")
-    return peak_bytes(expected(cfg, spec, rank, COUNT, work_bytes(cfg, spec)))
+    return max(entry.most for entry in expected(cfg, spec, rank, COUNT, work_bytes(cfg, spec)))
 
 
 def _row(job: Job, rank: int, ours: dict[str, Any], stock: dict[str, Any]) -> list[str]:

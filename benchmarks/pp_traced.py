@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.config.mesh import SCHEDULES, stage_count
 from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.data import Batch
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights, spec_from_config
 from recipe_lib.ops import deferred
@@ -27,9 +28,8 @@ from recipe_lib.parallel import split_pipeline, start_world
 from recipe_lib.parallel.pipeline import driver
 from recipe_lib.parallel.pipeline.balance import deferred_of_layer
 from recipe_lib.parallel.pipeline.driver import Pipeline
-from recipe_lib.parallel.pipeline.schedule_memory import Live, StageBytes, live_bytes, taken_in
-from recipe_lib.parallel.pipeline.schedule_time import simulate
-from recipe_lib.parallel.pipeline.schedules import UNITS, Action, compute_orders, with_transfers
+from recipe_lib.parallel.pipeline.schedules import UNITS, Action, compute_orders
+from recipe_lib.parallel.pipeline.simulation import Live, StageBytes, live_bytes, simulate, taken_in, with_transfers
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, MLP_WIDTH = 64, 32, 4, 2, 48
 ROWS, LENGTH = 2, 24
@@ -56,21 +56,11 @@ def small_spec(layers: int) -> DecoderSpec:
     return spec_from_config(config, "small")
 
 
-@dataclass
-class Rows:
-    """A micro-batch: tokens and labels `[ROWS, LENGTH]`."""
-
-    tokens: Tensor
-    labels: Tensor
-    positions: None = None
-    attention: None = None
-
-
-def micro_batches(count: int) -> list[Rows]:
+def micro_batches(count: int) -> list[Batch]:
     """The same on all ranks."""
     generator = torch.Generator().manual_seed(3)
     drawn = torch.randint(0, VOCABULARY, (count, 2, ROWS, LENGTH), generator=generator)
-    return [Rows(tokens.clone(), labels.clone()) for tokens, labels in drawn]
+    return [Batch(tokens.clone(), labels.clone()) for tokens, labels in drawn]
 
 
 def boundary_bytes() -> int:
@@ -239,7 +229,7 @@ class _Alone:
         self._storages = Storages(peaks=True)
         self._storages.ignored = lambda: [one.grad for one in model.parameters() if one.grad is not None]
 
-    def work(self, rows: Rows, layers: range, defers: bool, *, first: bool, last: bool) -> tuple[int, int, int]:
+    def work(self, rows: Batch, layers: range, defers: bool, *, first: bool, last: bool) -> tuple[int, int, int]:
         """Of forward, of backward or input gradient, of what was deferred."""
         model = self._model
         with self._storages:
@@ -320,7 +310,7 @@ class _Tracing:
         self._next = 0
         self._calls: Counter[str] = Counter()
 
-    def run(self, batches: list[Rows]) -> Traced:
+    def run(self, batches: list[Batch]) -> Traced:
         model, found = self._model, self._found
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         count_forwards(model, self._calls)
@@ -341,7 +331,7 @@ class _Tracing:
             optimizer.zero_grad(set_to_none=True)
         return found
 
-    def _loss(self, number: int, batch: Rows) -> Tensor:
+    def _loss(self, number: int, batch: Batch) -> Tensor:
         head_loss = CrossEntropy(self._cfg.memory.loss_chunks)
         return self._model(batch.tokens, labels=batch.labels, head_loss=head_loss) / 100
 

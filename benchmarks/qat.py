@@ -31,7 +31,7 @@ from recipe_lib.data.batches import validation_steps
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.qat import base_config
 from recipe_lib.tokenizers import load_tokenizer
-from recipe_lib.training.records.metrics import read_metrics
+from recipe_lib.training.metrics import read_metrics
 
 KIND, HELD_OUT = "int4", "examples/demo/heldout.jsonl"
 NAMES = ("without qat", "without qat, int4 after it", "with qat", "with qat, int4 after it")

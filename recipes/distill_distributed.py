@@ -33,13 +33,12 @@ from recipe_lib.config import DistillFinetuneConfig, parse_arguments
 from recipe_lib.data import Batch, PreparedData, StepBatches, check_packing_isolation
 from recipe_lib.errors import end_process, exit_code_of
 from recipe_lib.models import build_meta
-from recipe_lib.ops.distillation import Distillation
+from recipe_lib.ops.distillation import Distillation, Divergence
 from recipe_lib.parallel import DTYPES, World, all_reduce_gradients, describe_units, materialize, parallelize
 from recipe_lib.training.teacher import (
     check_same_ids,
     describe_teacher,
     distill_means,
-    divergence_of,
     load_student,
     load_teacher,
     place_teacher,
@@ -66,7 +65,7 @@ class DistillFinetune:
         if self.adapts and cfg.lora.adapter_path:
             check_adapter(Path(cfg.lora.adapter_path), self.spec, cfg.lora, self.source.folder)
         self.teacher_source = resolve_teacher(cfg)
-        self.divergence = divergence_of(cfg.distill)
+        self.divergence = Divergence(cfg.distill.divergence, cfg.distill.temperature, cfg.distill.beta)
 
     def setup_data(self, prepared: PreparedData | None) -> None:
         """Tokens and labels, which mean the same to the teacher."""

@@ -50,10 +50,10 @@ from recipe_lib.training.preference import (
     count_of_numbers,
     describe_reference,
     loss_of_answers,
+    reference_point,
     step_numbers,
     validation_preference,
 )
-from recipe_lib.training.unpaired import reference_point
 
 Config = DpoFinetuneConfig
 

@@ -206,18 +206,18 @@ MUTATIONS = [
     Mutation(
         name="one_more_in_flight",
         path="recipe_lib/parallel/pipeline/schedules.py",
-        old="ahead = min(ranks - 1 - rank, micro_batches)",
-        new="ahead = min(ranks - rank, micro_batches)",
+        old="ahead = min(ranks - 1 - rank, micro_batches) if",
+        new="ahead = min(ranks - rank, micro_batches) if",
         harm="each stage of 1f1b keeps one micro-batch more than it needs",
         tests=("tests/parallel/pipeline/test_schedules.py", "-k", "by_hand"),
     ),
     Mutation(
         name="blames_who_waits",
-        path="recipe_lib/parallel/hang_detection/beats.py",
+        path="recipe_lib/parallel/heartbeat.py",
         old="return sorted(fewer - more)",
         new="return sorted(fewer)",
         harm="of a run that hangs a rank is named that waits for the one that is stuck",
-        tests=("tests/parallel/hang_detection/test_beats.py",),
+        tests=("tests/parallel/test_heartbeat_rules.py",),
     ),
     # Training.
     Mutation(
@@ -242,7 +242,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="point_of_one_rank",
-        path="recipe_lib/training/unpaired.py",
+        path="recipe_lib/training/preference.py",
         old="return (world.all_reduce_sum(total) / max(1, items)).clamp(min=0)",
         new="return (total / max(1, items)).clamp(min=0)",
         harm="several: KTO compares with the point of reference of one rank's samples",
@@ -251,14 +251,14 @@ MUTATIONS = [
     Mutation(
         name="dropout_stays_off",
         path="recipe_lib/training/validation.py",
-        old="    model.train()\n    return numbers\n",
-        new="    return numbers\n",
+        old="    model.train()\n    return tokens, items\n",
+        new="    return tokens, items\n",
         harm="after its first validation a run trains without dropout",
         tests=("tests/training/test_validation.py",),
     ),
     Mutation(
         name="resume_loses_a_line",
-        path="recipe_lib/training/records/metrics.py",
+        path="recipe_lib/training/metrics.py",
         old='if line["step"] <= step]',
         new='if line["step"] < step]',
         harm="metrics.jsonl of a resumed run lacks the step that it goes on from",

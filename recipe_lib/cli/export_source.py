@@ -145,7 +145,7 @@ def beside_weights(found: ExportSource, base: Path | None, spec: "ModelSpec", is
     from recipe_lib.checkpoint.model_card import public_name
     from recipe_lib.data import trained_template
     from recipe_lib.tokenizers import load_tokenizer
-    from recipe_lib.training.card import run_card
+    from recipe_lib.training.export_model import run_card
 
     cfg, run = found.cfg, found.records
     folder = Path(cfg.tokenizer.path or base or find_base(cfg.model.path))
@@ -175,7 +175,7 @@ def _exported_step(state: Path) -> tuple[int, str | None]:
 
 def _exported_by_run(records: Path | None) -> tuple[int | None, str | None]:
     """The step of the adapter that a run has exported, where it looked for a best one; by its summary."""
-    from recipe_lib.training.records.metrics import SUMMARY_FILE
+    from recipe_lib.training.metrics import SUMMARY_FILE
 
     summary = find_object(records / SUMMARY_FILE) if records else {}  # a run that was killed has none
     return summary.get("exported_step"), summary.get("outcome")

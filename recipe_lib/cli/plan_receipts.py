@@ -42,7 +42,7 @@ def keep_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any]) -> None
     """
     if is_off() or summary.get("memory_kind") != "device":
         return
-    from recipe_lib.training.records.metrics import read_metrics  # torch, which the launcher has imported by now
+    from recipe_lib.training.metrics import read_metrics  # torch, which the launcher has imported by now
 
     path = receipts_file()
     try:

@@ -236,7 +236,7 @@ def answer_all(
 ) -> None:
     """Answer the prompts that have no answer yet, and write a line for each, batch by batch."""
     from recipe_lib.generation.batch import generate_batch
-    from recipe_lib.parallel.seeds import derive_seed
+    from recipe_lib.parallel.world import derive_seed
 
     if answers.count:
         get_logger().info("resume: %d of %d prompts are answered", answers.count, len(prompts))

@@ -15,9 +15,9 @@ from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.generation.batch import generate_batch
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.ops.chunked_heads import IGNORED
-from recipe_lib.parallel.seeds import derive_seed
+from recipe_lib.parallel.world import derive_seed
 from recipe_lib.tokenizers import Tokenizer
-from recipe_lib.training.sequence_scores import token_scores_of
+from recipe_lib.training.validation import token_scores_of
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM

@@ -21,7 +21,7 @@ from recipe_lib.memory.qat import FakeQuantization, fake_quantize_linears
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.parallel import DTYPES, Parallel, World, materialize, parallelize
-from recipe_lib.parallel.seeds import derive_seed
+from recipe_lib.parallel.world import derive_seed
 
 
 @dataclass

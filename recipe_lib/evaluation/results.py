@@ -21,7 +21,7 @@ from recipe_lib.report.page import render_page
 from recipe_lib.report.view import Section, Table
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.training import result_of_each
-from recipe_lib.training.sequence_scores import scores_by, sequence_sums
+from recipe_lib.training.validation import scores_by, sequence_sums
 
 EXAMPLES_FILE, SUMMARY_FILE, PAGE_FILE = "examples.jsonl", "summary.json", "report.html"
 BASE, TUNED = "base", "tuned"

@@ -14,7 +14,7 @@ from recipe_lib.generation.batch import Generated, generate_batch
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.parallel import World
-from recipe_lib.parallel.seeds import derive_seed
+from recipe_lib.parallel.world import derive_seed
 from recipe_lib.tokenizers import Tokenizer
 
 

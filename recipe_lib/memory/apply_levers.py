@@ -31,11 +31,11 @@ class MemoryLevers:
     it. offload: what moves activations. layers: what copies them from the host. quantization: what linears are rounded
     to while they train."""
 
-    kernels: str
-    checkpointing: str | None
-    offload: Window | None
-    layers: LayerStream | None
-    quantization: FakeQuantization | None
+    kernels: str = ""
+    checkpointing: str | None = None
+    offload: Window | None = None
+    layers: LayerStream | None = None
+    quantization: FakeQuantization | None = None
 
 
 def apply_memory_levers(

@@ -22,7 +22,7 @@ from recipe_lib.ops.dtensor_shards import local_of, with_local
 from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
 from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, Trained, is_layer_matrix, stored_sizes
 from recipe_lib.parallel.parallelize import Parallel
-from recipe_lib.parallel.seeds import derive_seed
+from recipe_lib.parallel.world import derive_seed
 
 if TYPE_CHECKING:
     from recipe_lib.parallel.world import World
@@ -376,7 +376,7 @@ def apply_optimizer_levers(
     left for `optimizer.step()` after backward: a tied embedding's come twice, and those that every rank of a
     tensor-parallel group has are summed once a step. There may be one backward a step.
     """
-    streamed = parallel.layers
+    streamed = parallel.levers.layers
     instead = streamed.stepped if streamed is not None else None
     offloaded = OffloadedStates(optimizer, device, instead) if memory.optimizer_offload and has_host(device) else None
     place = offloaded.placed if offloaded is not None else None

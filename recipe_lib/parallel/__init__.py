@@ -1,11 +1,8 @@
 """The ranks of a run and how a model is divided among them."""
 
 from recipe_lib.parallel.ddp import DTYPES
-from recipe_lib.parallel.fsdp import materialize, shard_model
-from recipe_lib.parallel.fsdp_wrap_policy import Unit, resolve_wrapping
-from recipe_lib.parallel.gradients import all_reduce_gradients
-from recipe_lib.parallel.parallelize import Parallel, describe_units, parallelize
-from recipe_lib.parallel.pipeline.stages import split_pipeline
+from recipe_lib.parallel.fsdp import Unit, materialize, resolve_wrapping, shard_model
+from recipe_lib.parallel.parallelize import Parallel, all_reduce_gradients, describe_units, parallelize, split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors
 from recipe_lib.parallel.tensor_sizes import check_tensor
 from recipe_lib.parallel.world import World, make_world, meet_ranks, start_world

@@ -17,12 +17,13 @@ from torch import Tensor
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import Attention, Decoder, Rotary
+from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.meta_init import extra_tensors
 from recipe_lib.models.spec import DecoderSpec
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.gathered import Group, gather_tokens, own_tokens, sum_over_ranks, to_heads, to_tokens
 from recipe_lib.ops.head_losses import HeadLoss
 from recipe_lib.ops.rope import rotation
-from recipe_lib.parallel.modified_model import refuse_for_context
 from recipe_lib.parallel.world import World
 
 
@@ -52,9 +53,32 @@ def shard_sequences(model: Decoder, parallel: ParallelConfig, world: World) -> N
         head.forward = partial(_head_of_own, head.forward, group)
     whole: Any = model
     if world.pipeline is None:
-        whole.forward = partial(_forward, model.forward, group)
+        whole.forward = partial(_gather_logits, model.forward, group, 0)
     else:  # a call runs a part of the model, of which only the head gives logits
-        whole.run_head = partial(_run_head, model.run_head, group)
+        whole.run_head = partial(_gather_logits, model.run_head, group, 1)
+
+
+def refuse_for_context(model: LanguageModel) -> None:
+    """ConfigError for a model that is not ours, for extra parameters, and for another forward of attention.
+
+    A rank has some of the tokens of a sequence there, and what looks at others would see none of them.
+    """
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            "parallel.context: found a model whose attention is not ours, expected model.implementation=native; set "
+            "that, or parallel.context=1"
+        )
+    own = [
+        f"another forward of {name}"
+        for name, module in model.named_modules()
+        if isinstance(module, Attention) and type(module).forward is not Attention.forward
+    ]
+    found = next(iter(extra_tensors(model)), None) or next(iter(own), None)
+    if found is not None:
+        raise ConfigError(
+            f"parallel.context: found {found}, which the recipe added, expected a model as it is built: ranks that "
+            "share sequences have a part of the tokens each; set parallel.context=1"
+        )
 
 
 def check_context(spec: DecoderSpec, parallel: ParallelConfig) -> None:
@@ -64,7 +88,11 @@ def check_context(spec: DecoderSpec, parallel: ParallelConfig) -> None:
     """
     size, tensor = parallel.context, parallel.tensor
     heads, kv_heads = spec.num_heads // tensor, max(1, spec.num_kv_heads // tensor)
-    fits = [other for other in range(1, heads + 1) if _divides(heads, kv_heads, other)]
+    fits = [
+        other
+        for other in range(1, heads + 1)
+        if heads % other == 0 and (kv_heads % other == 0 or other % kv_heads == 0)
+    ]
     if size in fits:
         return
     each = f"{heads} attention heads and {kv_heads} key and value heads"
@@ -73,10 +101,6 @@ def check_context(spec: DecoderSpec, parallel: ParallelConfig) -> None:
         f"parallel.context={size}: the model has {each}, which {size} ranks cannot share evenly; sizes that fit: "
         f"{', '.join(map(str, fits))}"
     )
-
-
-def _divides(heads: int, kv_heads: int, size: int) -> bool:
-    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
 def _rotate_own(rotary: Rotary, group: Group, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,18 +138,13 @@ def _head_of_own(
     return gather_tokens(found, group) if found.dim() else sum_over_ranks(found, group)
 
 
-def _forward(forward: Callable[..., Tensor], group: Group, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The model's; logits, which ranks have of their tokens, are gathered: for short texts."""
-    found = forward(tokens, *args, **kwargs)
-    return found if kwargs.get("labels") is not None else _logits_of_all(found, tokens, group)
+def _gather_logits(run: Callable[..., Tensor], group: Group, place: int, *args: Any, **kwargs: Any) -> Tensor:
+    """Run the model or its head; logits, which ranks have of their tokens, are gathered: for short texts.
 
-
-def _run_head(run_head: Callable[..., Tensor], group: Group, hidden: Tensor, tokens: Tensor, **kwargs: Any) -> Tensor:
-    """A last stage's, as `_forward`."""
-    found = run_head(hidden, tokens, **kwargs)
-    return found if kwargs.get("labels") is not None else _logits_of_all(found, tokens, group)
-
-
-def _logits_of_all(logits: Tensor, tokens: Tensor, group: Group) -> Tensor:
-    rows, length = tokens.shape
-    return gather_tokens(logits.view(rows, length // group.size, -1), group)
+    place: of the tokens `[b, s]` among the arguments.
+    """
+    found = run(*args, **kwargs)
+    if kwargs.get("labels") is not None:
+        return found
+    rows, length = args[place].shape
+    return gather_tokens(found.view(rows, length // group.size, -1), group)

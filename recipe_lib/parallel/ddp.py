@@ -10,9 +10,8 @@ into buckets, so that the sum takes no memory but two of these; large ones are s
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,14 +37,10 @@ class Replicas:
     dtype: torch.dtype | None
 
 
-def is_replicated(parallel: ParallelConfig) -> bool:
-    """Whether every data rank is to have the whole model. `auto` that nobody has decided is FSDP."""
-    return parallel.strategy == "ddp"
-
-
 def replicas_of(parallel: ParallelConfig, memory: MemoryConfig, world: World) -> Replicas | None:
-    """The replicas of a model that `shard_model` leaves whole; None for a model that is sharded, or the only one."""
-    if not is_replicated(parallel) or (world.copies == 1 and not memory.cpu_offload):
+    """Return the replicas of a model that `shard_model` leaves whole; None for one that is sharded, as by `auto` that
+    nobody has decided, or the only one."""
+    if parallel.strategy != "ddp" or (world.copies == 1 and not memory.cpu_offload):
         return None
     return Replicas(world.copies, DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None)
 
@@ -59,57 +54,39 @@ def sum_gradients_of_replicas(model: nn.Module, replicas: Replicas, world: World
     Next to the gradients there are at most two buckets of BUCKET_ELEMENTS. A collective.
     """
     group = world.mesh.get_group("data_replicate")
-    waiting: deque[_Sum] = deque()
-    for bucket in _buckets(model.parameters(), replicas.dtype):
+    waiting: deque[Callable[[], None]] = deque()
+    for pieces, dtype in _fill_buckets(model.parameters(), replicas.dtype):
         while len(waiting) == _BUCKETS:
-            waiting.popleft().finish()  # so that its memory is free before the next one takes some
-        waiting.append(bucket.start(group))
+            waiting.popleft()()  # so that its memory is free before the next one takes some
+        waiting.append(_start_sum(pieces, dtype, group))
     while waiting:
-        waiting.popleft().finish()
+        waiting.popleft()()
 
 
-@dataclass
-class _Sum:
-    """A sum that is under way. packed: None where the gradients themselves are summed."""
+def _start_sum(pieces: list[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Callable[[], None]:
+    """Begin to sum flat pieces of gradients; return what lets the device's stream wait for the sum, and brings it to
+    them. They are packed where they are several, or of another type."""
+    packed = None
+    sizes = [piece.numel() for piece in pieces]
+    if len(pieces) > 1 or pieces[0].dtype != dtype:
+        packed = torch.empty(sum(sizes), dtype=dtype, device=pieces[0].device)
+        torch._foreach_copy_(list(packed.split(sizes)), pieces)
+    work = dist.all_reduce(pieces[0] if packed is None else packed, group=group, async_op=True)
 
-    work: Any
-    pieces: list[Tensor]
-    packed: Tensor | None
+    def finish() -> None:
+        if work is not None:
+            work.wait()
+        if packed is not None:
+            torch._foreach_copy_(pieces, list(packed.split(sizes)))
 
-    def finish(self) -> None:
-        """Lets the device's stream wait for the sum, and brings it to the gradients."""
-        if self.work is not None:
-            self.work.wait()
-        if self.packed is not None:
-            torch._foreach_copy_(self.pieces, list(self.packed.split([piece.numel() for piece in self.pieces])))
-            self.packed = None
-
-
-@dataclass
-class _Bucket:
-    """Flat pieces of gradients of one type and device, at most BUCKET_ELEMENTS together; dtype: to sum them in."""
-
-    pieces: list[Tensor]
-    dtype: torch.dtype
-
-    @property
-    def needs_memory(self) -> bool:
-        """Whether they are packed: where they are several, or of another type."""
-        return len(self.pieces) > 1 or self.pieces[0].dtype != self.dtype
-
-    def start(self, group: dist.ProcessGroup) -> _Sum:
-        """Begins to sum them."""
-        packed = None
-        if self.needs_memory:
-            sizes = [piece.numel() for piece in self.pieces]
-            packed = torch.empty(sum(sizes), dtype=self.dtype, device=self.pieces[0].device)
-            torch._foreach_copy_(list(packed.split(sizes)), self.pieces)
-        work = dist.all_reduce(self.pieces[0] if packed is None else packed, group=group, async_op=True)
-        return _Sum(work, self.pieces, packed)
+    return finish
 
 
-def _buckets(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> Iterator[_Bucket]:
-    """The gradients in buckets, each in the order of the parameters; a large one is in several."""
+def _fill_buckets(
+    parameters: Iterable[nn.Parameter], dtype: torch.dtype | None
+) -> Iterator[tuple[list[Tensor], torch.dtype]]:
+    """Yield flat pieces of gradients of one type and device, at most BUCKET_ELEMENTS together, and the type to sum them
+    in; in the order of the parameters, a large one in several."""
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         if not parameter.requires_grad or parameter.grad is None:
@@ -119,12 +96,12 @@ def _buckets(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> I
         wide = dtype or gradient.dtype
         for piece in gradient.view(-1).split(BUCKET_ELEMENTS):
             if piece.numel() == BUCKET_ELEMENTS:
-                yield _Bucket([piece], wide)
+                yield [piece], wide
                 continue
-            held = filling.setdefault(kind, [])
-            if sum(other.numel() for other in held) + piece.numel() > BUCKET_ELEMENTS:
-                yield _Bucket(held, wide)
-                held = filling[kind] = []
-            held.append(piece)
-    for (own, _), held in filling.items():
-        yield _Bucket(held, dtype or own)
+            bucket = filling.setdefault(kind, [])
+            if sum(other.numel() for other in bucket) + piece.numel() > BUCKET_ELEMENTS:
+                yield bucket, wide
+                bucket = filling[kind] = []
+            bucket.append(piece)
+    for (own, _), bucket in filling.items():
+        yield bucket, dtype or own

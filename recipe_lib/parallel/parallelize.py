@@ -1,26 +1,29 @@
 """How a model is divided among the ranks, and what its layers keep: all of it in one list of calls, and one result."""
 
 from dataclasses import dataclass, field
+from types import MethodType
+from typing import cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from recipe_lib.config.mesh import token_ranks
+from recipe_lib.config.mesh import SCHEDULES, stage_count, stages_of_rank, token_ranks
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.memory.activation_offload import Window
-from recipe_lib.memory.apply_levers import apply_memory_levers
-from recipe_lib.memory.layer_stream import LayerStream
-from recipe_lib.memory.qat import FakeQuantization
+from recipe_lib.memory.apply_levers import MemoryLevers, apply_memory_levers
 from recipe_lib.models.decoder import Decoder
+from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.meta_init import extra_tensors
 from recipe_lib.models.mixture import BalanceLoss, Load, Mixture
 from recipe_lib.models.spec import DecoderSpec
+from recipe_lib.ops.deferred import linear
 from recipe_lib.parallel.context import shard_sequences
-from recipe_lib.parallel.ddp import Replicas, replicas_of
-from recipe_lib.parallel.fsdp import shard_model
-from recipe_lib.parallel.fsdp_wrap_policy import Unit, parameter_bytes, whole_elements
+from recipe_lib.parallel.ddp import Replicas, replicas_of, sum_gradients_of_replicas
+from recipe_lib.parallel.fsdp import Unit, parameter_bytes, shard_model, whole_elements
 from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
+from recipe_lib.parallel.pipeline.balance import split_layers
 from recipe_lib.parallel.pipeline.driver import Pipeline
-from recipe_lib.parallel.pipeline.stages import split_pipeline
 from recipe_lib.parallel.tensor import shard_tensors
 from recipe_lib.parallel.world import World
 from recipe_lib.units import format_bytes, format_count
@@ -32,27 +35,21 @@ class Parallel:
 
     pipeline: runs this rank's stages; None without a pipeline. tensor_gradients: by parameter name, what its gradient
     is on a rank of a tensor-parallel group, `sharded` (that of its part) or `partial` (a part of the sum); empty
-    without one. units: that FSDP gathers. replicas: of a model that every data rank has whole. kernels: about fused
-    ones, for the log. checkpointing: what layers keep, where a budget chose it. offload: what moves kept activations to
-    the host and back. accumulation: how the gradients of a step's micro-batches are added up; None: as backward does
-    it. layers: what copies them from the host. balance: the auxiliary loss of a mixture's routers. data_ranks:
-    that have batches of their own. token_ranks: that share the tokens of a sequence, whose number they divide.
-    quantization: what linears are rounded to while they train, and since when.
+    without one. units: that FSDP gathers. replicas: of a model that every data rank has whole. levers: of the section
+    `memory`. accumulation: how the gradients of a step's micro-batches are added up; None: as backward does it.
+    balance: the auxiliary loss of a mixture's routers. data_ranks: that have batches of their own. token_ranks: that
+    share the tokens of a sequence, whose number they divide.
     """
 
     pipeline: Pipeline | None = None
     tensor_gradients: dict[str, str] = field(default_factory=dict)
     units: list[Unit] = field(default_factory=list)
     replicas: Replicas | None = None
-    kernels: str = ""
-    checkpointing: str | None = None
-    offload: Window | None = None
+    levers: MemoryLevers = field(default_factory=MemoryLevers)
     accumulation: GradientAccumulation | None = None
-    layers: LayerStream | None = None
     balance: BalanceLoss | None = None
     data_ranks: int = 1
     token_ranks: int = 1
-    quantization: FakeQuantization | None = None
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -84,15 +81,11 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
         tensor_gradients=tensor_gradients,
         units=units,
         replicas=replicas,
-        kernels=levers.kernels,
-        checkpointing=levers.checkpointing,
-        offload=levers.offload,
+        levers=levers,
         accumulation=accumulation,
-        layers=levers.layers,
         balance=_balance(model, cfg, world) if for_training else None,
         data_ranks=world.data_ranks,
         token_ranks=token_ranks(cfg.parallel),
-        quantization=levers.quantization,
     )
 
 
@@ -123,7 +116,7 @@ def _balance(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> Balance
 def describe_units(model: nn.Module, parallel: Parallel) -> str:
     """One line for the log: the units by size, what stays gathered in the root, and what lies on the host; the model
     may be sharded."""
-    hosted = "" if parallel.layers is None else parallel.layers.describe()
+    hosted = "" if parallel.levers.layers is None else parallel.levers.layers.describe()
     return _describe_sharding(model, parallel) + hosted
 
 
@@ -145,9 +138,112 @@ def _describe_sharding(model: nn.Module, parallel: Parallel) -> str:
     for size, alike in sorted(sizes.items(), reverse=True):
         named = (f"{' + '.join(unit.names)} {format_bytes(size)}" for unit in alike)
         parts += [f"{len(alike)} x {format_bytes(size)}"] if len(alike) > 2 else named
-    hosted = parallel.layers.num_bytes() if parallel.layers is not None else 0
+    hosted = parallel.levers.layers.num_bytes() if parallel.levers.layers is not None else 0
     root = parameter_bytes(model) - sum(unit.bytes for unit in units) - hosted
     accumulation = parallel.accumulation
     once = "; gradients reduced once a step" if accumulation is not None and accumulation.once else ""
     once += ", weights gathered once a step" if accumulation is not None and accumulation.keeps_weights else ""
     return f"FSDP units: {', '.join(parts)}; always gathered: {format_bytes(root)}{once}"
+
+
+def all_reduce_gradients(model: nn.Module, parallel: Parallel, world: World) -> None:
+    """Sums the gradients of parameters that several ranks have over these, in place. A collective.
+
+    Once a step, after the last backward and before clipping. Those are an embedding that is the output head of another
+    stage of a pipeline; all of them where every data rank has the whole model; and what every rank of a tensor-parallel
+    group has, such as norms. FSDP has summed the others in backward.
+    """
+    if parallel.accumulation is not None:
+        parallel.accumulation.check()
+    if parallel.pipeline is not None:
+        parallel.pipeline.sum_tied_gradients()
+    if parallel.replicas is not None:
+        sum_gradients_of_replicas(model, parallel.replicas, world)
+    if world.tensor is not None:
+        _sum_partial_gradients(model, parallel, world)
+
+
+@torch.no_grad()
+def _sum_partial_gradients(model: nn.Module, parallel: Parallel, world: World) -> None:
+    """Each rank of a tensor-parallel group has the gradient of its own tokens, or heads: summed in fp32 (fp64), all of
+    one type and device at once. ValueError for a trained parameter that was added after `parallelize`."""
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name not in parallel.tensor_gradients:
+            raise ValueError(f"{name} is trained and was added after parallelize(); add it before")
+        if parallel.tensor_gradients[name] == "partial" and parameter.grad is not None:
+            local = cast(DTensor, parameter.grad).to_local()
+            buckets.setdefault((local.dtype, local.device), []).append(local)
+    for (dtype, _), gradients in buckets.items():
+        wide = torch.cat([gradient.reshape(-1).to(torch.promote_types(dtype, torch.float32)) for gradient in gradients])
+        torch.distributed.all_reduce(wide, group=world.mesh.get_group("tensor"))
+        for gradient, total in zip(gradients, wide.split([gradient.numel() for gradient in gradients]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+# A model cut down to what one rank of a pipeline has: its stages' layers, and embedding or head
+# where they belong.
+#
+# The model keeps its class, and its parameters their names. What it does when it is called is the
+# part of it whose turn
+# it is, as the pipeline's driver says: the layers of a stage, or after the last of them final norm
+# and output head.
+
+
+def split_pipeline(model: LanguageModel, cfg: FullFinetuneConfig, world: World) -> Pipeline | None:
+    """Leaves a meta model with this rank's stages alone, in place; returns what runs them, None without a pipeline.
+
+    A tied embedding is on the first and on the last stage; see `sum_tied_gradients`. Raises
+    ConfigError: see `split_layers`, `refuse_for_pipeline`, `LanguageModel.stage_parts`.
+    """
+    if world.pipeline is None:
+        return None
+    parallel, spec, parts = cfg.parallel, model.spec, model.stage_parts()
+    layers = split_layers(spec, cfg, world.mesh["data_shard"].size())
+    refuse_for_pipeline(model, layers)
+    mine = stages_of_rank(parallel, world.pipeline.rank)
+    # That the model was built with; adapters and stored weights have others.
+    dtype = next(model.get_submodule(parts.last[0]).parameters()).dtype
+    kept = {number for stage in mine for number in layers[stage]}
+    model.keep_stages(kept, first=0 in mine, last=stage_count(parallel) - 1 in mine)
+    if SCHEDULES[parallel.pipeline_schedule].splits:
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.forward = MethodType(_linear, module)  # type: ignore[method-assign]
+    pipeline = Pipeline(model, cfg, world, {stage: layers[stage] for stage in mine}, dtype)
+    model.forward = pipeline.run_part  # type: ignore[method-assign, assignment]
+    return pipeline
+
+
+def refuse_for_pipeline(model: LanguageModel, stages: list[range]) -> None:
+    """ConfigError for extra parameters that no stage, or more than one, would have. The model is still whole."""
+    extras = extra_tensors(model)
+    if not extras:
+        return
+    last, parts = len(stages) - 1, model.stage_parts()
+    stage_of = {f"{parts.layers[layer]}.": stage for stage, layers in enumerate(stages) for layer in layers}
+    stage_of |= {f"{name}.": last for name in parts.last}
+    stage_of |= {f"{name}.": 0 for name in parts.first if name != parts.embedding or not model.spec.tied}
+    places: dict[int, set[int]] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
+        prefix = next((start for start in stage_of if name.startswith(start)), None)
+        if name in extras and prefix is None:
+            raise ConfigError(
+                f"parallel.pipeline: found {name}, which the recipe added outside of the layers, expected it on one "
+                "stage; put it into a layer, the last norm or the head, or set parallel.pipeline=1"
+            )
+        if prefix is not None:
+            places.setdefault(id(tensor), set()).add(stage_of[prefix])
+    shared = [name for name, tensor in extras.items() if len(places[id(tensor)]) > 1]
+    if shared:
+        raise ConfigError(
+            f"parallel.pipeline: found {shared[0]}, which the recipe added to layers of several stages, expected it on "
+            "one; give each layer its own, or set parallel.pipeline=1"
+        )
+
+
+def _linear(module: nn.Linear, hidden: Tensor) -> Tensor:
+    return linear(hidden, module.weight, module.bias)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from recipe_lib.adapters.layers import AdaptedExpertModule, AdaptedMatrix, AdaptedRouter, QuantizedExperts, cast_linear
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MemoryConfig, ParallelConfig
+from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import (
     MLP,
     Attention,
@@ -34,6 +35,7 @@ from recipe_lib.models.decoder import (
     ScoreHead,
     WidthNorm,
 )
+from recipe_lib.models.meta_init import extra_tensors
 from recipe_lib.models.mixture import ExpertLinear, Experts, Mixture, bias_of_rows, scored_bias, wide_linear
 from recipe_lib.models.spec import ExternalSpec, MixtureSpec
 from recipe_lib.ops.attention import AttentionInfo
@@ -56,11 +58,12 @@ from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.ops.norm import offset_rms_norm
 from recipe_lib.ops.real_tokens import RealTokens
 from recipe_lib.ops.rope import apply_rotation
-from recipe_lib.parallel.modified_model import refuse_for_tensor
 from recipe_lib.parallel.tensor_sizes import COLUMN, ROW, check_tensor
 from recipe_lib.parallel.world import World
 
 Rotation = tuple[Tensor, Tensor]
+_MATRICES = (*COLUMN, *ROW, "gate_up_proj", "embed_tokens", "lm_head")
+_KNOWN = tuple(kind.forward for kind in (Attention, MLP, Mixture, DecoderLayer, SandwichLayer, Norm, WidthNorm))
 
 
 @dataclass(frozen=True)
@@ -101,24 +104,20 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
     gradients = _place_parameters(model, world.mesh["tensor"], ("k_proj", "v_proj") if copied else ())
     if spec.mixture is not None:
         model.runs = expert_runs(model, spec.mixture, group.size)
-    attend, project = _given(_attention, sharing), _given(_mlp, sharing, spec.activation)
-    mixture, width_norm = _given(shared_mixture, group), _given(shared_width_norm, group)
+    forwards: tuple[tuple[type[nn.Module], Callable[..., Any]], ...] = (  # the more special class first
+        (WidthNorm, _given(shared_width_norm, group)),
+        (Norm, _norm),
+        (Mixture, _given(shared_mixture, group)),
+        (Experts, part_of_experts),
+        (SandwichLayer, _sandwich_layer),
+        (DecoderLayer, _layer),
+        (Attention, _given(_attention, sharing)),
+        (MLP, _given(_mlp, sharing, spec.activation)),
+    )
     for module in model.modules():
-        if isinstance(module, WidthNorm):
-            _replace_forward(module, width_norm)
-        elif isinstance(module, Mixture):
-            _replace_forward(module, mixture)
-            _replace_forward(module.experts, part_of_experts)
-        elif isinstance(module, Norm):
-            _replace_forward(module, _norm)
-        elif isinstance(module, SandwichLayer):
-            _replace_forward(module, _sandwich_layer)
-        elif isinstance(module, DecoderLayer):
-            _replace_forward(module, _layer)
-        elif isinstance(module, Attention):
-            _replace_forward(module, attend)
-        elif isinstance(module, MLP):
-            _replace_forward(module, project)
+        forward = next((forward for kind, forward in forwards if isinstance(module, kind)), None)
+        if forward is not None:
+            _replace_forward(module, forward)
     if model.model.embed_tokens is not None:  # else another stage of a pipeline has it
         _replace_forward(model.model.embed_tokens, _given(_embedding, group))
     if model.lm_head is not None:
@@ -127,6 +126,33 @@ def shard_tensors(model: Decoder, parallel: ParallelConfig, memory: MemoryConfig
         _replace_forward(model.score, _given(_score_head, group))
     model.forward = _in_rows(model.forward)  # type: ignore[method-assign]
     return gradients
+
+
+def refuse_for_tensor(model: Decoder) -> None:
+    """ConfigError for extra parameters, and for forwards and hooks that tensor parallel would not call, or otherwise.
+
+    A rank has a part of the tokens, heads and channels there, and inputs of other shapes.
+    """
+    found = next(iter(extra_tensors(model)), None) or next(iter(_changed(model)), None)
+    if found is not None:
+        raise ConfigError(
+            f"parallel.tensor: found {found}, which the recipe added, expected a model as it is built: ranks that "
+            "share matrices have a part of the tokens each, and run forwards of their own; set parallel.tensor=1"
+        )
+
+
+def _changed(model: Decoder) -> list[str]:
+    inside: set[int] = set()
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, (Attention, MLP, Mixture)):
+            inside |= {id(child) for child in module.modules()}
+        if id(module) in inside and (module._forward_hooks or module._forward_pre_hooks):
+            found.append(f"a hook of {name}")
+        if isinstance(module, (Attention, MLP, Mixture, DecoderLayer, Norm)):
+            own = "forward" in vars(module) or type(module).forward not in _KNOWN
+            found += [f"another forward of {name}"] if own else []
+    return found
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -175,22 +201,26 @@ def _place_parameters(model: nn.Module, mesh: DeviceMesh, copied: tuple[str, ...
 
 
 def _placement(name: str, copied: tuple[str, ...], kind: str | None) -> Placement:
-    """How a parameter lies on the group, by the matrix that it belongs to. kind: of a quantized linear."""
-    of_mixture = expert_placement(name)
-    if of_mixture is not None:
-        return of_mixture
+    """Return how a parameter lies on the group, by the matrix that it belongs to. kind: of a quantized linear.
+
+    Matrices are `[o, i]`, those of experts `[E, o, i]`: cut by their outputs o, or in ROW by their inputs i.
+    """
     pieces = name.split(".")
-    if pieces[-1] == "sinks":
+    leaf = pieces[-1]
+    if leaf == "sinks":
         return Shard(0)
-    matrix = next((piece for piece in pieces if piece in (*COLUMN, *ROW, "embed_tokens", "lm_head")), None)
+    matrix = next((piece for piece in pieces if piece in _MATRICES), None)
     if matrix is None or matrix in copied:
         return Replicate()
-    if matrix in ROW:
-        weights = ("weight", "weight_codes", "weight_scales")
-        cut_by_inputs = "lora_A" in pieces or (pieces[-2] == matrix and pieces[-1] in weights)
-        return Shard(1) if cut_by_inputs else Replicate()
-    whole = "lora_A" in pieces or (pieces[-1] == "weight_factors" and kind == "nf4")
-    return Replicate() if whole else Shard(0)
+    of_experts = "experts" in pieces
+    outputs = 1 if of_experts else 0
+    if matrix not in ROW:
+        is_whole = "lora_A" in pieces or (leaf == "weight_factors" and (of_experts or kind == "nf4"))
+        return Replicate() if is_whole else Shard(outputs)
+    is_own = pieces[-2] == matrix
+    if "lora_A" in pieces or (is_own and leaf == "weight"):
+        return Shard(outputs + 1)
+    return Shard(1) if is_own and leaf in ("weight_codes", "weight_scales") else Replicate()
 
 
 def as_placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
@@ -267,7 +297,8 @@ def _columns(linears: list[Any], hidden: Tensor, norm: Norm, sharing: _Sharing, 
         weights = [rows(linear.weight) for linear, rows in zip(linears, cut, strict=True)]
         biases = [rows(linear.bias) for linear, rows in zip(linears, cut, strict=True)]
         return gather_linears(shard, weights, biases, group, keep_gathered=sharing.keep_gathered, normed=normed)
-    plain = _frozen_parts(linears, gather(shard, group), cut)
+    gathered = gather(shard, group)
+    plain = [_frozen(linear, gathered, rows) for linear, rows in zip(linears, cut, strict=True)]
     adapted = [linear for linear in linears if _is_adapted(linear)]
     if not adapted:
         return plain
@@ -296,10 +327,6 @@ def _own_rows(linear: Any, sharing: _Sharing, head_width: int) -> Callable[[Tens
         return local
     rows = slice(head * head_width, (head + 1) * head_width)
     return lambda parameter: None if parameter is None else local(parameter)[rows]
-
-
-def _frozen_parts(linears: list[Any], whole: Tensor, cut: list[Callable[[Tensor | None], Any]]) -> list[Tensor]:
-    return [_frozen(linear, whole, rows) for linear, rows in zip(linears, cut, strict=True)]
 
 
 def _frozen(linear: Any, whole: Tensor, rows: Callable[[Tensor | None], Any]) -> Tensor:
@@ -386,25 +413,6 @@ def _in_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
-
-
-def expert_placement(name: str) -> Placement | None:
-    """How a parameter of a mixture lies on the group; None: it is no mixture's.
-
-    Of dimensions `[E, o, i]` gate and up are cut by o, down by i.
-    """
-    pieces = name.split(".")
-    if ".mlp.router." in name:
-        return Replicate()
-    inside = "lora_A" in pieces or "lora_B" in pieces
-    if f".{GATE_UP}." in name:
-        whole = "lora_A" in pieces or pieces[-1] == "weight_factors"
-        return Replicate() if whole else Shard(1)
-    if f".{DOWN}." in name:
-        if "lora_A" in pieces or (pieces[-1] == "weight" and not inside):
-            return Shard(2)
-        return Shard(1) if pieces[-1] in ("weight_codes", "weight_scales") else Replicate()
-    return None
 
 
 def expert_runs(model: nn.Module, mixture: MixtureSpec, size: int) -> dict[str, Runs]:

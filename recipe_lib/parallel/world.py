@@ -1,8 +1,9 @@
 """The world a run lives in: its ranks, this rank's device, and the mesh that divides the work."""
 
+import hashlib
 import json
 import os
-import threading
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,9 +21,7 @@ from recipe_lib.config.mesh import DATA_DIMS, MESH_DIMS, mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
-from recipe_lib.parallel.hang_detection import beats
-from recipe_lib.parallel.hang_detection.heartbeat import Heartbeat, start_heartbeat
-from recipe_lib.parallel.hang_detection.peers import PeerFailedError, node_name
+from recipe_lib.parallel.heartbeat import LONG_SECONDS, Heartbeat, PeerFailedError, name_node, start_heartbeat
 
 # The processes of a run before they are a process group: what torchrun says of them, where they
 # meet, how they end.
@@ -171,7 +170,7 @@ def set_group_limits(cfg: WorldConfig) -> None:
 
 def _group_limit(cfg: WorldConfig) -> timedelta:
     timeout = cfg.parallel.heartbeat_timeout_seconds
-    return timedelta(seconds=min(2 * beats.LONG_SECONDS * timeout, _LONGEST_LIMIT))
+    return timedelta(seconds=min(2 * LONG_SECONDS * timeout, _LONGEST_LIMIT))
 
 
 def _connect_store(rank: int, size: int, timeout: float) -> dist.Store:
@@ -179,7 +178,7 @@ def _connect_store(rank: int, size: int, timeout: float) -> dist.Store:
     if size == 1:
         return dist.HashStore()
     is_held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    with limit_connecting(rank, size, timeout, is_made=is_held_by_torchrun):
+    with Heartbeat(None, rank, size, timeout).limit_connecting(is_made=is_held_by_torchrun):
         return dist.TCPStore(
             os.environ["MASTER_ADDR"],
             _read_integer("MASTER_PORT"),
@@ -197,7 +196,7 @@ def _tell_once(error: UserError, store: dist.Store, local_rank: int) -> None:
     A rank with nothing left to tell waits for the machine's first one, which prints just after it leaves: a launcher
     that sees a rank end ends the others, and the line would be lost.
     """
-    node = node_name()
+    node = name_node()
     try:
         store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         error.faults = [fault for fault in error.faults if store.add(f"reported/{node}/{fault}", 1) == 1]
@@ -208,22 +207,6 @@ def _tell_once(error: UserError, store: dist.Store, local_rank: int) -> None:
             time.sleep(_PRINTING_SECONDS)
     except RuntimeError:
         return  # the store is gone with the rank that held it: whatever is left to report is reported
-
-
-@contextmanager
-def limit_connecting(rank: int, size: int, timeout: float, is_made: bool) -> Iterator[None]:
-    """End this process with a line where the block, which connects to the store, takes too long.
-
-    torch waits half an hour for a store that is not there, and for ever for one that takes a connection and is silent.
-    is_made: the store is older than this rank, and has one timeout. Otherwise rank 0 makes it, and may still import.
-    """
-    connected = threading.Event()
-    watching = Heartbeat(None, rank, size, timeout)
-    threading.Thread(target=watching.wait_for_store, args=(connected, is_made), name="heartbeat", daemon=True).start()
-    try:
-        yield
-    finally:
-        connected.set()
 
 
 @dataclass(frozen=True)
@@ -448,3 +431,28 @@ def _to_bytes(value: Any) -> torch.Tensor:
 
 def _from_bytes(data: torch.Tensor) -> Any:
     return json.loads(data.numpy().tobytes().decode())
+
+
+# Seeds: one root in the config, one stream for each use, apart from each other.
+
+
+def derive_seed(root: int, *names: str | int) -> int:
+    """A seed in [0, 2^63) for the stream that `names` tell, e.g. `derive_seed(42, "dropout", rank)`.
+
+    Streams of different names are unrelated, and none changes when another is added: SHA-256 of root and names.
+    """
+    text = "\0".join(str(part) for part in (root, *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def set_seeds(seed: int, world: World, *, alike: bool = False) -> None:
+    """Seeds the default generators of Python and torch (host and device) with this rank's dropout stream.
+
+    No two ranks have the same, those that share matrices neither: each drops of what it alone has, its part of the
+    tokens before a matrix that is cut by rows, its part of the channels before one that is cut by columns. alike: the
+    ranks that share matrices have the same stream, because all of them have all tokens (external models).
+    Weights and data order draw from streams of their own, derived by name; they do not touch these generators.
+    """
+    stream = derive_seed(seed, "dropout", world.data_rank if alike else world.rank)
+    random.seed(stream)
+    torch.manual_seed(stream)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.mesh import micro_batches, stages_per_rank
-from recipe_lib.parallel.pipeline.schedule_memory import counted_in_flight
-from recipe_lib.parallel.pipeline.schedule_time import theoretical_bubble
+from recipe_lib.parallel.pipeline.simulation import counted_in_flight, theoretical_bubble
 from recipe_lib.plan.cluster import ranks_of_place
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.result import ActionSpan, LayerRow, PipelinePlan, StagePlan

@@ -1,9 +1,9 @@
 """Extra parameters of a run: said at its start, and refused before it where the export would lose them."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,9 +14,7 @@ from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.logs import warn_on_first_rank
 from recipe_lib.models.language_model import LanguageModel, check_written
 from recipe_lib.models.meta_init import check_extra, extra_tensors
-
-if TYPE_CHECKING:
-    from recipe_lib.parallel.world import World
+from recipe_lib.parallel.world import World
 
 
 def models_of(recipe: Any) -> dict[str, nn.Module]:
@@ -28,53 +26,50 @@ def models_of(recipe: Any) -> dict[str, nn.Module]:
     return dict(found.values())
 
 
-def check_models(recipe: Any, cfg: FullFinetuneConfig, world: "World") -> None:
+def check_models(recipe: Any, cfg: FullFinetuneConfig, world: World) -> None:
     """Refuses, before weights are read, extra parameters that nothing starts or that the export would lose.
 
     Collective. Raises SetupError, and ConfigError for `checkpoint.extra_parameters: error`.
     """
-
-    def check() -> None:
-        for model in models_of(recipe).values():
-            check_extra(model)
-
-    world.agree(check)
+    _check_each(recipe, world, check_extra)
     for model in models_of(recipe).values():
         fault = refused_extra(cfg.checkpoint, _merged(world, _sizes(model)))
         if fault is not None:
             raise ConfigError(fault)
 
 
-def check_values(recipe: Any, world: "World") -> None:
+def check_values(recipe: Any, world: World) -> None:
     """Raises SetupError, on all ranks, if a parameter or buffer of any model has no values yet. Collective."""
-
-    def check() -> None:
-        for model in models_of(recipe).values():
-            check_written(model)
-
-    world.agree(check)
+    _check_each(recipe, world, check_written)
 
 
-def check_trained(recipe: Any, world: "World") -> None:
+def check_trained(recipe: Any, world: World) -> None:
     """SetupError, on all ranks, for a trained extra parameter of a model that the recipe's optimizers leave out."""
     optimizers = [value for value in vars(recipe).values() if isinstance(value, Optimizer)]
     stepped = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
 
-    def check() -> None:
+    def check(model: nn.Module) -> None:
+        if not any(id(parameter) in stepped for parameter in model.parameters()):
+            return  # a reference, say
+        for name, tensor in extra_tensors(model).items():
+            if tensor.requires_grad and id(tensor) not in stepped:
+                raise SetupError(
+                    f"{name}: requires a gradient, and no optimizer has it; give build_optimizer every parameter that "
+                    "requires one, or freeze it by requires_grad_(False)"
+                )
+
+    _check_each(recipe, world, check)
+
+
+def _check_each(recipe: Any, world: World, check: Callable[[nn.Module], None]) -> None:
+    def check_all() -> None:
         for model in models_of(recipe).values():
-            if not any(id(parameter) in stepped for parameter in model.parameters()):
-                continue  # a reference, say
-            for name, tensor in extra_tensors(model).items():
-                if tensor.requires_grad and id(tensor) not in stepped:
-                    raise SetupError(
-                        f"{name}: requires a gradient, and no optimizer has it; give build_optimizer every parameter "
-                        "that requires one, or freeze it by requires_grad_(False)"
-                    )
+            check(model)
 
-    world.agree(check)
+    world.agree(check_all)
 
 
-def describe_extra(model: nn.Module, world: "World") -> list[str]:
+def describe_extra(model: nn.Module, world: World) -> list[str]:
     """Lines for the log: which parameters and buffers no family has, and where their values are from."""
     loaded = model.loaded_extras if isinstance(model, LanguageModel) else frozenset()
     every = _sizes(model)
@@ -88,7 +83,7 @@ def describe_extra(model: nn.Module, world: "World") -> list[str]:
     return lines
 
 
-def warn_of_export(model: nn.Module, world: "World", folder: Path) -> None:
+def warn_of_export(model: nn.Module, world: World, folder: Path) -> None:
     """Says which tensors of an exported folder other programs will not load. Collective in a pipeline."""
     found = _merged(world, {name: value.numel() for name, value in extra_tensors(model, saved=True).items()})
     if found:
@@ -110,7 +105,7 @@ def _sizes(model: nn.Module) -> dict[str, int]:
     return {name: tensor.numel() for name, tensor in extra_tensors(model).items()}
 
 
-def _merged(world: "World", own: dict[str, int]) -> dict[str, int]:
+def _merged(world: World, own: dict[str, int]) -> dict[str, int]:
     """Those of all ranks; only those of a pipeline have different ones."""
     if world.pipeline is None:
         return own

@@ -9,7 +9,7 @@ is part of each saved state: a run that was killed and goes on has the same best
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -21,11 +21,9 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.logs import get_logger
+from recipe_lib.parallel.world import World
 from recipe_lib.report.phases import phase
 from recipe_lib.units import counted
-
-if TYPE_CHECKING:
-    from recipe_lib.parallel.world import World
 
 _LOWER = ("loss", "perplexity", "error")  # at the end of a name: less is better
 _COUNTS = ("_tokens", "_pairs")  # how much was measured
@@ -68,7 +66,7 @@ class BestStep:
         """The step whose weights are exported; None: the run's last."""
         return self.step if self.folder is not None else None
 
-    def judge(self, step: int, numbers: Mapping[str, float], world: "World") -> bool:
+    def judge(self, step: int, numbers: Mapping[str, float], world: World) -> bool:
         """Counts a validation after `step`; whether it is the best so far. Rank 0's number counts. Collective.
 
         A number that is not finite is never better. ConfigError if the validation does not give best_metric.
@@ -108,7 +106,7 @@ class BestStep:
             "folder": self.folder,
         }
 
-    def restore(self, saved: Mapping[str, Any], state: Path, world: "World") -> None:
+    def restore(self, saved: Mapping[str, Any], state: Path, world: World) -> None:
         """Goes on from what a state has. A best step that is later than the state is forgotten with it. Collective.
 
         saved: what the run added to the state. Raises CheckpointError if it was another number that decided, or if the
@@ -143,7 +141,7 @@ class BestStep:
                 record["step"],
             )
 
-    def keep(self, step: int, model: nn.Module, world: "World") -> None:
+    def keep(self, step: int, model: nn.Module, world: World) -> None:
         """Saves the weights of this best step, and then removes those of others that no state needs. Collective."""
         root = self._root / BEST_FOLDER
         extra = {"step": step, "metric": self.metric, "value": self.value}
@@ -151,12 +149,12 @@ class BestStep:
         self.folder = path.name
         self.remove_others(world)
 
-    def remove_others(self, world: "World") -> None:
+    def remove_others(self, world: World) -> None:
         """Removes the weights of best steps that neither this run nor any of its states needs. Collective."""
         if self.keeps:
             decide(world, lambda: prune_best(self._root, self.folder))
 
-    def load(self, model: nn.Module, last: int, total_steps: int, world: "World") -> None:
+    def load(self, model: nn.Module, last: int, total_steps: int, world: World) -> None:
         """Puts the weights of the best step into the model, which is at the step `last`, when the steps are done.
         Collective."""
         if not self.is_asked_for:

@@ -1,33 +1,29 @@
 """The derived numbers of a run, said at its start: what the config means on these devices with this data."""
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.config.mesh import micro_batches, stage_count, with_context
 from recipe_lib.config.schema import FullFinetuneConfig, OptimizerConfig
 from recipe_lib.config.stalled_means import describe_stalled_means
+from recipe_lib.data import DataPlan, Dataset
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import stored_weights
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes, warmup_steps
 from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.parallel.world import World
 from recipe_lib.training.added_parameters import describe_extra
 from recipe_lib.training.best_step import describe_best
+from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import counted, format_bytes, format_count
-
-if TYPE_CHECKING:
-    from recipe_lib.data import DataPlan, Dataset
-    from recipe_lib.parallel.world import World
-    from recipe_lib.training.training_data import TrainingData
 
 
 def derived_numbers(
     cfg: FullFinetuneConfig,
-    world: "World",
+    world: World,
     model: nn.Module,
     parallel: Parallel,
-    data: "TrainingData",
+    data: TrainingData,
 ) -> list[str]:
     """Lines for the log, each number with its unit and how it comes about. Collective in a pipeline."""
     dataset, plan = data.dataset, data.plan
@@ -40,15 +36,15 @@ def derived_numbers(
         *_model(cfg, model, parallel),
         *describe_extra(model, world),
         *_other_parts(model),
-        *([parallel.kernels] if parallel.kernels else []),
+        *([parallel.levers.kernels] if parallel.levers.kernels else []),
         *describe_best(cfg),
-        *([f"checkpointing: {parallel.checkpointing}"] if parallel.checkpointing else []),
-        *([parallel.quantization.describe()] if parallel.quantization else []),
+        *([f"checkpointing: {parallel.levers.checkpointing}"] if parallel.levers.checkpointing else []),
+        *([parallel.levers.quantization.describe()] if parallel.levers.quantization else []),
         *_stalled_means(cfg, model),
     ]
 
 
-def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
+def _devices(cfg: FullFinetuneConfig, world: World) -> str:
     if world.size == 1:
         return f"devices: 1 {world.device.type}"
     shape = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
@@ -59,7 +55,7 @@ def _devices(cfg: FullFinetuneConfig, world: "World") -> str:
     return f"devices: {world.size} {world.device.type} = {' x '.join(dims)}{auto}"
 
 
-def _batch(cfg: FullFinetuneConfig, world: "World", dataset: "Dataset", plan: "DataPlan") -> list[str]:
+def _batch(cfg: FullFinetuneConfig, world: World, dataset: Dataset, plan: DataPlan) -> list[str]:
     accumulation = cfg.gradient_accumulation_steps
     global_batch_size = cfg.batch_size * accumulation * world.data_ranks
     share = dataset.report.label_token_fraction
@@ -93,7 +89,7 @@ def _pipeline(cfg: FullFinetuneConfig, parallel: Parallel) -> list[str]:
     ]
 
 
-def _steps(cfg: FullFinetuneConfig, dataset: "Dataset", plan: "DataPlan") -> str:
+def _steps(cfg: FullFinetuneConfig, dataset: Dataset, plan: DataPlan) -> str:
     steps, full = plan.total_steps(cfg.epochs, cfg.max_steps), plan.total_steps(cfg.epochs, None)
     cut = "" if steps == full else f", cut by max_steps from {full}"
     if cfg.max_steps is not None and cfg.max_steps > full:
@@ -125,7 +121,7 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> lis
     count = sum(parameter.numel() for parameter in plain)
     count += sum(weight.in_features * weight.out_features for weight in stored.values())
     trained_count = sum(parameter.numel() for parameter in trained)
-    streamed = parallel.layers.num_bytes() if parallel.layers is not None else 0
+    streamed = parallel.levers.layers.num_bytes() if parallel.levers.layers is not None else 0
     parameters, gradients = local_bytes(every) - streamed, local_bytes(trained)
     held = f"{format_bytes(parameters)} and {format_bytes(streamed)} in host memory" if streamed else ""
     state = optimizer_state_bytes(cfg.optimizer, model.named_parameters())

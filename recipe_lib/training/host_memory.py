@@ -13,8 +13,7 @@ from recipe_lib.memory.peaks import check_needs, free_host_memory, pinned_bytes
 from recipe_lib.ops.device import holds_values
 from recipe_lib.optim.optimizers import local_bytes, optimizer_state_bytes, optimizer_state_sizes
 from recipe_lib.parallel import World
-from recipe_lib.parallel.fsdp_parts import entries_of
-from recipe_lib.parallel.gradient_accumulation import reduces_once
+from recipe_lib.parallel.gradient_accumulation import entries_of, reduces_once
 from recipe_lib.parallel.parallelize import Parallel
 
 
@@ -33,8 +32,8 @@ def check_host_memory(
     needs, free = offloaded_bytes(model, cfg, other), free_host_memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_needs(needs, cfg.memory.host_memory_limit_gib, ranks, free)
-    if parallel.offload is not None:
-        calls = calls_at_once(parallel, cfg, parallel.offload)
+    if parallel.levers.offload is not None:
+        calls = calls_at_once(parallel, cfg, parallel.levers.offload)
         longest = longest_tokens(cfg)
 
         def judge(num_bytes: int, tokens: int) -> None:
@@ -43,7 +42,7 @@ def check_host_memory(
                 kept = kept * longest // tokens
             check_needs(needs | {"activation_offload": kept}, cfg.memory.host_memory_limit_gib, ranks, free)
 
-        parallel.offload.judge = judge
+        parallel.levers.offload.judge = judge
 
 
 def offloaded_bytes(model: nn.Module, cfg: FullFinetuneConfig, other: nn.Module | None = None) -> dict[str, int]:

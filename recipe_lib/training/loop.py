@@ -3,12 +3,12 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from recipe_lib.checkpoint.manifest import read_manifest
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.checkpoint.state_folders import BEST_RECORD
 from recipe_lib.config.local_files import STATE_FOLDER
-from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig, LogConfig
 from recipe_lib.data import StepBatches
 from recipe_lib.errors import CheckpointError, ConfigError, DivergedError, StoppedAndSaved
 from recipe_lib.logs import get_logger
@@ -28,19 +28,15 @@ from recipe_lib.memory.peaks import Peaks
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.optim.optimizers import OptimizerLevers, learning_rate, set_learning_rate, set_numbers
-from recipe_lib.parallel.hang_detection import beats
+from recipe_lib.parallel.heartbeat import FIRST_STEP_SECONDS, STEP_SECONDS
+from recipe_lib.parallel.world import World
 from recipe_lib.report.phases import phase
+from recipe_lib.training.metrics import step_metrics
 from recipe_lib.training.output import check_same_data
-from recipe_lib.training.records.communication import CommunicationProbe, describe
-from recipe_lib.training.records.metrics import step_metrics
-from recipe_lib.training.records.run_log import STOPPED_EARLY, RunLog, data_facts
-from recipe_lib.training.same_on_all_ranks import check_same_batches
+from recipe_lib.training.run import check_same_batches
+from recipe_lib.training.run_log import STOPPED_EARLY, RunLog, data_facts
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import gib
-
-if TYPE_CHECKING:
-    from recipe_lib.config.schema import FullFinetuneConfig
-    from recipe_lib.parallel.world import World
 
 
 @dataclass
@@ -73,7 +69,7 @@ class TrainingLoop:
     def __init__(
         self,
         cfg: FullFinetuneConfig,
-        world: "World",
+        world: World,
         model: nn.Module,
         optimizer: Optimizer,
         data: TrainingData,
@@ -102,7 +98,7 @@ class TrainingLoop:
         return self
 
     def __exit__(self, *exception: Any) -> bool | None:
-        self._probe.close()
+        self._probe.end(0.0)  # of a step that was not finished
         self._world.heartbeat.is_ending = exception[0] is not None
         if exception[0] is None:
             best, is_early = self._data.best, self.step < self.total_steps and self._data.best.is_waited_out
@@ -116,9 +112,7 @@ class TrainingLoop:
         """
         source, first = self._data.batches(self.step), True
         while not self._is_over():
-            self._world.heartbeat.enter(
-                f"step {self.step + 1}", beats.FIRST_STEP_SECONDS if first else beats.STEP_SECONDS
-            )
+            self._world.heartbeat.enter(f"step {self.step + 1}", FIRST_STEP_SECONDS if first else STEP_SECONDS)
             self._probe.begin(self.step + 1)
             self._began = time.perf_counter()
             self._peak.reset()
@@ -190,7 +184,7 @@ class TrainingLoop:
         )
         self._log.step(line | of_places | shares | own, tuple(own))
         if shares:
-            get_logger().info(describe(self.step, shares))
+            get_logger().info(describe_communication(self.step, shares))
         if grad_norm == 0.0 and batches.trained_tokens and not self._told_of_zero:
             self._told_of_zero = True
             get_logger().warning(
@@ -247,7 +241,7 @@ def _check_start(cfg: FullFinetuneConfig, total_steps: int) -> None:
         )
 
 
-def _peaks_of_places(own: Peaks, world: "World") -> tuple[Peaks, dict[str, float]]:
+def _peaks_of_places(own: Peaks, world: World) -> tuple[Peaks, dict[str, float]]:
     """The peaks of the rank that has reserved most, and by place in the pipeline what its ranks allocated at most, GiB.
 
     A collective of the host in a pipeline; without one the rank's own peaks, and nothing more.
@@ -295,7 +289,7 @@ class StopSignal:
             return
         self.received = signal.Signals(number).name
 
-    def agreed(self, world: "World") -> bool:
+    def agreed(self, world: World) -> bool:
         """True on every rank once a signal has reached any of them. A collective: all ranks call it after each step.
 
         One number goes over the host's process group, so the device's queue is not waited for.
@@ -303,7 +297,7 @@ class StopSignal:
         return world.any(self.received is not None)
 
 
-def expert_load(model: nn.Module, world: "World", cfg: "FullFinetuneConfig") -> dict[str, Tensor]:
+def expert_load(model: nn.Module, world: World, cfg: "FullFinetuneConfig") -> dict[str, Tensor]:
     """Numbers of the step that ends, on the device: nothing for a model without experts, or with compiled layers.
     Of a pipeline all ranks have them, whatever their layers.
 
@@ -340,7 +334,7 @@ def _number(name: str) -> int:
     return int(next(part for part in name.split(".") if part.isdecimal()))
 
 
-def _summed(loss: Tensor, world: "World") -> Tensor:
+def _summed(loss: Tensor, world: World) -> Tensor:
     """Of ranks that share tokens each knows a part of the loss. A collective of theirs."""
     if world.tensor is not None:
         loss = loss.clone()
@@ -357,7 +351,7 @@ def resume_run(
     optimizer: Optimizer,
     levers: OptimizerLevers,
     data: TrainingData,
-    world: "World",
+    world: World,
 ) -> int:
     """Loads the state that `resume` asks for into model and optimizer; returns its step, 0 without one. Collective.
 
@@ -395,7 +389,7 @@ def check_steps_left(saved: int, total: int, path: Path) -> None:
 
 
 def save_run(
-    cfg: FullFinetuneConfig, step: int, model: nn.Module, optimizer: Optimizer, data: TrainingData, world: "World"
+    cfg: FullFinetuneConfig, step: int, model: nn.Module, optimizer: Optimizer, data: TrainingData, world: World
 ) -> Path:
     """Saves output_dir/state/step_N: what is trained, the optimizer, and where in the data we are. Collective."""
     extra = {"step": step, **data.identity(), BEST_RECORD: data.best.record()}
@@ -404,3 +398,156 @@ def save_run(
     )
     data.best.remove_others(world)
     return path
+
+
+# How much of a step goes to communication: one step of a run is profiled on rank 0, the others are
+# left alone.
+#
+# torch's profiler notes when each kernel of the device runs, NCCL's among them; on a CPU when
+# operators and gloo's
+# collectives do. From these times, each counted once however many run at a time:
+#
+#     communication_share          time in which a collective runs / time of the step
+#     communication_exposed_share  time in which a collective runs and nothing is computed / time
+# of the step
+#     scaling_efficiency           1 - communication_exposed_share
+#
+# The last is the share of the step that would be left if all communication were hidden: what a
+# rank does alone, as long
+# as nothing else about the step changes. A collective runs from when rank 0 enters it, so that
+# waiting for slower ranks
+# is communication too. Copies between host and device are neither. The step that is profiled is a
+# little slower than
+# others; what the profiler takes before and after it is outside of the step's seconds. The part
+# for CUDA has
+# not run on a GPU (docs/measurements/on_a_gpu.md).
+
+Spans = list[tuple[int, int]]  # beginning and end, ns
+
+_COMMUNICATION = ("nccl", "gloo:")  # NCCL's kernels and annotations; gloo's collectives on its own threads
+_COPIES = ("Memcpy HtoD", "Memcpy DtoH")
+_SILENT = ("KINETO_LOG_LEVEL", "99")  # kineto prints two lines for each profile otherwise
+_OPERATORS = "aten::"  # of a CPU; what surrounds them (autograd's nodes, hooks) also waits
+
+
+class CommunicationProbe:
+    """Measures one step. Ranks other than the main one, a world of one rank and `step` None measure nothing.
+
+    check(last)    once, with the number of the run's last step
+    begin(step)   before each step
+    end(seconds)  when the step is over, on the device too, or the run; the numbers, or none if it was not the step
+    """
+
+    def __init__(self, step: int | None, world: World) -> None:
+        self._step = step if world.is_main and world.size > 1 else None
+        self._device = world.device
+        self._profiler: Any = None
+
+    def check(self, last: int) -> None:
+        """Says so if the run's last step is before the one that was asked for; of the default nobody did."""
+        if self._step is not None and self._step > last and self._step != LogConfig().communication_step:
+            get_logger().warning(
+                "warning: log.communication_step: found %d in a run of %d steps, so communication is not measured; set "
+                "it to a step of the run, or to null",
+                self._step,
+                last,
+            )
+
+    def begin(self, step: int) -> None:
+        """Starts the profiler if this is the step. What goes wrong with it is said, and nothing to the run."""
+        if step != self._step:
+            return
+        if torch.autograd._profiler_enabled():
+            _say_none("another profiler is at work")
+            return
+        os.environ.setdefault(*_SILENT)
+        on_cpu = self._device.type == "cpu"
+        device = None if on_cpu else self._device.type
+        try:
+            # What torch.profiler stands on: that would import the compiler first, for seconds.
+            profiler = torch.autograd.profiler.profile(use_cpu=on_cpu, use_device=device, use_kineto=True)
+            profiler.__enter__()
+        except Exception as error:  # noqa: BLE001
+            _say_none(_first_line(error))
+            return
+        self._profiler = profiler
+
+    def end(self, seconds: float) -> dict[str, float]:
+        """The shares, see above. seconds: wall time of the step."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return {}
+        try:
+            profiler.__exit__(None, None, None)
+            communication, computation = spans_of(profiler.kineto_results.events(), self._device)
+        except Exception as error:  # noqa: BLE001
+            _say_none(_first_line(error))
+            return {}
+        if not computation:  # no permission to look at the device, say
+            _say_none("the profiler saw nothing run")
+            return {}
+        return shares(communication, computation, seconds)
+
+
+def describe_communication(step: int, found: dict[str, float]) -> str:
+    """The numbers as a line."""
+    return (
+        f"step {step}: {found['communication_share']:.1%} of its time in communication, "
+        f"{found['communication_exposed_share']:.1%} not hidden by computation; scaling efficiency "
+        f"{found['scaling_efficiency']:.1%} (1 - what is not hidden)"
+    )
+
+
+def spans_of(events: Iterable[Any], device: torch.device) -> tuple[Spans, Spans]:
+    """(of collectives, of computation), from kineto's events of a device; in no order."""
+    communication: Spans = []
+    computation: Spans = []
+    on_cpu = device.type == "cpu"
+    for event in events:
+        name = event.name()
+        if not on_cpu and (
+            event.device_type() != torch.autograd.DeviceType.CUDA or event.device_index() != device.index
+        ):
+            continue
+        if name.startswith(_COMMUNICATION):
+            into = communication
+        elif on_cpu:
+            if not name.startswith(_OPERATORS):
+                continue
+            into = computation
+        elif name.startswith(_COPIES) or event.is_user_annotation():
+            continue
+        else:
+            into = computation
+        into.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+    return communication, computation
+
+
+def shares(communication: Spans, computation: Spans, seconds: float) -> dict[str, float]:
+    """Return the numbers above; seconds: of the step."""
+    work = measure_covered(computation)
+    exposed = measure_covered([*communication, *computation]) - work
+    nanoseconds = max(seconds * 1e9, 1.0)
+    found = {
+        "communication_share": min(measure_covered(communication) / nanoseconds, 1.0),
+        "communication_exposed_share": min(exposed / nanoseconds, 1.0),
+    }
+    return found | {"scaling_efficiency": 1.0 - found["communication_exposed_share"]}
+
+
+def measure_covered(spans: Spans) -> int:
+    """Return the time that any of the spans covers, ns."""
+    covered = 0
+    until = 0
+    for begin, end in sorted(spans):
+        covered += max(0, end - max(begin, until))
+        until = max(until, end)
+    return covered
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _say_none(reason: str) -> None:
+    get_logger().info(f"communication: not measured ({reason}); log.communication_step=null leaves it out")

@@ -6,8 +6,20 @@ from typing import Any
 
 import torch
 
+from recipe_lib.config.registry import registered
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Batch, StepBatches
+from recipe_lib.ops.head_losses import CrossEntropy
 from recipe_lib.parallel.parallelize import Parallel
+
+
+def build_head_loss(cfg: FullFinetuneConfig) -> CrossEntropy:
+    """Return the sum of token losses of `loss`, in `memory.loss_chunks` chunks.
+
+    The built-in one is `ops.head_losses`'; a plugin registers its own, `fn(logits [m, v], labels [m]) -> sum`.
+    ConfigError with the nearest name if no loss of that name is registered.
+    """
+    return CrossEntropy(cfg.memory.loss_chunks, registered("loss", cfg.loss))
 
 
 def sum_gradients(
@@ -39,8 +51,8 @@ def backward_each(
     (`memory.cpu_offload`), so that it need not wait a second time.
     """
     accumulation = parallel.accumulation
-    if parallel.quantization is not None:
-        parallel.quantization.begin(batches.step)
+    if parallel.levers.quantization is not None:
+        parallel.levers.quantization.begin(batches.step)
     if parallel.balance is not None:
         parallel.balance.begin(len(batches.micro_batches) * parallel.data_ranks)
     if parallel.pipeline is not None:

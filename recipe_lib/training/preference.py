@@ -12,7 +12,8 @@ Sums are made in fp64: an answer's log-probability is in the hundreds, and what 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,29 +21,22 @@ from torch import Tensor, nn
 
 from recipe_lib.adapters import is_adapter
 from recipe_lib.config.recipes.dpo_distributed import DpoConfig
-from recipe_lib.data import Batch, Dataset
+from recipe_lib.data import Batch, Dataset, StepBatches
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.optim.optimizers import local_bytes
 from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.parallel.world import World
+from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.scores import values_of
 from recipe_lib.training.training_data import TrainingData
-from recipe_lib.training.unpaired import (
-    SUMS,
-    check_labels,
-    compared_numbers,
-    unpaired_loss,
-    unpaired_metrics,
-    validation_unpaired,
-)
-from recipe_lib.training.validation import validation_sums
+from recipe_lib.training.validation import name_validation, sum_over_validation
 from recipe_lib.units import format_bytes
-
-if TYPE_CHECKING:
-    from recipe_lib.parallel.world import World
 
 _MEANS = ("ipo", "simpo")  # losses of the mean over an answer's tokens
 NUMBERS = ("loss", "reward_chosen", "reward_rejected", "reward_accuracy")
+SUMS = ("loss", "reward_chosen", "reward_rejected", "chosen", "rejected")  # of single answers
+References = Callable[[Sequence[Batch]], Iterator[Any]]
 
 
 def answer_log_probs(log_probs: Tensor, batch: Batch, cfg: DpoConfig) -> Tensor:
@@ -101,20 +95,18 @@ def count_of_numbers(cfg: DpoConfig) -> int:
 
 
 def step_numbers(sums: Tensor, items: int, point: Tensor | None, cfg: DpoConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean loss of a step, and what it records besides. sums: of the numbers, over all ranks."""
-    if cfg.takes_single_answers:
-        return unpaired_metrics(sums, items, point)
-    means = sums / items
-    return means[0], preference_metrics(means)
+    """Return the mean loss of a step, and what it records besides: mean rewards, their difference, and how often it is
+    above 0; of single answers (0 where there are none of a kind) the estimate of the KL divergence.
 
-
-def preference_metrics(means: Tensor) -> dict[str, Tensor]:
-    """What a step records besides its loss: means of the rewards, of their difference, and of how often it is above 0.
-
-    means: `[4]`, of NUMBERS, over all pairs.
+    sums: of the numbers, over all ranks.
     """
+    if cfg.takes_single_answers:
+        chosen, rejected = sums[1] / sums[3].clamp(min=1), sums[2] / sums[4].clamp(min=1)
+        named = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
+        return sums[0] / max(1, items), named if point is None else named | {"kl": point}
+    means = sums / items
     named = dict(zip(NUMBERS[1:], means[1:], strict=True))
-    return named | {"reward_margin": named["reward_chosen"] - named["reward_rejected"]}
+    return means[0], named | {"reward_margin": named["reward_chosen"] - named["reward_rejected"]}
 
 
 def describe_reference(cfg: DpoConfig, reference: nn.Module | None) -> str:
@@ -160,23 +152,128 @@ def validation_preference(
     model: nn.Module,
     parallel: Parallel,
     answers: Callable[[Batch], Tensor],
-    references_of: Callable[[Sequence[Batch]], Iterator[Any]],
+    references_of: References,
     cfg: DpoConfig,
     data: TrainingData,
-    world: "World",
+    world: World,
 ) -> dict[str, float]:
-    """Means over all validation pairs, or single answers, each counted once; without dropout. Collective.
+    """Return means over all validation pairs, or single answers, each counted once; without dropout. Collective.
 
     answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each.
     """
-    if cfg.takes_single_answers:
-        return validation_unpaired(model, parallel, answers, references_of, cfg, data, world)
+    point = None
+    if cfg.loss == "kto":  # over all samples: a pass before the one that takes the losses
+        total = torch.zeros((), device=world.device, dtype=torch.float64)
 
-    def compare(batch: Batch, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-        return preference_loss(answers(batch), reference, cfg)
+        def sum_mismatched(mismatched: Sequence[Batch]) -> list[Tensor]:
+            return [_sum_ratios(parallel, answers, references_of, mismatched, world)]
 
-    numbers_of = compared_numbers(parallel, references_of, compare)
-    sums, pairs = validation_sums(model, numbers_of, len(NUMBERS), parallel, data, world)
-    means = sums / max(1, pairs)
-    numbers = {"loss": means[0]} | preference_metrics(means)
-    return {f"validation_{name}": value.item() for name, value in numbers.items()} | {"validation_pairs": pairs}
+        _, items = sum_over_validation(
+            model, parallel, data, sum_mismatched, total, batches_of=attrgetter("mismatched")
+        )
+        point = _estimate_kl(total, items, world)
+
+    def compare(micro_batches: Sequence[Batch]) -> Iterator[Any]:
+        references = references_of(micro_batches)
+
+        def numbers_of(batch: Batch) -> Tensor:
+            return loss_of_answers(answers(batch), next(references), batch, point, cfg)[1]
+
+        return result_of_each(parallel, numbers_of, micro_batches)
+
+    sums = torch.zeros(count_of_numbers(cfg), device=world.device, dtype=torch.float64)
+    _, items = sum_over_validation(model, parallel, data, compare, sums)
+    loss, numbers = step_numbers(world.all_reduce_sum(sums), max(1, items), point, cfg)
+    counted = "validation_samples" if cfg.takes_single_answers else "validation_pairs"
+    return name_validation({"loss": loss} | numbers) | {counted: items}
+
+
+# Losses of single answers that are wanted or not, from the log-probabilities of their tokens (KTO,
+# arXiv 2402.01306).
+#
+# With p the model, q the reference, reward r = beta * (log p - log q) of a whole answer, and s = 1
+# for an answer that is wanted, -1 for one that is not:
+#
+# kto w * (1 - sigmoid(s * (r - beta * z))) w: desirable_weight or undesirable_weight
+# apo_zero_unpaired the same with z = 0 arXiv 2408.06266
+#
+# z, the point of reference, is an estimate of the KL divergence of p from q: the mean of log p -
+# log q over all samples of the step, each prompt with the answer of the sample before it (of the
+# first, the last one's), and 0 at the least. No gradient goes through it. It is one number for all
+# micro-batches of all ranks, made before the first of them, so that a step does not depend on how
+# it is divided.
+
+
+def unpaired_loss(
+    policy: Tensor, reference: Tensor | None, wanted: Tensor, point: Tensor | None, cfg: DpoConfig
+) -> tuple[Tensor, Tensor]:
+    """The loss summed over n answers, a scalar with a graph, and SUMS without one `[5]`.
+
+    policy, reference: log-probabilities `[n]`; no reference: all answers are equally likely. wanted: `[n]`, 1 or 0.
+    point: the point of reference, a scalar; None: 0. To be divided by the answers of the whole step.
+    """
+    ratios = policy if reference is None else policy - reference
+    is_wanted = wanted > 0
+    distance = cfg.beta * (ratios if point is None else ratios - point)
+    losses = F.sigmoid(torch.where(is_wanted, -distance, distance))  # 1 - sigmoid(x) = sigmoid(-x)
+    wanted, rewards = is_wanted.to(losses.dtype), cfg.beta * ratios.detach()
+    loss = ((cfg.desirable_weight * wanted + cfg.undesirable_weight * (1 - wanted)) * losses).sum()
+    each = [loss.detach(), (wanted * rewards).sum(), ((1 - wanted) * rewards).sum(), wanted.sum(), (1 - wanted).sum()]
+    return loss, torch.stack(each)
+
+
+@torch.no_grad()
+def reference_point(
+    parallel: Parallel,
+    answers: Callable[[Batch], Tensor],
+    references_of: References,
+    batches: StepBatches,
+    world: World,
+) -> Tensor | None:
+    """KTO's point of reference, a scalar fp64 on the device, from a step's mismatched answers; None for a loss that
+    asks for none. Collective.
+
+    answers: the model's log-probabilities of a micro-batch. references_of: the reference's of each.
+    """
+    if not batches.mismatched:
+        return None
+    total = _sum_ratios(parallel, answers, references_of, batches.mismatched, world)
+    return _estimate_kl(total, batches.items, world)
+
+
+def _sum_ratios(
+    parallel: Parallel,
+    answers: Callable[[Batch], Tensor],
+    references_of: References,
+    mismatched: Sequence[Batch],
+    world: World,
+) -> Tensor:
+    """The sum of log p - log q over this rank's mismatched answers."""
+    total = torch.zeros((), device=world.device, dtype=torch.float64)
+    found = result_of_each(parallel, answers, mismatched)
+    for policy, reference in zip(found, references_of(mismatched), strict=True):
+        if policy is not None:  # another rank of the pipeline has it
+            total += (policy if reference is None else policy - reference).sum()
+    return total
+
+
+def _estimate_kl(total: Tensor, items: int, world: World) -> Tensor:
+    return (world.all_reduce_sum(total) / max(1, items)).clamp(min=0)
+
+
+def check_labels(data: TrainingData, cfg: DpoConfig) -> None:
+    """ConfigError for training samples of one label alone, and for steps of one sample, which no other can be compared
+    with."""
+    values = data.dataset.values
+    wanted = int((values > 0).sum())
+    if wanted in (0, len(values)):
+        what = "true" if wanted else "false"
+        raise ConfigError(
+            f"data.source: found {len(values)} answers, all with the label {what}, expected some that are wanted and "
+            "some that are not; add the others, or train on the answers themselves with lora_finetune_distributed"
+        )
+    if cfg.loss == "kto" and data.global_batch_size == 1 and len(data.plan.slots(0)[0]) == 1:
+        raise ConfigError(
+            "batch_size: found steps of one sample, expected two or more: dpo.loss=kto compares each prompt with the "
+            "answer of another sample of the step; raise batch_size or gradient_accumulation_steps"
+        )

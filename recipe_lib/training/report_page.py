@@ -13,7 +13,7 @@ from recipe_lib.report.chart import Curve, line_figure
 from recipe_lib.report.page import render_page
 from recipe_lib.report.planned import KINDS
 from recipe_lib.report.view import Figure, Section, Table
-from recipe_lib.training.records.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
+from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
 from recipe_lib.units import GIB, Bytes, format_count, format_seconds
 
 REPORT_FILE = "report.html"

@@ -1,21 +1,23 @@
 """A recipe from its config to its last step: the same calls, in the same order, on every rank."""
 
+import hashlib
 import time
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 
 from recipe_lib.config.card_limits import card_faults
+from recipe_lib.config.keys import read_schema
 from recipe_lib.config.schema import FullFinetuneConfig
-from recipe_lib.data import PreparedData
-from recipe_lib.errors import ConfigError
+from recipe_lib.data import PreparedData, StepBatches
+from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.ops.device import capability_of
 from recipe_lib.parallel import DTYPES, World, make_world, meet_ranks
-from recipe_lib.parallel.seeds import set_seeds
+from recipe_lib.parallel.world import set_seeds
 from recipe_lib.training.added_parameters import check_models, check_trained, check_values
-from recipe_lib.training.same_on_all_ranks import check_same_config, settings_of
 from recipe_lib.training.training_data import prepare, prepared_or_raised
 from recipe_lib.units import format_count
 
@@ -146,3 +148,68 @@ def check_card(cfg: FullFinetuneConfig, world: World) -> None:
     name = torch.get_device_module(world.device).get_device_name(world.device)
     if faults := card_faults(cfg, name, capability):
         raise ConfigError(*faults)
+
+
+# All ranks of a run have the same settings, and those that share a model the same batches: the
+# checks.
+
+
+_ABSENT = "no such key"
+
+
+def check_same_config(settings: dict[str, str], world: World) -> None:
+    """Compares the settings of all ranks (`settings_of`). A collective.
+
+    Where each machine has a config of its own, or has decided `parallel.strategy: auto` by its own GPUs, ranks that
+    train differently would wait for each other. Raises ConfigError on every rank, with each key that differs.
+    """
+    found = world.gather_json(settings)
+    faults = []
+    for name in dict.fromkeys(key for settings in found for key in settings):
+        values = [settings.get(name, _ABSENT) for settings in found]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            faults.append(
+                f"{name}: found {values[0]} on rank 0 and {values[other]} on rank {other}, expected the same on all "
+                "ranks; start every machine with the same config and overrides"
+            )
+    if faults:
+        raise ConfigError(*faults)
+
+
+def settings_of(cfg: FullFinetuneConfig) -> dict[str, str]:
+    """Values as text by key; none of paths and trackers, which may be a machine's own."""
+    config_class: Any = type(cfg)  # mypy takes a dataclass for unhashable, its class too
+    keys = read_schema(config_class).keys.items()
+    return {
+        name: str(attrgetter(name)(cfg))
+        for name, key in keys
+        if key.section_class is None and not key.limits.get("path") and name != "log.trackers"
+    }
+
+
+def check_same_batches(batches: StepBatches, world: World) -> None:
+    """Compares the batches of a step over the ranks that have to have the same ones, by their hash. A collective.
+
+    Those are the ranks of a tensor-parallel group, of a pipeline, and those that share sequences: batches that differ
+    would train silently on a mixture of them. Raises SetupError on every rank.
+    """
+    if world.size == world.data_ranks:
+        return
+    digest = hashlib.sha256()
+    for batch in batches.micro_batches:
+        for tensor in (batch.tokens, batch.labels, batch.positions, batch.segments):
+            if tensor is not None:
+                digest.update(str(tuple(tensor.shape)).encode() + tensor.cpu().numpy().tobytes())
+    found: dict[int, set[str]] = {}
+    for data_rank, text in world.gather_json([world.data_rank, digest.hexdigest()]):
+        found.setdefault(data_rank, set()).add(text)
+    differing = [data_rank for data_rank, texts in found.items() if len(texts) > 1]
+    if differing:
+        kinds = ["of a pipeline"] * (world.pipeline is not None) + ["that share matrices"] * (world.tensor is not None)
+        kinds += ["that share sequences"] * (world.context is not None)
+        raise SetupError(
+            f"data: the {world.size // world.data_ranks} ranks {' and '.join(kinds)} that have data rank "
+            f"{differing[0]} found different batches for the same step, expected the same; see that every machine "
+            "has the same data, tokenizer and version"
+        )

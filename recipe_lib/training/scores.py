@@ -7,7 +7,8 @@ classification   -log softmax(scores)[class]
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +25,12 @@ from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.families import head_labels, score_config
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.parallel.parallelize import Parallel
+from recipe_lib.parallel.world import World
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.resolve_model import ResolvedModel
 from recipe_lib.training.training_data import TrainingData
-from recipe_lib.training.validation import validation_sums
-
-if TYPE_CHECKING:
-    from recipe_lib.parallel.world import World
+from recipe_lib.training.validation import name_validation, sum_over_validation
 
 _OF_PAIRS = ("loss", "reward_chosen", "reward_rejected", "accuracy")
 _OF_CLASSES = ("loss", "accuracy")
@@ -91,24 +90,18 @@ def validation_scores(
     compare: Callable[[Batch], tuple[Tensor, Tensor]],
     cfg: RewardConfig,
     data: TrainingData,
-    world: "World",
+    world: World,
 ) -> dict[str, float]:
     """Means over all validation items, each counted once; without dropout. Collective.
 
     compare: a micro-batch to what `score_loss` returns.
     """
-    sums, items = validation_sums(
-        model,
-        lambda micro_batches: result_of_each(parallel, lambda batch: compare(batch)[1], micro_batches),
-        len(numbers_of(cfg)),
-        parallel,
-        data,
-        world,
-    )
-    means = sums / max(1, items)
-    numbers = {"loss": means[0]} | score_metrics(means, cfg)
+    sums = torch.zeros(len(numbers_of(cfg)), device=world.device, dtype=torch.float64)
+    results_of = partial(result_of_each, parallel, lambda batch: compare(batch)[1])
+    _, items = sum_over_validation(model, parallel, data, results_of, sums)
+    means = world.all_reduce_sum(sums) / max(1, items)
     counted = "validation_pairs" if cfg.loss == "pairwise" else "validation_sequences"
-    return {f"validation_{name}": value.item() for name, value in numbers.items()} | {counted: items}
+    return name_validation({"loss": means[0]} | score_metrics(means, cfg)) | {counted: items}
 
 
 def describe_score_head(model: Decoder, source: ResolvedModel) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +20,20 @@ from recipe_lib.files import sha256_of
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.spec import DecoderSpec
-from recipe_lib.ops.distillation import Divergence, TeacherStates
+from recipe_lib.ops.distillation import TeacherStates
 from recipe_lib.optim.optimizers import local_bytes
 from recipe_lib.parallel import DTYPES, Parallel, materialize, parallelize
 from recipe_lib.parallel.context import check_context
 from recipe_lib.parallel.fsdp import evaluated_in_parts
-from recipe_lib.parallel.seeds import derive_seed
 from recipe_lib.parallel.tensor_sizes import check_tensor
+from recipe_lib.parallel.world import World, derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.training.host_memory import check_host_memory
 from recipe_lib.training.micro_batches import result_of_each
 from recipe_lib.training.resolve_model import ResolvedModel, resolve_model
 from recipe_lib.training.training_data import TrainingData
-from recipe_lib.training.validation import validation_groups
+from recipe_lib.training.validation import name_validation, sum_over_validation
 from recipe_lib.units import format_bytes
-
-if TYPE_CHECKING:
-    from recipe_lib.parallel.world import World
 
 
 def resolve_teacher(cfg: DistillFinetuneConfig) -> ResolvedModel:
@@ -58,13 +55,11 @@ def resolve_teacher(cfg: DistillFinetuneConfig) -> ResolvedModel:
     return found
 
 
-def check_same_ids(
-    source: ResolvedModel, tokenizer: Tokenizer, data: TrainingData, chat_template: str | None = None
-) -> None:
+def check_same_ids(source: ResolvedModel, tokenizer: Tokenizer, data: TrainingData) -> None:
     """DataError, one line with the first difference, unless a teacher's tokenizer has the same token for every id."""
     if source.folder is None:
         return
-    theirs = load_tokenizer(source.folder, chat_template, by_key=False)
+    theirs = load_tokenizer(source.folder, None, by_key=False)
     difference = None if _same_file(tokenizer, theirs) else first_difference(tokenizer, theirs)
     if difference is not None:
         raise DataError(
@@ -97,15 +92,12 @@ def _text(tokenizer: Tokenizer, token: int) -> str | None:
         return None
 
 
-def teacher_settings(cfg: DistillFinetuneConfig) -> DistillFinetuneConfig:
-    """The config by which a teacher is divided: as the model, but for its own storage; it computes in dtype."""
+def place_teacher(source: ResolvedModel, cfg: DistillFinetuneConfig, world: World) -> tuple[Decoder, Parallel]:
+    """Return a frozen teacher in this rank's memory, divided as the model is but for its own storage, without values
+    yet; it computes in dtype."""
+    dtype = DTYPES[cfg.dtype]
     memory = replace(cfg.memory, stream_layers=cfg.distill.stream_teacher)
-    return replace(cfg, memory=memory, matmul_dtype=None)
-
-
-def place_teacher(source: ResolvedModel, cfg: DistillFinetuneConfig, world: "World") -> tuple[Decoder, Parallel]:
-    """A frozen teacher in this rank's memory, divided as the model is, without values yet."""
-    settings, dtype = teacher_settings(cfg), DTYPES[cfg.dtype]
+    settings = replace(cfg, memory=memory, matmul_dtype=None)
     teacher = build_meta(source.spec, dtype)
     quantize_frozen(teacher, cfg.distill.quantize_teacher, dtype)
     parallel = parallelize(teacher, settings, world, for_training=False)
@@ -149,12 +141,7 @@ def teacher_states(teacher: Decoder, batch: Batch) -> TeacherStates:
     return TeacherStates(hidden, head, batch.labels)
 
 
-def divergence_of(keys: DistillConfig) -> Divergence:
-    """What the section `distill` names."""
-    return Divergence(keys.divergence, keys.temperature, keys.beta)
-
-
-def distill_means(sums: Tensor, tokens: int, keys: DistillConfig, world: "World") -> dict[str, Tensor]:
+def distill_means(sums: Tensor, tokens: int, keys: DistillConfig, world: World) -> dict[str, Tensor]:
     """Loss, divergence and cross-entropy, means over label tokens. A collective. sums: `[2]`, those of this rank's
     tokens; tokens: of all ranks."""
     divergence, cross_entropy = world.all_reduce_sum(world.sum_over_sequence(sums)) / max(1, tokens)
@@ -166,36 +153,28 @@ def describe_teacher(keys: DistillConfig, teacher: nn.Module, parallel: Parallel
     """Return one line for the log: the loss, and what the teacher takes of a rank's memory."""
     loss = f"distillation: {keys.weight:g} x {keys.divergence} at temperature {keys.temperature:g}"
     loss += f" + {1 - keys.weight:g} x cross-entropy"
-    streamed = 0 if parallel.layers is None else parallel.layers.num_bytes()
+    streamed = 0 if parallel.levers.layers is None else parallel.levers.layers.num_bytes()
     held = format_bytes(local_bytes(teacher.parameters()) - streamed)
     held += f" and {format_bytes(streamed)} in host memory" if streamed else ""
     return f"{loss}; the teacher takes {held} per rank"
 
 
-@torch.no_grad()
 def validation_distillation(
     model: nn.Module,
     parallel: Parallel,
     add_sums: Callable[[Batch, Tensor], Tensor],
     data: TrainingData,
     keys: DistillConfig,
-    world: "World",
+    world: World,
 ) -> dict[str, float]:
     """Means over the label tokens of all validation sequences, each counted once; without dropout. Collective.
 
     add_sums: runs a micro-batch, and adds its divergence and its cross-entropy to a tensor `[2]`.
     """
-    model.eval()
-    sums, tokens = torch.zeros(2, device=world.device, dtype=torch.float64), 0
-    for together in validation_groups(parallel, data):
-        run = partial(_added, add_sums, sums)
-        for _ in result_of_each(parallel, run, [batches.micro_batches[0] for batches in together]):
-            pass
-        tokens += sum(batches.trained_tokens for batches in together)
-    model.train()
-    means = distill_means(sums, tokens, keys, world)
-    return {f"validation_{name}": value.item() for name, value in means.items()} | {"validation_tokens": tokens}
+    sums = torch.zeros(2, device=world.device, dtype=torch.float64)
 
+    def add(batch: Batch) -> None:
+        add_sums(batch, sums)
 
-def _added(add_sums: Callable[[Batch, Tensor], Tensor], sums: Tensor, batch: Batch) -> None:
-    add_sums(batch, sums)
+    tokens, _ = sum_over_validation(model, parallel, data, partial(result_of_each, parallel, add), sums)
+    return name_validation(distill_means(sums, tokens, keys, world)) | {"validation_tokens": tokens}

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipe_lib.config.idle import SCORED_METRICS, generated_metrics
 from recipe_lib.config.mesh import micro_batches, padded_multiple
@@ -25,15 +25,12 @@ from recipe_lib.data import (
 from recipe_lib.errors import ConfigError, UserError
 from recipe_lib.generation.answer_questions import Question, questions_of
 from recipe_lib.logs import get_logger, warn_on_first_rank
-from recipe_lib.parallel.seeds import derive_seed
+from recipe_lib.parallel.world import World, derive_seed
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from recipe_lib.tokenizers.template_process import DATE
 from recipe_lib.training.best_step import BestStep
 from recipe_lib.training.output import check_output
 from recipe_lib.training.resolve_model import ResolvedModel, resolve_model, validate_parallelism
-
-if TYPE_CHECKING:
-    from recipe_lib.parallel.world import World
 
 
 class TrainingData:
@@ -49,7 +46,7 @@ class TrainingData:
         self,
         cfg: FullFinetuneConfig,
         source: ResolvedModel,
-        world: "World",
+        world: World,
         prepared: PreparedData | None = None,
     ) -> None:
         """Takes what is prepared; else tokenizes, or maps what is in the cache. Raises DataError."""

@@ -64,11 +64,11 @@ def stop_one(rank, early):
         os.kill(os.getpid(), signal.SIGSTOP)
     from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
     from recipe_lib.parallel import start_world
-    from recipe_lib.parallel.hang_detection import beats
+    from recipe_lib.parallel.heartbeat import STEP_SECONDS
 
     parallel = ParallelConfig(heartbeat_timeout_seconds=1.5)
     with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
-        world.heartbeat.enter("step 2", beats.STEP_SECONDS)
+        world.heartbeat.enter("step 2", STEP_SECONDS)
         world.any(False)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)

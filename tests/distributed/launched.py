@@ -20,7 +20,7 @@ import torch.distributed as dist
 from recipe_lib.cli import worker
 from recipe_lib.cli.launch import PARENT_VARIABLE
 from recipe_lib.errors import FOLDER_VARIABLE, end_process
-from recipe_lib.parallel.hang_detection import heartbeat
+from recipe_lib.parallel import heartbeat
 from recipe_lib.training import run as _run  # noqa: F401  (so that no rank pays for the import)
 from tests.distributed.ranks import free_port
 

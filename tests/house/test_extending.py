@@ -129,7 +129,7 @@ def test_the_family_is_refused_by_tensor_parallel(copy: Path) -> None:
     work = """
 from recipe_lib.errors import ConfigError
 from recipe_lib.models import build_meta, spec_from_config
-from recipe_lib.parallel.modified_model import refuse_for_tensor
+from recipe_lib.parallel.tensor import refuse_for_tensor
 import torch
 shape = dict(vocab_size=96, hidden_size=64, intermediate_size=112, num_hidden_layers=1, num_attention_heads=4)
 spec = spec_from_config(dict(shape, model_type="olmo2"), "tiny")

@@ -45,14 +45,13 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "recipe_lib/external/tensor_plan/sharding_plan.py": {"json.loads": "a text that the line itself has written"},
     "recipe_lib/files.py": {"os.open": "a folder, to flush it"},
     "recipe_lib/memory/peaks.py": {"read_text": _SYSTEM},
-    "recipe_lib/parallel/hang_detection/heartbeat.py": {"json.loads": _PIPE},
-    "recipe_lib/parallel/hang_detection/peers.py": {"read_bytes": _SYSTEM, "read_text": _SYSTEM},
+    "recipe_lib/parallel/heartbeat.py": {"json.loads": _PIPE, "read_bytes": _SYSTEM, "read_text": _SYSTEM},
     "recipe_lib/parallel/world.py": {"json.loads": _PIPE},
     "recipe_lib/plan/world/shape_only_model.py": {"read_text": _PACKAGE, "yaml.safe_load": _PACKAGE},
     "recipe_lib/tokenizers/tokenizer.py": {"json.loads": _PIPE},
     "recipe_lib/tokenizers/sentencepiece_json.py": {"json.loads": "a text of the tokenizers library"},
     "recipe_lib/tokenizers/template_process.py": {"json.loads": _PIPE},
-    "recipe_lib/training/records/metrics.py": {"json.loads": "a text that the function itself has written"},
+    "recipe_lib/training/metrics.py": {"json.loads": "a text that the function itself has written"},
 }
 
 

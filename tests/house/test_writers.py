@@ -18,10 +18,8 @@ FILES = "recipe_lib/files.py"
 ALLOWED = {
     ("recipe_lib/errors.py", "open"): (1, "a mark in the launcher's own folder"),
     ("recipe_lib/errors.py", "os.open"): (1, "/dev/null"),
-    ("recipe_lib/parallel/hang_detection/heartbeat.py", "open"): (
-        2,
-        "a mark in the launcher's own folder; memory without a name",
-    ),
+    ("recipe_lib/parallel/heartbeat.py", "open"): (1, "a mark in the launcher's own folder"),
+    ("recipe_lib/parallel/thread_stacks.py", "open"): (1, "memory without a name"),
     ("recipe_lib/memory/peaks.py", "write_text"): (1, "/proc/self/clear_refs"),
     ("recipe_lib/cli/main.py", "open"): (1, "/dev/null"),
     ("recipe_lib/cli/plan_during_run.py", "os.open"): (1, "/dev/null"),

@@ -19,7 +19,7 @@ from recipe_lib.models import build_meta, preset_config, spec_from_config
 from recipe_lib.models.spec import MixtureSpec
 from recipe_lib.parallel import materialize, shard_tensors, start_world
 from recipe_lib.parallel.pipeline.driver import Pipeline
-from recipe_lib.parallel.pipeline.schedule_memory import in_flight
+from recipe_lib.parallel.pipeline.simulation import in_flight
 from recipe_lib.units import GIB
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes

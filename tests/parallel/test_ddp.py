@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from recipe_lib.config.mesh import mesh_shape
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.parallel import Parallel, all_reduce_gradients, ddp
-from recipe_lib.parallel.ddp import Replicas, is_replicated
+from recipe_lib.parallel.ddp import Replicas
 from recipe_lib.training.derived_numbers import _devices
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, ROOT, done, furthest, metrics, probe, run_here, steps, stories, whole
@@ -54,20 +54,22 @@ def test_gradients_become_sums_whatever_their_sizes(monkeypatch: pytest.MonkeyPa
         mesh = init_device_mesh("cpu", (1, 2, 1, 1), mesh_dim_names=("pipeline", "data_replicate", "data_shard", "t"))
         found: dict[str, Any] = {}
         held = [0, 0, 0]  # buckets in memory, most of them, elements of the largest
-        begin, finish = ddp._Bucket.start, ddp._Sum.finish
+        start = ddp._start_sum
 
-        def started(self: Any, group: Any) -> Any:
-            result = begin(self, group)
-            if result.packed is not None:
+        def started(pieces: list[torch.Tensor], dtype: torch.dtype, group: Any) -> Any:
+            finish = start(pieces, dtype, group)
+            is_packed = len(pieces) > 1 or pieces[0].dtype != dtype
+            if is_packed:
                 held[0] += 1
-                held[1], held[2] = max(held[:2]), max(held[2], result.packed.numel())
-            return result
+                held[1], held[2] = max(held[:2]), max(held[2], sum(piece.numel() for piece in pieces))
 
-        def finished(self: Any) -> None:
-            held[0] -= self.packed is not None
-            finish(self)
+            def finished() -> None:
+                held[0] -= is_packed
+                finish()
 
-        ddp._Bucket.start, ddp._Sum.finish = started, finished  # type: ignore[method-assign]
+            return finished
+
+        ddp._start_sum = started  # type: ignore[assignment]
         for own, wide in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)):
             model = Model(rank, own)
             world: Any = SimpleNamespace(mesh=mesh, tensor=None)
@@ -100,7 +102,7 @@ def test_auto_that_nobody_has_decided_is_said_to_be_fsdp():
     cfg = FullFinetuneConfig(parallel=ParallelConfig(strategy="auto"))
     said = "devices: 2 cpu = data_replicate 1 x data_shard 2; parallel.strategy=auto is fsdp here, since `tune run` "
     assert _devices(cfg, world) == said + "has not planned both"  # type: ignore[arg-type]
-    assert tuple(mesh_shape(cfg.parallel, 2).values()) == (1, 1, 2, 1) and not is_replicated(cfg.parallel)
+    assert tuple(mesh_shape(cfg.parallel, 2).values()) == (1, 1, 2, 1) and cfg.parallel.strategy != "ddp"
 
 
 class Runs:

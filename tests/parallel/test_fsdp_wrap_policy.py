@@ -24,7 +24,7 @@ from recipe_lib.parallel import (
     shard_tensors,
     start_world,
 )
-from recipe_lib.parallel.fsdp_wrap_policy import parameter_bytes, resolve_wrapping
+from recipe_lib.parallel.fsdp import parameter_bytes, resolve_wrapping
 from recipe_lib.units import MIB, format_bytes
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import MLP_WIDTH, VOCABULARY, WIDTH, small_spec
@@ -222,8 +222,8 @@ def hosted(folder: Path) -> str:
         materialize(model, cfg.memory, world.device)
         on_host = {id(parameter) for parameter in layer_stream.streamed_parameters(model)}
         sharded = [name for name, each in model.named_parameters() if isinstance(each, DTensor) and id(each) in on_host]
-        assert sharded == [] and parallel.layers is not None
-        assert parallel.layers.num_bytes() == sum(
+        assert sharded == [] and parallel.levers.layers is not None
+        assert parallel.levers.layers.num_bytes() == sum(
             each.nbytes for name, each in model.named_parameters() if "experts" in name
         )
         return describe_units(model, parallel)

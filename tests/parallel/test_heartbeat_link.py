@@ -16,8 +16,7 @@ import torch
 
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.errors import end_process, exit_code_of
-from recipe_lib.parallel import start_world
-from recipe_lib.parallel.hang_detection import beats, heartbeat
+from recipe_lib.parallel import heartbeat, start_world
 from tests.distributed.ranks import free_port
 
 TIMEOUT = 2.0
@@ -69,7 +68,7 @@ def train(node: int, name: str, port: int, folder: Path) -> None:
         parallel = ParallelConfig(heartbeat_timeout_seconds=TIMEOUT)
         with start_world(FullFinetuneConfig(device="cpu", parallel=parallel)) as world:
             for step in range(10_000):
-                world.heartbeat.enter(f"step {step}", beats.STEP_SECONDS)
+                world.heartbeat.enter(f"step {step}", heartbeat.STEP_SECONDS)
                 world.any(False)
                 if step == 5:
                     (folder / f"trains{node}").touch()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from recipe_lib.parallel.seeds import derive_seed, set_seeds
+from recipe_lib.parallel.world import derive_seed, set_seeds
 
 
 def test_a_seed_is_the_same_on_every_machine_and_python() -> None:

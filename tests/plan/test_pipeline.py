@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.parallel.pipeline.schedules import compute_orders, with_transfers
+from recipe_lib.parallel.pipeline.schedules import compute_orders
+from recipe_lib.parallel.pipeline.simulation import with_transfers
 from recipe_lib.plan.result import Plan
 from recipe_lib.plan.tracing.pipeline_actions import enough_micro_batches, orders_of, peers_of, stand_ins
 from tests.plan.apart import apart, settings

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.training.records.metrics import read_metrics
+from recipe_lib.training.metrics import read_metrics
 from tests.cli.commands import ROOT, environment
 
 ADDRESSES = ("10.213.8.1", "10.213.8.2")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recipe_lib.errors import DataError
-from recipe_lib.parallel.hang_detection import beats, heartbeat
+from recipe_lib.parallel import heartbeat
 from tests.distributed import ranks as ranks_of_tests
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.recipes.runs import FULL, arguments, recipe_class, recipe_module, run_here
@@ -110,7 +110,7 @@ def refuse() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_a_stopped_rank_is_named(tmp_path: Path, division: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beats, "SILENT_TIMEOUTS", 2.0)
+    monkeypatch.setattr(heartbeat, "SILENT_TIMEOUTS", 2.0)
     monkeypatch.setattr(ranks_of_tests, "_GRACE_SECONDS", 1.0)  # the one that is stopped does not
     began = time.monotonic()
     found = ended(tmp_path, stop, *DIVISIONS[division])

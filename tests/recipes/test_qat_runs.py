@@ -45,7 +45,7 @@ def test_what_transformers_loads_quantized_computes_what_training_computed(reald
         theirs = quantized(tmp_path / "run" / "model", name.partition(",")[0], dtype)
         found = theirs(probe()).logits
         linears = [at for at, module in theirs.named_modules() if at.endswith("_proj")]
-        assert len(linears) == run.recipe.parallel.quantization.linears == 5 * 7
+        assert len(linears) == run.recipe.parallel.levers.quantization.linears == 5 * 7
         for at in linears:
             layer = theirs.get_submodule(at)
             assert layer.weight.qdata.dtype == torch.int8

@@ -46,7 +46,7 @@ def train(folder: Path, rounding: tuple[str, ...], others: tuple[str, ...], rank
     last = {word.partition("=")[0]: word for word in words[2:]}
     run = run_here([*words[:2], *last.values()], recipe=recipe)
     torch.distributed.barrier()  # the first rank still writes its records
-    is_on = run.code == 0 and run.recipe.parallel.quantization.is_on
+    is_on = run.code == 0 and run.recipe.parallel.levers.quantization.is_on
     return {"code": run.code, "said": run.said[-1:], "steps": [] if run.code else steps(output), "on": is_on}
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.training.card import planned_memory, results_of
-from recipe_lib.training.records.metrics import step_metrics
+from recipe_lib.training.export_model import planned_memory, results_of
+from recipe_lib.training.metrics import step_metrics
 
 
 def lines(kind: str, *gibs: float) -> list[dict]:

@@ -9,6 +9,7 @@ import torch
 from recipe_lib.config import load_config
 from recipe_lib.errors import SetupError
 from recipe_lib.memory import activation_offload, apply_activation_checkpointing, layer_stream
+from recipe_lib.memory.apply_levers import MemoryLevers
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.parallel import Parallel, parallelize, start_world
 from recipe_lib.training import check_host_memory
@@ -127,7 +128,9 @@ def test_activations_are_judged_by_the_first_layer_of_the_first_micro_batch(monk
         apply_activation_checkpointing(model, "full")
         window = activation_offload.offload_activations(model, cfg.memory, torch.device("cpu"))
         assert window is not None and calls_at_once(Parallel(), cfg, window) == LAYERS - 1
-        check_host_memory(model, Parallel(offload=window), cfg, SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
+        check_host_memory(
+            model, Parallel(levers=MemoryLevers(offload=window)), cfg, SimpleNamespace(device=torch.device("cuda"))
+        )  # type: ignore[arg-type]
         model.to_empty(device="cpu")
         init_weights(model, 3, spec)
         tokens, labels = small_batch()

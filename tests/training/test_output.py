@@ -9,7 +9,7 @@ from recipe_lib.config import FullFinetuneConfig, load_config
 from recipe_lib.errors import CheckpointError, ConfigError, StorageError
 from recipe_lib.parallel import start_world
 from recipe_lib.training.output import check_output, check_same_data, lock_output, open_output, unlock_output
-from recipe_lib.training.records.run_log import RunLog
+from recipe_lib.training.run_log import RunLog
 
 
 def config(folder: Path, **values: object) -> FullFinetuneConfig:

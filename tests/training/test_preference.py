@@ -22,7 +22,7 @@ from recipe_lib.training.preference import (
     check_pairs,
     describe_reference,
     preference_loss,
-    preference_metrics,
+    step_numbers,
 )
 from tests.adapters.adapted import EVERYWHERE, Setting, adapted
 from tests.distributed.ranks import run_ranks
@@ -216,7 +216,9 @@ def test_no_pairs_are_nothing() -> None:
 
 def test_metrics_are_named_means() -> None:
     means = torch.tensor([0.5, 2.0, -1.5, 0.75], dtype=torch.float64)
-    found = {name: float(value) for name, value in preference_metrics(means).items()}
+    loss, numbers = step_numbers(4 * means, 4, None, DpoConfig())
+    found = {name: float(value) for name, value in numbers.items()}
+    assert loss == 0.5
     assert found == {"reward_chosen": 2.0, "reward_rejected": -1.5, "reward_accuracy": 0.75, "reward_margin": 3.5}
 
 

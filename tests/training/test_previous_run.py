@@ -16,9 +16,8 @@ from recipe_lib.checkpoint.run_files import describe, publish, read_record
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.schema_data import SourceConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.training.output import check_output, open_output
-from recipe_lib.training.previous_run import drop_earlier, note_written
-from recipe_lib.training.records.metrics import MetricsFile, write_summary
+from recipe_lib.training.metrics import MetricsFile, write_summary
+from recipe_lib.training.output import check_output, drop_earlier, note_written, open_output
 from recipe_lib.training.report_page import write_report
 from tests.checkpoint.conftest import memory_path, memory_root  # noqa: F401
 from tests.checkpoint.test_faults import end_process, in_child, operations_of, stop_at

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from recipe_lib.training.records.metrics import MetricsFile, step_metrics, write_summary
+from recipe_lib.training.metrics import MetricsFile, step_metrics, write_summary
 from recipe_lib.training.report_page import write_report
 
 PEAK = {"active": 2**30, "allocated": 2**31, "reserved": 3 * 2**30, "kind": "device"}

@@ -10,7 +10,7 @@ from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
 from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import SetupError
 from recipe_lib.parallel import start_world
-from recipe_lib.training.same_on_all_ranks import check_same_batches
+from recipe_lib.training.run import check_same_batches
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import arguments, losses, run_here
 

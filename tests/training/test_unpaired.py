@@ -17,8 +17,13 @@ from recipe_lib.models import read_config, spec_from_config
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.ops.head_losses import TokenLogProbs
 from recipe_lib.parallel import Parallel
-from recipe_lib.training.preference import answer_log_probs
-from recipe_lib.training.unpaired import check_labels, reference_point, unpaired_loss, unpaired_metrics
+from recipe_lib.training.preference import (
+    answer_log_probs,
+    check_labels,
+    reference_point,
+    step_numbers,
+    unpaired_loss,
+)
 from tests.training import labeled
 
 LENGTHS = [(5, 4), (2, 9), (7, 1), (3, 3), (1, 6), (4, 12), (6, 5), (2, 7)]
@@ -71,7 +76,7 @@ def step(policy: Decoder, reference: Decoder, cfg: DpoConfig, batches: list[Step
         loss, numbers = unpaired_loss(log_probs(policy, batch, cfg), old, batch.values, point, cfg)
         (loss / items).backward()
         sums += numbers
-    loss, named = unpaired_metrics(sums, items, point)
+    loss, named = step_numbers(sums, items, point, cfg)
     return {"loss": float(loss)} | {name: float(value) for name, value in named.items()}
 
 

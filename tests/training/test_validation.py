@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipe_lib.training.validation import validation_loss, validation_sums
+from recipe_lib.training.validation import sum_over_validation, validation_loss
 
 BATCHES = SimpleNamespace(micro_batches=[None], trained_tokens=4, items=2)
 ONE: Any = SimpleNamespace(pipeline=None)
@@ -33,6 +33,7 @@ def test_so_are_the_sums_of_other_methods() -> None:
         seen.append(model.training)
         return iter([torch.tensor([1.0, 2.0])])
 
-    sums, items = validation_sums(model, numbers_of, 2, ONE, DATA, WORLD)
-    assert (sums.tolist(), items) == ([1.0, 2.0], 2)
+    sums = torch.zeros(2, dtype=torch.float64)
+    assert sum_over_validation(model, ONE, DATA, numbers_of, sums) == (4, 2)
+    assert sums.tolist() == [1.0, 2.0]
     assert seen == [False] and model.training

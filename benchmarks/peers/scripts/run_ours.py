@@ -63,7 +63,7 @@ def main(path: str) -> int:
     task = read_task(path)
 
     class Record:
-        """A tracker: see `recipe_lib.training.records.run_log.Tracker`."""
+        """A tracker: see `recipe_lib.training.run_log.Tracker`."""
 
         def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
             self._recorder = Recorder(task)

@@ -19,7 +19,7 @@ from recipe_lib.config.optimizer_facts import BYTES, state_bytes
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec, ModelSpec
-from recipe_lib.parallel.pipeline.schedules import compute_orders
+from recipe_lib.parallel.pipeline.schedules import compute_orders, count_moments
 
 _QUANTIZED = {"none": None, "nf4": 0.516, "int8": 1.0}  # bytes of a weight; nf4: 4 bits and the scales of its blocks
 # Of a token's pass through a layer's matrices: how much of it is done again in backward.
@@ -125,87 +125,45 @@ def _with_one_more(counts: dict[int, int], last: int, head: float) -> dict[int, 
     return counts | {chosen: counts[chosen] + 1}
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What of a config the costs depend on. width: bytes of a number. trained: all weights, else adapters alone.
-    adapters: of that rank; adapted_experts: those of a mixture have some. copies: of the model, a reference
-    included. states, vocabulary_states: bytes that an optimizer keeps on the device for a weight of a layer (an
-    adapter in it), and of embedding and head."""
-
-    tokens: int  # of a micro-batch, of one tensor-parallel rank
-    length: int
-    again: str
-    width: int
-    trained: bool
-    layer_width: float
-    adapters: int
-    adapted_experts: bool
-    copies: int
-    states: float
-    vocabulary_states: float
-    chunks: int
-
-
-def _read(cfg: Any) -> _Run:
-    """Keys that a recipe does not have are read as if they did nothing."""
-    adapters = getattr(cfg, "trained_adapters", None)
-    memory, optimizer = getattr(cfg, "memory", None), getattr(cfg, "optimizer", None)
-    width = BYTES.get(getattr(cfg, "dtype", "bf16"), 2)
-    quantized = None if adapters is None else _QUANTIZED.get(adapters.quantize_base)
-    length = getattr(cfg, "max_seq_len", 0)
-    rows = micro_batches(cfg)[0] if hasattr(cfg, "batch_size") else 1
-    on_host = memory is not None and memory.optimizer_offload
-    return _Run(
-        tokens=rows * length * getattr(cfg, "sequences_per_item", 1) // token_ranks(cfg.parallel),
-        length=length,
-        again="none" if memory is None else memory.activation_checkpointing,
-        width=width,
-        trained=adapters is None,
-        layer_width=width if quantized is None else quantized,
-        adapters=0 if adapters is None else adapters.rank,
-        adapted_experts=adapters is not None and "experts" in adapters.target_modules,
-        copies=2 if getattr(cfg, "copies_model", False) else 1,
-        states=0 if on_host else state_bytes(optimizer, width, in_layer=True),
-        vocabulary_states=0 if on_host else state_bytes(optimizer, width, in_layer=False),
-        chunks=1 if memory is None else memory.loss_chunks,
-    )
-
-
 def layer_weights(spec: Sizes) -> int:
     """Elements of one layer's matrices: queries and output, keys and values, MLP; of a mixture those of all experts and
     of the router, on average over the layers."""
-    return _attention_weights(spec) + round(_of_layer(spec, 3 * spec.width * spec.mlp_width, _experts_weights))
+    return _attention_weights(spec) + round(
+        _of_layer(
+            spec,
+            3 * spec.width * spec.mlp_width,
+            lambda mixture: mixture.num_experts * spec.width * (1 + 3 * mixture.mlp_width),
+        )
+    )
 
 
 def computing_weights(spec: Sizes) -> int:
     """The same of those that compute a token: of a mixture the router and the experts of its choices."""
-    return _attention_weights(spec) + round(_of_layer(spec, 3 * spec.width * spec.mlp_width, _chosen_weights))
+    return _attention_weights(spec) + round(
+        _of_layer(
+            spec,
+            3 * spec.width * spec.mlp_width,
+            lambda mixture: spec.width * (mixture.num_experts + 3 * mixture.top_k * mixture.mlp_width),
+        )
+    )
 
 
 def _attention_weights(spec: Sizes) -> int:
     return 2 * spec.width * (spec.num_heads + spec.num_kv_heads) * spec.head_width
 
 
-def _experts_weights(spec: DecoderSpec, mixture: MixtureSpec) -> int:
-    return mixture.num_experts * spec.width * (1 + 3 * mixture.mlp_width)
-
-
-def _chosen_weights(spec: DecoderSpec, mixture: MixtureSpec) -> int:
-    return spec.width * (mixture.num_experts + 3 * mixture.top_k * mixture.mlp_width)
-
-
 def _inner_width(spec: Sizes) -> int:
     """Inner channels that a token has in a layer's MLP, or in all experts of its choices."""
-    return round(_of_layer(spec, spec.mlp_width, lambda _, mixture: mixture.top_k * mixture.mlp_width))
+    return round(_of_layer(spec, spec.mlp_width, lambda mixture: mixture.top_k * mixture.mlp_width))
 
 
-def _of_layer(spec: Sizes, dense: int, of_mixture: Callable[[DecoderSpec, MixtureSpec], int]) -> float:
+def _of_layer(spec: Sizes, dense: int, of_mixture: Callable[[MixtureSpec], int]) -> float:
     """What a layer has on average. dense: one with an MLP."""
     if not isinstance(spec, DecoderSpec) or spec.mixture is None:
         return dense
     layers = spec.mixture.layers
     share = sum(layers) / len(layers)
-    return share * of_mixture(spec, spec.mixture) + (1 - share) * dense
+    return share * of_mixture(spec.mixture) + (1 - share) * dense
 
 
 def time_of(spec: Sizes, cfg: Any) -> tuple[float, float]:
@@ -215,13 +173,12 @@ def time_of(spec: Sizes, cfg: Any) -> tuple[float, float]:
     attention 4 h e for each token that it sees, half of `max_seq_len` or the window, and 2.5 times that in backward.
     Forward again as far as layers are checkpointed. The head: v d weights, whatever is checkpointed. Embedding: none.
     """
-    run = _read(cfg)
-    seen = [run.length / 2 if window is None else min(run.length / 2, window) for window in spec.windows]
+    again = cfg.memory.activation_checkpointing
+    half = cfg.max_seq_len / 2
+    seen = [half if window is None else min(half, window) for window in spec.windows]
     attention = 4 * spec.num_heads * spec.head_width * sum(seen) / max(1, len(seen))
-    passes = 3 if run.trained else 2
-    layer = 2 * computing_weights(spec) * (passes + _AGAIN[run.again]) + attention * (
-        4.5 if run.again == "full" else 3.5
-    )
+    passes = 3 if cfg.trained_adapters is None else 2
+    layer = 2 * computing_weights(spec) * (passes + _AGAIN[again]) + attention * (4.5 if again == "full" else 3.5)
     return layer, 2.0 * spec.head_rows * spec.width * passes
 
 
@@ -236,52 +193,51 @@ def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
 
     What every rank has alike is left out, as the layer that is being computed and what is on its way.
     """
-    run = _read(cfg)
     parallel: ParallelConfig = cfg.parallel
+    adapters = cfg.trained_adapters
+    again = cfg.memory.activation_checkpointing
+    width = BYTES.get(cfg.dtype, 2)
+    layer_width = (None if adapters is None else _QUANTIZED.get(adapters.quantize_base)) or width
+    adapter_rank = 0 if adapters is None else adapters.rank
+    adapts_experts = adapters is not None and "experts" in adapters.target_modules
+    rows, count = micro_batches(cfg)
+    tokens = rows * cfg.max_seq_len * cfg.sequences_per_item // token_ranks(parallel)
+    # What an optimizer keeps on the device for a weight of a layer (an adapter in it), and of embedding and head.
+    states, vocabulary_states = (
+        0 if cfg.memory.optimizer_offload else state_bytes(cfg.optimizer, width, in_layer=in_layer)
+        for in_layer in (True, False)
+    )
     parts = shards * parallel.tensor
-    copies = run.width * (run.copies - 1)  # frozen ones
+    copies = width if cfg.copies_model else 0  # of a frozen one
     per_weight, per_entry = (
-        ((2 * run.width + states if run.trained else run.width) + copies) / parts
-        for states in (run.states, run.vocabulary_states)
+        ((2 * width + kept if adapters is None else width) + copies) / parts for kept in (states, vocabulary_states)
     )
     vocabulary = spec.vocab_size * spec.width
-    layer = layer_weights(spec) * (per_weight if run.trained else run.layer_width / parts)
-    layer += _adapter_weights(spec, run.adapters, run.adapted_experts) * (2 * run.width + run.states) / parts
-    kept, deferred = kept_of_layer(spec, run.again), deferred_of_layer(spec) if run.trained else 0
+    layer = layer_weights(spec) * (per_weight if adapters is None else layer_width / parts)
+    layer += _adapter_weights(spec, adapter_rank, adapts_experts) * (2 * width + states) / parts
+    kept, deferred = kept_of_layer(spec, again), deferred_of_layer(spec) if adapters is None else 0
     matrix = spec.head_rows * spec.width
-    logits = run.tokens * parallel.tensor / run.chunks * spec.head_rows * (run.width + 8) / parallel.tensor
-    head = matrix * per_entry + logits + (matrix * run.width / parallel.tensor if run.trained else 0)
+    chunk = tokens * parallel.tensor / cfg.memory.loss_chunks
+    logits = chunk * spec.head_rows * (width + 8) / parallel.tensor
+    head = matrix * per_entry + logits + (matrix * width / parallel.tensor if adapters is None else 0)
     ends = {rank_of_stage(parallel, 0): vocabulary * per_entry}
     last = rank_of_stage(parallel, stage_count(parallel) - 1)
     # A tied head on the first rank, as a V has it, is the embedding itself.
     ends[last] = ends.get(last, 0) + head - (vocabulary * per_entry if spec.tied and last in ends else 0)
-    flights = _flights(parallel, micro_batches(cfg)[1])
+    orders = compute_orders(parallel, count)
+    flights = {
+        rank: {tuple((stage, *counts) for stage, counts in moment.items()) for moment in count_moments(order)}
+        for rank, order in orders.items()
+    }
 
     def cost(rank: int, counts: dict[int, int]) -> float:
         elements = max(
             sum(counts[stage] * (ahead * kept + later * deferred) for stage, ahead, later in moment)
             for moment in flights[rank]
         )
-        return layer * sum(counts.values()) + ends.get(rank, 0) + elements * run.tokens * run.width
+        return layer * sum(counts.values()) + ends.get(rank, 0) + elements * tokens * width
 
     return cost
-
-
-def _flights(parallel: ParallelConfig, count: int) -> dict[int, set[tuple[tuple[int, int, int], ...]]]:
-    """By rank, what may be there at once: of each stage how many micro-batches between F and B or I, and between I
-    and W."""
-    found: dict[int, set[tuple[tuple[int, int, int], ...]]] = {}
-    for rank, order in compute_orders(parallel, count).items():
-        ahead, later = (
-            dict.fromkeys(stages_of_rank(parallel, rank), 0),
-            dict.fromkeys(stages_of_rank(parallel, rank), 0),
-        )
-        found[rank] = set()
-        for action in order:
-            ahead[action.stage] += {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
-            later[action.stage] += {"I": 1, "W": -1}.get(action.kind, 0)
-            found[rank].add(tuple((stage, ahead[stage], later[stage]) for stage in ahead))
-    return found
 
 
 def kept_of_layer(spec: Sizes, checkpointing: str) -> int:
@@ -291,8 +247,8 @@ def kept_of_layer(spec: Sizes, checkpointing: str) -> int:
     if checkpointing in ("full", "budget"):
         return spec.width
     if checkpointing == "selective":  # which keeps nothing of experts
-        return 2 * spec.width + queries + keys + round(_of_layer(spec, spec.mlp_width, lambda *_: 0))
-    inner = _of_layer(spec, 4 * spec.mlp_width, lambda _, mixture: 3 * mixture.top_k * mixture.mlp_width)
+        return 2 * spec.width + queries + keys + round(_of_layer(spec, spec.mlp_width, lambda _: 0))
+    inner = _of_layer(spec, 4 * spec.mlp_width, lambda mixture: 3 * mixture.top_k * mixture.mlp_width)
     return 4 * spec.width + 2 * queries + 2 * keys + round(inner)
 
 
@@ -307,7 +263,7 @@ def _adapter_weights(spec: Sizes, rank: int, experts: bool = False) -> int:
     """Elements of a layer's adapters, one on each of its seven linears. experts: of a mixture, too, two on each."""
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
 
-    def of_experts(spec: DecoderSpec, mixture: MixtureSpec) -> int:
+    def of_experts(mixture: MixtureSpec) -> int:
         return mixture.num_experts * (2 * spec.width + 3 * mixture.mlp_width) if experts else 0
 
     inner = round(_of_layer(spec, 3 * (spec.width + spec.mlp_width), of_experts))

@@ -13,42 +13,36 @@ through a step, and their split backward leaves out gradients of stages after fr
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from recipe_lib.config.mesh import SCHEDULES, rank_of_stage, stage_count
-from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.data import Batch
+from recipe_lib.errors import ConfigError, SetupError, UserError
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.deferred import DeferredGradients, defer_weight_gradients, splittable
 from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.head_losses import HeadLoss
-from recipe_lib.parallel.fsdp_parts import end_backward, entries_of, reduce_kept_gradients
-from recipe_lib.parallel.gradient_accumulation import GradientAccumulation
+from recipe_lib.parallel.gradient_accumulation import DeferredReduction, GradientAccumulation
 from recipe_lib.parallel.pipeline import schedules as kinds
-from recipe_lib.parallel.pipeline.schedule_memory import taken_in
-from recipe_lib.parallel.pipeline.schedule_time import simulate
 from recipe_lib.parallel.pipeline.schedules import (
-    MAKING_GRADIENTS,
     Action,
     compute_orders,
+    count_moments,
+    exchange_of,
     forward_orders,
     pairs_of,
-    with_transfers,
+    received_for,
 )
-from recipe_lib.parallel.pipeline.watchdog import watch_over
+from recipe_lib.parallel.pipeline.simulation import partner_of, simulate, taken_in, with_transfers
 from recipe_lib.parallel.world import World
-
-if TYPE_CHECKING:
-    from recipe_lib.parallel.pipeline.stages import PipelineConfig
-    from recipe_lib.parallel.world import World
-
 
 # Tensors on their way between the ranks of a pipeline: received into new memory, and held until
 # they are taken.
@@ -59,11 +53,6 @@ class OnItsWay:
 
     def __init__(self, tensor: Tensor, work: Any) -> None:
         self._tensor, self._work = tensor, work
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is of this rank, and not to be waited for."""
-        return self._work is None
 
     def wait(self) -> Tensor:
         """The tensor, when it is there, or taken: the host waits for gloo, the device's stream for NCCL."""
@@ -91,6 +80,7 @@ class Transport:
         assert world.pipeline is not None
         self._group = world.mesh.get_group("pipeline")
         self._ranks = world.pipeline.ranks
+        self._heartbeat = world.heartbeat
         self._device = world.device
         _check_streams_of_pairs(self._group)
         for low, high in sorted(pairs):
@@ -104,12 +94,14 @@ class Transport:
     ) -> OnItsWay:
         """Asks the rank at `place` of the pipeline for a tensor, on the rank's device or the one where it was sent."""
         tensor = torch.empty(shape, dtype=dtype, device=device or self._device)
-        return OnItsWay(tensor, dist.irecv(tensor, self._ranks[place], group=self._group, tag=tag))
+        with self._heartbeat.exchange(self._ranks[place]):
+            return OnItsWay(tensor, dist.irecv(tensor, self._ranks[place], group=self._group, tag=tag))
 
     def send(self, tensor: Tensor, place: int, tag: int) -> OnItsWay:
         """Sends it to the rank at `place`."""
         tensor = tensor.contiguous()
-        return OnItsWay(tensor, dist.isend(tensor, self._ranks[place], group=self._group, tag=tag))
+        with self._heartbeat.exchange(self._ranks[place]):
+            return OnItsWay(tensor, dist.isend(tensor, self._ranks[place], group=self._group, tag=tag))
 
 
 def _check_streams_of_pairs(group: Any) -> None:
@@ -141,22 +133,6 @@ def sum_with(other: int, parameter: Tensor, transport: Transport) -> None:
 on_action: Callable[[Action | None], None] | None = None
 
 
-class MicroBatch(Protocol):
-    """What a pipeline reads of a micro-batch."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """`[b, s]`."""
-
-    @property
-    def positions(self) -> Tensor | None:
-        """`[b, s]`, or None: 0, 1, ..."""
-
-    @property
-    def attention(self) -> AttentionInfo | None:
-        """The documents of each row, or None."""
-
-
 @dataclass
 class _Kept:
     """What a stage keeps of a micro-batch from forward to backward, besides autograd's graph.
@@ -174,13 +150,14 @@ class Pipeline:
     """The stages of one rank. `layers`: by stage, the numbers of its layers."""
 
     def __init__(
-        self, model: LanguageModel, cfg: "PipelineConfig", world: "World", layers: dict[int, range], dtype: torch.dtype
+        self, model: LanguageModel, cfg: FullFinetuneConfig, world: World, layers: dict[int, range], dtype: torch.dtype
     ) -> None:
         """model: cut down to these layers; it runs by `run_part` from now on. dtype: of hidden states."""
         assert world.pipeline is not None
         self.layers = layers
         self._model, self._parallel, self._world = model, cfg.parallel, world
         self._place, self._stages = world.pipeline.rank, stage_count(cfg.parallel)
+        self._ranks = world.pipeline.ranks
         self._splits = SCHEDULES[cfg.parallel.pipeline_schedule].splits
         self._transport: Transport | None = None
         self._trains: list[bool] = []  # by stage; nothing is known before the first training step
@@ -189,6 +166,7 @@ class Pipeline:
         self._parts = model.stage_parts()
         self._turn: tuple[int, Tensor] | None = None
         self._hidden: Tensor | None = None
+        world.heartbeat.stages = f"stage{'s' if len(layers) > 1 else ''} {' and '.join(map(str, layers))}"
 
     @property
     def has_last(self) -> bool:
@@ -218,7 +196,7 @@ class Pipeline:
 
     def train(
         self,
-        batches: Sequence[MicroBatch],
+        batches: Sequence[Batch],
         loss_of: Callable[[int, Any], Tensor],
         accumulation: GradientAccumulation | None = None,
     ) -> None:
@@ -233,7 +211,7 @@ class Pipeline:
             step.run(*self._orders(len(batches), training=True))
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch], result_of: Callable[[int, Any], Any]) -> list[Any]:
+    def evaluate(self, batches: Sequence[Batch], result_of: Callable[[int, Any], Any]) -> list[Any]:
         """Forward alone; what `result_of` makes of each micro-batch on the last stage's rank, None on the others."""
         results: list[Any] = [None] * len(batches)
         step = _Step(self, batches, result_of, results)
@@ -247,7 +225,6 @@ class Pipeline:
             sum_with(
                 last - self._place, self._model.get_parameter(f"{self._parts.embedding}.weight"), self._use_transport()
             )
-        self._world.heartbeat.count_anew()  # two ranks have exchanged more than the others
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -259,11 +236,10 @@ class Pipeline:
     def in_flight(self, micro_batches: int) -> list[dict[int, int]]:
         """What this rank may keep at once: by stage, the micro-batches between their forward and their backward."""
         moments: list[dict[int, int]] = []
-        ahead = dict.fromkeys(self.layers, 0)
-        for action in compute_orders(self._parallel, micro_batches)[self._place]:
-            ahead[action.stage] += {kinds.FORWARD: 1, kinds.BACKWARD: -1, kinds.INPUT: -1}.get(action.kind, 0)
-            if ahead not in moments:
-                moments.append(dict(ahead))
+        for counts in count_moments(compute_orders(self._parallel, micro_batches)[self._place]):
+            moment = {stage: ahead for stage, (ahead, _) in counts.items()}
+            if moment not in moments:
+                moments.append(moment)
         return moments
 
     def _use_transport(self) -> Transport:
@@ -326,7 +302,7 @@ class _Step:
     def __init__(
         self,
         pipeline: Pipeline,
-        batches: Sequence[MicroBatch],
+        batches: Sequence[Batch],
         finish: Callable[[int, Any], Any],
         results: list[Any] | None,
         accumulation: GradientAccumulation | None = None,
@@ -334,9 +310,9 @@ class _Step:
         """finish: what the last stage's output goes to; results: where it is put, or None: it is trained on."""
         self._pipeline, self._batches, self._finish, self._results = pipeline, batches, finish, results
         self._transport, self._accumulation = pipeline._use_transport(), accumulation
-        self._watch = watch_over(pipeline._world, pipeline._parallel)
-        self._arriving: dict[tuple[str, int, int], OnItsWay] = {}  # by "F" or "B", stage, micro-batch
-        self._leaving: dict[tuple[str, int, int], Tensor] = {}
+        self._heartbeat = pipeline._world.heartbeat
+        self._arriving: dict[Action, OnItsWay] = {}  # by receive
+        self._leaving: dict[Action, Tensor] = {}  # by send
         self._sent: dict[Action, OnItsWay] = {}
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._later: dict[tuple[int, int], list[DeferredGradients]] = {}
@@ -346,23 +322,23 @@ class _Step:
             kinds.BACKWARD: self._backward,
             kinds.INPUT: self._input_gradient,
             kinds.WEIGHT: self._weight_gradients,
-            kinds.RECEIVE_ACTIVATION: lambda stage, number: self._receive("F", stage, number, stage - 1),
-            kinds.RECEIVE_GRADIENT: lambda stage, number: self._receive("B", stage, number, stage + 1),
-            kinds.SEND_ACTIVATION: lambda stage, number: self._send("F", stage, number, stage + 1),
-            kinds.SEND_GRADIENT: lambda stage, number: self._send("B", stage, number, stage - 1),
+            kinds.RECEIVE_ACTIVATION: self._receive,
+            kinds.RECEIVE_GRADIENT: self._receive,
+            kinds.SEND_ACTIVATION: self._send,
+            kinds.SEND_GRADIENT: self._send,
         }
 
     def run(self, actions: Sequence[Action], taken: Mapping[int, Sequence[Action]]) -> None:
         """All actions; at the end nothing of it is alive. taken: by number of an action, the sends done before it."""
         reducing, note = self._held.begin(actions), on_action or (lambda action: None)
-        with self._watch.step():
+        with self._tell_action_in_errors():
             for place, action in enumerate(actions):
                 for send in taken.get(place, ()):
                     self._let_go(send)
-                self._watch.at(action)
+                self._begin(action)
                 note(action)
                 self._held.is_last = place in reducing
-                self._do[action.kind](action.stage, action.micro_batch)
+                self._do[action.kind](action)
                 if self._accumulation and action.kind in kinds.MAKING_GRADIENTS:
                     self._accumulation.add()
             self._held.end()
@@ -371,9 +347,42 @@ class _Step:
         note(None)
         self._do.clear()  # which refers to this object: a cycle would keep the batches alive
 
-    def _forward(self, stage: int, number: int) -> None:
+    def _begin(self, action: Action) -> None:
+        """Tell the heartbeat what this rank is at."""
+        self._heartbeat.stages = f"stage {action.stage}"
+        self._heartbeat.action = f"the {kinds.WORDS[action.kind]} of micro-batch {action.micro_batch}"
+
+    @contextmanager
+    def _tell_action_in_errors(self) -> Iterator[None]:
+        """Say in what is raised inside which action it was."""
+        heartbeat = self._heartbeat
+        all_stages = heartbeat.stages
+        try:
+            yield
+        except Exception as error:
+            place = f"rank {self._pipeline._world.rank} ({heartbeat.stages}), {heartbeat.action}"
+            if isinstance(error, UserError):
+                error.faults = [f"{fault} ({place})" for fault in error.faults]
+            else:
+                error.add_note(place)
+            raise
+        finally:
+            heartbeat.stages = all_stages
+            heartbeat.action = ""
+
+    def _wait_for(self, exchange: OnItsWay, action: Action) -> Tensor:
+        """Wait until another rank has sent or taken a tensor. action: its own receive or send."""
+        before = self._heartbeat.action
+        other = self._pipeline._ranks[self._place_of(partner_of(action))]
+        self._heartbeat.action = f"{before}, waiting for rank {other}"
+        tensor = exchange.wait()
+        self._heartbeat.action = before
+        return tensor
+
+    def _forward(self, action: Action) -> None:
+        stage, number = action.stage, action.micro_batch
         pipeline, batch = self._pipeline, self._batches[number]
-        received = None if stage == 0 else self._take("F", stage, number)
+        received = None if stage == 0 else self._take(action)
         if received is not None and self._results is None and self._is_wanted(stage):
             received.requires_grad_()
         pipeline._turn = stage, batch.tokens
@@ -386,14 +395,14 @@ class _Step:
             wanted = received if self._is_wanted(stage) else None
             self._kept[stage, number] = _Kept(wanted, graph, None)
         if stage < pipeline._stages - 1:
-            self._hand_on("F", stage, number, stage + 1, output.detach())
+            self._hand_on(action, output.detach())
         elif self._results is None:
             self._kept[stage, number].hidden = output.detach().requires_grad_(output.requires_grad)
         else:
-            self._results[number] = self._finished(number, output)
+            self._results[number] = self._run_finish(number, output)
 
-    def _finished(self, number: int, hidden: Tensor) -> Any:
-        """What `finish` makes of a micro-batch whose last hidden states these are."""
+    def _run_finish(self, number: int, hidden: Tensor) -> Any:
+        """Return what `finish` makes of a micro-batch whose last hidden states these are."""
         pipeline = self._pipeline
         pipeline._hidden = hidden
         try:
@@ -401,11 +410,11 @@ class _Step:
         finally:
             pipeline._hidden = None
 
-    def _backward(self, stage: int, number: int) -> None:
+    def _backward(self, action: Action) -> None:
         """The whole backward, nothing deferred."""
-        kept = self._kept.pop((stage, number))
-        gradient = self._output_gradient(stage, number, kept)
-        self._held.reduce_if_last(self._pipeline.layers_of(stage))
+        kept = self._kept.pop((action.stage, action.micro_batch))
+        gradient = self._output_gradient(action, kept)
+        self._held.reduce_if_last(self._pipeline.layers_of(action.stage))
         if kept.graph is not None:
             torch.autograd.backward((kept.graph,), (gradient,))  # type: ignore[arg-type]
         del gradient
@@ -414,69 +423,66 @@ class _Step:
         if received is not None:
             found, received.grad = received.grad, None
             assert found is not None
-            self._hand_on("B", stage, number, stage - 1, found)
+            self._hand_on(action, found)
 
-    def _output_gradient(self, stage: int, number: int, kept: _Kept) -> Tensor | None:
+    def _output_gradient(self, action: Action, kept: _Kept) -> Tensor | None:
         """The gradient of a stage's output: from the next stage, or through the head and its loss, made here."""
-        if stage < self._pipeline._stages - 1:
-            return self._take("B", stage, number) if kept.graph is not None else None
+        if action.stage < self._pipeline._stages - 1:
+            return self._take(action) if kept.graph is not None else None
         hidden, kept.hidden = kept.hidden, None
         assert hidden is not None
-        loss = self._finished(number, hidden)
+        loss = self._run_finish(action.micro_batch, hidden)
         self._held.reduce_if_last(self._pipeline.head())
         loss.backward()
         return hidden.grad
 
-    def _input_gradient(self, stage: int, number: int) -> None:
+    def _input_gradient(self, action: Action) -> None:
         """Backward without the weight gradients of linears, which are deferred."""
         with self._held.unreduced(), defer_weight_gradients() as later:
-            self._backward(stage, number)
-        self._later[stage, number] = later
+            self._backward(action)
+        self._later[action.stage, action.micro_batch] = later
 
-    def _weight_gradients(self, stage: int, number: int) -> None:
+    def _weight_gradients(self, action: Action) -> None:
         pipeline = self._pipeline
-        head = pipeline.head() if stage == pipeline._stages - 1 else []
-        self._held.reduce_if_last([*pipeline.layers_of(stage), *head])
-        self._held.add(self._later.pop((stage, number)))
+        head = pipeline.head() if action.stage == pipeline._stages - 1 else []
+        self._held.reduce_if_last([*pipeline.layers_of(action.stage), *head])
+        self._held.add(self._later.pop((action.stage, action.micro_batch)))
 
-    def _receive(self, what: str, stage: int, number: int, other: int) -> None:
-        if what == "B" and not self._is_wanted(stage + 1):
+    def _receive(self, action: Action) -> None:
+        if action.kind == kinds.RECEIVE_GRADIENT and not self._is_wanted(action.stage + 1):
             return
-        pipeline = self._pipeline
-        shape, dtype = self._shape(number)
-        place, tag = rank_of_stage(pipeline._parallel, other), self._tag(what, stage, number)
-        self._arriving[what, stage, number] = self._transport.receive(shape, dtype, place, tag)
+        shape, dtype = self._shape(action.micro_batch)
+        place = self._place_of(partner_of(action))
+        self._arriving[action] = self._transport.receive(shape, dtype, place, self._tag(action))
 
-    def _take(self, what: str, stage: int, number: int) -> Tensor:
+    def _take(self, action: Action) -> Tensor:
         """What the action needs of another stage, when it is there."""
-        arriving = self._arriving.pop((what, stage, number))
-        if arriving.is_here:
-            return arriving.wait()
-        self._watch.waits()
-        tensor = arriving.wait()
-        self._watch.computes()
-        return tensor
+        receive = received_for(action, self._pipeline._stages)
+        assert receive is not None
+        return self._wait_for(self._arriving.pop(receive), receive)
 
-    def _hand_on(self, what: str, stage: int, number: int, other: int, tensor: Tensor) -> None:
+    def _hand_on(self, action: Action, tensor: Tensor) -> None:
         """To a stage of this rank as it is; for another rank's it waits for its turn to be sent."""
-        if other in self._pipeline.layers:
-            self._arriving[what, other, number] = OnItsWay(tensor, None)
+        exchange = exchange_of(action, self._pipeline._stages)
+        assert exchange is not None
+        send, receive = exchange
+        if receive.stage in self._pipeline.layers:
+            self._arriving[receive] = OnItsWay(tensor, None)
         else:
-            self._leaving[what, stage, number] = tensor
+            self._leaving[send] = tensor
 
-    def _send(self, what: str, stage: int, number: int, other: int) -> None:
-        tensor = self._leaving.pop((what, stage, number), None)
+    def _send(self, action: Action) -> None:
+        tensor = self._leaving.pop(action, None)
         if tensor is not None:
-            place, tag = rank_of_stage(self._pipeline._parallel, other), self._tag(what, other, number)
-            send = kinds.SEND_ACTIVATION if what == "F" else kinds.SEND_GRADIENT
-            self._sent[Action(stage, send, number)] = self._transport.send(tensor, place, tag)
+            receive = partner_of(action)
+            self._sent[action] = self._transport.send(tensor, self._place_of(receive), self._tag(receive))
 
     def _let_go(self, send: Action) -> None:
         """Drops what was sent; if the other rank has not taken it, waits until it has."""
         sent = self._sent.pop(send, None)  # None: a gradient that nobody wants
         if sent is not None:
-            self._watch.at(send)
-            sent.wait()
+            self._begin(send)
+            self._wait_for(sent, send)
 
     def _is_wanted(self, stage: int) -> bool:
         """Whether a stage's input has a gradient: a stage before it is trained."""
@@ -488,110 +494,10 @@ class _Step:
         own = torch.Size((tokens.shape[0], tokens.shape[1] // pipeline._parallel.context))
         return pipeline._model.hidden_shape(own, pipeline._parallel.tensor), pipeline._dtype
 
-    def _tag(self, what: str, stage: int, number: int) -> int:
+    def _place_of(self, action: Action) -> int:
+        return rank_of_stage(self._pipeline._parallel, action.stage)
+
+    def _tag(self, receive: Action) -> int:
         """By the stage that receives."""
-        return (number * self._pipeline._stages + stage) * 2 + (what == "B")
-
-
-# When FSDP reduces the gradients of a pipeline's stages.
-#
-# Deferred weight gradients are made after backward, and reduced after it too, unit by unit.
-# Gradients that are reduced once a step (`parallel.reduce_gradients`) are with the last action of
-# their stage.
-
-
-class DeferredReduction:
-    """The FSDP units of a rank's stages, and those of them whose weights' gradients are deferred; without FSDP none.
-
-    is_last: whether the action that runs is one of those that `begin` has returned.
-
-    Private parts of torch's FSDP2 are used here, by `fsdp_parts`: a unit's reduction, and what its root does at the end
-    of backward.
-    """
-
-    def __init__(self, model: nn.Module, accumulation: GradientAccumulation | None) -> None:
-        """model: sharded, or not. accumulation: whether units reduce once a step; None: with each micro-batch."""
-        self._root: Any = model if isinstance(model, FSDPModule) else None
-        self._once = accumulation if accumulation is not None and accumulation.once else None
-        self.is_last = False
-        units = _units_in([model])
-        self._units = [unit for unit in units if any(_is_deferred(entry) for entry in entries_of(unit))]
-
-    @contextmanager
-    def unreduced(self) -> Iterator[None]:
-        """Inside, these units keep the gradients that backward makes whole, to be reduced with those to come."""
-        if self._once is not None:  # they do anyway
-            yield
-            return
-        for unit in self._units:
-            unit.set_requires_gradient_sync(False, recurse=False)
-        try:
-            yield
-        finally:
-            for unit in self._units:
-                unit.set_requires_gradient_sync(True, recurse=False)
-
-    def add(self, later: list[DeferredGradients]) -> None:
-        """Computes the gradients, last layer first, and reduces those of a unit before the next one's are made."""
-        units = self._places() if self._root is not None else {}
-        current: FSDPModule | None = None
-        later.reverse()
-        while later:
-            entry = later.pop()
-            unit = units.get(id(_parameter_of(entry.weights[0])), current)
-            if current is not None and unit is not current:
-                reduce_kept_gradients(current)
-            current = unit
-            entry.run()
-        if self._root is not None:
-            for unit in self._units:
-                reduce_kept_gradients(unit)
-            end_backward(self._root)
-
-    def begin(self, actions: Sequence[Action]) -> set[int]:
-        """Before a step's actions. Where gradients are reduced once a step none is from here on, and the places of the
-        actions that do are returned: of each stage the last one."""
-        if self._once is None:
-            return set()
-        self._once.begin(is_last=False)
-        return set({one.stage: at for at, one in enumerate(actions) if one.kind in MAKING_GRADIENTS}.values())
-
-    def reduce_if_last(self, modules: Sequence[nn.Module]) -> None:
-        """In an action that is the last of its stage: what follows is the last backward of these modules, whose units
-        reduce their sums in it, and free their weights.
-
-        Not sooner: at the end of each backward, also one of the head alone, FSDP reduces what any unit has.
-        """
-        if self.is_last:
-            for unit in _units_in(modules):
-                unit.set_requires_gradient_sync(True, recurse=False)
-                unit.set_reshard_after_backward(True, recurse=False)
-
-    def end(self) -> None:
-        """After a step's actions: reduces what no stage has, what is in the root and what several stages share."""
-        if self._once is not None:
-            self._root.set_requires_gradient_sync(True)
-            self._root.set_reshard_after_backward(True)
-            end_backward(self._root)
-
-    def _places(self) -> dict[int, FSDPModule]:
-        """The unit of each whole parameter, by its id."""
-        entries = [(unit, entry) for unit in self._units for entry in entries_of(unit)]
-        return {id(entry._unsharded_param): unit for unit, entry in entries if hasattr(entry, "_unsharded_param")}
-
-
-def _units_in(modules: Sequence[nn.Module]) -> list[FSDPModule]:
-    return [unit for module in modules for unit in module.modules() if isinstance(unit, FSDPModule)]
-
-
-def _is_deferred(entry: Any) -> bool:
-    """Whether a parameter of FSDP's is the trained weight of a linear."""
-    return entry.sharded_param.requires_grad and isinstance(entry._module_info.module, nn.Linear)
-
-
-def _parameter_of(weight: Tensor) -> Any:
-    """The parameter that a weight is, or is a part of."""
-    node = weight.grad_fn
-    while node is not None and not hasattr(node, "variable"):
-        node = node.next_functions[0][0] if node.next_functions else None
-    return weight if node is None else node.variable
+        number = receive.micro_batch * self._pipeline._stages + receive.stage
+        return number * 2 + (receive.kind == kinds.RECEIVE_GRADIENT)

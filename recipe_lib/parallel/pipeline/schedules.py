@@ -6,10 +6,10 @@ stage's backward is one action `B`, or two that may lie apart: `I` for the gradi
 weights.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product, zip_longest
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,16 @@ MAKING_GRADIENTS = (BACKWARD, INPUT, WEIGHT)
 # Of what a stage takes from the next one or the one before, and what it sends there.
 RECEIVE_ACTIVATION, SEND_ACTIVATION = "RF", "SF"
 RECEIVE_GRADIENT, SEND_GRADIENT = "RB", "SB"
+WORDS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT: "input gradient",
+    WEIGHT: "weight gradients",
+    RECEIVE_ACTIVATION: "receiving of the activation",
+    RECEIVE_GRADIENT: "receiving of the gradient",
+    SEND_ACTIVATION: "sending of the activation",
+    SEND_GRADIENT: "sending of the gradient",
+}
 # How long an action takes in the order that settles when tensors are sent: a forward as long as each half of backward.
 UNITS = {FORWARD: 1, INPUT: 1, WEIGHT: 1, BACKWARD: 2}
 # torch's names of them, which stay from version to version; their values have been numbers and letters.
@@ -49,10 +59,8 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     Any number of micro-batches from 1 on has an order; see config.mesh.schedule_fault for those worth having.
     """
     name, ranks = parallel.pipeline_schedule, parallel.pipeline
-    if name == "gpipe":
-        return {rank: _all_forward_all_backward(rank, micro_batches) for rank in range(ranks)}
-    if name == "1f1b":
-        return {rank: _one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)}
+    if name in ("gpipe", "1f1b"):
+        return {rank: _one_forward_one_backward(name, rank, ranks, micro_batches) for rank in range(ranks)}
     settings = _torch_settings(ranks, stages_per_rank(parallel), _orderly(name, ranks, micro_batches))
     make = _torch_schedule(name)._calculate_single_rank_operations
     orders = {rank: _read(make(settings, rank), micro_batches) for rank in range(ranks)}
@@ -60,6 +68,20 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
         orders = {rank: _sooner(order, parallel.pipeline_max_deferred_weight_grads) for rank, order in orders.items()}
     _check_complete(orders, stage_count(parallel), micro_batches)
     return orders
+
+
+def count_moments(order: Sequence[Action]) -> list[dict[int, tuple[int, int]]]:
+    """Return what there is after each action of a rank's list: by stage the micro-batches between F and B or I, and
+    those between I and W."""
+    moments: list[dict[int, tuple[int, int]]] = []
+    now: dict[int, tuple[int, int]] = {}
+    for action in order:
+        ahead, deferred = now.get(action.stage, (0, 0))
+        ahead += {FORWARD: 1, BACKWARD: -1, INPUT: -1}.get(action.kind, 0)
+        deferred += {INPUT: 1, WEIGHT: -1}.get(action.kind, 0)
+        now = now | {action.stage: (ahead, deferred)}
+        moments.append(now)
+    return moments
 
 
 def _sooner(order: list[Action], most: int) -> list[Action]:
@@ -110,12 +132,9 @@ def forward_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     return orders
 
 
-def _all_forward_all_backward(rank: int, micro_batches: int) -> list[Action]:
-    return [Action(rank, kind, number) for kind in (FORWARD, BACKWARD) for number in range(micro_batches)]
-
-
-def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    ahead = min(ranks - 1 - rank, micro_batches)
+def _one_forward_one_backward(name: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    """Return a rank's order; with GPipe all forwards are ahead of the first backward."""
+    ahead = min(ranks - 1 - rank, micro_batches) if name == "1f1b" else micro_batches
     order = [Action(rank, FORWARD, number) for number in range(ahead)]
     for number in range(micro_batches):
         if number + ahead < micro_batches:
@@ -156,66 +175,6 @@ def _read(actions: Sequence[Any], micro_batches: int) -> list[Action]:
     ]
 
 
-def needs_of(action: Action, stages: int) -> Action | None:
-    """The action of another stage whose result a forward or backward takes; None: its own stage is enough."""
-    if action.kind == FORWARD and action.stage > 0:
-        return Action(action.stage - 1, FORWARD, action.micro_batch)
-    if action.kind in (BACKWARD, INPUT) and action.stage < stages - 1:
-        return Action(action.stage + 1, INPUT, action.micro_batch)  # or BACKWARD, which stands for both
-    return None
-
-
-def started(orders: Orders, stages: int) -> list[tuple[int, int, int, Action]]:
-    """(start, end, rank, action) of all actions in units of time, sorted; ValueError if they wait in a circle."""
-    done: dict[Action, int] = {}
-    clock, at = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0)
-    found: list[tuple[int, int, int, Action]] = []
-    while len(found) < sum(map(len, orders.values())):
-        before = len(found)
-        for rank, order in orders.items():
-            while at[rank] < len(order):
-                action = order[at[rank]]
-                need = needs_of(action, stages)
-                if need is not None and need not in done:
-                    break
-                start = max(clock[rank], done[need] if need is not None else 0)
-                end = start + UNITS[action.kind]
-                clock[rank], at[rank] = end, at[rank] + 1
-                kind = INPUT if action.kind == BACKWARD else action.kind
-                done[Action(action.stage, kind, action.micro_batch)] = end
-                found.append((start, end, rank, action))
-        if len(found) == before:
-            stuck = ", ".join(
-                f"rank {rank}: {order[at[rank]]}" for rank, order in orders.items() if at[rank] < len(order)
-            )
-            raise ValueError(f"the ranks of the pipeline wait for each other: {stuck}")
-    return sorted(found)
-
-
-def with_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
-    """The orders with what is sent and received.
-
-    A tensor is sent when it is made, and asked for one computation ahead: with NCCL a transfer begins when the
-    receiver's stream has come to it, so that one that is asked for just before it is used is never hidden. Two ranks
-    exchange all their tensors in one order, that in which they are made, since NCCL matches them by nothing else; so
-    one that is made earlier than another is also asked for before the other is sent or asked for, and nothing is asked
-    for ahead of what this rank has still to send the other first.
-    """
-    stages = stage_count(parallel)
-    wanted: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(list)  # by pair of ranks: (send, receive)
-    for _, _, rank, action in sorted(started(orders, stages), key=lambda entry: (entry[1], entry[2], entry[3])):
-        exchange = exchange_of(action, stages)
-        if exchange is None:
-            continue
-        peer = rank_of_stage(parallel, exchange[1].stage)
-        if peer != rank:
-            wanted[min(rank, peer), max(rank, peer)].append(exchange)
-    found: Orders = {}
-    for rank, order in orders.items():
-        found[rank] = _transfers_of_rank(rank, order, parallel, wanted, stages)
-    return found
-
-
 def pairs_of(parallel: ParallelConfig, *, tied: bool) -> list[tuple[int, int]]:
     """The places in a pipeline whose ranks exchange tensors, the lower first. tied: the first and the last stage have
     the same embedding, and exchange its gradients."""
@@ -234,46 +193,6 @@ def exchange_of(action: Action, stages: int) -> tuple[Action, Action] | None:
         sent = Action(action.stage, SEND_GRADIENT, action.micro_batch)
         return sent, Action(action.stage - 1, RECEIVE_GRADIENT, action.micro_batch)
     return None
-
-
-def _transfers_of_rank(
-    rank: int,
-    order: list[Action],
-    parallel: ParallelConfig,
-    wanted: dict[tuple[int, int], list[tuple[Action, Action]]],
-    stages: int,
-) -> list[Action]:
-    """Puts a rank's sends after its actions, and its receives before the actions before them, each pair of ranks in its
-    one order."""
-    mine: dict[int, list[Action]] = {}  # by the other rank, what this one does in their order
-    place: dict[Action, tuple[int, int]] = {}
-    for pair, exchanges in wanted.items():
-        if rank not in pair:
-            continue
-        other = pair[0] if pair[1] == rank else pair[1]
-        mine[other] = [send if rank_of_stage(parallel, send.stage) == rank else receive for send, receive in exchanges]
-        place |= {action: (other, number) for number, action in enumerate(mine[other])}
-    reached = dict.fromkeys(mine, 0)
-    found: list[Action] = []
-
-    def up_to(action: Action) -> None:
-        other, number = place[action]
-        while reached[other] <= number:
-            found.append(mine[other][reached[other]])
-            reached[other] += 1
-
-    for action, following in zip_longest(order, order[1:]):
-        received = received_for(action, stages)
-        if received in place:
-            up_to(received)
-        ahead = received_for(following, stages) if following is not None else None
-        if ahead in place and reached[place[ahead][0]] == place[ahead][1]:
-            up_to(ahead)
-        found.append(action)
-        exchange = exchange_of(action, stages)
-        if exchange is not None and exchange[0] in place:
-            up_to(exchange[0])
-    return found
 
 
 def received_for(action: Action, stages: int) -> Action | None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.parallel.pipeline.schedule_time import Timeline, simulate
 from recipe_lib.parallel.pipeline.schedules import Action
+from recipe_lib.parallel.pipeline.simulation import Timeline, simulate
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.timing.cost import Calibration, collective_seconds, launch_seconds
 from recipe_lib.plan.timing.stream_schedule import StepTime, is_kernel, is_transfer

@@ -11,8 +11,6 @@ from recipe_lib.config.mesh import micro_batches, stage_count, stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.pipeline import driver
-from recipe_lib.parallel.pipeline.schedule_memory import StageBytes, live_bytes, taken_in
-from recipe_lib.parallel.pipeline.schedule_time import simulate
 from recipe_lib.parallel.pipeline.schedules import (
     MAKING_GRADIENTS,
     UNITS,
@@ -21,8 +19,8 @@ from recipe_lib.parallel.pipeline.schedules import (
     compute_orders,
     forward_orders,
     pairs_of,
-    with_transfers,
 )
+from recipe_lib.parallel.pipeline.simulation import StageBytes, live_bytes, simulate, taken_in, with_transfers
 from recipe_lib.plan.trace import ACTION, ALLOC, FREE, OP, ActionMark, Trace
 from recipe_lib.plan.tracing.tracer import Tracer
 

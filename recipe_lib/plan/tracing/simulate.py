@@ -503,8 +503,8 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
         if isinstance(divided, Parallel) and divided.accumulation is not None:
             for parameter, total in divided.accumulation.sums.items():
                 tracer.labels.label(total, "gradients", tracer.parameter_names.get(id(parameter), ""))
-        if isinstance(divided, Parallel) and divided.layers is not None:
-            for name, there in divided.layers.on_device().items():
+        if isinstance(divided, Parallel) and divided.levers.layers is not None:
+            for name, there in divided.levers.layers.on_device().items():
                 tracer.labels.label(there, "gathered", name)
     for prefix, model in models.items():
         for held in (entry for module in model.modules() for entry in _entries(module)):

@@ -16,19 +16,15 @@ from recipe_lib.config.mesh import (
 )
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline import schedules
-from recipe_lib.parallel.pipeline.schedule_memory import counted_in_flight
-from recipe_lib.parallel.pipeline.schedule_time import simulate
 from recipe_lib.parallel.pipeline.schedules import (
     UNITS,
     Action,
     compute_orders,
     exchange_of,
     forward_orders,
-    needs_of,
     received_for,
-    started,
-    with_transfers,
 )
+from recipe_lib.parallel.pipeline.simulation import counted_in_flight, partner_of, simulate, with_transfers
 
 SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
 KINDS_OF_BACKWARD = {False: {"FB"}, True: {"FIW", "FB"}}
@@ -77,16 +73,19 @@ def test_what_each_action_needs_is_there_in_time(parallel):
         orders = compute_orders(parallel, count)
         ends = {}
         clock = dict.fromkeys(orders, 0)
-        found = started(orders, stages)
+        spans = simulate(orders, parallel, lambda action: UNITS[action.kind]).spans
+        found = sorted((span.start, span.end, span.rank, span.action) for span in spans)
         assert Counter(action for *_, action in found) == Counter(a for order in orders.values() for a in order)
         for begin, end, rank, action in found:
             assert begin >= clock[rank]
             clock[rank] = end
             ends[action] = end
-            need = needs_of(action, stages)
-            if need is not None:
-                whole = Action(need.stage, "B", need.micro_batch)
-                assert begin >= (ends[need] if need in ends else ends[whole])
+            received = received_for(action, stages)
+            if received is not None:
+                sender = partner_of(received).stage
+                makers = [Action(sender, kind, action.micro_batch) for kind in ("F" if action.kind == "F" else "BI")]
+                (made,) = (ends[maker] for maker in makers if maker in ends)
+                assert begin >= made
 
 
 @CASES_NAMED
@@ -262,12 +261,13 @@ def test_an_order_with_a_gap_is_an_error_and_not_a_missing_gradient(monkeypatch)
 
 
 def test_a_circle_is_named():
-    orders = compute_orders(pipeline("1f1b", 2), 2)
-    assert started(orders, 2)
+    parallel = pipeline("1f1b", 2)
+    orders = compute_orders(parallel, 2)
+    assert with_transfers(orders, parallel)
     orders[0].insert(0, orders[0].pop(2))
     assert str(orders[0][0]) == "0B0"
-    with pytest.raises(ValueError, match="wait for each other: rank 0: 0B0, rank 1: 1F0"):
-        started(orders, 2)
+    with pytest.raises(ValueError, match="deadlocks: rank 0: 0B0, rank 1: 1F0"):
+        with_transfers(orders, parallel)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv"])

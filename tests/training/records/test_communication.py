@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from recipe_lib.logs import get_logger
-from recipe_lib.training.records.communication import CommunicationProbe, merged, overlap, shares, spans_of
+from recipe_lib.training.loop import CommunicationProbe, measure_covered, shares, spans_of
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import arguments, done, metrics, run_here
 
@@ -26,10 +26,7 @@ def test_spans_are_counted_once_however_many_run():
     for _ in range(200):
         lists = [[(at, at + draw.randint(0, 12)) for at in draw.choices(range(50), k=draw.randint(0, 6))] for _ in "ab"]
         cells = [{cell for begin, end in spans for cell in range(begin, end)} for spans in lists]
-        first, second = (merged(spans) for spans in lists)
-        assert sum(end - begin for begin, end in first) == len(cells[0])
-        assert all(one[1] < other[0] for one, other in zip(first, first[1:], strict=False))
-        assert overlap(first, second) == overlap(second, first) == len(cells[0] & cells[1])
+        assert [measure_covered(spans) for spans in lists] == [len(part) for part in cells]
         found = shares(*lists, 100e-9)
         assert found["communication_share"] == pytest.approx(len(cells[0]) / 100)
         assert found["communication_exposed_share"] == pytest.approx(len(cells[0] - cells[1]) / 100)
@@ -75,7 +72,6 @@ def measured(work: Any) -> tuple[dict[str, float], float]:
     work()
     seconds = time.perf_counter() - began
     found = probe.end(seconds)
-    probe.close()
     return found, seconds
 
 

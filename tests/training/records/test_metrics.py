@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipe_lib.errors import StorageError
-from recipe_lib.training.records.metrics import MetricsFile, read_metrics, step_metrics, write_summary
+from recipe_lib.training.metrics import MetricsFile, read_metrics, step_metrics, write_summary
 from recipe_lib.units import GIB
 from tests.forked import call_forked
 

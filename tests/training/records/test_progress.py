@@ -4,6 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from recipe_lib.config.schema import LogConfig
 from recipe_lib.logs import get_logger
 from recipe_lib.report import phases, screen
-from recipe_lib.training.records import run_log as module
-from recipe_lib.training.records.run_log import Progress
+from recipe_lib.training import run_log as module
+from recipe_lib.training.run_log import Progress
 from tests.report.terminal_screen import Terminal, lines_on
 
 MAIN, OTHER = SimpleNamespace(is_main=True), SimpleNamespace(is_main=False)
@@ -42,7 +43,7 @@ def test_a_plain_line_word_for_word(said: list[str], monkeypatch: pytest.MonkeyP
     now = iter([100.0, 110.0, 130.0])
     monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
     own = ["noise", "cut_tokens"]
-    with Progress(LogConfig(progress="plain"), 12, MAIN, done=2) as progress:
+    with closing(Progress(LogConfig(progress="plain"), 12, MAIN, done=2)) as progress:
         progress.step(line(3))
         progress.step(
             line(4, memory_kind="resident set", loss=float("nan"), grad_norm=None, noise=0.5, cut_tokens=1234.0), own
@@ -56,7 +57,7 @@ def test_a_plain_line_word_for_word(said: list[str], monkeypatch: pytest.MonkeyP
 
 
 def test_every_few_steps_and_always_the_last(said: list[str]) -> None:
-    with Progress(LogConfig(progress="auto", every_n_steps=4), 10, MAIN) as progress:
+    with closing(Progress(LogConfig(progress="auto", every_n_steps=4), 10, MAIN)) as progress:
         for step in range(1, 11):
             progress.step(line(step))
         progress.validation({"step": 10, "validation_loss": 0.5})
@@ -65,7 +66,7 @@ def test_every_few_steps_and_always_the_last(said: list[str]) -> None:
 
 
 def test_other_ranks_say_nothing(said: list[str]) -> None:
-    with Progress(LogConfig(progress="live"), 3, OTHER) as progress:
+    with closing(Progress(LogConfig(progress="live"), 3, OTHER)) as progress:
         progress.step(line(1))
         progress.validation({"step": 1, "validation_loss": 0.5})
     assert said == []
@@ -78,7 +79,7 @@ def test_two_rows_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(screen, "PAUSE_SECONDS", 0.01)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(width))
-    with Progress(LogConfig(progress="auto", every_n_steps=2), 1500, MAIN) as progress:
+    with closing(Progress(LogConfig(progress="auto", every_n_steps=2), 1500, MAIN)) as progress:
         waiting = _rows_once(terminal, "step 0/1500")
         assert waiting[0].endswith("eta ?") and waiting[1].startswith("the first step began")
         for step in (1, 2, 3):
@@ -104,7 +105,7 @@ def test_a_phase_stands_in_place_of_the_numbers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(screen, "PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(phases, "ROW_SECONDS", 0.0)
     monkeypatch.setenv("TERM", "xterm")
-    with Progress(LogConfig(progress="auto"), 3, MAIN) as progress:
+    with closing(Progress(LogConfig(progress="auto"), 3, MAIN)) as progress:
         progress.step(line(1))
         with phases.phase("validating"):
             rows = _rows_once(terminal, "validating")

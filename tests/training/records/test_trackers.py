@@ -9,7 +9,7 @@ import pytest
 
 from recipe_lib.config.schema import LogConfig
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.training.records.run_log import Trackers
+from recipe_lib.training.run_log import Trackers
 
 MAIN, OTHER = SimpleNamespace(is_main=True), SimpleNamespace(is_main=False)
 LINE = {"step": 3, "loss": 1.5, "memory_kind": "device", "grad_norm": None, "label_tokens": 7, "flag": True}

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.config.schema import FullFinetuneConfig, ParallelConfig
-from recipe_lib.parallel.hang_detection import beats
-from recipe_lib.parallel.hang_detection.peers import stopped_ranks
+from recipe_lib.parallel import heartbeat
+from recipe_lib.parallel.heartbeat import find_stopped_ranks
 from recipe_lib.parallel.world import meet_ranks
 from tests.distributed.launched import ROOT, START, Ended, Ranks, start_ranks
 from tests.recipes.runs import arguments, latest
@@ -123,7 +123,7 @@ STORES = {  # where ranks meet: whether torchrun has it, and after how many time
 
 def meet_alone() -> None:
     """What rank 1 does before it has met any other."""
-    beats.LONG_SECONDS = 2.0
+    heartbeat.LONG_SECONDS = 2.0
     signal.alarm(30)  # else it would wait for ever
     parallel = ParallelConfig(heartbeat_timeout_seconds=TIMEOUT)
     with meet_ranks(FullFinetuneConfig(parallel=parallel, device="cpu")):
@@ -177,13 +177,13 @@ def test_a_stopped_process_is_known_by_its_environment(monkeypatch: pytest.Monke
             if case.get("RANK") != "3":
                 process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 20
-        while stopped_ranks() != {1} and time.monotonic() < deadline:
+        while find_stopped_ranks() != {1} and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert stopped_ranks() == {1}
+        assert find_stopped_ranks() == {1}
         processes[0].send_signal(signal.SIGCONT)
-        while stopped_ranks() and time.monotonic() < deadline:
+        while find_stopped_ranks() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert stopped_ranks() == set()
+        assert find_stopped_ranks() == set()
     finally:
         for process in processes:
             process.kill()

@@ -2,21 +2,21 @@
 
 import pytest
 
-from recipe_lib.parallel.hang_detection import beats
-from recipe_lib.parallel.hang_detection.beats import (
+from recipe_lib.parallel import heartbeat as beats
+from recipe_lib.parallel.heartbeat import (
     Beat,
     all_stand,
-    behind,
     describe_silence,
+    find_behind,
+    find_silent,
     is_overdue,
-    numbers,
-    silent,
+    name_ranks,
 )
 
 
 def entered(**groups: int) -> Beat:
     """A rank that has entered so many collectives of each group."""
-    return Beat(groups={name: [0, count] for name, count in groups.items()})
+    return Beat(entered=groups)
 
 
 @pytest.mark.parametrize(
@@ -26,31 +26,37 @@ def entered(**groups: int) -> Beat:
         ([entered(all=5), entered(all=5)], []),
         # Tensor-parallel groups a and b, FSDP's x and y: 0 waits in a for 1, which waits in y for 3, that for 2 in b.
         ([entered(a=8, x=3), entered(a=7, y=4), entered(b=7, x=3), entered(b=8, y=3)], [2]),
-        ([Beat(groups={"all": [1, 2]}), Beat(groups={"all": [2, 0]})], [0]),  # counted anew since
+        # Pipelines of ranks 0 and 2, 1 and 3, stages of 0 and 1, 2 and 3: 0 waits for 2, which waits in b for 3, that
+        # for 1.
+        ([Beat(entered={"0 with 2": 5}), Beat(entered={"1 with 3": 4}), Beat(entered={"0 with 2": 4, "b": 2}),
+          Beat(entered={"1 with 3": 5, "b": 1})], [1]),
+        # 0 waits for 2, and 1 for 3: either may wait for the other.
+        ([Beat(entered={"0 with 2": 5}), Beat(entered={"1 with 3": 5}), Beat(entered={"0 with 2": 4, "b": 1}),
+          Beat(entered={"1 with 3": 4, "b": 1})], [2, 3]),
     ],
 )  # fmt: skip
 def test_who_is_behind_all_others(ranks: list[Beat], expected: list[int]) -> None:
-    assert behind(dict(enumerate(ranks))) == expected
+    assert find_behind(dict(enumerate(ranks))) == expected
 
 
 @pytest.mark.parametrize(
-    ("number", "patience", "is_stopped", "seconds"),
+    ("node", "patience", "is_stopped", "seconds"),
     [
-        (1, beats.STEP_SECONDS, False, 60),
-        (1, beats.FIRST_STEP_SECONDS, False, 300),  # a call may let no thread beat
-        (1, beats.LONG_SECONDS, False, 300),
-        (0, beats.LONG_SECONDS, False, 1800),  # it may still import
-        *((number, patience, True, 60) for number in (0, 1) for patience in (1.0, 10.0, 30.0)),
+        ("a", beats.STEP_SECONDS, False, 60),
+        ("a", beats.FIRST_STEP_SECONDS, False, 300),  # a call may let no thread beat
+        ("a", beats.LONG_SECONDS, False, 300),
+        ("", beats.LONG_SECONDS, False, 1800),  # it may still import
+        *((node, patience, True, 60) for node in ("", "a") for patience in (1.0, 10.0, 30.0)),
     ],
 )
-def test_how_long_a_rank_may_be_silent(number: int, patience: float, is_stopped: bool, seconds: int) -> None:
+def test_how_long_a_rank_may_be_silent(node: str, patience: float, is_stopped: bool, seconds: int) -> None:
     for unheard, expected in ((seconds - 1, []), (seconds, [3])):
-        ranks = {0: Beat(1), 3: Beat(number, patience=patience, unheard=unheard)}
-        assert silent(ranks, 60.0, {3} if is_stopped else ()) == expected
+        ranks = {0: Beat(node="a"), 3: Beat(node=node, patience=patience, unheard=unheard)}
+        assert find_silent(ranks, 60.0, {3} if is_stopped else ()) == expected
 
 
 def test_silence_in_words() -> None:
-    ranks = {0: Beat(7, unheard=60), 1: Beat(0, unheard=61), 2: Beat(0, unheard=62)}
+    ranks = {0: Beat(node="a", unheard=60), 1: Beat(unheard=61), 2: Beat(unheard=62)}
     assert describe_silence([0], ranks, {0, 1}) == "is stopped for 60 s"
     assert describe_silence([0, 1], ranks, {0}) == "are stopped or unreachable for 61 s"
     assert describe_silence([1, 2], ranks, {1, 2}) == "have not met the others and are stopped for 62 s"
@@ -79,5 +85,9 @@ def test_all_stand_only_when_each_one_does() -> None:
 
 
 def test_numbers_of_many_ranks_are_cut() -> None:
-    assert [numbers([3]), numbers([0, 2]), numbers([0, 1, 2])] == ["rank 3", "ranks 0 and 2", "ranks 0, 1 and 2"]
-    assert numbers(list(range(16))) == "ranks 0, 1, 2 and 13 more"
+    assert [name_ranks([3]), name_ranks([0, 2]), name_ranks([0, 1, 2])] == [
+        "rank 3",
+        "ranks 0 and 2",
+        "ranks 0, 1 and 2",
+    ]
+    assert name_ranks(list(range(16))) == "ranks 0, 1, 2 and 13 more"

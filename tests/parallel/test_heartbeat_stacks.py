@@ -12,7 +12,14 @@ import pytest
 import torch
 
 import recipe_lib
-from recipe_lib.parallel.hang_detection.heartbeat import StackLine, WatchedThread, busy, stack_of, this_thread, where
+from recipe_lib.parallel.thread_stacks import (
+    StackLine,
+    WatchedThread,
+    describe_place,
+    find_long_work,
+    stack_of,
+    this_thread,
+)
 
 
 def seen_during(work: Callable[[], None]) -> list[list[StackLine]]:
@@ -40,7 +47,8 @@ def test_the_stack_of_another_thread() -> None:
     inner = next(stack for stack in found if stack and stack[0].function == "<lambda>")
     assert inner[0] == (__file__, line, "<lambda>") and inner[1].function == "seen_during"
     assert [call for call in inner if call.function == "test_the_stack_of_another_thread"][0].line == line
-    assert where(inner) == f"hang_detection/test_stacks.py:{line} (<lambda>)" and busy(inner) == ""
+    assert describe_place(inner) == f"parallel/test_heartbeat_stacks.py:{line} (<lambda>)"
+    assert find_long_work(inner) == ""
     assert stack_of(WatchedThread(12345, None)) == []
 
 
@@ -67,16 +75,16 @@ def test_it_is_known_when_something_is_compiled_and_when_no_more() -> None:
     def step() -> None:
         compiled(torch.ones(4, 8)).sum().backward()
 
-    during = [busy(stack) for stack in seen_during(step) if stack]
+    during = [find_long_work(stack) for stack in seen_during(step) if stack]
     assert during.count("compiling") > len(during) / 2 > 5
-    afterwards = [busy(stack) for stack in seen_during(lambda: [step() for _ in range(50)] and None) if stack]
+    afterwards = [find_long_work(stack) for stack in seen_during(lambda: [step() for _ in range(50)] and None) if stack]
     assert afterwards and set(afterwards) == {""}
 
 
 # Threads of C++ that call Python once and end, as fast as they can be made, while another thread looks at this one.
 CALLING_THREADS = """
 import ctypes, os, threading, time
-from recipe_lib.parallel.hang_detection.heartbeat import stack_of, this_thread
+from recipe_lib.parallel.thread_stacks import stack_of, this_thread
 
 libc, called = ctypes.CDLL(None), ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import reduce
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from rich.text import Text
 
@@ -19,25 +19,21 @@ from recipe_lib.config.keys import read_schema
 from recipe_lib.config.local_files import no_tracker
 from recipe_lib.config.registry import register, registered
 from recipe_lib.config.schema import FullFinetuneConfig, LogConfig
+from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.files import storage_faults
 from recipe_lib.logs import get_logger, is_quiet
+from recipe_lib.parallel.world import World
 from recipe_lib.redaction import redact_values
 from recipe_lib.report import screen
 from recipe_lib.report.phases import is_in_phase
 from recipe_lib.report.planned import planned_figures
 from recipe_lib.report.terminal import SOFT
-from recipe_lib.training import previous_run
-from recipe_lib.training.output import lock_output, open_output, unlock_output
-from recipe_lib.training.records.metrics import MetricsFile, write_summary
+from recipe_lib.training.metrics import MetricsFile, write_summary
+from recipe_lib.training.output import drop_earlier, lock_output, note_written, open_output, say_kept, unlock_output
 from recipe_lib.training.report_page import write_report
+from recipe_lib.training.training_data import TrainingData
 from recipe_lib.units import format_clock, format_count, format_seconds
-
-if TYPE_CHECKING:
-    from recipe_lib.data.dataset_report import DataReport
-    from recipe_lib.parallel.world import World
-    from recipe_lib.training.training_data import TrainingData
-
 
 STOPPED_EARLY = "stopped early"  # all that was to be done is, since validation.patience ended the steps
 SHORTEST_BAR, LONGEST_BAR = 8, 60  # columns
@@ -54,7 +50,7 @@ class RunLog:
     def __init__(
         self,
         cfg: FullFinetuneConfig,
-        world: "World",
+        world: World,
         total_steps: int,
         *,
         done: int,
@@ -118,11 +114,11 @@ class RunLog:
             if status != "failed":  # there the error is what is to be read
                 get_logger().info("report: %s", report)
             with storage_faults():
-                previous_run.note_written(self._folder)
+                note_written(self._folder)
                 if status in ("done", STOPPED_EARLY):
-                    previous_run.drop_earlier(self._folder)
+                    drop_earlier(self._folder)
                 else:
-                    previous_run.say_kept(self._folder)
+                    say_kept(self._folder)
 
     def __enter__(self) -> Self:
         return self
@@ -139,12 +135,13 @@ class RunLog:
 class Progress:
     """Shows the lines that go to metrics.jsonl; ranks other than the main one show nothing.
 
-    with Progress(cfg.log, total_steps, world, done=step) as progress:
-        progress.step(line)          # every step; a plain line each cfg.every_n_steps, and for the last step
-        progress.validation(line)
+    progress = Progress(cfg.log, total_steps, world, done=step)
+    progress.step(line)          # every step; a plain line each cfg.every_n_steps, and for the last step
+    progress.validation(line)
+    progress.close()
     """
 
-    def __init__(self, cfg: LogConfig, total_steps: int, world: "World", *, done: int = 0) -> None:
+    def __init__(self, cfg: LogConfig, total_steps: int, world: World, *, done: int = 0) -> None:
         """done: steps that an earlier process has already trained."""
         self._cfg = cfg
         self._total = total_steps
@@ -183,12 +180,6 @@ class Progress:
         """Takes the rows away; the lines stay."""
         screen.hide(self._rows)
         self._live = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _plain(self, line: Mapping[str, Any]) -> str:
         """A line; in the width of the terminal if it stands above rows that move, which show the time left."""
@@ -259,7 +250,7 @@ def _number(value: float | None) -> str:
     return f"{value:.4f}" if value is not None and math.isfinite(value) else _NOT_FINITE
 
 
-def data_facts(data: "TrainingData") -> dict[str, Any]:
+def data_facts(data: TrainingData) -> dict[str, Any]:
     """Counts of the training data and, if there are any, of those for validation, as they were made into sequences.
 
     packs: packed sequences of the first epoch, packed_share: how much of them is tokens, not padding; without packing
@@ -273,7 +264,7 @@ def data_facts(data: "TrainingData") -> dict[str, Any]:
     return found
 
 
-def _counts(report: "DataReport") -> dict[str, Any]:
+def _counts(report: DataReport) -> dict[str, Any]:
     return {
         "source": report.source,
         "format": report.format,
@@ -323,7 +314,7 @@ Builder = Callable[[str, str, Path, Mapping[str, Any]], Tracker]
 class Trackers:
     """All trackers of a run as one; on ranks other than the main one there are none and nothing happens."""
 
-    def __init__(self, cfg: LogConfig, output_dir: Path, settings: Mapping[str, Any], world: "World") -> None:
+    def __init__(self, cfg: LogConfig, output_dir: Path, settings: Mapping[str, Any], world: World) -> None:
         """Opens the trackers named in `cfg.trackers`, on the main rank.
 
         output_dir: trackers that write files do so in `output_dir/trackers`. settings: the resolved config.

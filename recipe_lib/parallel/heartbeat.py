@@ -1,0 +1,570 @@
+"""Ends all ranks of a run, in bounded time and with one line, when one of them fails, is gone, or hangs.
+
+A rank spends much of its time waiting for others, where nothing of Python's runs. So each has two threads. One talks
+with the store by which the ranks have met, over a separate connection: it says twice a second that this rank lives
+and what its main thread is at, and sees whether another rank has failed. The other one looks where the main thread is,
+without a call to the device. If that has not moved for `parallel.heartbeat_timeout_seconds`, it looks for the rank that
+is waited for, and ends the run. A rank that moves itself never ends a run. A process ends by os._exit: a kernel or a
+collective that is stuck cannot hold it up.
+
+A rank that waits in a collective has entered more collectives of some group than the rank it waits for, and one that
+waits for an exchange with a neighbor of its pipeline has entered more of these. So the rank that holds up the others is
+behind in one and ahead in none, whatever it is doing itself: sleeping, an endless loop, a call that does not return.
+"""
+
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from recipe_lib import errors
+from recipe_lib.errors import OUT_OF_MEMORY, PEER_FAILED, StoppedAndSaved, UserError
+from recipe_lib.logs import get_logger
+from recipe_lib.parallel.thread_stacks import (
+    StackLine,
+    describe_place,
+    find_long_work,
+    stack_of,
+    this_thread,
+)
+from recipe_lib.redaction import redact
+from recipe_lib.report.phases import Phase
+from recipe_lib.report.phases import phase as show_phase
+
+# How many timeouts long a rank may be at something before the others stop waiting for it.
+STEP_SECONDS = 1.0  # a training step
+# Most, of any phase, for a rank without a beat that is not known to be stopped: a library that holds the interpreter's
+# lock, as while it opens a large file or the first use of a GPU, lets no thread beat. And of a step for all ranks.
+SILENT_TIMEOUTS = 5.0
+FIRST_STEP_SECONDS = 10.0  # communicators and kernels are made
+# Loading, quantizing, validation, saving, export: for ever while it moves, this long where it does not.
+LONG_SECONDS = 30.0
+PHASE_TIMEOUTS = {"compiling": LONG_SECONDS, "in a debugger": float("inf")}  # whatever the phase
+
+BEAT_SECONDS = 0.5  # seconds between two beats
+OWN_STALL_SECONDS = 2.0  # seconds by which this process must be late to have been stopped itself
+FAILURE_GRACE_SECONDS = 2.5  # seconds that a rank which fails waits for the others to have seen it, before it ends
+REPORT_SECONDS = 2.0  # seconds that the others wait while it writes that: a launcher ends all when the first one ends
+SHUTDOWN_SECONDS = 60.0  # seconds for a rank that is on its way out itself, to write what it leaves
+LINE_SECONDS = 2.0  # seconds that the last line may take to be written
+PEER_LOST_SECONDS = 3.0  # seconds without a beat by which a rank is gone, after an exchange with it has failed
+
+_heartbeat_numbers = count(1)  # of this process; all ranks make them alike
+_RUN = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")  # variables that the ranks of a run on one machine share
+_GONE = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|ncclRemoteError|Socket Timeout|Timed out waiting"
+)
+
+
+class PeerFailedError(RuntimeError):
+    """Raised by a rank that is well because another one has failed by a defect, which tells it itself."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank has said last."""
+
+    phase: str = "starting"
+    patience: float = LONG_SECONDS  # how many timeouts the phase may take
+    still: float = 0.0  # seconds for which its main thread has been at one and the same place
+    quiet: float = 0.0  # seconds for which it has entered no collective, no exchange and no new phase
+    where: str = ""  # the main thread's place, `file.py:12 (function)`
+    entered: dict[str, int] = field(default_factory=dict)  # collectives by group, exchanges by pair of ranks
+    stages: str = ""  # of a pipeline, that it has or is at: `stage 2`, `stages 1 and 2`
+    node: str = ""  # its machine; "": it has not met the others
+    left: bool = False  # it has ended in order
+    unheard: float = 0.0  # seconds since it was last heard of
+
+    @property
+    def at(self) -> str:
+        """`step 12, at recipe.py:120 (train_step)`."""
+        return f"{self.phase}, at {self.where}" if self.where else self.phase
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run ends, as the ranks hear of it."""
+
+    rank: int  # that tells it
+    lines: list[str]
+    lost: list[int] = field(default_factory=list)  # ranks that will not hear of it
+    nodes: list[str] = field(default_factory=list)  # machines on which it is reported without these lines
+    code: int = PEER_FAILED  # of all processes
+    reports: bool = False  # the rank itself still writes an error or a traceback
+
+
+def find_silent(beats: Mapping[int, Beat], timeout: float, stopped: Collection[int] = ()) -> list[int]:
+    """Return the ranks that have not been heard of for too long.
+
+    stopped: those known to be, which have one timeout whatever they are at. Others may be on a machine that cannot be
+    reached, or busy in a call that lets no thread beat; one that has not met the others may still import.
+    """
+    silent = []
+    for rank, beat in beats.items():
+        patience = min(beat.patience, SILENT_TIMEOUTS) if beat.node else LONG_SECONDS
+        if beat.unheard >= timeout * (STEP_SECONDS if rank in stopped else patience):
+            silent.append(rank)
+    return silent
+
+
+def describe_silence(silent_ranks: Sequence[int], beats: Mapping[int, Beat], stopped: Collection[int]) -> str:
+    """Return `is stopped for 60 s`, `are stopped or unreachable for 300 s`, `has not met the others and is ...`."""
+    seconds = max(beats[rank].unheard for rank in silent_ranks)
+    be, have = ("is", "has") if len(silent_ranks) == 1 else ("are", "have")
+    has_met = any(beats[rank].node for rank in silent_ranks)
+    how = "stopped" if set(silent_ranks) <= set(stopped) else "stopped or unreachable"
+    return f"{'' if has_met else f'{have} not met the others and '}{be} {how} for {seconds:.0f} s"
+
+
+def find_behind(beats: Mapping[int, Beat]) -> list[int]:
+    """Return those that have entered fewer collectives or exchanges of some group than another rank, and of none more.
+
+    Behind even those that are behind in another group only because they wait for one of these.
+    """
+    fewer, more = set(), set()
+    names = {name for beat in beats.values() for name in beat.entered}
+    for name in names:
+        counts = {rank: beat.entered[name] for rank, beat in beats.items() if name in beat.entered}
+        fewer |= {rank for rank, entered in counts.items() if entered < max(counts.values())}
+        more |= {rank for rank, entered in counts.items() if entered > min(counts.values())}
+    return sorted(fewer - more)
+
+
+def is_overdue(beat: Beat, timeout: float) -> bool:
+    """Return True for a rank that others wait for and that has had its time: of a step by what it has entered, of what
+    may take long by whether it moves at all."""
+    seconds = beat.quiet if beat.patience <= FIRST_STEP_SECONDS else beat.still
+    return seconds >= timeout * beat.patience
+
+
+def all_stand(beats: Mapping[int, Beat], timeout: float) -> bool:
+    """Return True if no rank has moved for so long that none will. The work that ranks have queued on GPUs has
+    longer."""
+    return all(beat.still >= timeout * max(beat.patience, SILENT_TIMEOUTS) for beat in beats.values())
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, `ranks 0 and 2`, `ranks 0, 1, 2 and 3`, `ranks 0, 1, 2 and 13 more`."""
+    names = [str(rank) for rank in ranks]
+    if len(names) > 8:
+        names = [*names[:3], f"{len(names) - 3} more"]
+    together = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    return f"rank{'s' if len(names) > 1 else ''} {together}"
+
+
+def start_heartbeat(store: dist.Store, rank: int, size: int, timeout: float) -> "Heartbeat":
+    """Return the heartbeat of the ranks that meet at a store, to be entered; of one rank an idle one.
+
+    timeout: seconds, see `parallel.heartbeat_timeout_seconds`.
+    """
+    if size == 1:
+        return Heartbeat()
+    own_store = dist.PrefixStore(f"heartbeat {next(_heartbeat_numbers)}", store.clone())
+    return Heartbeat(own_store, rank, size, timeout)
+
+
+class Heartbeat:
+    """Says that this rank lives and where it is, and hears it of the others.
+
+    with start_heartbeat(store, rank, size, 60.0) as heartbeat:
+        heartbeat.enter("step 1", STEP_SECONDS)
+
+    What is raised inside the block ends the other ranks too. Without a store nothing runs, and nothing is watched.
+    """
+
+    def __init__(self, store: dist.Store | None = None, rank: int = 0, size: int = 1, timeout: float = 60.0) -> None:
+        """store: a separate connection to where the ranks have met; timeout: seconds."""
+        self.is_ending = False  # an exception is on its way out
+        self.stages = ""  # of a pipeline, that this rank has or is at
+        self.action = ""  # of a pipeline's schedule, that it is at
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._node = name_node()
+        self._folder = os.environ.get(errors.FOLDER_VARIABLE)
+        self._main = this_thread()
+        self._once = threading.Lock()
+        self._phase, self._patience = "starting", LONG_SECONDS
+        self._exchanges = Counter[str]()  # by pair of a pipeline's ranks
+        self._not_collective = Counter[str]()  # by process group, what its count has of these
+        self._entered: tuple[str, str, dict[str, int]] = ("", "", {})
+        self._stack: list[StackLine] = []
+        self._lost = ""  # why the store does not answer any more
+        self._moved = self._advanced = self._answered = time.monotonic()
+        self._wake, self._closed = threading.Event(), threading.Event()
+        self._is_heeded = self._has_parted = self._left = False
+        self._failure: Failure | None = None  # the run's first, of whatever rank
+        self._own_failure: Failure | None = None
+        self._seen: dict[int, tuple[Beat, float]] = {}  # others' beats, and when they came
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        if self._store is not None:
+            get_logger().debug("heartbeat: %d ranks, %g seconds", self._size, self._timeout)
+            for run in (self._talk, self._look):
+                self._threads.append(threading.Thread(target=run, name="heartbeat", daemon=True))
+                self._threads[-1].start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._store is None:
+            return
+        self._left = error is None or isinstance(error, StoppedAndSaved)
+        if self._left:  # a rank that is stopped now would be missed by nobody
+            self.enter("waiting for the others to end")
+            self.is_ending = False
+            self._wake.set()
+            self._wait(lambda: self._has_parted, float("inf"))
+        elif isinstance(error, Exception):
+            self._fail(error)
+        self._closed.set()
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(timeout=2 * BEAT_SECONDS)
+
+    def enter(self, phase: str, patience: float = LONG_SECONDS) -> None:
+        """Note what the main thread comes to. patience: how many timeouts that may take."""
+        self._phase, self._patience = phase, patience
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Note what the main thread comes to, and show it on the terminal, see `report.phases.phase`."""
+        self.enter(name)
+        with show_phase(name) as going:
+            yield going
+
+    @contextmanager
+    def exchange(self, other: int) -> Iterator[None]:
+        """Count what begins inside as one exchange with another rank, and as no collective of a group."""
+        before = Counter(count_collectives())
+        yield
+        self._not_collective.update(Counter(count_collectives()) - before)
+        self._exchanges[f"{min(self._rank, other)} with {max(self._rank, other)}"] += 1
+
+    @contextmanager
+    def limit_connecting(self, *, is_made: bool) -> Iterator[None]:
+        """End this process with a line where the block, which connects to the store, takes too long.
+
+        torch waits half an hour for a store that is not there, and for ever for one that takes a connection and is
+        silent. is_made: it is older than this rank, and has one timeout. Otherwise rank 0 makes it, and may still
+        import.
+        """
+        connected = threading.Event()
+        self.enter("connecting to the store")
+
+        def wait_for_store() -> None:
+            waited = 0.0  # counted, since a clock goes on while this process is stopped itself
+            while not connected.wait(BEAT_SECONDS):
+                waited += BEAT_SECONDS
+                if waited < self._timeout:
+                    continue
+                timeouts = STEP_SECONDS if is_made or 0 in find_stopped_ranks() else LONG_SECONDS
+                if waited >= self._timeout * timeouts:
+                    self._end(Failure(self._rank, [self._complete(self._describe_store(waited))]))
+
+        threading.Thread(target=wait_for_store, name="heartbeat", daemon=True).start()
+        try:
+            yield
+        finally:
+            connected.set()
+
+    # What the main thread is at, seen from a thread that judges and makes no call that may not return.
+
+    def _look(self) -> None:
+        looked = time.monotonic()
+        while not self._closed.wait(BEAT_SECONDS):
+            now = time.monotonic()
+            if now - looked > BEAT_SECONDS + OWN_STALL_SECONDS:  # stopped itself: what it knows of the others is old
+                self._moved = self._advanced = self._answered = now
+                self._seen.clear()
+            looked = now
+            if self._failure is not None:
+                self._leave(self._failure)
+                return
+            self._notice(now)
+            is_due = self._own_failure is None and now - self._moved >= self._timeout
+            verdict = self._find_verdict(now) if is_due else None
+            if verdict is not None:
+                failure = self._post(verdict)
+                if self._failure is not None:
+                    self._wait(lambda: self._is_heeded, FAILURE_GRACE_SECONDS)
+                self._end(failure)
+
+    def _notice(self, now: float) -> None:
+        collectives = count_collectives()
+        own = {name: entered - self._not_collective[name] for name, entered in collectives.items()}
+        entered = self._phase, self.action, {**own, **self._exchanges}
+        if entered != self._entered:
+            self._entered = entered
+            self._advanced = self._moved = now
+        stack = stack_of(self._main)
+        if stack != self._stack:
+            self._stack, self._moved = stack, now
+
+    def _make_beat(self) -> Beat:
+        now, phase, patience = time.monotonic(), self._phase, self._patience
+        stack, action = self._stack, self.action
+        busy = find_long_work(stack)
+        if busy:
+            patience = PHASE_TIMEOUTS[busy]
+        return Beat(
+            phase=", ".join(filter(None, (phase, action, busy))),
+            patience=patience,
+            still=now - self._moved,
+            quiet=now - self._advanced,
+            where=describe_place(stack),
+            entered=self._entered[2],
+            stages=self.stages,
+            node=self._node,
+            left=self._left,
+        )
+
+    def _find_verdict(self, now: float) -> Failure | None:
+        """Return whom this rank waits for in vain, if there is one."""
+        known, timeout = self._read_others(now), self._timeout
+        if now - self._answered >= timeout:  # in whatever phase: no thread of Python has to run for it to answer
+            return Failure(self._rank, [self._complete(self._describe_store(now - self._answered))])
+        stopped = find_stopped_ranks() if any(beat.unheard >= timeout for beat in known.values()) else set()
+        silent = find_silent(known, timeout, stopped)
+        if silent:
+            line = f"{_name_all(silent, known)} {describe_silence(silent, known, stopped)}"
+            return Failure(self._rank, [self._complete(line)], lost=silent)
+        behind = find_behind(known)
+        if behind and all(is_overdue(known[rank], timeout) for rank in behind):
+            line = "; ".join(
+                f"{_name_all([rank], known)} has made no progress for {known[rank].quiet:.0f} s in {known[rank].at}"
+                for rank in behind[:4]
+            )
+            return Failure(self._rank, [self._complete(line, is_named=self._rank in behind)])
+        if known and all_stand(known, timeout):
+            line = f"no rank has moved for {min(beat.still for beat in known.values()):.0f} s"
+            return Failure(self._rank, [self._complete(line)])
+        return None
+
+    def _complete(self, text: str, is_named: bool = False) -> str:
+        """Return the line with what this rank is at, and what to do."""
+        waits = "" if is_named else f"; {self._describe_own_wait()}"
+        key = f"parallel.heartbeat_timeout_seconds={self._timeout:g}"
+        return f"{text}{waits}; set {key} higher if the run is only slow"
+
+    def _describe_own_wait(self) -> str:
+        own = self._make_beat()
+        return f"{_name_all([self._rank], {self._rank: own})} waits for {own.still:.0f} s in {own.at}"
+
+    def _describe_store(self, seconds: float) -> str:
+        address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        first, local = self._rank - int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        others = [rank for rank in range(self._size) if not first <= rank < first + local]
+        whom = f", and with it {name_ranks(others)}," if others else " (rank 0 or its launcher)"
+        return f"the store of the run at {address}{whom} is stopped or unreachable for {seconds:.0f} s"
+
+    # The thread that talks with the store, and alone does.
+
+    def _talk(self) -> None:
+        while True:
+            try:
+                self._exchange_beats()
+            except RuntimeError as error:  # it is gone, with the process that held it
+                self._lost = first_line(error)
+                self._has_parted = True
+                return
+            if self._closed.is_set():
+                return
+            self._answered = time.monotonic()
+            is_ending = self._left or self._own_failure is not None or self._failure is not None
+            self._wake.wait(BEAT_SECONDS / 10 if is_ending else BEAT_SECONDS)
+            self._wake.clear()
+
+    def _exchange_beats(self) -> None:
+        store = self._store
+        assert store is not None
+        store.set(f"beat/{self._rank}", json.dumps(asdict(self._make_beat())))
+        if self._failure is None and self._own_failure is not None and store.add("first", 1) == 1:
+            store.set("failed", json.dumps(asdict(self._own_failure)))
+        if self._failure is None and store.check(["failed"]):
+            self._failure = Failure(**json.loads(store.get("failed")))
+            store.add("heeded", 1)
+        if self._failure is not None:
+            self._is_heeded = store.add("heeded", 0) >= self._size - len(self._failure.lost)
+            return
+        resting = time.monotonic() - self._moved
+        if not (self.is_ending or self._left or resting >= min(2 * BEAT_SECONDS, self._timeout / 4)):
+            self._seen.clear()  # it would be old when it is wanted again
+            return
+        for rank in range(self._size):
+            key = f"beat/{rank}"
+            beat = Beat(**json.loads(store.get(key))) if store.check([key]) else Beat()
+            if rank not in self._seen or self._seen[rank][0] != beat:
+                self._seen[rank] = beat, time.monotonic()
+        if self._left and all(beat.left for beat, _ in list(self._seen.values())):
+            self._has_parted = True
+
+    def _read_others(self, now: float) -> dict[int, Beat]:
+        """Return what is known of the ranks, this one too, without those that have left in order."""
+        seen = {rank: replace(beat, unheard=now - since) for rank, (beat, since) in list(self._seen.items())}
+        if seen:
+            seen[self._rank] = self._make_beat()
+        return {rank: beat for rank, beat in seen.items() if not beat.left}
+
+    # How it ends.
+
+    def _fail(self, error: Exception) -> None:
+        """In the main thread: this rank has failed. If another one is the cause the process ends here, quietly."""
+        self.is_ending = True
+        self._wake.set()
+        is_lost = isinstance(error, PeerFailedError) or says_gone(error)
+        if is_lost:  # who is the cause says so, or is not heard of any more
+            self._wait(
+                lambda: self._failure is not None or bool(self._lost or self._find_gone()),
+                PEER_LOST_SECONDS + 4 * BEAT_SECONDS,
+            )
+        own = self._describe_lost(error) if is_lost else self._describe_error(error)
+        cause = self._failure or self._post(own)
+        if is_lost or (cause.rank != self._rank and not isinstance(error, UserError)):
+            self._leave(cause, is_main=True)
+        if not isinstance(error, UserError):
+            hook = sys.excepthook
+            # Not through Python's shutdown, in which threads of gloo may abort.
+            sys.excepthook = lambda *caught: (hook(*caught), errors.end_process(1))[1]
+        self._wait(lambda: self._is_heeded, FAILURE_GRACE_SECONDS)
+
+    def _describe_error(self, error: Exception) -> Failure:
+        """Return this rank's own failure."""
+        own = {self._rank: self._make_beat()}
+        lines = [f"{_name_all([self._rank], own)} failed in {self._phase}: {first_line(error)}"]
+        code = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else PEER_FAILED
+        if isinstance(error, UserError):
+            code, lines = error.exit_code, list(error.faults)
+        nodes = [self._node] if isinstance(error, UserError) or self._folder else []
+        return Failure(self._rank, lines, nodes=nodes, code=code, reports=True)
+
+    def _describe_lost(self, error: Exception) -> Failure:
+        """Return that another rank is gone without a word. A launcher tells of those on its own machine."""
+        gone = self._find_gone()
+        text = f"{name_ranks([self._rank])} has lost a connection"
+        if gone:
+            text = f"{_name_all(sorted(gone), gone)} {'is' if len(gone) == 1 else 'are'} gone, killed or crashed"
+        elif self._lost:
+            text = "the process that holds the rendezvous store (rank 0 or its launcher) is gone"
+        line = f"{text}; {self._describe_own_wait()} ({first_line(error)})"
+        nodes = {beat.node for beat in gone.values()} if self._folder else ()
+        return Failure(self._rank, [line], lost=sorted(gone), nodes=sorted(nodes))
+
+    def _find_gone(self) -> dict[int, Beat]:
+        """Return the ranks that are not heard of any more."""
+        known = self._read_others(time.monotonic())
+        return {rank: beat for rank, beat in known.items() if beat.unheard >= PEER_LOST_SECONDS}
+
+    def _post(self, failure: Failure) -> Failure:
+        """Tell the others; return the run's first failure, which may be another rank's."""
+        self._own_failure = failure
+        self._wake.set()
+        self._wait(lambda: self._failure is not None or bool(self._lost), FAILURE_GRACE_SECONDS)
+        return self._failure or failure
+
+    def _leave(self, failure: Failure, is_main: bool = False) -> None:
+        """End this process because of a failure, when the rank that tells it has had the time to.
+
+        Not while the main thread is on its way out by itself, which writes what the run leaves, or its own traceback.
+        """
+        if self._own_failure is not None and not is_main:  # the failure of this rank itself
+            return
+        sys.excepthook = lambda *_: self._end(failure)  # what is raised meanwhile is a consequence
+        if failure.reports:
+            time.sleep(REPORT_SECONDS)
+        if not is_main:
+            self._wait(lambda: not self.is_ending or self._own_failure is not None, SHUTDOWN_SECONDS)
+        if is_main or self._own_failure is None:
+            self._end(failure)
+
+    def _end(self, failure: Failure) -> None:
+        self._once.acquire()  # for good: of two threads the first one ends the process
+        # A stuck thread may hold what is flushed.
+        timer = threading.Timer(LINE_SECONDS, lambda: os._exit(failure.code))
+        timer.daemon = True
+        timer.start()
+        if self._node not in failure.nodes and self._is_first_to_say():
+            sys.stderr.write("".join(f"error: {redact(errors.visible(line))}\n" for line in failure.lines))
+            sys.stderr.flush()
+        errors.end_process(failure.code)
+
+    def _is_first_to_say(self) -> bool:
+        """Return True on one rank of a machine, as far as it can be known."""
+        if self._folder:
+            try:
+                open(Path(self._folder, errors.SAID_FILE), "x").close()
+            except FileExistsError:
+                return False
+            except OSError:
+                pass  # a full disk must not swallow the lines
+        elif self._store is not None and not self._lost and time.monotonic() - self._answered < 4 * BEAT_SECONDS:
+            return self._store.add(f"said/{self._node}", 1) == 1
+        return True
+
+    def _wait(self, is_ready: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_ready() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _name_all(ranks: Sequence[int], beats: Mapping[int, Beat]) -> str:
+    """Return `ranks 0 and 2`, or with their stages `rank 0 (stage 0) and rank 2 (stage 2)`."""
+    if len(ranks) > 4 or not any(beats[rank].stages for rank in ranks):
+        return name_ranks(ranks)
+    return " and ".join(f"rank {rank} ({beats[rank].stages or 'not met'})" for rank in ranks)
+
+
+def name_node() -> str:
+    """Return this machine, as torchrun counts them, or else by its name."""
+    return os.environ.get("GROUP_RANK") or socket.gethostname()
+
+
+def find_stopped_ranks() -> set[int]:
+    """Return the ranks of this run on this machine whose process is stopped, as by SIGSTOP, from before they import.
+
+    Only Linux shows it. A process that is busy in a call which lets no thread of Python run is not among them, nor one
+    that a debugger holds.
+    """
+    stopped = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):  # it has ended, or is another user's
+            if (process / "stat").read_text().rpartition(")")[2].split()[0] == "T":
+                entries = os.fsdecode((process / "environ").read_bytes()).split("\0")
+                variables = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+                if all(variables.get(name) == os.environ.get(name) for name in _RUN):
+                    stopped.add(int(variables.get("RANK", "")))
+    return stopped
+
+
+def says_gone(error: BaseException) -> bool:
+    """Return True if an error is that another process is not there any more: gloo's are known by their text."""
+    return isinstance(error, RuntimeError) and bool(_GONE.search(str(error)))
+
+
+def first_line(error: BaseException) -> str:
+    """Return what it says; of gloo's without the place in its source, and what it goes on to suppose."""
+    text = str(error).partition("\n")[0]
+    if text.startswith("[") and "/gloo/" in text:
+        return text.partition("] ")[2].partition(". ")[0]
+    return text if says_gone(error) or isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
+def count_collectives() -> dict[str, int]:
+    """Return by process group how many collectives this rank has entered."""
+    counts = {}
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        with suppress(RuntimeError):  # of a backend that does not count
+            backends = [group._get_backend(device) for device in group._device_types]
+            counts[name] = sum(backend._get_sequence_number_for_group() for backend in backends)
+    return counts

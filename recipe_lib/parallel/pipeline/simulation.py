@@ -1,0 +1,482 @@
+"""How long a pipeline takes, where its ranks wait and what they hold: simulated, and in closed form.
+
+The simulation follows the lists that the ranks run (see schedules.py), with the rules of NCCL: a computation waits for
+what it receives; a send waits for nothing; what two ranks exchange goes one after the other, each when both have come
+to it. Numbers keep their type, so that whole numbers give exact results. No torch.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from recipe_lib.config.mesh import rank_of_stage, stage_count
+from recipe_lib.config.schema import ParallelConfig
+from recipe_lib.parallel.pipeline.schedules import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    INPUT,
+    RECEIVE_ACTIVATION,
+    RECEIVE_GRADIENT,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    UNITS,
+    WEIGHT,
+    Action,
+    Orders,
+    count_moments,
+    exchange_of,
+    received_for,
+)
+
+
+@dataclass(frozen=True)
+class TimedAction:
+    """A rank's computation from `start` to `end`, in seconds since the step began."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor on its way. action: the send that it is; sender, receiver: places of ranks; seconds: see ActionSpan."""
+
+    sender: int
+    receiver: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of a pipeline. spans: by rank and start. transfers: by start. ranks: how many."""
+
+    ranks: int
+    spans: list[TimedAction]
+    transfers: list[Transfer]
+
+    @property
+    def total(self) -> float:
+        """Seconds until the last rank is done."""
+        return max((span.end for span in self.spans), default=0)
+
+    def busy(self, rank: int) -> float:
+        """Seconds that a rank computes."""
+        return sum(span.end - span.start for span in self.spans if span.rank == rank)
+
+    def idle_share(self, rank: int) -> float:
+        """The part of `total` in which a rank does not compute, waiting before its first and after its last action
+        included."""
+        return (self.total - self.busy(rank)) / self.total
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time together, ranks x `total`, in which they do not compute: the mean of
+        `idle_share`."""
+        available = self.ranks * self.total
+        return (available - sum(span.end - span.start for span in self.spans)) / available
+
+
+def simulate(
+    orders: Orders,
+    parallel: ParallelConfig,
+    seconds: Callable[[Action], float],
+    transfer: Callable[[Action], float] = lambda send: 0,
+) -> Timeline:
+    """A step in which every rank of a pipeline runs its list, with transfers (`with_transfers`) or with none.
+
+    seconds: of a computation. transfer: of a send, from when both ranks have come to it until the tensor is there.
+    Raises ValueError for lists that deadlock, or that two ranks exchange tensors by in different orders.
+    """
+    return _Simulation(orders, parallel, seconds, transfer).run()
+
+
+class _Simulation:
+    """What is under way: where each rank is, and which of its exchanges wait for the other rank."""
+
+    def __init__(
+        self,
+        orders: Orders,
+        parallel: ParallelConfig,
+        seconds: Callable[[Action], float],
+        transfer: Callable[[Action], float],
+    ) -> None:
+        self._orders, self._parallel = orders, parallel
+        self._seconds, self._transfer = seconds, transfer
+        self._stages = stage_count(parallel)
+        self._at = dict.fromkeys(orders, 0)
+        self._clock: dict[int, float] = dict.fromkeys(orders, 0)
+        self._across = {action for order in orders.values() for action in order if action.kind not in COMPUTE}
+        # By (rank, other rank): the sends and receives that the rank has come to and the other has not, and when.
+        self._waiting: dict[tuple[int, int], deque[tuple[Action, float]]] = defaultdict(deque)
+        self._free: dict[tuple[int, int], float] = {}  # by pair, when its last exchange ended
+        self._arrived: dict[Action, float] = {}  # by receive
+        self._spans: list[TimedAction] = []
+        self._transfers: list[Transfer] = []
+
+    def run(self) -> Timeline:
+        """All actions of all ranks."""
+        moved = True
+        while moved:
+            moved = False
+            for rank, order in self._orders.items():
+                while self._at[rank] < len(order) and self._do(rank, order[self._at[rank]]):
+                    self._at[rank] += 1
+                    moved = True
+        left = [
+            f"rank {rank}: {order[self._at[rank]]}"
+            for rank, order in self._orders.items()
+            if self._at[rank] < len(order)
+        ]
+        left += [str(entry[0]) for entries in self._waiting.values() for entry in entries]
+        if left:
+            raise ValueError(f"the pipeline deadlocks: {', '.join(left)}")
+        self._spans.sort(key=lambda span: (span.rank, span.start))
+        self._transfers.sort(key=lambda found: (found.start, found.sender, found.receiver))
+        return Timeline(len(self._orders), self._spans, self._transfers)
+
+    def _do(self, rank: int, action: Action) -> bool:
+        """An action of a rank; False: what it waits for has not arrived."""
+        if action.kind not in COMPUTE:
+            self._exchange(rank, action)
+            return True
+        received = received_for(action, self._stages)
+        start = self._clock[rank]
+        if received is not None:
+            if received not in self._arrived:
+                return False
+            start = max(start, self._arrived[received])
+        self._clock[rank] = end = start + self._seconds(action)
+        self._spans.append(TimedAction(rank, action, start, end))
+        exchange = exchange_of(action, self._stages)
+        if exchange is not None and exchange[1] not in self._across:  # it is there at once
+            self._arrived[exchange[1]] = end
+        return True
+
+    def _exchange(self, rank: int, action: Action) -> None:
+        """Goes at once if the other rank is there already, else when it comes."""
+        partner = partner_of(action)
+        other = rank_of_stage(self._parallel, partner.stage)
+        theirs = self._waiting[other, rank]
+        if not theirs:
+            self._waiting[rank, other].append((action, self._clock[rank]))
+            return
+        found, since = theirs.popleft()
+        if found != partner:
+            raise ValueError(f"rank {rank} comes to {action} when rank {other} is at {found}, expected {partner}")
+        pair = min(rank, other), max(rank, other)
+        sends = action.kind in (SEND_ACTIVATION, SEND_GRADIENT)
+        send, receive = (action, partner) if sends else (partner, action)
+        start = max(since, self._clock[rank], self._free.get(pair, 0))
+        self._free[pair] = self._arrived[receive] = end = start + self._transfer(send)
+        sender, receiver = (rank, other) if sends else (other, rank)
+        self._transfers.append(Transfer(sender, receiver, send, start, end))
+
+
+def with_transfers(orders: Orders, parallel: ParallelConfig) -> Orders:
+    """The orders with what is sent and received.
+
+    A tensor is sent when it is made, and asked for one computation ahead: with NCCL a transfer begins when the
+    receiver's stream has come to it, so that one that is asked for just before it is used is never hidden. Two ranks
+    exchange all their tensors in one order, that in which they are made, since NCCL matches them by nothing else; so
+    one that is made earlier than another is also asked for before the other is sent or asked for, and nothing is asked
+    for ahead of what this rank has still to send the other first.
+    """
+    stages = stage_count(parallel)
+    wanted: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(list)  # by pair of ranks: (send, receive)
+    timeline = simulate(orders, parallel, lambda action: UNITS[action.kind])
+    for span in sorted(timeline.spans, key=lambda span: (span.end, span.rank, span.action)):
+        rank = span.rank
+        exchange = exchange_of(span.action, stages)
+        if exchange is None:
+            continue
+        peer = rank_of_stage(parallel, exchange[1].stage)
+        if peer != rank:
+            wanted[min(rank, peer), max(rank, peer)].append(exchange)
+    found: Orders = {}
+    for rank, order in orders.items():
+        found[rank] = _transfers_of_rank(rank, order, parallel, wanted, stages)
+    return found
+
+
+def _transfers_of_rank(
+    rank: int,
+    order: list[Action],
+    parallel: ParallelConfig,
+    wanted: dict[tuple[int, int], list[tuple[Action, Action]]],
+    stages: int,
+) -> list[Action]:
+    """Puts a rank's sends after its actions, and its receives before the actions before them, each pair of ranks in its
+    one order."""
+    mine: dict[int, list[Action]] = {}  # by the other rank, what this one does in their order
+    place: dict[Action, tuple[int, int]] = {}
+    for pair, exchanges in wanted.items():
+        if rank not in pair:
+            continue
+        other = pair[0] if pair[1] == rank else pair[1]
+        mine[other] = [send if rank_of_stage(parallel, send.stage) == rank else receive for send, receive in exchanges]
+        place |= {action: (other, number) for number, action in enumerate(mine[other])}
+    reached = dict.fromkeys(mine, 0)
+    found: list[Action] = []
+
+    def up_to(action: Action) -> None:
+        other, number = place[action]
+        while reached[other] <= number:
+            found.append(mine[other][reached[other]])
+            reached[other] += 1
+
+    for action, following in zip_longest(order, order[1:]):
+        received = received_for(action, stages)
+        if received in place:
+            up_to(received)
+        ahead = received_for(following, stages) if following is not None else None
+        if ahead in place and reached[place[ahead][0]] == place[ahead][1]:
+            up_to(ahead)
+        found.append(action)
+        exchange = exchange_of(action, stages)
+        if exchange is not None and exchange[0] in place:
+            up_to(exchange[0])
+    return found
+
+
+def partner_of(action: Action) -> Action:
+    """The receive that a send goes to, the send that a receive waits for."""
+    kind, step = {
+        SEND_ACTIVATION: (RECEIVE_ACTIVATION, 1),
+        RECEIVE_ACTIVATION: (SEND_ACTIVATION, -1),
+        SEND_GRADIENT: (RECEIVE_GRADIENT, -1),
+        RECEIVE_GRADIENT: (SEND_GRADIENT, 1),
+    }[action.kind]
+    return Action(action.stage + step, kind, action.micro_batch)
+
+
+def theoretical_bubble(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float | None:
+    """The bubble (see `Timeline.bubble`) of equal stages whose forward, input gradient and weight gradients take one
+    time each and whose transfers take none, by formula. None: no formula is known for so many micro-batches.
+
+    With p ranks, m micro-batches and v stages on a rank it is idle / (3 v m + idle), idle in times of a forward:
+    - gpipe, 1f1b: 3 (p - 1), for every m; so (p - 1) / (m + p - 1), however long backward takes.
+    - interleaved_1f1b: 3 (p - 1) if m >= p is in m // p rounds of one size; for m < p 3 (v - 1) (p - m) more.
+    - interleaved_zero_bubble: p - 1 if m >= p is in such rounds; more for m < p.
+    - zbv: p - 1 if m >= 3 p // 2; 4 p - 2 - 2 m if that is more.
+    """
+    idle = _idle(schedule, ranks, micro_batches, stages_per_rank)
+    return None if idle is None else idle / (3 * stages_per_rank * micro_batches + idle)
+
+
+def _idle(schedule: str, ranks: int, micro_batches: int, stages: int) -> int | None:
+    """How long each rank does not compute, in times of a forward."""
+    missing = max(0, ranks - micro_batches)
+    if schedule in ("gpipe", "1f1b"):
+        return 3 * (ranks - 1)
+    if schedule == "zbv":
+        return max(ranks - 1, 4 * ranks - 2 - 2 * micro_batches)
+    if micro_batches % max(1, micro_batches // ranks):
+        return None
+    if schedule == "interleaved_1f1b":
+        return 3 * (ranks - 1) + 3 * (stages - 1) * missing
+    few = 2 * stages * ranks - 1 - (3 * stages - 2) * micro_batches if missing else 0
+    return max(ranks - 1 + stages * missing, few)
+
+
+# What a rank of a pipeline holds for backward after each of its actions, in bytes, from the sizes of its stages.
+#
+# A stage keeps of a micro-batch: from forward on what autograd needs; from the input gradient on, where
+# the weight gradients are deferred, what those take; then nothing. A tensor from another rank is there
+# from its receive until it is used, one between two stages of the same rank from when it is made; one
+# for another rank from when it is made until that rank has taken it. Parameters, gradients and states
+# are not counted.
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Of one micro-batch. kept: after its forward, the stage's input included, of the last stage its output too.
+    deferred: after its input gradient, until its weight gradients are made. Each storage counts once.
+
+    forward_work, backward_work, input_work, weight_work: the most bytes that an F, B, I or W has alive at once beyond
+    what was alive before it.
+    """
+
+    kept: int
+    deferred: int = 0
+    forward_work: int = 0
+    backward_work: int = 0
+    input_work: int = 0
+    weight_work: int = 0
+
+    def work(self, kind: str) -> int:
+        """Of an action; transfers need none."""
+        works = {
+            FORWARD: self.forward_work,
+            BACKWARD: self.backward_work,
+            INPUT: self.input_work,
+            WEIGHT: self.weight_work,
+        }
+        return works.get(kind, 0)
+
+
+@dataclass(frozen=True)
+class Live:
+    """Bytes after an action. kept, deferred: of the stages, see `StageBytes`. received: of tensors from other ranks,
+    not used yet. handed: between two stages of this rank. waiting: made for another rank, not sent yet. sent: on
+    their way, counted until the other rank has taken them; it may be sooner.
+
+    most: alive at once during the action, `StageBytes.work` counted.
+    """
+
+    action: Action
+    kept: int
+    deferred: int
+    received: int
+    handed: int
+    waiting: int
+    sent: int
+    most: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.held + self.sent
+
+    @property
+    def held(self) -> int:
+        """What this rank alone decides about: all but `sent`."""
+        return self.kept + self.deferred + self.received + self.handed + self.waiting
+
+
+def live_bytes(
+    order: Sequence[Action],
+    parallel: ParallelConfig,
+    stages: Mapping[int, StageBytes],
+    boundary: int,
+    taken: Mapping[Action, int] | None = None,
+) -> list[Live]:
+    """What a rank holds after each action of its list, transfers included.
+
+    stages: the rank's own. boundary: bytes of one micro-batch's tensor between two stages; a gradient is as large.
+    taken: until when sent tensors count, see `taken_by`, which is the default, and `taken_in`.
+    """
+    count = stage_count(parallel)
+    taken = taken_by(order, parallel) if taken is None else taken
+    transfers = {action for action in order if action.kind not in COMPUTE}
+    kept = deferred = 0
+    received, handed = set[Action](), set[Action]()  # receives; those that need no transfer
+    waiting, sent = set[Action](), set[Action]()  # sends
+
+    def count_alive() -> int:
+        return kept + deferred + boundary * sum(map(len, (received, handed, waiting, sent)))
+
+    found = []
+    for number, action in enumerate(order):
+        sent -= {send for send in sent if taken[send] <= number}
+        work = count_alive() + stages[action.stage].work(action.kind)
+        if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
+            received.add(action)
+        elif action.kind not in COMPUTE:
+            waiting.discard(action)
+            sent.add(action)
+        else:
+            used = received_for(action, count)
+            if used is not None:
+                received.discard(used)
+                handed.discard(used)
+            stage = stages[action.stage]
+            kept += {FORWARD: stage.kept, WEIGHT: 0}.get(action.kind, -stage.kept)
+            deferred += {INPUT: stage.deferred, WEIGHT: -stage.deferred}.get(action.kind, 0)
+            exchange = exchange_of(action, count)
+            if exchange is not None:
+                send, receive = exchange
+                if send in transfers:
+                    waiting.add(send)
+                else:
+                    handed.add(receive)
+        found.append(
+            Live(
+                action,
+                kept=kept,
+                deferred=deferred,
+                received=len(received) * boundary,
+                handed=len(handed) * boundary,
+                waiting=len(waiting) * boundary,
+                sent=len(sent) * boundary,
+                most=max(work, count_alive()),
+            )
+        )
+    return found
+
+
+def taken_by(order: Sequence[Action], parallel: ParallelConfig) -> dict[Action, int]:
+    """By send of a rank's list: the number of the action before which the other rank has taken it, at the latest.
+
+    Two ranks exchange in one order: who has used what comes after a send in it knows that the send is done. The
+    length of the list where nothing comes after it.
+    """
+    stages = stage_count(parallel)
+    used = {received_for(action, stages): number for number, action in enumerate(order) if action.kind in COMPUTE}
+    found: dict[Action, int] = {}
+    open_: dict[int, list[Action]] = {}  # by the other rank, sends that nothing has come after so far
+    for action in order:
+        if action.kind in COMPUTE:
+            continue
+        other = rank_of_stage(parallel, partner_of(action).stage)
+        if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
+            for send in open_.pop(other, []):
+                found[send] = used[action]
+        else:
+            open_.setdefault(other, []).append(action)
+    return found | {send: len(order) for sends in open_.values() for send in sends}
+
+
+def taken_in(timeline: Timeline, order: Sequence[Action], rank: int, parallel: ParallelConfig) -> dict[Action, int]:
+    """The same as `taken_by`, but sooner: the number of the action before which a rank waits until a send is taken.
+
+    In a simulation of this list it has been taken one computation before: a rank that waited already there would be
+    held up by every small delay of a neighbor. Ranks that wait so come to an end, in the order of the simulation.
+    """
+    begins = {span.action: span.start for span in timeline.spans if span.rank == rank}
+    computed = [(begins[action], number) for number, action in enumerate(order) if action.kind in COMPUTE]
+    surely = taken_by(order, parallel)
+    found = {}
+    for way in timeline.transfers:
+        if way.sender == rank:
+            behind = [number for begin, number in computed if begin >= way.end][1:2]
+            found[way.action] = min([*behind, surely[way.action]])
+    return found
+
+
+def in_flight(schedule: str, ranks: int, rank: int, micro_batches: int, stages_per_rank: int = 1) -> int | None:
+    """The most micro-batches between their forward and their backward (B or I) on a rank, by formula; each of its v
+    stages counts for itself. None: there is no formula for so many micro-batches.
+
+    With p ranks, m micro-batches, n of them in a round of an interleaved schedule (m // p rounds of one size):
+    - gpipe: m. 1f1b: p - rank, m at most.
+    - interleaved_1f1b: (v - 1) n + 2 (p - 1 - rank) + 1; interleaved_zero_bubble: (v - 1) n + p - rank; v m at most.
+    - zbv: 2 p, as many as p whole micro-batches; m + 1 + rank or 2 m where those are fewer.
+    """
+    behind = ranks - 1 - rank
+    if schedule == "gpipe":
+        return micro_batches
+    if schedule == "1f1b":
+        return min(micro_batches, behind + 1)
+    if schedule == "zbv":
+        return min(2 * ranks, micro_batches + 1 + rank, 2 * micro_batches)
+    rounds = max(1, micro_batches // ranks)
+    if micro_batches % rounds:
+        return None
+    hops = 2 if schedule == "interleaved_1f1b" else 1
+    ahead = (stages_per_rank - 1) * (micro_batches // rounds) + hops * behind + 1
+    return min(ahead, stages_per_rank * micro_batches)
+
+
+def counted_in_flight(order: Sequence[Action]) -> tuple[int, int]:
+    """Return (the most micro-batches between F and B or I, the most between I and W) of a rank's list, stages counted
+    separately: what `in_flight` says by formula where there is one."""
+    counts = [list(moment.values()) for moment in count_moments(order)]
+    most_ahead = max((sum(ahead for ahead, _ in moment) for moment in counts), default=0)
+    most_deferred = max((sum(deferred for _, deferred in moment) for moment in counts), default=0)
+    return most_ahead, most_deferred

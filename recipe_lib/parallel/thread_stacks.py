@@ -1,0 +1,97 @@
+"""What a thread is at, seen from another one: its stack, as faulthandler reads it."""
+
+import ctypes
+import faulthandler
+import os
+import re
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import BinaryIO, NamedTuple, cast
+
+# What is among the innermost calls while something is compiled, and in no step after that.
+_COMPILERS = (
+    "/_dynamo/convert_frame.py", "/_dynamo/symbolic_convert.py", "/_dynamo/output_graph.py", "/_inductor/compile_fx.py",
+    "/_inductor/async_compile.py", "/_inductor/graph.py", "/_inductor/scheduler.py", "/_inductor/codegen/",
+    "/triton/compiler/", "/triton/runtime/autotuner.py",
+)  # fmt: skip
+_DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd")
+_CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+class StackLine(NamedTuple):
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+class WatchedThread(NamedTuple):
+    """A thread that lives as long as somebody asks for its stack; made in it, by `this_thread`.
+
+    ident: its `threading.get_ident()`. state: the address of its PyThreadState, where one thread's stack can be had.
+    """
+
+    ident: int
+    state: int | None
+
+
+def this_thread() -> WatchedThread:
+    """Return the calling thread, for `stack_of` in another one.
+
+    Python 3.11 adds a thread's state to its list before it has filled it: who goes through the list while a thread of
+    C++ first calls Python, as those of autograd do in each backward, ends the process with a segmentation fault now and
+    then. There the interpreter's own function is asked for the one thread's stack; later versions do not have the race.
+    """
+    if sys.version_info >= (3, 12) or not hasattr(ctypes.pythonapi, "_Py_DumpTraceback"):
+        return WatchedThread(threading.get_ident(), None)
+    current = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_Get", ctypes.pythonapi))
+    return WatchedThread(threading.get_ident(), current())
+
+
+def stack_of(thread: WatchedThread) -> list[StackLine]:
+    """Return the innermost 100 calls of a thread, innermost first; [] if it is not found.
+
+    As faulthandler writes them, which reads the interpreter's frames and makes no objects of them. Where the thread is
+    within torch.compile, which runs frames of its own, the objects that `sys._current_frames` makes end the process
+    with a segmentation fault now and then.
+    """
+    with suppress(OSError), _open_scratch() as file:
+        if thread.state is None:
+            faulthandler.dump_traceback(file, all_threads=True)
+            heading = f"Thread 0x{thread.ident:016x} (most recent call first):\n"
+        else:  # called with the interpreter's lock, so that the thread's frames stay as they are
+            dump = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)(("_Py_DumpTraceback", ctypes.pythonapi))
+            dump(file.fileno(), thread.state)
+            heading = "Stack (most recent call first):\n"
+        file.seek(0)
+        rest = file.read().decode("utf-8", "replace").partition(heading)[2]
+        calls = _CALL.findall(re.split(r"^\S|^$", rest, maxsplit=1, flags=re.MULTILINE)[0])
+        return [StackLine(name, int(line), function) for name, line, function in calls]
+    return []
+
+
+def _open_scratch() -> BinaryIO:
+    """Open a file in memory where there is such a thing: disks fill up."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("stacks"), "w+b", buffering=0)
+    return cast(BinaryIO, TemporaryFile(buffering=0))
+
+
+def describe_place(stack: list[StackLine]) -> str:
+    """Return `training/loop.py:120 (finish)`: the innermost place that is not torch's."""
+    for call in stack:
+        if "/torch/" not in call.file:
+            return f"{'/'.join(Path(call.file).parts[-2:])}:{call.line} ({call.function})"
+    return ""
+
+
+def find_long_work(stack: list[StackLine]) -> str:
+    """Return `compiling` or `in a debugger`, keys of `heartbeat.PHASE_TIMEOUTS`, or ""."""
+    for what, places in (("in a debugger", _DEBUGGERS), ("compiling", _COMPILERS)):
+        if any(place in call.file for call in stack for place in places):
+            return what
+    return ""
