@@ -33,11 +33,17 @@ from recipe_lib.checkpoint.adapter_config import (
     saved_names,
     scaling,
 )
-from recipe_lib.checkpoint.base_weights import base_fingerprint, check_copies
-from recipe_lib.checkpoint.find_saved import find_saved
-from recipe_lib.checkpoint.saved_weights import VOCABULARY, FileTensorName, SavedTensor, SavedWeights, add_saved
+from recipe_lib.checkpoint.saved_weights import (
+    VOCABULARY,
+    FileTensorName,
+    SavedTensor,
+    SavedWeights,
+    add_saved,
+    find_saved,
+)
 from recipe_lib.checkpoint.tensor_files import Header, read_header
 from recipe_lib.checkpoint.weight_accounts import READABLE_TYPES
+from recipe_lib.checkpoint.weights_in import base_fingerprint, check_copies
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.external_spec import ExternalSpec

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipe_lib import files
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.lora import is_adapter
 from recipe_lib.adapters.peft_names import (
@@ -38,19 +37,10 @@ from recipe_lib.checkpoint.adapter_files import (
     OF_SCORES,
     SCORE_KEYS,
 )
-from recipe_lib.checkpoint.base_weights import base_fingerprint
-from recipe_lib.checkpoint.model_card import write_card
-from recipe_lib.checkpoint.ownership import Holders, find_holders
-from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together, write_gathered
-from recipe_lib.checkpoint.run_files import publish
+from recipe_lib.checkpoint.rank_agreement import Holders, RankGroup, find_holders, together, write_gathered
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor
-from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files, write_padding
-from recipe_lib.checkpoint.weights_out import (
-    begin_folder,
-    extra_fault,
-    extra_metadata,
-    whole,
-)
+from recipe_lib.checkpoint.weights_in import base_fingerprint
+from recipe_lib.checkpoint.weights_out import SideFiles, extra_fault, extra_metadata, stage_folder, whole
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import in_file_order
@@ -117,29 +107,15 @@ def export_adapter(
     fields["task_type"] = "SEQ_CLS" if has_score_head(spec) else fields["task_type"]
     transposed = [module.transposed for module in model.modules() if isinstance(module, AdaptedModule)]
     fields["fan_in_fan_out"] = bool(transposed) and all(transposed)  # a stage may have none
-    copied = tokenizer_files(tokenizer_folder)
     metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder, source_config or {}))
     metadata |= extra_metadata([extra.name for extra in extras if extra.name != SCORE])
-    temporary = Path(decide(world, lambda: begin_folder(out, {TENSOR_FILE: plan}, copied)))
-    try:
+    pad_id = (source_config or {}).get("pad_token_id") if has_score_head(spec) else None
+    beside = SideFiles(tokenizer_folder, chat_template, stop_ids, card, pad_id)
+    with stage_folder(out, {TENSOR_FILE: plan}, {CONFIG_FILE: fields}, beside, world) as temporary:
         of_adapters = (_pieces(model, module, cfg, holders) for module in modules)
         of_extras = (_extra_pieces(model, extra.name, holders) for extra in extras)
         pieces = chain.from_iterable(chain(of_adapters, of_extras))
         write_gathered(temporary / TENSOR_FILE, plan, pieces, metadata, world)
-
-        def finish() -> None:
-            files.write_json(temporary / CONFIG_FILE, fields)
-            copy_tokenizer(temporary, copied, chat_template, stop_ids)
-            if has_score_head(spec):
-                write_padding(temporary, (source_config or {}).get("pad_token_id"))
-            write_card(temporary, card)
-            publish(temporary, out)
-
-        decide(world, finish)
-    except BaseException:
-        if world.rank == 0:
-            files.discard(temporary)
-        raise
 
 
 def file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from recipe_lib import files
 from recipe_lib.checkpoint.model_card import CARD
-from recipe_lib.checkpoint.other_readers import first_line, open_model, quiet_transformers
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
-from recipe_lib.checkpoint.verify import prompt_tokens
+from recipe_lib.checkpoint.verify import first_line, open_model, prompt_tokens, quiet_transformers
 from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.checkpoint.weights_in import unknown_extras
 from recipe_lib.checkpoint.weights_out import spell_config

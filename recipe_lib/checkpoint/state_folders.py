@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib import files
-from recipe_lib.checkpoint.manifest import MANIFEST, DamagedState, Manifest, check_presence, read_manifest
-from recipe_lib.checkpoint.run_files import STATE_NAME, unrecorded_in_state
+from recipe_lib.checkpoint.run_files import (
+    MANIFEST,
+    STATE_NAME,
+    DamagedState,
+    Manifest,
+    check_presence,
+    read_manifest,
+    unrecorded_in_state,
+)
 from recipe_lib.config.local_files import BEST_FOLDER
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger

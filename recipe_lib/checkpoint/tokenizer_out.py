@@ -66,13 +66,18 @@ def tokenizer_files(source: Path | None) -> list[Path]:
 
 
 def copy_tokenizer(
-    temporary: Path, copied: list[Path], chat_template: str | Path | None, stop_ids: Collection[int]
+    temporary: Path,
+    copied: list[Path],
+    chat_template: str | Path | None,
+    stop_ids: Collection[int],
+    pad_id: int | None = None,
 ) -> None:
     """The tokenizer's files, with template and stop tokens that the model was trained with, where they differ.
 
     chat_template: its text or its file; None: the tokenizer keeps its own. A template stands in tokenizer_config.json
     too, where older programs look for it, and with it BOS and EOS. A sentencepiece model gets a tokenizer.json, without
-    which transformers needs packages that few have.
+    which transformers needs packages that few have. pad_id: named for padding in a tokenizer_config.json, so that what
+    a tokenizer pads with is what the model's config.json takes for padding.
     """
     settings: dict[str, Any] = {}
     for path in copied:
@@ -87,21 +92,7 @@ def copy_tokenizer(
         files.write_bytes(temporary / CHAT_TEMPLATE, text.encode())
     vocabulary = next((path for path in copied if path.name not in SETTINGS_FILES), None)
     before = next((path for path in copied if path.name == TOKENIZER_CONFIG), None)
-    _write_settings(temporary, before, None if vocabulary is None else _loaded(vocabulary), text)
-
-
-def write_padding(folder: Path, number: int | None) -> None:
-    """Names the token of this id for padding in a folder's tokenizer_config.json, so that what a tokenizer pads with is
-    what the model's config.json takes for padding. Does nothing where the folder's tokenizer cannot be read."""
-    path = folder / TOKENIZER_CONFIG
-    vocabulary = next((folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), None)
-    tokenizer = None if vocabulary is None or number is None or not path.is_file() else _loaded(vocabulary)
-    config = _object(path) if tokenizer is not None else None
-    if tokenizer is None or config is None or number is None or number == tokenizer.pad_id:
-        return
-    text = tokenizer.token_bytes(number).decode("utf-8", errors="replace")
-    path.unlink()  # of a folder that nobody sees yet
-    files.write_json(path, config | {"pad_token": text})
+    _write_settings(temporary, before, None if vocabulary is None else _loaded(vocabulary), text, pad_id)
 
 
 def _loaded(vocabulary: Path) -> Tokenizer | None:
@@ -112,7 +103,9 @@ def _loaded(vocabulary: Path) -> Tokenizer | None:
         return None
 
 
-def _write_settings(temporary: Path, before: Path | None, tokenizer: Tokenizer | None, template: str | None) -> None:
+def _write_settings(
+    temporary: Path, before: Path | None, tokenizer: Tokenizer | None, template: str | None, pad_id: int | None
+) -> None:
     """tokenizer_config.json, with what transformers needs and it lacks, and tokenizer.json where there is none."""
     read = {} if before is None else _object(before)
     if read is None or (tokenizer is None and template is None):
@@ -138,6 +131,9 @@ def _write_settings(temporary: Path, before: Path | None, tokenizer: Tokenizer |
         config["chat_template"] = template
     if tokenizer is not None and config != read:
         config = {**_special_tokens(temporary, tokenizer), **config}
+    is_written = before is not None or config != read
+    if is_written and tokenizer is not None and pad_id not in (None, tokenizer.pad_id):
+        config["pad_token"] = tokenizer.token_bytes(pad_id).decode("utf-8", errors="replace")
     if config != read:
         files.write_json(temporary / TOKENIZER_CONFIG, config)
     elif before is not None:

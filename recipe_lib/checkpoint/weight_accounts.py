@@ -8,12 +8,11 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from recipe_lib.checkpoint.converted import Reader, hold_same_numbers, made_for
-from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, read_header
+from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, Reader, hold_same_numbers, read_header
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE, find_weights, list_unread_weights
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, raise_faults
@@ -42,6 +41,7 @@ _LEAVE_OUT = "if the model does not need it, leave it out of a copy of the folde
 _FP8, _MXFP4 = "F8_E4M3", "U8"
 _BLOCKS = ("gate_up_proj_blocks", "down_proj_blocks")  # ends of the names of MXFP4
 _ORIGINAL = "take the checkpoint that this one was made from"
+Made = TypeVar("Made")
 
 
 def read_headers(folder: Path) -> dict[str, FileTensor]:
@@ -262,6 +262,11 @@ def find_shape_fault(
         f"{folder}: {misshapen[0]} has shape {list(tensors[misshapen[0]].entry.shape)}, {by} makes it "
         f"{list(expected[misshapen[0]])}{more}; check that {by} and the weights are of one model"
     )
+
+
+def made_for(made: Mapping[str, Made], name: str) -> Made:
+    """Return what of a conversion, tensors or shapes, is a parameter's: that of its name, or the first."""
+    return made[name] if name in made else next(iter(made.values()))
 
 
 def _find_single(names: list[str]) -> str | None:

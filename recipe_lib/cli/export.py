@@ -130,10 +130,9 @@ def _target(found: ExportSource, kind: str, arguments: argparse.Namespace) -> Pa
 
 def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     """The model of a state of full fine-tuning."""
-    from recipe_lib.checkpoint.other_readers import check_with_transformers
     from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.state import holds_adapters, load_trained
-    from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
+    from recipe_lib.checkpoint.verify import check_with_transformers, compare, plain_model, prompt_logits
     from recipe_lib.checkpoint.weight_accounts import tell_left_out
     from recipe_lib.checkpoint.weights_out import export_model
     from recipe_lib.cli.inference_device import choose_device
@@ -291,8 +290,7 @@ def _check_adapter(
     written: bool,
 ) -> None:
     from recipe_lib.checkpoint.adapter_files import read_adapter
-    from recipe_lib.checkpoint.other_readers import check_with_peft
-    from recipe_lib.checkpoint.verify import check_names, compare, model_of_adapter, prompt_logits
+    from recipe_lib.checkpoint.verify import check_names, check_with_peft, compare, model_of_adapter, prompt_logits
 
     model, filled = model_of_adapter(adapter, spec, base, dtype, device)
     held = read_adapter(adapter)
@@ -340,8 +338,7 @@ def _check_merged(
     trained: tuple["torch.Tensor", "torch.Tensor"],
 ) -> None:
     from recipe_lib.checkpoint.adapter_files import read_adapter
-    from recipe_lib.checkpoint.other_readers import check_with_transformers
-    from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
+    from recipe_lib.checkpoint.verify import check_with_transformers, compare, plain_model, prompt_logits
     from recipe_lib.models import read_config, read_trained_spec
     from recipe_lib.parallel import DTYPES
     from recipe_lib.training.next_commands import model_commands, print_next

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipe_lib.adapters import adapter_parameters
-from recipe_lib.checkpoint.frozen_weights import frozen_mark
+from recipe_lib.checkpoint.optimizer_state import frozen_mark
 from recipe_lib.checkpoint.state import find_state, holds_adapters, load_state, load_trained, save_state
 from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.config.schema import LoraConfig, ParallelConfig

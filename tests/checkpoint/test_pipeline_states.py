@@ -10,8 +10,8 @@ import torch
 
 from recipe_lib import files
 from recipe_lib.checkpoint import state
-from recipe_lib.checkpoint.frozen_weights import frozen_mark
-from recipe_lib.checkpoint.ownership import find_holders
+from recipe_lib.checkpoint.optimizer_state import frozen_mark
+from recipe_lib.checkpoint.rank_agreement import find_holders
 from recipe_lib.checkpoint.state import find_state, load_state, load_trained, save_state
 from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.config.schema import LoraConfig

@@ -13,9 +13,16 @@ from torch import Tensor
 
 from recipe_lib.adapters.peft_names import EMBEDDING_FIRST, EMBEDDING_SECOND, FIRST, HEAD, SECOND, FileModule
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter, usual_scaling
-from recipe_lib.checkpoint.gguf.gguf_file import GgufTensor, TypeReport, check_gguf, package, write_gguf
+from recipe_lib.checkpoint.gguf.gguf_file import (
+    GgufTensor,
+    TypeChoice,
+    TypeReport,
+    check_gguf,
+    choose_types,
+    package,
+    write_gguf,
+)
 from recipe_lib.checkpoint.gguf.gguf_vocabulary import GgufVocabulary, read_vocabulary
-from recipe_lib.checkpoint.gguf.tensor_types import TypeChoice, choose_types
 from recipe_lib.checkpoint.saved_weights import SavedWeights
 from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.checkpoint.weight_accounts import check_weights, read_headers
