@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -413,36 +412,16 @@ def _start() -> subprocess.Popen[bytes]:
 def _exchange(child: subprocess.Popen[bytes], request: Mapping[str, Any], more: float = 0.0) -> Any:
     """Return what the process answers, within the request's seconds and `more`. Raises _Stopped."""
     assert child.stdin and child.stdout
-    line = json.dumps(request, default=str).encode("ascii") + b"\n"
     try:
-        child.stdin.write(line)
+        child.stdin.write(json.dumps(request, default=str).encode("ascii") + b"\n")
         child.stdin.flush()
-        return json.loads(_read_line(child.stdout.fileno(), time.monotonic() + request["seconds"] + more))
-    except TimeoutError:  # it watches the time itself, so it does not even do that
-        raise _Stopped(_TOO_LONG.format(TIMEOUT_SECONDS)) from None
-    except (OSError, ValueError):
+        waiter = select.poll()
+        waiter.register(child.stdout, select.POLLIN)
+        if not waiter.poll(1000 * (request["seconds"] + more)):  # it watches the time itself, and does not even do that
+            raise _Stopped(_TOO_LONG.format(TIMEOUT_SECONDS))
+        return json.loads(child.stdout.readline(MAX_ANSWER_BYTES))
+    except (OSError, ValueError):  # no answer, or a part of one
         raise _Stopped(_why_ended(child)) from None
-
-
-def _read_line(descriptor: int, deadline: float) -> bytes:
-    """Return the bytes up to the next line end.
-
-    Raises TimeoutError; ValueError: the other side ended, or wrote too many bytes."""
-    waiter = select.poll()
-    waiter.register(descriptor, select.POLLIN)
-    parts = list[bytes]()
-    length = 0
-    while length < MAX_ANSWER_BYTES:
-        if not waiter.poll(1000 * max(0.0, deadline - time.monotonic())):
-            raise TimeoutError
-        part = os.read(descriptor, 1 << 20)
-        if not part:
-            break
-        parts.append(part)
-        length += len(part)
-        if part.endswith(b"\n"):
-            return b"".join(parts)
-    raise ValueError
 
 
 def _why_ended(child: subprocess.Popen[bytes]) -> str:

@@ -49,7 +49,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "recipe_lib/plan/tracing/simulated_micro_batches.py": {"read_bytes": _PACKAGE},
     "recipe_lib/plan/world/shape_only_model.py": {"read_text": _PACKAGE, "yaml.safe_load": _PACKAGE},
     "recipe_lib/tokenizers/tokenizer.py": {"json.loads": _PIPE},
-    "recipe_lib/tokenizers/sentencepiece_json.py": {"json.loads": "a text of the tokenizers library"},
+    "recipe_lib/checkpoint/tokenizer_out.py": {"json.loads": "a text of the tokenizers library"},
     "recipe_lib/tokenizers/template_process.py": {"json.loads": _PIPE},
     "recipe_lib/training/records/metrics.py": {"json.loads": "a text that the function itself has written"},
 }
