@@ -146,6 +146,7 @@ def make_optimizer_states(
     parameters = {name: parameter for parameter, name in _parameter_names(model, optimizer).items()}
     made: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    is_torchs = type(optimizer).__module__.startswith("torch.")  # whose states are of their parameters' type
     optimizer.state.clear()
     targets: dict[str, torch.Tensor] = {}
     for full_name, (dtype, shape) in saved.items():
@@ -163,7 +164,7 @@ def make_optimizer_states(
             value = _own_state(made[parameter].pop(key, None), full_name, dtype, shape, where)
         else:
             value = _empty_state(parameter, groups[parameter], dtype, shape)
-        if value is None or (_is_torchs(optimizer) and shape and dtype != parameter.dtype):
+        if value is None or (is_torchs and shape and dtype != parameter.dtype):
             raise CheckpointError(
                 f"{where}: optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, its parameter "
                 f"{describe_tensor(parameter.dtype, tuple(parameter.shape))}; {_OWN}"
@@ -177,11 +178,6 @@ def make_optimizer_states(
         name = next(name for name, parameter in parameters.items() if parameter is missing[1])
         raise _other_states(f"holds no optimizer state {missing[0]} of {name}", where)
     return targets
-
-
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the states are what torch makes: of their parameters' type."""
-    return type(optimizer).__module__.startswith("torch.")
 
 
 def _own_state(

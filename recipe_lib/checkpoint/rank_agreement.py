@@ -194,7 +194,7 @@ class Holders:
                     _send(piece)
                 del piece
             if source != 0 and self.rank == source:
-                _send_size(0)
+                dist.send(torch.tensor([0]), dst=0)
         elif self.rank == 0:
             yield from _receive(source)
 
@@ -204,10 +204,10 @@ def find_holders(model: nn.Module, world: RankGroup) -> Holders:
     own = [(name, TRAINED if parameter.requires_grad else FROZEN) for name, parameter in model.named_parameters()] + [
         (name, BUFFER) for name in persistent_buffers(model)
     ]
-    if getattr(world, "pipeline", None) is None:
-        return Holders(world.rank, (0,) * world.size, dict.fromkeys((name for name, _ in own), 0), dict(own))
-    digests = world.gather_json(hashlib.sha256(json.dumps(own).encode()).hexdigest())
-    leaders = tuple(digests.index(digest) for digest in digests)
+    leaders = (0,) * world.size
+    if getattr(world, "pipeline", None) is not None:
+        digests = world.gather_json(hashlib.sha256(json.dumps(own).encode()).hexdigest())
+        leaders = tuple(digests.index(digest) for digest in digests)
     if len(set(leaders)) == 1:
         return Holders(world.rank, leaders, dict.fromkeys((name for name, _ in own), 0), dict(own))
     parts = world.gather_json(own if world.rank == leaders[world.rank] else None)
@@ -237,12 +237,8 @@ def _places(names: list[str]) -> list[tuple[int, int, int]]:
 
 def _send(piece: torch.Tensor) -> None:
     for chunk in host_bytes(piece):
-        _send_size(len(chunk))
+        dist.send(torch.tensor([len(chunk)]), dst=0)
         dist.send(torch.frombuffer(chunk, dtype=torch.uint8), dst=0)
-
-
-def _send_size(size: int) -> None:
-    dist.send(torch.tensor([size]), dst=0)
 
 
 def _receive(source: int) -> Iterator[torch.Tensor]:

@@ -179,7 +179,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> str | None:
     scores = {model.id_to_piece(i): model.get_score(i) for i in range(len(model))}
     if len(scores) != len(model):
         return None
-    for kind in (_byte_pairs(model, scores), _unigrams(model, scores)):
+    unigrams = tokenizers.models.Unigram(list(scores.items()), model.unk_id(), byte_fallback=_has_bytes(model))
+    for kind in (_byte_pairs(model, scores), unigrams):
         built = tokenizers.Tokenizer(kind)
         _put_spaces(built, vocabulary)
         added = sorted(tokenizer.added_tokens, key=lambda token: token.id)
@@ -207,10 +208,6 @@ def _byte_pairs(model: SentencePieceProcessor, scores: dict[str, float]) -> Any:
     pairs = [(left, right) for *_, left, right in merges]
     unknown = model.id_to_piece(model.unk_id())
     return tokenizers.models.BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=_has_bytes(model))
-
-
-def _unigrams(model: SentencePieceProcessor, scores: dict[str, float]) -> Any:
-    return tokenizers.models.Unigram(list(scores.items()), model.unk_id(), byte_fallback=_has_bytes(model))
 
 
 def _has_bytes(model: SentencePieceProcessor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters import adapters_off, add_adapters, init_adapters
-from recipe_lib.adapters.peft_names import HEAD, file_modules, targets_of
+from recipe_lib.adapters.peft_names import file_modules, targets_of
 from recipe_lib.adapters.peft_patterns import PatternError, first_matches
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, PATTERN_REMEDY, AdapterConfig, scaling
 from recipe_lib.checkpoint.adapter_files import BASE_STORAGE, AdapterFile, check_fits, read_adapter, usual_scaling
@@ -29,7 +29,6 @@ from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.meta_init import allocate
 from recipe_lib.models.scored_spec import has_score_head
 from recipe_lib.models.spec import ModelSpec
-from recipe_lib.models.weight_names import weight_map
 from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes
 
@@ -69,16 +68,18 @@ def adapter_settings_of(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
     )
 
 
-def model_with_adapters(
-    spec: ModelSpec, base: Path, cfg: LoraConfig, dtype: torch.dtype, device: torch.device
+def load_model(
+    spec: ModelSpec, folder: Path, dtype: torch.dtype, device: torch.device, lora: LoraConfig | None = None
 ) -> Decoder:
-    """The base with new adapters."""
+    """Return a model folder's model. lora: with new adapters."""
     model = build_meta(spec, dtype)
-    add_adapters(model, cfg, dtype)
+    if lora is not None:
+        add_adapters(model, lora, dtype)
     allocate(model, device)
-    load_weights(model, spec, base)
-    with phase("making adapters"):
-        init_adapters(model, 0)
+    load_weights(model, spec, folder)
+    if lora is not None:
+        with phase("making adapters"):
+            init_adapters(model, 0)
     return model.eval()
 
 
@@ -100,7 +101,7 @@ def model_of_adapter(
     cfg = adapter_settings_of(adapter, spec)
     cfg.quantize_base = storage or cfg.quantize_base
     cfg.dtype = "fp32" if dtype != torch.float64 else None
-    model = model_with_adapters(spec, base, cfg, dtype, device)
+    model = load_model(spec, base, dtype, device, cfg)
     return model, load_adapter(model, spec, folder, some=True)
 
 
@@ -126,41 +127,24 @@ def compare(trained: torch.Tensor, exported: torch.Tensor, before: torch.Tensor 
     return Comparison(difference, float(wide.abs().max()), change)
 
 
-def check_names(folder: Path, spec: ModelSpec, base: Path) -> int:
-    """Compares an adapter's names with those of the base's own files, as PEFT and vLLM find modules by them.
+def check_names(folder: Path, spec: ModelSpec) -> int:
+    """Compare an adapter's names with those of the base's modules, as PEFT and vLLM find modules by them.
 
     Returns how many modules have an adapter. Raises CheckpointError if one of them is not in the base, or if PEFT would
     put an adapter on a module that has none in the file.
     """
-    adapter = read_adapter(folder)
+    adapted = set(read_adapter(folder).tensors)
     if isinstance(spec, ExternalSpec):  # PEFT looks for the class' own modules
-        strange = sorted(adapter.tensors.keys() - spec.layout().linears.keys())
+        strange = sorted(adapted - spec.layout().linears.keys())
         if strange:
             raise CheckpointError(f"{folder / CONFIG_FILE}: {strange[0]} is no linear of the base; export it again")
-        return len(adapter.tensors)
-    found = read_headers(base)
-    written = {entry.our_name: entry.file_name for entry in weight_map(spec)}
-    in_base = {
-        written[entry.our_name].removesuffix(".weight") for entry in weight_map(spec, found) if entry.file_name in found
-    }
-    if spec.tied:
-        in_base.add(HEAD)
-    in_base |= {name for name, module in file_modules(spec).items() if module.parameter}
-    adapted = set(adapter.tensors)
+        return len(adapted)
     last = {name.rsplit(".", 1)[-1] for name in adapted}
-    matched = {name for name in in_base & file_modules(spec).keys() if name.rsplit(".", 1)[-1] in last}
+    matched = {name for name in file_modules(spec) if name.rsplit(".", 1)[-1] in last}
     for name in sorted(adapted ^ matched):
         fault = "is no weight of the base" if name in adapted else "has no adapter, and PEFT would make one"
         raise CheckpointError(f"{folder / CONFIG_FILE}: {name} {fault}; export the adapter again")
     return len(adapted)
-
-
-def plain_model(spec: ModelSpec, folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A model folder's model."""
-    model = build_meta(spec, dtype)
-    allocate(model, device)
-    load_weights(model, spec, folder)
-    return model.eval()
 
 
 # An export opened by the libraries that it is for, transformers and PEFT, and compared with what
@@ -200,7 +184,7 @@ def check_with_peft(
                 model = open_model(base, dtype, device)
             vocabulary = trained[0].shape[-1]
             is_resized = vocabulary != model.config.get_text_config().vocab_size
-            base_logits = trained[1] if is_resized else _compute_logits(model, trained[1], spec)
+            base_logits = trained[1] if is_resized else compute_logits(model, vocabulary, spec.max_positions)
         except (ImportError, *_FAULTS) as error:
             return f"note: not opened with PEFT: transformers does not open the base ({first_line(error)})"
         if is_resized:  # its new rows have no numbers before PEFT brings them
@@ -212,7 +196,7 @@ def check_with_peft(
         opened = _open_adapter(model, adapter, device)
         if isinstance(opened, str):
             return f"note: not opened with PEFT: {opened}"
-        logits = _compute_logits(opened, trained[0], spec)
+        logits = compute_logits(opened, vocabulary, spec.max_positions)
     before = trained[1] if trained[1].shape == trained[0].shape else None
     comparison = compare(trained[0], logits, before)
     steady = _compare_steady(trained[0], logits, before, dtype)
@@ -246,7 +230,8 @@ def check_with_transformers(
     with quiet_transformers():
         try:
             with phase("opening the model with transformers"):
-                logits = _compute_logits(open_model(folder, dtype, device), trained, spec)
+                model = open_model(folder, dtype, device)
+            logits = compute_logits(model, trained.shape[-1], spec.max_positions)
         except (ImportError, *_FAULTS) as error:
             return f"note: not opened with transformers: it says {first_line(error)}"
     comparison = compare(trained, logits, before)
@@ -346,9 +331,9 @@ def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _compute_logits(model: nn.Module, compared: Tensor, spec: ModelSpec) -> Tensor:
-    """Return logits of the fixed prompt, on the host. compared: others of it, whose vocabulary it has."""
-    tokens = prompt_tokens(compared.shape[-1], spec.max_positions)
+def compute_logits(model: nn.Module, vocabulary: int, max_positions: int) -> Tensor:
+    """Return logits of the fixed prompt by transformers' model, on the host."""
+    tokens = prompt_tokens(vocabulary, max_positions)
     with phase("computing logits of a fixed prompt"):
         logits: Tensor = model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False).logits
     return logits.cpu()

@@ -53,7 +53,13 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; expected a Hugging Face model folder")
     index = find_weights(folder)
-    _check_named_file(folder, INDEX if index else SINGLE)
+    file_read = INDEX if index else SINGLE
+    named = read_config(folder).get("transformers_weights")
+    if named not in (None, file_read):  # transformers would read another file than we do
+        raise CheckpointError(
+            f"{folder}: config.json: transformers_weights: found {show(str(named))!r}, expected {file_read}, the file "
+            "that is read; rename the weights, and take the key out"
+        )
     headers = {name: read_header(folder / name) for name in sorted(set(index.values()) or {SINGLE})}
     lost = [name for name, file_name in index.items() if name not in headers[file_name].tensors]
     if lost:
@@ -72,16 +78,6 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
                 )
             tensors.setdefault(name, tensor)
     return tensors
-
-
-def _check_named_file(folder: Path, file_name: str) -> None:
-    """Raise CheckpointError for a config.json that has transformers read another file than we do."""
-    named = read_config(folder).get("transformers_weights")
-    if named not in (None, file_name):
-        raise CheckpointError(
-            f"{folder}: config.json: transformers_weights: found {show(str(named))!r}, expected {file_name}, the file "
-            "that is read; rename the weights, and take the key out"
-        )
 
 
 def _have_same_numbers(name: str, first: FileTensor, second: FileTensor) -> bool:

@@ -25,21 +25,26 @@ def find_weights(folder: Path) -> dict[str, str]:
     if (folder / SINGLE).is_file():
         return {}
     if not (folder / INDEX).is_file():
-        raise CheckpointError(_no_weights(folder))
+        nothing = f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
+        raise CheckpointError(other_weights(folder, SINGLE) or nothing)
     index = _read_index(folder / INDEX)
     for name in sorted(set(index.values())):
-        _check_named(folder, name)
+        # The name has to be a plain one: an index may not name files elsewhere. Links are the user's own.
+        if name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{folder / INDEX}: names the file {show(name)!r}; expected plain names of .safetensors files in its "
+                "own folder; take the checkpoint from a source you trust"
+            )
+        if not os.path.exists(folder / name):
+            raise CheckpointError(
+                f"{folder / INDEX}: names {show(name)}, which is missing; download it with `tune download`"
+            )
     return index
 
 
 def list_unread_weights(folder: Path, read: Collection[str]) -> list[str]:
     """Return the names of files with weights, of this or other formats, besides those that are read."""
     return [name for name in list_weight_files(folder) if name not in read]
-
-
-def _no_weights(folder: Path) -> str:
-    nothing = f"{folder}: has neither {SINGLE} nor {INDEX}; download the weights with `tune download`"
-    return other_weights(folder, SINGLE) or nothing
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -53,19 +58,6 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
         raise CheckpointError(f"{path}: has no weight_map of names to files; download it again")
     return weights
-
-
-def _check_named(folder: Path, name: str) -> None:
-    """The name has to be a plain one: an index may not name files elsewhere. Links are the user's own."""
-    if name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
-        raise CheckpointError(
-            f"{folder / INDEX}: names the file {show(name)!r}; expected plain names of .safetensors files in its "
-            "own folder; take the checkpoint from a source you trust"
-        )
-    if not os.path.exists(folder / name):
-        raise CheckpointError(
-            f"{folder / INDEX}: names {show(name)}, which is missing; download it with `tune download`"
-        )
 
 
 # What a run has written for others. No torch.

@@ -132,7 +132,7 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     """The model of a state of full fine-tuning."""
     from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.state import holds_adapters, load_trained
-    from recipe_lib.checkpoint.verify import check_with_transformers, compare, plain_model, prompt_logits
+    from recipe_lib.checkpoint.verify import check_with_transformers, compare, load_model, prompt_logits
     from recipe_lib.checkpoint.weight_accounts import tell_left_out
     from recipe_lib.checkpoint.weights_out import export_model
     from recipe_lib.cli.inference_device import choose_device
@@ -161,7 +161,7 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
         tell_left_out(spec, base, "export")
     trained = prompt_logits(model)
     del model
-    tell(f"model: {out}", compare(trained, prompt_logits(plain_model(spec, out, dtype, device))), dtype, out)
+    tell(f"model: {out}", compare(trained, prompt_logits(load_model(spec, out, dtype, device))), dtype, out)
     print_wrapped(check_with_transformers(out, spec, dtype, device, trained))
     print_next(model_commands(out))
 
@@ -226,13 +226,13 @@ def _trained_model(
     from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, check_base, check_fits, read_adapter
     from recipe_lib.checkpoint.rank_agreement import SingleRank
     from recipe_lib.checkpoint.state import load_trained
-    from recipe_lib.checkpoint.verify import model_of_adapter, model_with_adapters
+    from recipe_lib.checkpoint.verify import load_model, model_of_adapter
     from recipe_lib.cli.inference_device import choose_dtype
     from recipe_lib.parallel import DTYPES
 
     if found.state is not None:
         dtype = DTYPES[found.cfg.dtype]
-        model = model_with_adapters(spec, base, found.cfg.lora, dtype, device)
+        model = load_model(spec, base, dtype, device, found.cfg.lora)
         load_trained(found.state, model, SingleRank())
         return model, dtype
     assert found.adapter is not None
@@ -296,7 +296,7 @@ def _check_adapter(
     held = read_adapter(adapter)
     print_wrapped(f"check: {filled} modules have their adapter, none of {len(held.tensors)} in the file is left over")
     if written:
-        check_names(adapter, spec, base)
+        check_names(adapter, spec)
         print_wrapped("check: names are those of the base's modules, as PEFT and vLLM look for them")
     if held.config.dora:
         print_wrapped("note: vLLM does not load DoRA adapters; serve the merged model there (tune export --merge)")
@@ -338,7 +338,7 @@ def _check_merged(
     trained: tuple["torch.Tensor", "torch.Tensor"],
 ) -> None:
     from recipe_lib.checkpoint.adapter_files import read_adapter
-    from recipe_lib.checkpoint.verify import check_with_transformers, compare, plain_model, prompt_logits
+    from recipe_lib.checkpoint.verify import check_with_transformers, compare, load_model, prompt_logits
     from recipe_lib.models import read_config, read_trained_spec
     from recipe_lib.parallel import DTYPES
     from recipe_lib.training.next_commands import model_commands, print_next
@@ -348,7 +348,7 @@ def _check_merged(
     write_merged(found, base, adapter, out, dtype, wanted)
     spec = read_trained_spec(read_config(out), str(out), implementation_of(found))
     print_wrapped(f"check: {len(held.tensors)} adapted modules are merged, every tensor of the model is there")
-    comparison = compare(trained[0], prompt_logits(plain_model(spec, out, wanted, device)), trained[1])
+    comparison = compare(trained[0], prompt_logits(load_model(spec, out, wanted, device)), trained[1])
     coarser = min(dtype, wanted, key=lambda kind: kind.itemsize)
     tell(f"model: {out}", comparison, coarser, out)
     print_wrapped(check_with_transformers(out, spec, coarser, device, *trained))

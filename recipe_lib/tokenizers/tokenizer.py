@@ -126,8 +126,9 @@ class Tokenizer:
         }
         self._always_ids = frozenset(token.id for token in always.values())
         specials = {content: token for content, token in self._added.items() if token.special}
-        self._split_ordinary = _splitter(always)
-        self._split_special = _splitter(always | specials)
+        self._split_ordinary = (compile_alternation(always), always)
+        matched_in_text = always | specials
+        self._split_special = (compile_alternation(matched_in_text), matched_in_text)
         self._template: ChatTemplate | None = None
         if settings.chat_template is not None:
             found = {"bos_token": self.bos_id, "eos_token": self.eos_id}
@@ -305,10 +306,6 @@ class StreamDecoder:
     def finish(self) -> str:
         """What an incomplete last character leaves: U+FFFD, or nothing."""
         return self._bytes.decode(b"", final=True)
-
-
-def _splitter(tokens: Mapping[str, AddedToken]) -> tuple[re.Pattern[str] | None, Mapping[str, AddedToken]]:
-    return compile_alternation(tokens), tokens
 
 
 def _split(

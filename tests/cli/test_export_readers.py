@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from recipe_lib.adapters import peft_patterns
 from recipe_lib.checkpoint import verify
-from recipe_lib.checkpoint.verify import model_of_adapter, plain_model, prompt_logits
+from recipe_lib.checkpoint.verify import load_model, model_of_adapter, prompt_logits
 from recipe_lib.cli import main
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
@@ -72,7 +72,7 @@ def test_a_merged_model_is_opened_by_transformers(tmp_path: Path, capsys: pytest
     assert (code, err) == (0, "")
     assert sum("read with transformers " in line for line in lines) == 1
     spec = read_trained_spec(read_config(tmp_path / "merged"), "merged")
-    logits = prompt_logits(plain_model(spec, tmp_path / "merged", torch.float32, CPU))
+    logits = prompt_logits(load_model(spec, tmp_path / "merged", torch.float32, CPU))
     tensors = load_file(tmp_path / "merged" / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] += 0.1
     save_file(tensors, tmp_path / "merged" / "model.safetensors", {"format": "pt"})

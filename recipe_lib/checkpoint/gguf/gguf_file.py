@@ -150,22 +150,22 @@ def write_gguf(out: Path, architecture: str, fields: Mapping[str, Any], tensors:
     fields: metadata by their full keys; an int is written as 32 bits without a sign, a float as fp32.
     """
     gguf = package()
-    sizes = {tensor.name: _num_bytes(gguf, tensor) for tensor in tensors}
+    types = {tensor.name: gguf.GGMLQuantizationType[tensor.choice.name] for tensor in tensors}
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        block, block_bytes = gguf.GGML_QUANT_SIZES[types[tensor.name]]
+        sizes[tensor.name] = math.prod(tensor.shape) // block * block_bytes
     with files.storage_faults():
         files.remove_leftovers(out.parent, out.name)
         files.require_space(out.parent, sum(sizes.values()) + 64 * MIB, "the GGUF file")
         writer = gguf.GGUFWriter(None, architecture)
         _put_fields(writer, fields)
         for tensor in tensors:
-            _announce(gguf, writer, tensor, sizes[tensor.name])
+            dtype = torch.empty(0).numpy().dtype  # of no meaning beside `raw_dtype`
+            writer.add_tensor_info(tensor.name, tensor.shape, dtype, sizes[tensor.name], raw_dtype=types[tensor.name])
         with files.write_aside(out, replace=False) as temporary, closing(writer):
             files.before_operation("open", temporary)
             _write_all(writer, temporary, tensors, sizes)
-
-
-def _num_bytes(gguf: Any, tensor: GgufTensor) -> int:
-    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.choice.name]]
-    return int(torch.Size(tensor.shape).numel() // block * size)
 
 
 def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
@@ -175,11 +175,6 @@ def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
             writer.add_array(key, value)
         else:
             add[type(value)](key, value)
-
-
-def _announce(gguf: Any, writer: Any, tensor: GgufTensor, num_bytes: int) -> None:
-    kind = gguf.GGMLQuantizationType[tensor.choice.name]
-    writer.add_tensor_info(tensor.name, tensor.shape, torch.empty(0).numpy().dtype, num_bytes, raw_dtype=kind)
 
 
 def _write_all(writer: Any, temporary: Path, tensors: Sequence[GgufTensor], sizes: Mapping[str, int]) -> None:
@@ -285,18 +280,12 @@ def _compare(gguf: Any, out: Path, tensor: GgufTensor, held: Any) -> tuple[float
         weights += rows.numel()
         wide = rows.float()
         sizes += float(wide.square().sum(dtype=torch.float64))
-        if kind in _TORCH:
-            read = piece.view(_TORCH[kind]).view(rows.shape)
-            if not torch.equal(read, rows.to(_TORCH[kind])):
-                raise _wrong(out, f"{tensor.name} has other weights")
-            if torch.equal(read.to(rows.dtype), rows):
-                continue  # nothing was rounded
-            read = read.float()
-        else:
-            codes = piece.view(rows.shape[0], -1).numpy()
-            read = torch.from_numpy(gguf.quants.dequantize(codes, held.tensor_type))
-            if not _within(read, wide, kind):
-                raise _wrong(out, f"{tensor.name} differs by more than {kind.lower()} rounds")
+        codes = piece.view(rows.shape[0], -1).numpy()
+        read = torch.from_numpy(gguf.quants.dequantize(codes, held.tensor_type))
+        if kind in _TORCH and not torch.equal(read, rows.to(_TORCH[kind]).float()):
+            raise _wrong(out, f"{tensor.name} has other weights")
+        if kind not in _TORCH and not _within(read, wide, kind):
+            raise _wrong(out, f"{tensor.name} differs by more than {kind.lower()} rounds")
         squares += float((read - wide).square().sum(dtype=torch.float64))
     return squares, sizes, weights
 
