@@ -40,14 +40,13 @@ from recipe_lib.checkpoint.adapter_files import (
 from recipe_lib.checkpoint.rank_agreement import Holders, RankGroup, find_holders, together, write_gathered
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor
 from recipe_lib.checkpoint.weights_in import base_fingerprint
-from recipe_lib.checkpoint.weights_out import SideFiles, extra_fault, extra_metadata, stage_folder, whole
+from recipe_lib.checkpoint.weights_out import SideFiles, extra_fault, extra_metadata, plan_tensors, stage_folder, whole
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import in_file_order
 from recipe_lib.models.external_spec import ExternalSpec
-from recipe_lib.models.extra_parameters import extra_modules, extra_tensors, saved_whole
+from recipe_lib.models.extra_parameters import extra_modules, saved_whole
 from recipe_lib.models.meta_init import stored_weights
-from recipe_lib.models.score_head import score_tensor
 from recipe_lib.models.scored_spec import has_score_head
 from recipe_lib.models.spec import SCORE, DecoderSpec, ModelSpec
 
@@ -89,13 +88,14 @@ def export_adapter(
         for module in modules
         for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items()
     ]
-    extras, saved = _extras(model, holders, world)
-    if extras and not save_extra:
-        raise CheckpointError(f"{out}: {extra_fault([extra.name for extra in extras])}")
-    if has_score_head(spec):  # trained whole, next to the adapters
-        weight, module = _score_head(model, holders, world)
-        extras, saved = [*extras, weight], [*saved, module]
-    plan += [replace(extra, name=f"{PREFIX}{file_name(extra.name, multimodal)}") for extra in extras]
+    extras = plan_tensors(saved_whole(model), holders, world)  # and a score head, which is trained whole
+    added = [name for name in extras if name != SCORE]
+    if added and not save_extra:
+        raise CheckpointError(f"{out}: {extra_fault(added)}")
+    plan += [replace(extra, name=f"{PREFIX}{file_name(name, multimodal)}") for name, extra in extras.items()]
+    saved = dict.fromkeys(module for part in holders.gather(extra_modules(model), world) for module in part)
+    if has_score_head(spec):
+        saved[SCORE.removesuffix(".weight")] = None
     fields = write_fields(
         cfg,
         base,
@@ -108,12 +108,12 @@ def export_adapter(
     transposed = [module.transposed for module in model.modules() if isinstance(module, AdaptedModule)]
     fields["fan_in_fan_out"] = bool(transposed) and all(transposed)  # a stage may have none
     metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder, source_config or {}))
-    metadata |= extra_metadata([extra.name for extra in extras if extra.name != SCORE])
+    metadata |= extra_metadata(added)
     pad_id = (source_config or {}).get("pad_token_id") if has_score_head(spec) else None
     beside = SideFiles(tokenizer_folder, chat_template, stop_ids, card, pad_id)
     with stage_folder(out, {TENSOR_FILE: plan}, {CONFIG_FILE: fields}, beside, world) as temporary:
         of_adapters = (_pieces(model, module, cfg, holders) for module in modules)
-        of_extras = (_extra_pieces(model, extra.name, holders) for extra in extras)
+        of_extras = (_extra_pieces(model, name, holders) for name in extras)
         pieces = chain.from_iterable(chain(of_adapters, of_extras))
         write_gathered(temporary / TENSOR_FILE, plan, pieces, metadata, world)
 
@@ -121,24 +121,6 @@ def export_adapter(
 def file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
     """The largest rank in an exported file: larger than `cfg.rank` where adapters of fused projections are stacked."""
     return max(cfg.rank * len(_targets(module, cfg)) for module in adapted_modules(spec, cfg))
-
-
-def _extras(model: nn.Module, holders: Holders, world: RankGroup) -> tuple[list[PlannedTensor], list[str]]:
-    """The extra parameters and buffers of all ranks, and the modules that consist of such alone. Collective."""
-    tensors: list[Any] = [
-        [name, DTYPE_NAMES[value.dtype], list(value.shape)] for name, value in extra_tensors(model, saved=True).items()
-    ]
-    parts = holders.gather(tensors, world)
-    found = {name: PlannedTensor(name, DTYPES[dtype], tuple(shape)) for part in parts for name, dtype, shape in part}
-    modules = [module for part in holders.gather(extra_modules(model), world) for module in part]
-    return list(found.values()), list(dict.fromkeys(modules))
-
-
-def _score_head(model: nn.Module, holders: Holders, world: RankGroup) -> tuple[PlannedTensor, str]:
-    """The head's weight, and its module. Collective."""
-    own: list[Any] = [[DTYPE_NAMES[weight.dtype], list(weight.shape)] for weight in score_tensor(model).values()]
-    dtype, shape = next(found for part in holders.gather(own, world) for found in part)
-    return PlannedTensor(SCORE, DTYPES[dtype], tuple(shape)), SCORE.removesuffix(".weight")
 
 
 def _extra_pieces(model: nn.Module, name: str, holders: Holders) -> Iterator[torch.Tensor]:

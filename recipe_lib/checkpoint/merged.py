@@ -30,7 +30,7 @@ from recipe_lib.adapters.quantized import can_quantize, dequantized
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter, score_keys
 from recipe_lib.checkpoint.rank_agreement import RankGroup, SingleRank, check_shared, decide, together
 from recipe_lib.checkpoint.saved_weights import SavedWeights
-from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, Reader, write_tensor_file
+from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, Reader, write_tensor_file
 from recipe_lib.checkpoint.weight_accounts import check_weights, read_headers, tell_left_out
 from recipe_lib.checkpoint.weights_in import load_weights, unknown_extras
 from recipe_lib.checkpoint.weights_out import (
@@ -93,12 +93,10 @@ def merge_adapter(
     assert isinstance(saved.spec, DecoderSpec)
     # Embedding and head differ as soon as one of them has an adapter.
     written = replace(saved.spec, tied=saved.spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys())
-    parameters = {
-        name: torch.empty(shape, dtype=stored, device="meta") for name, shape in parameter_shapes(written).items()
-    }
+    parameters = {name: PlannedTensor(name, stored, shape) for name, shape in parameter_shapes(written).items()}
     for name, (_, entry) in adapter.extras.items():
         kept = stored if DTYPES[entry.dtype].is_floating_point else DTYPES[entry.dtype]
-        parameters[name] = torch.empty(entry.shape, dtype=kept, device="meta")
+        parameters[name] = PlannedTensor(name, kept, entry.shape)
     shards = plan_shards(written, parameters, max_shard_bytes, adapter.extras)
     tensors = read_headers(base_folder)
     weights = _MergedWeights(

@@ -63,7 +63,7 @@ def export_model(
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()} | persistent_buffers(model)
     holders = find_holders(model, world)
-    everything = _of_all_ranks(parameters, holders, world)
+    everything = plan_tensors(parameters, holders, world)
     known = {entry.our_name for entry in weight_map(spec)}
     extras = [name for name in everything if name not in known]
     if extras and not save_extra:
@@ -124,20 +124,15 @@ def _beside(out: Path) -> str:
     return f", in addition to the one in {out} that stays until then," if out.exists() else ""
 
 
-def _of_all_ranks(parameters: dict[str, torch.Tensor], holders: Holders, world: RankGroup) -> dict[str, torch.Tensor]:
-    """The parameters, where other ranks of a pipeline have others those too, by shape and type alone. Collective."""
-    if not holders.is_divided:
-        return parameters
-    found: dict[str, torch.Tensor] = {}
-    own = [(name, list(value.shape), DTYPE_NAMES[value.dtype]) for name, value in parameters.items()]
-    for part in holders.gather(own, world):
-        for name, shape, dtype in part:
-            found[name] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-    return found
+def plan_tensors(tensors: Mapping[str, torch.Tensor], holders: Holders, world: RankGroup) -> dict[str, PlannedTensor]:
+    """Return shape and type of tensors by name, of those of other ranks of a pipeline too. Collective."""
+    own = [(name, DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in tensors.items()]
+    parts = holders.gather(own, world)
+    return {name: PlannedTensor(name, DTYPES[dtype], tuple(shape)) for part in parts for name, dtype, shape in part}
 
 
 def plan_shards(
-    spec: ModelSpec, parameters: dict[str, torch.Tensor], max_shard_bytes: int, extras: Collection[str] = ()
+    spec: ModelSpec, parameters: Mapping[str, PlannedTensor], max_shard_bytes: int, extras: Collection[str] = ()
 ) -> dict[str, list[PlannedTensor]]:
     """File name -> its tensors, filled in the model's order; a tensor larger than a shard has its own.
 
@@ -146,13 +141,13 @@ def plan_shards(
     other = written_layout(spec)
     if other is None:
         entries = weight_map(spec)
-        shapes = file_shapes(entries, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
+        shapes = file_shapes(entries, {name: parameter.shape for name, parameter in parameters.items()})
         dtypes = {entry.file_name: parameters[entry.our_name].dtype for entry in entries}
     else:
         shapes = dict(other.shapes)
         dtypes = {name: parameters[own].dtype for name, own in other.renamed.items()}
         dtypes |= {name: parameters[conversion.names()[0]].dtype for name, conversion in other.made.items()}
-    shapes |= {name: tuple(parameters[name].shape) for name in extras}
+    shapes |= {name: parameters[name].shape for name in extras}
     dtypes |= {name: parameters[name].dtype for name in extras}
     shards: list[list[PlannedTensor]] = []
     filled = 0
@@ -175,7 +170,7 @@ class TensorPieces:
         self,
         spec: ModelSpec,
         read: Callable[[str], Iterator[torch.Tensor]],
-        parameters: dict[str, torch.Tensor],
+        parameters: Mapping[str, PlannedTensor],
         extras: Collection[str],
     ) -> None:
         """read: the whole of a parameter, or pieces of its bytes, on rank 0; collective. parameters: what has each
