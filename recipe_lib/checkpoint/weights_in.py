@@ -73,12 +73,12 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
                     going.advance(1)
     _load_converted(model, parameters, entries, tensors)
     tell_left_out(spec, folder, what="model", tensors=tensors)
-    read = {entry.our_name for entry in entries} & parameters.keys()
-    if SCORE in parameters.keys() - read:
+    loaded = {entry.our_name for entry in entries} & parameters.keys()
+    if SCORE in parameters.keys() - loaded:
         init_weight(model, SCORE, seed, spec)
     if isinstance(model, LanguageModel):
         model.note_loaded_extras(extras)
-    _check_finite({name: parameters[name] for name in sorted(read)}, folder)
+    _check_finite({name: parameters[name] for name in sorted(loaded)}, folder)
 
 
 def _load_entry(
@@ -259,8 +259,8 @@ def _read_middle(read: Reader, entry: WeightEntry) -> torch.Tensor:
     if not shape:
         return source[...]
     middle = entry.start + (entry.length or shape[0]) // 2
-    others = () if entry.view is None else [slice(0, 1) for _ in shape[2:]]  # a view is read in part
-    return source[slice(middle, middle + 1), *others]
+    rows = slice(middle, middle + 1)
+    return source[rows] if entry.view is None else source[(rows, *(slice(0, 1) for _ in shape[2:]))]
 
 
 def _mark(name: str, rows: torch.Tensor) -> bytes:
