@@ -92,7 +92,7 @@ def save_state(
 
     Of a model with frozen parameters only the trained ones are saved, and a mark by which the others are known again.
     root: `output_dir/state`, on a disk that all ranks share. optimizer: None saves the weights alone, as of a best
-    step, which `load_trained` reads. keep: None removes nothing. step: optimizer steps done. extra: JSON values that
+    step, which `load_state` reads without one. keep: None removes nothing. step: optimizer steps done. extra: JSON values that
     `load_state` gives back. A step that is saved again becomes `step_N-2`, and so on: a folder is never written over.
     Returns the new folder. Raises StorageError on every rank if any rank fails; then nothing has changed on the disk.
     """
@@ -284,43 +284,20 @@ def _manifest_of(path: Path) -> Manifest:
 
 
 def load_state(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: RankGroup, place_state: PlaceState = None
-) -> dict[str, Any]:
-    """Loads a state that `find_state` has verified, and returns the `extra` it was saved with. Collective.
-
-    The model must be materialized, and the optimizer built over its parameters. Works for any world size; random
-    number generators are restored when it is the one that saved. place_state: memory for an offloaded state; None:
-    next to its parameter. Raises CheckpointError if the state is that of another model, dtype or optimizer.
-    """
-    manifest = together(world, lambda: _manifest_of(path))
-    saved = _load_tensors(path, manifest, model, optimizer, world, place_state)
-    groups = optimizer_settings(model, optimizer, world, find_holders(model, world))["groups"]
-    together(world, lambda: restore_settings(model, optimizer, saved["optimizer"], str(path), groups))
-    if manifest.world_size == world.size:
-        together(world, lambda: load_rng(path, world.rank, world.device))
-    return saved["extra"]
-
-
-def holds_adapters(path: Path) -> bool:
-    """Whether a state that `find_state` has verified is one of adapters, without the frozen weights."""
-    return read_state_json(path).get("adapters") is not None
-
-
-def load_trained(path: Path, model: nn.Module, world: RankGroup) -> None:
-    """Loads what a verified state holds of the model, to look at or to export; as `load_state`. Collective."""
-    manifest = together(world, lambda: _manifest_of(path))
-    _load_tensors(path, manifest, model, None, world)
-
-
-def _load_tensors(
     path: Path,
-    manifest: Manifest,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     world: RankGroup,
     place_state: PlaceState = None,
 ) -> dict[str, Any]:
-    """Fills model and optimizer with what was saved, once it is known to be theirs; returns what state.json holds."""
+    """Load a state that `find_state` has verified, and return the `extra` it was saved with. Collective.
+
+    The model must be materialized, and the optimizer built over its parameters; None: what the state holds of the model
+    alone is read, to look at or to export. Works for any world size; random number generators are restored when it is
+    the one that saved. place_state: memory for an offloaded state; None: next to its parameter. Raises CheckpointError
+    if the state is that of another model, dtype or optimizer.
+    """
+    manifest = together(world, lambda: _manifest_of(path))
     names = [record.name for record in manifest.files if record.name.startswith("shard-")]
     saved = together(world, lambda: _read_settings(path, optimizer is not None))
     holders = find_holders(model, world)
@@ -332,7 +309,18 @@ def _load_tensors(
     together(world, lambda: check_mark(path, saved.get("frozen"), mark))
     together(world, lambda: _read_tensors(path, metadata, targets))
     _put_in_order(targets, saved.get("runs", {}), model)
-    return saved
+    if optimizer is None:
+        return saved["extra"]
+    groups = optimizer_settings(model, optimizer, world, holders)["groups"]
+    together(world, lambda: restore_settings(model, optimizer, saved["optimizer"], str(path), groups))
+    if manifest.world_size == world.size:
+        together(world, lambda: load_rng(path, world.rank, world.device))
+    return saved["extra"]
+
+
+def holds_adapters(path: Path) -> bool:
+    """Whether a state that `find_state` has verified is one of adapters, without the frozen weights."""
+    return read_state_json(path).get("adapters") is not None
 
 
 def _read_settings(path: Path, with_optimizer: bool) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def _target(found: ExportSource, kind: str, arguments: argparse.Namespace) -> Pa
 def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     """The model of a state of full fine-tuning."""
     from recipe_lib.checkpoint.rank_agreement import SingleRank
-    from recipe_lib.checkpoint.state import holds_adapters, load_trained
+    from recipe_lib.checkpoint.state import holds_adapters, load_state
     from recipe_lib.checkpoint.verify import check_with_transformers, compare, load_model, prompt_logits
     from recipe_lib.checkpoint.weight_accounts import tell_left_out
     from recipe_lib.checkpoint.weights_out import export_model
@@ -153,7 +153,7 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     model = build_meta(spec, dtype)
     allocate(model, device)
     model.eval()
-    load_trained(found.state, model, SingleRank())
+    load_state(found.state, model, None, SingleRank())
     sizes = int(cfg.checkpoint.max_shard_gib * GIB)
     beside = beside_weights(found, base, spec, is_adapter=False)
     export_model(model, spec, config, out, max_shard_bytes=sizes, world=SingleRank(), **beside)
@@ -225,7 +225,7 @@ def _trained_model(
 
     from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, check_base, check_fits, read_adapter
     from recipe_lib.checkpoint.rank_agreement import SingleRank
-    from recipe_lib.checkpoint.state import load_trained
+    from recipe_lib.checkpoint.state import load_state
     from recipe_lib.checkpoint.verify import load_model, model_of_adapter
     from recipe_lib.cli.inference_device import choose_dtype
     from recipe_lib.parallel import DTYPES
@@ -233,7 +233,7 @@ def _trained_model(
     if found.state is not None:
         dtype = DTYPES[found.cfg.dtype]
         model = load_model(spec, base, dtype, device, found.cfg.lora)
-        load_trained(found.state, model, SingleRank())
+        load_state(found.state, model, None, SingleRank())
         return model, dtype
     assert found.adapter is not None
     adapter = read_adapter(found.adapter)
