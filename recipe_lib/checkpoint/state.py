@@ -51,21 +51,19 @@ from recipe_lib.checkpoint.optimizer_state import (
 )
 from recipe_lib.checkpoint.rank_agreement import Holders, RankGroup, check_shared, decide, find_holders, together
 from recipe_lib.checkpoint.run_files import (
+    PREFIX,
+    STATE,
     STATE_NAME,
     DamagedState,
     Manifest,
     check_presence,
     damaged_file,
-    write_manifest,
-)
-from recipe_lib.checkpoint.state_folders import (
-    PREFIX,
-    STATE,
     free_state,
     prune_states,
     read_state_json,
     readable_states,
     state_folders,
+    write_manifest,
 )
 from recipe_lib.checkpoint.tensor_files import DTYPES, PlannedTensor, read_header, write_tensor_file
 from recipe_lib.checkpoint.weights_out import whole
@@ -92,8 +90,9 @@ def save_state(
 
     Of a model with frozen parameters only the trained ones are saved, and a mark by which the others are known again.
     root: `output_dir/state`, on a disk that all ranks share. optimizer: None saves the weights alone, as of a best
-    step, which `load_state` reads without one. keep: None removes nothing. step: optimizer steps done. extra: JSON values that
-    `load_state` gives back. A step that is saved again becomes `step_N-2`, and so on: a folder is never written over.
+    step, which `load_state` reads without one. keep: None removes nothing. step: optimizer steps done. extra: JSON
+    values that `load_state` gives back. A step that is saved again becomes `step_N-2`, and so on: a folder is never
+    written over.
     Returns the new folder. Raises StorageError on every rank if any rank fails; then nothing has changed on the disk.
     """
     holders = find_holders(model, world)

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint folder hold its weights; none of them is opened. No torch."""
+"""Which files of a checkpoint folder hold its weights, none of which is opened; and the forms of an export. No torch."""
 
 import os
 from collections.abc import Collection
@@ -15,6 +15,12 @@ from recipe_lib.units import MIB
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_INDEX_BYTES = 64 * MIB
+_MANIFEST = "manifest.json"  # of a state
+# The forms that a model is exported in for other programs.
+GGUF_KINDS = ("f16", "bf16", "f32", "q8_0", "q4_k_m")
+ADAPTER_KINDS = ("f16", "bf16", "f32")  # of a GGUF file with an adapter alone
+QUANTIZED_KINDS = ("int4", "int8")
+GROUP_SIZE = 32  # weights of a row that share a scale in int4
 
 
 def find_weights(folder: Path) -> dict[str, str]:
@@ -58,12 +64,6 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
         raise CheckpointError(f"{path}: has no weight_map of names to files; download it again")
     return weights
-
-
-# What a run has written for others. No torch.
-
-
-_MANIFEST = "manifest.json"  # of a state
 
 
 def exported_folder(folder: Path) -> Path:

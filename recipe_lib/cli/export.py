@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.checkpoint.export_kinds import GGUF_KINDS, GROUP_SIZE, QUANTIZED_KINDS
+from recipe_lib.checkpoint.weight_files import GGUF_KINDS, GROUP_SIZE, QUANTIZED_KINDS
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.export_source import (
     ExportSource,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from recipe_lib.checkpoint.rank_agreement import decide
+from recipe_lib.checkpoint.run_files import BEST_RECORD, bring_best, prune_best
 from recipe_lib.checkpoint.state import load_state, save_state, verify_state
-from recipe_lib.checkpoint.state_folders import BEST_RECORD, bring_best, prune_best
 from recipe_lib.config.local_files import BEST_FOLDER, STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean
