@@ -1,4 +1,4 @@
-"""Which files of a checkpoint folder hold its weights, none of which is opened; and the forms of an export. No torch."""
+"""Which files of a checkpoint folder hold its weights, unopened; and the forms of an export. No torch."""
 
 import os
 from collections.abc import Collection
