@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
         init_weight(model, SCORE, seed, spec)
     if isinstance(model, LanguageModel):
         model.note_loaded_extras(extras)
-    _check_finite({name: parameters[name] for name in sorted(loaded)}, folder)
+    check_finite(((name, parameters[name]) for name in sorted(loaded)), folder)
 
 
 def _load_entry(
@@ -183,21 +183,22 @@ def unknown_extras(folder: Path, names: Collection[str]) -> CheckpointError:
     )
 
 
-def _check_finite(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """CheckpointError for numbers that are none: every later step would be NaN. Each rank looks at its own parts."""
-    local_tensors = {
-        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()
-    }
+def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path) -> None:
+    """Raise CheckpointError for numbers that are none: every later step would be NaN. Each rank looks at its own parts.
+
+    tensors: by name, one after the other. where: the file or folder that has them.
+    """
     checks: dict[str, torch.Tensor] = {}
-    for name, tensor in local_tensors.items():
-        if tensor.numel() and tensor.is_floating_point() and holds_values(tensor.device):
-            parts = [torch.isfinite(part).all() for part in tensor.reshape(-1).split(_CHECKED)]
+    for name, tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.numel() and local.is_floating_point() and holds_values(local.device):
+            parts = [torch.isfinite(part).all() for part in local.reshape(-1).split(_CHECKED)]
             checks[name] = torch.stack(parts).all()
     bad = [name for name, good in checks.items() if not good]
     if bad:
         named = name_first(bad, "holds", "hold")
         raise CheckpointError(
-            f"{folder}: {named} NaN or infinite numbers; take an earlier state of its training, or download it again"
+            f"{where}: {named} NaN or infinite numbers; take an earlier state of its training, or download it again"
         )
 
 

@@ -526,7 +526,10 @@ def load_tokenizer(path: Path | str, chat_template: Path | str | None = None, *,
 
 
 def _read_vocabulary(file: Path, settings: Settings) -> Vocabulary:
-    content = _read(file)
+    try:
+        content = read_bytes(file, MAX_BYTES).removeprefix(codecs.BOM_UTF8)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}); copy the file again") from None
     head = content[:4096]
     if not head.strip():
         raise DataError(f"{file}: the file is empty; copy it again")
@@ -541,13 +544,6 @@ def _read_vocabulary(file: Path, settings: Settings) -> Vocabulary:
     _add_tokens_of_json(settings, file.parent)
     special = [content for content, token in settings.added.items() if token.special]
     return SentencePieceVocabulary(file, content, settings.legacy, special)
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return read_bytes(file, MAX_BYTES).removeprefix(codecs.BOM_UTF8)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror}); copy the file again") from None
 
 
 def _add_tokens_of_json(settings: Settings, folder: Path) -> None:
