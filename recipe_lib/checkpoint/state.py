@@ -96,8 +96,9 @@ def save_state(
     Returns the new folder. Raises StorageError on every rank if any rank fails; then nothing has changed on the disk.
     """
     holders = find_holders(model, world)
-    states = {} if optimizer is None else together(world, lambda: optimizer_tensors(model, optimizer))
-    tensors = model_tensors(model, holders) | states
+    tensors = model_tensors(model, holders)  # before the optimizer's: FSDP frees gathered parameters in it
+    if optimizer is not None:
+        tensors |= together(world, lambda: optimizer_tensors(model, optimizer))
     tensors = {name: tensor for name, tensor in tensors.items() if holders.is_ours(name_of(name))}
     settings = {
         "extra": extra,
