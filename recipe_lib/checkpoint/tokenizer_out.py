@@ -111,7 +111,7 @@ def _write_settings(
 ) -> None:
     """tokenizer_config.json, with what transformers needs and it lacks, and tokenizer.json where there is none."""
     try:
-        read = {} if before is None else read_object(before)
+        read: dict[str, Any] | None = {} if before is None else read_object(before)
     except (OSError, ValueError):
         read = None
     if read is None or (tokenizer is None and template is None):
