@@ -38,7 +38,7 @@ from recipe_lib.checkpoint.adapter_files import (
     SCORE_KEYS,
 )
 from recipe_lib.checkpoint.rank_agreement import Holders, RankGroup, find_holders, together, write_gathered
-from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor
+from recipe_lib.checkpoint.tensor_files import PlannedTensor
 from recipe_lib.checkpoint.weights_in import base_fingerprint
 from recipe_lib.checkpoint.weights_out import SideFiles, extra_fault, extra_metadata, plan_tensors, stage_folder, whole
 from recipe_lib.config.schema import LoraConfig
@@ -82,7 +82,8 @@ def export_adapter(
     ranks = {module.name: cfg.rank * len(_targets(module, cfg)) for module in modules}
     multimodal = isinstance(spec, DecoderSpec) and (source_config or {}).get("model_type") == "gemma3"
     holders = find_holders(model, world)
-    dtype = _adapters_dtype(model, holders, world)
+    adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+    dtype = next(iter(plan_tensors(adapters, holders, world).values())).dtype  # a rank of a pipeline may have none
     plan = [
         PlannedTensor(tensor_name(module.name, suffix, multimodal), dtype, shape)
         for module in modules
@@ -130,13 +131,6 @@ def _extra_pieces(model: nn.Module, name: str, holders: Holders) -> Iterator[tor
         yield in_file_order(model, name, whole(saved_whole(model)[name].detach()))
 
     return holders.relay(name, gather)
-
-
-def _adapters_dtype(model: nn.Module, holders: Holders, world: RankGroup) -> torch.dtype:
-    """The type of all adapters; a rank of a pipeline may have none. Collective."""
-    own = [module.settings.dtype for module in model.modules() if isinstance(module, AdaptedModule)]
-    found = holders.gather([DTYPE_NAMES[dtype] for dtype in own[:1]], world)
-    return DTYPES[next(name for part in found for name in part)]
 
 
 def _targets(module: FileModule, cfg: LoraConfig) -> list[str]:
