@@ -161,9 +161,11 @@ class _MergedWeights:
         dtype: torch.dtype,
         stored: torch.dtype,
     ) -> None:
-        """spec: of the merged model. saved: what the adapter has of the base. tensors, entries: of the base's files.
+        """spec: of the merged model. saved: what the adapter has of the base. tensors, entries: of
+        the base's files.
 
-        storage: how the run kept the base, the word of lora.quantize_base. dtype: of the run. stored: of what is read.
+        storage: how the run kept the base, the word of lora.quantize_base. dtype: of the run.
+        stored: of what is read.
         """
         self._adapter, self._saved = adapter, saved
         self._tensors, self._entries = tensors, entries
@@ -196,7 +198,8 @@ class _MergedWeights:
             yield piece.to(self._stored)
 
     def _open(self, name: str, shape: tuple[int, ...]) -> Callable[[int, int], Tensor]:
-        """Return a reader of rows of a parameter as the run had them: `(start, stop)` to `[stop - start, m]`.
+        """Return a reader of rows of a parameter as the run had them: `(start, stop)` to `[stop -
+        start, m]`.
 
         What the adapter brings along is read as it has it.
         """
@@ -222,7 +225,9 @@ class _MergedWeights:
         return self._storage != "none" and can_quantize(columns, rows, self._storage)
 
     def _read_experts(self, name: str, module: FileModule | None) -> Tensor:
-        """Return a parameter `[E, o, i]`; the scales of a quantized one are those of all experts together."""
+        """Return a parameter `[E, o, i]`; the scales of a quantized one are those of all experts
+        together.
+        """
         with Reader(self._tensors) as reader:
             weight = reader.opened(self._entries[name], self._dtype)[:].to(self._dtype)
         if self._is_rounded(*weight.shape[1:]):
@@ -249,11 +254,12 @@ def _merge_external(
     stored: torch.dtype,
     **beside: Any,
 ) -> None:
-    """Write the folder `out`: the base with the adapter added, on one rank; the model is in host memory meanwhile.
+    """Write the folder `out`: the base with the adapter added, on one rank; the model is in host
+    memory meanwhile.
 
-    saved: what the adapter has of the base's weights. quantize, dtype: how the run that trained the adapter kept the
-    base. stored: the type of what is written. beside: as for `export_model`. Raises StorageError or CheckpointError;
-    then `out` is as it was.
+    saved: what the adapter has of the base's weights. quantize, dtype: how the run that trained the
+    adapter kept the base. stored: the type of what is written. beside: as for `export_model`.
+    Raises StorageError or CheckpointError; then `out` is as it was.
     """
     if adapter.extras:
         raise CheckpointError(f"{adapter.path}: holds {min(adapter.extras)}, which a recipe added; it cannot be merged")

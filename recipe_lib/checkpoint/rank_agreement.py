@@ -119,10 +119,12 @@ def check_shared(folder: Path) -> None:
         raise StorageError(f"{folder}: made by rank 0, not seen here; set output_dir to a disk that all ranks share")
 
 
-# Which ranks have which parameters: all of them have all, or, in a pipeline, each has those of its stages.
+# Which ranks have which parameters: all of them have all, or, in a pipeline, each has those of its
+# stages.
 #
-# The ranks with the same parameters are a group. What a group has is counted, gathered and written by that group, and
-# where one rank speaks for it, by its first. A parameter of two groups, a tied embedding, is the earlier one's affair.
+# The ranks with the same parameters are a group. What a group has is counted, gathered and written
+# by that group, and where one rank speaks for it, by its first. A parameter of two groups, a tied
+# embedding, is the earlier one's affair.
 
 
 TRAINED, FROZEN, BUFFER = "trained", "frozen", "buffer"

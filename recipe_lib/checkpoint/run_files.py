@@ -32,8 +32,8 @@ from recipe_lib.units import MIB
 # written.
 #
 # `manifest.json` lists every file with size and SHA-256, and carries a SHA-256 of its own contents.
-# It is written last, so a folder without one was never finished. A state is used only once `check_presence` and
-# `damaged_file` have found nothing.
+# It is written last, so a folder without one was never finished. A state is used only once
+# `check_presence` and `damaged_file` have found nothing.
 
 
 MANIFEST = "manifest.json"
@@ -327,13 +327,15 @@ def free_names(final: Path) -> Iterator[Path]:
         yield final.with_name(f"{final.name}-{number}")
 
 
-# The folders of saved states: which there are, which are removed, and those that hold the weights of a best step.
+# The folders of saved states: which there are, which are removed, and those that hold the weights
+# of a best step.
 #
-#   output_dir/state/step_40/        a state to resume from; the newest `checkpoint.keep_last_n` stay
-#              state/best/step_25/   weights of a best step; stays while a state above, or the run itself, names it
+#   output_dir/state/step_40/       a state to resume from; the newest `checkpoint.keep_last_n` stay
+#              state/best/step_25/  weights of a best step; stays while a state or the run names it
 #
-# A state's `state.json` names the best step that its run had by then. So whichever state a run goes on from, after a
-# kill or by `resume=PATH`, the weights of that best step are there, though a later step was better.
+# A state's `state.json` names the best step that its run had by then. So whichever state a run goes
+# on from, after a kill or by `resume=PATH`, the weights of that best step are there, though a later
+# step was better.
 
 
 STATE = "state.json"

@@ -86,14 +86,16 @@ def save_state(
     world: RankGroup,
     keep: int | None,
 ) -> Path:
-    """Saves everything that a run needs to go on, as `root/step_N`, then removes all but the newest `keep`. Collective.
+    """Saves everything that a run needs to go on, as `root/step_N`, then removes all but the newest
+    `keep`. Collective.
 
-    Of a model with frozen parameters only the trained ones are saved, and a mark by which the others are known again.
-    root: `output_dir/state`, on a disk that all ranks share. optimizer: None saves the weights alone, as of a best
-    step, which `load_state` reads without one. keep: None removes nothing. step: optimizer steps done. extra: JSON
-    values that `load_state` gives back. A step that is saved again becomes `step_N-2`, and so on: a folder is never
-    written over.
-    Returns the new folder. Raises StorageError on every rank if any rank fails; then nothing has changed on the disk.
+    Of a model with frozen parameters only the trained ones are saved, and a mark by which the
+    others are known again. root: `output_dir/state`, on a disk that all ranks share. optimizer:
+    None saves the weights alone, as of a best step, which `load_state` reads without one. keep:
+    None removes nothing. step: optimizer steps done. extra: JSON values that `load_state` gives
+    back. A step that is saved again becomes `step_N-2`, and so on: a folder is never written over.
+    Returns the new folder. Raises StorageError on every rank if any rank fails; then nothing has
+    changed on the disk.
     """
     holders = find_holders(model, world)
     tensors = model_tensors(model, holders)  # before the optimizer's: FSDP frees gathered parameters in it
@@ -140,10 +142,11 @@ def _begin(root: Path, step: int, needed: int) -> dict[str, Any]:
     return {"temporary": temporary.name, "final": name, "sequence": sequence}
 
 
-# One safetensors file a rank, written piece by piece, and no pickle. torch plans who writes and who reads which part
-# of a sharded tensor; its own storage either pickles its metadata or serializes a rank's whole share in host memory.
-# Here every header is JSON, tensors stream to the disk in pieces, and the hash of a file is made on the way. The
-# metadata key is the one that torch's HuggingFaceStorageReader knows.
+# One safetensors file a rank, written piece by piece, and no pickle. torch plans who writes and who
+# reads which part of a sharded tensor; its own storage either pickles its metadata or serializes a
+# rank's whole share in host memory. Here every header is JSON, tensors stream to the disk in
+# pieces, and the hash of a file is made on the way. The metadata key is the one that torch's
+# HuggingFaceStorageReader knows.
 SHARDING = "DCP_SHARDING_INFO"
 
 
@@ -157,7 +160,9 @@ class _Shard:
 
 
 def _plan_shard(tensors: dict[str, torch.Tensor], world: RankGroup) -> _Shard:
-    """Return this rank's share of what the ranks have; of what several have, one writes it. Collective."""
+    """Return this rank's share of what the ranks have; of what several have, one writes it.
+    Collective.
+    """
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors)
     plans = [planner.create_local_plan()] * world.size
@@ -290,12 +295,14 @@ def load_state(
     world: RankGroup,
     place_state: PlaceState = None,
 ) -> dict[str, Any]:
-    """Load a state that `find_state` has verified, and return the `extra` it was saved with. Collective.
+    """Load a state that `find_state` has verified, and return the `extra` it was saved with.
+    Collective.
 
-    The model must be materialized, and the optimizer built over its parameters; None: what the state holds of the model
-    alone is read, to look at or to export. Works for any world size; random number generators are restored when it is
-    the one that saved. place_state: memory for an offloaded state; None: next to its parameter. Raises CheckpointError
-    if the state is that of another model, dtype or optimizer.
+    The model must be materialized, and the optimizer built over its parameters; None: what the
+    state holds of the model alone is read, to look at or to export. Works for any world size;
+    random number generators are restored when it is the one that saved. place_state: memory for an
+    offloaded state; None: next to its parameter. Raises CheckpointError if the state is that of
+    another model, dtype or optimizer.
     """
     manifest = together(world, lambda: _manifest_of(path))
     names = [record.name for record in manifest.files if record.name.startswith("shard-")]
@@ -334,7 +341,9 @@ def _read_settings(path: Path, with_optimizer: bool) -> dict[str, Any]:
 
 
 def _read_shards(folder: Path, names: Sequence[str]) -> Metadata:
-    """Return what the files hold, by their headers: of each tensor type, global shape, and where each part lies."""
+    """Return what the files hold, by their headers: of each tensor type, global shape, and where
+    each part lies.
+    """
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, str] = {}
     for file_name in names:

@@ -159,7 +159,9 @@ class Reader(ExitStack):
         return self._open(name).get_slice(name)
 
     def opened(self, entry: WeightEntry, dtype: torch.dtype) -> Any:
-        """Return slices of the tensor that an entry lies in, or is made of. dtype: of what is made of codes."""
+        """Return slices of the tensor that an entry lies in, or is made of. dtype: of what is made
+        of codes.
+        """
         return self.slice(entry.file_name) if entry.view is None else OpenView(entry.view, self.slice, dtype)
 
     def _open(self, name: str) -> Any:

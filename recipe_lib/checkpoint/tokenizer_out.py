@@ -75,12 +75,14 @@ def copy_tokenizer(
     stop_ids: Collection[int],
     pad_id: int | None = None,
 ) -> None:
-    """The tokenizer's files, with template and stop tokens that the model was trained with, where they differ.
+    """The tokenizer's files, with template and stop tokens that the model was trained with, where
+    they differ.
 
-    chat_template: its text or its file; None: the tokenizer keeps its own. A template stands in tokenizer_config.json
-    too, where older programs look for it, and with it BOS and EOS. A sentencepiece model gets a tokenizer.json, without
-    which transformers needs packages that few have. pad_id: named for padding in a tokenizer_config.json, so that what
-    a tokenizer pads with is what the model's config.json takes for padding.
+    chat_template: its text or its file; None: the tokenizer keeps its own. A template stands in
+    tokenizer_config.json too, where older programs look for it, and with it BOS and EOS. A
+    sentencepiece model gets a tokenizer.json, without which transformers needs packages that few
+    have. pad_id: named for padding in a tokenizer_config.json, so that what a tokenizer pads with
+    is what the model's config.json takes for padding.
     """
     settings: dict[str, Any] = {}
     for path in copied:

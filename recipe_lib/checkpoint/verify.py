@@ -128,10 +128,11 @@ def compare(trained: torch.Tensor, exported: torch.Tensor, before: torch.Tensor 
 
 
 def check_names(folder: Path, spec: ModelSpec) -> int:
-    """Compare an adapter's names with those of the base's modules, as PEFT and vLLM find modules by them.
+    """Compare an adapter's names with those of the base's modules, as PEFT and vLLM find modules by
+    them.
 
-    Returns how many modules have an adapter. Raises CheckpointError if one of them is not in the base, or if PEFT would
-    put an adapter on a module that has none in the file.
+    Returns how many modules have an adapter. Raises CheckpointError if one of them is not in the
+    base, or if PEFT would put an adapter on a module that has none in the file.
     """
     adapted = set(read_adapter(folder).tensors)
     if isinstance(spec, ExternalSpec):  # PEFT looks for the class' own modules

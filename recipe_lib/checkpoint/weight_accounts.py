@@ -261,7 +261,9 @@ def find_shape_fault(
 
 
 def made_for(made: Mapping[str, Made], name: str) -> Made:
-    """Return what of a conversion, tensors or shapes, is a parameter's: that of its name, or the first."""
+    """Return what of a conversion, tensors or shapes, is a parameter's: that of its name, or the
+    first.
+    """
     return made[name] if name in made else next(iter(made.values()))
 
 

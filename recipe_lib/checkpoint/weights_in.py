@@ -88,7 +88,9 @@ def _load_entry(
     parameters: Mapping[str, torch.Tensor],
     stored: Mapping[str, Any],
 ) -> None:
-    """Read this rank's part of a parameter that is a tensor of a file, or made of several, or of codes."""
+    """Read this rank's part of a parameter that is a tensor of a file, or made of several, or of
+    codes.
+    """
     holder = stored.get(entry.our_name)
     if holder is not None:
         source = read.opened(entry, holder.dtype)
@@ -107,9 +109,11 @@ def _load_converted(
     entries: Sequence[WeightEntry],
     tensors: Mapping[str, FileTensor],
 ) -> None:
-    """Fill those parameters that are made of other tensors, in place; of experts each rank reads those it has.
+    """Fill those parameters that are made of other tensors, in place; of experts each rank reads
+    those it has.
 
-    As much as all tensors of one conversion, or those of one expert, are in host memory at a time, and what they make.
+    As much as all tensors of one conversion, or those of one expert, are in host memory at a time,
+    and what they make.
     """
     stored = stored_weights(model)
     with Reader(tensors) as read:
@@ -184,7 +188,8 @@ def unknown_extras(folder: Path, names: Collection[str]) -> CheckpointError:
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path) -> None:
-    """Raise CheckpointError for numbers that are none: every later step would be NaN. Each rank looks at its own parts.
+    """Raise CheckpointError for numbers that are none: every later step would be NaN. Each rank
+    looks at its own parts.
 
     tensors: by name, one after the other. where: the file or folder that has them.
     """

@@ -125,7 +125,9 @@ def _beside(out: Path) -> str:
 
 
 def plan_tensors(tensors: Mapping[str, torch.Tensor], holders: Holders, world: RankGroup) -> dict[str, PlannedTensor]:
-    """Return shape and type of tensors by name, of those of other ranks of a pipeline too. Collective."""
+    """Return shape and type of tensors by name, of those of other ranks of a pipeline too.
+    Collective.
+    """
     own = [(name, DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in tensors.items()]
     parts = holders.gather(own, world)
     return {name: PlannedTensor(name, DTYPES[dtype], tuple(shape)) for part in parts for name, dtype, shape in part}
@@ -243,10 +245,11 @@ def stage_folder(
     beside: SideFiles,
     world: RankGroup,
 ) -> Iterator[Path]:
-    """Yield a temporary folder for the files of tensors; then rank 0 adds the rest, and it becomes `out`. Collective.
+    """Yield a temporary folder for the files of tensors; then rank 0 adds the rest, and it becomes
+    `out`. Collective.
 
-    contents: the other files' names and what they hold, as JSON. After an error the temporary folder is gone, and `out`
-    is as it was.
+    contents: the other files' names and what they hold, as JSON. After an error the temporary
+    folder is gone, and `out` is as it was.
     """
     copied = tokenizer_files(beside.tokenizer_folder)
     temporary = Path(decide(world, lambda: _begin_folder(out, shards, copied)))
@@ -289,7 +292,9 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def list_model_files(shards: Mapping[str, Sequence[PlannedTensor]], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a model's folder has in JSON: config.json, and before it an index where there are several shards."""
+    """Return what a model's folder has in JSON: config.json, and before it an index where there are
+    several shards.
+    """
     if SINGLE in shards:
         return {"config.json": config}
     sizes = [tensor.num_bytes for shard in shards.values() for tensor in shard]
@@ -314,7 +319,9 @@ def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.d
 
 
 def find_padding(config: Mapping[str, Any]) -> int | None:
-    """Return the id that the config.json of a model with a score head takes for padding; None: of any other model."""
+    """Return the id that the config.json of a model with a score head takes for padding; None: of
+    any other model.
+    """
     is_scored = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
     return config.get("pad_token_id") if is_scored else None
 
