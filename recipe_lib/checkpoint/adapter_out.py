@@ -40,7 +40,15 @@ from recipe_lib.checkpoint.adapter_files import (
 from recipe_lib.checkpoint.rank_agreement import Holders, RankGroup, find_holders, together, write_gathered
 from recipe_lib.checkpoint.tensor_files import PlannedTensor
 from recipe_lib.checkpoint.weights_in import base_fingerprint
-from recipe_lib.checkpoint.weights_out import SideFiles, extra_fault, extra_metadata, plan_tensors, stage_folder, whole
+from recipe_lib.checkpoint.weights_out import (
+    SideFiles,
+    extra_fault,
+    extra_metadata,
+    plan_tensors,
+    relay_whole,
+    stage_folder,
+    whole,
+)
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.checkpoint_parts import in_file_order
@@ -89,7 +97,8 @@ def export_adapter(
         for module in modules
         for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items()
     ]
-    extras = plan_tensors(saved_whole(model), holders, world)  # and a score head, which is trained whole
+    whole_tensors = saved_whole(model)  # a score head among them, which is trained whole
+    extras = plan_tensors(whole_tensors, holders, world)
     added = [name for name in extras if name != SCORE]
     if added and not save_extra:
         raise CheckpointError(f"{out}: {extra_fault(added)}")
@@ -114,7 +123,7 @@ def export_adapter(
     beside = SideFiles(tokenizer_folder, chat_template, stop_ids, card, pad_id)
     with stage_folder(out, {TENSOR_FILE: plan}, {CONFIG_FILE: fields}, beside, world) as temporary:
         of_adapters = (_pieces(model, module, cfg, holders) for module in modules)
-        of_extras = (_extra_pieces(model, name, holders) for name in extras)
+        of_extras = (relay_whole(model, whole_tensors, holders, name) for name in extras)
         pieces = chain.from_iterable(chain(of_adapters, of_extras))
         write_gathered(temporary / TENSOR_FILE, plan, pieces, metadata, world)
 
@@ -122,15 +131,6 @@ def export_adapter(
 def file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
     """The largest rank in an exported file: larger than `cfg.rank` where adapters of fused projections are stacked."""
     return max(cfg.rank * len(_targets(module, cfg)) for module in adapted_modules(spec, cfg))
-
-
-def _extra_pieces(model: nn.Module, name: str, holders: Holders) -> Iterator[torch.Tensor]:
-    """On rank 0 an extra parameter, or that of a score head, whole. Collective."""
-
-    def gather() -> Iterator[torch.Tensor]:
-        yield in_file_order(model, name, whole(saved_whole(model)[name].detach()))
-
-    return holders.relay(name, gather)
 
 
 def _targets(module: FileModule, cfg: LoraConfig) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,7 @@ def export_model(
         raise CheckpointError(f"{out}: {extra_fault(extras)}")
     shards = plan_shards(spec, everything, max_shard_bytes, extras)
 
-    def gather(name: str) -> Iterator[torch.Tensor]:
-        yield in_file_order(model, name, whole(parameters[name]))
-
-    def read(name: str) -> Iterator[torch.Tensor]:
-        return holders.relay(name, lambda: gather(name))
-
-    pieces = TensorPieces(spec, read, everything, extras)
+    pieces = TensorPieces(spec, partial(relay_whole, model, parameters, holders), everything, extras)
     config = export_config(source_config, spec, next(model.parameters()).dtype)
     beside = SideFiles(tokenizer_folder, chat_template, stop_ids, card, pad_id=find_padding(config))
     with stage_folder(out, shards, list_model_files(shards, config), beside, world) as temporary:
@@ -281,6 +276,17 @@ def _begin_folder(out: Path, shards: Mapping[str, Sequence[PlannedTensor]], copi
     temporary = files.temporary_path(out)
     files.make_folder(temporary)
     return str(temporary)
+
+
+def relay_whole(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], holders: Holders, name: str
+) -> Iterator[torch.Tensor]:
+    """Return an iterator of a tensor in the file's order, on rank 0, as `Holders.relay` has it."""
+
+    def gather() -> Iterator[torch.Tensor]:
+        yield in_file_order(model, name, whole(tensors[name].detach()))
+
+    return holders.relay(name, gather)
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
