@@ -273,7 +273,8 @@ def _merge_external(
         num_rows = len(parameter) if parameter.dim() else 1
         weight = saved.read_rows(name, start=0, stop=num_rows, read_base=parameter.detach)
         if module != name and module in layout.linears:
-            if quantize != "none" and module in layout.plain and can_quantize(*reversed(weight.shape), quantize):
+            rows, columns = weight.shape
+            if quantize != "none" and module in layout.plain and can_quantize(columns, rows, quantize):
                 weight = dequantized(weight, quantize)
             if module in adapted:
                 is_transposed = module in layout.transposed
