@@ -33,11 +33,17 @@ from recipe_lib.checkpoint.adapter_config import (
     saved_names,
     scaling,
 )
-from recipe_lib.checkpoint.base_weights import base_fingerprint, check_copies
-from recipe_lib.checkpoint.find_saved import find_saved
-from recipe_lib.checkpoint.saved_weights import VOCABULARY, FileTensorName, SavedTensor, SavedWeights, add_saved
+from recipe_lib.checkpoint.saved_weights import (
+    VOCABULARY,
+    FileTensorName,
+    SavedTensor,
+    SavedWeights,
+    add_saved,
+    find_saved,
+)
 from recipe_lib.checkpoint.tensor_files import Header, read_header
 from recipe_lib.checkpoint.weight_accounts import READABLE_TYPES
+from recipe_lib.checkpoint.weights_in import base_fingerprint, check_copies, check_finite
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.families import has_score_head
@@ -162,7 +168,8 @@ def check_fits(adapter: AdapterFile, spec: ModelSpec) -> SavedWeights:
             "language model; PEFT opens it on transformers' AutoModelForSequenceClassification, and a run with "
             "lora.merge_on_save=true writes both as one model"
         )
-    _check_finite(adapter)
+    with safe_open(str(adapter.path), framework="pt") as file:
+        check_finite(((name, file.get_tensor(name)) for name in file.keys()), adapter.path)
     saved = find_saved(adapter, spec)
     known = file_modules(saved.spec)
     strange = adapter.tensors.keys() - known.keys()
@@ -274,17 +281,6 @@ def check_base(adapter: AdapterFile, spec: ModelSpec, base: Path) -> None:
     resized = {name for name in VOCABULARY & frozen.keys() if frozen[name][1].shape[0] != spec.vocab_size}
     copies = {name: file_name for name, (file_name, _) in frozen.items() if name not in resized}
     check_copies(adapter.path, copies, spec, base)
-
-
-def _check_finite(adapter: AdapterFile) -> None:
-    """Raise CheckpointError for numbers that are none: all that is computed with them would be NaN."""
-    with safe_open(str(adapter.path), framework="pt") as file:
-        bad = [name for name in file.keys() if not file.get_tensor(name).isfinite().all()]
-    if bad:
-        raise CheckpointError(
-            f"{adapter.path}: {name_first(bad, 'holds', 'hold')} NaN or infinite numbers; take an earlier state of its "
-            "training, or download it again"
-        )
 
 
 def _kind_fault(adapter: AdapterFile, cfg: LoraConfig) -> str | None:

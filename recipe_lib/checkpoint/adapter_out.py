@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipe_lib import files
 from recipe_lib.adapters.layers import AdaptedModule
 from recipe_lib.adapters.lora import is_adapter
 from recipe_lib.adapters.peft_names import (
@@ -38,25 +37,23 @@ from recipe_lib.checkpoint.adapter_files import (
     OF_SCORES,
     SCORE_KEYS,
 )
-from recipe_lib.checkpoint.base_weights import base_fingerprint
-from recipe_lib.checkpoint.model_card import write_card
-from recipe_lib.checkpoint.ownership import Holders, find_holders
-from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, together, write_gathered
-from recipe_lib.checkpoint.run_files import publish
-from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor
-from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files, write_padding
+from recipe_lib.checkpoint.rank_agreement import Holders, RankGroup, find_holders, together, write_gathered
+from recipe_lib.checkpoint.tensor_files import PlannedTensor
+from recipe_lib.checkpoint.weights_in import base_fingerprint
 from recipe_lib.checkpoint.weights_out import (
-    begin_folder,
+    SideFiles,
     extra_fault,
     extra_metadata,
+    plan_tensors,
+    relay_whole,
+    stage_folder,
     whole,
 )
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models.decoder import score_tensor
 from recipe_lib.models.families import has_score_head
 from recipe_lib.models.language_model import in_file_order
-from recipe_lib.models.meta_init import extra_modules, extra_tensors, saved_whole, stored_weights
+from recipe_lib.models.meta_init import extra_modules, saved_whole, stored_weights
 from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
 
 
@@ -91,19 +88,22 @@ def export_adapter(
     ranks = {module.name: cfg.rank * len(_targets(module, cfg)) for module in modules}
     multimodal = isinstance(spec, DecoderSpec) and (source_config or {}).get("model_type") == "gemma3"
     holders = find_holders(model, world)
-    dtype = _adapters_dtype(model, holders, world)
+    adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+    dtype = next(iter(plan_tensors(adapters, holders, world).values())).dtype  # a rank of a pipeline may have none
     plan = [
         PlannedTensor(tensor_name(module.name, suffix, multimodal), dtype, shape)
         for module in modules
         for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items()
     ]
-    extras, saved = _extras(model, holders, world)
-    if extras and not save_extra:
-        raise CheckpointError(f"{out}: {extra_fault([extra.name for extra in extras])}")
-    if has_score_head(spec):  # trained whole, next to the adapters
-        weight, module = _score_head(model, holders, world)
-        extras, saved = [*extras, weight], [*saved, module]
-    plan += [replace(extra, name=f"{PREFIX}{file_name(extra.name, multimodal)}") for extra in extras]
+    whole_tensors = saved_whole(model)  # a score head among them, which is trained whole
+    extras = plan_tensors(whole_tensors, holders, world)
+    added = [name for name in extras if name != SCORE]
+    if added and not save_extra:
+        raise CheckpointError(f"{out}: {extra_fault(added)}")
+    plan += [replace(extra, name=f"{PREFIX}{file_name(name, multimodal)}") for name, extra in extras.items()]
+    saved = dict.fromkeys(module for part in holders.gather(extra_modules(model), world) for module in part)
+    if has_score_head(spec):
+        saved[SCORE.removesuffix(".weight")] = None
     fields = write_fields(
         cfg,
         base,
@@ -115,68 +115,20 @@ def export_adapter(
     fields["task_type"] = "SEQ_CLS" if has_score_head(spec) else fields["task_type"]
     transposed = [module.transposed for module in model.modules() if isinstance(module, AdaptedModule)]
     fields["fan_in_fan_out"] = bool(transposed) and all(transposed)  # a stage may have none
-    copied = tokenizer_files(tokenizer_folder)
     metadata = together(world, lambda: _metadata(model, spec, cfg, base_folder, source_config or {}))
-    metadata |= extra_metadata([extra.name for extra in extras if extra.name != SCORE])
-    temporary = Path(decide(world, lambda: begin_folder(out, {TENSOR_FILE: plan}, copied)))
-    try:
+    metadata |= extra_metadata(added)
+    pad_id = (source_config or {}).get("pad_token_id") if has_score_head(spec) else None
+    beside = SideFiles(tokenizer_folder, chat_template, stop_ids, card, pad_id)
+    with stage_folder(out, {TENSOR_FILE: plan}, {CONFIG_FILE: fields}, beside, world) as temporary:
         of_adapters = (_pieces(model, module, cfg, holders) for module in modules)
-        of_extras = (_extra_pieces(model, extra.name, holders) for extra in extras)
+        of_extras = (relay_whole(model, whole_tensors, holders, name) for name in extras)
         pieces = chain.from_iterable(chain(of_adapters, of_extras))
         write_gathered(temporary / TENSOR_FILE, plan, pieces, metadata, world)
-
-        def finish() -> None:
-            files.write_json(temporary / CONFIG_FILE, fields)
-            copy_tokenizer(temporary, copied, chat_template, stop_ids)
-            if has_score_head(spec):
-                write_padding(temporary, (source_config or {}).get("pad_token_id"))
-            write_card(temporary, card)
-            publish(temporary, out)
-
-        decide(world, finish)
-    except BaseException:
-        if world.rank == 0:
-            files.discard(temporary)
-        raise
 
 
 def file_rank(spec: ModelSpec, cfg: LoraConfig) -> int:
     """The largest rank in an exported file: larger than `cfg.rank` where adapters of fused projections are stacked."""
     return max(cfg.rank * len(_targets(module, cfg)) for module in adapted_modules(spec, cfg))
-
-
-def _extras(model: nn.Module, holders: Holders, world: RankGroup) -> tuple[list[PlannedTensor], list[str]]:
-    """The extra parameters and buffers of all ranks, and the modules that consist of such alone. Collective."""
-    tensors: list[Any] = [
-        [name, DTYPE_NAMES[value.dtype], list(value.shape)] for name, value in extra_tensors(model, saved=True).items()
-    ]
-    parts = holders.gather(tensors, world)
-    found = {name: PlannedTensor(name, DTYPES[dtype], tuple(shape)) for part in parts for name, dtype, shape in part}
-    modules = [module for part in holders.gather(extra_modules(model), world) for module in part]
-    return list(found.values()), list(dict.fromkeys(modules))
-
-
-def _score_head(model: nn.Module, holders: Holders, world: RankGroup) -> tuple[PlannedTensor, str]:
-    """The head's weight, and its module. Collective."""
-    own: list[Any] = [[DTYPE_NAMES[weight.dtype], list(weight.shape)] for weight in score_tensor(model).values()]
-    dtype, shape = next(found for part in holders.gather(own, world) for found in part)
-    return PlannedTensor(SCORE, DTYPES[dtype], tuple(shape)), SCORE.removesuffix(".weight")
-
-
-def _extra_pieces(model: nn.Module, name: str, holders: Holders) -> Iterator[torch.Tensor]:
-    """On rank 0 an extra parameter, or that of a score head, whole. Collective."""
-
-    def gather() -> Iterator[torch.Tensor]:
-        yield in_file_order(model, name, whole(saved_whole(model)[name].detach()))
-
-    return holders.relay(name, gather)
-
-
-def _adapters_dtype(model: nn.Module, holders: Holders, world: RankGroup) -> torch.dtype:
-    """The type of all adapters; a rank of a pipeline may have none. Collective."""
-    own = [module.settings.dtype for module in model.modules() if isinstance(module, AdaptedModule)]
-    found = holders.gather([DTYPE_NAMES[dtype] for dtype in own[:1]], world)
-    return DTYPES[next(name for part in found for name in part)]
 
 
 def _targets(module: FileModule, cfg: LoraConfig) -> list[str]:

@@ -5,7 +5,7 @@ numbers that these stand for.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipe_lib import files
 from recipe_lib.adapters.merging import Update, merge_rows
 from recipe_lib.adapters.peft_names import (
     EMBEDDING,
@@ -29,41 +28,29 @@ from recipe_lib.adapters.peft_names import (
 )
 from recipe_lib.adapters.quantized import can_quantize, dequantized
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter, score_keys
-from recipe_lib.checkpoint.converted import Reader
 from recipe_lib.checkpoint.rank_agreement import RankGroup, SingleRank, check_shared, decide, together
 from recipe_lib.checkpoint.saved_weights import SavedWeights
-from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, write_tensor_file
-from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
+from recipe_lib.checkpoint.tensor_files import DTYPES, FileTensor, PlannedTensor, Reader, write_tensor_file
 from recipe_lib.checkpoint.weight_accounts import check_weights, read_headers, tell_left_out
 from recipe_lib.checkpoint.weights_in import load_weights, unknown_extras
 from recipe_lib.checkpoint.weights_out import (
-    begin_folder,
+    SideFiles,
+    TensorPieces,
     export_config,
     export_model,
     extra_metadata,
-    finish_model,
+    find_padding,
+    list_model_files,
     plan_shards,
+    stage_folder,
 )
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models import build_meta, read_config, read_trained_spec
 from recipe_lib.models.families import scored_spec
 from recipe_lib.models.meta_init import allocate
-from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec, TensorLayout
-from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map, written_layout
+from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
+from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map
 from recipe_lib.units import GIB
-
-_Reader = Callable[[int, int], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _Base:
-    """The frozen weights in their files."""
-
-    tensors: dict[str, FileTensor]  # by their names in the files
-    entries: dict[str, WeightEntry]  # by our names
-    storage: str  # how the run kept them: the word of lora.quantize_base
-    dtype: torch.dtype  # of the run
-    saved: SavedWeights  # what the adapter has of them
 
 
 def merge_adapter(
@@ -95,45 +82,48 @@ def merge_adapter(
     adapter, spec, saved = together(ranks, lambda: _checked(base_folder, adapter_folder, implementation))
     if ranks.rank == 0:
         tell_left_out(spec, base_folder, "export")
+    tokenizer_folder = tokenizer_folder or base_folder
     if isinstance(spec, ExternalSpec):
-        beside = {"tokenizer_folder": tokenizer_folder or base_folder, "chat_template": chat_template,
-                  "stop_ids": stop_ids, "max_shard_bytes": max_shard_bytes, "card": card}  # fmt: skip
-        merge = partial(merge_external, base_folder, adapter, saved, spec, out, quantize, dtype, stored, **beside)
+        beside = {"tokenizer_folder": tokenizer_folder, "chat_template": chat_template, "stop_ids": stop_ids,
+                  "max_shard_bytes": max_shard_bytes, "card": card}  # fmt: skip
+        merge = partial(_merge_external, base_folder, adapter, saved, spec, out, quantize, dtype, stored, **beside)
         decide(ranks, merge)
         return
     assert isinstance(saved.spec, DecoderSpec)
-    written = _untied(saved.spec, adapter)
-    parameters = {
-        name: torch.empty(shape, dtype=stored, device="meta") for name, shape in parameter_shapes(written).items()
-    }
+    # Embedding and head differ as soon as one of them has an adapter.
+    written = replace(saved.spec, tied=saved.spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys())
+    parameters = {name: PlannedTensor(name, stored, shape) for name, shape in parameter_shapes(written).items()}
     for name, (_, entry) in adapter.extras.items():
         kept = stored if DTYPES[entry.dtype].is_floating_point else DTYPES[entry.dtype]
-        parameters[name] = torch.empty(entry.shape, dtype=kept, device="meta")
+        parameters[name] = PlannedTensor(name, kept, entry.shape)
     shards = plan_shards(written, parameters, max_shard_bytes, adapter.extras)
     tensors = read_headers(base_folder)
-    entries = {entry.our_name: entry for entry in weight_map(spec, tensors)}
-    base = _Base(tensors=tensors, entries=entries, storage=quantize, dtype=dtype, saved=saved)
-    copied = tokenizer_files(tokenizer_folder or base_folder)
-    temporary = Path(decide(ranks, lambda: begin_folder(out, shards, copied)))
-    try:
+    weights = _MergedWeights(
+        spec=written,
+        adapter=adapter,
+        saved=saved,
+        tensors=tensors,
+        entries={entry.our_name: entry for entry in weight_map(spec, tensors)},
+        storage=quantize,
+        dtype=dtype,
+        stored=stored,
+    )
+    config = export_config(read_config(base_folder) | score_keys(adapter.metadata), written, stored)
+    if written.vocab_size != spec.vocab_size:  # the adapter brings another vocabulary along
+        config["vocab_size"] = written.vocab_size
+    contents = list_model_files(shards, config)
+    side_files = SideFiles(tokenizer_folder, chat_template, stop_ids, card, pad_id=find_padding(config))
+    with stage_folder(out, shards, contents, side_files, ranks) as temporary:
 
         def write() -> None:
             check_shared(temporary)
+            pieces = TensorPieces(written, weights.read, parameters, adapter.extras)
             for name in sorted(shards)[ranks.rank :: ranks.size]:
-                pieces = _pieces(shards[name], written, base, adapter)
-                cast = (piece.to(stored) if piece.is_floating_point() else piece for piece in pieces)
-                held = {tensor.name for tensor in shards[name]} & adapter.extras.keys() - {SCORE}
-                write_tensor_file(temporary / name, shards[name], cast, {"format": "pt"} | extra_metadata(held))
+                extras = {tensor.name for tensor in shards[name]} & adapter.extras.keys() - {SCORE}
+                metadata = {"format": "pt"} | extra_metadata(extras)
+                write_tensor_file(temporary / name, shards[name], pieces.of_all(shards[name]), metadata)
 
         together(ranks, write)
-        config = export_config(read_config(base_folder) | score_keys(adapter.metadata), written, stored)
-        if written.vocab_size != spec.vocab_size:  # the adapter brings another vocabulary along
-            config["vocab_size"] = written.vocab_size
-        decide(ranks, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids, card))
-    except BaseException:
-        if ranks.rank == 0:
-            files.discard(temporary)
-        raise
 
 
 def _checked(
@@ -155,133 +145,104 @@ def _checked(
     return adapter, spec, saved
 
 
-def _untied(spec: DecoderSpec, adapter: AdapterFile) -> DecoderSpec:
-    """The spec of the merged model: embedding and head differ as soon as one of them has an adapter."""
-    return replace(spec, tied=spec.tied and not {EMBEDDING, HEAD} & adapter.tensors.keys())
-
-
-def _pieces(
-    tensors: list[PlannedTensor], spec: DecoderSpec, base: _Base, adapter: AdapterFile
-) -> Iterator[torch.Tensor]:
-    """The data of a file's tensors, in their order."""
-    parts: dict[str, list[str]] = {}
-    for entry in sorted(weight_map(spec), key=lambda entry: entry.start):
-        parts.setdefault(entry.file_name, []).append(entry.our_name)
-    shapes, layout = parameter_shapes(spec), written_layout(spec)
-    experts = {} if layout is None else layout.made
-    parts |= {} if layout is None else {name: [own] for name, own in layout.renamed.items()}
-    merged = MergedExperts(spec, adapter, base.tensors, base.storage, base.dtype)
-    adapted = {module.name: module for module in adapter.modules(spec)}
-    names_in_file = {part.module: name for name, module in adapted.items() for part in module.parts}
-    for tensor in tensors:
-        if tensor.name in adapter.extras:
-            yield adapter.read_extra(tensor.name)
-            continue
-        if tensor.name in experts:
-            yield from merged.pieces(experts[tensor.name], tensor.name)
-            continue
-        module = tensor.name.removesuffix(".weight")
-        if spec.mixture is not None:  # a router's adapter has the name of transformers' module
-            module = names_in_file.get(parts[tensor.name][0].removesuffix(".weight"), module)
-        update = update_of(adapter, adapted[module]) if module != tensor.name and module in adapted else None
-        if len(tensor.shape) != 2:
-            yield from (_reader(base, name)(0, shapes[name][0]) for name in parts[tensor.name])
-            continue
-        start = 0
-        for name in parts[tensor.name]:
-            rows = shapes[name][0]
-            own = update if update is None or len(parts[tensor.name]) == 1 else update.of_rows(start, start + rows)
-            yield from merge_rows(_reader(base, name), rows, own)
-            start += rows
-
-
-def _reader(base: _Base, name: str) -> _Reader:
-    """Return a reader of rows of one of our parameters as the run had them: `(start, stop)` to `[stop - start, m]`.
-
-    What the adapter brings along is read as it has it.
-    """
-    entry = base.entries.get(name) or base.entries[f"{EMBEDDING}.weight"]  # the head of a base that ties it
-    offset = entry.start
-
-    def read(start: int, stop: int) -> torch.Tensor:
-        with Reader(base.tensors) as reader:
-            source = reader.opened(entry, base.dtype)
-            rows = base.saved.read_rows(
-                name, start=start, stop=stop, read_base=lambda: source[offset + start : offset + stop]
-            )
-            return rows.to(base.dtype)
-
-    target = target_of(name.removesuffix(".weight"))
-    if base.storage == "none" or target in (None, "router", "embedding", "head") or not name.endswith(".weight"):
-        return read
-    if name in base.saved.parts:  # which was trained as it is
-        return read
-    shape = base.tensors[entry.file_name].entry.shape if entry.view is None else entry.view.shape
-    rows = entry.length or shape[0]
-    if not can_quantize(shape[1], rows, base.storage):
-        return read
-    weight = dequantized(read(0, rows), base.storage)
-    return lambda start, stop: weight[start:stop]
-
-
-class MergedExperts:
-    """Reads a parameter `[E, o, i]` as the run had it, and gives what files have of it.
-
-    All of it is in host memory, since the scales of a quantized one are those of all experts together.
-    """
+class _MergedWeights:
+    """The parameters of a base, as the run had them, with the adapter added."""
 
     def __init__(
         self,
+        *,
         spec: DecoderSpec,
         adapter: AdapterFile,
-        found: Mapping[str, FileTensor],
+        saved: SavedWeights,
+        tensors: Mapping[str, FileTensor],
+        entries: Mapping[str, WeightEntry],
         storage: str,
         dtype: torch.dtype,
+        stored: torch.dtype,
     ) -> None:
-        """found: the base's tensors. storage, dtype: how the run kept them."""
-        self._places = {entry.our_name: entry for entry in weight_map(spec, found)}
-        self._modules = {f"{module.parts[0].module}.weight": module for module in adapter.modules(spec)}
-        self._adapter, self._found, self._storage, self._dtype = adapter, found, storage, dtype
-        self._name = ""
+        """spec: of the merged model. saved: what the adapter has of the base. tensors, entries: of
+        the base's files.
 
-    def pieces(self, made: Any, name: str) -> Iterator[torch.Tensor]:
-        """The data of a tensor of files, in consecutive pieces. made: the `WrittenExperts` that it is one of."""
-        if self._name != made.parameter:
-            self._read(made.parameter)
-        expert, first, last = made.tensors[name]
-        if expert is not None:
-            yield self._merged(expert)[first:last]
+        storage: how the run kept the base, the word of lora.quantize_base. dtype: of the run.
+        stored: of what is read.
+        """
+        self._adapter, self._saved = adapter, saved
+        self._tensors, self._entries = tensors, entries
+        self._storage, self._dtype, self._stored = storage, dtype, stored
+        self._shapes = parameter_shapes(spec)
+        self._modules = {part.module: (module, part) for module in adapter.modules(spec) for part in module.parts}
+
+    def read(self, name: str) -> Iterator[Tensor]:
+        """Yield a parameter in consecutive pieces of rows, that of a layer's experts in one piece."""
+        if name in self._adapter.extras:
+            extra = self._adapter.read_extra(name)
+            yield extra.to(self._stored) if extra.is_floating_point() else extra
             return
-        for number in range(len(self._weight)):
-            yield self._merged(number).t().unsqueeze(0)
-
-    def _read(self, name: str) -> None:
-        self._name, self._weight = "", torch.empty(0)
-        with Reader(self._found) as read:
-            weight = read.opened(self._places[name], self._dtype)[:].to(self._dtype)
-        _, rows, columns = weight.shape
-        if self._storage != "none" and can_quantize(columns, rows, self._storage):
-            weight = dequantized(weight.flatten(0, 1), self._storage).view_as(weight)
-        self._name, self._weight = name, weight
-        self._factors: tuple[torch.Tensor, torch.Tensor] | None = None
-        module = self._modules.get(name)
-        if module is not None:
-            self._scaling = self._adapter.config.scaling_of(module)
-            first, second = (self._adapter.read(module.name, suffix) for suffix in (FIRST, SECOND))
-            self._factors = expert_factors(first, second, module.experts)
-
-    def _merged(self, number: int) -> torch.Tensor:
-        """One expert's matrix `[o, i]`."""
-        weight = self._weight[number]
+        shape = self._shapes[name]
+        adapted = self._modules.get(name.removesuffix(".weight"))
+        if len(shape) == 3:
+            yield self._read_experts(name, None if adapted is None else adapted[0])
+            return
+        read_rows = self._open(name, shape)
+        if len(shape) < 2:
+            yield read_rows(0, shape[0]).to(self._stored)
+            return
         update = None
-        if self._factors is not None:
-            first, second = self._factors
-            update = Update(first[number], second[number], self._scaling)
-        return torch.cat(list(merge_rows(lambda start, stop: weight[start:stop], len(weight), update)))
+        if adapted is not None:
+            module, part = adapted
+            update = _read_update(self._adapter, module)
+            if len(module.parts) > 1:
+                update = update.of_rows(part.start, part.start + part.rows)
+        for piece in merge_rows(read_rows, shape[0], update):
+            yield piece.to(self._stored)
+
+    def _open(self, name: str, shape: tuple[int, ...]) -> Callable[[int, int], Tensor]:
+        """Return a reader of rows of a parameter as the run had them: `(start, stop)` to `[stop -
+        start, m]`.
+
+        What the adapter brings along is read as it has it.
+        """
+        entry = self._entries.get(name) or self._entries[f"{EMBEDDING}.weight"]  # the head of a base that ties it
+
+        def read(start: int, stop: int) -> Tensor:
+            with Reader(self._tensors) as reader:
+                source = reader.opened(entry, self._dtype)
+                rows = self._saved.read_rows(
+                    name, start=start, stop=stop, read_base=lambda: source[entry.start + start : entry.start + stop]
+                )
+                return rows.to(self._dtype)
+
+        target = target_of(name.removesuffix(".weight"))
+        is_kept = target in (None, "router", "embedding", "head") or not name.endswith(".weight")
+        if is_kept or name in self._saved.parts or not self._is_rounded(*shape):
+            return read
+        weight = dequantized(read(0, shape[0]), self._storage)
+        return lambda start, stop: weight[start:stop]
+
+    def _is_rounded(self, rows: int, columns: int) -> bool:
+        """Return whether the run kept a matrix in 4 or 8 bits."""
+        return self._storage != "none" and can_quantize(columns, rows, self._storage)
+
+    def _read_experts(self, name: str, module: FileModule | None) -> Tensor:
+        """Return a parameter `[E, o, i]`; the scales of a quantized one are those of all experts
+        together.
+        """
+        with Reader(self._tensors) as reader:
+            weight = reader.opened(self._entries[name], self._dtype)[:].to(self._dtype)
+        if self._is_rounded(*weight.shape[1:]):
+            weight = dequantized(weight.flatten(0, 1), self._storage).view_as(weight)
+        if module is None:
+            return weight.to(self._stored)
+        first, second = (self._adapter.read(module.name, suffix) for suffix in (FIRST, SECOND))
+        scaling = self._adapter.config.scaling_of(module)
+        merged = weight if self._stored == self._dtype else torch.empty_like(weight, dtype=self._stored)
+        for number, factors in enumerate(zip(*expert_factors(first, second, module.experts), strict=True)):
+            merged[number] = _merge_matrix(weight[number], Update(*factors, scaling))
+        return merged
 
 
 @torch.no_grad()
-def merge_external(
+def _merge_external(
     base_folder: Path,
     adapter: AdapterFile,
     saved: SavedWeights,
@@ -292,11 +253,12 @@ def merge_external(
     stored: torch.dtype,
     **beside: Any,
 ) -> None:
-    """Writes the folder `out`: the base with the adapter added, on one rank; the model is in host memory meanwhile.
+    """Write the folder `out`: the base with the adapter added, on one rank; the model is in host
+    memory meanwhile.
 
-    saved: what the adapter has of the base's weights. quantize, dtype: how the run that trained the adapter kept the
-    base. stored: the type of what is written. beside: as for `export_model`. Raises StorageError or CheckpointError;
-    then `out` is as it was.
+    saved: what the adapter has of the base's weights. quantize, dtype: how the run that trained the
+    adapter kept the base. stored: the type of what is written. beside: as for `export_model`.
+    Raises StorageError or CheckpointError; then `out` is as it was.
     """
     if adapter.extras:
         raise CheckpointError(f"{adapter.path}: holds {min(adapter.extras)}, which a recipe added; it cannot be merged")
@@ -310,33 +272,25 @@ def merge_external(
         num_rows = len(parameter) if parameter.dim() else 1
         weight = saved.read_rows(name, start=0, stop=num_rows, read_base=parameter.detach)
         if module != name and module in layout.linears:
-            weight = _merged(weight, module, adapter, adapted, quantize, layout)
+            rows, columns = weight.shape
+            if quantize != "none" and module in layout.plain and can_quantize(columns, rows, quantize):
+                weight = dequantized(weight, quantize)
+            if module in adapted:
+                is_transposed = module in layout.transposed
+                update = _read_update(adapter, adapted[module])
+                merged = _merge_matrix(weight.t() if is_transposed else weight, update)
+                weight = merged.t().contiguous() if is_transposed else merged
         parameter.data = weight.to(stored) if weight.is_floating_point() else weight
     export_model(model, spec, read_config(base_folder), out, world=SingleRank(), **beside)
 
 
-def _merged(
-    weight: Tensor,
-    module: str,
-    adapter: AdapterFile,
-    adapted: Mapping[str, FileModule],
-    quantize: str,
-    layout: TensorLayout,
-) -> Tensor:
-    """A linear's weight as the run had it, with its adapter if it has one."""
-    rows, columns = weight.shape
-    if quantize != "none" and module in layout.plain and can_quantize(columns, rows, quantize):
-        weight = dequantized(weight, quantize)
-    if module not in adapted:
-        return weight
-    turned = weight.t() if module in layout.transposed else weight
-    pieces = merge_rows(lambda start, stop: turned[start:stop], turned.shape[0], update_of(adapter, adapted[module]))
-    whole = torch.cat(list(pieces))
-    return whole.t().contiguous() if module in layout.transposed else whole
+def _merge_matrix(weight: Tensor, update: Update) -> Tensor:
+    """Return a whole matrix `[n, m]` with its update, as `merge_rows` computes it."""
+    return torch.cat(list(merge_rows(lambda start, stop: weight[start:stop], len(weight), update)))
 
 
-def update_of(adapter: AdapterFile, module: FileModule) -> Update:
-    """The adapter of one module of a file."""
+def _read_update(adapter: AdapterFile, module: FileModule) -> Update:
+    """Return the adapter of one module of a file."""
     lengths = adapter.read(module.name, LENGTHS) if adapter.config.dora else None
     scaling = adapter.config.scaling_of(module)
     if module.is_embedding:  # its matrices are those of the transposed weight

@@ -8,7 +8,6 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from recipe_lib import files
 from recipe_lib.config.local_files import is_hub_snapshot
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
 from recipe_lib.config.schema_data import HUB, is_hub, resolved_sources
@@ -21,12 +20,6 @@ _NOT_TOLD = re.compile(
     r"output_dir|resume|overwrite_output_dir|device|plugins?|log\..*|data\.(source|sources|format|cache.*|num_.*)"
     r"|validation\.source|model\.path|model\.preset"
 )
-
-
-def write_card(temporary: Path, card: str | None) -> None:
-    """Writes README.md into a folder that is being made; nothing without a card."""
-    if card is not None:
-        files.write_bytes(temporary / CARD, card.encode())
 
 
 def model_card(

@@ -4,16 +4,20 @@ Names are `optimizer/STATE/PARAMETER`, e.g. `optimizer/exp_avg/model.norm.weight
 optimizer itself, sharded as its parameters are, so that nothing is copied and any world size can read them again.
 """
 
+import hashlib
 from collections.abc import Callable
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint.ownership import TRAINED, Holders
-from recipe_lib.checkpoint.rank_agreement import RankGroup, together
+from recipe_lib.adapters.layers import AdaptedModule
+from recipe_lib.adapters.peft_names import TARGETS, target_of
+from recipe_lib.adapters.quantized import QuantizedLinear
+from recipe_lib.checkpoint.rank_agreement import FROZEN, TRAINED, Holders, RankGroup, find_holders, together
 from recipe_lib.errors import CheckpointError
 
 PlaceState = Callable[[torch.Tensor], torch.Tensor] | None  # a state's memory where it waits, without values
@@ -142,6 +146,7 @@ def make_optimizer_states(
     parameters = {name: parameter for parameter, name in _parameter_names(model, optimizer).items()}
     made: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    is_torchs = type(optimizer).__module__.startswith("torch.")  # whose states are of their parameters' type
     optimizer.state.clear()
     targets: dict[str, torch.Tensor] = {}
     for full_name, (dtype, shape) in saved.items():
@@ -159,7 +164,7 @@ def make_optimizer_states(
             value = _own_state(made[parameter].pop(key, None), full_name, dtype, shape, where)
         else:
             value = _empty_state(parameter, groups[parameter], dtype, shape)
-        if value is None or (_is_torchs(optimizer) and shape and dtype != parameter.dtype):
+        if value is None or (is_torchs and shape and dtype != parameter.dtype):
             raise CheckpointError(
                 f"{where}: optimizer state {key} of {name} is {describe_tensor(dtype, shape)}, its parameter "
                 f"{describe_tensor(parameter.dtype, tuple(parameter.shape))}; {_OWN}"
@@ -173,11 +178,6 @@ def make_optimizer_states(
         name = next(name for name, parameter in parameters.items() if parameter is missing[1])
         raise _other_states(f"holds no optimizer state {missing[0]} of {name}", where)
     return targets
-
-
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the states are what torch makes: of their parameters' type."""
-    return type(optimizer).__module__.startswith("torch.")
 
 
 def _own_state(
@@ -252,3 +252,110 @@ def restore_settings(
     for name, values in saved["states"].items():
         if name in parameters:
             optimizer.state[parameters[name]].update(values)
+
+
+# What is not in a saved state of a run that trains adapters: the frozen weights, and how the
+# adapters are used.
+#
+# A state says which they were, so that it is never loaded with others.
+
+
+_PIECE_ELEMENTS = 2**22
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def frozen_mark(model: nn.Module, world: RankGroup, holders: Holders | None = None) -> str | None:
+    """A hash of the sums of every frozen parameter's bits, the same for any sharding; None: none is frozen. Collective.
+
+    Each rank adds up its own part in place; the sums alone travel. holders: of the model, if they are known.
+    """
+    model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
+    holders = holders or find_holders(model, world)
+    parameters = dict(model.named_parameters())
+    frozen: dict[int, list[str]] = {leader: [] for leader in holders.leaders}  # by the group that counts them
+    for name, kind in holders.kinds.items():
+        if kind == FROZEN:
+            frozen[holders.first[name]].append(name)
+    if not any(frozen.values()):
+        return None
+
+    def add_up() -> list[int]:
+        sums = [_sum_of_bits(name, parameters[name].detach(), holders) for name in frozen[holders.own]]
+        return [int(number) for number in torch.stack(sums).tolist()] if sums else []
+
+    totals = dict.fromkeys((name for name, kind in holders.kinds.items() if kind == FROZEN), 0)
+    for leader, part in zip(holders.leaders, world.gather_json(together(world, add_up)), strict=True):
+        for name, number in zip(frozen[leader], part, strict=True):
+            totals[name] = (totals[name] + number) % 2**64
+    types: dict[str, str] = {}
+    for found in holders.gather({name: str(parameters[name].dtype) for name in frozen[holders.own]}, world):
+        types |= found
+    text = " ".join(f"{name}:{types[name]}:{total}" for name, total in totals.items())
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _sum_of_bits(name: str, parameter: torch.Tensor, holders: Holders) -> torch.Tensor:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    if holders.counts_here(name, parameter):
+        for piece in local.reshape(-1).split(_PIECE_ELEMENTS):
+            total += piece.view(_BITS[piece.element_size()]).sum(dtype=torch.int64)
+    return total
+
+
+def adapter_use(model: nn.Module, world: RankGroup, holders: Holders) -> dict[str, Any] | None:
+    """What of the section `lora` decides what the adapters' numbers mean; None: the model has none. Collective."""
+    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, AdaptedModule)]
+    own: dict[str, list[Any]] = {
+        "settings": [
+            [module.settings.rank, module.settings.scaling, module.settings.dora] for _, module in adapted[:1]
+        ],
+        "targets": sorted({target_of(name) or name.rpartition(".")[2] for name, _ in adapted}),
+        "kinds": sorted({module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}),
+    }
+    parts = holders.gather(own, world)
+    settings, targets, kinds = (
+        [item for part in parts for item in part[key]] for key in ("settings", "targets", "kinds")
+    )
+    if not settings:
+        return None
+    rank, scaling, dora = settings[0]
+    return {
+        "rank": rank,
+        "scaling": scaling,
+        "dora": dora,
+        "targets": [target for target in TARGETS if target in targets] + sorted(set(targets) - set(TARGETS)),
+        "quantize": min(kinds, default="none"),
+    }
+
+
+def check_use(path: Path, saved: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
+    """CheckpointError unless the state at `path` was saved with the adapters that the model has `now`."""
+    if (saved is None) != (now is None):
+        was, here = ("all weights", "adapters") if saved is None else ("adapters", "all weights")
+        raise CheckpointError(
+            f"{path}: is the state of a run that trained {was}, this run trains {here}; resume with the run's own "
+            "recipe and config"
+        )
+    if saved is None or now is None:
+        return
+    other = [key for key in now if saved[key] != now[key]]
+    if other:
+        raise CheckpointError(
+            f"{path}: was saved with lora {_describe(saved, other)}, found {_describe(now, other)}; resume with the "
+            "run's own section lora"
+        )
+
+
+def _describe(use: dict[str, Any], keys: list[str]) -> str:
+    shown = {key: ", ".join(value) if isinstance(value, list) else value for key, value in use.items()}
+    return " and ".join(f"{key} {shown[key]}" for key in keys)
+
+
+def check_mark(path: Path, saved: str | None, now: str | None) -> None:
+    """CheckpointError unless the frozen weights are those of the run that saved the state at `path`."""
+    if saved != now:
+        raise CheckpointError(
+            f"{path}: was saved with other frozen weights than this run has loaded; resume with the run's own "
+            "model, dtype and lora.quantize_base"
+        )

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from recipe_lib import files
 from recipe_lib.checkpoint.model_card import CARD
-from recipe_lib.checkpoint.other_readers import first_line, open_model, quiet_transformers
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
-from recipe_lib.checkpoint.verify import prompt_tokens
+from recipe_lib.checkpoint.verify import compute_logits, first_line, open_model, quiet_transformers
 from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.checkpoint.weights_in import unknown_extras
 from recipe_lib.checkpoint.weights_out import spell_config
@@ -72,15 +71,20 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
         files.require_space(out.absolute().parent, needed + 64 * MIB, "the quantized model")
         with phase("quantizing"):
             expected = _logits(_opened(folder))
-            config = transformers.TorchAoConfig(base_config(kind, group_size))
-            model = _opened(folder, quantization_config=config)
-        quantized, linears = _logits(model), _count(model)
+            model = _opened(folder, quantization_config=transformers.TorchAoConfig(base_config(kind, group_size)))
+        quantized = _logits(model)
+        plain = (torch.Tensor, nn.Parameter)
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        num_quantized = sum(type(linear.weight.data) not in plain for linear in linears)
         temporary = files.temporary_path(out)
         try:
             files.make_folder(temporary)
             _save(model, temporary, out)
-            _respell(temporary / "config.json", spec)
-            del model
+            config_file = temporary / "config.json"
+            config = spell_config(read_config(config_file), spec)  # for readers of other releases too
+            files.remove_file(config_file)  # of a folder that nobody sees yet
+            files.write_json(config_file, config)
+            del model, linears
             _copy_rest(folder, temporary)
             publish(temporary, out)
         except BaseException:
@@ -92,7 +96,14 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
             f"{out}: does not compute what was quantized: logits differ by "
             f"{float((reopened - quantized).abs().max()):.2g}; do not use it, and report this"
         )
-    return _compare(expected, reopened, linears)
+    before = expected.double().log_softmax(-1)
+    divergence = (before.exp() * (before - reopened.double().log_softmax(-1))).sum(-1).mean()
+    return QuantizedReport(
+        linears=num_quantized,
+        divergence=float(divergence),
+        difference=float((expected - reopened).abs().max()),
+        largest=float(expected.abs().max()),
+    )
 
 
 def _transformers() -> Any:
@@ -127,47 +138,29 @@ def check_quantizable(folder: Path, kind: str, group_size: int) -> ModelSpec:
     return spec
 
 
-def _opened(folder: Path, **more: Any) -> nn.Module:
+def _opened(folder: Path, **more: Any) -> Any:
     try:
-        model: nn.Module = open_model(folder, "auto", **more)
+        return open_model(folder, "auto", **more)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{folder}: transformers does not open it ({first_line(error)})") from error
-    return model
 
 
-def _save(model: nn.Module, folder: Path, out: Path) -> None:
+def _save(model: Any, folder: Path, out: Path) -> None:
     """Writes config.json and the weights. StorageError: safetensors says in words of its own what the disk refuses.
 
     out: what the folder will be called.
     """
     try:
-        model.save_pretrained(folder)  # type: ignore[operator]
+        model.save_pretrained(folder)
     except SafetensorError as error:
         raise StorageError(
             f"{out}: the weights cannot be written ({error}); free some space, or choose another --out"
         ) from error
 
 
-def _respell(path: Path, spec: ModelSpec) -> None:
-    """Write transformers' config.json once more, for readers of other releases too."""
-    config = spell_config(read_config(path), spec)
-    files.remove_file(path)  # of a folder that nobody sees yet
-    files.write_json(path, config)
-
-
-@torch.no_grad()
-def _logits(model: nn.Module) -> Tensor:
-    """Logits `[2, 32, v]` of random tokens, in fp32."""
-    tokens = prompt_tokens(int(model.config.get_text_config().vocab_size), _LENGTH)  # type: ignore[union-attr, operator]
-    with phase("computing logits of a fixed prompt"):
-        logits: Tensor = model(tokens).logits
-    return logits.float()
-
-
-def _count(model: nn.Module) -> int:
-    """Linears whose weight is no plain tensor any more."""
-    kinds = (torch.Tensor, nn.Parameter)
-    return sum(isinstance(module, nn.Linear) and type(module.weight.data) not in kinds for module in model.modules())
+def _logits(model: Any) -> Tensor:
+    """Return logits `[2, 32, v]` of random tokens, in fp32."""
+    return compute_logits(model, model.config.get_text_config().vocab_size, _LENGTH).float()
 
 
 def _copy_rest(folder: Path, temporary: Path) -> None:
@@ -180,10 +173,3 @@ def _copy_rest(folder: Path, temporary: Path) -> None:
         files.before_operation("flush", path)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-
-
-def _compare(expected: Tensor, found: Tensor, linears: int) -> QuantizedReport:
-    before, after = expected.double().log_softmax(-1), found.double().log_softmax(-1)
-    divergence = float((before.exp() * (before - after)).sum(-1).mean())
-    difference = float((expected - found).abs().max())
-    return QuantizedReport(linears, divergence, difference, float(expected.abs().max()))

@@ -7,19 +7,148 @@ checked, and exchanged with it in one operation: whenever a process ends, one of
 
 import hashlib
 import json
+import os
+import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from recipe_lib import files
-from recipe_lib.checkpoint.manifest import MANIFEST, DamagedState, read_manifest
 from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.config.local_files import BEST_FOLDER
+from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError
+from recipe_lib.files import FileRecord, is_plain_name, sha256_of, write_json
 from recipe_lib.logs import get_logger
-from recipe_lib.reading import open_regular, read_object
+from recipe_lib.reading import describe_fault, open_regular, read_json, read_object
+from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
+
+# The manifest of a saved state: what belongs to it, and how to know that it is still what was
+# written.
+#
+# `manifest.json` lists every file with size and SHA-256, and carries a SHA-256 of its own contents.
+# It is written last, so a folder without one was never finished. A state is used only once
+# `check_presence` and `damaged_file` have found nothing.
+
+
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 16 * 1024**2
+_SEAL = "manifest_sha256"
+
+
+class DamagedState(Exception):  # noqa: N818  (what was found, in one phrase; its catcher decides if it is an error)
+    """Why a folder is not a state that can be used."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One saved state.
+
+    step: optimizer steps done. sequence: counts the saves of a run, so the newest is known without a clock.
+    world_size: ranks that saved it. versions: torch and Python, for people.
+    """
+
+    step: int
+    sequence: int
+    world_size: int
+    files: tuple[FileRecord, ...]
+    versions: dict[str, str]
+
+
+def write_manifest(folder: Path, step: int, sequence: int, world_size: int, files: Sequence[FileRecord]) -> None:
+    """Writes the manifest into a folder whose files are already flushed."""
+    fields: dict[str, Any] = {
+        "format": FORMAT,
+        "step": step,
+        "sequence": sequence,
+        "world_size": world_size,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "files": [asdict(record) for record in sorted(files, key=lambda record: record.name)],
+    }
+    write_json(folder / MANIFEST, fields | {_SEAL: _seal(fields)})
+
+
+def _seal(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and checks the manifest itself, not the files it names. Raises DamagedState."""
+    path = folder / MANIFEST
+    try:
+        fields = read_json(path, MAX_MANIFEST_BYTES)
+    except FileNotFoundError as error:
+        raise DamagedState(f"{MANIFEST} is missing") from error
+    except OSError as error:
+        raise DamagedState(f"{MANIFEST} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise DamagedState(f"{MANIFEST} is not JSON") from error
+    if not isinstance(fields, dict):
+        raise DamagedState(f"{MANIFEST} is not a JSON object")
+    version = fields.get("format")
+    if type(version) is int and version > FORMAT:
+        raise DamagedState(f"{MANIFEST} has format {version}, this release reads up to {FORMAT}")
+    if fields.pop(_SEAL, None) != _seal(fields):
+        raise DamagedState(f"{MANIFEST} does not match its own checksum")
+    return _from_fields(fields)
+
+
+def _from_fields(fields: dict[str, Any]) -> Manifest:
+    if not isinstance(fields.get("files"), list):
+        raise DamagedState(f"{MANIFEST} lists no files")
+    try:
+        manifest = Manifest(
+            step=fields["step"],
+            sequence=fields["sequence"],
+            world_size=fields["world_size"],
+            files=tuple(FileRecord(file["name"], file["size"], file["sha256"]) for file in fields["files"]),
+            versions=fields["versions"],
+        )
+    except (KeyError, TypeError) as error:
+        raise DamagedState(f"{MANIFEST} lacks a field: {error}") from error
+    counts = (manifest.step, manifest.sequence, manifest.world_size, *(record.size for record in manifest.files))
+    if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
+        raise DamagedState(f"{MANIFEST} holds an invalid count")
+    for record in manifest.files:
+        if not is_plain_name(record.name):
+            raise DamagedState(f"{MANIFEST} names {str(record.name)[:80]!r}, which is not a plain file name")
+    return manifest
+
+
+def check_presence(folder: Path) -> Manifest:
+    """The manifest, if every file it names is there with its length. Raises DamagedState. Reads no file."""
+    manifest = read_manifest(folder)
+    for record in manifest.files:
+        path = folder / record.name
+        if not os.path.isfile(path):
+            raise DamagedState(f"{show(record.name)} is missing")
+        if path.stat().st_size != record.size:
+            raise DamagedState(f"{record.name} has {path.stat().st_size} bytes, its manifest says {record.size}")
+    return manifest
+
+
+def damaged_file(folder: Path, manifest: Manifest, part: int, parts: int) -> str | None:
+    """Reads this part's share of the files and says which one differs from its hash, or None.
+
+    part, parts: files are dealt out in descending size, so that ranks hash about equally many bytes.
+    """
+    own = sorted(manifest.files, key=lambda record: (-record.size, record.name))[part::parts]
+    with phase(f"checking {folder.name}", sum(record.size for record in own), "bytes") as going:
+        for record in own:
+            try:
+                found = sha256_of(folder / record.name)
+            except OSError as error:
+                return f"{record.name} cannot be read: {error.strerror}"
+            if found != record.sha256:
+                return f"{record.name} has changed since it was written (SHA-256 differs from the manifest)"
+            going.advance(record.size)
+    return None
+
 
 RECORD = "written.json"
 FORMAT = 1
@@ -196,3 +325,134 @@ def free_names(final: Path) -> Iterator[Path]:
     while True:
         number += 1
         yield final.with_name(f"{final.name}-{number}")
+
+
+# The folders of saved states: which there are, which are removed, and those that hold the weights
+# of a best step.
+#
+#   output_dir/state/step_40/       a state to resume from; the newest `checkpoint.keep_last_n` stay
+#              state/best/step_25/  weights of a best step; stays while a state or the run names it
+#
+# A state's `state.json` names the best step that its run had by then. So whichever state a run goes
+# on from, after a kill or by `resume=PATH`, the weights of that best step are there, though a later
+# step was better.
+
+
+STATE = "state.json"
+BEST_RECORD = "best"  # in what a run adds to state.json
+PREFIX = "step_"
+
+
+def readable_states(root: Path) -> list[tuple[Path, Manifest]]:
+    """Folders whose manifest reads, newest first."""
+    found = []
+    for path in state_folders(root):
+        try:
+            found.append((path, read_manifest(path)))
+        except DamagedState:
+            continue
+    return sorted(found, key=lambda item: item[1].sequence, reverse=True)
+
+
+def state_folders(root: Path) -> list[Path]:
+    """Every folder with the name of a state."""
+    return sorted(path for path in root.glob(f"{PREFIX}*") if STATE_NAME.fullmatch(path.name) and path.is_dir())
+
+
+def step_of(path: Path) -> int:
+    """Of `step_40` and of `step_40-2`: 40."""
+    return int(re.split("[_-]", path.name)[1])
+
+
+def prune_states(root: Path, keep: int) -> None:
+    """Removes states older than the newest `keep`, counting those with all their files, so one is always left."""
+    kept = 0
+    for path, _ in readable_states(root):
+        try:
+            if kept >= keep:
+                _remove_state(path)
+            else:
+                check_presence(path)
+                kept += 1
+        except DamagedState:
+            continue
+
+
+def _remove_state(path: Path) -> None:
+    try:
+        unrecorded = unrecorded_in_state(path)
+        if unrecorded is None:
+            files.remove_folder(path)
+        else:
+            get_logger().warning("warning: %s stays: %s was not written by a run", path, unrecorded)
+    except OSError as error:  # the new state is safe; an old one too many is no reason to end a run
+        get_logger().warning("warning: %s could not be removed: %s", path, error.strerror)
+
+
+def prune_best(root: Path, current: str | None) -> None:
+    """Removes the weights of best steps that no state in `root` names, except `current`: of the run itself; and what a
+    killed run left of others."""
+    files.remove_leftovers(root / BEST_FOLDER, f"{PREFIX}*")
+    named = {current} | {best_named_in(path) for path, _ in readable_states(root)}
+    for path, _ in readable_states(root / BEST_FOLDER):
+        if path.name not in named:
+            _remove_state(path)
+
+
+def read_state_json(state: Path) -> dict[str, Any]:
+    """Return what a state's `state.json` holds. Raises CheckpointError."""
+    try:
+        return read_object(state / STATE)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{state / STATE}: cannot be read: {describe_fault(error)}") from error
+
+
+def best_named_in(state: Path) -> str | None:
+    """The folder, in `best`, of the best step that a state's run had by then; None: it kept none, or is damaged."""
+    try:
+        record = read_state_json(state)["extra"].get(BEST_RECORD) or {}
+        name = record.get("folder")
+    except (CheckpointError, KeyError, TypeError, AttributeError):
+        return None
+    return name if isinstance(name, str) and STATE_NAME.fullmatch(name) else None
+
+
+def bring_best(state: Path, root: Path, name: str) -> str:
+    """Sees to it that the weights of the best step that `state` names are in `root/best`: copied where the state is
+    another run's. Returns the folder's name there. Raises CheckpointError if they are gone."""
+    source, best = state.parent / BEST_FOLDER / name, root / BEST_FOLDER
+    try:
+        manifest = check_presence(source)
+    except DamagedState as damage:
+        raise CheckpointError(
+            f"{state}: names {source} as the best step of its run: {damage}; resume from another state, or set "
+            "checkpoint.keep_best=false"
+        ) from damage
+    if source.parent.resolve() == best.resolve():
+        return name
+    target = free_state(best, manifest.step)
+    temporary = files.temporary_path(target)
+    files.make_folder(temporary)
+    for file in (*(record.name for record in manifest.files), MANIFEST):
+        files.copy_file(source / file, temporary / file)
+    files.publish_folder(temporary, target)
+    return target.name
+
+
+def free_state(root: Path, step: int) -> Path:
+    """`root/step_40`, or `step_40-2` and so on where that is taken: a folder is never written over."""
+    path, attempt = root / f"{PREFIX}{step}", 1
+    while path.exists():
+        attempt += 1
+        path = root / f"{PREFIX}{step}-{attempt}"
+    return path
+
+
+def best_state(root: Path) -> Path | None:
+    """The weights that a run in `root` has as its best: those that its newest state names, or without a state the
+    newest; None: it keeps none."""
+    states = [path for path, _ in readable_states(root)]
+    if states:
+        name = best_named_in(states[0])
+        return None if name is None else root / BEST_FOLDER / name
+    return next((path for path, _ in readable_states(root / BEST_FOLDER)), None)

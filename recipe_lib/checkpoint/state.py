@@ -12,12 +12,9 @@ load what one has saved.
 
 import json
 import math
-import os
 import re
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +30,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from recipe_lib import files
-from recipe_lib.checkpoint import rng
-from recipe_lib.checkpoint.frozen_weights import adapter_use, check_mark, check_use, frozen_mark
-from recipe_lib.checkpoint.manifest import (
-    DamagedState,
-    Manifest,
-    check_presence,
-    damaged_file,
-    write_manifest,
-)
 from recipe_lib.checkpoint.optimizer_state import (
     MODEL,
     OPTIMIZER,
     PlaceState,
+    adapter_use,
+    check_mark,
+    check_use,
     describe_tensor,
+    frozen_mark,
     make_optimizer_states,
     model_tensors,
     name_of,
@@ -60,22 +49,26 @@ from recipe_lib.checkpoint.optimizer_state import (
     optimizer_tensors,
     restore_settings,
 )
-from recipe_lib.checkpoint.ownership import Holders, find_holders
-from recipe_lib.checkpoint.rank_agreement import RankGroup, check_shared, decide, together
-from recipe_lib.checkpoint.run_files import STATE_NAME
-from recipe_lib.checkpoint.state_folders import (
+from recipe_lib.checkpoint.rank_agreement import Holders, RankGroup, check_shared, decide, find_holders, together
+from recipe_lib.checkpoint.run_files import (
     PREFIX,
     STATE,
+    STATE_NAME,
+    DamagedState,
+    Manifest,
+    check_presence,
+    damaged_file,
     free_state,
     prune_states,
     read_state_json,
     readable_states,
     state_folders,
+    write_manifest,
 )
 from recipe_lib.checkpoint.tensor_files import DTYPES, PlannedTensor, read_header, write_tensor_file
 from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.config.local_files import no_whole_state
-from recipe_lib.errors import CheckpointError, UserError
+from recipe_lib.errors import CheckpointError
 from recipe_lib.files import FileRecord
 from recipe_lib.logs import get_logger
 from recipe_lib.models.language_model import all_runs, ordered, own_parts, runs_of
@@ -93,16 +86,21 @@ def save_state(
     world: RankGroup,
     keep: int | None,
 ) -> Path:
-    """Saves everything that a run needs to go on, as `root/step_N`, then removes all but the newest `keep`. Collective.
+    """Saves everything that a run needs to go on, as `root/step_N`, then removes all but the newest
+    `keep`. Collective.
 
-    Of a model with frozen parameters only the trained ones are saved, and a mark by which the others are known again.
-    root: `output_dir/state`, on a disk that all ranks share. optimizer: None saves the weights alone, as of a best
-    step, which `load_trained` reads. keep: None removes nothing. step: optimizer steps done. extra: JSON values that
-    `load_state` gives back. A step that is saved again becomes `step_N-2`, and so on: a folder is never written over.
-    Returns the new folder. Raises StorageError on every rank if any rank fails; then nothing has changed on the disk.
+    Of a model with frozen parameters only the trained ones are saved, and a mark by which the
+    others are known again. root: `output_dir/state`, on a disk that all ranks share. optimizer:
+    None saves the weights alone, as of a best step, which `load_state` reads without one. keep:
+    None removes nothing. step: optimizer steps done. extra: JSON values that `load_state` gives
+    back. A step that is saved again becomes `step_N-2`, and so on: a folder is never written over.
+    Returns the new folder. Raises StorageError on every rank if any rank fails; then nothing has
+    changed on the disk.
     """
     holders = find_holders(model, world)
-    tensors = together(world, lambda: model_tensors(model, holders) | _states_of(model, optimizer))
+    tensors = model_tensors(model, holders)  # before the optimizer's: FSDP frees gathered parameters in it
+    if optimizer is not None:
+        tensors |= together(world, lambda: optimizer_tensors(model, optimizer))
     tensors = {name: tensor for name, tensor in tensors.items() if holders.is_ours(name_of(name))}
     settings = {
         "extra": extra,
@@ -111,15 +109,15 @@ def save_state(
         "frozen": frozen_mark(model, world, holders),
         "runs": all_runs(model),  # only models that are no pipeline's have any
     }
-    own_bytes = sum(_bytes_saved_here(name, tensor, holders) for name, tensor in tensors.items())
-    needed = sum(world.gather_json(own_bytes)) + MIB * (world.size + 1)
+    shard = _plan_shard(tensors, world)
+    needed = sum(world.gather_json(sum(tensor.num_bytes for tensor in shard.planned))) + MIB * (world.size + 1)
     place = decide(world, lambda: _begin(root, step, needed))
     temporary, final = root / place["temporary"], root / place["final"]
     try:
         together(world, lambda: check_shared(temporary))
-        records = _write_tensors(temporary, tensors, world)
+        records = together(world, lambda: _write_shard(temporary, shard, world))
         if optimizer is not None:
-            records.append(together(world, lambda: rng.save_rng(temporary, world.rank, world.device)))
+            records.append(together(world, lambda: save_rng(temporary, world.rank, world.device)))
         gathered = world.gather_json([asdict(record) for record in records])
         all_records = [FileRecord(**record) for part in gathered for record in part]
         decide(world, lambda: _publish(temporary, final, step, place["sequence"], world.size, all_records, settings))
@@ -130,16 +128,6 @@ def save_state(
     if keep is not None:
         decide(world, lambda: prune_states(root, keep))
     return final
-
-
-def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
-    return {} if optimizer is None else optimizer_tensors(model, optimizer)
-
-
-def _bytes_saved_here(full_name: str, tensor: torch.Tensor, holders: Holders) -> int:
-    """Bytes of this rank's part, counting a part that several ranks hold (replicas) on one of them only."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size() if holders.counts_here(name_of(full_name), tensor) else 0
 
 
 def _begin(root: Path, step: int, needed: int) -> dict[str, Any]:
@@ -154,30 +142,55 @@ def _begin(root: Path, step: int, needed: int) -> dict[str, Any]:
     return {"temporary": temporary.name, "final": name, "sequence": sequence}
 
 
-def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor], world: RankGroup) -> list[FileRecord]:
-    """This rank's tensor file, if it has anything to write. Collective."""
-    writer = ShardWriter(folder, world.rank, world.size)
+# One safetensors file a rank, written piece by piece, and no pickle. torch plans who writes and who
+# reads which part of a sharded tensor; its own storage either pickles its metadata or serializes a
+# rank's whole share in host memory. Here every header is JSON, tensors stream to the disk in
+# pieces, and the hash of a file is made on the way. The metadata key is the one that torch's
+# HuggingFaceStorageReader knows.
+SHARDING = "DCP_SHARDING_INFO"
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """What a rank writes of a state."""
+
+    planned: list[PlannedTensor]
+    sharding: dict[str, dict[str, list[int]]]  # of each tensor: where its part begins, and the shape of the whole
+    pieces: Iterator[torch.Tensor]  # the parts, each taken when it is written
+
+
+def _plan_shard(tensors: dict[str, torch.Tensor], world: RankGroup) -> _Shard:
+    """Return this rank's share of what the ranks have; of what several have, one writes it.
+    Collective.
+    """
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _torch_faults():
-        dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
-    return writer.records
+    planner.set_up_planner(tensors)
+    plans = [planner.create_local_plan()] * world.size
+    if world.size > 1:
+        dist.all_gather_object(plans, plans[world.rank])
+    planned: list[PlannedTensor] = []
+    sharding: dict[str, dict[str, list[int]]] = {}
+    items: list[WriteItem] = []
+    for item in planner.finish_plan(planner.create_global_plan(plans)[0][world.rank]).items:
+        name, data = item.index.fqn, item.tensor_data
+        assert data is not None  # all that is saved are tensors
+        if not math.prod(data.chunk.sizes):
+            continue
+        if name in sharding:
+            raise RuntimeError("a rank holds two parts of one tensor; a file can name it once")
+        items.append(item)
+        planned.append(PlannedTensor(name, data.properties.dtype, tuple(data.chunk.sizes)))
+        sharding[name] = {"saved_offsets": list(data.chunk.offsets), "global_shape": list(data.size)}
+    return _Shard(planned, sharding, (planner.resolve_data(item) for item in items))
 
 
-@contextmanager
-def _torch_faults() -> Iterator[None]:
-    """Raises what the first failing rank met, in place of torch's summary of all ranks (it reaches every rank)."""
-    with warnings.catch_warnings():  # without a process group torch warns that it works on a single process
-        warnings.filterwarnings("ignore", message=".*single process.*")
-        try:
-            with files.storage_faults():
-                yield
-        except dcp.CheckpointException as failure:
-            causes = [cause[0] for _, cause in sorted(failure.failures.items())]
-            known = [cause for cause in causes if isinstance(cause, (OSError, UserError))]
-            if known:
-                with files.storage_faults():
-                    raise known[0] from failure
-            raise
+def _write_shard(folder: Path, shard: _Shard, world: RankGroup) -> list[FileRecord]:
+    """Write this rank's tensor file and flush it; a rank with nothing to write has none."""
+    if not shard.planned:
+        return []
+    path = folder / f"shard-{world.rank + 1:05d}-of-{world.size:05d}.safetensors"
+    metadata = {"format": "pt", SHARDING: json.dumps(shard.sharding, separators=(",", ":"))}
+    return [write_tensor_file(path, shard.planned, shard.pieces, metadata)]
 
 
 def _publish(
@@ -276,55 +289,45 @@ def _manifest_of(path: Path) -> Manifest:
 
 
 def load_state(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: RankGroup, place_state: PlaceState = None
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    world: RankGroup,
+    place_state: PlaceState = None,
 ) -> dict[str, Any]:
-    """Loads a state that `find_state` has verified, and returns the `extra` it was saved with. Collective.
+    """Load a state that `find_state` has verified, and return the `extra` it was saved with.
+    Collective.
 
-    The model must be materialized, and the optimizer built over its parameters. Works for any world size; random
-    number generators are restored when it is the one that saved. place_state: memory for an offloaded state; None:
-    next to its parameter. Raises CheckpointError if the state is that of another model, dtype or optimizer.
+    The model must be materialized, and the optimizer built over its parameters; None: what the
+    state holds of the model alone is read, to look at or to export. Works for any world size;
+    random number generators are restored when it is the one that saved. place_state: memory for an
+    offloaded state; None: next to its parameter. Raises CheckpointError if the state is that of
+    another model, dtype or optimizer.
     """
     manifest = together(world, lambda: _manifest_of(path))
-    saved = _load_tensors(path, manifest, model, optimizer, world, place_state)
-    groups = optimizer_settings(model, optimizer, world, find_holders(model, world))["groups"]
+    names = [record.name for record in manifest.files if record.name.startswith("shard-")]
+    saved = together(world, lambda: _read_settings(path, optimizer is not None))
+    holders = find_holders(model, world)
+    adapters = adapter_use(model, world, holders)
+    together(world, lambda: check_use(path, saved.get("adapters"), adapters))
+    metadata = together(world, lambda: _read_shards(path, names))
+    targets = together(world, lambda: _targets(path, metadata, model, optimizer, holders, place_state))
+    mark = frozen_mark(model, world, holders)
+    together(world, lambda: check_mark(path, saved.get("frozen"), mark))
+    together(world, lambda: _read_tensors(path, metadata, targets))
+    _put_in_order(targets, saved.get("runs", {}), model)
+    if optimizer is None:
+        return saved["extra"]
+    groups = optimizer_settings(model, optimizer, world, holders)["groups"]
     together(world, lambda: restore_settings(model, optimizer, saved["optimizer"], str(path), groups))
     if manifest.world_size == world.size:
-        together(world, lambda: rng.load_rng(path, world.rank, world.device))
+        together(world, lambda: load_rng(path, world.rank, world.device))
     return saved["extra"]
 
 
 def holds_adapters(path: Path) -> bool:
     """Whether a state that `find_state` has verified is one of adapters, without the frozen weights."""
     return read_state_json(path).get("adapters") is not None
-
-
-def load_trained(path: Path, model: nn.Module, world: RankGroup) -> None:
-    """Loads what a verified state holds of the model, to look at or to export; as `load_state`. Collective."""
-    manifest = together(world, lambda: _manifest_of(path))
-    _load_tensors(path, manifest, model, None, world)
-
-
-def _load_tensors(
-    path: Path,
-    manifest: Manifest,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    world: RankGroup,
-    place_state: PlaceState = None,
-) -> dict[str, Any]:
-    """Fills model and optimizer with what was saved, once it is known to be theirs; returns what state.json holds."""
-    names = [record.name for record in manifest.files if record.name.startswith("shard-")]
-    saved = together(world, lambda: _read_settings(path, optimizer is not None))
-    holders = find_holders(model, world)
-    adapters = adapter_use(model, world, holders)
-    together(world, lambda: check_use(path, saved.get("adapters"), adapters))
-    metadata = together(world, lambda: read_shards(path, names))
-    targets = together(world, lambda: _targets(path, metadata, model, optimizer, holders, place_state))
-    mark = frozen_mark(model, world, holders)
-    together(world, lambda: check_mark(path, saved.get("frozen"), mark))
-    together(world, lambda: _read_tensors(path, metadata, targets))
-    _put_in_order(targets, saved.get("runs", {}), model)
-    return saved
 
 
 def _read_settings(path: Path, with_optimizer: bool) -> dict[str, Any]:
@@ -337,11 +340,43 @@ def _read_settings(path: Path, with_optimizer: bool) -> dict[str, Any]:
     return saved
 
 
+def _read_shards(folder: Path, names: Sequence[str]) -> Metadata:
+    """Return what the files hold, by their headers: of each tensor type, global shape, and where
+    each part lies.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, str] = {}
+    for file_name in names:
+        header = read_header(folder / file_name)
+        sharding = parse_json(header.metadata[SHARDING])
+        for name, entry in header.tensors.items():
+            offsets = torch.Size(sharding[name]["saved_offsets"])
+            shape = torch.Size(sharding[name]["global_shape"])
+            properties = TensorProperties(dtype=DTYPES[entry.dtype])
+            saved = tensors.setdefault(name, TensorStorageMetadata(properties, shape, []))
+            saved.chunks.append(ChunkStorageMetadata(offsets, torch.Size(entry.shape)))
+            places[MetadataIndex(name, offsets)] = file_name
+    return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
+
+
 def _read_tensors(path: Path, metadata: Metadata, targets: dict[str, torch.Tensor]) -> None:
-    """Fills this rank's tensors. It plans alone: the ranks of a pipeline have tensors of other names."""
+    """Copy each planned slice straight into this rank's tensors; one file is open at a time.
+
+    It plans alone: the ranks of a pipeline have tensors of other names.
+    """
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _torch_faults(), phase(f"reading {path.name}"):
-        dcp.load(targets, storage_reader=ShardReader(path, metadata), planner=planner, no_dist=True)
+    planner.set_up_planner(targets, metadata)
+    by_file: dict[str, list[ReadItem]] = {}
+    for item in planner.create_local_plan().items:
+        by_file.setdefault(metadata.storage_data[item.storage_index], []).append(item)
+    with phase(f"reading {path.name}"):
+        for file_name, items in by_file.items():
+            with safe_open(str(path / file_name), framework="pt") as file:
+                for item in items:
+                    ranges = zip(item.storage_offsets, item.lengths, strict=True)
+                    part = file.get_slice(item.storage_index.fqn)[tuple(slice(at, at + n) for at, n in ranges)]
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(part.view(target.shape))
 
 
 @torch.no_grad()
@@ -399,143 +434,26 @@ def _targets(
     return filled | make_optimizer_states(model, optimizer, states, str(path), holders, place_state)
 
 
-# Storage for torch.distributed.checkpoint: one safetensors file a rank, written piece by piece, and
-# no pickle.
-#
-# torch plans who writes and who reads which part of a sharded tensor. Its own storage either
-# pickles its metadata or serializes a rank's whole share in host memory; here every header is JSON,
-# tensors stream to the disk in pieces, and the hash of a file is made on the way. The metadata key
-# is the one that torch's HuggingFaceStorageReader knows.
+# States of the random number generators of one rank, as uint8 tensors in a safetensors file.
 
 
-SHARDING = "DCP_SHARDING_INFO"
+def _rng_name(rank: int) -> str:
+    """Name of the rank's file in a state folder."""
+    return f"rng-{rank + 1:05d}.safetensors"
 
 
-def shard_name(rank: int, size: int) -> str:
-    """Name of a rank's file in a state folder."""
-    return f"shard-{rank + 1:05d}-of-{size:05d}.safetensors"
+def save_rng(folder: Path, rank: int, device: torch.device) -> FileRecord:
+    """Write this rank's generators: the host's, and that of its device."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    plan = [PlannedTensor(name, state.dtype, tuple(state.shape)) for name, state in states.items()]
+    return write_tensor_file(folder / _rng_name(rank), plan, states.values(), {"format": "pt"})
 
 
-class ShardWriter(StorageWriter):
-    """Writes this rank's part into `folder/shard-R-of-N.safetensors`; `records` then holds the file, if any."""
-
-    def __init__(self, folder: Path, rank: int, size: int):
-        self.path = folder / shard_name(rank, size)
-        self.records: list[FileRecord] = []
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """A writer serves one save."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """Nothing to prepare: the folder is there already."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are."""
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes the planned parts and flushes the file; a rank without any writes no file."""
-        items = [item for item in plan.items if math.prod(_chunk(item).sizes)]
-        if items:
-            planned = [
-                PlannedTensor(item.index.fqn, item.tensor_data.properties.dtype, tuple(_chunk(item).sizes))
-                for item in items
-            ]
-            if len({tensor.name for tensor in planned}) != len(planned):
-                raise RuntimeError("a rank holds two parts of one tensor; a file can name it once")
-            sharding = {
-                item.index.fqn: {
-                    "saved_offsets": list(_chunk(item).offsets),
-                    "global_shape": list(item.tensor_data.size),
-                }
-                for item in items
-            }
-            metadata = {"format": "pt", SHARDING: json.dumps(sharding, separators=(",", ":"))}
-            pieces = (planner.resolve_data(item) for item in items)
-            self.records.append(write_tensor_file(self.path, planned, pieces, metadata))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing: what the metadata would say is in the headers."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Only used where torch is to choose a storage by itself."""
-        return False
-
-
-def _chunk(item: WriteItem) -> ChunkStorageMetadata:
-    if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
-        raise RuntimeError(f"{item.index.fqn} is not a tensor; only tensors are saved here")
-    return item.tensor_data.chunk
-
-
-def read_shards(folder: Path, names: Sequence[str]) -> Metadata:
-    """What the files hold, from their headers: per tensor its type, its global shape, and where each part lies."""
-    tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, str] = {}
-    for file_name in names:
-        header = read_header(folder / file_name)
-        sharding = parse_json(header.metadata[SHARDING])
-        for name, entry in header.tensors.items():
-            offsets = torch.Size(sharding[name]["saved_offsets"])
-            shape = torch.Size(sharding[name]["global_shape"])
-            properties = TensorProperties(dtype=DTYPES[entry.dtype])
-            saved = tensors.setdefault(name, TensorStorageMetadata(properties, shape, []))
-            saved.chunks.append(ChunkStorageMetadata(offsets, torch.Size(entry.shape)))
-            places[MetadataIndex(name, offsets)] = file_name
-    return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
-
-
-class ShardReader(StorageReader):
-    """Reads the parts that this rank needs out of any number of ranks' files."""
-
-    def __init__(self, folder: Path, metadata: Metadata):
-        """metadata: from `read_shards`."""
-        self.folder, self.metadata = folder, metadata
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """A reader serves one load."""
-
-    def read_metadata(self) -> Metadata:
-        """What `read_shards` found."""
-        return self.metadata
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """Nothing to prepare."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copies each planned slice straight into its tensor; one file is open at a time."""
-        by_file: dict[str, list] = {}
-        for item in plan.items:
-            by_file.setdefault(self.metadata.storage_data[item.storage_index], []).append(item)
-        for file_name, items in by_file.items():
-            with safe_open(str(self.folder / file_name), framework="pt") as file:
-                for item in items:
-                    ranges = zip(item.storage_offsets, item.lengths, strict=True)
-                    part = file.get_slice(item.storage_index.fqn)[tuple(slice(at, at + n) for at, n in ranges)]
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(part.view(target.shape))
-                    planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Only used where torch is to choose a storage by itself."""
-        return False
+def load_rng(folder: Path, rank: int, device: torch.device) -> None:
+    """Sets this rank's generators as they were saved; a device type that has no saved state is left alone."""
+    with safe_open(str(folder / _rng_name(rank)), framework="pt") as file:
+        torch.set_rng_state(file.get_tensor("cpu"))
+        if device.type != "cpu" and device.type in file.keys():
+            torch.get_device_module(device).set_rng_state(file.get_tensor(device.type), device)

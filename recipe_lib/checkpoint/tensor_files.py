@@ -7,15 +7,19 @@ ever holding more than one piece of one tensor in host memory.
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from recipe_lib.errors import CheckpointError
 from recipe_lib.files import CHUNK_BYTES, FileRecord, HashedFile
+from recipe_lib.models.spec import WeightEntry
+from recipe_lib.models.weight_names import OpenView
 from recipe_lib.reading import check_regular, open_regular, parse_json
 from recipe_lib.report.phases import phase
 from recipe_lib.units import format_bytes
@@ -37,6 +41,7 @@ _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "F8_E8M0")  # of checkpoints that are quant
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | dict.fromkeys(_EIGHT_BITS, 1)
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LFS_POINTER = b"version https://git-lfs"
+_COMPARED_ROWS = 4096  # of two tensors, at a time
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,48 @@ def _cut_short(path: Path, found: int, expected: int) -> CheckpointError:
 
 def _not_safetensors(path: Path, found: str) -> CheckpointError:
     return CheckpointError(f"{path}: not a whole safetensors file: found {found}; fetch the file again")
+
+
+class Reader(ExitStack):
+    """Reads whole tensors of a checkpoint by name; a context manager that keeps the files open."""
+
+    def __init__(self, tensors: Mapping[str, FileTensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._files: dict[Path, Any] = {}
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """Return the tensor, in host memory."""
+        return self._open(name).get_tensor(name)
+
+    def slice(self, name: str) -> Any:
+        """Return the tensor's slices, none of which is read yet."""
+        return self._open(name).get_slice(name)
+
+    def opened(self, entry: WeightEntry, dtype: torch.dtype) -> Any:
+        """Return slices of the tensor that an entry lies in, or is made of. dtype: of what is made
+        of codes.
+        """
+        return self.slice(entry.file_name) if entry.view is None else OpenView(entry.view, self.slice, dtype)
+
+    def _open(self, name: str) -> Any:
+        path = self._tensors[name].file
+        if path not in self._files:
+            self._files[path] = self.enter_context(safe_open(str(path), framework="pt"))
+        return self._files[path]
+
+
+def hold_same_numbers(first: Any, second: Any) -> bool:
+    """Return whether two opened tensors are equal, the second in the first's type; some rows at a time."""
+    shape, other = (list(one.get_shape() if hasattr(one, "get_shape") else one.view.shape) for one in (first, second))
+    if shape != other:
+        return False
+    parts: list[Any] = [slice(at, at + _COMPARED_ROWS) for at in range(0, shape[0], _COMPARED_ROWS)] if shape else [...]
+    for part in parts:
+        rows = first[part]
+        if not torch.equal(rows, second[part].to(rows.dtype)):
+            return False
+    return True
 
 
 @dataclass(frozen=True)

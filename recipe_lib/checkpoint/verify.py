@@ -1,25 +1,35 @@
 """An export loaded again and compared with what was trained: names, counts, and logits of a fixed prompt."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
+from torch import Tensor, nn
 
 from recipe_lib.adapters import adapters_off, add_adapters, init_adapters
-from recipe_lib.adapters.peft_names import HEAD, file_modules, targets_of
-from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, scaling
+from recipe_lib.adapters.peft_names import file_modules, targets_of
+from recipe_lib.adapters.peft_patterns import PatternError, first_matches
+from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, PATTERN_REMEDY, AdapterConfig, scaling
 from recipe_lib.checkpoint.adapter_files import BASE_STORAGE, AdapterFile, check_fits, read_adapter, usual_scaling
 from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.checkpoint.weights_in import load_weights
+from recipe_lib.config.local_files import has_package, install_line
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.models import Decoder, build_meta
+from recipe_lib.logs import silence_torchao
+from recipe_lib.memory.peaks import free_host_memory
+from recipe_lib.models import Decoder, build_meta, read_config
+from recipe_lib.models.families import has_score_head
 from recipe_lib.models.meta_init import allocate
 from recipe_lib.models.spec import ExternalSpec, ModelSpec
-from recipe_lib.models.weight_names import weight_map
 from recipe_lib.report.phases import phase
+from recipe_lib.units import format_bytes
 
 _ROWS, _LENGTH = 2, 32
 # What rounding may change, as a share of the largest logit: sums in another order, or weights rounded once more.
@@ -57,16 +67,18 @@ def adapter_settings_of(adapter: AdapterFile, spec: ModelSpec) -> LoraConfig:
     )
 
 
-def model_with_adapters(
-    spec: ModelSpec, base: Path, cfg: LoraConfig, dtype: torch.dtype, device: torch.device
+def load_model(
+    spec: ModelSpec, folder: Path, dtype: torch.dtype, device: torch.device, lora: LoraConfig | None = None
 ) -> Decoder:
-    """The base with new adapters."""
+    """Return a model folder's model. lora: with new adapters."""
     model = build_meta(spec, dtype)
-    add_adapters(model, cfg, dtype)
+    if lora is not None:
+        add_adapters(model, lora, dtype)
     allocate(model, device)
-    load_weights(model, spec, base)
-    with phase("making adapters"):
-        init_adapters(model, 0)
+    load_weights(model, spec, folder)
+    if lora is not None:
+        with phase("making adapters"):
+            init_adapters(model, 0)
     return model.eval()
 
 
@@ -88,7 +100,7 @@ def model_of_adapter(
     cfg = adapter_settings_of(adapter, spec)
     cfg.quantize_base = storage or cfg.quantize_base
     cfg.dtype = "fp32" if dtype != torch.float64 else None
-    model = model_with_adapters(spec, base, cfg, dtype, device)
+    model = load_model(spec, base, dtype, device, cfg)
     return model, load_adapter(model, spec, folder, some=True)
 
 
@@ -114,38 +126,227 @@ def compare(trained: torch.Tensor, exported: torch.Tensor, before: torch.Tensor 
     return Comparison(difference, float(wide.abs().max()), change)
 
 
-def check_names(folder: Path, spec: ModelSpec, base: Path) -> int:
-    """Compares an adapter's names with those of the base's own files, as PEFT and vLLM find modules by them.
+def check_names(folder: Path, spec: ModelSpec) -> int:
+    """Compare an adapter's names with those of the base's modules, as PEFT and vLLM find modules by
+    them.
 
-    Returns how many modules have an adapter. Raises CheckpointError if one of them is not in the base, or if PEFT would
-    put an adapter on a module that has none in the file.
+    Returns how many modules have an adapter. Raises CheckpointError if one of them is not in the
+    base, or if PEFT would put an adapter on a module that has none in the file.
     """
-    adapter = read_adapter(folder)
+    adapted = set(read_adapter(folder).tensors)
     if isinstance(spec, ExternalSpec):  # PEFT looks for the class' own modules
-        strange = sorted(adapter.tensors.keys() - spec.layout().linears.keys())
+        strange = sorted(adapted - spec.layout().linears.keys())
         if strange:
             raise CheckpointError(f"{folder / CONFIG_FILE}: {strange[0]} is no linear of the base; export it again")
-        return len(adapter.tensors)
-    found = read_headers(base)
-    written = {entry.our_name: entry.file_name for entry in weight_map(spec)}
-    in_base = {
-        written[entry.our_name].removesuffix(".weight") for entry in weight_map(spec, found) if entry.file_name in found
-    }
-    if spec.tied:
-        in_base.add(HEAD)
-    in_base |= {name for name, module in file_modules(spec).items() if module.parameter}
-    adapted = set(adapter.tensors)
+        return len(adapted)
     last = {name.rsplit(".", 1)[-1] for name in adapted}
-    matched = {name for name in in_base & file_modules(spec).keys() if name.rsplit(".", 1)[-1] in last}
+    matched = {name for name in file_modules(spec) if name.rsplit(".", 1)[-1] in last}
     for name in sorted(adapted ^ matched):
         fault = "is no weight of the base" if name in adapted else "has no adapter, and PEFT would make one"
         raise CheckpointError(f"{folder / CONFIG_FILE}: {name} {fault}; export the adapter again")
     return len(adapted)
 
 
-def plain_model(spec: ModelSpec, folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A model folder's model."""
-    model = build_meta(spec, dtype)
-    allocate(model, device)
-    load_weights(model, spec, folder)
-    return model.eval()
+# An export opened by the libraries that it is for, transformers and PEFT, and compared with what
+# was trained.
+
+
+_FAULTS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError)
+
+
+def check_with_peft(
+    folder: Path,
+    base: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    trained: tuple[Tensor, Tensor],
+) -> str:
+    """Return the line about an adapter's folder opened by PEFT on transformers' base.
+
+    spec: of the base. dtype: of the base in the run. trained: logits of the fixed prompt as the run computes them, with
+    the adapter and of the base alone. Raises CheckpointError where PEFT does not open it, or computes something else.
+    """
+    adapter = read_adapter(folder)
+    dtype = torch.float32 if dtype == torch.float64 else dtype  # transformers has norms and rotations in fp32
+    why_not = _why_not_opened(base, spec, dtype, device, "transformers", "peft")
+    if why_not is None and adapter.extras:
+        why_not = "PEFT does not know the parameters that the recipe added"
+    if why_not is not None:
+        return f"note: not opened with PEFT: {why_not}"
+    if adapter.metadata.get(BASE_STORAGE, "none") != "none":  # PEFT has the base's own numbers, not their rounding
+        model = model_of_adapter(folder, spec, base, dtype, device, storage="none")[0]
+        trained = (prompt_logits(model), prompt_logits(model, with_adapters=False))
+        del model
+    with quiet_transformers():
+        try:
+            with phase("opening the base with transformers"):
+                model = open_model(base, dtype, device)
+            vocabulary = trained[0].shape[-1]
+            is_resized = vocabulary != model.config.get_text_config().vocab_size
+            base_logits = trained[1] if is_resized else compute_logits(model, vocabulary, spec.max_positions)
+        except (ImportError, *_FAULTS) as error:
+            return f"note: not opened with PEFT: transformers does not open the base ({first_line(error)})"
+        if is_resized:  # its new rows have no numbers before PEFT brings them
+            model.resize_token_embeddings(vocabulary, mean_resizing=False)
+        alone = _compare_steady(trained[1], base_logits, None, dtype)
+        if not alone.agrees(dtype):
+            return f"note: not opened with PEFT: transformers computes the base otherwise: {alone}"
+        _check_patterns(adapter.config, model)
+        opened = _open_adapter(model, adapter, device)
+        if isinstance(opened, str):
+            return f"note: not opened with PEFT: {opened}"
+        logits = compute_logits(opened, vocabulary, spec.max_positions)
+    before = trained[1] if trained[1].shape == trained[0].shape else None
+    comparison = compare(trained[0], logits, before)
+    steady = _compare_steady(trained[0], logits, before, dtype)
+    # However little the adapter changes: closer than half of that, or as close as the libraries are without it.
+    missed = steady.change is not None and steady.difference > max(steady.change / 2, 2 * alone.difference)
+    reader = f"PEFT {version('peft')} on transformers {version('transformers')}"
+    if missed or not steady.agrees(dtype):
+        raise CheckpointError(
+            f"{folder}: {reader} computes another model than was trained: {comparison}; use the merged model "
+            f"(tune export {folder} --merge), or write the adapter again (--adapter --out) if an older release wrote it"
+        )
+    return f"check: {comparison}, read with {reader}"
+
+
+def check_with_transformers(
+    folder: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    trained: Tensor,
+    before: Tensor | None = None,
+) -> str:
+    """Return the line about a model's folder opened by transformers. Raises CheckpointError for another model.
+
+    dtype: of what is compared. trained, before: logits of the fixed prompt; of an adapter's base alone.
+    """
+    dtype = torch.float32 if dtype == torch.float64 else dtype
+    why_not = _why_not_opened(folder, spec, dtype, device, "transformers")
+    if why_not is not None:
+        return f"note: not opened with transformers: {why_not}"
+    with quiet_transformers():
+        try:
+            with phase("opening the model with transformers"):
+                model = open_model(folder, dtype, device)
+            logits = compute_logits(model, trained.shape[-1], spec.max_positions)
+        except (ImportError, *_FAULTS) as error:
+            return f"note: not opened with transformers: it says {first_line(error)}"
+    comparison = compare(trained, logits, before)
+    reader = f"transformers {version('transformers')}"
+    if not _compare_steady(trained, logits, before, dtype).agrees(dtype):
+        raise CheckpointError(
+            f"{folder}: {reader} computes another model than was trained: {comparison}; do not use it there, and "
+            "report this"
+        )
+    return f"check: {comparison}, read with {reader}"
+
+
+def open_model(folder: Path, dtype: torch.dtype | str, device: torch.device | None = None, **more: Any) -> Any:
+    """Return transformers' model of a folder. Nothing of the folder's own code is run, no pickled weights are read."""
+    import transformers
+
+    # Without a word transformers asks on the terminal whether to run a folder's code.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, **more
+    )
+    return model.eval().to(device or "cpu")
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep the bars, advice and warnings of transformers and PEFT away from the user."""
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        with catch_warnings():
+            simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what another library says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _why_not_opened(
+    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, *packages: str
+) -> str | None:
+    """Return why the other libraries cannot say anything about a model; None: they can."""
+    missing = next((package for package in packages if not has_package(package)), None)
+    if missing is not None:
+        return f"found no package {missing}; {install_line(missing)}"
+    silence_torchao()
+    if isinstance(spec, ExternalSpec) and spec.implementation != "transformers":
+        return f"the model is one of {spec.implementation}"
+    if has_score_head(spec):
+        return "it has a score head"
+    if read_config(folder).get("quantization_config"):
+        return "the base's files are quantized, and transformers dequantizes in its own way"
+    headers = read_headers(folder)
+    if any(tensor.extra for tensor in headers.values()):
+        return "transformers does not know the parameters that the recipe added"
+    needed = sum(torch.Size(tensor.entry.shape).numel() for tensor in headers.values()) * dtype.itemsize
+    room, what = free_host_memory()
+    if device.type == "cpu" and needed > room:
+        return f"it takes {format_bytes(needed)} of host memory, {format_bytes(room)} {what}"
+    return None
+
+
+def _open_adapter(model: Any, adapter: AdapterFile, device: torch.device) -> Any:
+    """Return PEFT's model on a base; a text, why PEFT itself cannot be used."""
+    try:
+        from peft import PeftModel
+
+        with phase("opening the adapter with PEFT"):
+            return PeftModel.from_pretrained(model, str(adapter.folder), torch_device=str(device)).eval()
+    except ImportError as error:  # as of a torchao that it does not go with
+        return f"it says {first_line(error)}"
+    except _FAULTS as error:
+        raise CheckpointError(
+            f"{adapter.folder}: PEFT {version('peft')} does not open it ({first_line(error)}); use the merged model "
+            f"(tune export {adapter.folder} --merge)"
+        ) from error
+
+
+def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
+    """Raise CheckpointError for a pattern that does not come to an end with a name of the model's."""
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    whole = [config.selection.get(key) for key in ("target_modules", "exclude_modules")]
+    try:
+        first_matches([pattern for pattern in whole if isinstance(pattern, str)], names, whole=True)
+        first_matches([*config.rank_pattern, *config.alpha_pattern], names)
+    except PatternError as fault:
+        raise CheckpointError(f"{config.path}: a pattern {fault}; {PATTERN_REMEDY}") from None
+
+
+@torch.no_grad()
+def compute_logits(model: nn.Module, vocabulary: int, max_positions: int) -> Tensor:
+    """Return logits of the fixed prompt by transformers' model, on the host."""
+    tokens = prompt_tokens(vocabulary, max_positions)
+    with phase("computing logits of a fixed prompt"):
+        logits: Tensor = model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False).logits
+    return logits.cpu()
+
+
+def _compare_steady(trained: Tensor, logits: Tensor, before: Tensor | None, dtype: torch.dtype) -> Comparison:
+    """Return the comparison that decides: in 16 bits of the half of the tokens that differ less.
+
+    Two right programs round differently, and a token at a tie of a router then goes to other experts.
+    """
+    if dtype.itemsize >= torch.float32.itemsize:
+        return compare(trained, logits, before)
+    differences = (trained.double() - logits.double()).abs().amax(dim=-1).flatten()
+    steady = differences.argsort()[: max(1, len(differences) // 2)]
+    kept = [None if one is None else one.flatten(0, 1)[steady] for one in (trained, logits, before)]
+    return compare(kept[0], kept[1], kept[2])

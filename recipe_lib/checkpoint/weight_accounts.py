@@ -8,12 +8,11 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from recipe_lib.checkpoint.converted import Reader, hold_same_numbers, made_for
-from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, read_header
+from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, FileTensor, Header, Reader, hold_same_numbers, read_header
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE, find_weights, list_unread_weights
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, raise_faults
@@ -42,6 +41,7 @@ _LEAVE_OUT = "if the model does not need it, leave it out of a copy of the folde
 _FP8, _MXFP4 = "F8_E4M3", "U8"
 _BLOCKS = ("gate_up_proj_blocks", "down_proj_blocks")  # ends of the names of MXFP4
 _ORIGINAL = "take the checkpoint that this one was made from"
+Made = TypeVar("Made")
 
 
 def read_headers(folder: Path) -> dict[str, FileTensor]:
@@ -53,7 +53,13 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; expected a Hugging Face model folder")
     index = find_weights(folder)
-    _check_named_file(folder, INDEX if index else SINGLE)
+    file_read = INDEX if index else SINGLE
+    named = read_config(folder).get("transformers_weights")
+    if named not in (None, file_read):  # transformers would read another file than we do
+        raise CheckpointError(
+            f"{folder}: config.json: transformers_weights: found {show(str(named))!r}, expected {file_read}, the file "
+            "that is read; rename the weights, and take the key out"
+        )
     headers = {name: read_header(folder / name) for name in sorted(set(index.values()) or {SINGLE})}
     lost = [name for name, file_name in index.items() if name not in headers[file_name].tensors]
     if lost:
@@ -72,16 +78,6 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
                 )
             tensors.setdefault(name, tensor)
     return tensors
-
-
-def _check_named_file(folder: Path, file_name: str) -> None:
-    """Raise CheckpointError for a config.json that has transformers read another file than we do."""
-    named = read_config(folder).get("transformers_weights")
-    if named not in (None, file_name):
-        raise CheckpointError(
-            f"{folder}: config.json: transformers_weights: found {show(str(named))!r}, expected {file_name}, the file "
-            "that is read; rename the weights, and take the key out"
-        )
 
 
 def _have_same_numbers(name: str, first: FileTensor, second: FileTensor) -> bool:
@@ -262,6 +258,13 @@ def find_shape_fault(
         f"{folder}: {misshapen[0]} has shape {list(tensors[misshapen[0]].entry.shape)}, {by} makes it "
         f"{list(expected[misshapen[0]])}{more}; check that {by} and the weights are of one model"
     )
+
+
+def made_for(made: Mapping[str, Made], name: str) -> Made:
+    """Return what of a conversion, tensors or shapes, is a parameter's: that of its name, or the
+    first.
+    """
+    return made[name] if name in made else next(iter(made.values()))
 
 
 def _find_single(names: list[str]) -> str | None:

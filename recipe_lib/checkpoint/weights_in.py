@@ -1,22 +1,24 @@
 """A checkpoint folder's weights: each rank reads its own slices of them."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipe_lib.checkpoint.converted import Reader, load_converted
-from recipe_lib.checkpoint.tensor_files import FileTensor
-from recipe_lib.checkpoint.weight_accounts import find_shape_fault, match_tensors, tell_left_out
+from recipe_lib.checkpoint.tensor_files import FileTensor, Reader, hold_same_numbers
+from recipe_lib.checkpoint.weight_accounts import find_shape_fault, made_for, match_tensors, read_headers, tell_left_out
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.language_model import LanguageModel, modules_elsewhere, own_parts
 from recipe_lib.models.meta_init import init_weight, persistent_buffers, reset_extra, saved_whole, stored_weights
-from recipe_lib.models.spec import SCORE, ModelSpec
-from recipe_lib.models.weight_names import OpenView, WeightEntry, parameter_shapes
+from recipe_lib.models.spec import SCORE, Conversion, DecoderSpec, ModelSpec
+from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map
 from recipe_lib.ops.device import holds_values
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB, name_first
@@ -44,8 +46,12 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     shapes |= {name: (module.out_features, module.in_features) for name, module in stored.items()}
     elsewhere = modules_elsewhere(model)
     expected = parameter_shapes(spec)
-    if not elsewhere and expected.keys() - shapes.keys():
-        raise _lacking(folder, expected.keys() - shapes.keys())
+    lost = expected.keys() - shapes.keys()
+    if lost and not elsewhere:
+        raise CheckpointError(
+            f"{folder}: the recipe's model has no {name_first(lost)}, which config.json makes part of it; leave the "
+            "model's own modules under their names, and add others next to them"
+        )
     entries, tensors = match_tensors(spec, folder, expected | shapes)
     entries = [entry for entry in entries if entry.our_name in shapes]  # others are of another rank's stages
     extras = extras_to_read(model, folder, tensors)
@@ -53,76 +59,105 @@ def load_weights(model: nn.Module, spec: ModelSpec, folder: Path, seed: int = 0)
     entries += [WeightEntry(name, name) for name in extras]
     by_file: dict[Path, list[WeightEntry]] = {}
     for entry in entries:
-        if entry.made is not None or entry.view is not None:
-            continue  # see below
-        by_file.setdefault(tensors[entry.file_name].file, []).append(entry)
-    with phase(_loading(stored), sum(map(len, by_file.values())), "tensors") as going:
-        for path, in_file in by_file.items():
-            with safe_open(str(path), framework="pt") as file:
+        if entry.made is None:
+            by_file.setdefault(tensors[entry.file_name].file, []).append(entry)
+    what = "loading and quantizing weights" if stored else "loading weights"
+    with phase(what, sum(map(len, by_file.values())), "tensors") as going:
+        for in_file in by_file.values():
+            with Reader(tensors) as read:  # a parameter that is made of several tensors may open other files too
                 for entry in in_file:
-                    _load_entry(model, file.get_slice(entry.file_name), entry, parameters, stored)
+                    _load_entry(model, read, entry, parameters, stored)
                     going.advance(1)
-    _load_views(model, entries, tensors, parameters, stored)
-    load_converted(model, parameters, entries, tensors)
+    _load_converted(model, parameters, entries, tensors)
     tell_left_out(spec, folder, what="model", tensors=tensors)
-    read = {entry.our_name for entry in entries} & parameters.keys()
-    if SCORE in parameters.keys() - read:
+    loaded = {entry.our_name for entry in entries} & parameters.keys()
+    if SCORE in parameters.keys() - loaded:
         init_weight(model, SCORE, seed, spec)
     if isinstance(model, LanguageModel):
         model.loaded_extras |= frozenset(extras)
-    _check_finite({name: parameters[name] for name in sorted(read)}, folder)
-
-
-def _loading(stored: Collection[str]) -> str:
-    return "loading and quantizing weights" if stored else "loading weights"
+    check_finite(((name, parameters[name]) for name in sorted(loaded)), folder)
 
 
 def _load_entry(
     model: nn.Module,
-    source: Any,
+    read: Reader,
     entry: WeightEntry,
     parameters: Mapping[str, torch.Tensor],
     stored: Mapping[str, Any],
 ) -> None:
-    """This rank's part of a tensor of a file."""
-    if entry.our_name in stored:
-        stored[entry.our_name].fill_weight(_row_reader(source, entry.start))
+    """Read this rank's part of a parameter that is a tensor of a file, or made of several, or of
+    codes.
+    """
+    holder = stored.get(entry.our_name)
+    if holder is not None:
+        source = read.opened(entry, holder.dtype)
+        holder.fill_weight(_row_reader(source, entry.start) if entry.view is None else source.rows)
         return
-    for local, offsets in own_parts(model, entry.our_name, parameters[entry.our_name]):
+    parameter = parameters[entry.our_name]
+    source = read.opened(entry, parameter.dtype)
+    for local, offsets in own_parts(model, entry.our_name, parameter):
         read_part(source, local, (offsets[0] + entry.start, *offsets[1:]) if offsets else ())
 
 
-def _load_views(
+@torch.no_grad()
+def _load_converted(
     model: nn.Module,
+    parameters: Mapping[str, torch.Tensor],
     entries: Sequence[WeightEntry],
     tensors: Mapping[str, FileTensor],
-    parameters: Mapping[str, torch.Tensor],
-    stored: Mapping[str, Any],
 ) -> None:
-    """This rank's parts of parameters that are made of several tensors, or of codes."""
-    viewed = [entry for entry in entries if entry.view is not None]
-    if not viewed:
+    """Fill those parameters that are made of other tensors, in place; of experts each rank reads
+    those it has.
+
+    As much as all tensors of one conversion, or those of one expert, are in host memory at a time,
+    and what they make.
+    """
+    stored = stored_weights(model)
+    with Reader(tensors) as read:
+        for conversion, names in _by_conversion(entries):
+            quantized = [name for name in names if name in stored]
+            places = {name: own_parts(model, name, parameters[name]) for name in names if name not in stored}
+            for start, stop, taken in conversion.pieces():
+                if not quantized and not any(_meets(part, start, stop) for parts in places.values() for part in parts):
+                    continue
+                made = conversion.convert(read, taken)
+                for name in names:
+                    value = made_for(made, name)
+                    if name in stored:
+                        stored[name].fill_weight(_row_reader(value, 0))
+                    else:
+                        for local, offset in places[name]:
+                            _place(local, offset, value, start)
+
+
+def _by_conversion(entries: Sequence[WeightEntry]) -> list[tuple[Conversion, list[str]]]:
+    """Each conversion with the parameters that it makes."""
+    found: dict[int, tuple[Conversion, list[str]]] = {}
+    for entry in entries:
+        if entry.made is not None:
+            found.setdefault(id(entry.made), (entry.made, []))[1].append(entry.our_name)
+    return list(found.values())
+
+
+def _meets(part: tuple[torch.Tensor, tuple[int, ...]], start: int, stop: int | None) -> bool:
+    """Whether a rank's part of a parameter has any of its rows from `start` to `stop`."""
+    local, offset = part
+    if not local.numel():
+        return False
+    return stop is None or not offset or (offset[0] < stop and start < offset[0] + local.shape[0])
+
+
+def _place(local: torch.Tensor, offset: tuple[int, ...], value: torch.Tensor, start: int) -> None:
+    """Copies what a part and the rows from `start` on have in common."""
+    if not local.numel():
         return
-    with phase(_loading(stored), len(viewed), "tensors") as going:
-        for entry in viewed:
-            assert entry.view is not None
-            holder = stored.get(entry.our_name)
-            dtype = parameters[entry.our_name].dtype if holder is None else holder.dtype
-            with Reader(tensors) as read:
-                source = OpenView(entry.view, read.slice, dtype)
-                if holder is not None:
-                    holder.fill_weight(source.rows)
-                else:
-                    for local, offsets in own_parts(model, entry.our_name, parameters[entry.our_name]):
-                        read_part(source, local, offsets)
-            going.advance(1)
-
-
-def _lacking(folder: Path, names: Collection[str]) -> CheckpointError:
-    return CheckpointError(
-        f"{folder}: the recipe's model has no {name_first(names)}, which config.json makes part of it; leave the "
-        "model's own modules under their names, and add others next to them"
-    )
+    if not offset:
+        local.copy_(value)
+        return
+    first, last = max(offset[0], start), min(offset[0] + local.shape[0], start + value.shape[0])
+    if first < last:
+        columns = tuple(slice(at, at + size) for at, size in zip(offset[1:], local.shape[1:], strict=True))
+        local[first - offset[0] : last - offset[0]].copy_(value[(slice(first - start, last - start), *columns)])
 
 
 def extras_to_read(model: nn.Module, folder: Path, tensors: dict[str, FileTensor]) -> list[str]:
@@ -149,21 +184,23 @@ def unknown_extras(folder: Path, names: Collection[str]) -> CheckpointError:
     )
 
 
-def _check_finite(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """CheckpointError for numbers that are none: every later step would be NaN. Each rank looks at its own parts."""
-    local_tensors = {
-        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()
-    }
+def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], where: Path) -> None:
+    """Raise CheckpointError for numbers that are none: every later step would be NaN. Each rank
+    looks at its own parts.
+
+    tensors: by name, one after the other. where: the file or folder that has them.
+    """
     checks: dict[str, torch.Tensor] = {}
-    for name, tensor in local_tensors.items():
-        if tensor.numel() and tensor.is_floating_point() and holds_values(tensor.device):
-            parts = [torch.isfinite(part).all() for part in tensor.reshape(-1).split(_CHECKED)]
+    for name, tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.numel() and local.is_floating_point() and holds_values(local.device):
+            parts = [torch.isfinite(part).all() for part in local.reshape(-1).split(_CHECKED)]
             checks[name] = torch.stack(parts).all()
     bad = [name for name, good in checks.items() if not good]
     if bad:
         named = name_first(bad, "holds", "hold")
         raise CheckpointError(
-            f"{folder}: {named} NaN or infinite numbers; take an earlier state of its training, or download it again"
+            f"{where}: {named} NaN or infinite numbers; take an earlier state of its training, or download it again"
         )
 
 
@@ -194,3 +231,94 @@ def _read_along(dim: int, source: Any, local: torch.Tensor, offsets: tuple[int, 
             _read_along(dim + 1, source, piece, places)
         else:
             piece.copy_(source[tuple(slice(at, at + size) for at, size in zip(places, piece.shape, strict=True))])
+
+
+# Which base an adapter belongs to: a mark of the weights that does not depend on how files store
+# them.
+
+
+_SAMPLE_COLUMNS = 64
+
+
+def base_fingerprint(spec: ModelSpec, folder: Path) -> str:
+    """A hash of some numbers of every weight, rounded to bf16: the same for files of other types, sizes or layouts."""
+    digest = hashlib.sha256()
+    tensors = read_headers(folder)
+    entries = [entry for entry in weight_map(spec, tensors) if entry.our_name != SCORE]  # it is trained
+    with Reader(tensors) as read:
+        for entry in sorted(entries, key=lambda entry: entry.our_name):
+            digest.update(_mark(entry.our_name, _read_middle(read, entry)))
+    return digest.hexdigest()
+
+
+def _read_middle(read: Reader, entry: WeightEntry) -> torch.Tensor:
+    """Return the row in the middle of a parameter, of experts in the middle one."""
+    if entry.made is not None:
+        pieces = list(entry.made.pieces())
+        rows = made_for(entry.made.convert(read, pieces[len(pieces) // 2][2]), entry.our_name)
+        return rows[len(rows) // 2 :][:1]
+    source = read.opened(entry, torch.bfloat16)
+    shape = source.get_shape() if entry.view is None else entry.view.shape
+    if not shape:
+        return source[...]
+    middle = entry.start + (entry.length or shape[0]) // 2
+    rows = slice(middle, middle + 1)
+    return source[rows] if entry.view is None else source[(rows, *(slice(0, 1) for _ in shape[2:]))]
+
+
+def _mark(name: str, rows: torch.Tensor) -> bytes:
+    """A parameter's name, and the first numbers of some of its rows."""
+    sample = rows.flatten()[:_SAMPLE_COLUMNS].to(torch.bfloat16)
+    return f"{name} ".encode() + sample.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def check_copies(path: Path, copies: Mapping[str, str], spec: ModelSpec, base: Path) -> None:
+    """Compares the frozen weights that an adapter's file holds with the base's own. Raises CheckpointError.
+
+    PEFT saves them with an adapted embedding or head. copies: our parameter -> the tensor's name in the file.
+    """
+    if not copies:
+        return
+    found = read_headers(base)
+    places = {entry.our_name: entry for entry in weight_map(spec, found)}
+    for name, copy in copies.items():
+        entry = places.get(name) or places["model.embed_tokens.weight"]  # a tied head
+        with safe_open(str(path), framework="pt") as file, Reader(found) as read:
+            rows = file.get_slice(copy)
+            alike = hold_same_numbers(rows, read.opened(entry, rows[:1].dtype))
+        if not alike:
+            raise CheckpointError(
+                f"{path}: {copy} differs from {entry.file_name} of {base}: the adapter was trained on other "
+                "weights (a resized or trained embedding); use its own base model"
+            )
+
+
+# Which rows of a checkpoint's embedding were never trained: read from the file, a few rows at a
+# time.
+
+
+SAMPLE = 512  # rows that say what is usual
+TINY = 1e-2  # a row of a hundredth of the usual length was left as it was initialized, or is zero
+
+
+def untrained_embeddings(
+    spec: DecoderSpec, folder: Path, tokens: Collection[int], special: Collection[int]
+) -> list[int]:
+    """The ids among `tokens` whose embedding is next to zero, or the very same as that of another special token.
+
+    Vocabularies are padded with rows that no text ever reached: they are zeros, tiny, or copies of one vector.
+    special: ids of all special tokens. Raises CheckpointError.
+    """
+    headers = read_headers(folder)
+    entry = next(entry for entry in weight_map(spec, headers) if entry.our_name == "model.embed_tokens.weight")
+    with Reader(headers) as read:
+        rows, size = read.opened(entry, torch.float32), headers[entry.file_name].entry.shape[0]
+        sample = np.unique(np.linspace(0, size - 1, min(SAMPLE, size)).astype(int)).tolist()
+        usual = torch.stack([rows[at : at + 1].float().flatten() for at in sample]).norm(dim=1).median()
+        own = {token: rows[token : token + 1].float().flatten() for token in {*tokens, *special} if token < size}
+    same = Counter(row.numpy().tobytes() for row in own.values())
+    return sorted(
+        token
+        for token in tokens
+        if token in own and (own[token].norm() < TINY * usual or same[own[token].numpy().tobytes()] > 1)
+    )

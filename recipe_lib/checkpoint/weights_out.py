@@ -1,6 +1,9 @@
 """A trained model as a Hugging Face folder, written tensor by tensor."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipe_lib import files
-from recipe_lib.checkpoint.model_card import write_card
-from recipe_lib.checkpoint.ownership import Holders, find_holders
-from recipe_lib.checkpoint.rank_agreement import RankGroup, decide, write_gathered
+from recipe_lib.checkpoint.model_card import CARD
+from recipe_lib.checkpoint.rank_agreement import Holders, RankGroup, decide, find_holders, write_gathered
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, PlannedTensor
-from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files, write_padding
+from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_files
 from recipe_lib.checkpoint.weight_accounts import EXTRA, file_shapes
 from recipe_lib.checkpoint.weight_files import INDEX, SINGLE
 from recipe_lib.config.schema import CheckpointConfig
@@ -59,33 +61,20 @@ def export_model(
     model.state_dict()  # FSDP's hook frees gathered parameters, so that what follows sees the shards
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()} | persistent_buffers(model)
     holders = find_holders(model, world)
-    everything = _of_all_ranks(parameters, holders, world)
+    everything = plan_tensors(parameters, holders, world)
     known = {entry.our_name for entry in weight_map(spec)}
     extras = [name for name in everything if name not in known]
     if extras and not save_extra:
         raise CheckpointError(f"{out}: {extra_fault(extras)}")
     shards = plan_shards(spec, everything, max_shard_bytes, extras)
-    copied = tokenizer_files(tokenizer_folder)
 
-    def gather(name: str) -> Iterator[torch.Tensor]:
-        yield in_file_order(model, name, whole(parameters[name]))
-
-    def read(name: str) -> Iterator[torch.Tensor]:
-        return holders.relay(name, lambda: gather(name))
-
-    pieces = _TensorPieces(spec, read, everything, extras)
-
-    temporary = Path(decide(world, lambda: begin_folder(out, shards, copied)))
-    try:
+    pieces = TensorPieces(spec, partial(relay_whole, model, parameters, holders), everything, extras)
+    config = export_config(source_config, spec, next(model.parameters()).dtype)
+    beside = SideFiles(tokenizer_folder, chat_template, stop_ids, card, pad_id=find_padding(config))
+    with stage_folder(out, shards, list_model_files(shards, config), beside, world) as temporary:
         for name, tensors in shards.items():
-            _write_shard(temporary / name, tensors, pieces, world, extras)
-        dtype = next(model.parameters()).dtype
-        config = export_config(source_config, spec, dtype)
-        decide(world, lambda: finish_model(temporary, out, shards, config, copied, chat_template, stop_ids, card))
-    except BaseException:
-        if world.rank == 0:
-            files.discard(temporary)
-        raise
+            metadata = {"format": "pt"} | extra_metadata({tensor.name for tensor in tensors} & set(extras))
+            write_gathered(temporary / name, tensors, pieces.of_all(tensors), metadata, world)
 
 
 def extra_fault(names: Collection[str]) -> str:
@@ -127,20 +116,17 @@ def _beside(out: Path) -> str:
     return f", in addition to the one in {out} that stays until then," if out.exists() else ""
 
 
-def _of_all_ranks(parameters: dict[str, torch.Tensor], holders: Holders, world: RankGroup) -> dict[str, torch.Tensor]:
-    """The parameters, where other ranks of a pipeline have others those too, by shape and type alone. Collective."""
-    if not holders.is_divided:
-        return parameters
-    found: dict[str, torch.Tensor] = {}
-    own = [(name, list(value.shape), DTYPE_NAMES[value.dtype]) for name, value in parameters.items()]
-    for part in holders.gather(own, world):
-        for name, shape, dtype in part:
-            found[name] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-    return found
+def plan_tensors(tensors: Mapping[str, torch.Tensor], holders: Holders, world: RankGroup) -> dict[str, PlannedTensor]:
+    """Return shape and type of tensors by name, of those of other ranks of a pipeline too.
+    Collective.
+    """
+    own = [(name, DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in tensors.items()]
+    parts = holders.gather(own, world)
+    return {name: PlannedTensor(name, DTYPES[dtype], tuple(shape)) for part in parts for name, dtype, shape in part}
 
 
 def plan_shards(
-    spec: ModelSpec, parameters: dict[str, torch.Tensor], max_shard_bytes: int, extras: Collection[str] = ()
+    spec: ModelSpec, parameters: Mapping[str, PlannedTensor], max_shard_bytes: int, extras: Collection[str] = ()
 ) -> dict[str, list[PlannedTensor]]:
     """File name -> its tensors, filled in the model's order; a tensor larger than a shard has its own.
 
@@ -149,13 +135,13 @@ def plan_shards(
     other = written_layout(spec)
     if other is None:
         entries = weight_map(spec)
-        shapes = file_shapes(entries, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
+        shapes = file_shapes(entries, {name: parameter.shape for name, parameter in parameters.items()})
         dtypes = {entry.file_name: parameters[entry.our_name].dtype for entry in entries}
     else:
         shapes = dict(other.shapes)
         dtypes = {name: parameters[own].dtype for name, own in other.renamed.items()}
         dtypes |= {name: parameters[conversion.names()[0]].dtype for name, conversion in other.made.items()}
-    shapes |= {name: tuple(parameters[name].shape) for name in extras}
+    shapes |= {name: parameters[name].shape for name in extras}
     dtypes |= {name: parameters[name].dtype for name in extras}
     shards: list[list[PlannedTensor]] = []
     filled = 0
@@ -171,14 +157,14 @@ def plan_shards(
     return {f"model-{at:05d}-of-{len(shards):05d}.safetensors": shard for at, shard in enumerate(shards, start=1)}
 
 
-class _TensorPieces:
+class TensorPieces:
     """The data of a file's tensors, a gathered parameter at a time; of those made by one conversion, all it takes."""
 
     def __init__(
         self,
         spec: ModelSpec,
         read: Callable[[str], Iterator[torch.Tensor]],
-        parameters: dict[str, torch.Tensor],
+        parameters: Mapping[str, PlannedTensor],
         extras: Collection[str],
     ) -> None:
         """read: the whole of a parameter, or pieces of its bytes, on rank 0; collective. parameters: what has each
@@ -194,8 +180,12 @@ class _TensorPieces:
             self._parts = {name: [own] for name, own in self._other.renamed.items()}
         self._parts |= {name: [name] for name in extras}
 
-    def of(self, name: str) -> Iterator[torch.Tensor]:
-        """The tensor of this name in consecutive pieces of rows, on rank 0. Collective."""
+    def of_all(self, tensors: Iterable[PlannedTensor]) -> Iterator[torch.Tensor]:
+        """The tensors one after the other, in consecutive pieces of rows, on rank 0. Collective."""
+        # chain keeps no reference to what it gave, so that a gathered tensor is gone before the next one is gathered.
+        return chain.from_iterable(self._read_tensor(tensor.name) for tensor in tensors)
+
+    def _read_tensor(self, name: str) -> Iterator[torch.Tensor]:
         if name in self._parts:
             for part in self._parts[name]:
                 yield from self._read(part)
@@ -210,7 +200,8 @@ class _TensorPieces:
                 made = conversion.convert(parameters.__getitem__)
                 self._made = {conversion.written[own]: tensor for own, tensor in made.items()}
         if name in self._made:
-            yield self._made.pop(name)
+            tensor = self._made.pop(name)
+            yield from tensor.split(1) if tensor.dim() == 3 else (tensor,)  # experts are made contiguous one by one
 
     def _whole(self, name: str) -> torch.Tensor | None:
         """A parameter, on rank 0; what comes from another rank of a pipeline is put together. Collective."""
@@ -227,7 +218,52 @@ class _TensorPieces:
         return found
 
 
-def begin_folder(out: Path, shards: dict[str, list[PlannedTensor]], copied: list[Path]) -> str:
+@dataclass(frozen=True)
+class SideFiles:
+    """What stands beside the weights of an exported folder; see `export_model`."""
+
+    tokenizer_folder: Path | None
+    chat_template: str | Path | None = None
+    stop_ids: Collection[int] = ()
+    card: str | None = None
+    pad_id: int | None = None  # of a model with a score head, what its config.json takes for padding
+
+
+@contextmanager
+def stage_folder(
+    out: Path,
+    shards: Mapping[str, Sequence[PlannedTensor]],
+    contents: Mapping[str, Any],
+    beside: SideFiles,
+    world: RankGroup,
+) -> Iterator[Path]:
+    """Yield a temporary folder for the files of tensors; then rank 0 adds the rest, and it becomes
+    `out`. Collective.
+
+    contents: the other files' names and what they hold, as JSON. After an error the temporary
+    folder is gone, and `out` is as it was.
+    """
+    copied = tokenizer_files(beside.tokenizer_folder)
+    temporary = Path(decide(world, lambda: _begin_folder(out, shards, copied)))
+
+    def finish() -> None:
+        for name, content in contents.items():
+            files.write_json(temporary / name, content)
+        copy_tokenizer(temporary, copied, beside.chat_template, beside.stop_ids, beside.pad_id)
+        if beside.card is not None:
+            files.write_bytes(temporary / CARD, beside.card.encode())
+        publish(temporary, out)
+
+    try:
+        yield temporary
+        decide(world, finish)
+    except BaseException:
+        if world.rank == 0:
+            files.discard(temporary)
+        raise
+
+
+def _begin_folder(out: Path, shards: Mapping[str, Sequence[PlannedTensor]], copied: Sequence[Path]) -> str:
     """Rank 0: room on the disk, and an empty temporary folder next to `out`; returns its path."""
     out.parent.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(out.parent, out.name)
@@ -239,18 +275,15 @@ def begin_folder(out: Path, shards: dict[str, list[PlannedTensor]], copied: list
     return str(temporary)
 
 
-def _write_shard(
-    path: Path,
-    tensors: list[PlannedTensor],
-    read: _TensorPieces,
-    world: RankGroup,
-    extras: Collection[str],
-) -> None:
-    """One file. Collective."""
-    # chain keeps no reference to what it gave, so that a gathered tensor is gone before the next one is gathered.
-    pieces = chain.from_iterable(read.of(tensor.name) for tensor in tensors)
-    held = {tensor.name for tensor in tensors} & set(extras)
-    write_gathered(path, tensors, pieces, {"format": "pt"} | extra_metadata(held), world)
+def relay_whole(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], holders: Holders, name: str
+) -> Iterator[torch.Tensor]:
+    """Return an iterator of a tensor in the file's order, on rank 0, as `Holders.relay` has it."""
+
+    def gather() -> Iterator[torch.Tensor]:
+        yield in_file_order(model, name, whole(tensors[name].detach()))
+
+    return holders.relay(name, gather)
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -261,30 +294,18 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return gathered(placed.to_local(), placed)
 
 
-def finish_model(
-    temporary: Path,
-    out: Path,
-    shards: dict[str, list[PlannedTensor]],
-    config: dict[str, Any],
-    copied: list[Path],
-    chat_template: str | Path | None,
-    stop_ids: Collection[int],
-    card: str | None = None,
-) -> None:
-    """Rank 0: everything but the weights; then the folder gets its name."""
-    if SINGLE not in shards:
-        sizes = [tensor.num_bytes for shard in shards.values() for tensor in shard]
-        index = {
-            "metadata": {"total_size": sum(sizes)},
-            "weight_map": {tensor.name: name for name, shard in shards.items() for tensor in shard},
-        }
-        files.write_json(temporary / INDEX, index)
-    files.write_json(temporary / "config.json", config)
-    copy_tokenizer(temporary, copied, chat_template, stop_ids)
-    if any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
-        write_padding(temporary, config.get("pad_token_id"))
-    write_card(temporary, card)
-    publish(temporary, out)
+def list_model_files(shards: Mapping[str, Sequence[PlannedTensor]], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model's folder has in JSON: config.json, and before it an index where there are
+    several shards.
+    """
+    if SINGLE in shards:
+        return {"config.json": config}
+    sizes = [tensor.num_bytes for shard in shards.values() for tensor in shard]
+    index = {
+        "metadata": {"total_size": sum(sizes)},
+        "weight_map": {tensor.name: name for name, shard in shards.items() for tensor in shard},
+    }
+    return {INDEX: index, "config.json": config}
 
 
 def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
@@ -298,6 +319,14 @@ def export_config(source_config: dict[str, Any], spec: ModelSpec, dtype: torch.d
     config["tie_word_embeddings"] = spec.tied
     config["dtype"] = str(dtype).removeprefix("torch.")
     return spell_config(config, spec)
+
+
+def find_padding(config: Mapping[str, Any]) -> int | None:
+    """Return the id that the config.json of a model with a score head takes for padding; None: of
+    any other model.
+    """
+    is_scored = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+    return config.get("pad_token_id") if is_scored else None
 
 
 def spell_config(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:

@@ -211,7 +211,7 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     tokenizer, dataset, validation, source = read_datasets(cfg, arguments)
     untrained = None
     if source is not None and source.folder is not None:
-        from recipe_lib.checkpoint.embeddings import untrained_embeddings
+        from recipe_lib.checkpoint.weights_in import untrained_embeddings
 
         special = special_tokens(tokenizer)
         used = sorted(special.keys() & ids_used(dataset, validation))

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.checkpoint.export_kinds import GGUF_KINDS, GROUP_SIZE, QUANTIZED_KINDS
+from recipe_lib.checkpoint.weight_files import GGUF_KINDS, GROUP_SIZE, QUANTIZED_KINDS
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.cli.export_source import (
     ExportSource,
@@ -130,10 +130,9 @@ def _target(found: ExportSource, kind: str, arguments: argparse.Namespace) -> Pa
 
 def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     """The model of a state of full fine-tuning."""
-    from recipe_lib.checkpoint.other_readers import check_with_transformers
     from recipe_lib.checkpoint.rank_agreement import SingleRank
-    from recipe_lib.checkpoint.state import holds_adapters, load_trained
-    from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
+    from recipe_lib.checkpoint.state import holds_adapters, load_state
+    from recipe_lib.checkpoint.verify import check_with_transformers, compare, load_model, prompt_logits
     from recipe_lib.checkpoint.weight_accounts import tell_left_out
     from recipe_lib.checkpoint.weights_out import export_model
     from recipe_lib.cli.inference_device import choose_device
@@ -154,7 +153,7 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
     model = build_meta(spec, dtype)
     allocate(model, device)
     model.eval()
-    load_trained(found.state, model, SingleRank())
+    load_state(found.state, model, None, SingleRank())
     sizes = int(cfg.checkpoint.max_shard_gib * GIB)
     beside = beside_weights(found, base, spec, is_adapter=False)
     export_model(model, spec, config, out, max_shard_bytes=sizes, world=SingleRank(), **beside)
@@ -162,7 +161,7 @@ def export_hf(found: ExportSource, arguments: argparse.Namespace) -> None:
         tell_left_out(spec, base, "export")
     trained = prompt_logits(model)
     del model
-    tell(f"model: {out}", compare(trained, prompt_logits(plain_model(spec, out, dtype, device))), dtype, out)
+    tell(f"model: {out}", compare(trained, prompt_logits(load_model(spec, out, dtype, device))), dtype, out)
     print_wrapped(check_with_transformers(out, spec, dtype, device, trained))
     print_next(model_commands(out))
 
@@ -226,15 +225,15 @@ def _trained_model(
 
     from recipe_lib.checkpoint.adapter_files import BASE_DTYPE, check_base, check_fits, read_adapter
     from recipe_lib.checkpoint.rank_agreement import SingleRank
-    from recipe_lib.checkpoint.state import load_trained
-    from recipe_lib.checkpoint.verify import model_of_adapter, model_with_adapters
+    from recipe_lib.checkpoint.state import load_state
+    from recipe_lib.checkpoint.verify import load_model, model_of_adapter
     from recipe_lib.cli.inference_device import choose_dtype
     from recipe_lib.parallel import DTYPES
 
     if found.state is not None:
         dtype = DTYPES[found.cfg.dtype]
-        model = model_with_adapters(spec, base, found.cfg.lora, dtype, device)
-        load_trained(found.state, model, SingleRank())
+        model = load_model(spec, base, dtype, device, found.cfg.lora)
+        load_state(found.state, model, None, SingleRank())
         return model, dtype
     assert found.adapter is not None
     adapter = read_adapter(found.adapter)
@@ -291,14 +290,13 @@ def _check_adapter(
     written: bool,
 ) -> None:
     from recipe_lib.checkpoint.adapter_files import read_adapter
-    from recipe_lib.checkpoint.other_readers import check_with_peft
-    from recipe_lib.checkpoint.verify import check_names, compare, model_of_adapter, prompt_logits
+    from recipe_lib.checkpoint.verify import check_names, check_with_peft, compare, model_of_adapter, prompt_logits
 
     model, filled = model_of_adapter(adapter, spec, base, dtype, device)
     held = read_adapter(adapter)
     print_wrapped(f"check: {filled} modules have their adapter, none of {len(held.tensors)} in the file is left over")
     if written:
-        check_names(adapter, spec, base)
+        check_names(adapter, spec)
         print_wrapped("check: names are those of the base's modules, as PEFT and vLLM look for them")
     if held.config.dora:
         print_wrapped("note: vLLM does not load DoRA adapters; serve the merged model there (tune export --merge)")
@@ -340,8 +338,7 @@ def _check_merged(
     trained: tuple["torch.Tensor", "torch.Tensor"],
 ) -> None:
     from recipe_lib.checkpoint.adapter_files import read_adapter
-    from recipe_lib.checkpoint.other_readers import check_with_transformers
-    from recipe_lib.checkpoint.verify import compare, plain_model, prompt_logits
+    from recipe_lib.checkpoint.verify import check_with_transformers, compare, load_model, prompt_logits
     from recipe_lib.models import read_config, read_trained_spec
     from recipe_lib.parallel import DTYPES
     from recipe_lib.training.next_commands import model_commands, print_next
@@ -351,7 +348,7 @@ def _check_merged(
     write_merged(found, base, adapter, out, dtype, wanted)
     spec = read_trained_spec(read_config(out), str(out), implementation_of(found))
     print_wrapped(f"check: {len(held.tensors)} adapted modules are merged, every tensor of the model is there")
-    comparison = compare(trained[0], prompt_logits(plain_model(spec, out, wanted, device)), trained[1])
+    comparison = compare(trained[0], prompt_logits(load_model(spec, out, wanted, device)), trained[1])
     coarser = min(dtype, wanted, key=lambda kind: kind.itemsize)
     tell(f"model: {out}", comparison, coarser, out)
     print_wrapped(check_with_transformers(out, spec, coarser, device, *trained))

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from recipe_lib.checkpoint.export_kinds import ADAPTER_KINDS
+from recipe_lib.checkpoint.weight_files import ADAPTER_KINDS
 from recipe_lib.cli.exported_model import ExportedModel, find_exported, merged_folder, target_of_export
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import print_wrapped

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe_lib.checkpoint.export_kinds import GROUP_SIZE
+from recipe_lib.checkpoint.weight_files import GROUP_SIZE
 from recipe_lib.cli.eval_config import CONFIG, run_of
 from recipe_lib.cli.exported_model import find_exported, merged_folder, target_of_export
 from recipe_lib.config.read_yaml import read_file

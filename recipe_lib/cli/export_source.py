@@ -109,7 +109,7 @@ def _state(root: Path, which: str) -> Path | None:
 
 def _state_of_run(root: Path, cfg: Any) -> Path | None:
     """Of a run that keeps its best step the weights of that, as the newest state has it; else the newest state."""
-    from recipe_lib.checkpoint.state_folders import best_state
+    from recipe_lib.checkpoint.run_files import best_state
 
     best = best_state(root) if cfg.checkpoint.keep_best else None
     if best is None:
@@ -166,7 +166,7 @@ def beside_weights(found: ExportSource, base: Path | None, spec: "ModelSpec", is
 
 def _exported_step(state: Path) -> tuple[int, str | None]:
     """The step of a state and, if it holds the weights of a best one, by which number."""
-    from recipe_lib.checkpoint.state_folders import read_state_json, step_of
+    from recipe_lib.checkpoint.run_files import read_state_json, step_of
 
     extra = read_state_json(state)["extra"]
     is_best = state.absolute().parent.name == BEST_FOLDER

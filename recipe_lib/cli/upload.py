@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from recipe_lib.checkpoint.exported_folder import exported_folder
+from recipe_lib.checkpoint.weight_files import exported_folder
 from recipe_lib.cli.arguments import Parser
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show

@@ -14,10 +14,10 @@ from recipe_lib.checkpoint.adapter_files import (
     check_fits,
     read_adapter,
 )
-from recipe_lib.checkpoint.exported_folder import exported_folder
 from recipe_lib.checkpoint.huggingface import check_weights, find_adapter_base, find_checkpoint, load_weights
 from recipe_lib.checkpoint.tokenizer_out import TOKENIZER_FILES
 from recipe_lib.checkpoint.verify import model_of_adapter
+from recipe_lib.checkpoint.weight_files import exported_folder
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError

@@ -91,7 +91,9 @@ def read_settings(folder: Path, template_remedy: str = OTHER_TEMPLATE) -> Settin
     for source in (_read_object(folder / "special_tokens_map.json"), config):
         for role in ROLES:
             if role in source:
-                settings.roles[role] = _text_of(source[role])
+                spelled = source[role]
+                text = spelled.get("content") if isinstance(spelled, dict) else spelled
+                settings.roles[role] = text if isinstance(text, str) and text else None
     settings.add_bos = config.get("add_bos_token")
     settings.legacy = config.get("legacy") is not False
     _read_ids(settings, folder)
@@ -106,12 +108,6 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{path}: found {type(content).__name__}, expected a JSON object; copy the file again")
     return content
-
-
-def _text_of(token: Any) -> str | None:
-    """A token is spelled as a string, or as an object with `content`."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) and text else None
 
 
 def _read_ids(settings: Settings, folder: Path) -> None:

@@ -211,10 +211,9 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # then the kernel ends the process
-        answer = _answer(request, known)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.buffer.write(json.dumps(answer).encode("ascii") + b"\n")
+        sys.stdout.buffer.write(json.dumps(_answer(request, known)).encode("ascii") + b"\n")
         sys.stdout.buffer.flush()
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 if __name__ == "__main__":

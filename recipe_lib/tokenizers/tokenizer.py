@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -23,12 +22,20 @@ from typing import Any
 import jinja2
 import markupsafe
 
-from recipe_lib.config.local_files import OTHER_TEMPLATE
+from recipe_lib.config.local_files import OTHER_TEMPLATE, TEMPLATE_IN_FOLDER, find_tokenizer
 from recipe_lib.errors import DataError
+from recipe_lib.reading import read_bytes
 from recipe_lib.tokenizers import template_process
-from recipe_lib.tokenizers.special_tokens import AddedToken, Settings
+from recipe_lib.tokenizers.special_tokens import AddedToken, Settings, read_json, read_settings, read_template
 from recipe_lib.tokenizers.template_process import Options, RenderRequest
-from recipe_lib.tokenizers.vocabulary import TextPosition, Vocabulary, compile_alternation
+from recipe_lib.tokenizers.vocabulary import (
+    JsonVocabulary,
+    SentencePieceVocabulary,
+    TextPosition,
+    TiktokenVocabulary,
+    Vocabulary,
+    compile_alternation,
+)
 
 # How a chat template ends an answer, found by rendering one that comes last and one that a question
 # follows.
@@ -127,8 +134,9 @@ class Tokenizer:
         }
         self._always_ids = frozenset(token.id for token in always.values())
         specials = {content: token for content, token in self._added.items() if token.special}
-        self._split_ordinary = _splitter(always)
-        self._split_special = _splitter(always | specials)
+        self._split_ordinary = (compile_alternation(always), always)
+        matched_in_text = always | specials
+        self._split_special = (compile_alternation(matched_in_text), matched_in_text)
         self._template: ChatTemplate | None = None
         if settings.chat_template is not None:
             found = {"bos_token": self.bos_id, "eos_token": self.eos_id}
@@ -308,10 +316,6 @@ class StreamDecoder:
         return self._bytes.decode(b"", final=True)
 
 
-def _splitter(tokens: Mapping[str, AddedToken]) -> tuple[re.Pattern[str] | None, Mapping[str, AddedToken]]:
-    return compile_alternation(tokens), tokens
-
-
 def _split(
     text: str, splitter: tuple[re.Pattern[str] | None, Mapping[str, AddedToken]]
 ) -> Iterable[tuple[str, AddedToken | None]]:
@@ -413,36 +417,16 @@ def _start() -> subprocess.Popen[bytes]:
 def _exchange(child: subprocess.Popen[bytes], request: Mapping[str, Any], more: float = 0.0) -> Any:
     """Return what the process answers, within the request's seconds and `more`. Raises _Stopped."""
     assert child.stdin and child.stdout
-    line = json.dumps(request, default=str).encode("ascii") + b"\n"
     try:
-        child.stdin.write(line)
+        child.stdin.write(json.dumps(request, default=str).encode("ascii") + b"\n")
         child.stdin.flush()
-        return json.loads(_read_line(child.stdout.fileno(), time.monotonic() + request["seconds"] + more))
-    except TimeoutError:  # it watches the time itself, so it does not even do that
-        raise _Stopped(_TOO_LONG.format(TIMEOUT_SECONDS)) from None
-    except (OSError, ValueError):
+        waiter = select.poll()
+        waiter.register(child.stdout, select.POLLIN)
+        if not waiter.poll(1000 * (request["seconds"] + more)):  # it watches the time itself, and does not even do that
+            raise _Stopped(_TOO_LONG.format(TIMEOUT_SECONDS))
+        return json.loads(child.stdout.readline(MAX_ANSWER_BYTES))
+    except (OSError, ValueError):  # no answer, or a part of one
         raise _Stopped(_why_ended(child)) from None
-
-
-def _read_line(descriptor: int, deadline: float) -> bytes:
-    """Return the bytes up to the next line end.
-
-    Raises TimeoutError; ValueError: the other side ended, or wrote too many bytes."""
-    waiter = select.poll()
-    waiter.register(descriptor, select.POLLIN)
-    parts = list[bytes]()
-    length = 0
-    while length < MAX_ANSWER_BYTES:
-        if not waiter.poll(1000 * max(0.0, deadline - time.monotonic())):
-            raise TimeoutError
-        part = os.read(descriptor, 1 << 20)
-        if not part:
-            break
-        parts.append(part)
-        length += len(part)
-        if part.endswith(b"\n"):
-            return b"".join(parts)
-    raise ValueError
 
 
 def _why_ended(child: subprocess.Popen[bytes]) -> str:
@@ -518,3 +502,78 @@ class ChatTemplate:
             return _process.ask(self._template, request)
         except _Stopped as stopped:
             raise DataError(f"{self.place}: the chat template {stopped}; {self._remedy}") from None
+
+
+# Finds the tokenizer in a checkpoint folder by what is there.
+
+
+LLAMA3_SIZE = 128_000
+MAX_BYTES = 2**28  # of a tokenizer's file; the largest in use has some 35 MiB
+
+
+def load_tokenizer(path: Path | str, chat_template: Path | str | None = None, *, by_key: bool = True) -> Tokenizer:
+    """The tokenizer in a folder, or a tokenizer file with the files next to it.
+
+    chat_template: a Jinja file that replaces the tokenizer's own template. by_key: what is wrong can be put right by
+    the keys `tokenizer.path` and `tokenizer.chat_template`; else in the folder. Raises DataError.
+    """
+    file = find_tokenizer(Path(path), by_key=by_key)
+    settings = read_settings(file.parent, OTHER_TEMPLATE if by_key else TEMPLATE_IN_FOLDER)
+    if chat_template is not None:
+        settings.chat_template = read_template(Path(chat_template))
+        settings.chat_template_place = str(chat_template)
+    return Tokenizer(_read_vocabulary(file, settings), settings, str(file))
+
+
+def _read_vocabulary(file: Path, settings: Settings) -> Vocabulary:
+    try:
+        content = read_bytes(file, MAX_BYTES).removeprefix(codecs.BOM_UTF8)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}); copy the file again") from None
+    head = content[:4096]
+    if not head.strip():
+        raise DataError(f"{file}: the file is empty; copy it again")
+    if head.startswith(b"version https://git-lfs"):
+        raise DataError(f"{file}: found a git-lfs pointer, expected the file itself; run `git lfs pull`")
+    if head.lstrip()[:1] == b"{":
+        return JsonVocabulary(file, content)
+    if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\s", head):
+        tiktoken = TiktokenVocabulary(file, content)
+        _add_llama3_tokens(tiktoken, settings, file)
+        return tiktoken
+    _add_tokens_of_json(settings, file.parent)
+    special = [content for content, token in settings.added.items() if token.special]
+    return SentencePieceVocabulary(file, content, settings.legacy, special)
+
+
+def _add_tokens_of_json(settings: Settings, folder: Path) -> None:
+    """A tokenizer.json next to a sentencepiece model may be the only file that lists the added tokens."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    content = read_json(file)
+    for entry in (content.get("added_tokens") or []) if isinstance(content, dict) else []:
+        token = AddedToken.read(entry, str(file))
+        settings.added.setdefault(token.content, token)
+
+
+def _add_llama3_tokens(vocabulary: TiktokenVocabulary, settings: Settings, file: Path) -> None:
+    """Without tokenizer_config.json, a vocabulary of Llama 3's size has Llama 3.1's 256 special tokens."""
+    if settings.added:
+        return
+    if vocabulary.size != LLAMA3_SIZE:
+        raise DataError(
+            f"{file}: found {vocabulary.size} tiktoken pieces and no special tokens, expected Llama 3's {LLAMA3_SIZE} "
+            "or a tokenizer_config.json with added_tokens_decoder next to the file"
+        )
+    named = {
+        0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id", 7: "end_header_id",
+        8: "eom_id", 9: "eot_id", 10: "python_tag",
+    }  # fmt: skip
+    reserved = iter(range(256))
+    for offset in range(256):
+        name = named.get(offset) or f"reserved_special_token_{next(reserved)}"
+        settings.added[f"<|{name}|>"] = AddedToken(f"<|{name}|>", LLAMA3_SIZE + offset)
+    settings.roles.setdefault("bos_token", "<|begin_of_text|>")
+    settings.roles.setdefault("eos_token", "<|end_of_text|>")
+    settings.stop_ids |= {LLAMA3_SIZE + 1, LLAMA3_SIZE + 8, LLAMA3_SIZE + 9}

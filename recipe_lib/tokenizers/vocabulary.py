@@ -170,15 +170,12 @@ class JsonVocabulary(Vocabulary):
             content = parse_json(text)
             self._growth = read_growth(path, content)
             with _no_panic(path):
-                self._first = tokenizers.Tokenizer.from_str(text)
+                self._first = _build_tokenizer(text)
         except DataError:
             raise
         except Exception as error:  # noqa: BLE001  (the library raises nothing narrower)
             raise DataError(f"{path}: found no tokenizer ({_first_line(error)}); copy the file again") from None
         self.added = tuple(AddedToken.read(entry, str(path)) for entry in content.get("added_tokens") or [])
-        self._first.no_truncation()
-        self._first.no_padding()
-        self._first.encode_special_tokens = True  # special tokens in ordinary text stay text
         self._after_special = self._variant(content, keep_always=True)
         self._variants = {
             TextPosition.START: self._first,
@@ -223,11 +220,16 @@ class JsonVocabulary(Vocabulary):
         changed = content | copy.deepcopy(parts)
         if not _drop_prefix(changed, keep_always):
             return self._first
-        variant = tokenizers.Tokenizer.from_str(json.dumps(changed))
-        variant.no_truncation()
-        variant.no_padding()
-        variant.encode_special_tokens = True
-        return variant
+        return _build_tokenizer(json.dumps(changed))
+
+
+def _build_tokenizer(text: str) -> Any:
+    """Return the tokenizer of a tokenizer.json, for texts as they are."""
+    built = tokenizers.Tokenizer.from_str(text)
+    built.no_truncation()
+    built.no_padding()
+    built.encode_special_tokens = True  # special tokens in ordinary text stay text
+    return built
 
 
 def _drop_prefix(content: dict[str, Any], keep_always: bool) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from recipe_lib.checkpoint.rank_agreement import decide
-from recipe_lib.checkpoint.state import load_trained, save_state, verify_state
-from recipe_lib.checkpoint.state_folders import BEST_RECORD, bring_best, prune_best
+from recipe_lib.checkpoint.run_files import BEST_RECORD, bring_best, prune_best
+from recipe_lib.checkpoint.state import load_state, save_state, verify_state
 from recipe_lib.config.local_files import BEST_FOLDER, STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import did_you_mean
@@ -171,7 +171,7 @@ class BestStep:
                     f"{path}: holds the weights of the best step: {damage}; to export the last step in its place, "
                     "resume=latest checkpoint.keep_best=false"
                 )
-            load_trained(path, model, world)
+            load_state(path, model, None, world)
 
     def sentence(self, total_steps: int) -> str | None:
         """`best step 40 of 60: validation_loss 1.2340`, and whether the run stopped early; None if the config has no

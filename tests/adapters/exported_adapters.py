@@ -13,7 +13,7 @@ from recipe_lib.adapters import adapter_parameters
 from recipe_lib.checkpoint.adapter_out import export_adapter
 from recipe_lib.checkpoint.merged import merge_adapter
 from recipe_lib.checkpoint.rank_agreement import SingleRank
-from recipe_lib.checkpoint.verify import model_with_adapters
+from recipe_lib.checkpoint.verify import load_model
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.models import read_config, read_trained_spec
 from tests.adapters.hugging_face import theirs
@@ -101,7 +101,7 @@ def read_base_spec(base: str, folder: Path) -> Any:
 def write_adapter(base: str, folder: Path, cfg: LoraConfig, out: Path) -> Path:
     """Train a little by moving what is trained, write `out`/adapter as a run does, and the merged model `out`/model."""
     spec = read_base_spec(base, folder)
-    model = model_with_adapters(spec, folder, cfg, torch.float32, torch.device("cpu"))
+    model = load_model(spec, folder, torch.float32, torch.device("cpu"), cfg)
     torch.manual_seed(6)
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from recipe_lib.adapters import adapters_off
 from recipe_lib.checkpoint.merged import merge_adapter
 from recipe_lib.checkpoint.rank_agreement import SingleRank
-from recipe_lib.checkpoint.verify import model_of_adapter, plain_model
+from recipe_lib.checkpoint.verify import load_model, model_of_adapter
 from recipe_lib.config.registry import register
 from recipe_lib.models import read_config, read_spec
 from tests.adapters.hugging_face import SHAPE, logits_of
@@ -80,4 +80,4 @@ def test_a_saved_number_is_merged_and_computed_with(tmp_path: Path) -> None:
         dtype=torch.float32,
         ranks=SingleRank(),
     )
-    assert relative(plain_model(spec, tmp_path / "model", torch.float32, CPU)(make_tokens()), expected) < 1e-5
+    assert relative(load_model(spec, tmp_path / "model", torch.float32, CPU)(make_tokens()), expected) < 1e-5

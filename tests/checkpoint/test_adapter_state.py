@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from recipe_lib.adapters import adapter_parameters
-from recipe_lib.checkpoint.frozen_weights import frozen_mark
-from recipe_lib.checkpoint.state import find_state, holds_adapters, load_state, load_trained, save_state
+from recipe_lib.checkpoint.optimizer_state import frozen_mark
+from recipe_lib.checkpoint.state import find_state, holds_adapters, load_state, save_state
 from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError
@@ -165,7 +165,7 @@ def test_full_and_adapted_runs_do_not_mix(state: Path, memory_path: Path) -> Non
 def test_the_model_alone_can_be_read(state: Path) -> None:
     def read(world: World, model: Decoder) -> dict[str, torch.Tensor]:
         assert find_state(state.parent, str(state), world) == state
-        load_trained(state, model, world)
+        load_state(state, model, None, world)
         return {name: full(parameter.detach()).clone() for name, parameter in adapter_parameters(model).items()}
 
     with adapted(SPEC, Setting(LORA)) as (model, world):

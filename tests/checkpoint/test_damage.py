@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recipe_lib.checkpoint import state
-from recipe_lib.checkpoint.manifest import MANIFEST
+from recipe_lib.checkpoint.run_files import MANIFEST
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.errors import CheckpointError
 from recipe_lib.logs import get_logger

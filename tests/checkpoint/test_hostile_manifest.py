@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from recipe_lib.checkpoint import manifest
-from recipe_lib.checkpoint.manifest import MANIFEST, DamagedState, check_presence, write_manifest
+from recipe_lib.checkpoint import run_files
+from recipe_lib.checkpoint.run_files import MANIFEST, DamagedState, check_presence, write_manifest
 from recipe_lib.files import FileRecord, sha256_of
 
 
@@ -17,7 +17,7 @@ def state(folder: Path, **changes: Any) -> Path:
     write_manifest(folder, 3, 1, 1, [FileRecord("shard-0", 1, sha256_of(folder / "shard-0"))])
     fields = json.loads((folder / MANIFEST).read_text()) | changes
     fields.pop("manifest_sha256")
-    (folder / MANIFEST).write_text(json.dumps(fields | {"manifest_sha256": manifest._seal(fields)}))
+    (folder / MANIFEST).write_text(json.dumps(fields | {"manifest_sha256": run_files._seal(fields)}))
     return folder
 
 

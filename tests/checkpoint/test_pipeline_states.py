@@ -10,9 +10,9 @@ import torch
 
 from recipe_lib import files
 from recipe_lib.checkpoint import state
-from recipe_lib.checkpoint.frozen_weights import frozen_mark
-from recipe_lib.checkpoint.ownership import find_holders
-from recipe_lib.checkpoint.state import find_state, load_state, load_trained, save_state
+from recipe_lib.checkpoint.optimizer_state import frozen_mark
+from recipe_lib.checkpoint.rank_agreement import find_holders
+from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.checkpoint.tensor_files import read_header
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError
@@ -231,7 +231,7 @@ def test_a_changed_frozen_weight_of_another_stage_is_found(memory_path: Path) ->
                     model.model.layers.get_submodule("3").mlp.down_proj.weight[3, 2] += 1e-3
             changed = frozen_mark(model, world) != before
             with suppress(CheckpointError):
-                load_trained(path, model, world)
+                load_state(path, model, None, world)
                 return [changed, "loaded"]
             return [changed, "refused"]
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipe_lib import files
-from recipe_lib.checkpoint import ownership as holders
+from recipe_lib.checkpoint import rank_agreement as holders
 from recipe_lib.checkpoint import tensor_files, weights_out
 from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.adapter_out import export_adapter

@@ -10,11 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from recipe_lib.checkpoint.adapter_files import check_adapter, check_base, read_adapter
 from recipe_lib.checkpoint.adapter_out import export_adapter
-from recipe_lib.checkpoint.base_weights import base_fingerprint, check_copies
-from recipe_lib.checkpoint.embeddings import untrained_embeddings
 from recipe_lib.checkpoint.huggingface import export_model
 from recipe_lib.checkpoint.merged import merge_adapter
 from recipe_lib.checkpoint.rank_agreement import SingleRank
+from recipe_lib.checkpoint.weights_in import base_fingerprint, check_copies, untrained_embeddings
 from recipe_lib.cli import main
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError

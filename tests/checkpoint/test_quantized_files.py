@@ -15,7 +15,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from recipe_lib.adapters import add_adapters
-from recipe_lib.checkpoint import converted, weights_in
+from recipe_lib.checkpoint import weights_in
+from recipe_lib.checkpoint.tensor_files import Reader
 from recipe_lib.checkpoint.weight_accounts import check_weights
 from recipe_lib.checkpoint.weights_in import load_weights
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
@@ -196,9 +197,9 @@ def sharded(folder: Path, kind: str, dtype: torch.dtype) -> Iterator[Decoder]:
 
 
 def count_slices() -> list[tuple[str, int]]:
-    """From now on, in this process: the name and the numbers of each slice that is read of a view's tensors."""
+    """From now on, in this process: the name and the numbers of each slice that is read of a file."""
     read: list[tuple[str, int]] = []
-    real = converted.Reader.slice
+    real = Reader.slice
 
     class Counted:
         def __init__(self, source: Any, name: str):
@@ -209,7 +210,7 @@ def count_slices() -> list[tuple[str, int]]:
             read.append((self.name, part.numel()))
             return part
 
-    converted.Reader.slice = lambda self, name: Counted(real(self, name), name)  # type: ignore[method-assign]
+    Reader.slice = lambda self, name: Counted(real(self, name), name)  # type: ignore[method-assign]
     return read
 
 
@@ -232,7 +233,8 @@ def test_each_of_two_ranks_reads_its_own_part(folders: Callable[[str], Path], na
                 assert torch.equal(bits(local), bits(whole[own][part] if part else whole[own])), own
                 sharded_ones += isinstance(parameter, DTensor) and local.numel() < whole[own].numel()
             assert sharded_ones > 20
-            return sum(count for name, count in read if name in coded), max(count for _, count in read)
+            counts = [count for name, count in read if name in coded]
+            return sum(counts), max(counts)
 
     (first, largest), (second, _) = run_ranks(load, 2)
     total = sum(sizes[name] for name in coded)

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipe_lib.adapters import peft_patterns
-from recipe_lib.checkpoint import other_readers
-from recipe_lib.checkpoint.verify import model_of_adapter, plain_model, prompt_logits
+from recipe_lib.checkpoint import verify
+from recipe_lib.checkpoint.verify import load_model, model_of_adapter, prompt_logits
 from recipe_lib.cli import main
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
@@ -72,12 +72,12 @@ def test_a_merged_model_is_opened_by_transformers(tmp_path: Path, capsys: pytest
     assert (code, err) == (0, "")
     assert sum("read with transformers " in line for line in lines) == 1
     spec = read_trained_spec(read_config(tmp_path / "merged"), "merged")
-    logits = prompt_logits(plain_model(spec, tmp_path / "merged", torch.float32, CPU))
+    logits = prompt_logits(load_model(spec, tmp_path / "merged", torch.float32, CPU))
     tensors = load_file(tmp_path / "merged" / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] += 0.1
     save_file(tensors, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="transformers .* computes another model than was trained"):
-        other_readers.check_with_transformers(tmp_path / "merged", spec, torch.float32, CPU, logits)
+        verify.check_with_transformers(tmp_path / "merged", spec, torch.float32, CPU, logits)
 
 
 @pytest.mark.parametrize("kind", slow_except(SAVED, ["both of more tokens"]))
@@ -155,7 +155,7 @@ def test_without_the_package_the_line_says_who_read(
     package: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, adapter = make_adapter(tmp_path, "llama")
-    monkeypatch.setattr(other_readers, "has_package", lambda name: name != package)
+    monkeypatch.setattr(verify, "has_package", lambda name: name != package)
     code, lines, err = export(capsys, adapter, "--adapter")
     assert (code, err) == (0, "")
     (own,) = [line for line in lines if line.startswith("check: logits differ by")]
@@ -167,7 +167,7 @@ def test_memory_that_is_not_there_is_not_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, adapter = make_adapter(tmp_path, "llama")
-    monkeypatch.setattr(other_readers, "free_host_memory", lambda: (1000, "free on this machine"))
+    monkeypatch.setattr(verify, "free_host_memory", lambda: (1000, "free on this machine"))
     code, lines, _ = export(capsys, adapter, "--adapter")
     assert code == 0 and any("of host memory, 1000 B free on this machine" in line for line in lines), lines
 
@@ -189,7 +189,7 @@ def test_an_adapter_that_is_dropped_is_seen_in_each_type(dtype: torch.dtype, tmp
     spec = read_trained_spec(read_config(base), "base")
     model = model_of_adapter(adapter, spec, base, dtype, CPU)[0]
     logits = (prompt_logits(model), prompt_logits(model, with_adapters=False))
-    assert READ in other_readers.check_with_peft(adapter, base, spec, dtype, CPU, logits)
+    assert READ in verify.check_with_peft(adapter, base, spec, dtype, CPU, logits)
     change_config(adapter, target_modules=AS_BEFORE, target_parameters=None)
     with pytest.raises(CheckpointError, match="computes another model"):
-        other_readers.check_with_peft(adapter, base, spec, dtype, CPU, logits)
+        verify.check_with_peft(adapter, base, spec, dtype, CPU, logits)

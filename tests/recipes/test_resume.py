@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.checkpoint.manifest import read_manifest
+from recipe_lib.checkpoint.run_files import read_manifest
 from recipe_lib.config import load_config
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import arguments, furthest, losses, metrics, parameters, run_here, states, steps, tree

@@ -103,7 +103,7 @@ def test_a_forked_process_has_its_own():
 def test_nothing_is_left_behind_and_nothing_is_handed_on():
     program = (
         "import os, pathlib\n"
-        "from recipe_lib.tokenizers import chat\n"
+        "from recipe_lib.tokenizers import tokenizer as chat\n"
         "chat.ChatTemplate('x', 'p', {})\n"
         "number = chat._process._child.pid\n"
         "assert b'SECRET' not in pathlib.Path(f'/proc/{number}/environ').read_bytes()\n"

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer
+from recipe_lib.checkpoint.tokenizer_out import copy_tokenizer, tokenizer_json
 from recipe_lib.logs import get_logger
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
-from recipe_lib.tokenizers.sentencepiece_json import tokenizer_json
 from tests.tokenizers.made import NASTY, write_json, write_tiktoken
 
 

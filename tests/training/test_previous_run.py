@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from recipe_lib import files
-from recipe_lib.checkpoint.manifest import write_manifest
-from recipe_lib.checkpoint.run_files import describe, publish, read_record
+from recipe_lib.checkpoint.run_files import describe, publish, read_record, write_manifest
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.schema_data import SourceConfig
 from recipe_lib.errors import ConfigError

@@ -13,9 +13,16 @@ from torch import Tensor
 
 from recipe_lib.adapters.peft_names import EMBEDDING_FIRST, EMBEDDING_SECOND, FIRST, HEAD, SECOND, FileModule
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter, usual_scaling
-from recipe_lib.checkpoint.gguf.gguf_file import GgufTensor, TypeReport, check_gguf, package, write_gguf
+from recipe_lib.checkpoint.gguf.gguf_file import (
+    GgufTensor,
+    TypeChoice,
+    TypeReport,
+    check_gguf,
+    choose_types,
+    package,
+    write_gguf,
+)
 from recipe_lib.checkpoint.gguf.gguf_vocabulary import GgufVocabulary, read_vocabulary
-from recipe_lib.checkpoint.gguf.tensor_types import TypeChoice, choose_types
 from recipe_lib.checkpoint.saved_weights import SavedWeights
 from recipe_lib.checkpoint.tensor_files import FileTensor
 from recipe_lib.checkpoint.weight_accounts import check_weights, read_headers
@@ -71,7 +78,7 @@ def architecture_of(spec: ModelSpec, where: str) -> Architecture:
             f"{where}: model_type {family!r} is not written as GGUF; expected one of {', '.join(ARCHITECTURES)}; "
             "export it with --hf or --merge, and use llama.cpp's own convert_hf_to_gguf.py"
         )
-    fault = _fault(spec)
+    fault = _find_fault(spec)
     if fault:
         raise CheckpointError(f"{where}: {fault}, which llama.cpp does not compute; serve the Hugging Face folder")
     rope, factors = _rope_numbers(spec, spec.rope)
@@ -105,53 +112,58 @@ def architecture_of(spec: ModelSpec, where: str) -> Architecture:
     return Architecture(ARCHITECTURES[spec.family], numbers, _notes(spec, window), factors)
 
 
-def _fault(spec: DecoderSpec) -> str | None:
-    """What of the model llama.cpp has no word for, as `found ...`."""
-    if spec.codes != FileCodes():
-        return "found weights that are quantized in its files"
-    if spec.family in ("gemma", "gemma2", "gemma3") and spec.qkv_bias:
-        return "found attention_bias"
-    if spec.family != "llama" and (spec.output_bias or spec.mlp_bias):
-        return "found attention_bias or mlp_bias in its output projections"
-    if spec.family == "phi3" and spec.num_heads * spec.head_width != spec.width:
-        return "found heads that are not as wide together as the model"
-    if spec.family == "gemma3" and spec.attention_softcap is not None:
-        return "found attn_logit_softcapping"
-    if spec.family == "gemma2" and (spec.attention_softcap is None or spec.logit_softcap is None):
-        return "found no attn_logit_softcapping or final_logit_softcapping"
-    if spec.family not in ("gemma2", "gemma3") and spec.logit_softcap is not None:
-        return "found final_logit_softcapping"
-    pattern = _PATTERNS.get(spec.family)
-    if pattern is not None:
-        expected = tuple((layer + 1) % pattern != 0 for layer in range(spec.num_layers))
-        if any(spec.windows) and tuple(window is not None for window in spec.windows) != expected:
-            return f"found windows in other layers than all but every {pattern}."
+def _find_fault(spec: DecoderSpec) -> str | None:
+    """Return what of the model llama.cpp has no word for, as `found ...`."""
+    family = spec.family
+    pattern = _PATTERNS.get(family, 1)
+    expected_windows = tuple((layer + 1) % pattern != 0 for layer in range(spec.num_layers))
     scale = spec.head_width**-0.5
-    if _WIDE_SCALE.get(spec.family) == spec.num_layers:
+    if _WIDE_SCALE.get(family) == spec.num_layers:
         scale = (spec.width // spec.num_heads) ** -0.5
-    if abs(spec.attention_scale / scale - 1) > 1e-4:
-        found, expected_scalar = spec.attention_scale**-2, scale**-2
-        return f"found query_pre_attn_scalar {found:g}, expected {expected_scalar:g}"
-    return _rope_fault(spec)
+    has_softcaps = spec.attention_softcap is not None and spec.logit_softcap is not None
+    faults = {
+        "found weights that are quantized in its files": spec.codes != FileCodes(),
+        "found attention_bias": family in ("gemma", "gemma2", "gemma3") and spec.qkv_bias,
+        "found attention_bias or mlp_bias in its output projections": (
+            family != "llama" and (spec.output_bias or spec.mlp_bias)
+        ),
+        "found heads that are not as wide together as the model": (
+            family == "phi3" and spec.num_heads * spec.head_width != spec.width
+        ),
+        "found attn_logit_softcapping": family == "gemma3" and spec.attention_softcap is not None,
+        "found no attn_logit_softcapping or final_logit_softcapping": family == "gemma2" and not has_softcaps,
+        "found final_logit_softcapping": family not in ("gemma2", "gemma3") and spec.logit_softcap is not None,
+        f"found windows in other layers than all but every {pattern}.": (
+            family in _PATTERNS
+            and any(spec.windows)
+            and tuple(window is not None for window in spec.windows) != expected_windows
+        ),
+        f"found query_pre_attn_scalar {spec.attention_scale**-2:g}, expected {scale**-2:g}": (
+            abs(spec.attention_scale / scale - 1) > 1e-4
+        ),
+        **_list_rope_faults(spec),
+    }
+    return next((fault for fault, is_found in faults.items() if is_found), None)
 
 
-def _rope_fault(spec: DecoderSpec) -> str | None:
+def _list_rope_faults(spec: DecoderSpec) -> dict[str, bool]:
     rope, local = spec.rope, spec.local_rope
-    if spec.family != "phi3" and rope.width != spec.head_width:
-        return f"found {rope.width} rotating channels of {spec.head_width}"
-    if local is not None and local.kind != "default":
-        return f"found a rotary embedding of type {local.kind} in layers with a window"
-    if rope.kind == "longrope" and spec.family != "phi3":
-        return "found a rotary embedding of type longrope"
-    if rope.kind == "llama3" and spec.family != "llama":
-        return "found a rotary embedding of type llama3"
-    if rope.kind == "yarn" and not rope.numbers["whole_channels"]:
-        return "found a rotary embedding of type yarn with truncate=false"
-    if rope.kind == "yarn" and (rope.numbers["beta_fast"], rope.numbers["beta_slow"]) != _YARN_BETAS:
-        return "found a rotary embedding of type yarn with other beta_fast and beta_slow than {:g} and {:g}".format(
+    is_yarn = rope.kind == "yarn"
+    betas = (rope.numbers["beta_fast"], rope.numbers["beta_slow"]) if is_yarn else _YARN_BETAS
+    return {
+        f"found {rope.width} rotating channels of {spec.head_width}": (
+            spec.family != "phi3" and rope.width != spec.head_width
+        ),
+        f"found a rotary embedding of type {local and local.kind} in layers with a window": (
+            local is not None and local.kind != "default"
+        ),
+        "found a rotary embedding of type longrope": rope.kind == "longrope" and spec.family != "phi3",
+        "found a rotary embedding of type llama3": rope.kind == "llama3" and spec.family != "llama",
+        "found a rotary embedding of type yarn with truncate=false": is_yarn and not rope.numbers["whole_channels"],
+        "found a rotary embedding of type yarn with other beta_fast and beta_slow than {:g} and {:g}".format(
             *_YARN_BETAS
-        )
-    return None
+        ): betas != _YARN_BETAS,
+    }
 
 
 def _rope_numbers(spec: DecoderSpec, rope: RopeSpec) -> tuple[dict[str, Any], dict[str, tuple[float, ...]]]:
@@ -161,12 +173,14 @@ def _rope_numbers(spec: DecoderSpec, rope: RopeSpec) -> tuple[dict[str, Any], di
     if rope.kind == "linear":
         numbers |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(given["factor"])}
     elif rope.kind == "yarn":
+        factor = float(given["factor"])
+        usual_magnitude = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
         numbers |= {
             "rope.scaling.type": "yarn",
-            "rope.scaling.factor": float(given["factor"]),
+            "rope.scaling.factor": factor,
             "rope.scaling.original_context_length": int(given["original_positions"]),
             # llama.cpp multiplies YaRN's usual one with it
-            "rope.scaling.attn_factor": rope.attention_factor / _usual_magnitude(float(given["factor"])),
+            "rope.scaling.attn_factor": rope.attention_factor / usual_magnitude,
         }
     elif rope.kind == "llama3":
         return numbers, {"rope_freqs.weight": _llama3_factors(rope)}
@@ -181,10 +195,6 @@ def _rope_numbers(spec: DecoderSpec, rope: RopeSpec) -> tuple[dict[str, Any], di
     if spec.family == "phi3" and rope.kind == "default":
         numbers["rope.scaling.original_context_length"] = spec.max_positions
     return numbers, {}
-
-
-def _usual_magnitude(factor: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
 
 
 def _llama3_factors(rope: RopeSpec) -> tuple[float, ...]:
@@ -418,13 +428,9 @@ def _tensors(
         factor = adapter.config.scaling_of(module) * adapter.config.rank_of(module) / alpha
         first, second = _factors(adapter, module, spec, architecture, factor)
         name, choice = names[f"{module.name}.weight"], TypeChoice(kind.upper())
-        tensors.append(GgufTensor(f"{name}.lora_a", tuple(first.shape), choice, partial(_given, first)))
-        tensors.append(GgufTensor(f"{name}.lora_b", tuple(second.shape), choice, partial(_given, second)))
+        tensors.append(GgufTensor(f"{name}.lora_a", tuple(first.shape), choice, first.contiguous))
+        tensors.append(GgufTensor(f"{name}.lora_b", tuple(second.shape), choice, second.contiguous))
     return tensors
-
-
-def _given(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _factors(
@@ -437,4 +443,4 @@ def _factors(
         first, second = adapter.read(module.name, FIRST), adapter.read(module.name, SECOND)
     if architecture.permuted:
         second = permuted(second, spec, f"{module.name}.lora_b")
-    return first.contiguous(), (second.float() * factor if factor != 1 else second).contiguous()
+    return first, second.float() * factor if factor != 1 else second

@@ -11,7 +11,8 @@ error among the best fits to some roundings of its weights.
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,73 @@ import torch
 from torch import Tensor
 
 from recipe_lib import files
-from recipe_lib.checkpoint.gguf.tensor_types import TypeChoice
 from recipe_lib.config.local_files import install_line
 from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
+
+# Which type each tensor of a GGUF file has, as llama.cpp's own conversion and quantization choose
+# it. No torch.
+
+
+# The format's name of a type -> weights in a block of it, of which a row has a whole number.
+BLOCK_SIZES = {"F32": 1, "F16": 1, "BF16": 1, "Q8_0": 32, "Q5_0": 32, "Q5_1": 32, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
+_WHOLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
+# Of rows that are not whole blocks of 256: a type of about as many bits in blocks of 32.
+_SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+
+
+@dataclass(frozen=True)
+class TypeChoice:
+    """The type of a tensor, and the one that the mixture wanted where the length of its rows does not allow that."""
+
+    name: str
+    instead_of: str | None = None
+
+
+def choose_types(
+    shapes: Mapping[str, tuple[int, ...]], kind: str, layers: int, *, large: bool = False
+) -> dict[str, TypeChoice]:
+    """The type of each tensor of a file, by its name in the file.
+
+    shapes: of all tensors, rows first. kind: one of GGUF_KINDS. large: a model of 80 layers whose value heads serve
+    several query heads, where values get a bit more. Vectors and tables of factors stay in fp32.
+    """
+    return {name: _choose(name, shape, kind, layers, large, shapes) for name, shape in shapes.items()}
+
+
+def _choose(
+    name: str, shape: tuple[int, ...], kind: str, layers: int, large: bool, names: Collection[str]
+) -> TypeChoice:
+    if len(shape) < 2:
+        return TypeChoice("F32")
+    wanted = _WHOLE.get(kind) or _in_mixture(name, shape[-1], layers, large, tied="output.weight" not in names)
+    allowed = wanted
+    if shape[-1] % BLOCK_SIZES[wanted]:
+        allowed = _SMALLER.get(wanted, "F16")
+        if shape[-1] % BLOCK_SIZES[allowed]:
+            allowed = "F16"
+    return TypeChoice(allowed, None if allowed == wanted else wanted)
+
+
+def _in_mixture(name: str, columns: int, layers: int, large: bool, tied: bool) -> str:
+    """q4_k_m: 4 bits, more for what decides most: the output, and in half of the layers values (in one matrix with
+    queries and keys where the model has them so) and the way down."""
+    if name == "output.weight" or (tied and name == "token_embd.weight"):
+        return "Q8_0" if columns % BLOCK_SIZES["Q4_K"] else "Q6_K"
+    found = re.fullmatch(r"blk\.(\d+)\.(attn_v|ffn_down|attn_qkv)\.weight", name)
+    if found is None:
+        return "Q4_K"
+    if _has_more_bits(int(found[1]), layers):
+        return "Q6_K"
+    return "Q5_K" if large and found[2] != "ffn_down" else "Q4_K"
+
+
+def _has_more_bits(layer: int, layers: int) -> bool:
+    """The first eighth of the layers, the last, and every third between."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
 
 _PIECE = 2**22  # weights that are converted at a time
 _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -87,22 +150,22 @@ def write_gguf(out: Path, architecture: str, fields: Mapping[str, Any], tensors:
     fields: metadata by their full keys; an int is written as 32 bits without a sign, a float as fp32.
     """
     gguf = package()
-    sizes = {tensor.name: _num_bytes(gguf, tensor) for tensor in tensors}
+    types = {tensor.name: gguf.GGMLQuantizationType[tensor.choice.name] for tensor in tensors}
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        block, block_bytes = gguf.GGML_QUANT_SIZES[types[tensor.name]]
+        sizes[tensor.name] = math.prod(tensor.shape) // block * block_bytes
     with files.storage_faults():
         files.remove_leftovers(out.parent, out.name)
         files.require_space(out.parent, sum(sizes.values()) + 64 * MIB, "the GGUF file")
         writer = gguf.GGUFWriter(None, architecture)
         _put_fields(writer, fields)
         for tensor in tensors:
-            _announce(gguf, writer, tensor, sizes[tensor.name])
+            dtype = torch.empty(0).numpy().dtype  # of no meaning beside `raw_dtype`
+            writer.add_tensor_info(tensor.name, tensor.shape, dtype, sizes[tensor.name], raw_dtype=types[tensor.name])
         with files.write_aside(out, replace=False) as temporary, closing(writer):
             files.before_operation("open", temporary)
             _write_all(writer, temporary, tensors, sizes)
-
-
-def _num_bytes(gguf: Any, tensor: GgufTensor) -> int:
-    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.choice.name]]
-    return int(torch.Size(tensor.shape).numel() // block * size)
 
 
 def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
@@ -112,11 +175,6 @@ def _put_fields(writer: Any, fields: Mapping[str, Any]) -> None:
             writer.add_array(key, value)
         else:
             add[type(value)](key, value)
-
-
-def _announce(gguf: Any, writer: Any, tensor: GgufTensor, num_bytes: int) -> None:
-    kind = gguf.GGMLQuantizationType[tensor.choice.name]
-    writer.add_tensor_info(tensor.name, tensor.shape, torch.empty(0).numpy().dtype, num_bytes, raw_dtype=kind)
 
 
 def _write_all(writer: Any, temporary: Path, tensors: Sequence[GgufTensor], sizes: Mapping[str, int]) -> None:
@@ -222,18 +280,12 @@ def _compare(gguf: Any, out: Path, tensor: GgufTensor, held: Any) -> tuple[float
         weights += rows.numel()
         wide = rows.float()
         sizes += float(wide.square().sum(dtype=torch.float64))
-        if kind in _TORCH:
-            read = piece.view(_TORCH[kind]).view(rows.shape)
-            if not torch.equal(read, rows.to(_TORCH[kind])):
-                raise _wrong(out, f"{tensor.name} has other weights")
-            if torch.equal(read.to(rows.dtype), rows):
-                continue  # nothing was rounded
-            read = read.float()
-        else:
-            codes = piece.view(rows.shape[0], -1).numpy()
-            read = torch.from_numpy(gguf.quants.dequantize(codes, held.tensor_type))
-            if not _within(read, wide, kind):
-                raise _wrong(out, f"{tensor.name} differs by more than {kind.lower()} rounds")
+        codes = piece.view(rows.shape[0], -1).numpy()
+        read = torch.from_numpy(gguf.quants.dequantize(codes, held.tensor_type))
+        if kind in _TORCH and not torch.equal(read, rows.to(_TORCH[kind]).float()):
+            raise _wrong(out, f"{tensor.name} has other weights")
+        if kind not in _TORCH and not _within(read, wide, kind):
+            raise _wrong(out, f"{tensor.name} differs by more than {kind.lower()} rounds")
         squares += float((read - wide).square().sum(dtype=torch.float64))
     return squares, sizes, weights
 

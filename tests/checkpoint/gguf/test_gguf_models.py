@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipe_lib.checkpoint.gguf import write_gguf_model
-from recipe_lib.checkpoint.gguf.tensor_types import choose_types
+from recipe_lib.checkpoint.gguf.gguf_file import choose_types
 from recipe_lib.errors import CheckpointError
 from tests.checkpoint.gguf.made_models import CASES, save_model
 from tests.selection import slow_except
