@@ -27,8 +27,7 @@ from recipe_lib.adapters.layers import (
     adapted_linear,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
-from recipe_lib.config.schema import LoraConfig
-from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
+from recipe_lib.config.schema import MIXTURE_TARGETS, LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.checkpoint_parts import own_parts
 from recipe_lib.models.decoder import Decoder

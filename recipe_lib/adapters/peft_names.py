@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from recipe_lib.adapters.lora import LINEARS
-from recipe_lib.config.schema import LoraConfig
-from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
+from recipe_lib.config.schema import MIXTURE_TARGETS, LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.models.mixture_files import router_name

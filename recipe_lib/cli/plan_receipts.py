@@ -14,11 +14,12 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger
-from recipe_lib.plan.nearest_receipt import describe_run, find_nearest
 from recipe_lib.plan.receipts import (
     VARIABLE,
     Receipt,
     append_receipt,
+    describe_run,
+    find_nearest,
     is_off,
     make_receipt,
     read_receipts,

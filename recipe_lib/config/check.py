@@ -1,20 +1,18 @@
 """Compares what a file and a command line set with the schema, and gathers every fault instead of the first."""
 
-import contextlib
-import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recipe_lib.config.aliases import ANSWERS, GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, OF_PAIRS, SECTION_ALIASES
 from recipe_lib.config.interpolation import (
-    Interpolation,
+    IN_A_CIRCLE,
     InterpolationError,
-    NameFault,
+    NamedValues,
     are_related,
-    complete_name,
-    is_interpolated,
-    step_into,
+    names_in,
+    order_keys,
+    to_word,
 )
 from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
@@ -169,7 +167,7 @@ def check_value(
 
     A value that names other keys waits for `fill_pending`, which gives it filled in, and as it was written.
     """
-    if written is None and is_interpolated(value):
+    if written is None and value.is_interpolated:
         checked.pending[key.name] = Pending(value, place, where, typed)
         return
     if key.section_class is not None and value.kind == "list":
@@ -187,72 +185,68 @@ def check_value(
 
 
 def fill_pending(checked: Checked) -> None:
-    """Check the values that name other keys, once all others are known."""
-    names = _PendingNames(checked)
-    for name in list(checked.pending):
-        with contextlib.suppress(_InDoubt):
-            names.fill(name)
-
-
-class _InDoubt(Exception):  # noqa: N818 - a fault that is told already
-    """A value names a key that is in doubt: nothing is said of it."""
-
-
-class _PendingNames:
-    """Values that name other keys, each filled in after those that it names."""
-
-    def __init__(self, checked: Checked) -> None:
-        self.checked = checked
-        self.pending = dict(checked.pending)
-        self.names = Interpolation()
-
-    def fill(self, key: str) -> None:
-        """Check the value of a key with the values of those that it names. Raises NameFault for a circle."""
-        checked = self.checked
-        if key not in checked.pending:  # another one has named it
-            return
-        one = self.pending[key]
+    """Check the values that name other keys, each after those that it names."""
+    if not checked.pending:
+        return
+    schema, pending = checked.schema, dict(checked.pending)
+    names = {key: names_in(one.node.texts(), key) for key, one in pending.items()}
+    order, circle = order_keys(names)
+    values = {name: key.default for name, key in schema.keys.items() if name not in pending}
+    values |= {name: setting.value for name, setting in checked.settings.items() if name in values}
+    named = NamedValues(values, lambda name: f": there is no key {show(name)}{hint_for(name, '', schema)[0]}")
+    for key in order:
+        one = checked.pending.pop(key)
+        if any(are_related(name, other) for name in names[key] for other in checked.doubtful):
+            checked.doubt(key)  # the fault is told there
+            continue
         try:
-            with self.names.inside(key):
-                node = self.names.fill_node(one.node, functools.partial(self._look_up, key))
-            typed, written = one.typed, one.node.text
-            check_value(
-                checked, checked.schema.keys[key], node, one.place, where=one.where, typed=typed, written=written
-            )
+            node = _fill_node(one.node, key, named)
         except InterpolationError as fault:
-            file, _, _ = one.place.rpartition(":")
-            checked.fault(one.place if one.typed else f"{file}:{fault.line}", "" if one.typed else key, str(fault))
-            checked.doubt(key)
-        except _InDoubt:
-            checked.doubt(key)
-        checked.pending.pop(key, None)
-
-    def _look_up(self, key: str, written: str) -> Any:
-        """Return the value of a name in the value of a key."""
-        name = complete_name(written, key)
-        for other in self.pending:
-            if are_related(name, other):
-                self.fill(other)
-        if any(are_related(name, doubtful) for doubtful in self.checked.doubtful):
-            raise _InDoubt
-        try:
-            return _find_value(self.checked, name)
-        except LookupError as error:
-            hint, _ = hint_for(name, "", self.checked.schema, in_file=False)
-            raise NameFault(f": there is no key {show(written)}{hint}") from error
+            _refuse_pending(checked, key, one, str(fault), fault.line)
+            continue
+        check_value(checked, schema.keys[key], node, one.place, where=one.where, typed=one.typed, written=one.node.text)
+        if key in checked.settings:
+            named.put(key, checked.settings[key].value)
+    if circle:
+        node = pending[circle].node
+        text = next(text for text in node.texts() if "${" in text)
+        _refuse_pending(checked, circle, pending[circle], f"found {quote(text)}{IN_A_CIRCLE}", node.line)
+    for key in checked.pending:
+        checked.doubt(key)
+    checked.pending.clear()
 
 
-def _find_value(checked: Checked, name: str) -> Any:
-    """Return the value of a key, of a section as a mapping, or of a part of a value. LookupError if there is none."""
-    schema = checked.schema
-    if name in schema.keys:
-        return checked.settings[name].value if name in checked.settings else schema.keys[name].default
-    if name in schema.sections:
-        return {child.rpartition(".")[2]: _find_value(checked, child) for child in schema.children(name)}
-    for outer in schema.keys:
-        if are_related(name, outer):
-            return step_into(_find_value(checked, outer), name.removeprefix(outer))
-    raise LookupError(name)
+def _refuse_pending(checked: Checked, key: str, one: Pending, what: str, line: int) -> None:
+    place = one.place if one.typed else f"{one.place.rpartition(':')[0]}:{line}"
+    checked.fault(place, "" if one.typed else key, what)
+    checked.doubt(key)
+
+
+def _fill_node(node: YamlNode, key: str, named: NamedValues) -> YamlNode:
+    """Return a value of a file with those of the keys that it names, as if they had been written there."""
+    if node.kind == "list":
+        return replace(node, items=[_fill_node(item, key, named) for item in node.items])
+    if node.kind == "mapping":
+        entries = {word: (line, _fill_node(inner, key, named)) for word, (line, inner) in node.entries.items()}
+        return replace(node, entries=entries)
+    if not node.is_interpolated:
+        return node
+    try:
+        return _write_node(named.fill(node.text, key), node.line)
+    except InterpolationError as fault:
+        fault.line = node.line
+        raise
+
+
+def _write_node(value: Any, line: int) -> YamlNode:
+    if isinstance(value, list):
+        return YamlNode("list", line, items=[_write_node(item, line) for item in value])
+    if isinstance(value, dict):
+        return YamlNode(
+            "mapping", line, entries={word: (line, _write_node(item, line)) for word, item in value.items()}
+        )
+    quoted = isinstance(value, str) and (value == "" or value.lower() in ("null", "true", "false", "~"))
+    return YamlNode("scalar", line, to_word(value), quoted=quoted)
 
 
 def check_items(checked: Checked, key: Key, value: YamlNode, place: str, where: str, typed: bool) -> None:
@@ -319,8 +313,7 @@ def _is_of_another_tool(name: str, value: YamlNode, schema: Schema) -> bool:
 
 
 def _is_broken(node: YamlNode) -> bool:
-    inner = [*node.items, *(value for _, value in node.entries.values())]
-    return node.kind == "broken" or any(_is_broken(part) for part in inner)
+    return node.kind == "broken" or any(_is_broken(part) for part in node.inner())
 
 
 # What to say of a key that there is not: the name that it has here, the nearest spelling, or
@@ -330,7 +323,7 @@ def _is_broken(node: YamlNode) -> bool:
 # same, and a spelling only where each word of it is near.
 
 
-def hint_for(name: str, section: str, schema: Schema, *, in_file: bool) -> tuple[str, list[str]]:
+def hint_for(name: str, section: str, schema: Schema, *, in_file: bool = False) -> tuple[str, list[str]]:
     """(`; did you mean X?` or another hint, the keys it names). section: that the key stands in, empty if unknown."""
     owner = _owner(name, schema)
     meant = [] if owner else meant_by(name, schema)

@@ -22,7 +22,6 @@ from recipe_lib.config.check import (
     unknown_key,
 )
 from recipe_lib.config.idle import disable_idle
-from recipe_lib.config.interpolation import is_interpolated
 from recipe_lib.config.keys import Schema, item_schema, read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS, example_file, expand, find_config
 from recipe_lib.config.read_yaml import YamlError, YamlNode, parse, read_file
@@ -362,7 +361,7 @@ def _set(checked: Checked, name: str, text: str, place: str) -> None:
         checked.fault(place, "", str(fault))
         return
     outer = schema.mapping_of(name)
-    if is_interpolated(value) and (outer or _ITEM.fullmatch(name)):
+    if value.is_interpolated and (outer or _ITEM.fullmatch(name)):
         checked.fault(
             place, "", "a part of a value cannot name other keys here; write it in a file, or the value itself"
         )

@@ -54,6 +54,21 @@ class YamlNode:
         """Nothing was written."""
         return self.kind == "scalar" and not self.text and not self.quoted
 
+    @property
+    def is_interpolated(self) -> bool:
+        """Whether it, or a part of it, names another key."""
+        return any("${" in text for text in self.texts())
+
+    def inner(self) -> list["YamlNode"]:
+        """Return what it holds."""
+        return [*self.items, *(value for _, value in self.entries.values())]
+
+    def texts(self) -> Iterator[str]:
+        """Yield the text of it, or of all that it holds, at any depth."""
+        yield self.text
+        for node in self.inner():
+            yield from node.texts()
+
 
 @dataclass
 class YamlDocument:

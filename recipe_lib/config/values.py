@@ -72,7 +72,7 @@ def _convert(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
     if origin is dict:
         return _convert_mapping(node, typing.get_args(kind)[1], key, typed)
     if kind is Any:
-        return _as_written(node)
+        return as_written(node)
     value = _convert_scalar(node, kind, key, typed, is_choice=True)
     if kind is bool:  # choices and bounds are those of the other kinds
         return value
@@ -180,23 +180,21 @@ def _convert_mapping(node: YamlNode, value_kind: Any, key: Key, typed: bool) -> 
     }
 
 
-def _as_written(node: YamlNode) -> Any:
-    """A value whose key takes anything, read as YAML reads it."""
+def as_written(node: YamlNode) -> Any:
+    """Return a value whose key takes anything, as YAML reads it; `1e-5` is a number."""
     if node.kind == "list":
-        return [_as_written(item) for item in node.items]
+        return [as_written(item) for item in node.items]
     if node.kind == "mapping":
-        return {name: _as_written(value) for name, (_, value) in node.entries.items()}
+        return {name: as_written(value) for name, (_, value) in node.entries.items()}
     if node.quoted or _UNPRINTABLE.search(node.text):
         return node.text
     if is_null(node):
         return None
-    if node.text.lower() in ("true", "false"):
-        return node.text.lower() == "true"
-    if _INTEGER.fullmatch(node.text) and len(node.text) < 19:
+    if node.text.lower() in (*_TRUE, *_FALSE):
+        return node.text.lower() in _TRUE
+    if _INTEGER.fullmatch(node.text) and len(node.text) < 100:
         return int(node.text)
-    if _NUMBER.fullmatch(node.text):
-        return float(node.text)
-    return node.text
+    return float(node.text) if _NUMBER.fullmatch(node.text) else node.text
 
 
 def _check_limits(value: Any, key: Key, written: str) -> None:

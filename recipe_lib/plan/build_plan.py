@@ -19,21 +19,28 @@ from recipe_lib.parallel.gradient_accumulation import once_a_step
 from recipe_lib.plan.allocation.blocks import LAUNCH_QUEUE
 from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
-from recipe_lib.plan.cluster import DimensionPlan, Volume, groups_along
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.large_tensors import large_tensor_notes
-from recipe_lib.plan.pipeline_plan import Staged, first_of_each_place, layers_of_all, pipeline_assumptions, staged
+from recipe_lib.plan.pipeline_plan import (
+    Staged,
+    first_of_each_place,
+    layers_of_all,
+    pipeline_assumptions,
+    say_router_choices,
+    staged,
+)
 from recipe_lib.plan.rank_plans import layer_rows, lowered, not_simulated, rank_plan, verdict_of
 from recipe_lib.plan.result import (
     DOES_NOT_FIT,
     CommunicationRow,
     DeviceFacts,
+    DimensionPlan,
     OutsideTorch,
     Plan,
     RankPlan,
     TimePlan,
+    Volume,
+    groups_along,
 )
-from recipe_lib.plan.router_choices import say_router_choices
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.tables import say_stalled_means
 from recipe_lib.plan.timing.cost import (
@@ -46,7 +53,7 @@ from recipe_lib.plan.timing.cost import (
 )
 from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
 from recipe_lib.plan.timing.time_by_kind import ATTENTION, MATMULS, MEMORY_BOUND, operators_launched, time_by_kind
-from recipe_lib.plan.trace import Collective, Trace
+from recipe_lib.plan.trace import ALLOC, Collective, Storage, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.tracing.simulate_deep import simulate_deep
 from recipe_lib.plan.tree import split_number
@@ -505,3 +512,33 @@ def _usual_layer(places: Iterable[Counter[tuple[str, int, int]]], passes: int) -
     each = {alike: round(count / passes) for alike, count in counts.items()} if passes else {}
     found = sum((Volume(1, size, sent).times(times) for (_, size, sent), times in each.items()), Volume())
     return found if found.operations else None
+
+
+# Tensors of 2^31 elements or more: known for failing in kernels that count in 32 bits.
+#
+# FlashAttention 2, which torch's attention runs, and Liger's kernels do (Liger-Kernel issue 803);
+# torch's own pointwise kernels and those that its compiler makes count such tensors in 64 bits.
+
+
+LIMIT = 2**31
+_KINDS = ("activations", "temporary", "logits", "communication", "gradients")
+
+
+def largest_tensor(trace: Trace, itemsize: int) -> Storage | None:
+    """The largest tensor that is computed from tokens, if it may have LIMIT elements. itemsize: bytes of an element."""
+    made = (trace.storages[number] for kind, number in trace.events if kind == ALLOC)
+    of_tokens = (one for one in made if one.device and one.kind in _KINDS and not one.label)
+    largest = max(of_tokens, key=lambda one: one.bytes, default=None)
+    return largest if largest is not None and largest.bytes >= LIMIT * itemsize else None
+
+
+def large_tensor_notes(trace: Trace, itemsize: int) -> list[str]:
+    """What to know of a plan with such a tensor."""
+    found = largest_tensor(trace, itemsize)
+    if found is None:
+        return []
+    return [
+        f"{found.module or 'the step'} makes a tensor of {found.bytes // itemsize:,} elements "
+        f"({format_bytes(found.bytes)}): kernels that count in 32 bits, such as FlashAttention 2, fail from {LIMIT:,} "
+        "on; share sequences among more ranks (parallel.context), or set max_seq_len lower"
+    ]

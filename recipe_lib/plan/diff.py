@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from recipe_lib.plan.cluster_tables import group_by_dim, sum_traffic
 from recipe_lib.plan.result import Plan
+from recipe_lib.plan.tables import group_by_dim, sum_traffic
 from recipe_lib.plan.tree import alive_tree
 from recipe_lib.plan.verdict import planned_reserved
 from recipe_lib.report.terminal import HEADING, open_console, put, put_section, text_of

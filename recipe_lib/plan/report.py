@@ -3,23 +3,21 @@
 import math
 from dataclasses import dataclass
 
-from recipe_lib.plan.cluster_tables import (
-    alone_table,
-    communication_table,
-    groups_table,
-    stage_ranks_table,
-    volume_table,
-)
-from recipe_lib.plan.nearest_receipt import quote_line
+from recipe_lib.plan.receipts import quote_line
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, ActionSpan, PipelinePlan, Plan
 from recipe_lib.plan.tables import (
     advice_table,
+    alone_table,
+    communication_table,
+    groups_table,
     layer_table,
     layers_text,
     outside_table,
     phase_table,
     rank_table,
+    stage_ranks_table,
     stage_table,
+    volume_table,
 )
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Trace
 from recipe_lib.plan.tree import alive_tree, draw_tree, folded

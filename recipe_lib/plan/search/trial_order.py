@@ -17,7 +17,6 @@ from recipe_lib.logs import get_logger
 from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.pipeline.balance import split_layers
 from recipe_lib.plan.build_plan import PlanSettings
-from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.search.search_space import (
     HOST_KEY,
     PIPELINE_KEY,
@@ -36,6 +35,7 @@ from recipe_lib.plan.search.trials import (
     TEACHER_KEYS,
     Candidate,
     Changes,
+    Estimate,
     changed,
     checkpointing,
     doubt,

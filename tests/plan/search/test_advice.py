@@ -59,8 +59,8 @@ def test_bytes_are_the_difference_of_two_plans():
 def test_what_makes_it_fit_comes_first():
     """Of levers that were tried: by bytes within those that make it fit and those that do not; none without effect."""
     from recipe_lib.plan.search.advice import Tried, advise
-    from recipe_lib.plan.search.estimate import Estimate
     from recipe_lib.plan.search.lever_table import Lever
+    from recipe_lib.plan.search.trials import Estimate
 
     plan = hand_made()
     plan.device.usable = plan.heaviest.reserved_expandable - GIB
@@ -218,8 +218,8 @@ def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path
 
 def test_what_is_weighed_is_shown_where_it_takes_more() -> None:
     from recipe_lib.plan.search.advice import Tried, advise
-    from recipe_lib.plan.search.estimate import Estimate
     from recipe_lib.plan.search.lever_table import Lever
+    from recipe_lib.plan.search.trials import Estimate
 
     plan = hand_made()
     size = plan.heaviest.peak.active
