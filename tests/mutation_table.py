@@ -50,7 +50,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="search_changes_the_batch",
-        path="recipe_lib/plan/search/search_space.py",
+        path="recipe_lib/plan/search/trial_order.py",
         old="* times // int(cfg.parallel.pipeline * cfg.parallel.context)",
         new="* times",
         harm="a search on a config with a pipeline proposes a larger global batch",

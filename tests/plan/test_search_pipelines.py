@@ -76,7 +76,7 @@ def tried(ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (),
     from recipe_lib.config.mesh import mesh_shape
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import find_hardware
-    from recipe_lib.plan.search.search_space import batch_per_step, micro_batch, pipelines, sizes
+    from recipe_lib.plan.search.trial_order import batch_per_step, micro_batch, pipelines, sizes
     from recipe_lib.plan.search.trials import changed, data_ranks
     from recipe_lib.plan.world.sequence_lengths import Sequence
 

@@ -138,7 +138,7 @@ def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not()
 
 
 def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_what_is_trained() -> None:
-    from recipe_lib.plan.search.search_space import list_groups
+    from recipe_lib.plan.search.trial_order import list_groups
     from recipe_lib.plan.world.sequence_lengths import Sequence
     from recipe_lib.plan.world.shape_only_model import plannable
 
