@@ -161,8 +161,8 @@ MUTATIONS = [
     Mutation(
         name="unknown_key_in_a_section",
         path="recipe_lib/config/check.py",
-        old="        else:\n            unknown_key(checked, place, name, section,",
-        new="        elif not section:\n            unknown_key(checked, place, name, section,",
+        old="        else:\n            unknown_key(checked, source, line, name,",
+        new="        elif not section:\n            unknown_key(checked, source, line, name,",
         harm="a misspelled key in a section is ignored without a word",
         tests=("tests/config/test_unknown_keys.py",),
     ),

@@ -35,12 +35,28 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where values are from. name: of a file, as in errors, or COMMAND_LINE. override: as in errors."""
+
+    name: str
+    override: str = ""
+
+    def at(self, line: int) -> str:
+        """Return how an error begins: `configs/demo/full.yaml:7`, `command line: seed=x`."""
+        return self.override or f"{self.name}:{line}"
+
+    def where(self, line: int) -> str:
+        """Return how a setting's place is named."""
+        return self.name if self.override else f"{self.name}:{line}"
+
+
+@dataclass(frozen=True)
 class Pending:
     """A value that names other keys, and what `check_value` is called with once it is filled in."""
 
     node: YamlNode
-    place: str
-    where: str
+    source: Source
+    line: int
     typed: bool
 
 
@@ -107,39 +123,38 @@ class Checked:
         self.settings[name] = Setting(value, where)
 
 
-def check_file(checked: Checked, top: YamlNode, file: str) -> None:
-    """Checks the tree of a whole file. file: its name in errors."""
+def check_file(checked: Checked, top: YamlNode, file: Source) -> None:
+    """Checks the tree of a whole file."""
     if top.empty or top.kind == "broken":
         if top.kind == "broken":
             checked.doubt("")
         return
     if top.kind != "mapping":
-        checked.fault(f"{file}:{top.line}", "", f"found {describe(top)}, expected lines of `key: value`")
+        checked.fault(file.at(top.line), "", f"found {describe(top)}, expected lines of `key: value`")
         checked.doubt("")
         return
     check_section(checked, "", top, file)
 
 
-def check_section(checked: Checked, section: str, node: YamlNode, file: str) -> None:
+def check_section(checked: Checked, section: str, node: YamlNode, source: Source) -> None:
     """Checks the entries of a section, sections inside it too."""
     schema = checked.schema
     for word, (line, value) in node.entries.items():
         if checked.full:
             return
         name = f"{section}.{word}" if section else word
-        place = f"{file}:{line}"
         if name in schema.sections and word:
-            check_section_value(checked, name, value, place, file)
+            check_section_value(checked, name, value, source, line)
         elif name in schema.keys and "." not in word:
-            check_value(checked, schema.keys[name], value, place)
+            check_value(checked, schema.keys[name], value, source, line)
         else:
-            unknown_key(checked, place, name, section, value)
+            unknown_key(checked, source, line, name, value)
 
 
-def check_section_value(checked: Checked, name: str, value: YamlNode, place: str, file: str) -> None:
+def check_section_value(checked: Checked, name: str, value: YamlNode, source: Source, line: int) -> None:
     """What stands under a section's name."""
     if value.kind == "mapping":
-        check_section(checked, name, value, file)
+        check_section(checked, name, value, source)
     elif value.kind == "broken":
         checked.doubt(name)
     elif not value.empty:
@@ -150,37 +165,38 @@ def check_section_value(checked: Checked, name: str, value: YamlNode, place: str
         if value.kind == "scalar" and not is_word:
             unset = f", or set {name}.{main} to null" if main and checked.schema.keys[f"{name}.{main}"].optional else ""
             hint = f"; remove it{unset}"
-        checked.fault(place, name, f"found {describe(value)}, expected a section of keys ({', '.join(inside)}){hint}")
+        what = f"found {describe(value)}, expected a section of keys ({', '.join(inside)}){hint}"
+        checked.fault(source.at(line), name, what)
 
 
 def check_value(
     checked: Checked,
     key: Key,
     value: YamlNode,
-    place: str,
+    source: Source,
+    line: int = 1,
     *,
-    where: str = "",
     typed: bool = False,
     written: str | None = None,
 ) -> None:
-    """Checks a key's value and takes it. where: how the setting is named later, if not by the place.
+    """Checks a key's value and takes it. typed: it is an override's own, whose text says the key.
 
     A value that names other keys waits for `fill_pending`, which gives it filled in, and as it was written.
     """
     if written is None and value.is_interpolated:
-        checked.pending[key.name] = Pending(value, place, where, typed)
+        checked.pending[key.name] = Pending(value, source, line, typed)
         return
     if key.section_class is not None and value.kind == "list":
-        check_items(checked, key, value, place, where, typed)
+        check_items(checked, key, value, source, line)
         return
     if _is_broken(value):
         checked.doubt(key.name)
         return
     try:
-        checked.set(key.name, convert(value, key, typed=typed or written is not None), where or place)
+        checked.set(key.name, convert(value, key, typed=typed or written is not None), source.where(line))
     except MismatchError as mismatch:
         what = f"found {quote(written)}, which is " if written else "found "
-        checked.fault(place, "" if typed else key.name, str(mismatch).replace("found ", what, 1))
+        checked.fault(source.at(line), "" if typed else key.name, str(mismatch).replace("found ", what, 1))
         checked.doubt(key.name)
 
 
@@ -193,7 +209,7 @@ def fill_pending(checked: Checked) -> None:
     order, circle = order_keys(names)
     values = {name: key.default for name, key in schema.keys.items() if name not in pending}
     values |= {name: setting.value for name, setting in checked.settings.items() if name in values}
-    named = NamedValues(values, lambda name: f": there is no key {show(name)}{hint_for(name, '', schema)[0]}")
+    named = NamedValues(values, lambda name: f": there is no key {show(name)}{hint_for(name, schema)[0]}")
     for key in order:
         one = checked.pending.pop(key)
         if any(are_related(name, other) for name in names[key] for other in checked.doubtful):
@@ -204,7 +220,7 @@ def fill_pending(checked: Checked) -> None:
         except InterpolationError as fault:
             _refuse_pending(checked, key, one, str(fault), fault.line)
             continue
-        check_value(checked, schema.keys[key], node, one.place, where=one.where, typed=one.typed, written=one.node.text)
+        check_value(checked, schema.keys[key], node, one.source, one.line, typed=one.typed, written=one.node.text)
         if key in checked.settings:
             named.put(key, checked.settings[key].value)
     if circle:
@@ -217,8 +233,7 @@ def fill_pending(checked: Checked) -> None:
 
 
 def _refuse_pending(checked: Checked, key: str, one: Pending, what: str, line: int) -> None:
-    place = one.place if one.typed else f"{one.place.rpartition(':')[0]}:{line}"
-    checked.fault(place, "" if one.typed else key, what)
+    checked.fault(one.source.at(line), "" if one.typed else key, what)
     checked.doubt(key)
 
 
@@ -249,34 +264,29 @@ def _write_node(value: Any, line: int) -> YamlNode:
     return YamlNode("scalar", line, to_word(value), quoted=quoted)
 
 
-def check_items(checked: Checked, key: Key, value: YamlNode, place: str, where: str, typed: bool) -> None:
+def check_items(checked: Checked, key: Key, value: YamlNode, source: Source, line: int) -> None:
     """Checks a list of sections and takes it if all are right; a fault names its own line and key inside."""
     items = []
     for number, node in enumerate(value.items):
-        inner = Checked(item_schema(key, number))
+        inner = Checked(item_schema(key, number), faults=checked.faults)
         name = next(iter(inner.schema.sections))
-        file = COMMAND_LINE if typed else place.rpartition(":")[0]
-        line = f"{file}:{node.line}"
+        before = len(checked.faults)
         if node.kind == "broken":
             inner.doubt(name)
         elif node.kind != "mapping":
             words = ", ".join(word.rpartition(".")[2] for word in inner.schema.keys)
-            inner.fault(line, name, f"found {describe(node)}, expected a section of keys ({words})")
+            inner.fault(source.at(node.line), name, f"found {describe(node)}, expected a section of keys ({words})")
         else:
-            check_section(inner, name, node, file)
-            for inside in inner.schema.keys.values():
-                if inside.required and inside.name not in inner.settings and inside.name not in inner.doubtful:
-                    inner.fault(line, inside.name, f"is not set, expected {expected(inside)}")
-        for fault in inner.faults:
-            shown_at, _, what = fault.partition(": ")
-            checked.fault(place if typed else shown_at, "", what)
-        if inner.faults or inner.doubtful:
+            check_section(inner, name, node, source)
+            check_required(inner, source.at(node.line))
+        checked.full |= inner.full
+        if len(checked.faults) > before or inner.doubtful:
             checked.doubt(key.name)
         else:
             set_here = {word.rpartition(".")[2]: setting.value for word, setting in inner.settings.items()}
             items.append(inner.schema.config_class(**set_here))
     if key.name not in checked.doubtful:
-        checked.set(key.name, items, where or place)
+        checked.set(key.name, items, source.where(line))
 
 
 def check_required(checked: Checked, place: str) -> None:
@@ -287,19 +297,24 @@ def check_required(checked: Checked, place: str) -> None:
 
 
 def unknown_key(
-    checked: Checked, place: str, name: str, section: str, value: YamlNode | None = None, *, typed: bool = False
+    checked: Checked,
+    source: Source,
+    line: int,
+    name: str,
+    value: YamlNode | None = None,
+    *,
+    typed: bool = False,
 ) -> None:
     """Notes a key that the schema does not have, with the nearest that it has.
 
     value: what stands there. A section that only other tools have, as torchtitan's `training`, is gone through.
     """
     if value is not None and value.kind == "mapping" and _is_of_another_tool(name, value, checked.schema):
-        for word, (line, inner) in value.entries.items():
-            at = place if typed else f"{place.rpartition(':')[0]}:{line}"
-            unknown_key(checked, at, f"{name}.{word}", "", inner, typed=typed)
+        for word, (inner_line, inner) in value.entries.items():
+            unknown_key(checked, source, inner_line, f"{name}.{word}", inner, typed=typed)
         return
-    hint, meant = hint_for(name, section, checked.schema, in_file=not typed)
-    checked.fault(place, "" if typed else (name or "''"), f"unknown key{hint}", doubt=False)
+    hint, meant = hint_for(name, checked.schema, in_file=not typed)
+    checked.fault(source.at(line), "" if typed else (name or "''"), f"unknown key{hint}", doubt=False)
     for key in meant:
         checked.doubt(key)
 
@@ -323,8 +338,8 @@ def _is_broken(node: YamlNode) -> bool:
 # same, and a spelling only where each word of it is near.
 
 
-def hint_for(name: str, section: str, schema: Schema, *, in_file: bool = False) -> tuple[str, list[str]]:
-    """(`; did you mean X?` or another hint, the keys it names). section: that the key stands in, empty if unknown."""
+def hint_for(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str, list[str]]:
+    """(`; did you mean X?` or another hint, the keys it names)."""
     owner = _owner(name, schema)
     meant = [] if owner else meant_by(name, schema)
     if owner:
@@ -339,7 +354,7 @@ def hint_for(name: str, section: str, schema: Schema, *, in_file: bool = False) 
             hint = f"; write {name.rpartition('.')[2]}: under {name.rpartition('.')[0]}:"
         return hint, meant
     outer = name.rpartition(".")[0]
-    there = section or ("" if "[" in outer else _section_for(outer, schema))
+    there = _section_for(outer, schema) if outer in schema.sections or "[" not in outer else ""
     if there:
         inside = ", ".join(child.removeprefix(f"{there}.") for child in schema.children(there))
         return f"; the keys of {there} are {inside}", []

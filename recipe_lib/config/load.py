@@ -14,6 +14,7 @@ from recipe_lib.config.check import (
     COMMAND_LINE,
     Checked,
     Setting,
+    Source,
     check_file,
     check_required,
     check_section,
@@ -148,7 +149,7 @@ def _read(sources: Sources, overrides: Sequence[str], schema: type) -> tuple[Che
         document = read_file(path, shown)
         for line, what in document.faults:
             checked.fault(f"{shown}:{line}", "", what, doubt=False)
-        check_file(checked, document.top, shown)
+        check_file(checked, document.top, Source(shown))
         checked.sort_by_line(shown, start)
     apply_overrides(checked, overrides)
     fill_pending(checked)
@@ -344,17 +345,18 @@ def apply_overrides(checked: Checked, overrides: Sequence[str]) -> None:
         if checked.full:
             return
         place = f"{COMMAND_LINE}: {show(override)}"
+        source = Source(COMMAND_LINE, place)
         if override.startswith("~"):
-            _reset(checked, override[1:], place)
+            _reset(checked, override[1:], source)
         elif "=" not in override:
             checked.fault(place, "", _how_to_write(override, checked.schema))
         else:
             name, _, text = override.partition("=")
-            _set(checked, name, text, place)
+            _set(checked, name, text, source)
 
 
-def _set(checked: Checked, name: str, text: str, place: str) -> None:
-    schema = checked.schema
+def _set(checked: Checked, name: str, text: str, source: Source) -> None:
+    schema, place = checked.schema, source.override
     try:
         value = _read_value(checked, text, place)
     except YamlError as fault:
@@ -367,18 +369,17 @@ def _set(checked: Checked, name: str, text: str, place: str) -> None:
         )
         return
     if name in schema.sections and name:
-        _set_section(checked, name, value, place)
+        _set_section(checked, name, value, source)
     elif name in schema.keys:
-        check_value(checked, schema.keys[name], value, place, where=COMMAND_LINE, typed=True)
+        check_value(checked, schema.keys[name], value, source, typed=True)
     elif item := _ITEM.fullmatch(name):
-        _set_in_item(checked, item, value, place)
+        _set_in_item(checked, item, value, source)
     elif outer:
-        _set_entry(checked, outer, name.removeprefix(f"{outer}."), value, place)
+        _set_entry(checked, outer, name.removeprefix(f"{outer}."), value, source)
     elif name.startswith(("-", "+")) and name.lstrip("-+"):
         checked.fault(place, "", f"overrides have no {name[0]} in front; write {show(name.lstrip('-+'))}={show(text)}")
     else:
-        section = name.rpartition(".")[0]
-        unknown_key(checked, place, name, section if section in schema.sections else "", value, typed=True)
+        unknown_key(checked, source, 1, name, value, typed=True)
 
 
 def _read_value(checked: Checked, text: str, place: str) -> YamlNode:
@@ -391,37 +392,24 @@ def _read_value(checked: Checked, text: str, place: str) -> YamlNode:
     return document.top if not document.faults else YamlNode("broken", 1)
 
 
-def _set_section(checked: Checked, name: str, value: YamlNode, place: str) -> None:
+def _set_section(checked: Checked, name: str, value: YamlNode, source: Source) -> None:
     """`data={source: x}` sets keys of a section one by one; the others stay as they are."""
     if value.kind == "broken":
         checked.doubt(name)
     elif value.kind != "mapping":
         keys = [key for key in checked.schema.children(name) if key in checked.schema.keys]
-        checked.fault(place, "", f"found {describe(value)}, expected keys of the section, as in {keys[0]}=VALUE")
+        what = f"found {describe(value)}, expected keys of the section, as in {keys[0]}=VALUE"
+        checked.fault(source.override, "", what)
         checked.doubt(name)
     else:
-        inner = Checked(checked.schema)
-        check_section(inner, name, value, COMMAND_LINE)
-        for fault in inner.faults:
-            checked.fault(place, "", fault.partition(": ")[2])
-        for key, setting in inner.settings.items():
-            checked.set(key, setting.value, COMMAND_LINE)
-        for key, one in inner.pending.items():
-            checked.pending[key] = dataclasses.replace(one, place=place, where=COMMAND_LINE)
-        checked.doubtful |= inner.doubtful
+        check_section(checked, name, value, source)
 
 
-def _set_entry(checked: Checked, outer: str, inner: str, value: YamlNode, place: str) -> None:
+def _set_entry(checked: Checked, outer: str, inner: str, value: YamlNode, source: Source) -> None:
     """`data.columns.instruction=question` adds one entry to a mapping."""
     before = checked.settings.get(outer)
-    check_value(
-        checked,
-        checked.schema.keys[outer],
-        YamlNode("mapping", 1, entries={inner: (1, value)}),
-        place,
-        where=COMMAND_LINE,
-        typed=True,
-    )
+    node = YamlNode("mapping", 1, entries={inner: (1, value)})
+    check_value(checked, checked.schema.keys[outer], node, source, typed=True)
     after = checked.settings.get(outer)
     if after is not before and after is not None:
         earlier = before.value if before else checked.schema.keys[outer].default
@@ -429,27 +417,27 @@ def _set_entry(checked: Checked, outer: str, inner: str, value: YamlNode, place:
         checked.set(outer, {**(earlier or {}), **after.value}, where)
 
 
-def _set_in_item(checked: Checked, item: re.Match[str], value: YamlNode, place: str) -> None:
+def _set_in_item(checked: Checked, item: re.Match[str], value: YamlNode, source: Source) -> None:
     """`data.sources[1].weight=2` sets one key of one section of a list."""
     name, number, word = item[1], int(item[2]), item[3]
     key = checked.schema.keys.get(name)
     if key is None or key.section_class is None:
-        unknown_key(checked, place, item[0], "", typed=True)
+        unknown_key(checked, source, 1, item[0], typed=True)
         return
     before = checked.settings.get(name)
     items = list(before.value if before else key.default)
-    inner = Checked(item_schema(key, number))
     if number >= len(items):
         if name not in checked.doubtful:
             has = f"the last one is {name}[{len(items) - 1}]" if items else "the list is empty"
-            checked.fault(place, "", f"{name}[{number}] is not there, {has}; write {name}=[...] for another list")
+            what = f"{name}[{number}] is not there, {has}; write {name}=[...] for another list"
+            checked.fault(source.override, "", what)
         return
-    if f"{name}[{number}].{word}" in inner.schema.keys:
-        check_value(inner, inner.schema.keys[f"{name}[{number}].{word}"], value, place, where=COMMAND_LINE, typed=True)
+    inner, faults = Checked(item_schema(key, number), faults=checked.faults), len(checked.faults)
+    if item[0] in inner.schema.keys:
+        check_value(inner, inner.schema.keys[item[0]], value, source, typed=True)
     else:
-        unknown_key(inner, place, item[0], f"{name}[{number}]", typed=True)
-    checked.faults += inner.faults
-    if inner.faults:
+        unknown_key(inner, source, 1, item[0], typed=True)
+    if len(checked.faults) > faults:
         checked.doubt(name)
         return
     for setting in inner.settings.values():
@@ -458,15 +446,14 @@ def _set_in_item(checked: Checked, item: re.Match[str], value: YamlNode, place: 
     checked.set(name, items, where)
 
 
-def _reset(checked: Checked, name: str, place: str) -> None:
+def _reset(checked: Checked, name: str, source: Source) -> None:
     """`~key` and `~section`: back to the schema's default."""
     schema = checked.schema
     if "=" in name:
         bare = show(name.partition("=")[0])
-        checked.fault(place, "", f"~ goes back to the default and takes no value; write ~{bare}")
+        checked.fault(source.override, "", f"~ goes back to the default and takes no value; write ~{bare}")
     elif name not in schema.keys and (name not in schema.sections or not name):
-        section = name.rpartition(".")[0]
-        unknown_key(checked, place, name, section if section in schema.sections else "", typed=True)
+        unknown_key(checked, source, 1, name, typed=True)
     else:
         for values in (checked.settings, checked.pending):
             for key in [key for key in values if key == name or key.startswith(f"{name}.")]:

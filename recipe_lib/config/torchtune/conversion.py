@@ -174,23 +174,16 @@ class ConfigImport:
         """Return whether a key, or one of a section, is set to something."""
         return any(self.is_on(key) for key in self.theirs.under(section))
 
-    def carry(self, key: str, ours: Mapping[str, Any], why: str = "") -> None:
-        """Note that these keys of ours do what theirs does."""
-        self._note(key, KeyFate(CARRIED if key in self.theirs.values else DEFAULT, ours, why))
-
-    def change(self, key: str, ours: Mapping[str, Any], why: str) -> None:
-        """Note that something is different here, and what."""
-        self._note(key, KeyFate(CHANGED if key in self.theirs.values else DEFAULT, ours, why))
+    def carry(self, key: str, ours: Mapping[str, Any], why: str = "", *, differs: bool = False) -> None:
+        """Note that these keys of ours do what theirs does, or where it differs, something else, and what."""
+        kind = CHANGED if differs else CARRIED
+        self._note(key, KeyFate(kind if key in self.theirs.values else DEFAULT, ours, why))
 
     def take(self, key: str, meaning: Meaning) -> None:
         """Note what a value says here, and the defaults that it brings."""
         self.defaults |= meaning.defaults
-        note = self.change if meaning.differs else self.carry
-        note(
-            key,
-            {name: self.value(key) if value == VALUE else value for name, value in meaning.ours.items()},
-            meaning.why,
-        )
+        ours = {name: self.value(key) if value == VALUE else value for name, value in meaning.ours.items()}
+        self.carry(key, ours, meaning.why, differs=meaning.differs)
 
     def drop(self, key: str, why: str) -> None:
         """Note that nothing comes of it, and why nothing is missed."""

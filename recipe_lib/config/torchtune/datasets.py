@@ -119,10 +119,7 @@ def _convert_dataset(conversion: ConfigImport, section: str, ours: str) -> None:
     if source is not None and f"{section}.source" not in conversion.theirs.values:
         said[f"{ours}.source"] = source
     _convert_columns(conversion, section, ours, dataset)
-    if dataset.why:
-        conversion.change(component, said, dataset.why)
-    else:
-        conversion.carry(component, said)
+    conversion.carry(component, said, dataset.why, differs=bool(dataset.why))
     for key in conversion.theirs.under(section):
         if not conversion.is_noted(key):
             _convert_key(conversion, key, ours, dataset, source)
@@ -135,9 +132,7 @@ def _convert_dataset(conversion: ConfigImport, section: str, ours: str) -> None:
 def _convert_source(conversion: ConfigImport, section: str, ours: str, dataset: TorchtuneDataset) -> str | None:
     """Note where a dataset is; return what `data.source` is, None after a fault."""
     key = f"{section}.source"
-    names = [str(conversion.value(f"{section}.{word}")) for word in ("subset", "name")
-             if conversion.is_on(f"{section}.{word}")]  # fmt: skip
-    subset = names[0] if names else dataset.subset
+    subset = conversion.value(f"{section}.subset") or conversion.value(f"{section}.name") or dataset.subset
     if key not in conversion.theirs.values:
         if dataset.source is None:
             conversion.faults.append(f"{conversion.theirs.shown}: {key} is missing")

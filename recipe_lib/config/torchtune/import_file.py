@@ -361,9 +361,13 @@ def _convert_folder(c: ConfigImport, key: str) -> None:
         why = "the folder above has the same weights in Hugging Face's layout"
         c.take(key, Meaning({ours: outer}, why, differs=outer != folder))
     elif name := find_hub_name(c.theirs, outer):
-        c.change(key, {ours: name}, "there is no such folder here; the file's own download line has the name")
+        c.carry(
+            key, {ours: name}, "there is no such folder here; the file's own download line has the name", differs=True
+        )
     else:
-        c.change(key, {ours: outer}, f"there is no such folder here; {ours}=OWNER/NAME has it from the hub")
+        c.carry(
+            key, {ours: outer}, f"there is no such folder here; {ours}=OWNER/NAME has it from the hub", differs=True
+        )
 
 
 def find_hub_name(theirs: TheirFile, folder: str) -> str | None:
@@ -392,7 +396,7 @@ def _convert_tokenizer(c: ConfigImport, key: str) -> None:
     if path.startswith(f"{folder}/"):
         c.drop(key, "the tokenizer in the model's folder is used")
     elif path.endswith((".json", ".txt")):
-        c.change(key, {"tokenizer.path": path.rpartition("/")[0]}, "the folder, for its tokenizer.json")
+        c.carry(key, {"tokenizer.path": path.rpartition("/")[0]}, "the folder, for its tokenizer.json", differs=True)
     else:
         c.carry(key, {"tokenizer.path": path})
 
@@ -400,7 +404,12 @@ def _convert_tokenizer(c: ConfigImport, key: str) -> None:
 def _convert_template(c: ConfigImport, key: str) -> None:
     """Take a model's own template for the one in its tokenizer's files; another one's words are to be in a file."""
     if str(c.value(key)).startswith("torchtune.models."):
-        c.change(key, {}, "text is written by the chat template of the tokenizer's files, which models have learned")
+        c.carry(
+            key,
+            {},
+            "text is written by the chat template of the tokenizer's files, which models have learned",
+            differs=True,
+        )
     else:
         c.refuse(key, "text is written by the tokenizer's chat template; tokenizer.chat_template takes a Jinja file")
 
@@ -426,7 +435,7 @@ def _convert_steps(c: ConfigImport, key: str) -> None:
         c.carry(key, {"max_steps": steps})
     else:
         why = f"there each epoch ends after {steps} steps and the next begins, here steps are of whole passes"
-        c.change(key, {"max_steps": steps * epochs}, why)
+        c.carry(key, {"max_steps": steps * epochs}, why, differs=True)
 
 
 # In this order: what a key brings as defaults is there for the next.
