@@ -198,18 +198,22 @@ def as_written(node: YamlNode) -> Any:
 
 
 def _check_limits(value: Any, key: Key, written: str) -> None:
-    limits = key.limits
-    choices = limits.get("choices")
-    if choices is None and key.kinds and typing.get_origin(key.kinds[0]) is typing.Literal:
-        choices = typing.get_args(key.kinds[0])
-    if choices is None and "kind" in limits:
-        choices = _names(limits)
+    limits, choices = key.limits, _list_choices(key.kinds[0], key)
     if choices is not None:
         _check_choice(value, choices, key)
     elif isinstance(value, (int, float)) and value > limits.get("most", math.inf):
         raise MismatchError(f"found {show(written)}, expected at most {limits['most']}")
     elif not _within(value, key):
         raise MismatchError(f"found {show(written)}, expected {expected(key)}")
+
+
+def _list_choices(kind: Any, key: Key) -> list[Any] | None:
+    """Return the only values that a key has, where it has such."""
+    if typing.get_origin(kind) is typing.Literal:
+        return list(typing.get_args(kind))
+    if "choices" in key.limits:
+        return list(key.limits["choices"])
+    return [*key.limits.get("also", ()), *registry.names(key.limits["kind"])] if "kind" in key.limits else None
 
 
 def _check_choice(value: Any, choices: typing.Iterable[Any], key: Key) -> None:
@@ -258,13 +262,10 @@ def _expected_kind(kind: Any, key: Key) -> str:
         return _expected_list(typing.get_args(kind)[0], key, only)
     if origin is dict:
         return f"a mapping {{name: {_NOUNS[typing.get_args(kind)[1]][0]}}}"
-    if origin is typing.Literal:
-        return f"one of {', '.join(typing.get_args(kind))}"
-    if kind in (str, int) and "choices" in limits:
-        several = "one of " if len(limits["choices"]) > 1 else ""
-        return several + ", ".join(map(str, limits["choices"]))
-    if kind is str and "kind" in limits:
-        return f"one of {', '.join(_names(limits))}"
+    choices = _list_choices(kind, key)
+    if choices is not None and (kind in (str, int) or origin is typing.Literal):
+        several = "" if len(limits.get("choices", (1, 2))) == 1 else "one of "
+        return several + ", ".join(map(str, choices))
     if kind is Any:
         return "a value"
     singular, _ = _NOUNS[kind]
@@ -275,8 +276,7 @@ def _expected_list(item: Any, key: Key, only: bool) -> str:
     limits = key.limits
     if dataclasses.is_dataclass(item):
         return f"a list of sections ({', '.join(field.name for field in dataclasses.fields(item))})"
-    if only and ("choices" in limits or "kind" in limits):
-        choices = limits["choices"] if "choices" in limits else _names(limits)
+    if only and (choices := _list_choices(item, key)) is not None:
         return f"a list [...] of {', '.join(choices)}"
     if "items" in limits:
         return f"a list [...] of {', '.join(limits['items'])}"
@@ -352,8 +352,3 @@ def _by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
         lambda kind: kind is not str and kind is not Path,
     ]
     return sorted(kinds, key=lambda kind: [not test(kind) for test in order])
-
-
-def _names(limits: typing.Mapping[str, Any]) -> list[str]:
-    """The names that a key of a registry's kind may hold."""
-    return [*limits.get("also", ()), *registry.names(limits["kind"])]

@@ -164,7 +164,7 @@ def make_plan(
     found = simulated[heaviest.rank]
     more, estimate = max(not_simulated(one, settings.steps or settings.sequence.steps) for one in simulated.values())
     verdict = lowered(verdict_of(found.trace, heaviest, usable, hardware), more, heaviest, usable)
-    if not _host_suffices(cfg, settings, found.trace):
+    if not _judge_host(cfg, settings, found.trace)[0]:
         verdict = DOES_NOT_FIT
     places = {one.coordinates.get("pipeline", 0): one.trace for one in reversed(simulated.values())}
     plan = Plan(
@@ -364,34 +364,25 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
             f"of {settings.ranks} ranks, {found_ranks} simulated; first ranks hold the larger part of uneven shards"
         )
     lines += pipeline_assumptions(cfg, traced) if cfg.parallel.pipeline > 1 else []
-    lines += _host_memory(cfg, settings, found.trace)
+    lines += _judge_host(cfg, settings, found.trace)[1]
     if not found.repeats and not found.grows:
         lines.append("the second step left less memory than the first: later steps may differ from it")
     return lines + found.notes
 
 
-def _host_taken(settings: PlanSettings, trace: Trace) -> tuple[int, int]:
-    """(ranks of a machine, bytes of its memory that they take)."""
-    ranks = min(settings.ranks, settings.hardware.ranks_per_node)
-    return ranks, ranks * max(trace.active_peaks(device=False).values(), default=0)
-
-
-def _host_suffices(cfg: Any, settings: PlanSettings, trace: Trace) -> bool:
-    """Whether what the ranks of a machine keep on the host is what the config allows them, if it says so."""
+def _judge_host(cfg: Any, settings: PlanSettings, trace: Trace) -> tuple[bool, list[str]]:
+    """Return whether what the ranks of a machine keep on the host is what the config allows them, and that in words;
+    nothing is said where it allows everything."""
     allowed = cfg.memory.host_memory_limit_gib
-    return allowed is None or _host_taken(settings, trace)[1] <= allowed * GIB
-
-
-def _host_memory(cfg: Any, settings: PlanSettings, trace: Trace) -> list[str]:
-    """The same in words."""
-    if cfg.memory.host_memory_limit_gib is None:
-        return []
-    ranks, most = _host_taken(settings, trace)
-    verdict = "enough" if _host_suffices(cfg, settings, trace) else "too little, a run is refused"
-    return [
-        f"{HOST_ALLOWS} {cfg.memory.host_memory_limit_gib:g} GiB for {ranks} rank{'s' if ranks > 1 else ''} of a "
-        "machine, which "
-        f"take {format_bytes(most)}: {verdict}"
+    if allowed is None:
+        return True, []
+    ranks = min(settings.ranks, settings.hardware.ranks_per_node)
+    most = ranks * max(trace.active_peaks(device=False).values(), default=0)
+    is_enough = most <= allowed * GIB
+    verdict = "enough" if is_enough else "too little, a run is refused"
+    return is_enough, [
+        f"{HOST_ALLOWS} {allowed:g} GiB for {ranks} rank{'s' if ranks > 1 else ''} of a machine, which take "
+        f"{format_bytes(most)}: {verdict}"
     ]
 
 

@@ -222,11 +222,6 @@ def data_ranks(cfg: Any, ranks: int) -> int:
     return max(1, ranks // same_batch_ranks(cfg.parallel))
 
 
-def teacher_in_memory(cfg: Any) -> Any | None:
-    """Return the section `distill`, of a run with a teacher; None of another."""
-    return value_of(cfg, "distill")
-
-
 def changed(cfg: Any, changes: Changes) -> Any | None:
     """A copy of a config with other values; None where its class lacks a key, or the values do not go together."""
     schema: type = type(cfg)
