@@ -17,7 +17,7 @@ from recipe_lib.config.interpolation import (
 from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.config.read_yaml import YamlNode
-from recipe_lib.config.suggest import quote, show
+from recipe_lib.config.suggest import nearest, quote, show
 from recipe_lib.config.values import MismatchError, convert, describe, expected, is_null
 
 # Enough to correct a file in one go; a file of another kind is not answered with a thousand lines.
@@ -402,39 +402,8 @@ def _anywhere(plain: str, valid: list[str]) -> list[str]:
 
 
 def near(found: str, valid: Iterable[str]) -> str | None:
-    """The valid name that `found` is a misspelling of: word by word all letters but one, of long words two."""
-    best, least = None, 3
-    for name in valid:
-        parts, others = found.split("_"), name.split("_")
-        if len(parts) == len(others) and found != name:
-            distance = sum(map(_distance, parts, others))
-            near_all = all(map(_is_slip, parts, others)) and distance <= 2
-        else:
-            distance = _distance("".join(parts), "".join(others))
-            near_all = distance <= (0 if len(name) < 8 else 1 if len(name) < 12 else 2)
-        if near_all and distance < least:
-            best, least = name, distance
-    return best
-
-
-def _is_slip(found: str, word: str) -> bool:
-    if len(word) < 3:
-        return found[:1] == word[:1] and len(found) >= len(word) and _distance(found, word) < 2
-    return _distance(found, word) <= (1 if len(word) < 7 else 2)
-
-
-def _distance(one: str, other: str) -> int:
-    """Letters to add, take away, change or swap with the next one (optimal string alignment)."""
-    one, other = one[:50], other[:50]
-    before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
-    for i, letter in enumerate(one, start=1):
-        row = [i]
-        for j, wanted in enumerate(other, start=1):
-            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (letter != wanted)))
-            if i > 1 and j > 1 and (letter, one[i - 2]) == (other[j - 2], wanted):
-                row[j] = min(row[j], before[j - 2] + 1)
-        before, last = last, row
-    return last[-1]
+    """Return the valid name that `found` is a misspelling of: nearer than for a choice, as there are many keys."""
+    return nearest(found, valid, cutoff=0.85 if len(found) > 4 else 0.8)  # of three letters one may be too many
 
 
 def _plain(name: str) -> str:

@@ -20,15 +20,19 @@ from recipe_lib.plan.allocation.blocks import LAUNCH_QUEUE
 from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.pipeline_plan import (
+from recipe_lib.plan.rank_plans import (
     Staged,
     first_of_each_place,
+    layer_rows,
     layers_of_all,
+    lowered,
+    not_simulated,
     pipeline_assumptions,
+    rank_plan,
     say_router_choices,
     staged,
+    verdict_of,
 )
-from recipe_lib.plan.rank_plans import layer_rows, lowered, not_simulated, rank_plan, verdict_of
 from recipe_lib.plan.result import (
     DOES_NOT_FIT,
     CommunicationRow,

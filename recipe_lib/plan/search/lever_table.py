@@ -16,7 +16,7 @@ from recipe_lib.config.mesh import same_batch_ranks
 from recipe_lib.config.optimizer_facts import BYTES, state_bytes
 from recipe_lib.models import build_meta
 from recipe_lib.plan.build_plan import PlanSettings
-from recipe_lib.plan.pipeline_plan import mixture_of
+from recipe_lib.plan.rank_plans import mixture_of
 from recipe_lib.plan.search.trials import (
     CONTEXT_KEY,
     LONG_SEQUENCE,
