@@ -1,5 +1,4 @@
-"""The reference of `tune plan --json`, made from the dataclasses of `result.py`, `cluster.py` and `receipts.py` and
-their docstrings.
+"""The reference of `tune plan --json`, made from the dataclasses of `result.py` and their docstrings.
 
 `python -m recipe_lib.plan.describe > docs/plan_json.md` writes the page.
 """
@@ -19,8 +18,7 @@ def _listed(words: tuple[str, ...]) -> str:
 _INTRODUCTION = f"""\
 # What `tune plan --json` writes
 
-Generated from `recipe_lib/plan/result.py`, `cluster.py` and `receipts.py` by `python -m recipe_lib.plan.describe`; do
-not edit it by hand.
+Generated from `recipe_lib/plan/result.py` by `python -m recipe_lib.plan.describe`; do not edit it by hand.
 
 One object: `schema`, the number {SCHEMA_VERSION}, and the keys of [Plan](#plan). The number is raised when a key
 changes its meaning or goes away; new keys may come without it, so pass over those that you do not know.

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from statistics import median
@@ -19,7 +19,7 @@ from recipe_lib.config.describe import harmless_overrides, levers_of
 from recipe_lib.config.mesh import mesh_shape, with_context
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import open_to_append
-from recipe_lib.plan.typed_json import read_typed
+from recipe_lib.plan.result import NearestReceipt, Receipt, ReceiptFigures, ReceiptRun, read_typed
 from recipe_lib.reading import parse_json, read_end
 from recipe_lib.redaction import redact_values
 from recipe_lib.report.planned import KINDS
@@ -32,64 +32,6 @@ VARIABLE = "TUNE_RECEIPTS"  # `off`: none is written, and no plan quotes one
 FORMAT = 2  # of a line; raised when a key changes its meaning or goes away
 _SOFTWARE = ("tune-recipes", "torch", "cuda")
 _NEWEST_BYTES = 2**23  # that are read of the file: some 3,000 runs
-
-
-@dataclass
-class ReceiptRun:
-    """A run by what decides its memory and its time. recipe, config: as typed. overrides: as typed, without those that
-    hold a text about data, folders or trackers. card: such as `rtx4090`. card_memory: total bytes of one. ranks: of the
-    run. settings: name to value of the model, the mesh, the batch and whatever else changes memory, settings at their
-    defaults left out."""
-
-    recipe: str
-    config: str
-    overrides: list[str]
-    card: str
-    card_memory: int
-    ranks: int
-    settings: dict[str, str]
-
-
-@dataclass
-class ReceiptFigures:
-    """Peaks of the first rank in its steps, bytes, and the time of a step. active, reserved: as of a PhasePeak.
-    allocated: likewise; None: the plan was extrapolated from a model of few layers. step_seconds: of a step; None: not
-    known. tokens_per_second: of all ranks; None likewise."""
-
-    active: int
-    allocated: int | None
-    reserved: int
-    step_seconds: float | None
-    tokens_per_second: float | None
-
-
-@dataclass
-class Receipt:
-    """A run that was planned and measured. time: its end, ISO 8601. versions: program to version. run: what it was.
-    planned: by the plan that `tune run` made of it. measured: by torch; of a step the median, without the first one.
-    expandable: whether the allocator had expandable segments. errors: figure to planned / measured - 1."""
-
-    time: str
-    versions: dict[str, str]
-    run: ReceiptRun
-    planned: ReceiptFigures
-    measured: ReceiptFigures
-    expandable: bool
-    errors: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """The errors are always those of the figures."""
-        planned, measured = asdict(self.planned), asdict(self.measured)
-        self.errors = {name: planned[name] / measured[name] - 1 for name in planned if planned[name] and measured[name]}
-
-
-@dataclass
-class NearestReceipt:
-    """The receipt that a plan quotes. receipt: of the same card and recipe. differences: what that run had otherwise,
-    against what is planned; empty: nothing that matters."""
-
-    receipt: Receipt
-    differences: list[str]
 
 
 def is_off() -> bool:
