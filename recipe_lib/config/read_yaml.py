@@ -186,7 +186,8 @@ class _Builder:
         if event.anchor:
             self.refuse(line, key, f"found the anchor &{event.anchor}; anchors are refused, remove it")
         if event.tag:
-            self.refuse(line, key, f"found the tag {show(_short_tag(event.tag))}; tags are refused, remove it")
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!", 1)
+            self.refuse(line, key, f"found the tag {show(tag)}; tags are refused, remove it")
         node = self.content(event, line, depth, key)
         return YamlNode("broken", line) if event.anchor or event.tag else node
 
@@ -228,7 +229,3 @@ class _Builder:
 
 def _line(event: Any) -> int:
     return event.start_mark.line + 1
-
-
-def _short_tag(tag: str) -> str:
-    return tag.replace("tag:yaml.org,2002:", "!!", 1)

@@ -92,11 +92,6 @@ def _steps_in_backward(cfg: Any) -> bool:
     return cfg.memory.optimizer_in_backward and cfg.memory.optimizer_offload
 
 
-def _fused_sgd_in_bf16(cfg: Any) -> bool:
-    is_fused = cfg.optimizer.name == "sgd" and cfg.optimizer.implementation == "fused"
-    return is_fused and cfg.device == "cpu" and trained_dtype(cfg) == "bf16"
-
-
 def _unknown_target(cfg: Any) -> str | None:
     unknown = [name for name in cfg.lora.target_modules if name not in _TARGETS]
     if is_external(cfg) or not unknown:
@@ -161,7 +156,9 @@ RULES: tuple[Rule, ...] = (
     Rule(("dtype", "optimizer.state_bits"), lambda cfg: cfg.optimizer.state_bits is not None and cfg.dtype == "fp64",
          "fewer bits would undo what fp64 is for", "remove optimizer.state_bits",
          ("dtype=fp64", "optimizer.state_bits=8")),
-    Rule(("optimizer.name", "optimizer.implementation", "dtype", "device"), _fused_sgd_in_bf16,
+    Rule(("optimizer.name", "optimizer.implementation", "dtype", "device"),
+         lambda cfg: cfg.optimizer.name == "sgd" and cfg.optimizer.implementation == "fused" and cfg.device == "cpu"
+         and trained_dtype(cfg) == "bf16",
          "torch's kernel leaves most elements of bf16 weights on a CPU as they are", "choose auto or foreach",
          ("optimizer.name=sgd", "optimizer.implementation=fused", "device=cpu")),
     Rule(("clip_grad_norm", "memory.optimizer_in_backward"),

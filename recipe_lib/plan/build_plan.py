@@ -472,7 +472,9 @@ class _Counted:
                 self.layers.add(f"{before}{at}")
             if op.collective is None or len(op.collective.ranks) < 2:
                 continue
-            key, volume = _key(op.collective, mesh), _volume(op.collective)
+            key = _key(op.collective, mesh)
+            sent = wire_bytes(op.collective.operation, op.collective.bytes, len(op.collective.ranks))
+            volume = Volume(1, op.collective.bytes, 0 if op.collective.operation == "recv" else sent)
             self.step[key] += volume.times(op.repeats)
             is_once = op.collective.operation in once and op.collective.dim in DATA_DIMS
             if op.part in _OF_MICRO_BATCHES and not is_once:
@@ -494,11 +496,6 @@ def _key(collective: Collective, mesh: Mapping[str, int]) -> _Key:
         places[name] = {rank // step % mesh[name] for rank in collective.ranks}
         step *= mesh[name]
     return collective.dim, tuple(name for name in mesh if len(places[name]) > 1)
-
-
-def _volume(collective: Collective) -> Volume:
-    sent = wire_bytes(collective.operation, collective.bytes, len(collective.ranks))
-    return Volume(1, collective.bytes, 0 if collective.operation == "recv" else sent)
 
 
 def _usual_layer(places: Iterable[Counter[tuple[str, int, int]]], passes: int) -> Volume | None:

@@ -338,12 +338,8 @@ def in_processes(
 
     what, unit: for who waits; pieces are counted in `unit`. Pieces stay in the process, results go through pipes.
     """
-
-    def work_at(place: int) -> Result:
-        return work(pieces[place])
-
     waiting = phase(what, len(pieces), unit, leaves_line=False)
-    with side_by_side(work_at) as (submit, _), waiting as going:
+    with side_by_side(lambda place: work(pieces[place])) as (submit, _), waiting as going:
         results = []
         for future in [submit(place) for place in range(len(pieces))]:
             results.append(future.result())
@@ -360,7 +356,8 @@ def side_by_side(
     Here, one after the other, where a simulation has already run in this process: its autograd has threads that a fork
     lacks. SetupError if a fork is killed.
     """
-    workers = 1 if _has_simulated() else worker_count(processes)
+    has_simulated = sys.modules["torch"]._C._get_privateuse1_backend_name() == NAME
+    workers = 1 if has_simulated else worker_count(processes)
     if workers == 1:
         yield functools.partial(_done, work), 1
         return
@@ -375,8 +372,3 @@ def _done(work: Callable[[Piece], Result], piece: Piece) -> Future[Result]:
     future: Future[Result] = Future()
     future.set_result(work(piece))
     return future
-
-
-def _has_simulated() -> bool:
-    torch = sys.modules["torch"]
-    return bool(torch._C._get_privateuse1_backend_name() == NAME)  # type: ignore[attr-defined]
