@@ -24,7 +24,7 @@ from recipe_lib.config.check import (
 )
 from recipe_lib.config.idle import disable_idle
 from recipe_lib.config.keys import Schema, item_schema, read_schema
-from recipe_lib.config.paths import RECIPE_CONFIGS, example_file, expand, find_config
+from recipe_lib.config.paths import RECIPE_CONFIGS, expand, find_config
 from recipe_lib.config.read_yaml import YamlError, YamlNode, parse, read_file
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.rules import broken_rules
@@ -153,7 +153,6 @@ def _read(sources: Sources, overrides: Sequence[str], schema: type) -> tuple[Che
         checked.sort_by_line(shown, start)
     apply_overrides(checked, overrides)
     fill_pending(checked)
-    _find_examples(checked)
     refuse_secrets(checked)
     return checked, files
 
@@ -185,14 +184,6 @@ def _rows(checked: Any, cfg: Any, idle: list[str]) -> list[tuple[str, Any, str]]
         else:
             rows.append((name, setting.value, setting.where))
     return rows
-
-
-def _find_examples(checked: Any) -> None:
-    """Files of the demo are found from any folder."""
-    for name in ("data.source", "validation.source", "tokenizer.path"):
-        setting = checked.settings.get(name)
-        if setting is not None and isinstance(setting.value, str):
-            checked.settings[name] = dataclasses.replace(setting, value=example_file(setting.value))
 
 
 def _check_recipe(checked: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from recipe_lib.config import registry
 from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.keys import Key
+from recipe_lib.config.paths import example_file
 from recipe_lib.config.read_yaml import YamlNode
 from recipe_lib.config.suggest import did_you_mean, quote, show
 
@@ -53,8 +54,9 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
 
 
 def _to_path(value: str, key: Key) -> str:
-    """With the user's home in place of `~`; MismatchError for what no file system takes as a name."""
-    path = os.path.expanduser(value)
+    """With the user's home in place of `~`, and the demo's files found from any folder; MismatchError for what no file
+    system takes as a name."""
+    path = example_file(os.path.expanduser(value))
     longest = max(len(os.fsencode(part)) for part in path.split("/"))
     if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:
         said = f"a name of {longest} bytes" if longest > LONGEST_NAME else f"{len(os.fsencode(path))} bytes"
