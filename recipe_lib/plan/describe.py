@@ -54,21 +54,17 @@ def descriptions(described: type) -> tuple[str, dict[str, str]]:
     """(what the class is, field -> its description), from a docstring of the form `What. name, name: text. ...`."""
     text = " ".join((described.__doc__ or "").split())
     names = {entry.name for entry in fields(described)}
-    found: dict[str, str] = {}
-    start, last = 0, ""
-    about = text
-    for match in re.finditer(r"(?:^|(?<=[.;] ))(\w+(?:, \w+)*): ", text):
-        named = match[1].split(", ")
-        if not set(named) <= names:
-            continue
-        if last:
-            found |= dict.fromkeys(last.split(", "), text[start : match.start()])
-        else:
-            about = text[: match.start()]
-        start, last = match.end(), match[1]
-    if last:
-        found |= dict.fromkeys(last.split(", "), text[start:])
-    return about.strip(), {name: named.strip(" ;.") for name, named in found.items()}
+    about, *pieces = re.split(r"(?:^|(?<=[.;] ))(\w+(?:, \w+)*): ", text)
+    texts: dict[str, str] = {}
+    last: list[str] = []
+    for words, said in zip(pieces[::2], pieces[1::2], strict=True):
+        if set(words.split(", ")) <= names:
+            last = words.split(", ")
+            texts |= dict.fromkeys(last, said)
+        else:  # a colon within a description
+            about += "" if last else f"{words}: {said}"
+            texts |= {name: f"{texts[name]}{words}: {said}" for name in last}
+    return about.strip(), {name: text.strip(" ;.") for name, text in texts.items()}
 
 
 def _parts(declared: Any) -> list[Any]:
