@@ -89,16 +89,12 @@ def known_part(argv: list[str], schema: type) -> Any | None:
     """
     arguments = _parser().parse_intermixed_args(argv)
     checked, files = _read(arguments.config, arguments.overrides, schema)
-    _take_later(checked, [*files, COMMAND_LINE])
-    missing = any(key.required and name not in checked.settings for name, key in checked.schema.keys.items())
-    if checked.doubtful or missing or checked.full:
-        return None
+    unknown_keys = len(checked.faults)
     try:
-        cfg = _build(checked, files[-1])
+        loaded = _finish(checked, files)
     except ConfigError:
         return None
-    disable_idle(cfg, checked.schema.keys.values(), checked.judged())
-    return None if broken_rules(cfg, checked.judged()) else cfg
+    return None if checked.doubtful or len(checked.faults) > unknown_keys or checked.full else loaded.cfg
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,8 +120,16 @@ class _Parser(argparse.ArgumentParser):
 def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig) -> Loaded:
     """As `load_config`, with where each value is from and which have no effect."""
     checked, files = _read(sources, overrides, schema)
-    shown = files[-1] if files else ""
     _check_recipe(checked)
+    loaded = _finish(checked, files)
+    if checked.faults:
+        raise ConfigError(*checked.all_faults())
+    return loaded
+
+
+def _finish(checked: Checked, files: list[str]) -> Loaded:
+    """Make the config of what was set, and note what is missing and what does not go together."""
+    shown = files[-1] if files else ""
     replaced = _take_later(checked, [*files, COMMAND_LINE])
     check_required(checked, shown)
     cfg = _build(checked, shown)
@@ -133,8 +137,6 @@ def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFin
     idle += disable_idle(cfg, checked.schema.keys.values(), checked.judged())
     for rule in broken_rules(cfg, checked.judged()):
         checked.fault(checked.place_of(rule.keys, shown), "", rule.line(cfg), doubt=False)
-    if checked.faults:
-        raise ConfigError(*checked.all_faults())
     checked.settings.update({name: setting for name, (setting, _) in replaced.items()})
     return Loaded(cfg, _rows(checked, cfg, idle), idle)
 
