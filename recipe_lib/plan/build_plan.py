@@ -46,7 +46,7 @@ from recipe_lib.plan.result import (
     groups_along,
 )
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.tables import say_stalled_means
+from recipe_lib.plan.tables import say_stalled_means, split_number
 from recipe_lib.plan.timing.cost import (
     Calibration,
     collective_seconds,
@@ -60,7 +60,6 @@ from recipe_lib.plan.timing.time_by_kind import ATTENTION, MATMULS, MEMORY_BOUND
 from recipe_lib.plan.trace import ALLOC, Collective, Storage, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.tracing.simulate_deep import simulate_deep
-from recipe_lib.plan.tree import split_number
 from recipe_lib.plan.verdict import HOST_ALLOWS
 from recipe_lib.plan.world.compiled_code import NotCompiled
 from recipe_lib.plan.world.sequence_lengths import Sequence

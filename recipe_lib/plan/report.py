@@ -8,8 +8,11 @@ from recipe_lib.plan.receipts import quote_line
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, ActionSpan, PipelinePlan, Plan
 from recipe_lib.plan.tables import (
     advice_table,
+    alive_tree,
     alone_table,
     communication_table,
+    draw_tree,
+    folded,
     group_by_dim,
     groups_table,
     layer_table,
@@ -23,7 +26,6 @@ from recipe_lib.plan.tables import (
     volume_table,
 )
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Trace
-from recipe_lib.plan.tree import alive_tree, draw_tree, folded
 from recipe_lib.plan.verdict import (
     host_text,
     next_step,
