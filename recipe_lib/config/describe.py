@@ -105,7 +105,8 @@ def describe_text(schema: type = FullFinetuneConfig) -> str:
 
 def to_yaml(cfg: Any) -> str:
     """A config object as YAML with every value; `load_config` reads it back as the same object."""
-    keys = read_schema(type(cfg)).keys
+    schema: type = type(cfg)
+    keys = read_schema(schema).keys
     return write_yaml({name: attrgetter(name)(cfg) for name in keys}, keys)
 
 

@@ -184,8 +184,9 @@ def _check_kind(kind: Any, where: str) -> None:
         return
     if origin is list and inner[0] in SCALARS:
         return
+    item = inner[0] if origin is list else None
     # A dataclass without sections inside.
-    if origin is list and dataclasses.is_dataclass(inner[0]) and set(read_schema(inner[0]).sections) == {""}:
+    if isinstance(item, type) and dataclasses.is_dataclass(item) and set(read_schema(item).sections) == {""}:
         return
     if origin is dict and inner[0] is str and inner[1] in SCALARS:
         return

@@ -71,6 +71,10 @@ def is_external(cfg: Any) -> bool:
     return bool(cfg.model.implementation != "native")
 
 
+def _divides_layers(name: str) -> Callable[[Any], bool]:
+    return lambda cfg: bool(generated_metrics(cfg)) and getattr(cfg.parallel, name) > 1
+
+
 def _judges_steps(cfg: Any) -> bool:
     return cfg.checkpoint.keep_best or cfg.validation.patience is not None
 
@@ -422,8 +426,7 @@ RULES: tuple[Rule, ...] = (
          "the recipe's validation has numbers of its own, and no single answers to measure",
          "remove validation.metrics", ("validation.metrics=[exact_match]", "validation.source=held_out.jsonl"),
          recipe="dpo_distributed"),
-    *(Rule(("validation.metrics", f"parallel.{name}"),
-           lambda cfg, name=name: generated_metrics(cfg) and getattr(cfg.parallel, name) > 1,
+    *(Rule(("validation.metrics", f"parallel.{name}"), _divides_layers(name),
            "a plugin's metric is measured of generated answers, which takes whole layers on each rank",
            f"set parallel.{name}=1, or measure after training with `tune eval`",
            ("validation.metrics=[mine]", "validation.source=held_out.jsonl", f"parallel.{name}=2",

@@ -90,7 +90,7 @@ class Imported:
         names = sorted(self.settings, key=lambda name: "." not in name)  # sections first, as in the shipped configs
         settings = {"recipe": self.recipe} | {name: self.settings[name] for name in names}
         lines = [*header, "#", *(f"#   {line}" for line in commands)]
-        return "\n".join(lines) + "\n" + write_yaml(settings, read_schema(type(self.cfg)).keys)
+        return "\n".join(lines) + "\n" + write_yaml(settings, read_schema(RECIPE_CONFIGS[self.recipe]).keys)
 
     def table(self) -> str:
         """Write a line for each key of the file, and for defaults of theirs that are not ours."""

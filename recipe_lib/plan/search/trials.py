@@ -338,8 +338,12 @@ def in_processes(
 
     what, unit: for who waits; pieces are counted in `unit`. Pieces stay in the process, results go through pipes.
     """
+
+    def work_at(place: int) -> Result:
+        return work(pieces[place])
+
     waiting = phase(what, len(pieces), unit, leaves_line=False)
-    with side_by_side(lambda place: work(pieces[place])) as (submit, _), waiting as going:
+    with side_by_side(work_at) as (submit, _), waiting as going:
         results = []
         for future in [submit(place) for place in range(len(pieces))]:
             results.append(future.result())
