@@ -21,9 +21,8 @@ from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import parse_fit
-from recipe_lib.plan.search.estimate import quick
 from recipe_lib.plan.search.fastest_settings import Search, search
-from recipe_lib.plan.search.trials import override_text
+from recipe_lib.plan.search.trials import override_text, quick
 from recipe_lib.plan.world.sequence_lengths import planned_sequence
 from recipe_lib.plan.world.shape_only_model import plannable
 

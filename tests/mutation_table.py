@@ -50,7 +50,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="search_changes_the_batch",
-        path="recipe_lib/plan/search/search_space.py",
+        path="recipe_lib/plan/search/trial_order.py",
         old="* times // int(cfg.parallel.pipeline * cfg.parallel.context)",
         new="* times",
         harm="a search on a config with a pipeline proposes a larger global batch",
@@ -161,8 +161,8 @@ MUTATIONS = [
     Mutation(
         name="unknown_key_in_a_section",
         path="recipe_lib/config/check.py",
-        old="        else:\n            unknown_key(checked, place, name, section,",
-        new="        elif not section:\n            unknown_key(checked, place, name, section,",
+        old="        else:\n            unknown_key(checked, source, line, name,",
+        new="        elif not section:\n            unknown_key(checked, source, line, name,",
         harm="a misspelled key in a section is ignored without a word",
         tests=("tests/config/test_unknown_keys.py",),
     ),

@@ -25,8 +25,7 @@ from recipe_lib.adapters.layers import (
     adapt,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
-from recipe_lib.config.schema import LoraConfig
-from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
+from recipe_lib.config.schema import MIXTURE_TARGETS, LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.language_model import LanguageModel, is_external, layer_names, own_parts

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from recipe_lib.adapters.lora import LINEARS, WORDS
-from recipe_lib.config.schema import LoraConfig
-from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
+from recipe_lib.config.schema import MIXTURE_TARGETS, LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.spec import DecoderSpec, ExternalSpec, ModelSpec
 from recipe_lib.models.weight_names import parameter_shapes, router_name, weight_map

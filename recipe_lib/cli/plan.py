@@ -102,7 +102,7 @@ def text_of(plan: "Plan", other: "Plan | None", arguments: argparse.Namespace) -
     from recipe_lib.report.terminal import wants_color
 
     if other is not None:
-        from recipe_lib.plan.diff import render_diff
+        from recipe_lib.plan.report import render_diff
 
         return render_diff(other, plan)
     return render(plan, full=arguments.full, depth=arguments.depth, color=wants_color(sys.stdout))

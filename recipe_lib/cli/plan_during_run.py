@@ -36,7 +36,7 @@ from recipe_lib.cli.torchrun_flags import shows_plan
 from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, visible
 from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger, wrapped
-from recipe_lib.plan.nearest_receipt import describe_run
+from recipe_lib.plan.receipts import describe_run
 from recipe_lib.reading import read_object, read_text
 from recipe_lib.report.planned import FIGURES
 from recipe_lib.report.screen import ERASE

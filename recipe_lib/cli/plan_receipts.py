@@ -14,22 +14,23 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger
-from recipe_lib.plan.nearest_receipt import describe_run, find_nearest
 from recipe_lib.plan.receipts import (
     VARIABLE,
-    Receipt,
     append_receipt,
+    describe_run,
+    find_nearest,
     is_off,
     make_receipt,
     read_receipts,
     receipts_file,
 )
+from recipe_lib.plan.result import Receipt
 from recipe_lib.report.terminal import Table, open_console, put, put_table, terminal_width, text_of
 from recipe_lib.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
-    from recipe_lib.plan.receipts import NearestReceipt
+    from recipe_lib.plan.result import NearestReceipt
 
 # Figure -> what it is called below the table.
 _JUDGED = {"reserved": "reserved memory", "tokens_per_second": "tokens per second"}

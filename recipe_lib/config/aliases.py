@@ -272,8 +272,8 @@ SECTION_ALIASES = {
 # Words of other tools whose matter is nothing here, or something else than a word like them.
 NOTHING_LIKE_IT = frozenset(
     "save_strategy eval_strategy evaluation_strategy logging_strategy global_batch_size val_set_size val_size "
-    "label_smoothing_factor attn_implementation flash_attention flash_attn deepspeed push_to_hub hub_model_id "
-    "expert_parallel_degree expert_model_parallel_size expert_parallel_size ep_size ep "
+    "label_smoothing_factor end_weight_decay attn_implementation flash_attention flash_attn deepspeed push_to_hub "
+    "hub_model_id expert_parallel_degree expert_model_parallel_size expert_parallel_size ep_size ep "
     "train_batch_size modules_to_save lora_modules_to_save zero_stage fsdp_sharding_strategy sharding_strategy min_lr "
     "lr_min pipeline_parallel_microbatch_size num_layers_per_virtual_pipeline_stage gamma_beta_ratio wandb_run_id "
     "run_id "

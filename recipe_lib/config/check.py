@@ -1,25 +1,23 @@
 """Compares what a file and a command line set with the schema, and gathers every fault instead of the first."""
 
-import contextlib
-import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recipe_lib.config.aliases import ANSWERS, GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, OF_PAIRS, SECTION_ALIASES
 from recipe_lib.config.interpolation import (
-    Interpolation,
+    IN_A_CIRCLE,
     InterpolationError,
-    NameFault,
+    NamedValues,
     are_related,
-    complete_name,
-    is_interpolated,
-    step_into,
+    names_in,
+    order_keys,
+    to_word,
 )
 from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.config.read_yaml import YamlNode
-from recipe_lib.config.suggest import quote, show
+from recipe_lib.config.suggest import nearest, quote, show
 from recipe_lib.config.values import MismatchError, convert, describe, expected, is_null
 
 # Enough to correct a file in one go; a file of another kind is not answered with a thousand lines.
@@ -37,12 +35,28 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where values are from. name: of a file, as in errors, or COMMAND_LINE. override: as in errors."""
+
+    name: str
+    override: str = ""
+
+    def at(self, line: int) -> str:
+        """Return how an error begins: `configs/demo/full.yaml:7`, `command line: seed=x`."""
+        return self.override or f"{self.name}:{line}"
+
+    def where(self, line: int) -> str:
+        """Return how a setting's place is named."""
+        return self.name if self.override else f"{self.name}:{line}"
+
+
+@dataclass(frozen=True)
 class Pending:
     """A value that names other keys, and what `check_value` is called with once it is filled in."""
 
     node: YamlNode
-    place: str
-    where: str
+    source: Source
+    line: int
     typed: bool
 
 
@@ -109,39 +123,38 @@ class Checked:
         self.settings[name] = Setting(value, where)
 
 
-def check_file(checked: Checked, top: YamlNode, file: str) -> None:
-    """Checks the tree of a whole file. file: its name in errors."""
+def check_file(checked: Checked, top: YamlNode, file: Source) -> None:
+    """Checks the tree of a whole file."""
     if top.empty or top.kind == "broken":
         if top.kind == "broken":
             checked.doubt("")
         return
     if top.kind != "mapping":
-        checked.fault(f"{file}:{top.line}", "", f"found {describe(top)}, expected lines of `key: value`")
+        checked.fault(file.at(top.line), "", f"found {describe(top)}, expected lines of `key: value`")
         checked.doubt("")
         return
     check_section(checked, "", top, file)
 
 
-def check_section(checked: Checked, section: str, node: YamlNode, file: str) -> None:
+def check_section(checked: Checked, section: str, node: YamlNode, source: Source) -> None:
     """Checks the entries of a section, sections inside it too."""
     schema = checked.schema
     for word, (line, value) in node.entries.items():
         if checked.full:
             return
         name = f"{section}.{word}" if section else word
-        place = f"{file}:{line}"
         if name in schema.sections and word:
-            check_section_value(checked, name, value, place, file)
+            check_section_value(checked, name, value, source, line)
         elif name in schema.keys and "." not in word:
-            check_value(checked, schema.keys[name], value, place)
+            check_value(checked, schema.keys[name], value, source, line)
         else:
-            unknown_key(checked, place, name, section, value)
+            unknown_key(checked, source, line, name, value)
 
 
-def check_section_value(checked: Checked, name: str, value: YamlNode, place: str, file: str) -> None:
+def check_section_value(checked: Checked, name: str, value: YamlNode, source: Source, line: int) -> None:
     """What stands under a section's name."""
     if value.kind == "mapping":
-        check_section(checked, name, value, file)
+        check_section(checked, name, value, source)
     elif value.kind == "broken":
         checked.doubt(name)
     elif not value.empty:
@@ -152,137 +165,128 @@ def check_section_value(checked: Checked, name: str, value: YamlNode, place: str
         if value.kind == "scalar" and not is_word:
             unset = f", or set {name}.{main} to null" if main and checked.schema.keys[f"{name}.{main}"].optional else ""
             hint = f"; remove it{unset}"
-        checked.fault(place, name, f"found {describe(value)}, expected a section of keys ({', '.join(inside)}){hint}")
+        what = f"found {describe(value)}, expected a section of keys ({', '.join(inside)}){hint}"
+        checked.fault(source.at(line), name, what)
 
 
 def check_value(
     checked: Checked,
     key: Key,
     value: YamlNode,
-    place: str,
+    source: Source,
+    line: int = 1,
     *,
-    where: str = "",
     typed: bool = False,
     written: str | None = None,
 ) -> None:
-    """Checks a key's value and takes it. where: how the setting is named later, if not by the place.
+    """Checks a key's value and takes it. typed: it is an override's own, whose text says the key.
 
     A value that names other keys waits for `fill_pending`, which gives it filled in, and as it was written.
     """
-    if written is None and is_interpolated(value):
-        checked.pending[key.name] = Pending(value, place, where, typed)
+    if written is None and value.is_interpolated:
+        checked.pending[key.name] = Pending(value, source, line, typed)
         return
     if key.section_class is not None and value.kind == "list":
-        check_items(checked, key, value, place, where, typed)
+        check_items(checked, key, value, source, line)
         return
     if _is_broken(value):
         checked.doubt(key.name)
         return
     try:
-        checked.set(key.name, convert(value, key, typed=typed or written is not None), where or place)
+        checked.set(key.name, convert(value, key, typed=typed or written is not None), source.where(line))
     except MismatchError as mismatch:
         what = f"found {quote(written)}, which is " if written else "found "
-        checked.fault(place, "" if typed else key.name, str(mismatch).replace("found ", what, 1))
+        checked.fault(source.at(line), "" if typed else key.name, str(mismatch).replace("found ", what, 1))
         checked.doubt(key.name)
 
 
 def fill_pending(checked: Checked) -> None:
-    """Check the values that name other keys, once all others are known."""
-    names = _PendingNames(checked)
-    for name in list(checked.pending):
-        with contextlib.suppress(_InDoubt):
-            names.fill(name)
-
-
-class _InDoubt(Exception):  # noqa: N818 - a fault that is told already
-    """A value names a key that is in doubt: nothing is said of it."""
-
-
-class _PendingNames:
-    """Values that name other keys, each filled in after those that it names."""
-
-    def __init__(self, checked: Checked) -> None:
-        self.checked = checked
-        self.pending = dict(checked.pending)
-        self.names = Interpolation()
-
-    def fill(self, key: str) -> None:
-        """Check the value of a key with the values of those that it names. Raises NameFault for a circle."""
-        checked = self.checked
-        if key not in checked.pending:  # another one has named it
-            return
-        one = self.pending[key]
+    """Check the values that name other keys, each after those that it names."""
+    if not checked.pending:
+        return
+    schema, pending = checked.schema, dict(checked.pending)
+    names = {key: names_in(one.node.texts(), key) for key, one in pending.items()}
+    order, circle = order_keys(names)
+    values = {name: key.default for name, key in schema.keys.items() if name not in pending}
+    values |= {name: setting.value for name, setting in checked.settings.items() if name in values}
+    named = NamedValues(values, lambda name: f": there is no key {show(name)}{hint_for(name, schema)[0]}")
+    for key in order:
+        one = checked.pending.pop(key)
+        if any(are_related(name, other) for name in names[key] for other in checked.doubtful):
+            checked.doubt(key)  # the fault is told there
+            continue
         try:
-            with self.names.inside(key):
-                node = self.names.fill_node(one.node, functools.partial(self._look_up, key))
-            typed, written = one.typed, one.node.text
-            check_value(
-                checked, checked.schema.keys[key], node, one.place, where=one.where, typed=typed, written=written
-            )
+            node = _fill_node(one.node, key, named)
         except InterpolationError as fault:
-            file, _, _ = one.place.rpartition(":")
-            checked.fault(one.place if one.typed else f"{file}:{fault.line}", "" if one.typed else key, str(fault))
-            checked.doubt(key)
-        except _InDoubt:
-            checked.doubt(key)
-        checked.pending.pop(key, None)
-
-    def _look_up(self, key: str, written: str) -> Any:
-        """Return the value of a name in the value of a key."""
-        name = complete_name(written, key)
-        for other in self.pending:
-            if are_related(name, other):
-                self.fill(other)
-        if any(are_related(name, doubtful) for doubtful in self.checked.doubtful):
-            raise _InDoubt
-        try:
-            return _find_value(self.checked, name)
-        except LookupError as error:
-            hint, _ = hint_for(name, "", self.checked.schema, in_file=False)
-            raise NameFault(f": there is no key {show(written)}{hint}") from error
+            _refuse_pending(checked, key, one, str(fault), fault.line)
+            continue
+        check_value(checked, schema.keys[key], node, one.source, one.line, typed=one.typed, written=one.node.text)
+        if key in checked.settings:
+            named.put(key, checked.settings[key].value)
+    if circle:
+        node = pending[circle].node
+        text = next(text for text in node.texts() if "${" in text)
+        _refuse_pending(checked, circle, pending[circle], f"found {quote(text)}{IN_A_CIRCLE}", node.line)
+    for key in checked.pending:
+        checked.doubt(key)
+    checked.pending.clear()
 
 
-def _find_value(checked: Checked, name: str) -> Any:
-    """Return the value of a key, of a section as a mapping, or of a part of a value. LookupError if there is none."""
-    schema = checked.schema
-    if name in schema.keys:
-        return checked.settings[name].value if name in checked.settings else schema.keys[name].default
-    if name in schema.sections:
-        return {child.rpartition(".")[2]: _find_value(checked, child) for child in schema.children(name)}
-    for outer in schema.keys:
-        if are_related(name, outer):
-            return step_into(_find_value(checked, outer), name.removeprefix(outer))
-    raise LookupError(name)
+def _refuse_pending(checked: Checked, key: str, one: Pending, what: str, line: int) -> None:
+    checked.fault(one.source.at(line), "" if one.typed else key, what)
+    checked.doubt(key)
 
 
-def check_items(checked: Checked, key: Key, value: YamlNode, place: str, where: str, typed: bool) -> None:
+def _fill_node(node: YamlNode, key: str, named: NamedValues) -> YamlNode:
+    """Return a value of a file with those of the keys that it names, as if they had been written there."""
+    if node.kind == "list":
+        return replace(node, items=[_fill_node(item, key, named) for item in node.items])
+    if node.kind == "mapping":
+        entries = {word: (line, _fill_node(inner, key, named)) for word, (line, inner) in node.entries.items()}
+        return replace(node, entries=entries)
+    if not node.is_interpolated:
+        return node
+    try:
+        return _write_node(named.fill(node.text, key), node.line)
+    except InterpolationError as fault:
+        fault.line = node.line
+        raise
+
+
+def _write_node(value: Any, line: int) -> YamlNode:
+    if isinstance(value, list):
+        return YamlNode("list", line, items=[_write_node(item, line) for item in value])
+    if isinstance(value, dict):
+        return YamlNode(
+            "mapping", line, entries={word: (line, _write_node(item, line)) for word, item in value.items()}
+        )
+    quoted = isinstance(value, str) and (value == "" or value.lower() in ("null", "true", "false", "~"))
+    return YamlNode("scalar", line, to_word(value), quoted=quoted)
+
+
+def check_items(checked: Checked, key: Key, value: YamlNode, source: Source, line: int) -> None:
     """Checks a list of sections and takes it if all are right; a fault names its own line and key inside."""
     items = []
     for number, node in enumerate(value.items):
-        inner = Checked(item_schema(key, number))
+        inner = Checked(item_schema(key, number), faults=checked.faults)
         name = next(iter(inner.schema.sections))
-        file = COMMAND_LINE if typed else place.rpartition(":")[0]
-        line = f"{file}:{node.line}"
+        before = len(checked.faults)
         if node.kind == "broken":
             inner.doubt(name)
         elif node.kind != "mapping":
             words = ", ".join(word.rpartition(".")[2] for word in inner.schema.keys)
-            inner.fault(line, name, f"found {describe(node)}, expected a section of keys ({words})")
+            inner.fault(source.at(node.line), name, f"found {describe(node)}, expected a section of keys ({words})")
         else:
-            check_section(inner, name, node, file)
-            for inside in inner.schema.keys.values():
-                if inside.required and inside.name not in inner.settings and inside.name not in inner.doubtful:
-                    inner.fault(line, inside.name, f"is not set, expected {expected(inside)}")
-        for fault in inner.faults:
-            shown_at, _, what = fault.partition(": ")
-            checked.fault(place if typed else shown_at, "", what)
-        if inner.faults or inner.doubtful:
+            check_section(inner, name, node, source)
+            check_required(inner, source.at(node.line))
+        checked.full |= inner.full
+        if len(checked.faults) > before or inner.doubtful:
             checked.doubt(key.name)
         else:
             set_here = {word.rpartition(".")[2]: setting.value for word, setting in inner.settings.items()}
             items.append(inner.schema.config_class(**set_here))
     if key.name not in checked.doubtful:
-        checked.set(key.name, items, where or place)
+        checked.set(key.name, items, source.where(line))
 
 
 def check_required(checked: Checked, place: str) -> None:
@@ -293,19 +297,24 @@ def check_required(checked: Checked, place: str) -> None:
 
 
 def unknown_key(
-    checked: Checked, place: str, name: str, section: str, value: YamlNode | None = None, *, typed: bool = False
+    checked: Checked,
+    source: Source,
+    line: int,
+    name: str,
+    value: YamlNode | None = None,
+    *,
+    typed: bool = False,
 ) -> None:
     """Notes a key that the schema does not have, with the nearest that it has.
 
     value: what stands there. A section that only other tools have, as torchtitan's `training`, is gone through.
     """
     if value is not None and value.kind == "mapping" and _is_of_another_tool(name, value, checked.schema):
-        for word, (line, inner) in value.entries.items():
-            at = place if typed else f"{place.rpartition(':')[0]}:{line}"
-            unknown_key(checked, at, f"{name}.{word}", "", inner, typed=typed)
+        for word, (inner_line, inner) in value.entries.items():
+            unknown_key(checked, source, inner_line, f"{name}.{word}", inner, typed=typed)
         return
-    hint, meant = hint_for(name, section, checked.schema, in_file=not typed)
-    checked.fault(place, "" if typed else (name or "''"), f"unknown key{hint}", doubt=False)
+    hint, meant = hint_for(name, checked.schema, in_file=not typed)
+    checked.fault(source.at(line), "" if typed else (name or "''"), f"unknown key{hint}", doubt=False)
     for key in meant:
         checked.doubt(key)
 
@@ -319,8 +328,7 @@ def _is_of_another_tool(name: str, value: YamlNode, schema: Schema) -> bool:
 
 
 def _is_broken(node: YamlNode) -> bool:
-    inner = [*node.items, *(value for _, value in node.entries.values())]
-    return node.kind == "broken" or any(_is_broken(part) for part in inner)
+    return node.kind == "broken" or any(_is_broken(part) for part in node.inner())
 
 
 # What to say of a key that there is not: the name that it has here, the nearest spelling, or
@@ -330,8 +338,8 @@ def _is_broken(node: YamlNode) -> bool:
 # same, and a spelling only where each word of it is near.
 
 
-def hint_for(name: str, section: str, schema: Schema, *, in_file: bool) -> tuple[str, list[str]]:
-    """(`; did you mean X?` or another hint, the keys it names). section: that the key stands in, empty if unknown."""
+def hint_for(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str, list[str]]:
+    """(`; did you mean X?` or another hint, the keys it names)."""
     owner = _owner(name, schema)
     meant = [] if owner else meant_by(name, schema)
     if owner:
@@ -346,7 +354,7 @@ def hint_for(name: str, section: str, schema: Schema, *, in_file: bool) -> tuple
             hint = f"; write {name.rpartition('.')[2]}: under {name.rpartition('.')[0]}:"
         return hint, meant
     outer = name.rpartition(".")[0]
-    there = section or ("" if "[" in outer else _section_for(outer, schema))
+    there = _section_for(outer, schema) if outer in schema.sections or "[" not in outer else ""
     if there:
         inside = ", ".join(child.removeprefix(f"{there}.") for child in schema.children(there))
         return f"; the keys of {there} are {inside}", []
@@ -394,39 +402,8 @@ def _anywhere(plain: str, valid: list[str]) -> list[str]:
 
 
 def near(found: str, valid: Iterable[str]) -> str | None:
-    """The valid name that `found` is a misspelling of: word by word all letters but one, of long words two."""
-    best, least = None, 3
-    for name in valid:
-        parts, others = found.split("_"), name.split("_")
-        if len(parts) == len(others) and found != name:
-            distance = sum(map(_distance, parts, others))
-            near_all = all(map(_is_slip, parts, others)) and distance <= 2
-        else:
-            distance = _distance("".join(parts), "".join(others))
-            near_all = distance <= (0 if len(name) < 8 else 1 if len(name) < 12 else 2)
-        if near_all and distance < least:
-            best, least = name, distance
-    return best
-
-
-def _is_slip(found: str, word: str) -> bool:
-    if len(word) < 3:
-        return found[:1] == word[:1] and len(found) >= len(word) and _distance(found, word) < 2
-    return _distance(found, word) <= (1 if len(word) < 7 else 2)
-
-
-def _distance(one: str, other: str) -> int:
-    """Letters to add, take away, change or swap with the next one (optimal string alignment)."""
-    one, other = one[:50], other[:50]
-    before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
-    for i, letter in enumerate(one, start=1):
-        row = [i]
-        for j, wanted in enumerate(other, start=1):
-            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (letter != wanted)))
-            if i > 1 and j > 1 and (letter, one[i - 2]) == (other[j - 2], wanted):
-                row[j] = min(row[j], before[j - 2] + 1)
-        before, last = last, row
-    return last[-1]
+    """Return the valid name that `found` is a misspelling of: nearer than for a choice, as there are many keys."""
+    return nearest(found, valid, cutoff=0.85 if len(found) > 4 else 0.8)  # of three letters one may be too many
 
 
 def _plain(name: str) -> str:

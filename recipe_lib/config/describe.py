@@ -5,12 +5,14 @@
 
 import dataclasses
 import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.idle import needs_text
+from recipe_lib.config.idle import Condition, needs_text
 from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.config.rules import RULES
@@ -73,7 +75,7 @@ def about(key: Key, schema: Schema | None = None) -> str:
     needs = key.limits.get("needs")
     if schema is not None and needs:
         each = needs if isinstance(needs, tuple) else (needs,)
-        needs = tuple(one for one in each if callable(one) or one.partition(" ")[0] in schema.keys)
+        needs = tuple(one for one in each if isinstance(one, Condition) or one.partition(" ")[0] in schema.keys)
     return f"{key.help} Only with {needs_text(needs)}." if needs else key.help
 
 
@@ -103,24 +105,28 @@ def describe_text(schema: type = FullFinetuneConfig) -> str:
 
 def to_yaml(cfg: Any) -> str:
     """A config object as YAML with every value; `load_config` reads it back as the same object."""
-    return "".join(f"{line}\n" for line in _yaml_lines(cfg, ""))
+    schema: type = type(cfg)
+    keys = read_schema(schema).keys
+    return write_yaml({name: attrgetter(name)(cfg) for name in keys}, keys)
 
 
-def _yaml_lines(section: Any, indent: str) -> Iterator[str]:
-    for field in dataclasses.fields(section):
-        if not field.init:
+def write_yaml(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> str:
+    """Return settings, by dotted key, as a config; those of a section follow each other."""
+    lines: list[str] = []
+    above: list[str] = []  # sections that are open
+    for name, value in settings.items():
+        *sections, word = name.split(".")
+        shared = len(os.path.commonprefix([above, sections]))
+        lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(shared, len(sections))]
+        above = sections
+        indent = "  " * len(sections)
+        if isinstance(value, list) and value and (dataclasses.is_dataclass(value[0]) or isinstance(value[0], dict)):
+            lines += [f"{indent}{word}:", *(f"{indent}  - {value_text(item)}" for item in value)]
             continue
-        value = getattr(section, field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield f"{indent}{field.name}:"
-            yield from _yaml_lines(value, f"{indent}  ")
-        elif isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
-            yield f"{indent}{field.name}:"
-            yield from (f"{indent}  - {value_text(item)}" for item in value)
-        else:
-            # A bare `none` is refused where null is legal; elsewhere it is a choice like any other.
-            is_word = isinstance(value, str) and value.lower() == "none" and "choices" not in field.metadata
-            yield f"{indent}{field.name}: {json.dumps(value) if is_word else value_text(value)}"
+        # A bare `none` is refused where null is legal; elsewhere it is a choice like any other.
+        is_word = isinstance(value, str) and value.lower() == "none" and "choices" not in keys[name].limits
+        lines.append(f"{indent}{word}: {json.dumps(value) if is_word else value_text(value)}")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def value_text(value: Any) -> str:
@@ -162,3 +168,56 @@ def _sections(view: Schema) -> Iterator[tuple[str, str, list[Key]]]:
 
 if __name__ == "__main__":
     print(markdown(), end="")
+
+
+# Which keys change the memory of a run, and which overrides say nothing about its user.
+
+
+# Sections, and single keys of others.
+LEVER_SECTIONS = ("lora", "dpo", "distill", "memory", "parallel")
+LEVERS = (
+    "compile", "fused_kernels", "matmul_dtype", "qat", "qat_group_size", "loss", "model.implementation", "data.packing",
+    "data.pad_to_multiple_of", "optimizer.name", "optimizer.momentum", "optimizer.state_bits",
+    "optimizer.master_weights", "optimizer.stochastic_rounding", "optimizer.implementation",
+)  # fmt: skip
+# Of those sections what changes no peak of a step, and what the mesh says.
+NO_LEVERS = (
+    "lora.alpha", "lora.rslora", "lora.adapter_path", "lora.merge_on_save",
+    "dpo.beta", "dpo.label_smoothing", "dpo.simpo_gamma",
+    "distill.teacher", "distill.teacher_preset", "distill.beta", "distill.temperature",
+    "distill.weight", "memory.host_memory_limit_gib",
+    "parallel.data_shard", "parallel.data_replicate", "parallel.context", "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.heartbeat_timeout_seconds",
+)  # fmt: skip
+# Keys whose text says nothing about a user's data, folders and accounts.
+_HARMLESS = re.compile(
+    r"(lora|dpo|memory|parallel|optimizer|lr_scheduler|model)\..*|dtype|matmul_dtype|qat|loss|"
+    r"distill\.(divergence|quantize_teacher|trainable)"
+)
+_PLAIN = re.compile(r"[+-]?[\d_.]+(e[+-]?\d+)?|true|false|null", re.IGNORECASE)
+
+
+def levers_of(cfg: Any) -> dict[str, str]:
+    """Key to value, as a config has it, of those that are not at their defaults."""
+    schema: type = type(cfg)
+    found = {}
+    for name, key in read_schema(schema).keys.items():
+        if name in NO_LEVERS or not (name in LEVERS or name.partition(".")[0] in LEVER_SECTIONS):
+            continue
+        value = attrgetter(name)(cfg)
+        if value != key.default:
+            found[name] = value_text(value)
+    return found
+
+
+def harmless_overrides(overrides: Iterable[str]) -> list[str]:
+    """Those that say nothing about the user: texts only of keys that hold none, elsewhere numbers, true and false."""
+    return [word for word in overrides if word.startswith("~") or _is_harmless(*word.partition("=")[::2])]
+
+
+def _is_harmless(key: str, value: str) -> bool:
+    if _PLAIN.fullmatch(value):
+        return True
+    names_file = key.endswith("path") and key != "model.path"
+    return _HARMLESS.fullmatch(key) is not None and not names_file

@@ -1,19 +1,29 @@
 """Keys that another key makes idle: `needs` at a key in the schema says what has to hold for it to have an effect.
 
 A condition is `KEY`, which has to be set (neither null, false nor empty), or `KEY OP VALUE`, with `=`, `!=`, `>` or
-`in` and values parted by commas; several may be joined by ` or `. What no such line can say is a function of the config
-that returns the reason, or None while the key has an effect. No torch.
+`in` and values parted by commas; several may be joined by ` or `. What no such line can say is a `Condition`, with a
+function of the config that returns the reason, or None while the key has an effect. No torch.
 """
 
 import copy
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.optimizer_facts import built_in_optimizers, optimizer_facts
 
-Condition = str | Callable[[Any], str | None]
 SCORED_METRICS = ("exact_match", "token_accuracy")  # of `validation.metrics`, measured of likelihoods
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What has to hold for a key to have an effect, where no line of the schema can say it."""
+
+    # As the reference has it.
+    text: str
+    # Why a key has no effect in a config; None where it has.
+    why_not: Callable[[Any], str | None]
 
 
 def disable_idle(cfg: Any, keys: Iterable[Any], judged: Iterable[str]) -> list[str]:
@@ -36,16 +46,16 @@ def why_idle(cfg: Any, key: Any) -> str | None:
     """`parallel.pipeline is 1`, for a key that has no effect in this config; None for one that has."""
     needs = key.limits.get("needs", ())
     for condition in needs if isinstance(needs, tuple) else (needs,):
-        reason = condition(cfg) if callable(condition) else _unmet(cfg, condition)
+        reason = condition.why_not(cfg) if isinstance(condition, Condition) else _unmet(cfg, condition)
         if reason:
             return reason
     return None
 
 
-def needs_text(needs: Condition | tuple[Condition, ...]) -> str:
+def needs_text(needs: Any) -> str:
     """The conditions as the reference has them: `parallel.pipeline > 1`."""
     parts = needs if isinstance(needs, tuple) else (needs,)
-    return " and ".join((each.__doc__ or "").strip().rstrip(".") if callable(each) else f"`{each}`" for each in parts)
+    return " and ".join(each.text if isinstance(each, Condition) else f"`{each}`" for each in parts)
 
 
 def _unmet(cfg: Any, condition: str) -> str | None:
@@ -92,56 +102,52 @@ def _only(cfg: Any, without: set[str]) -> str | None:
     return f"data.format is {' and '.join(sorted(found))}" if found <= without else None
 
 
-def has_turns(cfg: Any) -> str | None:
-    """a format with turns"""
-    return _only(cfg, {"text"})
+has_turns = Condition("a format with turns", lambda cfg: _only(cfg, {"text"}))
+has_earlier_answers = Condition(
+    "a format of conversations", lambda cfg: _only(cfg, {"text", "preference", "kto", "classification"})
+)
+may_exceed_length = Condition(
+    "another format than `text`, which is cut into sequences of max_seq_len", lambda cfg: _only(cfg, {"text"})
+)
+chooses_labels = Condition(
+    "a format whose samples leave open what is trained",
+    lambda cfg: (
+        _only(cfg, {"preference", "kto", "classification"})
+        or (_only(cfg, {"text"}) if cfg.data.train_on != "all" else None)
+    ),
+)
+ends_texts = Condition(
+    "a format whose samples may be texts",
+    lambda cfg: _only(cfg, {"alpaca", "sharegpt", "messages", "classification"}),
+)
+parses_otherwise = Condition(
+    "another value than the format's own",
+    lambda cfg: _only(
+        cfg,
+        {"text", "prompt_completion"} if cfg.data.parse_special_tokens else {"alpaca", "sharegpt", "messages"},
+    ),
+)
 
 
-def has_earlier_answers(cfg: Any) -> str | None:
-    """a format of conversations"""
-    return _only(cfg, {"text", "preference", "kto", "classification"})
-
-
-def may_exceed_length(cfg: Any) -> str | None:
-    """another format than `text`, which is cut into sequences of max_seq_len"""
-    return _only(cfg, {"text"})
-
-
-def chooses_labels(cfg: Any) -> str | None:
-    """a format whose samples leave open what is trained"""
-    return _only(cfg, {"preference", "kto", "classification"}) or (
-        _only(cfg, {"text"}) if cfg.data.train_on != "all" else None
-    )
-
-
-def ends_texts(cfg: Any) -> str | None:
-    """a format whose samples may be texts"""
-    return _only(cfg, {"alpaca", "sharegpt", "messages", "classification"})
-
-
-def parses_otherwise(cfg: Any) -> str | None:
-    """another value than the format's own"""
-    alike = {"text", "prompt_completion"} if cfg.data.parse_special_tokens else {"alpaca", "sharegpt", "messages"}
-    return _only(cfg, alike)
-
-
-def reads_hub(cfg: Any) -> str | None:
-    """a hub dataset"""
+def _why_not_hub(cfg: Any) -> str | None:
     sources = [*(source.source for source in cfg.data.sources), cfg.data.source, cfg.validation.source]
     return None if any(str(source).startswith("hub:") for source in sources) else "no source is a dataset of the hub"
 
 
-def validates_on_hub(cfg: Any) -> str | None:
-    """a hub dataset in `validation.source`"""
-    is_hub = str(cfg.validation.source).startswith("hub:")
-    return None if is_hub else "validation.source is no dataset of the hub"
+reads_hub = Condition("a hub dataset", _why_not_hub)
+validates_on_hub = Condition(
+    "a hub dataset in `validation.source`",
+    lambda cfg: None if str(cfg.validation.source).startswith("hub:") else "validation.source is no dataset of the hub",
+)
 
 
-def generates_in_validation(cfg: Any) -> str | None:
-    """a plugin's metric in `validation.metrics`"""
+def _why_not_generated(cfg: Any) -> str | None:
     if cfg.validation.source is None:
         return "validation.source is null"
     return None if generated_metrics(cfg) else "validation.metrics names no metric of a plugin"
+
+
+generates_in_validation = Condition("a plugin's metric in `validation.metrics`", _why_not_generated)
 
 
 def generated_metrics(cfg: Any) -> list[str]:
@@ -155,28 +161,28 @@ def trained_dtype(cfg: Any) -> str:
     return str(cfg.dtype if adapters is None else adapters.dtype or cfg.dtype)
 
 
-def trains_bf16(cfg: Any) -> str | None:
-    """bf16 weights that are trained"""
+def _why_not_bf16(cfg: Any) -> str | None:
     dtype = trained_dtype(cfg)
     if dtype == "bf16":
         return None
     return f"{'dtype' if dtype == cfg.dtype else 'lora.dtype'} is {dtype}"
 
 
-def read_by_optimizer(word: str) -> Callable[[Any], str | None]:
+trains_bf16 = Condition("bf16 weights that are trained", _why_not_bf16)
+
+
+def read_by_optimizer(word: str) -> Condition:
     """The condition that `optimizer.name` reads a key of its section; of a plugin's without facts nobody knows."""
 
-    def reads(cfg: Any) -> str | None:
+    def why_not(cfg: Any) -> str | None:
         facts = optimizer_facts(cfg.optimizer.name)
         return None if facts is None or word in facts.keys else f"optimizer.name is {cfg.optimizer.name}"
 
     others = [name for name, facts in built_in_optimizers().items() if word not in facts.keys]
-    reads.__doc__ = f"`optimizer.name != {', '.join(others)}`"
-    return reads
+    return Condition(f"`optimizer.name != {', '.join(others)}`", why_not)
 
 
-def steps_with_torch(cfg: Any) -> str | None:
-    """a step of torch's own optimizers"""
+def _why_not_by_torch(cfg: Any) -> str | None:
     facts = optimizer_facts(cfg.optimizer.name)
     if facts is None or "implementation" not in facts.keys:
         return None if facts is None else f"optimizer.name is {cfg.optimizer.name}"
@@ -191,14 +197,15 @@ def steps_with_torch(cfg: Any) -> str | None:
     return None
 
 
-def sums_over_tokens(cfg: Any) -> str | None:
-    """a recipe without its own loss"""
-    return getattr(cfg, "own_loss", None)
+steps_with_torch = Condition("a step of torch's own optimizers", _why_not_by_torch)
+sums_over_tokens = Condition("a recipe without its own loss", lambda cfg: getattr(cfg, "own_loss", None))
 
 
-def trains_adapters(cfg: Any) -> str | None:
-    """`dpo.trainable, distill.trainable = adapters`"""
+def _why_no_adapters(cfg: Any) -> str | None:
     if getattr(cfg, "trained_adapters", None) is not None or not cfg.adapters_instead:
         return None
     ((name, _),) = cfg.adapters_instead.items()
     return f"{name} is {_value(cfg, name)}"
+
+
+trains_adapters = Condition("`dpo.trainable, distill.trainable = adapters`", _why_no_adapters)

@@ -1,4 +1,4 @@
-"""`${section.key}` in a value: the value of another key, filled in once all files and overrides are read.
+"""`${section.key}` in a value: the value of another key, filled in by OmegaConf once all files and overrides are read.
 
 Names are those of the config's own keys, also relative (`${.lr}`). Resolvers, environment variables among them, are
 refused: what a config means is to be read in its files.
@@ -6,108 +6,103 @@ refused: what a config means is to be read in its files.
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from recipe_lib.config.read_yaml import YamlNode
 from recipe_lib.config.suggest import quote
 
 _NAME = re.compile(r"\$\{\s*(\.*[\w-]+(?:\.[\w-]+|\[[\w-]+\])*)\s*\}")
 _RESOLVER = re.compile(r"\$\{\s*[^${}]*:")
 
 MOST_CHARACTERS = 2**18  # that all names of a config are filled in with
-MOST_NESTED = 20  # names of values with names
 _LEAST = 256  # that a name counts for, even if its value is shorter: each costs time
-
-LookUp = Callable[[str], Any]
+IN_A_CIRCLE = ": the keys name each other in a circle; write one value itself"
 
 
 class InterpolationError(Exception):
     """A value cannot be filled in; the text is `found ..; remedy`."""
 
-    def __init__(self, text: str, line: int = 0) -> None:
-        """text: as above. line: of the value, in its file."""
-        super().__init__(text)
-        self.line = line
+    line = 0  # of the value, in its file
 
 
-class NameFault(Exception):  # noqa: N818 - no error yet: `fill_text` makes one of it, with the text that has the name
-    """A name has no value; the text is the remedy."""
+class NamedValues:
+    """The values of a config as OmegaConf's tree, by which texts that name keys are filled in."""
 
+    def __init__(self, values: Mapping[str, Any], explain: Callable[[str], str]) -> None:
+        """values: by dotted key. explain: the remedy for a name that is no key."""
+        import omegaconf  # 0.1 s of CPU in every verb; few configs name other keys
 
-class Interpolation:
-    """The names of one config while they are filled in."""
-
-    def __init__(self) -> None:
-        """Begin with all of the room."""
+        self.omegaconf = omegaconf
+        self.tree = omegaconf.OmegaConf.create()
+        self.explain = explain
         self.left = MOST_CHARACTERS
-        self.open: list[str] = []
+        for key, value in values.items():
+            self.put(key, value)
 
-    @contextmanager
-    def inside(self, key: str) -> Iterator[None]:
-        """Mark a key whose value is being filled in. Raises NameFault if it is already: it names itself."""
-        if key in self.open or len(self.open) == MOST_NESTED:
-            raise NameFault(": the keys name each other in a circle; write one value itself")
-        self.open.append(key)
+    def put(self, key: str, value: Any) -> None:
+        """Take a value; one that names others once it is filled in."""
+        self.omegaconf.OmegaConf.update(self.tree, key, _to_plain(value), merge=False, force_add=True)
+
+    def fill(self, text: str, key: str) -> Any:
+        """Return a text of a key with the values of the keys that it names; of a name alone, the value itself.
+
+        Raises InterpolationError."""
+        _check_form(text)
         try:
-            yield
-        finally:
-            self.open.pop()
+            if alone := _NAME.fullmatch(text.strip()):
+                return self._find(_complete_name(alone[1], key))
+            return _NAME.sub(lambda name: to_word(self._find(_complete_name(name[1], key))), text)
+        except LookupError as error:
+            raise InterpolationError(f"found {quote(text)}{error.args[0]}") from error
 
-    def take(self, value: Any) -> Any:
-        """Return the value of a name. Raises NameFault where it is one too many: ten names of ten names of ten are a
-        thousand."""
+    def _find(self, name: str) -> Any:
+        """Return the value of a name. Raises LookupError with the remedy for none, and where it is one too many."""
+        conf = self.omegaconf.OmegaConf
+        try:
+            value = conf.select(self.tree, name, default=self)
+        except self.omegaconf.errors.ConfigTypeError:  # a word as the place in a list
+            value = self
+        if value is self:
+            raise LookupError(self.explain(name))
+        # Ten names of ten names of ten are a thousand.
         self.left -= max(_LEAST, len(str(value)))
         if self.left < 0:
-            raise NameFault(f": the names of the config grow beyond {MOST_CHARACTERS} characters; write it out")
-        return value
-
-    def fill_text(self, text: str, look_up: LookUp) -> Any:
-        """Return a text with the values of the keys that it names; of one that is a name alone, the value itself.
-
-        look_up: the value of a name; raises NameFault where there is none.
-        """
-        if "${" not in text:
-            return text
-        _check_form(text)
-        alone = _NAME.fullmatch(text.strip())
-        try:
-            if alone:
-                return self.take(look_up(alone[1]))
-            return _NAME.sub(lambda name: _to_word(self.take(look_up(name[1]))), text)
-        except NameFault as fault:
-            raise InterpolationError(f"found {quote(text)}{fault}") from fault
-
-    def fill_node(self, node: YamlNode, look_up: LookUp) -> YamlNode:
-        """Return a value of a file with those of the keys that it names, as if they had been written there."""
-        if node.kind == "list":
-            return dataclasses.replace(node, items=[self.fill_node(item, look_up) for item in node.items])
-        if node.kind == "mapping":
-            entries = {word: (line, self.fill_node(inner, look_up)) for word, (line, inner) in node.entries.items()}
-            return dataclasses.replace(node, entries=entries)
-        if not is_interpolated(node):
-            return node
-        try:
-            value = self.fill_text(node.text, look_up)
-        except InterpolationError as fault:
-            raise InterpolationError(str(fault), node.line) from fault
-        if _NAME.fullmatch(node.text.strip()):
-            return _write_node(value, node)
-        return dataclasses.replace(node, text=value)  # a part of a text is no number, whatever it looks like
+            raise LookupError(f": the names of the config grow beyond {MOST_CHARACTERS} characters; write it out")
+        return conf.to_container(value) if conf.is_config(value) else value
 
 
-def is_interpolated(node: YamlNode) -> bool:
-    """Return whether a value, or a part of it, names another key."""
-    inner = [*node.items, *(value for _, value in node.entries.values())]
-    return (node.kind == "scalar" and "${" in node.text) or any(is_interpolated(part) for part in inner)
+def names_in(texts: Iterable[str], key: str) -> list[str]:
+    """Return the names in the texts of a key, complete; of more than can be filled in the first ones."""
+    most = MOST_CHARACTERS // _LEAST + 1
+    return [_complete_name(name, key) for text in texts for name in _NAME.findall(text)][:most]
 
 
-def complete_name(name: str, key: str) -> str:
-    """Return the name without dots in front: `${.lr}` in the value of `optimizer.eps` is `optimizer.lr`."""
-    dots = len(name) - len(name.lstrip("."))
-    sections = key.split(".")[:-dots] if dots else []
-    return ".".join([*sections, name.lstrip(".")])
+def order_keys(names: Mapping[str, Iterable[str]]) -> tuple[list[str], str]:
+    """Return the keys, each after those that it names; and of a circle, whose keys are left out, the last one.
+
+    names: those in the value of each key.
+    """
+    graph = {key: [other for other in names for name in set(named) if are_related(name, other)]
+             for key, named in names.items()}  # fmt: skip
+    sorter = TopologicalSorter(graph)
+    circle: list[str] = []
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = error.args[1]
+    order: list[str] = []
+    while ready := sorter.get_ready():
+        order += ready
+        sorter.done(*ready)
+    return order, max(circle, key=list(names).index, default="")
+
+
+def to_word(value: Any) -> str:
+    """Return a value as configs have it within a text."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def are_related(name: str, key: str) -> bool:
@@ -115,20 +110,11 @@ def are_related(name: str, key: str) -> bool:
     return name == key or key.startswith(f"{name}.") or name.startswith((f"{key}.", f"{key}["))
 
 
-def step_into(value: Any, path: str) -> Any:
-    """Return a part of a value. path: `.word` and `[number]`, one after the other. Raises LookupError for none."""
-    for word in re.findall(r"[\w-]+", path):
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = dataclasses.asdict(value)
-        if isinstance(value, list):
-            if not word.isdigit():
-                raise LookupError(word)
-            value = value[int(word)]
-        elif isinstance(value, dict):
-            value = value[word]
-        else:
-            raise LookupError(word)
-    return value
+def _complete_name(name: str, key: str) -> str:
+    """Return the name without dots in front: `${.lr}` in the value of `optimizer.eps` is `optimizer.lr`."""
+    dots = len(name) - len(name.lstrip("."))
+    sections = key.split(".")[:-dots] if dots else []
+    return ".".join([*sections, name.lstrip(".")])
 
 
 def _check_form(text: str) -> None:
@@ -142,23 +128,12 @@ def _check_form(text: str) -> None:
         raise InterpolationError(f"found {quote(text)}, expected ${{section.key}}")
 
 
-def _to_word(value: Any) -> str:
-    """Return a value as configs have it within a text."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _write_node(value: Any, written: YamlNode) -> YamlNode:
-    """Return a value as if it had been written in the place of `written`."""
-    if isinstance(value, (list, tuple)):
-        return YamlNode("list", written.line, items=[_write_node(item, written) for item in value])
+def _to_plain(value: Any) -> Any:
+    """Return a value as the tree holds it."""
+    if isinstance(value, list):
+        return [_to_plain(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, dict):
-        entries = {str(word): (written.line, _write_node(item, written)) for word, item in value.items()}
-        return YamlNode("mapping", written.line, entries=entries)
-    if value is None or isinstance(value, bool):
-        return YamlNode("scalar", written.line, _to_word(value))
-    quoted = isinstance(value, str) and (value == "" or value.lower() in ("null", "true", "false", "~"))
-    return YamlNode("scalar", written.line, str(value), quoted=quoted)
+        return {name: _to_plain(item) for name, item in value.items()}
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

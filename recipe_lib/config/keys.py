@@ -182,7 +182,11 @@ def _check_kind(kind: Any, where: str) -> None:
         return
     if origin is typing.Literal and all(isinstance(choice, str) for choice in inner):
         return
-    if origin is list and (inner[0] in SCALARS or _is_plain_section(inner[0])):
+    if origin is list and inner[0] in SCALARS:
+        return
+    item = inner[0] if origin is list else None
+    # A dataclass without sections inside.
+    if isinstance(item, type) and dataclasses.is_dataclass(item) and set(read_schema(item).sections) == {""}:
         return
     if origin is dict and inner[0] is str and inner[1] in SCALARS:
         return
@@ -191,8 +195,3 @@ def _check_kind(kind: Any, where: str) -> None:
         "Literal of texts, list[...] or dict[str, ...] of these, a dataclass, or one of them `| None`; "
         "or a list of a dataclass of such keys"
     )
-
-
-def _is_plain_section(kind: Any) -> bool:
-    """A dataclass without sections inside, which a list may hold."""
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind) and set(read_schema(kind).sections) == {""}

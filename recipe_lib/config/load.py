@@ -14,6 +14,7 @@ from recipe_lib.config.check import (
     COMMAND_LINE,
     Checked,
     Setting,
+    Source,
     check_file,
     check_required,
     check_section,
@@ -22,9 +23,8 @@ from recipe_lib.config.check import (
     unknown_key,
 )
 from recipe_lib.config.idle import disable_idle
-from recipe_lib.config.interpolation import is_interpolated
 from recipe_lib.config.keys import Schema, item_schema, read_schema
-from recipe_lib.config.paths import RECIPE_CONFIGS, example_file, expand, find_config
+from recipe_lib.config.paths import RECIPE_CONFIGS, expand, find_config
 from recipe_lib.config.read_yaml import YamlError, YamlNode, parse, read_file
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.rules import broken_rules
@@ -89,16 +89,12 @@ def known_part(argv: list[str], schema: type) -> Any | None:
     """
     arguments = _parser().parse_intermixed_args(argv)
     checked, files = _read(arguments.config, arguments.overrides, schema)
-    _take_later(checked, [*files, COMMAND_LINE])
-    missing = any(key.required and name not in checked.settings for name, key in checked.schema.keys.items())
-    if checked.doubtful or missing or checked.full:
-        return None
+    unknown_keys = len(checked.faults)
     try:
-        cfg = _build(checked, files[-1])
+        loaded = _finish(checked, files)
     except ConfigError:
         return None
-    disable_idle(cfg, checked.schema.keys.values(), checked.judged())
-    return None if broken_rules(cfg, checked.judged()) else cfg
+    return None if checked.doubtful or len(checked.faults) > unknown_keys or checked.full else loaded.cfg
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,8 +120,16 @@ class _Parser(argparse.ArgumentParser):
 def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFinetuneConfig) -> Loaded:
     """As `load_config`, with where each value is from and which have no effect."""
     checked, files = _read(sources, overrides, schema)
-    shown = files[-1] if files else ""
     _check_recipe(checked)
+    loaded = _finish(checked, files)
+    if checked.faults:
+        raise ConfigError(*checked.all_faults())
+    return loaded
+
+
+def _finish(checked: Checked, files: list[str]) -> Loaded:
+    """Make the config of what was set, and note what is missing and what does not go together."""
+    shown = files[-1] if files else ""
     replaced = _take_later(checked, [*files, COMMAND_LINE])
     check_required(checked, shown)
     cfg = _build(checked, shown)
@@ -133,8 +137,6 @@ def load(sources: Sources, overrides: Sequence[str] = (), schema: type = FullFin
     idle += disable_idle(cfg, checked.schema.keys.values(), checked.judged())
     for rule in broken_rules(cfg, checked.judged()):
         checked.fault(checked.place_of(rule.keys, shown), "", rule.line(cfg), doubt=False)
-    if checked.faults:
-        raise ConfigError(*checked.all_faults())
     checked.settings.update({name: setting for name, (setting, _) in replaced.items()})
     return Loaded(cfg, _rows(checked, cfg, idle), idle)
 
@@ -149,11 +151,10 @@ def _read(sources: Sources, overrides: Sequence[str], schema: type) -> tuple[Che
         document = read_file(path, shown)
         for line, what in document.faults:
             checked.fault(f"{shown}:{line}", "", what, doubt=False)
-        check_file(checked, document.top, shown)
+        check_file(checked, document.top, Source(shown))
         checked.sort_by_line(shown, start)
     apply_overrides(checked, overrides)
     fill_pending(checked)
-    _find_examples(checked)
     refuse_secrets(checked)
     return checked, files
 
@@ -185,14 +186,6 @@ def _rows(checked: Any, cfg: Any, idle: list[str]) -> list[tuple[str, Any, str]]
         else:
             rows.append((name, setting.value, setting.where))
     return rows
-
-
-def _find_examples(checked: Any) -> None:
-    """Files of the demo are found from any folder."""
-    for name in ("data.source", "validation.source", "tokenizer.path"):
-        setting = checked.settings.get(name)
-        if setting is not None and isinstance(setting.value, str):
-            checked.settings[name] = dataclasses.replace(setting, value=example_file(setting.value))
 
 
 def _check_recipe(checked: Any) -> None:
@@ -345,41 +338,41 @@ def apply_overrides(checked: Checked, overrides: Sequence[str]) -> None:
         if checked.full:
             return
         place = f"{COMMAND_LINE}: {show(override)}"
+        source = Source(COMMAND_LINE, place)
         if override.startswith("~"):
-            _reset(checked, override[1:], place)
+            _reset(checked, override[1:], source)
         elif "=" not in override:
             checked.fault(place, "", _how_to_write(override, checked.schema))
         else:
             name, _, text = override.partition("=")
-            _set(checked, name, text, place)
+            _set(checked, name, text, source)
 
 
-def _set(checked: Checked, name: str, text: str, place: str) -> None:
-    schema = checked.schema
+def _set(checked: Checked, name: str, text: str, source: Source) -> None:
+    schema, place = checked.schema, source.override
     try:
         value = _read_value(checked, text, place)
     except YamlError as fault:
         checked.fault(place, "", str(fault))
         return
     outer = schema.mapping_of(name)
-    if is_interpolated(value) and (outer or _ITEM.fullmatch(name)):
+    if value.is_interpolated and (outer or _ITEM.fullmatch(name)):
         checked.fault(
             place, "", "a part of a value cannot name other keys here; write it in a file, or the value itself"
         )
         return
     if name in schema.sections and name:
-        _set_section(checked, name, value, place)
+        _set_section(checked, name, value, source)
     elif name in schema.keys:
-        check_value(checked, schema.keys[name], value, place, where=COMMAND_LINE, typed=True)
+        check_value(checked, schema.keys[name], value, source, typed=True)
     elif item := _ITEM.fullmatch(name):
-        _set_in_item(checked, item, value, place)
+        _set_in_item(checked, item, value, source)
     elif outer:
-        _set_entry(checked, outer, name.removeprefix(f"{outer}."), value, place)
+        _set_entry(checked, outer, name.removeprefix(f"{outer}."), value, source)
     elif name.startswith(("-", "+")) and name.lstrip("-+"):
         checked.fault(place, "", f"overrides have no {name[0]} in front; write {show(name.lstrip('-+'))}={show(text)}")
     else:
-        section = name.rpartition(".")[0]
-        unknown_key(checked, place, name, section if section in schema.sections else "", value, typed=True)
+        unknown_key(checked, source, 1, name, value, typed=True)
 
 
 def _read_value(checked: Checked, text: str, place: str) -> YamlNode:
@@ -392,37 +385,24 @@ def _read_value(checked: Checked, text: str, place: str) -> YamlNode:
     return document.top if not document.faults else YamlNode("broken", 1)
 
 
-def _set_section(checked: Checked, name: str, value: YamlNode, place: str) -> None:
+def _set_section(checked: Checked, name: str, value: YamlNode, source: Source) -> None:
     """`data={source: x}` sets keys of a section one by one; the others stay as they are."""
     if value.kind == "broken":
         checked.doubt(name)
     elif value.kind != "mapping":
         keys = [key for key in checked.schema.children(name) if key in checked.schema.keys]
-        checked.fault(place, "", f"found {describe(value)}, expected keys of the section, as in {keys[0]}=VALUE")
+        what = f"found {describe(value)}, expected keys of the section, as in {keys[0]}=VALUE"
+        checked.fault(source.override, "", what)
         checked.doubt(name)
     else:
-        inner = Checked(checked.schema)
-        check_section(inner, name, value, COMMAND_LINE)
-        for fault in inner.faults:
-            checked.fault(place, "", fault.partition(": ")[2])
-        for key, setting in inner.settings.items():
-            checked.set(key, setting.value, COMMAND_LINE)
-        for key, one in inner.pending.items():
-            checked.pending[key] = dataclasses.replace(one, place=place, where=COMMAND_LINE)
-        checked.doubtful |= inner.doubtful
+        check_section(checked, name, value, source)
 
 
-def _set_entry(checked: Checked, outer: str, inner: str, value: YamlNode, place: str) -> None:
+def _set_entry(checked: Checked, outer: str, inner: str, value: YamlNode, source: Source) -> None:
     """`data.columns.instruction=question` adds one entry to a mapping."""
     before = checked.settings.get(outer)
-    check_value(
-        checked,
-        checked.schema.keys[outer],
-        YamlNode("mapping", 1, entries={inner: (1, value)}),
-        place,
-        where=COMMAND_LINE,
-        typed=True,
-    )
+    node = YamlNode("mapping", 1, entries={inner: (1, value)})
+    check_value(checked, checked.schema.keys[outer], node, source, typed=True)
     after = checked.settings.get(outer)
     if after is not before and after is not None:
         earlier = before.value if before else checked.schema.keys[outer].default
@@ -430,27 +410,27 @@ def _set_entry(checked: Checked, outer: str, inner: str, value: YamlNode, place:
         checked.set(outer, {**(earlier or {}), **after.value}, where)
 
 
-def _set_in_item(checked: Checked, item: re.Match[str], value: YamlNode, place: str) -> None:
+def _set_in_item(checked: Checked, item: re.Match[str], value: YamlNode, source: Source) -> None:
     """`data.sources[1].weight=2` sets one key of one section of a list."""
     name, number, word = item[1], int(item[2]), item[3]
     key = checked.schema.keys.get(name)
     if key is None or key.section_class is None:
-        unknown_key(checked, place, item[0], "", typed=True)
+        unknown_key(checked, source, 1, item[0], typed=True)
         return
     before = checked.settings.get(name)
     items = list(before.value if before else key.default)
-    inner = Checked(item_schema(key, number))
     if number >= len(items):
         if name not in checked.doubtful:
             has = f"the last one is {name}[{len(items) - 1}]" if items else "the list is empty"
-            checked.fault(place, "", f"{name}[{number}] is not there, {has}; write {name}=[...] for another list")
+            what = f"{name}[{number}] is not there, {has}; write {name}=[...] for another list"
+            checked.fault(source.override, "", what)
         return
-    if f"{name}[{number}].{word}" in inner.schema.keys:
-        check_value(inner, inner.schema.keys[f"{name}[{number}].{word}"], value, place, where=COMMAND_LINE, typed=True)
+    inner, faults = Checked(item_schema(key, number), faults=checked.faults), len(checked.faults)
+    if item[0] in inner.schema.keys:
+        check_value(inner, inner.schema.keys[item[0]], value, source, typed=True)
     else:
-        unknown_key(inner, place, item[0], f"{name}[{number}]", typed=True)
-    checked.faults += inner.faults
-    if inner.faults:
+        unknown_key(inner, source, 1, item[0], typed=True)
+    if len(checked.faults) > faults:
         checked.doubt(name)
         return
     for setting in inner.settings.values():
@@ -459,15 +439,14 @@ def _set_in_item(checked: Checked, item: re.Match[str], value: YamlNode, place: 
     checked.set(name, items, where)
 
 
-def _reset(checked: Checked, name: str, place: str) -> None:
+def _reset(checked: Checked, name: str, source: Source) -> None:
     """`~key` and `~section`: back to the schema's default."""
     schema = checked.schema
     if "=" in name:
         bare = show(name.partition("=")[0])
-        checked.fault(place, "", f"~ goes back to the default and takes no value; write ~{bare}")
+        checked.fault(source.override, "", f"~ goes back to the default and takes no value; write ~{bare}")
     elif name not in schema.keys and (name not in schema.sections or not name):
-        section = name.rpartition(".")[0]
-        unknown_key(checked, place, name, section if section in schema.sections else "", typed=True)
+        unknown_key(checked, source, 1, name, typed=True)
     else:
         for values in (checked.settings, checked.pending):
             for key in [key for key in values if key == name or key.startswith(f"{name}.")]:

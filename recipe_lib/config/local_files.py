@@ -292,14 +292,14 @@ def no_datasets(source: str, key: str = "data.source") -> str:
     return f"{key}: {source} needs the package datasets; run `{install_line('datasets')}`"
 
 
-def no_pyarrow(path: Path) -> str:
-    """The line for a Parquet file without the package that reads it."""
-    return f"{path}: Parquet needs the package pyarrow; run `{install_line('datasets')}`"
+# Kind of file -> what it is called, the package that reads it, and the extra that brings that.
+_READERS = {".parquet": ("Parquet", "pyarrow", "datasets"), ".zst": ("Zstandard", "zstandard", "zstd")}
 
 
-def no_zstd(path: Path) -> str:
-    """The line for a Zstandard file without the package that reads it."""
-    return f"{path}: Zstandard needs the package zstandard; run `{install_line('zstd')}`"
+def no_reader(path: Path) -> str:
+    """The line for a file without the package that reads its kind."""
+    kind, package, extra = _READERS[path.suffix]
+    return f"{path}: {kind} needs the package {package}; run `{install_line(extra)}`"
 
 
 def check_source(source: str, key: str = "data.source") -> str | None:
@@ -310,13 +310,9 @@ def check_source(source: str, key: str = "data.source") -> str | None:
     """
     if is_hub(source):
         return None if has_package("datasets") else no_datasets(source, key)
-    files = find_files(source, key)
-    packed = [path for path in files if path.suffix == ".parquet"]
-    if packed and not has_package("pyarrow"):
-        raise DataError(no_pyarrow(packed[0]))
-    compressed = [path for path in files if path.suffix == ".zst"]
-    if compressed and not has_package("zstandard"):
-        raise DataError(no_zstd(compressed[0]))
+    for path in find_files(source, key):
+        if path.suffix in _READERS and not has_package(_READERS[path.suffix][1]):
+            raise DataError(no_reader(path))
     return None
 
 

@@ -54,6 +54,21 @@ class YamlNode:
         """Nothing was written."""
         return self.kind == "scalar" and not self.text and not self.quoted
 
+    @property
+    def is_interpolated(self) -> bool:
+        """Whether it, or a part of it, names another key."""
+        return any("${" in text for text in self.texts())
+
+    def inner(self) -> list["YamlNode"]:
+        """Return what it holds."""
+        return [*self.items, *(value for _, value in self.entries.values())]
+
+    def texts(self) -> Iterator[str]:
+        """Yield the text of it, or of all that it holds, at any depth."""
+        yield self.text
+        for node in self.inner():
+            yield from node.texts()
+
 
 @dataclass
 class YamlDocument:
@@ -171,7 +186,8 @@ class _Builder:
         if event.anchor:
             self.refuse(line, key, f"found the anchor &{event.anchor}; anchors are refused, remove it")
         if event.tag:
-            self.refuse(line, key, f"found the tag {show(_short_tag(event.tag))}; tags are refused, remove it")
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!", 1)
+            self.refuse(line, key, f"found the tag {show(tag)}; tags are refused, remove it")
         node = self.content(event, line, depth, key)
         return YamlNode("broken", line) if event.anchor or event.tag else node
 
@@ -213,7 +229,3 @@ class _Builder:
 
 def _line(event: Any) -> int:
     return event.start_mark.line + 1
-
-
-def _short_tag(tag: str) -> str:
-    return tag.replace("tag:yaml.org,2002:", "!!", 1)

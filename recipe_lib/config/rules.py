@@ -6,70 +6,40 @@ makes idle is no fault: `needs` at the key in the schema says so.
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.aliases import CHOICE_ALIASES
-from recipe_lib.config.idle import generated_metrics, trained_dtype
+from recipe_lib.config.idle import formats, generated_metrics, trained_dtype
 from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, micro_batches, schedule_fault, token_ranks
-from recipe_lib.config.rule import Rule
-from recipe_lib.config.rules_of_methods import METHOD_RULES, is_external
-from recipe_lib.config.rules_of_qat import QAT_RULES
-from recipe_lib.config.schema import LINEARS
-from recipe_lib.config.schema_adapters import MIXTURE_TARGETS
+from recipe_lib.config.registry import BUILT_IN
+from recipe_lib.config.schema import LINEARS, MIXTURE_TARGETS, SAMPLES
 from recipe_lib.config.schema_data import resolved_sources
 from recipe_lib.config.suggest import did_you_mean, quote
 
-# Settings of validation that do not go together, as entries of `recipe_lib.config.rules`.
 
+@dataclass(frozen=True)
+class Rule:
+    """One combination of settings that is refused.
 
-def _divides_layers(name: str) -> Callable[[Any], bool]:
-    return lambda cfg: bool(generated_metrics(cfg)) and getattr(cfg.parallel, name) > 1
+    keys: those it is about, whose places an error names. applies: true for a config that has it; a text where reason
+    and remedy do not say all: what it has found, with its numbers and the remedy. example: overrides that bring it
+    about on a config of `recipe` with a checkpoint and local data. reads: further keys that it looks at.
+    """
 
+    keys: tuple[str, ...]
+    applies: Callable[[Any], Any]
+    reason: str
+    remedy: str
+    example: tuple[str, ...]
+    recipe: str = "full_finetune_distributed"
+    reads: tuple[str, ...] = ()
 
-def _judges_steps(cfg: Any) -> bool:
-    return cfg.checkpoint.keep_best or cfg.validation.patience is not None
-
-
-def _validation_numbers(cfg: Any) -> list[str]:
-    return [*cfg.validation_numbers, *(f"validation_{name}" for name in cfg.validation.metrics)]
-
-
-def _unknown_metric(cfg: Any) -> bool:
-    return _judges_steps(cfg) and cfg.checkpoint.best_metric not in _validation_numbers(cfg)
-
-
-def _metric_words(cfg: Any) -> str:
-    found, names = cfg.checkpoint.best_metric, _validation_numbers(cfg)
-    own = "the Config of a recipe of your own names others as its validation_numbers"
-    return f"found {quote(found)}, expected {' or '.join(names)}{did_you_mean(found, names)}; {own}"
-
-
-# fmt: off
-VALIDATION_RULES: tuple[Rule, ...] = (
-    Rule(("validation.metrics", "data.format"), lambda cfg: bool(cfg.validation.metrics) and cfg.own_loss is not None,
-         "the recipe's validation has numbers of its own, and no single answers to measure",
-         "remove validation.metrics", ("validation.metrics=[exact_match]", "validation.source=held_out.jsonl"),
-         recipe="dpo_distributed"),
-    *(Rule(("validation.metrics", f"parallel.{name}"), _divides_layers(name),
-           "a plugin's metric is measured of generated answers, which takes whole layers on each rank",
-           f"set parallel.{name}=1, or measure after training with `tune eval`",
-           ("validation.metrics=[mine]", "validation.source=held_out.jsonl", f"parallel.{name}=2",
-            *(["gradient_accumulation_steps=4"] if name == "pipeline" else [])))
-      for name in ("tensor", "context", "pipeline")),
-    Rule(("checkpoint.keep_best", "validation.patience", "validation.source"),
-         lambda cfg: _judges_steps(cfg) and cfg.validation.source is None,
-         "which step is best is found by validation, and there is none",
-         "set validation.source to samples that are not trained on, or remove the others",
-         ("checkpoint.keep_best=true",)),
-    Rule(("checkpoint.best_metric",), _unknown_metric, "validation gives no such number", "choose one that it gives",
-         ("checkpoint.keep_best=true", "validation.source=own.jsonl", "checkpoint.best_metric=eval_loss"),
-         reads=("checkpoint.keep_best", "validation.patience", "validation.source"), found=_metric_words),
-    Rule(("validation.metrics", "compile"), lambda cfg: bool(generated_metrics(cfg)) and cfg.compile,
-         "answers are generated token by token, for which compiled layers would be compiled anew again and again",
-         "set compile=false, or measure after training with `tune eval`",
-         ("validation.metrics=[mine]", "validation.source=held_out.jsonl", "compile=true")),
-)
-# fmt: on
+    def line(self, cfg: Any) -> str:
+        """`model.path, model.preset: both are set; keep ...`, for a config that has it."""
+        applies = self.applies(cfg)
+        what = applies if isinstance(applies, str) else f"{self.reason}; {self.remedy}"
+        return f"{', '.join(self.keys)}: {what}"
 
 
 def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
@@ -77,6 +47,8 @@ def broken_rules(cfg: Any, judged: Collection[str]) -> list[Rule]:
     return [rule for rule in RULES if all(key in judged for key in (*rule.keys, *rule.reads)) and rule.applies(cfg)]
 
 
+_DPO, _REWARD, _DISTILL = "dpo_distributed", "reward_distributed", "distill_distributed"
+_FORMATS = ("data.source", "data.sources", "data.format", "validation.source", "validation.format")
 _LORA, _EXTERNAL = "lora_finetune_distributed", "model.implementation=transformers"
 _TARGETS = (*LINEARS, "embedding", "head", *MIXTURE_TARGETS, "all-linear")
 _BATCH = ("batch_size", "gradient_accumulation_steps")
@@ -88,6 +60,34 @@ _IN_BACKWARD = ("memory.optimizer_in_backward=true", "memory.optimizer_offload=t
 _PIPELINE_IN_ONE = ("parallel.pipeline=2", "batch_size=4", "parallel.pipeline_microbatches=4")
 
 
+def _unused_formats(cfg: Any, samples: str) -> set[str]:
+    """The formats that a recipe for such samples has no use for; empty for another recipe."""
+    others = formats(cfg) & {*BUILT_IN["data.format"][1]} - {*SAMPLES[samples]}
+    return others if getattr(cfg, "samples", "answers") == samples else set()
+
+
+def is_external(cfg: Any) -> bool:
+    """Return whether the model is another library's."""
+    return bool(cfg.model.implementation != "native")
+
+
+def _divides_layers(name: str) -> Callable[[Any], bool]:
+    return lambda cfg: bool(generated_metrics(cfg)) and getattr(cfg.parallel, name) > 1
+
+
+def _judges_steps(cfg: Any) -> bool:
+    return cfg.checkpoint.keep_best or cfg.validation.patience is not None
+
+
+def _unknown_metric(cfg: Any) -> str | None:
+    metric = cfg.checkpoint.best_metric
+    names = [*cfg.validation_numbers, *(f"validation_{name}" for name in cfg.validation.metrics)]
+    if not _judges_steps(cfg) or metric in names:
+        return None
+    own = "the Config of a recipe of your own names others as its validation_numbers"
+    return f"found {quote(metric)}, expected {' or '.join(names)}{did_you_mean(metric, names)}; {own}"
+
+
 def _streams_trained(cfg: Any) -> bool:
     return bool(cfg.memory.stream_layers) and getattr(cfg, "trained_adapters", None) is None
 
@@ -96,40 +96,23 @@ def _steps_in_backward(cfg: Any) -> bool:
     return cfg.memory.optimizer_in_backward and cfg.memory.optimizer_offload
 
 
-def _has_budget(cfg: Any) -> bool:
-    return cfg.memory.activation_budget_gib is not None
-
-
-def _fused_sgd_in_bf16(cfg: Any) -> bool:
-    is_fused = cfg.optimizer.name == "sgd" and cfg.optimizer.implementation == "fused"
-    return is_fused and cfg.device == "cpu" and trained_dtype(cfg) == "bf16"
-
-
-def _unknown_targets(cfg: Any) -> list[str]:
-    return [name for name in cfg.lora.target_modules if name not in _TARGETS]
-
-
-def _unknown_target(cfg: Any) -> str:
-    found = _unknown_targets(cfg)[0]
-    hint = did_you_mean(found, _TARGETS) if found not in CHOICE_ALIASES else f"; did you mean {CHOICE_ALIASES[found]}?"
-    return f"found {quote(found)}, expected a list [...] of {', '.join(_TARGETS)}{hint}"
+def _unknown_target(cfg: Any) -> str | None:
+    unknown = [name for name in cfg.lora.target_modules if name not in _TARGETS]
+    if is_external(cfg) or not unknown:
+        return None
+    meant = CHOICE_ALIASES.get(unknown[0])
+    hint = f"; did you mean {meant}?" if meant else did_you_mean(unknown[0], _TARGETS)
+    return f"found {quote(unknown[0])}, expected a list [...] of {', '.join(_TARGETS)}{hint}"
 
 
 def _of_mixture(cfg: Any) -> bool:
     return not is_external(cfg) and any(name in MIXTURE_TARGETS for name in cfg.lora.target_modules)
 
 
-def _sequences(cfg: Any) -> int:
-    return cfg.batch_size * cfg.gradient_accumulation_steps
-
-
-def _uneven(cfg: Any) -> bool:
-    count = cfg.parallel.pipeline_microbatches
-    return cfg.parallel.pipeline > 1 and bool(count) and _sequences(cfg) % count != 0
-
-
-def _uneven_words(cfg: Any) -> str:
-    sequences, count = _sequences(cfg), cfg.parallel.pipeline_microbatches
+def _uneven(cfg: Any) -> str | None:
+    sequences, count = cfg.batch_size * cfg.gradient_accumulation_steps, cfg.parallel.pipeline_microbatches
+    if cfg.parallel.pipeline == 1 or not count or sequences % count == 0:
+        return None
     fewest = fewest_micro_batches(cfg.parallel)
     fitting = [number for number in range(fewest, sequences + 1) if sequences % number == 0]
     choose = f"choose one of {', '.join(map(str, fitting))}" if fitting else "choose a divisor"
@@ -137,16 +120,6 @@ def _uneven_words(cfg: Any) -> str:
         f"found {count} micro-batches for the {sequences} sequences of a step (batch_size {cfg.batch_size} x "
         f"gradient_accumulation_steps {cfg.gradient_accumulation_steps}), expected a divisor of them; {choose}"
     )
-
-
-def _too_few(cfg: Any) -> bool:
-    if cfg.parallel.pipeline == 1 or _uneven(cfg):
-        return False
-    return micro_batches(cfg)[1] < fewest_micro_batches(cfg.parallel)
-
-
-def _few_words(cfg: Any) -> str:
-    return schedule_fault(cfg.parallel, micro_batches(cfg)[1]) or ""
 
 
 # fmt: off
@@ -187,7 +160,9 @@ RULES: tuple[Rule, ...] = (
     Rule(("dtype", "optimizer.state_bits"), lambda cfg: cfg.optimizer.state_bits is not None and cfg.dtype == "fp64",
          "fewer bits would undo what fp64 is for", "remove optimizer.state_bits",
          ("dtype=fp64", "optimizer.state_bits=8")),
-    Rule(("optimizer.name", "optimizer.implementation", "dtype", "device"), _fused_sgd_in_bf16,
+    Rule(("optimizer.name", "optimizer.implementation", "dtype", "device"),
+         lambda cfg: cfg.optimizer.name == "sgd" and cfg.optimizer.implementation == "fused" and cfg.device == "cpu"
+         and trained_dtype(cfg) == "bf16",
          "torch's kernel leaves most elements of bf16 weights on a CPU as they are", "choose auto or foreach",
          ("optimizer.name=sgd", "optimizer.implementation=fused", "device=cpu")),
     Rule(("clip_grad_norm", "memory.optimizer_in_backward"),
@@ -220,11 +195,12 @@ RULES: tuple[Rule, ...] = (
          "choose full (each layer's input is sent) or none (all that it keeps is sent)",
          ("memory.activation_checkpointing=selective", "memory.activation_offload=true")),
     Rule(("memory.activation_checkpointing", "memory.activation_budget_gib"),
-         lambda cfg: cfg.memory.activation_checkpointing == "budget" and not _has_budget(cfg),
+         lambda cfg: cfg.memory.activation_checkpointing == "budget" and cfg.memory.activation_budget_gib is None,
          "budget needs to know how much", "set memory.activation_budget_gib (GiB), or choose none, selective or full",
          ("memory.activation_checkpointing=budget",)),
     Rule(("model.implementation", "memory.activation_checkpointing", "memory.activation_budget_gib"),
-         lambda cfg: is_external(cfg) and cfg.memory.activation_checkpointing == "budget" and _has_budget(cfg),
+         lambda cfg: is_external(cfg) and cfg.memory.activation_checkpointing == "budget"
+         and cfg.memory.activation_budget_gib is not None,
          "what its layers keep is found out for the decoder of model.implementation=native alone",
          "choose none, selective or full",
          (_EXTERNAL, "memory.activation_checkpointing=budget", "memory.activation_budget_gib=4")),
@@ -234,9 +210,9 @@ RULES: tuple[Rule, ...] = (
     Rule(("compile", "memory.mlp_tiles"), lambda cfg: cfg.memory.mlp_tiles > 1 and cfg.compile,
          "compiled code decides itself what it keeps, and could compute the tiles together again",
          "remove one of the two", ("compile=true", "memory.mlp_tiles=4")),
-    Rule(("lora.target_modules",), lambda cfg: cfg.model.implementation == "native" and _unknown_targets(cfg),
+    Rule(("lora.target_modules",), _unknown_target,
          "a native model has no linears of such names", f"choose of {', '.join(_TARGETS)}",
-         ("lora.target_modules=[c_attn]",), recipe=_LORA, reads=("model.implementation",), found=_unknown_target),
+         ("lora.target_modules=[c_attn]",), recipe=_LORA, reads=("model.implementation",)),
     Rule(("model.implementation", "parallel.tensor", "compile", "parallel.fsdp_wrap_policy"),
          lambda cfg: is_external(cfg) and cfg.parallel.tensor > 1 and cfg.compile
          and not isinstance(cfg.parallel.fsdp_wrap_policy, str),
@@ -290,7 +266,49 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.pad_to_multiple_of", "max_seq_len"), lambda cfg: cfg.data.pad_to_multiple_of > cfg.max_seq_len,
          "every sequence would be padded beyond the longest that there can be",
          "lower data.pad_to_multiple_of to max_seq_len or less", ("data.pad_to_multiple_of=4096",)),
-    *METHOD_RULES,
+    Rule(("data.format",), lambda cfg: "preference" in _unused_formats(cfg, "answers"),
+         "this recipe has no use for pairs of a chosen and a rejected answer",
+         "choose another format, or run dpo_distributed", ("data.format=preference",), reads=_FORMATS),
+    Rule(("data.format",), lambda cfg: _unused_formats(cfg, "answers") & {"kto", "classification"},
+         "this recipe has no use for the labels of such samples",
+         "choose another format, or run dpo_distributed with dpo.loss=kto, or reward_distributed with "
+         "reward.loss=classification", ("data.format=kto",), reads=_FORMATS),
+    Rule(("dpo.loss", "data.format"), lambda cfg: _unused_formats(cfg, "pairs"),
+         "the loss compares a chosen with a rejected answer, which samples of this format do not have",
+         "set data.format to preference", ("data.format=alpaca",), recipe=_DPO, reads=_FORMATS),
+    Rule(("dpo.loss", "data.format"), lambda cfg: _unused_formats(cfg, "labeled answers"),
+         "the loss is one of answers that are wanted or not, which samples of this format do not say",
+         "set data.format to kto, or to preference, whose pairs are taken apart",
+         ("dpo.loss=kto", "data.format=alpaca"), recipe=_DPO, reads=_FORMATS),
+    Rule(("reward.loss", "data.format"), lambda cfg: _unused_formats(cfg, "pairs"),
+         "the loss compares a chosen with a rejected answer, which samples of this format do not have",
+         "set data.format to preference, or reward.loss=classification", ("data.format=alpaca",), _REWARD, _FORMATS),
+    Rule(("reward.loss", "data.format"), lambda cfg: _unused_formats(cfg, "classes"),
+         "samples of this format have no class", "set data.format to classification, or reward.loss=pairwise",
+         ("reward.loss=classification", "data.format=preference"), recipe=_REWARD, reads=_FORMATS),
+    Rule(("model.implementation", "reward.loss"), is_external,
+         "the score head is one of our own decoder", "set model.implementation=native", (_EXTERNAL,), recipe=_REWARD),
+    Rule(("lora.target_modules", "reward.loss"), lambda cfg: "head" in cfg.lora.target_modules,
+         "a score head is in the place of the output head, and is trained whole",
+         "leave head out of lora.target_modules", ("lora.target_modules=[q, head]",), recipe=_REWARD),
+    Rule(("distill.teacher", "distill.teacher_preset"),
+         lambda cfg: len(cfg.distill.sources) != 1
+         and f"found {' and '.join(cfg.distill.sources) or 'none of them'}, expected one; set distill.teacher to a "
+         "checkpoint with the model's tokenizer, and no other (~KEY removes KEY)",
+         "there is one teacher", "set one", ("distill.teacher_preset=llama3/8B",), recipe=_DISTILL),
+    Rule(("distill.divergence", "parallel.pipeline"), lambda cfg: cfg.parallel.pipeline > 1,
+         "the teacher would need stages and a schedule of its own",
+         "set parallel.pipeline=1; a teacher that is too large is smaller with distill.quantize_teacher, and on the "
+         "host with distill.stream_teacher",
+         ("parallel.pipeline=2", "gradient_accumulation_steps=4"), recipe=_DISTILL),
+    Rule(("distill.divergence", "model.implementation"), is_external,
+         "teacher and model hand hidden states to each other's output heads, which those of model.implementation="
+         "native do", "remove model.implementation", (_EXTERNAL,), recipe=_DISTILL),
+    Rule(("dtype", "distill.quantize_teacher"),
+         lambda cfg: cfg.distill.quantize_teacher != "none" and cfg.dtype == "fp64",
+         "rounding the teacher's weights would undo what fp64 is for",
+         "remove distill.quantize_teacher, or choose bf16 or fp32", ("dtype=fp64", "distill.quantize_teacher=nf4"),
+         recipe=_DISTILL),
     Rule(("tokenizer.chat_template", "data.template"),
          lambda cfg: cfg.tokenizer.chat_template is not None and cfg.data.template == "plain",
          "the built-in plain template would be used in place of the file", "remove one of the two",
@@ -338,16 +356,52 @@ RULES: tuple[Rule, ...] = (
     Rule(("device", "matmul_dtype"), lambda cfg: cfg.matmul_dtype == "fp8" and cfg.device == "cpu",
          "FP8 matmuls take a GPU of compute capability 8.9 or more",
          "remove matmul_dtype, or choose int8, which runs anywhere", ("device=cpu", "matmul_dtype=fp8")),
-    *QAT_RULES,
+    Rule(("dtype", "qat"), lambda cfg: cfg.qat is not None and cfg.dtype == "fp64",
+         "torchao rounds weights of fp32 and bf16", "remove qat, or choose bf16 or fp32", ("dtype=fp64", "qat=int8")),
+    Rule(("checkpoint.keep_best", "validation.patience", "qat_start_step"),
+         lambda cfg: cfg.qat is not None and cfg.qat_start_step > 0 and cfg.validation.source is not None
+         and (cfg.checkpoint.keep_best or cfg.validation.patience is not None),
+         "validations before rounding begins are of another model than those after it, and mostly better",
+         "set qat_start_step=0, or remove checkpoint.keep_best and validation.patience",
+         ("qat=int4", "qat_start_step=5", "checkpoint.keep_best=true", "validation.source=own.jsonl"),
+         reads=("qat", "validation.source")),
+    Rule(("recipe", "qat"), lambda cfg: cfg.qat is not None and cfg.scores_sequences,
+         "quantized folders are exported of models that predict tokens", "remove qat",
+         ("qat=int8",), recipe="reward_distributed"),
+    Rule(("matmul_dtype", "qat"), lambda cfg: cfg.qat is not None and cfg.matmul_dtype is not None,
+         "products that are rounded once more are not those of the export", "remove one of the two",
+         ("qat=int4", "matmul_dtype=int8")),
+    Rule(("parallel.tensor", "qat"), lambda cfg: cfg.qat is not None and cfg.parallel.tensor > 1,
+         "ranks that share a matrix gather and multiply in one, and of rows cut in pieces none has the scale",
+         "remove qat, or set parallel.tensor=1 (FSDP shards the weights as well)", ("parallel.tensor=2", "qat=int8")),
+    Rule(("model.implementation", "qat"), lambda cfg: cfg.qat is not None and cfg.model.implementation != "native",
+         "only our own models' linears are known to be those that an export rounds",
+         "remove qat, or model.implementation", ("model.implementation=transformers", "qat=int8")),
+    Rule(("parallel.pipeline_schedule", "qat"),
+         lambda cfg: cfg.parallel.pipeline > 1 and cfg.qat is not None
+         and SCHEDULES[cfg.parallel.pipeline_schedule].splits,
+         f"the weight gradients of rounded linears cannot be deferred, as {_SPLITTING} do",
+         "remove qat, or choose gpipe, 1f1b or interleaved_1f1b",
+         ("parallel.pipeline=2", "gradient_accumulation_steps=4", "parallel.pipeline_schedule=zbv", "qat=int8"),
+         reads=("parallel.pipeline",)),
+    Rule(("lora.quantize_base", "qat"), lambda cfg: cfg.qat is not None and cfg.lora.quantize_base != "none",
+         "the merged weight is what is rounded, not a base that was rounded to another grid before",
+         "remove one of the two", ("lora.quantize_base=nf4", "qat=int4"), recipe=_LORA),
+    Rule(("lora.dropout", "qat"), lambda cfg: cfg.qat is not None and cfg.lora.dropout > 0,
+         "base and adapter are rounded as one matrix, whose input is the same for both", "set lora.dropout=0",
+         ("lora.dropout=0.1", "qat=int4"), recipe=_LORA),
+    Rule(("lora.dora", "qat"), lambda cfg: cfg.qat is not None and cfg.lora.dora,
+         "the lengths of rows would be those of a matrix that is not rounded",
+         "set lora.dora=false (LoRA), or remove qat", ("lora.dora=true", "qat=int4"), recipe=_LORA),
     Rule(("parallel.pipeline_microbatches", "batch_size", "gradient_accumulation_steps"), _uneven,
          "the sequences of a step, batch_size x gradient_accumulation_steps, are no multiple of the micro-batches",
-         "choose a divisor of them", (*_PIPELINE, "parallel.pipeline_microbatches=3"), reads=_SCHEDULE,
-         found=_uneven_words),
-    Rule(("parallel.pipeline", "parallel.pipeline_schedule", "parallel.pipeline_microbatches"), _too_few,
+         "choose a divisor of them", (*_PIPELINE, "parallel.pipeline_microbatches=3"), reads=_SCHEDULE),
+    Rule(("parallel.pipeline", "parallel.pipeline_schedule", "parallel.pipeline_microbatches"),
+         lambda cfg: not _uneven(cfg) and schedule_fault(cfg.parallel, micro_batches(cfg)[1]),
          "ranks would wait for each other even in the middle of a step: all schedules but gpipe need as many "
          "micro-batches a step as the pipeline has ranks",
          "set parallel.pipeline_microbatches (by default gradient_accumulation_steps) higher",
-         ("parallel.pipeline=4",), reads=(*_BATCH, *_SCHEDULE), found=_few_words),
+         ("parallel.pipeline=4",), reads=(*_BATCH, *_SCHEDULE)),
     Rule(("parallel.pipeline_schedule", "compile"),
          lambda cfg: cfg.parallel.pipeline > 1 and cfg.compile and SCHEDULES[cfg.parallel.pipeline_schedule].splits,
          f"the weight gradients of compiled layers cannot be deferred, as {_SPLITTING} do",
@@ -368,6 +422,27 @@ RULES: tuple[Rule, ...] = (
          "remove lora.merge_on_save, or set model.path",
          ("~model.path", "model.preset=llama3/8B", "tokenizer.path=x", "lora.merge_on_save=true"), recipe=_LORA,
          reads=("model.path",)),
-    *VALIDATION_RULES,
+    Rule(("validation.metrics", "data.format"), lambda cfg: bool(cfg.validation.metrics) and cfg.own_loss is not None,
+         "the recipe's validation has numbers of its own, and no single answers to measure",
+         "remove validation.metrics", ("validation.metrics=[exact_match]", "validation.source=held_out.jsonl"),
+         recipe="dpo_distributed"),
+    *(Rule(("validation.metrics", f"parallel.{name}"), _divides_layers(name),
+           "a plugin's metric is measured of generated answers, which takes whole layers on each rank",
+           f"set parallel.{name}=1, or measure after training with `tune eval`",
+           ("validation.metrics=[mine]", "validation.source=held_out.jsonl", f"parallel.{name}=2",
+            *(["gradient_accumulation_steps=4"] if name == "pipeline" else [])))
+      for name in ("tensor", "context", "pipeline")),
+    Rule(("checkpoint.keep_best", "validation.patience", "validation.source"),
+         lambda cfg: _judges_steps(cfg) and cfg.validation.source is None,
+         "which step is best is found by validation, and there is none",
+         "set validation.source to samples that are not trained on, or remove the others",
+         ("checkpoint.keep_best=true",)),
+    Rule(("checkpoint.best_metric",), _unknown_metric, "validation gives no such number", "choose one that it gives",
+         ("checkpoint.keep_best=true", "validation.source=own.jsonl", "checkpoint.best_metric=eval_loss"),
+         reads=("checkpoint.keep_best", "validation.patience", "validation.source")),
+    Rule(("validation.metrics", "compile"), lambda cfg: bool(generated_metrics(cfg)) and cfg.compile,
+         "answers are generated token by token, for which compiled layers would be compiled anew again and again",
+         "set compile=false, or measure after training with `tune eval`",
+         ("validation.metrics=[mine]", "validation.source=held_out.jsonl", "compile=true")),
 )
 # fmt: on

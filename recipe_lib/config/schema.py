@@ -5,13 +5,85 @@ The dataclasses are the schema that a YAML file is checked against, that `docs/c
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from recipe_lib.config import idle
 from recipe_lib.config.keys import key
-from recipe_lib.config.recipe_facts import RecipeFacts
-from recipe_lib.config.schema_adapters import LINEARS, PEFT_NAMES, LoraConfig
 from recipe_lib.config.schema_data import DataConfig, ModelConfig, SourceConfig, TokenizerConfig, ValidationConfig
 from recipe_lib.config.schema_parallel import MemoryConfig, ParallelConfig
+
+# What a recipe's batch and model are, for all that plans or divides them; its config class says so.
+
+
+# What a recipe may train on -> the formats of `data.format` that have it; of plugins' formats nobody knows.
+SAMPLES: dict[str, tuple[str, ...]] = {
+    "answers": ("alpaca", "sharegpt", "messages", "prompt_completion", "text"),
+    "pairs": ("preference",),
+    "labeled answers": ("kto", "preference"),
+    "classes": ("classification",),
+}
+
+
+class RecipeFacts:
+    """Those of full fine-tuning; the config of a recipe of another kind overrides what is different."""
+
+    # Whether a score head reads each sequence's last token, in place of a head that predicts the next one.
+    scores_sequences: ClassVar[bool] = False
+    # Keys and values by which the recipe trains adapters in place of every parameter; empty: it cannot.
+    adapters_instead: ClassVar[dict[str, str]] = {}
+    # Keys that name the checkpoints of further models, and for each the key of a preset in its place.
+    other_models: ClassVar[dict[str, str]] = {}
+
+    @property
+    def samples(self) -> str:
+        """What a sample is, a key of SAMPLES."""
+        return "answers"
+
+    @property
+    def trains_on_pairs(self) -> bool:
+        """Whether a row is a pair of answers: data.format=preference."""
+        return self.samples == "pairs"
+
+    @property
+    def compares_mismatched(self) -> bool:
+        """Whether a step also evaluates each prompt with the answer of another sample."""
+        return False
+
+    @property
+    def sequences_per_item(self) -> int:
+        """Sequences of a micro-batch for each of `batch_size`."""
+        return 2 if self.trains_on_pairs else 1
+
+    @property
+    def num_labels(self) -> int | None:
+        """Rows of that head; None: as many as the checkpoint's has."""
+        return None
+
+    @property
+    def own_loss(self) -> str | None:
+        """What the recipe's loss is, if not the one of `loss`: `the loss of pairs is dpo.loss, ipo`."""
+        return None
+
+    @property
+    def trained_adapters(self) -> "LoraConfig | None":
+        """The settings of what is trained; None: every parameter is."""
+        return None
+
+    @property
+    def runs_reference(self) -> bool:
+        """Whether a step also evaluates micro-batches by a frozen model."""
+        return False
+
+    @property
+    def copies_model(self) -> bool:
+        """Whether that is a second copy of the model, as there are no adapters that could be turned off."""
+        return self.runs_reference and self.trained_adapters is None
+
+    @property
+    def validation_numbers(self) -> tuple[str, ...]:
+        """Names of what its validation measures, of which `checkpoint.best_metric` is to be one."""
+        return ("validation_loss",)
+
 
 __all__ = [
     "LINEARS",
@@ -324,3 +396,105 @@ class FullFinetuneConfig(RecipeFacts):
         needs="qat",
         known_as="torchtune and Axolotl fake_quant_after_n_steps",
     )
+
+
+# The sections about adapters and preference pairs.
+
+
+# The linears of a native model's layers, and what PEFT's files call the parts that may have an adapter.
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+PEFT_NAMES = {name: f"{name}_proj" for name in LINEARS} | {"embedding": "embed_tokens", "head": "lm_head"}
+# Of a mixture of experts, whose parameters PEFT finds by target_parameters.
+MIXTURE_TARGETS = ("router", "experts")
+_SHORT_NAMES = {long: short for short, long in PEFT_NAMES.items()}
+
+
+@dataclass
+class LoraConfig:
+    """Adapters: trained low-rank matrices added to frozen weights (LoRA, arXiv 2106.09685)."""
+
+    rank: int = key(
+        16,
+        "Rank of the two matrices.",
+        minimum=1,
+        most=2**16,
+        needs=idle.trains_adapters,
+        known_as="PEFT r; torchtune lora_rank",
+    )
+    alpha: float = key(
+        32.0,
+        "The product is multiplied by alpha / rank.",
+        above=0,
+        needs=idle.trains_adapters,
+        known_as="PEFT lora_alpha",
+    )
+    dropout: float = key(
+        0.0,
+        "Share of the adapter's inputs set to zero in training.",
+        minimum=0,
+        below=1,
+        needs=idle.trains_adapters,
+        known_as="PEFT lora_dropout",
+    )
+    target_modules: list[str] = key(
+        ["all-linear"],
+        "What gets an adapter: q, k, v, o, gate, up, down, embedding, head (or q_proj, ..., embed_tokens, lm_head, "
+        "which "
+        "mean the same), of a mixture of experts router and experts (each expert's factors are its own), `all-linear`: "
+        "every linear of the layers, which routers and experts are not; of a model that is not native, ends of its "
+        "linears' names, as `c_attn`.",
+        needs=idle.trains_adapters,
+        known_as="PEFT target_modules",
+    )
+    rslora: bool = key(
+        False,
+        "Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732).",
+        needs=idle.trains_adapters,
+        known_as="PEFT use_rslora",
+    )
+    dora: bool = key(
+        False,
+        "Also train the length of each output's weights (DoRA, arXiv 2402.09353).",
+        needs=idle.trains_adapters,
+        known_as="PEFT use_dora",
+    )
+    quantize_base: str = key(
+        "none",
+        "Store the layers' frozen weights in 4 bits (`nf4`, arXiv 2305.14314) or 8.",
+        choices=("none", "nf4", "int8"),
+        needs=idle.trains_adapters,
+        known_as="torchtune quantize_base; HF load_in_4bit",
+    )
+    dtype: str | None = key(
+        None,
+        "Type of the adapters' weights; null: dtype.",
+        choices=("fp32", "bf16"),
+        needs=idle.trains_adapters,
+        known_as="PEFT autocast_adapter_dtype",
+    )
+    adapter_path: str | None = key(
+        None,
+        "Folder of a PEFT adapter to go on training; null: a new one.",
+        path=True,
+        needs=idle.trains_adapters,
+        known_as="Axolotl lora_model_dir; LLaMA-Factory adapter_name_or_path",
+    )
+    merge_on_save: bool = key(
+        False,
+        "At the end also write the model with the adapter merged in, as output_dir/model.",
+        needs=(idle.trains_adapters, "checkpoint.save_model"),
+        known_as="PEFT merge_and_unload",
+    )
+
+    def __post_init__(self) -> None:
+        """Each target under one name, so that two configs that mean the same are the same."""
+        named = [_SHORT_NAMES.get(name, name) for name in self.target_modules]
+        if "all-linear" in named:
+            named = ["all-linear", *(name for name in named if name not in LINEARS)]
+        self.target_modules = list(dict.fromkeys(named))
+
+    @property
+    def targets(self) -> list[str]:
+        """The short names of a native model's targets, `all-linear` taken apart."""
+        rest = [name for name in self.target_modules if name != "all-linear"]
+        return [*LINEARS, *rest] if len(rest) < len(self.target_modules) else rest

@@ -12,6 +12,7 @@ from typing import Any
 from recipe_lib.config import registry
 from recipe_lib.config.aliases import CHOICE_ALIASES
 from recipe_lib.config.keys import Key
+from recipe_lib.config.paths import example_file
 from recipe_lib.config.read_yaml import YamlNode
 from recipe_lib.config.suggest import did_you_mean, quote, show
 
@@ -53,8 +54,9 @@ def convert(node: YamlNode, key: Key, *, typed: bool = False) -> Any:
 
 
 def _to_path(value: str, key: Key) -> str:
-    """With the user's home in place of `~`; MismatchError for what no file system takes as a name."""
-    path = os.path.expanduser(value)
+    """With the user's home in place of `~`, and the demo's files found from any folder; MismatchError for what no file
+    system takes as a name."""
+    path = example_file(os.path.expanduser(value))
     longest = max(len(os.fsencode(part)) for part in path.split("/"))
     if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:
         said = f"a name of {longest} bytes" if longest > LONGEST_NAME else f"{len(os.fsencode(path))} bytes"
@@ -72,7 +74,7 @@ def _convert(node: YamlNode, kind: Any, key: Key, typed: bool) -> Any:
     if origin is dict:
         return _convert_mapping(node, typing.get_args(kind)[1], key, typed)
     if kind is Any:
-        return _as_written(node)
+        return as_written(node)
     value = _convert_scalar(node, kind, key, typed, is_choice=True)
     if kind is bool:  # choices and bounds are those of the other kinds
         return value
@@ -180,38 +182,40 @@ def _convert_mapping(node: YamlNode, value_kind: Any, key: Key, typed: bool) -> 
     }
 
 
-def _as_written(node: YamlNode) -> Any:
-    """A value whose key takes anything, read as YAML reads it."""
+def as_written(node: YamlNode) -> Any:
+    """Return a value whose key takes anything, as YAML reads it; `1e-5` is a number."""
     if node.kind == "list":
-        return [_as_written(item) for item in node.items]
+        return [as_written(item) for item in node.items]
     if node.kind == "mapping":
-        return {name: _as_written(value) for name, (_, value) in node.entries.items()}
+        return {name: as_written(value) for name, (_, value) in node.entries.items()}
     if node.quoted or _UNPRINTABLE.search(node.text):
         return node.text
     if is_null(node):
         return None
-    if node.text.lower() in ("true", "false"):
-        return node.text.lower() == "true"
-    if _INTEGER.fullmatch(node.text) and len(node.text) < 19:
+    if node.text.lower() in (*_TRUE, *_FALSE):
+        return node.text.lower() in _TRUE
+    if _INTEGER.fullmatch(node.text) and len(node.text) < 100:
         return int(node.text)
-    if _NUMBER.fullmatch(node.text):
-        return float(node.text)
-    return node.text
+    return float(node.text) if _NUMBER.fullmatch(node.text) else node.text
 
 
 def _check_limits(value: Any, key: Key, written: str) -> None:
-    limits = key.limits
-    choices = limits.get("choices")
-    if choices is None and key.kinds and typing.get_origin(key.kinds[0]) is typing.Literal:
-        choices = typing.get_args(key.kinds[0])
-    if choices is None and "kind" in limits:
-        choices = _names(limits)
+    limits, choices = key.limits, _list_choices(key.kinds[0], key)
     if choices is not None:
         _check_choice(value, choices, key)
     elif isinstance(value, (int, float)) and value > limits.get("most", math.inf):
         raise MismatchError(f"found {show(written)}, expected at most {limits['most']}")
     elif not _within(value, key):
         raise MismatchError(f"found {show(written)}, expected {expected(key)}")
+
+
+def _list_choices(kind: Any, key: Key) -> list[Any] | None:
+    """Return the only values that a key has, where it has such."""
+    if typing.get_origin(kind) is typing.Literal:
+        return list(typing.get_args(kind))
+    if "choices" in key.limits:
+        return list(key.limits["choices"])
+    return [*key.limits.get("also", ()), *registry.names(key.limits["kind"])] if "kind" in key.limits else None
 
 
 def _check_choice(value: Any, choices: typing.Iterable[Any], key: Key) -> None:
@@ -260,13 +264,10 @@ def _expected_kind(kind: Any, key: Key) -> str:
         return _expected_list(typing.get_args(kind)[0], key, only)
     if origin is dict:
         return f"a mapping {{name: {_NOUNS[typing.get_args(kind)[1]][0]}}}"
-    if origin is typing.Literal:
-        return f"one of {', '.join(typing.get_args(kind))}"
-    if kind in (str, int) and "choices" in limits:
-        several = "one of " if len(limits["choices"]) > 1 else ""
-        return several + ", ".join(map(str, limits["choices"]))
-    if kind is str and "kind" in limits:
-        return f"one of {', '.join(_names(limits))}"
+    choices = _list_choices(kind, key)
+    if choices is not None and (kind in (str, int) or origin is typing.Literal):
+        several = "" if len(limits.get("choices", (1, 2))) == 1 else "one of "
+        return several + ", ".join(map(str, choices))
     if kind is Any:
         return "a value"
     singular, _ = _NOUNS[kind]
@@ -277,8 +278,7 @@ def _expected_list(item: Any, key: Key, only: bool) -> str:
     limits = key.limits
     if dataclasses.is_dataclass(item):
         return f"a list of sections ({', '.join(field.name for field in dataclasses.fields(item))})"
-    if only and ("choices" in limits or "kind" in limits):
-        choices = limits["choices"] if "choices" in limits else _names(limits)
+    if only and (choices := _list_choices(item, key)) is not None:
         return f"a list [...] of {', '.join(choices)}"
     if "items" in limits:
         return f"a list [...] of {', '.join(limits['items'])}"
@@ -354,8 +354,3 @@ def _by_likeness(node: YamlNode, kinds: tuple[Any, ...]) -> list[Any]:
         lambda kind: kind is not str and kind is not Path,
     ]
     return sorted(kinds, key=lambda kind: [not test(kind) for test in order])
-
-
-def _names(limits: typing.Mapping[str, Any]) -> list[str]:
-    """The names that a key of a registry's kind may hold."""
-    return [*limits.get("also", ()), *registry.names(limits["kind"])]

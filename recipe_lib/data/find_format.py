@@ -7,9 +7,8 @@ from itertools import islice
 from typing import Any
 
 from recipe_lib.config.local_files import cache_root
-from recipe_lib.config.recipe_facts import SAMPLES
 from recipe_lib.config.registry import BUILT_IN, names, registered
-from recipe_lib.config.schema import FullFinetuneConfig, SourceConfig
+from recipe_lib.config.schema import SAMPLES, FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import resolved_sources, validation_source
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.samples import (

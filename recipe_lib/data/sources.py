@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from huggingface_hub.errors import HTTPError
 
-from recipe_lib.config.local_files import COMPRESSED, cache_root, find_files, no_datasets, no_pyarrow, no_zstd
+from recipe_lib.config.local_files import COMPRESSED, cache_root, find_files, no_datasets, no_reader
 from recipe_lib.config.schema import SourceConfig
 from recipe_lib.config.schema_data import HUB, is_hub
 from recipe_lib.data.column_names import is_idle_beside, says_nothing
@@ -275,7 +275,7 @@ class ParquetFile(LocalFile):
         try:
             import pyarrow.parquet  # noqa: F401  (a missing package is said before anything is read)
         except ImportError:
-            raise DataError(no_pyarrow(path)) from None
+            raise DataError(no_reader(path)) from None
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -562,7 +562,7 @@ def _zstd_blocks(path: Path) -> tuple[Generator[bytes], tuple[type[Exception], .
     try:
         import zstandard
     except ImportError:
-        raise DataError(no_zstd(path)) from None
+        raise DataError(no_reader(path)) from None
     return _frames(path, lambda: zstandard.ZstdDecompressor().decompressobj()), (zstandard.ZstdError, EOFError)
 
 

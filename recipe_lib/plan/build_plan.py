@@ -19,23 +19,34 @@ from recipe_lib.parallel.gradient_accumulation import once_a_step
 from recipe_lib.plan.allocation.blocks import LAUNCH_QUEUE
 from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
-from recipe_lib.plan.cluster import DimensionPlan, Volume, groups_along
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.large_tensors import large_tensor_notes
-from recipe_lib.plan.pipeline_plan import Staged, first_of_each_place, layers_of_all, pipeline_assumptions, staged
-from recipe_lib.plan.rank_plans import layer_rows, lowered, not_simulated, rank_plan, verdict_of
+from recipe_lib.plan.rank_plans import (
+    Staged,
+    first_of_each_place,
+    layer_rows,
+    layers_of_all,
+    lowered,
+    not_simulated,
+    pipeline_assumptions,
+    rank_plan,
+    say_router_choices,
+    staged,
+    verdict_of,
+)
 from recipe_lib.plan.result import (
     DOES_NOT_FIT,
     CommunicationRow,
     DeviceFacts,
+    DimensionPlan,
     OutsideTorch,
     Plan,
     RankPlan,
     TimePlan,
+    Volume,
+    groups_along,
 )
-from recipe_lib.plan.router_choices import say_router_choices
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.tables import say_stalled_means
+from recipe_lib.plan.tables import say_stalled_means, split_number
 from recipe_lib.plan.timing.cost import (
     Calibration,
     collective_seconds,
@@ -46,10 +57,9 @@ from recipe_lib.plan.timing.cost import (
 )
 from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
 from recipe_lib.plan.timing.time_by_kind import ATTENTION, MATMULS, MEMORY_BOUND, operators_launched, time_by_kind
-from recipe_lib.plan.trace import Collective, Trace
+from recipe_lib.plan.trace import ALLOC, Collective, Storage, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.tracing.simulate_deep import simulate_deep
-from recipe_lib.plan.tree import split_number
 from recipe_lib.plan.verdict import HOST_ALLOWS
 from recipe_lib.plan.world.compiled_code import NotCompiled
 from recipe_lib.plan.world.sequence_lengths import Sequence
@@ -157,7 +167,7 @@ def make_plan(
     found = simulated[heaviest.rank]
     more, estimate = max(not_simulated(one, settings.steps or settings.sequence.steps) for one in simulated.values())
     verdict = lowered(verdict_of(found.trace, heaviest, usable, hardware), more, heaviest, usable)
-    if not _host_suffices(cfg, settings, found.trace):
+    if not _judge_host(cfg, settings, found.trace)[0]:
         verdict = DOES_NOT_FIT
     places = {one.coordinates.get("pipeline", 0): one.trace for one in reversed(simulated.values())}
     plan = Plan(
@@ -357,34 +367,25 @@ def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str
             f"of {settings.ranks} ranks, {found_ranks} simulated; first ranks hold the larger part of uneven shards"
         )
     lines += pipeline_assumptions(cfg, traced) if cfg.parallel.pipeline > 1 else []
-    lines += _host_memory(cfg, settings, found.trace)
+    lines += _judge_host(cfg, settings, found.trace)[1]
     if not found.repeats and not found.grows:
         lines.append("the second step left less memory than the first: later steps may differ from it")
     return lines + found.notes
 
 
-def _host_taken(settings: PlanSettings, trace: Trace) -> tuple[int, int]:
-    """(ranks of a machine, bytes of its memory that they take)."""
-    ranks = min(settings.ranks, settings.hardware.ranks_per_node)
-    return ranks, ranks * max(trace.active_peaks(device=False).values(), default=0)
-
-
-def _host_suffices(cfg: Any, settings: PlanSettings, trace: Trace) -> bool:
-    """Whether what the ranks of a machine keep on the host is what the config allows them, if it says so."""
+def _judge_host(cfg: Any, settings: PlanSettings, trace: Trace) -> tuple[bool, list[str]]:
+    """Return whether what the ranks of a machine keep on the host is what the config allows them, and that in words;
+    nothing is said where it allows everything."""
     allowed = cfg.memory.host_memory_limit_gib
-    return allowed is None or _host_taken(settings, trace)[1] <= allowed * GIB
-
-
-def _host_memory(cfg: Any, settings: PlanSettings, trace: Trace) -> list[str]:
-    """The same in words."""
-    if cfg.memory.host_memory_limit_gib is None:
-        return []
-    ranks, most = _host_taken(settings, trace)
-    verdict = "enough" if _host_suffices(cfg, settings, trace) else "too little, a run is refused"
-    return [
-        f"{HOST_ALLOWS} {cfg.memory.host_memory_limit_gib:g} GiB for {ranks} rank{'s' if ranks > 1 else ''} of a "
-        "machine, which "
-        f"take {format_bytes(most)}: {verdict}"
+    if allowed is None:
+        return True, []
+    ranks = min(settings.ranks, settings.hardware.ranks_per_node)
+    most = ranks * max(trace.active_peaks(device=False).values(), default=0)
+    is_enough = most <= allowed * GIB
+    verdict = "enough" if is_enough else "too little, a run is refused"
+    return is_enough, [
+        f"{HOST_ALLOWS} {allowed:g} GiB for {ranks} rank{'s' if ranks > 1 else ''} of a machine, which take "
+        f"{format_bytes(most)}: {verdict}"
     ]
 
 
@@ -470,7 +471,9 @@ class _Counted:
                 self.layers.add(f"{before}{at}")
             if op.collective is None or len(op.collective.ranks) < 2:
                 continue
-            key, volume = _key(op.collective, mesh), _volume(op.collective)
+            key = _key(op.collective, mesh)
+            sent = wire_bytes(op.collective.operation, op.collective.bytes, len(op.collective.ranks))
+            volume = Volume(1, op.collective.bytes, 0 if op.collective.operation == "recv" else sent)
             self.step[key] += volume.times(op.repeats)
             is_once = op.collective.operation in once and op.collective.dim in DATA_DIMS
             if op.part in _OF_MICRO_BATCHES and not is_once:
@@ -494,14 +497,39 @@ def _key(collective: Collective, mesh: Mapping[str, int]) -> _Key:
     return collective.dim, tuple(name for name in mesh if len(places[name]) > 1)
 
 
-def _volume(collective: Collective) -> Volume:
-    sent = wire_bytes(collective.operation, collective.bytes, len(collective.ranks))
-    return Volume(1, collective.bytes, 0 if collective.operation == "recv" else sent)
-
-
 def _usual_layer(places: Iterable[Counter[tuple[str, int, int]]], passes: int) -> Volume | None:
     """What most layers have in one pass of `passes`: of a neighbor's gather, which a layer may issue, there are few."""
     counts = sum(places, Counter())
     each = {alike: round(count / passes) for alike, count in counts.items()} if passes else {}
     found = sum((Volume(1, size, sent).times(times) for (_, size, sent), times in each.items()), Volume())
     return found if found.operations else None
+
+
+# Tensors of 2^31 elements or more: known for failing in kernels that count in 32 bits.
+#
+# FlashAttention 2, which torch's attention runs, and Liger's kernels do (Liger-Kernel issue 803);
+# torch's own pointwise kernels and those that its compiler makes count such tensors in 64 bits.
+
+
+LIMIT = 2**31
+_KINDS = ("activations", "temporary", "logits", "communication", "gradients")
+
+
+def largest_tensor(trace: Trace, itemsize: int) -> Storage | None:
+    """The largest tensor that is computed from tokens, if it may have LIMIT elements. itemsize: bytes of an element."""
+    made = (trace.storages[number] for kind, number in trace.events if kind == ALLOC)
+    of_tokens = (one for one in made if one.device and one.kind in _KINDS and not one.label)
+    largest = max(of_tokens, key=lambda one: one.bytes, default=None)
+    return largest if largest is not None and largest.bytes >= LIMIT * itemsize else None
+
+
+def large_tensor_notes(trace: Trace, itemsize: int) -> list[str]:
+    """What to know of a plan with such a tensor."""
+    found = largest_tensor(trace, itemsize)
+    if found is None:
+        return []
+    return [
+        f"{found.module or 'the step'} makes a tensor of {found.bytes // itemsize:,} elements "
+        f"({format_bytes(found.bytes)}): kernels that count in 32 bits, such as FlashAttention 2, fail from {LIMIT:,} "
+        "on; share sequences among more ranks (parallel.context), or set max_seq_len lower"
+    ]

@@ -1,5 +1,4 @@
-"""The reference of `tune plan --json`, made from the dataclasses of `result.py`, `cluster.py` and `receipts.py` and
-their docstrings.
+"""The reference of `tune plan --json`, made from the dataclasses of `result.py` and their docstrings.
 
 `python -m recipe_lib.plan.describe > docs/plan_json.md` writes the page.
 """
@@ -19,8 +18,7 @@ def _listed(words: tuple[str, ...]) -> str:
 _INTRODUCTION = f"""\
 # What `tune plan --json` writes
 
-Generated from `recipe_lib/plan/result.py`, `cluster.py` and `receipts.py` by `python -m recipe_lib.plan.describe`; do
-not edit it by hand.
+Generated from `recipe_lib/plan/result.py` by `python -m recipe_lib.plan.describe`; do not edit it by hand.
 
 One object: `schema`, the number {SCHEMA_VERSION}, and the keys of [Plan](#plan). The number is raised when a key
 changes its meaning or goes away; new keys may come without it, so pass over those that you do not know.
@@ -56,21 +54,17 @@ def descriptions(described: type) -> tuple[str, dict[str, str]]:
     """(what the class is, field -> its description), from a docstring of the form `What. name, name: text. ...`."""
     text = " ".join((described.__doc__ or "").split())
     names = {entry.name for entry in fields(described)}
-    found: dict[str, str] = {}
-    start, last = 0, ""
-    about = text
-    for match in re.finditer(r"(?:^|(?<=[.;] ))(\w+(?:, \w+)*): ", text):
-        named = match[1].split(", ")
-        if not set(named) <= names:
-            continue
-        if last:
-            found |= dict.fromkeys(last.split(", "), text[start : match.start()])
-        else:
-            about = text[: match.start()]
-        start, last = match.end(), match[1]
-    if last:
-        found |= dict.fromkeys(last.split(", "), text[start:])
-    return about.strip(), {name: named.strip(" ;.") for name, named in found.items()}
+    about, *pieces = re.split(r"(?:^|(?<=[.;] ))(\w+(?:, \w+)*): ", text)
+    texts: dict[str, str] = {}
+    last: list[str] = []
+    for words, said in zip(pieces[::2], pieces[1::2], strict=True):
+        if set(words.split(", ")) <= names:
+            last = words.split(", ")
+            texts |= dict.fromkeys(last, said)
+        else:  # a colon within a description
+            about += "" if last else f"{words}: {said}"
+            texts |= {name: f"{texts[name]}{words}: {said}" for name in last}
+    return about.strip(), {name: text.strip(" ;.") for name, text in texts.items()}
 
 
 def _parts(declared: Any) -> list[Any]:

@@ -9,82 +9,29 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from recipe_lib.config.describe import harmless_overrides, levers_of
+from recipe_lib.config.mesh import mesh_shape, with_context
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import open_to_append
-from recipe_lib.plan.typed_json import read_typed
+from recipe_lib.plan.result import NearestReceipt, Receipt, ReceiptFigures, ReceiptRun, read_typed
 from recipe_lib.reading import parse_json, read_end
 from recipe_lib.redaction import redact_values
 from recipe_lib.report.planned import KINDS
-from recipe_lib.units import GIB
+from recipe_lib.units import GIB, format_bytes, format_count
+
+if TYPE_CHECKING:
+    from recipe_lib.plan.build_plan import PlanSettings
 
 VARIABLE = "TUNE_RECEIPTS"  # `off`: none is written, and no plan quotes one
 FORMAT = 2  # of a line; raised when a key changes its meaning or goes away
 _SOFTWARE = ("tune-recipes", "torch", "cuda")
 _NEWEST_BYTES = 2**23  # that are read of the file: some 3,000 runs
-
-
-@dataclass
-class ReceiptRun:
-    """A run by what decides its memory and its time. recipe, config: as typed. overrides: as typed, without those that
-    hold a text about data, folders or trackers. card: such as `rtx4090`. card_memory: total bytes of one. ranks: of the
-    run. settings: name to value of the model, the mesh, the batch and whatever else changes memory, settings at their
-    defaults left out."""
-
-    recipe: str
-    config: str
-    overrides: list[str]
-    card: str
-    card_memory: int
-    ranks: int
-    settings: dict[str, str]
-
-
-@dataclass
-class ReceiptFigures:
-    """Peaks of the first rank in its steps, bytes, and the time of a step. active, reserved: as of a PhasePeak.
-    allocated: likewise; None: the plan was extrapolated from a model of few layers. step_seconds: of a step; None: not
-    known. tokens_per_second: of all ranks; None likewise."""
-
-    active: int
-    allocated: int | None
-    reserved: int
-    step_seconds: float | None
-    tokens_per_second: float | None
-
-
-@dataclass
-class Receipt:
-    """A run that was planned and measured. time: its end, ISO 8601. versions: program to version. run: what it was.
-    planned: by the plan that `tune run` made of it. measured: by torch; of a step the median, without the first one.
-    expandable: whether the allocator had expandable segments. errors: figure to planned / measured - 1."""
-
-    time: str
-    versions: dict[str, str]
-    run: ReceiptRun
-    planned: ReceiptFigures
-    measured: ReceiptFigures
-    expandable: bool
-    errors: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """The errors are always those of the figures."""
-        planned, measured = asdict(self.planned), asdict(self.measured)
-        self.errors = {name: planned[name] / measured[name] - 1 for name in planned if planned[name] and measured[name]}
-
-
-@dataclass
-class NearestReceipt:
-    """The receipt that a plan quotes. receipt: of the same card and recipe. differences: what that run had otherwise,
-    against what is planned; empty: nothing that matters."""
-
-    receipt: Receipt
-    differences: list[str]
 
 
 def is_off() -> bool:
@@ -181,3 +128,83 @@ def _read(line: bytes) -> Receipt:
     if min(receipt.run.card_memory, receipt.run.ranks, receipt.planned.reserved, receipt.measured.reserved) < 1:
         raise ValueError("a size that no run has")
     return receipt
+
+
+# The receipt that a plan quotes: of the run on the same card that had the fewest settings otherwise.
+
+
+_SAME_MEMORY = 0.1  # share; a slice of a card has its name, and less memory
+_STRATEGY = "parallel.strategy"
+_MOST_SAID = 3  # differences; the JSON has all of them
+
+
+def describe_run(cfg: Any, shaped: Any, settings: "PlanSettings") -> ReceiptRun:
+    """Return the run of a config. shaped: what is planned of it, with its strategy chosen."""
+    mesh = with_context(shaped.parallel, mesh_shape(shaped.parallel, settings.ranks))
+    levers = levers_of(cfg)
+    levers.pop(_STRATEGY, None)
+    if settings.ranks > 1 and _STRATEGY in (chosen := levers_of(shaped)):  # one rank shards nothing
+        levers[_STRATEGY] = chosen[_STRATEGY]
+    described = {
+        "model": str(cfg.model.preset or cfg.model.path),
+        "mesh": " x ".join(f"{dim} {size}" for dim, size in mesh.items() if size > 1) or "one rank",
+        "sequence": str(settings.sequence.tokens),
+        "batch_size": str(cfg.batch_size),
+        "gradient_accumulation_steps": str(cfg.gradient_accumulation_steps),
+        "dtype": cfg.dtype,
+    }
+    return ReceiptRun(
+        recipe=settings.recipe,
+        config=settings.config,
+        overrides=harmless_overrides(settings.overrides),
+        card=settings.hardware.name,
+        card_memory=settings.hardware.memory,
+        ranks=settings.ranks,
+        settings=described | levers,
+    )
+
+
+def find_nearest(receipts: Iterable[Receipt], planned: ReceiptRun) -> NearestReceipt | None:
+    """Return the receipt of the planned card and recipe with the fewest differences, of equal ones the newest.
+
+    receipts: oldest first. None if there is none of that card and recipe.
+    """
+    nearest = None
+    for receipt in receipts:
+        run = receipt.run
+        if (run.card, run.recipe) != (planned.card, planned.recipe):
+            continue
+        if abs(run.card_memory / planned.card_memory - 1) > _SAME_MEMORY:
+            continue
+        differences = []
+        for name in dict.fromkeys([*run.settings, *planned.settings]):
+            before, now = (settings.get(name, "the default") for settings in (run.settings, planned.settings))
+            if before != now:
+                differences.append(f"{name}={before}, here {now}")
+        if nearest is None or len(differences) <= len(nearest.differences):
+            nearest = NearestReceipt(receipt, differences)
+    return nearest
+
+
+def quote_line(nearest: NearestReceipt) -> str:
+    """Return the receipt in a line.
+
+    `2026-11-20, rtx4090, lora_finetune_distributed llama3/8B_lora: planned 15.21 GiB reserved, measured 15.43 GiB
+    (-1.4%); ...`, with what that run had otherwise.
+    """
+    receipt = nearest.receipt
+    planned, measured = receipt.planned, receipt.measured
+    about = "about " if planned.allocated is None else ""  # extrapolated from few layers
+    what = "reserved (expandable segments)" if receipt.expandable else "reserved"
+    parts = [
+        f"{receipt.time[:10]}, {receipt.run.card}, {receipt.run.recipe} {receipt.run.config}: planned {about}"
+        f"{format_bytes(planned.reserved)} {what}, measured {format_bytes(measured.reserved)} "
+        f"({receipt.errors['reserved']:+.1%})"
+    ]
+    if planned.tokens_per_second and measured.tokens_per_second:
+        rates = [format_count(rate) for rate in (planned.tokens_per_second, measured.tokens_per_second)]
+        parts.append(f"{rates[0]} tokens/s planned, {rates[1]} measured")
+    parts += nearest.differences[:_MOST_SAID]
+    if (more := len(nearest.differences) - _MOST_SAID) > 0:
+        parts.append(f"{more} more difference{'s' if more > 1 else ''}")
+    return "; ".join(parts)

@@ -1,16 +1,79 @@
 """A plan: what a run will take, as numbers that a report, a search or another program reads. No torch in here."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import itertools
+import math
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from recipe_lib.config.suggest import show
+from recipe_lib.config.suggest import quote, show
 from recipe_lib.errors import ConfigError
-from recipe_lib.plan.cluster import DimensionPlan
-from recipe_lib.plan.receipts import NearestReceipt
-from recipe_lib.plan.typed_json import read_typed
 from recipe_lib.reading import describe_fault, read_json
+
+# All ranks of a run: the groups of each mesh dimension, and what a plan says of their
+# communication. No torch here.
+
+
+@dataclass
+class Volume:
+    """Communication, summed up. operations: calls, each counted on every rank that takes part; a message is a send and
+    a receive. bytes: of the whole tensors of these calls (the gathered one, the one before it is scattered, the reduced
+    one, the message). wire_bytes: that ranks send for them by a ring; a receive sends none."""
+
+    operations: float = 0
+    bytes: float = 0
+    wire_bytes: float = 0
+
+    def __add__(self, other: "Volume") -> "Volume":
+        return Volume(self.operations + other.operations, self.bytes + other.bytes, self.wire_bytes + other.wire_bytes)
+
+    def times(self, factor: int) -> "Volume":
+        """So many of it."""
+        return Volume(self.operations * factor, self.bytes * factor, self.wire_bytes * factor)
+
+    def part(self, count: int) -> "Volume":
+        """One of `count` equal parts of it; whole numbers stay whole where they can."""
+        sizes = (self.operations, self.bytes, self.wire_bytes)
+        return Volume(*(size // count if size % count == 0 else size / count for size in sizes))
+
+
+@dataclass
+class DimensionPlan:
+    """A dimension of the mesh with more than one rank, or `world`: several of them as one. dim: its name. along: the
+    dimensions along which the ranks of a group differ. groups: the ranks of every group, in the order of their first
+    ones; together they are all ranks. rank_step: of a steady step, one rank of each place in the pipeline, first to
+    last. rank_micro_batch: the same of one micro-batch, forward and backward. cluster_step, cluster_micro_batch: the
+    same of all ranks; None if not every place was planned. layer: of one micro-batch forward and backward through one
+    transformer layer on one rank, as most layers have it; None if layers communicate nothing along it.
+    """
+
+    dim: str
+    along: list[str]
+    groups: list[list[int]]
+    rank_step: list[Volume] = field(default_factory=list)
+    rank_micro_batch: list[Volume] = field(default_factory=list)
+    cluster_step: Volume | None = None
+    cluster_micro_batch: Volume | None = None
+    layer: Volume | None = None
+
+
+def groups_along(mesh: Mapping[str, int], along: Sequence[str]) -> list[list[int]]:
+    """The ranks of each group: those that differ in the dimensions `along` alone. mesh: sizes, outermost first; a rank
+    is its place in the order of all coordinates."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(itertools.product(*(range(size) for size in mesh.values()))):
+        others = tuple(at for name, at in zip(mesh, place, strict=True) if name not in along)
+        found.setdefault(others, []).append(rank)
+    return list(found.values())
+
+
+def ranks_of_place(mesh: Mapping[str, int], place: int) -> list[int]:
+    """The ranks at one place of their pipelines."""
+    inner = math.prod(mesh.values()) // mesh.get("pipeline", 1)
+    return list(range(place * inner, (place + 1) * inner))
+
 
 # Raised when a key changes its meaning or goes away; a new key does not raise it.
 SCHEMA_VERSION = 4
@@ -253,6 +316,64 @@ class Advice:
 
 
 @dataclass
+class ReceiptRun:
+    """A run by what decides its memory and its time. recipe, config: as typed. overrides: as typed, without those that
+    hold a text about data, folders or trackers. card: such as `rtx4090`. card_memory: total bytes of one. ranks: of the
+    run. settings: name to value of the model, the mesh, the batch and whatever else changes memory, settings at their
+    defaults left out."""
+
+    recipe: str
+    config: str
+    overrides: list[str]
+    card: str
+    card_memory: int
+    ranks: int
+    settings: dict[str, str]
+
+
+@dataclass
+class ReceiptFigures:
+    """Peaks of the first rank in its steps, bytes, and the time of a step. active, reserved: as of a PhasePeak.
+    allocated: likewise; None: the plan was extrapolated from a model of few layers. step_seconds: of a step; None: not
+    known. tokens_per_second: of all ranks; None likewise."""
+
+    active: int
+    allocated: int | None
+    reserved: int
+    step_seconds: float | None
+    tokens_per_second: float | None
+
+
+@dataclass
+class Receipt:
+    """A run that was planned and measured. time: its end, ISO 8601. versions: program to version. run: what it was.
+    planned: by the plan that `tune run` made of it. measured: by torch; of a step the median, without the first one.
+    expandable: whether the allocator had expandable segments. errors: figure to planned / measured - 1."""
+
+    time: str
+    versions: dict[str, str]
+    run: ReceiptRun
+    planned: ReceiptFigures
+    measured: ReceiptFigures
+    expandable: bool
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """The errors are always those of the figures."""
+        planned, measured = asdict(self.planned), asdict(self.measured)
+        self.errors = {name: planned[name] / measured[name] - 1 for name in planned if planned[name] and measured[name]}
+
+
+@dataclass
+class NearestReceipt:
+    """The receipt that a plan quotes. receipt: of the same card and recipe. differences: what that run had otherwise,
+    against what is planned; empty: nothing that matters."""
+
+    receipt: Receipt
+    differences: list[str]
+
+
+@dataclass
 class DeviceFacts:
     """The device planned for. name: such as `rtx4090`. memory: total bytes. usable: what the allocator may take, total
     without `outside`. architecture: such as `sm89`. flops: dense rate of the run's dtype, per second. bandwidth: of its
@@ -362,3 +483,46 @@ def read_plan(path: Path) -> Plan:
             f"{path}: cannot be read ({describe_fault(error)}); expected a file of `tune plan --json`"
         ) from error
     return Plan.from_json(data, str(path))
+
+
+# JSON as the dataclasses that it was written from: every value of the type that its field is declared with.
+
+_LARGEST = 2**63  # no size that is planned or measured is larger, nor is NaN less
+
+
+def read_typed(wanted: Any, value: Any, place: str) -> Any:
+    """A JSON value as the type that a field is declared with. Keys that a dataclass does not have are passed over.
+
+    place: of the value, for errors. ConfigError for a value of another type, and a key without a default that is
+    missing.
+    """
+    origin, arguments = get_origin(wanted), get_args(wanted)
+    if isinstance(value, int | float) and not abs(value) < _LARGEST:
+        raise ConfigError(f"{place}: found {show(str(value))}, expected a number below 2^63")
+    if wanted is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        kind = next(part for part in arguments if part is not type(None))
+        return None if value is None else read_typed(kind, value, place)
+    if is_dataclass(wanted) and isinstance(value, Mapping):
+        return _read_fields(wanted, value, place)
+    if origin is list and isinstance(value, list):
+        return [read_typed(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(value)]
+    if origin is dict and isinstance(value, Mapping):
+        return {str(name): read_typed(arguments[1], item, f"{place}.{name}") for name, item in value.items()}
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(wanted, type) and type(value) is wanted:
+        return value
+    name = getattr(origin or wanted, "__name__", str(wanted))
+    raise ConfigError(f"{place}: found {quote(str(value))}, expected {'an object' if is_dataclass(wanted) else name}")
+
+
+def _read_fields(wanted: Any, value: Mapping[str, Any], place: str) -> Any:
+    declared, found = get_type_hints(wanted), {}
+    for entry in fields(wanted):
+        if entry.name in value:
+            found[entry.name] = read_typed(declared[entry.name], value[entry.name], f"{place}: {entry.name}")
+        elif entry.default is MISSING and entry.default_factory is MISSING:
+            raise ConfigError(f"{place}: found no `{entry.name}`; expected all keys of {wanted.__name__}")
+    return wanted(**found)

@@ -110,28 +110,28 @@ def _tried(plan: Plan) -> str:
 def run_facts(plan: Plan) -> Facts:
     """Return what was planned: recipe, config, model, mesh, sequence length, device, and the least that has room."""
     mesh = " x ".join(f"{dim} {size}" for dim, size in plan.mesh.items()) or "one rank"
-    device, why = plan.device, reason_text(plan)
+    device = plan.device
     speeds = f"{format_count(device.flops)} FLOP/s, memory {format_bytes(device.bandwidth)}/s"
     if plan.ranks > 1:
         speeds += f", {device.link} {format_bytes(device.link_bandwidth)}/s"
-    facts = [
-        ("why", why),
+    card = "" if device.architecture == "cpu" else "none of the known cards has room for this peak"
+    if plan.smallest_cards:
+        memory = format_bytes(HARDWARE[plan.smallest_cards[0]].memory)
+        card = f"{' or '.join(plan.smallest_cards)} ({memory}) has room for this peak"
+    fewest = "" if plan.fewest_ranks is None else str(plan.fewest_ranks)
+    if plan.tried_ranks:
+        fewest = f"{fewest or 'more than these'}; planned with {', '.join(map(str, plan.tried_ranks))}"
+    shown = [
+        ("why", reason_text(plan)),
         ("run", " ".join([plan.recipe, plan.config, *plan.overrides])),
         ("model", plan.model),
         ("mesh", f"{mesh} ({counted(plan.ranks, 'rank')})"),
         ("sequence length", _sequence_text(plan)),
         ("device", f"{device.name}, {device.architecture}, {format_bytes(device.memory)}, {speeds}"),
+        ("smallest card", card),
+        (f"fewest {device.name}", fewest),
     ]
-    if plan.smallest_cards:
-        memory = format_bytes(HARDWARE[plan.smallest_cards[0]].memory)
-        facts.append(("smallest card", f"{' or '.join(plan.smallest_cards)} ({memory}) has room for this peak"))
-    elif device.architecture != "cpu":
-        facts.append(("smallest card", "none of the known cards has room for this peak"))
-    if plan.tried_ranks or plan.fewest_ranks is not None:
-        tried = f"; planned with {', '.join(map(str, plan.tried_ranks))}" if plan.tried_ranks else ""
-        fewest = "more than these" if plan.fewest_ranks is None else str(plan.fewest_ranks)
-        facts.append((f"fewest {device.name}", f"{fewest}{tried}"))
-    return facts if why else facts[1:]
+    return [(name, text) for name, text in shown if text]
 
 
 def _sequence_text(plan: Plan) -> str:
@@ -193,28 +193,25 @@ def time_facts(plan: Plan) -> Facts:
     kinds = {"matmuls": time.matmuls, "attention": time.attention, "memory-bound": time.memory_bound}
     total = sum(kinds.values())  # more than `compute` where kernels run on two streams at once
     shares = ", ".join(f"{name} {value / total:.0%}" for name, value in kinds.items()) if total else ""
-    facts = [("step", f"{format_duration(time.step)}, {'calibrated; error: ' if time.calibrated else ''}"
-                      f"{time.error or 'not stated'}")]  # fmt: skip
-    if plan.pipeline is not None:
-        facts.append(("pipeline", _pipeline_text(plan.pipeline)))
-    facts.append(("kernels", format_duration(time.compute) + (f": {shares}" if shares else "")))
-    facts.append(("communication", _exposed_text(time.communication, time.exposed)))
-    if time.on_host > _FEW_SECONDS:
-        facts.append(("optimizer on the CPU", format_duration(time.on_host)))
-    if time.copies > _FEW_SECONDS:
-        facts.append(("copies to and from the host", _exposed_text(time.copies, time.copies_exposed)))
-    issued = f", {time.operators:,} operators" if time.operators else ""
-    facts += [
-        ("kernel launches (CPU)", format_duration(time.launch) + issued),
+    lasts = "" if time.total is None else f", {format_seconds(time.total)}"
+    shown = [
+        ("step", f"{format_duration(time.step)}, {'calibrated; error: ' if time.calibrated else ''}"
+                 f"{time.error or 'not stated'}"),
+        ("pipeline", _pipeline_text(plan.pipeline) if plan.pipeline else ""),
+        ("kernels", format_duration(time.compute) + (f": {shares}" if shares else "")),
+        ("communication", _exposed_text(time.communication, time.exposed)),
+        ("optimizer on the CPU", format_duration(time.on_host) if time.on_host > _FEW_SECONDS else ""),
+        ("copies to and from the host",
+         _exposed_text(time.copies, time.copies_exposed) if time.copies > _FEW_SECONDS else ""),
+        ("kernel launches (CPU)",
+         format_duration(time.launch) + (f", {time.operators:,} operators" if time.operators else "")),
         ("idle", f"{format_duration(time.idle)} in which nothing runs"),
         ("bound by", bound_by(plan)),
         ("tokens", f"{format_count(time.tokens_per_step)} a step, {format_count(time.tokens_per_second)} a second, "
                    f"all ranks; {time.mfu:.1%} of the device's dense rate"),
+        ("run", "" if time.steps is None else f"{time.steps:,} steps{lasts}"),
     ]  # fmt: skip
-    if time.steps is not None:
-        lasts = f", {format_seconds(time.total)}" if time.total is not None else ""
-        facts.append(("run", f"{time.steps:,} steps{lasts}"))
-    return facts
+    return [(name, text) for name, text in shown if text]
 
 
 def _exposed_text(seconds: float, exposed: float) -> str:

@@ -13,11 +13,10 @@ from recipe_lib.cli import plan as plan_verb
 from recipe_lib.cli.main import main as tune
 from recipe_lib.config.suggest import show
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.receipts import ReceiptRun, append_receipt, receipts_file
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan
+from recipe_lib.plan.receipts import append_receipt, receipts_file
+from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan, ReceiptRun, read_typed
 from recipe_lib.plan.tables import outermost
 from recipe_lib.plan.trace import STORAGE_KINDS
-from recipe_lib.plan.typed_json import read_typed
 from recipe_lib.units import MIB
 from tests.cli import commands
 from tests.cli.commands import ROOT, environment

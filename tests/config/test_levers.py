@@ -1,8 +1,8 @@
 """Keys that change a run's memory, and overrides that may be kept in a file about runs."""
 
 from recipe_lib.config import load_config
+from recipe_lib.config.describe import LEVER_SECTIONS, LEVERS, NO_LEVERS, harmless_overrides, levers_of
 from recipe_lib.config.keys import read_schema
-from recipe_lib.config.levers import LEVER_SECTIONS, LEVERS, NO_LEVERS, harmless_overrides, levers_of
 from recipe_lib.config.recipes.distill_distributed import DistillFinetuneConfig
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig

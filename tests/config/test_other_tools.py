@@ -151,7 +151,7 @@ def test_what_is_far_is_not_near(found: str) -> None:
      ("label_smoothing", ""), ("finetuning_type", ""), ("ref_model", "")],
 )  # fmt: skip
 def test_keys_of_another_recipe(name: str, found: str) -> None:
-    hint, _ = hint_for(name, "", read_schema(FullFinetuneConfig), in_file=False)
+    hint, _ = hint_for(name, read_schema(FullFinetuneConfig))
     assert (
         hint.startswith(f"; {found} is a key of the recipe lora_finetune_distributed") if found else "; `tune" in hint
     )

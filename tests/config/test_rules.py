@@ -38,7 +38,8 @@ def test_each_is_refused_alone(write, entry):
     named, _, line = caught.value.faults[0].partition(": ")
     assert named in (place, f"{path}:2, command line", f"{path}:1, command line")
     assert line.startswith(f"{', '.join(entry.keys)}: ")
-    assert entry.found is not None or line == f"{', '.join(entry.keys)}: {entry.reason}; {entry.remedy}"
+    what = line.removeprefix(f"{', '.join(entry.keys)}: ")
+    assert what.startswith("found ") or what == f"{entry.reason}; {entry.remedy}"
 
 
 @pytest.mark.parametrize(

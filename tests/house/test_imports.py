@@ -18,9 +18,9 @@ from tests.house.files import ROOT, place, python_files, tree
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 COMES_WITH = {
     "numpy": "safetensors",
+    "yaml": "omegaconf",
     "markupsafe": "jinja2",
-    "yaml": "pyyaml",
-}  # name, extra or requirement of a direct dependency
+}  # extra or requirement of a direct dependency
 
 
 def test_import_layers_are_kept():
@@ -69,6 +69,7 @@ def test_imports_are_declared():
 # (file, package) of imports inside functions that are no package of an extra -> why they wait.
 LATE = {
     ("recipe_lib/__main__.py", "recipe_lib"): "Ctrl-C during the import is answered, too",
+    ("recipe_lib/config/interpolation.py", "omegaconf"): "0.1 s of CPU in every verb; few configs name other keys",
     ("recipe_lib/plan/world/compiled_code.py", "torch"): "inductor: 1 s, which plans of compiled layers alone need",
     ("recipe_lib/external/compiled_layers.py", "recipe_lib"): "torch's partitioner: 0.7 s, 590 modules; few compile",
     ("recipe_lib/external/transformers_config.py", "huggingface_hub"): "0.3 s of `tune tp-plan --help`",
@@ -101,7 +102,7 @@ def test_imports_stand_at_the_top():
 def test_ten_dependencies():
     names = sorted(distribution(line) for line in PROJECT["project"]["dependencies"])
     assert names == sorted(
-        "torch torchao pyyaml sentencepiece tiktoken huggingface_hub safetensors tokenizers jinja2 rich".split()
+        "torch torchao omegaconf sentencepiece tiktoken huggingface_hub safetensors tokenizers jinja2 rich".split()
     )
 
 

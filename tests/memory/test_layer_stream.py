@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters import add_adapters, init_adapters
-from recipe_lib.config.schema import MemoryConfig
-from recipe_lib.config.schema_adapters import LoraConfig
+from recipe_lib.config.schema import LoraConfig, MemoryConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing, layer_stream
 from recipe_lib.memory.layer_stream import LayerStream, stream_layers

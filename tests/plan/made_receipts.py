@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from recipe_lib.plan.receipts import Receipt, ReceiptFigures, ReceiptRun
+from recipe_lib.plan.result import Receipt, ReceiptFigures, ReceiptRun
 from recipe_lib.units import GIB
 
 

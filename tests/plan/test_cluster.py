@@ -5,10 +5,9 @@ import json
 
 import pytest
 
-from recipe_lib.plan.cluster import DimensionPlan, Volume, groups_along
-from recipe_lib.plan.cluster_tables import groups_table, stage_ranks_table, volume_table
 from recipe_lib.plan.report import render
-from recipe_lib.plan.result import Plan
+from recipe_lib.plan.result import DimensionPlan, Plan, Volume, groups_along
+from recipe_lib.plan.tables import groups_table, stage_ranks_table, volume_table
 from recipe_lib.units import GIB, format_bytes
 from tests.plan.apart import apart, settings
 from tests.plan.plans import hand_made, hand_made_pipeline

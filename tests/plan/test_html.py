@@ -8,10 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from recipe_lib.plan.nearest_receipt import quote_line
-from recipe_lib.plan.receipts import NearestReceipt
+from recipe_lib.plan.receipts import quote_line
 from recipe_lib.plan.report import MOST_POINTS, draw_pipeline, draw_timeline, points, render_html
-from recipe_lib.plan.result import DOES_NOT_FIT, Plan
+from recipe_lib.plan.result import DOES_NOT_FIT, NearestReceipt, Plan
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Storage, Trace
 from recipe_lib.units import GIB, MIB, format_bytes
 from tests.plan.made_receipts import made_receipt

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipe_lib.plan.large_tensors import LIMIT, large_tensor_notes
+from recipe_lib.plan.build_plan import LIMIT, large_tensor_notes
 from recipe_lib.plan.trace import Trace
 from tests.plan.made_traces import Writer
 

@@ -8,9 +8,9 @@ from recipe_lib.config import load_config
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.nearest_receipt import describe_run, find_nearest, quote_line
-from recipe_lib.plan.receipts import NearestReceipt, ReceiptRun
+from recipe_lib.plan.receipts import describe_run, find_nearest, quote_line
 from recipe_lib.plan.report import render
+from recipe_lib.plan.result import NearestReceipt, ReceiptRun
 from recipe_lib.plan.world.sequence_lengths import Sequence
 from recipe_lib.plan.world.shape_only_model import plannable
 from tests.plan.made_receipts import made_receipt, made_run

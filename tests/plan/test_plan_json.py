@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.plan.cluster import DimensionPlan, Volume
 from recipe_lib.plan.describe import classes, descriptions, markdown
-from recipe_lib.plan.receipts import NearestReceipt
-from recipe_lib.plan.result import SCHEMA_VERSION, Plan, read_plan
+from recipe_lib.plan.result import SCHEMA_VERSION, DimensionPlan, NearestReceipt, Plan, Volume, read_plan
 from tests.plan.made_receipts import made_receipt
 from tests.plan.plans import hand_made, hand_made_pipeline
 

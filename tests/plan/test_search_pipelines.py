@@ -18,9 +18,8 @@ def searched(folder: Path) -> dict[str, Any]:
     """What is found for four cards on which the model does not fit whole, what is typed for it; and an estimate."""
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.result import OutsideTorch
-    from recipe_lib.plan.search.estimate import quick
     from recipe_lib.plan.search.fastest_settings import search
-    from recipe_lib.plan.search.trials import override_text
+    from recipe_lib.plan.search.trials import override_text, quick
 
     recipe_class, cfg, plain = settings("llama3/8B_lora", 4, *wide_model(folder), device="rtx4090")
     hardware = dataclasses.replace(plain.hardware, memory=int(1.6 * 2**30))
@@ -77,7 +76,7 @@ def tried(ranks: int, device: str, *overrides: str, fixed: tuple[str, ...] = (),
     from recipe_lib.config.mesh import mesh_shape
     from recipe_lib.plan.build_plan import PlanSettings
     from recipe_lib.plan.hardware import find_hardware
-    from recipe_lib.plan.search.search_space import batch_per_step, micro_batch, pipelines, sizes
+    from recipe_lib.plan.search.trial_order import batch_per_step, micro_batch, pipelines, sizes
     from recipe_lib.plan.search.trials import changed, data_ranks
     from recipe_lib.plan.world.sequence_lengths import Sequence
 

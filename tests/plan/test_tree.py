@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe_lib.plan.result import Alive, PhasePeak, RankPlan
+from recipe_lib.plan.tables import Node, alive_tree, folded, join_numbered, split_number
 from recipe_lib.plan.trace import STORAGE_KINDS
-from recipe_lib.plan.tree import Node, alive_tree, folded, join_numbered, split_number
 from recipe_lib.units import number_ranges, share_out
 
 PIECES = st.sampled_from(["model", "layers", "0", "1", "2", "10", "mlp", "weight", "norm"])

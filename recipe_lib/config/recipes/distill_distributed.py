@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from recipe_lib.config.keys import key
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
-from recipe_lib.config.schema import LoraConfig
 
 
 @dataclass
@@ -82,33 +81,14 @@ class DistillFinetuneConfig(LoraFinetuneConfig):
         "distill_distributed", "The recipe this config is for.", known_as="torchtune: the first word of `tune run`"
     )
     distill: DistillConfig = field(default_factory=DistillConfig)
-
-    @property
-    def validation_numbers(self) -> tuple[str, ...]:
-        """Means over label tokens."""
-        return ("validation_loss", "validation_divergence", "validation_cross_entropy")
+    adapters_instead = {"distill.trainable": "adapters"}
+    other_models = {"distill.teacher": "distill.teacher_preset"}
+    # The teacher runs with the model.
+    runs_reference = True
+    # Means over label tokens.
+    validation_numbers = ("validation_loss", "validation_divergence", "validation_cross_entropy")
 
     @property
     def own_loss(self) -> str | None:
         """The divergence, and cross-entropy."""
         return f"the loss is distillation, distill.divergence {self.distill.divergence}"
-
-    @property
-    def trained_adapters(self) -> LoraConfig | None:
-        """As `distill.trainable` says."""
-        return self.lora if self.distill.trainable == "adapters" else None
-
-    @property
-    def adapters_instead(self) -> dict[str, str]:
-        """As everywhere."""
-        return {"distill.trainable": "adapters"}
-
-    @property
-    def runs_reference(self) -> bool:
-        """Return that the teacher runs with the model."""
-        return True
-
-    @property
-    def other_models(self) -> dict[str, str]:
-        """The teacher's."""
-        return {"distill.teacher": "distill.teacher_preset"}

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from recipe_lib.config.keys import key
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
-from recipe_lib.config.schema import LoraConfig
 
 UNPAIRED = ("kto", "apo_zero_unpaired")  # losses of single answers
 _OF_SINGLE_ANSWERS = f"dpo.loss in {', '.join(UNPAIRED)}"
@@ -91,6 +90,7 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
         "dpo_distributed", "The recipe this config is for.", known_as="torchtune: the first word of `tune run`"
     )
     dpo: DpoConfig = field(default_factory=DpoConfig)
+    adapters_instead = {"dpo.trainable": "adapters"}
 
     @property
     def samples(self) -> str:
@@ -107,16 +107,6 @@ class DpoFinetuneConfig(LoraFinetuneConfig):
         """That of `dpo.loss`."""
         what = "answers" if self.dpo.takes_single_answers else "pairs"
         return f"the loss of {what} is dpo.loss, {self.dpo.loss}"
-
-    @property
-    def trained_adapters(self) -> LoraConfig | None:
-        """As `dpo.trainable` says."""
-        return self.lora if self.dpo.trainable == "adapters" else None
-
-    @property
-    def adapters_instead(self) -> dict[str, str]:
-        """As everywhere."""
-        return {"dpo.trainable": "adapters"}
 
     @property
     def runs_reference(self) -> bool:

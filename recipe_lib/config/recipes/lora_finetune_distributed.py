@@ -1,6 +1,7 @@
 """Config of the recipe that trains adapters."""
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from recipe_lib.config.keys import key
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
@@ -19,5 +20,8 @@ class LoraFinetuneConfig(FullFinetuneConfig):
 
     @property
     def trained_adapters(self) -> LoraConfig | None:
-        """As everywhere."""
+        """Those of the section, unless a key of the recipe's (`adapters_instead`) says to train every parameter."""
+        for name, value in self.adapters_instead.items():
+            if attrgetter(name)(self) != value:
+                return None
         return self.lora

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from recipe_lib.config.keys import key
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
-from recipe_lib.config.schema import LoraConfig
 
 
 @dataclass
@@ -48,16 +47,13 @@ class RewardFinetuneConfig(LoraFinetuneConfig):
         "reward_distributed", "The recipe this config is for.", known_as="torchtune: the first word of `tune run`"
     )
     reward: RewardConfig = field(default_factory=RewardConfig)
+    adapters_instead = {"reward.trainable": "adapters"}
+    scores_sequences = True
 
     @property
     def samples(self) -> str:
         """As `reward.loss` says."""
         return "pairs" if self.reward.loss == "pairwise" else "classes"
-
-    @property
-    def scores_sequences(self) -> bool:
-        """In place of predicting tokens."""
-        return True
 
     @property
     def num_labels(self) -> int | None:
@@ -68,16 +64,6 @@ class RewardFinetuneConfig(LoraFinetuneConfig):
     def own_loss(self) -> str | None:
         """That of `reward.loss`."""
         return f"the loss of scores is reward.loss, {self.reward.loss}"
-
-    @property
-    def trained_adapters(self) -> LoraConfig | None:
-        """As `reward.trainable` says."""
-        return self.lora if self.reward.trainable == "adapters" else None
-
-    @property
-    def adapters_instead(self) -> dict[str, str]:
-        """As everywhere."""
-        return {"reward.trainable": "adapters"}
 
     @property
     def validation_numbers(self) -> tuple[str, ...]:

@@ -1,14 +1,115 @@
 """A config of torchtune's on its way to one of ours: our keys so far, and what became of each of theirs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from recipe_lib.config.interpolation import IN_A_CIRCLE, InterpolationError, NamedValues, names_in, order_keys
+from recipe_lib.config.paths import CONFIG_SUFFIXES, expand
+from recipe_lib.config.read_yaml import MAX_BYTES, YamlNode, read_file
 from recipe_lib.config.suggest import quote, show
-from recipe_lib.config.torchtune.read_file import TheirFile
+from recipe_lib.config.values import as_written
 from recipe_lib.errors import ConfigError
+from recipe_lib.reading import read_text
+
+# A YAML file of torchtune's as values by dotted key: `optimizer.lr`, `dataset[0].source`.
+#
+# Read by the same parser as ours: no tag, alias or second document. Values have the types that YAML
+# 1.1 gives them, and numbers such as `1e-5` are numbers. `${other.key}` is filled in; resolvers are
+# refused.
+
+
+@dataclass
+class TheirFile:
+    """A file of torchtune's, read."""
+
+    path: Path
+    shown: str
+    """Its name in errors."""
+    values: dict[str, Any]
+    """By dotted key, in the file's order."""
+    lines: dict[str, int]
+    """Where each stands."""
+    comments: list[str]
+    """A line each, without `#`."""
+
+    def place(self, key: str) -> str:
+        """Return `theirs.yaml:12`, of a key."""
+        return f"{self.shown}:{self.lines[key]}" if key in self.lines else self.shown
+
+    def under(self, section: str) -> list[str]:
+        """Return the keys of a section, in the file's order; of a section that is one value, its name."""
+        return [key for key in self.values if key == section or key.startswith((f"{section}.", f"{section}["))]
+
+
+def read_their_file(path: str) -> TheirFile:
+    """Raise ConfigError, a line a fault, for what is no YAML file with keys."""
+    file = expand(path)
+    if file.suffix not in CONFIG_SUFFIXES:
+        raise ConfigError(f"{show(path)}: expected a file that ends in {' or '.join(CONFIG_SUFFIXES)}")
+    if not file.exists():
+        raise ConfigError(f"{show(path)}: no such file; expected a config of torchtune's")
+    shown = quote(path)[1:-1]
+    document = read_file(file, shown)
+    if document.faults:
+        raise ConfigError(*(f"{shown}:{line}: {what}" for line, what in document.faults))
+    if document.top.kind != "mapping":
+        raise ConfigError(f"{shown}: expected keys with values")
+    lines = [line.lstrip(" \t") for line in read_text(file, MAX_BYTES).splitlines()]
+    theirs = TheirFile(file, shown, {}, {}, [line[1:].strip() for line in lines if line.startswith("#")])
+    for key, value, line in _leaves("", document.top):
+        theirs.values[key] = value
+        theirs.lines[key] = line
+    _fill_names(theirs)
+    for key, value in theirs.values.items():
+        if isinstance(value, list) and any(isinstance(item, list) for item in value):
+            raise ConfigError(f"{theirs.place(key)}: {show(key)}: found a list in a list, expected plain values")
+    return theirs
+
+
+def _leaves(name: str, node: YamlNode) -> Iterator[tuple[str, Any, int]]:
+    """Yield (dotted key, value, line) of every value; a list of plain values is one."""
+    if node.kind == "mapping" and node.entries:
+        for word, (_, inner) in node.entries.items():
+            yield from _leaves(f"{name}.{word}" if name else word, inner)
+    elif node.kind == "list" and any(item.kind == "mapping" for item in node.items):
+        for number, item in enumerate(node.items):
+            yield from _leaves(f"{name}[{number}]", item)
+    else:
+        yield name, as_written(node), node.line
+
+
+def _fill_names(theirs: TheirFile) -> None:
+    """Put the values of other keys into those that name them."""
+    values = theirs.values
+    texts = {
+        key: [text for text in (value if isinstance(value, list) else [value]) if "${" in str(text)]
+        for key, value in values.items()
+    }
+    names = {key: names_in(inside, key) for key, inside in texts.items() if inside}
+    if not names:
+        return
+    order, circle = order_keys(names)
+    remedy = ", expected ${section.key} of this file; write the value itself"
+    named = NamedValues({key: value for key, value in values.items() if key not in names}, lambda name: remedy)
+    if circle:
+        raise ConfigError(f"{theirs.place(circle)}: {show(circle)}: found {quote(texts[circle][0])}{IN_A_CIRCLE}")
+    for key in order:
+        value = values[key]
+        try:
+            if isinstance(value, list):
+                values[key] = [named.fill(item, key) if item in texts[key] else item for item in value]
+            else:
+                values[key] = named.fill(value, key)
+        except InterpolationError as fault:
+            raise ConfigError(f"{theirs.place(key)}: {show(key)}: {fault}") from fault
+        named.put(key, values[key])
+
 
 CARRIED, CHANGED, DROPPED, DEFAULT = "carried", "other effect", "dropped", "their default"
+
+VALUE = "the value of theirs"  # of a `Meaning`
 
 # Keys whose null says something of its own.
 NULL_MEANS = ("clip_grad_norm", "seed", "tokenizer.max_seq_len")
@@ -31,7 +132,7 @@ class Meaning:
     """What a value of a key of theirs says here."""
 
     ours: Mapping[str, Any] = field(default_factory=dict)
-    """Our keys with their values."""
+    """Our keys with their values; VALUE: theirs."""
     why: str = ""
     """For the reader."""
     differs: bool = False
@@ -73,19 +174,16 @@ class ConfigImport:
         """Return whether a key, or one of a section, is set to something."""
         return any(self.is_on(key) for key in self.theirs.under(section))
 
-    def carry(self, key: str, ours: Mapping[str, Any], why: str = "") -> None:
-        """Note that these keys of ours do what theirs does."""
-        self._note(key, KeyFate(CARRIED if key in self.theirs.values else DEFAULT, ours, why))
-
-    def change(self, key: str, ours: Mapping[str, Any], why: str) -> None:
-        """Note that something is different here, and what."""
-        self._note(key, KeyFate(CHANGED if key in self.theirs.values else DEFAULT, ours, why))
+    def carry(self, key: str, ours: Mapping[str, Any], why: str = "", *, differs: bool = False) -> None:
+        """Note that these keys of ours do what theirs does, or where it differs, something else, and what."""
+        kind = CHANGED if differs else CARRIED
+        self._note(key, KeyFate(kind if key in self.theirs.values else DEFAULT, ours, why))
 
     def take(self, key: str, meaning: Meaning) -> None:
         """Note what a value says here, and the defaults that it brings."""
         self.defaults |= meaning.defaults
-        note = self.change if meaning.differs else self.carry
-        note(key, meaning.ours, meaning.why)
+        ours = {name: self.value(key) if value == VALUE else value for name, value in meaning.ours.items()}
+        self.carry(key, ours, meaning.why, differs=meaning.differs)
 
     def drop(self, key: str, why: str) -> None:
         """Note that nothing comes of it, and why nothing is missed."""

@@ -73,6 +73,9 @@ STYLES = {"sharegpt": ("sharegpt", "conversations"), "openai": ("messages", "mes
 # What `load_dataset` takes in place of a name, with the files in data_files.
 LOADERS = ("json", "csv", "parquet", "text")
 
+# Keys of a dataset that are ours of all data.
+SWITCHES = {"packed": "data.packing", "add_eos": "data.add_eos"}
+
 # Of one dataset: why nothing is missed, or what is missing.
 WITHOUT = {
     "split_across_pack": "a text that does not fit into a pack begins another",
@@ -119,10 +122,7 @@ def _convert_dataset(conversion: ConfigImport, section: str, ours: str) -> None:
     if source is not None and f"{section}.source" not in conversion.theirs.values:
         said[f"{ours}.source"] = source
     _convert_columns(conversion, section, ours, dataset)
-    if dataset.why:
-        conversion.change(component, said, dataset.why)
-    else:
-        conversion.carry(component, said)
+    conversion.carry(component, said, dataset.why, differs=bool(dataset.why))
     for key in conversion.theirs.under(section):
         if not conversion.is_noted(key):
             _convert_key(conversion, key, ours, dataset, source)
@@ -135,9 +135,7 @@ def _convert_dataset(conversion: ConfigImport, section: str, ours: str) -> None:
 def _convert_source(conversion: ConfigImport, section: str, ours: str, dataset: TorchtuneDataset) -> str | None:
     """Note where a dataset is; return what `data.source` is, None after a fault."""
     key = f"{section}.source"
-    names = [str(conversion.value(f"{section}.{word}")) for word in ("subset", "name")
-             if conversion.is_on(f"{section}.{word}")]  # fmt: skip
-    subset = names[0] if names else dataset.subset
+    subset = conversion.value(f"{section}.subset") or conversion.value(f"{section}.name") or dataset.subset
     if key not in conversion.theirs.values:
         if dataset.source is None:
             conversion.faults.append(f"{conversion.theirs.shown}: {key} is missing")
@@ -187,7 +185,7 @@ def _convert_columns(conversion: ConfigImport, section: str, ours: str, dataset:
             columns[dataset.renamed[word]] = str(conversion.value(key))
             conversion.carry(key, {})
     style = conversion.value(f"{section}.conversation_style")
-    ours_of = {"column": "text", "conversation_column": STYLES[style][1] if style in STYLES else ""}
+    ours_of = {"column": "text", "conversation_column": STYLES.get(style, ("", ""))[1]}
     for word, name in ours_of.items():
         key = f"{section}.{word}"
         if conversion.is_on(key) and name:
@@ -208,10 +206,8 @@ def _convert_key(conversion: ConfigImport, key: str, ours: str, dataset: Torchtu
     word = key.rpartition(".")[2]
     if word == "split":
         _convert_split(conversion, key, ours, source)
-    elif word == "packed":
-        conversion.carry(key, {"data.packing": bool(value)} if ours != "validation" else {})
-    elif word == "add_eos":
-        conversion.carry(key, {"data.add_eos": bool(value)} if ours != "validation" else {})
+    elif word in SWITCHES:
+        conversion.carry(key, {SWITCHES[word]: bool(value)} if ours != "validation" else {})
     elif word == "train_on_input":
         _convert_labels(conversion, key, dataset, trains_on_all=bool(value))
     elif word == "conversation_style":
@@ -241,9 +237,8 @@ def _convert_split(conversion: ConfigImport, key: str, ours: str, source: str | 
 def _convert_labels(conversion: ConfigImport, key: str, dataset: TorchtuneDataset, *, trains_on_all: bool) -> None:
     if dataset.format == "text":
         conversion.drop(key, "every token of a text is trained on")
-    elif dataset.format != "preference":
-        conversion.carry(key, {"data.train_on": "all" if trains_on_all else "assistant"})
-    elif trains_on_all:
+    elif dataset.format == "preference" and trains_on_all:
         conversion.refuse(key, "of pairs the answers alone are compared")
     else:
-        conversion.carry(key, {})
+        labels = {"data.train_on": "all" if trains_on_all else "assistant"}
+        conversion.carry(key, labels if dataset.format != "preference" else {})

@@ -1,6 +1,5 @@
 """A file of torchtune's as a config of ours: checked, and as YAML in the shape of the shipped ones."""
 
-import dataclasses
 import os
 import re
 import textwrap
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_lib.config.check import COMMAND_LINE
-from recipe_lib.config.describe import value_text
+from recipe_lib.config.describe import value_text, write_yaml
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.load import ALTERNATIVES, Loaded, load
 from recipe_lib.config.local_files import is_hub_id
@@ -27,11 +26,14 @@ from recipe_lib.config.torchtune.conversion import (
     ConfigImport,
     KeyFate,
     Meaning,
+    TheirFile,
     is_off,
     leave_out,
+    read_their_file,
 )
 from recipe_lib.config.torchtune.datasets import convert_datasets
 from recipe_lib.config.torchtune.key_tables import (
+    ANY,
     ATTENTION,
     DEFAULTS,
     FAMILIES,
@@ -44,10 +46,8 @@ from recipe_lib.config.torchtune.key_tables import (
     PRESETS,
     REFUSED,
     SAME,
-    WARM_UP,
     WITHOUT,
 )
-from recipe_lib.config.torchtune.read_file import TheirFile, read_their_file
 from recipe_lib.errors import ConfigError
 
 _SOURCE = re.compile(r"data\.sources\[(\d+)\]\.(\w+)")
@@ -87,22 +87,10 @@ class Imported:
         models = [self.settings.get(name) for name in ("model.path", "distill.teacher")]
         commands = [f"tune download {name}" for name in models if name and is_hub_id(name)]
         commands.append(f"tune run {self.recipe} --config {show(name)}")
-        return "\n".join([*header, "#", *(f"#   {line}" for line in commands), *self._body()]) + "\n"
-
-    def _body(self) -> list[str]:
-        """Write the recipe, sections in the schema's order, then what has no section."""
-        lines, section = [f"recipe: {self.recipe}"], ""
-        inside = [name for name in self.settings if "." in name]
-        for name in inside:
-            outer, _, word = name.partition(".")
-            if outer != section:
-                section = outer
-                lines.append(f"{section}:")
-            lines += _key_lines(word, self.settings[name], "  ")
-        for name in self.settings:
-            if name not in inside and name != "recipe":
-                lines += _key_lines(name, self.settings[name], "")
-        return lines
+        names = sorted(self.settings, key=lambda name: "." not in name)  # sections first, as in the shipped configs
+        settings = {"recipe": self.recipe} | {name: self.settings[name] for name in names}
+        lines = [*header, "#", *(f"#   {line}" for line in commands)]
+        return "\n".join(lines) + "\n" + write_yaml(settings, read_schema(RECIPE_CONFIGS[self.recipe]).keys)
 
     def table(self) -> str:
         """Write a line for each key of the file, and for defaults of theirs that are not ours."""
@@ -209,20 +197,18 @@ def _drop_idle(conversion: ConfigImport, loaded: Loaded, given: set[str]) -> dic
 
 
 def _select_settings(loaded: Loaded, recipe: str) -> dict[str, Any]:
-    """Return our keys that differ from the defaults and have an effect, in the schema's order."""
+    """Return our keys that differ from the defaults and have an effect, in the schema's order; of a list of sections
+    what differs of each."""
     keys = read_schema(RECIPE_CONFIGS[recipe]).keys
-    effective = {name: value for name, value, where in loaded.rows if "no effect" not in where}
-    return {name: value for name, value in effective.items() if value != keys[name].default}
-
-
-def _key_lines(word: str, value: Any, indent: str) -> list[str]:
-    if isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
-        items = [
-            {field.name: getattr(item, field.name) for field in dataclasses.fields(item)
-             if getattr(item, field.name) != field.default} for item in value
-        ]  # fmt: skip
-        return [f"{indent}{word}:", *(f"{indent}  - {value_text(item)}" for item in items)]
-    return [f"{indent}{word}: {value_text(value)}"]
+    settings = {}
+    for name, value, where in loaded.rows:
+        if "no effect" in where or value == keys[name].default:
+            continue
+        if keys[name].section_class is not None:
+            value = [{key: item for key, item in vars(one).items() if item != getattr(type(one), key, None)}
+                     for one in value]  # fmt: skip
+        settings[name] = value
+    return settings
 
 
 def _grouped(fates: dict[str, KeyFate]) -> Iterator[tuple[str, str]]:
@@ -325,7 +311,8 @@ def _convert_key(conversion: ConfigImport, key: str) -> None:
 def _find_meaning(key: str, value: str) -> Meaning | None:
     """Return the meaning of a value of a key, which may be a component: of optimizers the module counts too."""
     meanings = MEANINGS.get(key, {})
-    return meanings.get(value) or meanings.get(value.rpartition(".")[2])
+    spellings = (value, value.rpartition(".")[2], value.partition(":")[0], ANY)
+    return next((meanings[spelling] for spelling in spellings if spelling in meanings), None)
 
 
 def find_row(table: Mapping[str, str], key: str) -> str | None:
@@ -374,9 +361,13 @@ def _convert_folder(c: ConfigImport, key: str) -> None:
         why = "the folder above has the same weights in Hugging Face's layout"
         c.take(key, Meaning({ours: outer}, why, differs=outer != folder))
     elif name := find_hub_name(c.theirs, outer):
-        c.change(key, {ours: name}, "there is no such folder here; the file's own download line has the name")
+        c.carry(
+            key, {ours: name}, "there is no such folder here; the file's own download line has the name", differs=True
+        )
     else:
-        c.change(key, {ours: outer}, f"there is no such folder here; {ours}=OWNER/NAME has it from the hub")
+        c.carry(
+            key, {ours: outer}, f"there is no such folder here; {ours}=OWNER/NAME has it from the hub", differs=True
+        )
 
 
 def find_hub_name(theirs: TheirFile, folder: str) -> str | None:
@@ -405,7 +396,7 @@ def _convert_tokenizer(c: ConfigImport, key: str) -> None:
     if path.startswith(f"{folder}/"):
         c.drop(key, "the tokenizer in the model's folder is used")
     elif path.endswith((".json", ".txt")):
-        c.change(key, {"tokenizer.path": path.rpartition("/")[0]}, "the folder, for its tokenizer.json")
+        c.carry(key, {"tokenizer.path": path.rpartition("/")[0]}, "the folder, for its tokenizer.json", differs=True)
     else:
         c.carry(key, {"tokenizer.path": path})
 
@@ -413,16 +404,14 @@ def _convert_tokenizer(c: ConfigImport, key: str) -> None:
 def _convert_template(c: ConfigImport, key: str) -> None:
     """Take a model's own template for the one in its tokenizer's files; another one's words are to be in a file."""
     if str(c.value(key)).startswith("torchtune.models."):
-        c.change(key, {}, "text is written by the chat template of the tokenizer's files, which models have learned")
+        c.carry(
+            key,
+            {},
+            "text is written by the chat template of the tokenizer's files, which models have learned",
+            differs=True,
+        )
     else:
         c.refuse(key, "text is written by the tokenizer's chat template; tokenizer.chat_template takes a Jinja file")
-
-
-def _convert_length(c: ConfigImport, key: str) -> None:
-    if c.value(key) is None:
-        c.change(key, {}, "there no limit, here max_seq_len, of which longer samples are cut to: 2048 unless set")
-    else:
-        c.carry(key, {"max_seq_len": c.value(key)})
 
 
 def _convert_linears(c: ConfigImport, key: str) -> None:
@@ -439,10 +428,6 @@ def _convert_linears(c: ConfigImport, key: str) -> None:
             c.carry(other, {}, "part of lora.target_modules")
 
 
-def _convert_warm_up(c: ConfigImport, key: str) -> None:
-    c.change(key, {"lr_scheduler.warmup_steps": c.value(key)}, WARM_UP)
-
-
 def _convert_steps(c: ConfigImport, key: str) -> None:
     steps = c.value(key)
     epochs = c.value("epochs") or 1
@@ -450,35 +435,7 @@ def _convert_steps(c: ConfigImport, key: str) -> None:
         c.carry(key, {"max_steps": steps})
     else:
         why = f"there each epoch ends after {steps} steps and the next begins, here steps are of whole passes"
-        c.change(key, {"max_steps": steps * epochs}, why)
-
-
-def _convert_seed(c: ConfigImport, key: str) -> None:
-    if c.value(key) is None:
-        c.change(key, {}, "there another seed each time, here 42, so that a run can be repeated")
-    else:
-        c.carry(key, {"seed": c.value(key)}, "other random numbers come of it")
-
-
-def _convert_clipping(c: ConfigImport, key: str) -> None:
-    c.carry(key, {"clip_grad_norm": None if c.value(key) == "inf" else c.value(key)})
-
-
-def _convert_device(c: ConfigImport, key: str) -> None:
-    kind = str(c.value(key)).partition(":")[0]
-    if kind in ("cuda", "cpu"):
-        c.carry(key, {"device": kind})
-    else:
-        c.refuse(key, "expected cuda or cpu", may_be_left_out=False)
-
-
-def _convert_sharded_layers(c: ConfigImport, key: str) -> None:
-    words = {str(word).rpartition(".")[2] for word in c.value(key)}
-    if words <= {"tok_embeddings", "output"}:
-        why = "embedding and output projection are units of their own"
-        c.carry(key, {"parallel.fsdp_wrap_policy": "memory_efficient"}, why)
-    else:
-        c.refuse(key, "expected tok_embeddings and output")
+        c.carry(key, {"max_steps": steps * epochs}, why, differs=True)
 
 
 # In this order: what a key brings as defaults is there for the next.
@@ -489,12 +446,6 @@ CONVERTED: dict[str, Callable[[ConfigImport, str], None]] = {
     "ref_checkpointer.checkpoint_dir": _convert_reference,
     "tokenizer.path": _convert_tokenizer,
     "tokenizer.prompt_template": _convert_template,
-    "tokenizer.max_seq_len": _convert_length,
     "model.lora_attn_modules": _convert_linears,
-    "lr_scheduler.num_warmup_steps": _convert_warm_up,
     "max_steps_per_epoch": _convert_steps,
-    "seed": _convert_seed,
-    "clip_grad_norm": _convert_clipping,
-    "device": _convert_device,
-    "custom_sharded_layers": _convert_sharded_layers,
 }

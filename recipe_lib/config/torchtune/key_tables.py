@@ -5,7 +5,9 @@ In the tables of reasons a name is that of a key or of a section.
 
 from typing import Any
 
-from recipe_lib.config.torchtune.conversion import Meaning
+from recipe_lib.config.torchtune.conversion import VALUE, Meaning
+
+ANY = "any value"
 
 DEFAULTS: dict[str, Any] = {
     "clip_grad_norm": None,
@@ -62,8 +64,27 @@ _SELECTIVE = "there some layers are recomputed whole, here in each layer attenti
 _CHUNKED = "computed in memory.loss_chunks pieces, with the same value"
 _WRAPPED = {"parallel.fsdp_wrap_policy": "memory_efficient"}
 
-# Key -> what each of its values says here: the value as text, or the last word of a component.
+# Key -> what each of its values says here: the value as text, the last word of a component, or ANY of them.
 MEANINGS: dict[str, dict[str, Meaning]] = {
+    "tokenizer.max_seq_len": {
+        "None": Meaning(
+            {}, "there no limit, here max_seq_len, of which longer samples are cut to: 2048 unless set", True
+        ),
+        ANY: Meaning({"max_seq_len": VALUE}),
+    },
+    "lr_scheduler.num_warmup_steps": {ANY: Meaning({"lr_scheduler.warmup_steps": VALUE}, WARM_UP, differs=True)},
+    "seed": {
+        "None": Meaning({}, "there another seed each time, here 42, so that a run can be repeated", differs=True),
+        ANY: Meaning({"seed": VALUE}, "other random numbers come of it"),
+    },
+    "clip_grad_norm": {"inf": Meaning({"clip_grad_norm": None}), ANY: Meaning({"clip_grad_norm": VALUE})},
+    "device": {"cuda": Meaning({"device": "cuda"}), "cpu": Meaning({"device": "cpu"})},
+    "custom_sharded_layers": dict.fromkeys(
+        ("['tok_embeddings', 'output']", "['output', 'tok_embeddings']", "['tok_embeddings']", "['output']"),
+        Meaning(
+            {"parallel.fsdp_wrap_policy": "memory_efficient"}, "embedding and output projection are units of their own"
+        ),
+    ),
     "optimizer._component_": OPTIMIZERS,
     "optimizer.fused": {
         "True": Meaning({"optimizer.implementation": "auto"}, "fused wherever torch's kernel is right"),
@@ -111,6 +132,7 @@ MEANINGS: dict[str, dict[str, Meaning]] = {
 }
 # What is said of another value, where it is not `expected X or Y`.
 NO_MEANING = {
+    "custom_sharded_layers": "expected tok_embeddings and output",
     "optimizer._component_": f"no such optimizer; known are {', '.join(OPTIMIZERS)}",
     "lr_scheduler._component_": "no such schedule; known are get_cosine_schedule_with_warmup, none",
     "lr_scheduler.num_cycles": "the rate falls once, by half a cosine",

@@ -20,7 +20,6 @@ from recipe_lib.plan.build_plan import PlanSettings, layer_rows, make_plan, simu
 from recipe_lib.plan.hardware import HARDWARE
 from recipe_lib.plan.rank_plans import has_room, rank_plan
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Advice, Plan
-from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.search.lever_table import (
     LENGTH_KEY,
     PACKING_KEY,
@@ -35,6 +34,7 @@ from recipe_lib.plan.search.trials import (
     RESERVED_TOLERANCE,
     STRATEGY_KEY,
     Changes,
+    Estimate,
     changed,
     in_processes,
     override_text,

@@ -14,12 +14,15 @@ from typing import Any
 
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.result import DOES_NOT_FIT
-from recipe_lib.plan.search.search_space import batch_per_step, list_groups, pipelines, sharings
 from recipe_lib.plan.search.trial_order import (
     Trials,
+    batch_per_step,
     key_of,
     leanest,
+    list_groups,
+    pipelines,
     run_ways,
+    sharings,
     try_all,
     variant_key,
     way,

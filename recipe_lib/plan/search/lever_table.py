@@ -16,7 +16,7 @@ from recipe_lib.config.mesh import same_batch_ranks
 from recipe_lib.config.optimizer_facts import BYTES, state_bytes
 from recipe_lib.models import build_meta
 from recipe_lib.plan.build_plan import PlanSettings
-from recipe_lib.plan.router_choices import mixture_of
+from recipe_lib.plan.rank_plans import mixture_of
 from recipe_lib.plan.search.trials import (
     CONTEXT_KEY,
     LONG_SEQUENCE,
@@ -34,7 +34,6 @@ from recipe_lib.plan.search.trials import (
     is_long,
     stepped_in_backward,
     streamed,
-    teacher_in_memory,
     value_of,
 )
 from recipe_lib.plan.world.shape_only_model import spec_of
@@ -82,7 +81,7 @@ def list_levers(cfg: Any, settings: PlanSettings) -> list[Lever]:
         *_list_batch_levers(cfg, settings),
         *_list_sharing_levers(cfg, settings.ranks),
         *(_list_adapter_levers(cfg) if cfg.trained_adapters is not None else ()),
-        *(_list_teacher_levers(cfg) if teacher_in_memory(cfg) is not None else ()),
+        *(_list_teacher_levers(cfg) if value_of(cfg, "distill") is not None else ()),
         *_list_weight_levers(cfg),
         *_list_host_levers(cfg, settings.ranks),
     ]

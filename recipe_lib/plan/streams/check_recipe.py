@@ -8,7 +8,7 @@ from typing import Any
 from recipe_lib.config.mesh import micro_batches, stage_count
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.build_plan import PlanSettings, simulate_rank
-from recipe_lib.plan.pipeline_plan import first_of_each_place
+from recipe_lib.plan.rank_plans import first_of_each_place
 from recipe_lib.plan.search.trials import in_processes
 from recipe_lib.plan.streams.code_line import text_of
 from recipe_lib.plan.streams.collective_order import CollectiveCall, order_faults

@@ -58,8 +58,8 @@ def test_bytes_are_the_difference_of_two_plans():
 def test_what_makes_it_fit_comes_first():
     """Of levers that were tried: by bytes within those that make it fit and those that do not; none without effect."""
     from recipe_lib.plan.search.advice import Tried, advise
-    from recipe_lib.plan.search.estimate import Estimate
     from recipe_lib.plan.search.lever_table import Lever
+    from recipe_lib.plan.search.trials import Estimate
 
     plan = hand_made()
     plan.device.usable = plan.heaviest.reserved_expandable - GIB
@@ -137,7 +137,7 @@ def test_a_teacher_in_memory_is_rounded_or_streamed_and_one_on_the_disk_is_not()
 
 
 def test_a_search_rounds_a_teacher_or_sends_it_to_the_host_and_states_only_of_what_is_trained() -> None:
-    from recipe_lib.plan.search.search_space import list_groups
+    from recipe_lib.plan.search.trial_order import list_groups
     from recipe_lib.plan.world.sequence_lengths import Sequence
     from recipe_lib.plan.world.shape_only_model import plannable
 
@@ -217,8 +217,8 @@ def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path
 
 def test_what_is_weighed_is_shown_where_it_takes_more() -> None:
     from recipe_lib.plan.search.advice import Tried, advise
-    from recipe_lib.plan.search.estimate import Estimate
     from recipe_lib.plan.search.lever_table import Lever
+    from recipe_lib.plan.search.trials import Estimate
 
     plan = hand_made()
     size = plan.heaviest.peak.active

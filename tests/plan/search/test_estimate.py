@@ -26,7 +26,7 @@ CASES = {
 def measure(name: str) -> tuple[dict[str, float], dict[str, float]]:
     """(what `quick` says, what the whole plan has)."""
     from recipe_lib.plan.build_plan import make_plan
-    from recipe_lib.plan.search.estimate import quick
+    from recipe_lib.plan.search.trials import quick
     from recipe_lib.plan.world.shape_only_model import with_layers
 
     kind, ranks, layers, overrides = CASES[name]

@@ -27,7 +27,7 @@ def both(
     from recipe_lib.plan.build_plan import make_plan
     from recipe_lib.plan.result import DOES_NOT_FIT, OutsideTorch
     from recipe_lib.plan.search.fastest_settings import search
-    from recipe_lib.plan.search.search_space import list_groups, micro_batch, pipelines, sharings, sizes
+    from recipe_lib.plan.search.trial_order import list_groups, micro_batch, pipelines, sharings, sizes
     from recipe_lib.plan.search.trials import (
         CHECKPOINTING,
         changed,

@@ -9,10 +9,9 @@ import pytest
 
 from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search import trials as trials_module
-from recipe_lib.plan.search.estimate import Estimate
 from recipe_lib.plan.search.fastest_settings import Search
 from recipe_lib.plan.search.trial_order import Trials, key_of, largest, leanest, run_ways, variant_key, way
-from recipe_lib.plan.search.trials import Candidate, Changes
+from recipe_lib.plan.search.trials import Candidate, Changes, Estimate
 from tests.plan.apart import apart, settings
 
 MIB = 2**20

@@ -17,7 +17,7 @@ from recipe_lib.parallel.ddp import BUCKET_ELEMENTS
 from recipe_lib.plan.build_plan import simulate_rank
 from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.search.advice import choose_strategy, decide
-from recipe_lib.plan.search.estimate import Estimate
+from recipe_lib.plan.search.trials import Estimate
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import STEADY
 from recipe_lib.units import GIB

@@ -22,8 +22,8 @@ STATES = "optimizer.implementation=single"
 
 def bounds(name: str, kind: str) -> list[tuple[str, str, float, float]]:
     """Of every way by every other: bound over what a simulation says, of bytes and of seconds."""
-    from recipe_lib.plan.search.estimate import quick
     from recipe_lib.plan.search.trial_order import Like, least_bytes, least_step
+    from recipe_lib.plan.search.trials import quick
 
     found: dict[str, Any] = {}
     for way in WAYS:
