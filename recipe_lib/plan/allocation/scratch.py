@@ -13,7 +13,7 @@ from recipe_lib.plan.allocation.untraced_memory import (
     varlen_backward_scratch,
     workspace_bytes,
 )
-from recipe_lib.plan.timing.grouped_times import one_kernel
+from recipe_lib.plan.timing.cost import one_kernel
 from recipe_lib.plan.tracing.tracer import KernelMemory
 
 _MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})

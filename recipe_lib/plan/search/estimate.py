@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipe_lib.plan.allocation.blocks import block_bytes
+from recipe_lib.plan.allocation.caching_allocator import block_bytes
 from recipe_lib.plan.build_plan import PlanSettings, plan_ranks
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.tables import outermost

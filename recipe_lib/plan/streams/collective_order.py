@@ -9,6 +9,7 @@ waits until all of its ranks are there (`ncclCommInitRank`). No torch in here.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 Group = tuple[str, tuple[int, ...], bool]  # dimension of the mesh, ranks, whether it is for exchanges of two
 _MATCHES = {"send": "recv", "recv": "send"}
@@ -90,30 +91,16 @@ def _words(group: Group) -> str:
 def circles(calls: Calls) -> list[str]:
     """A circle of collectives each of which waits for the next, if there is one."""
     needs = _needs(calls)
-    waiting = {node: set(before) & needs.keys() for node, before in needs.items()}
-    wanted: dict[_Node, list[_Node]] = defaultdict(list)
-    for node, before in waiting.items():
-        for one in before:
-            wanted[one].append(node)
-    ready = [node for node, before in waiting.items() if not before]
-    while ready:
-        node = ready.pop()
-        del waiting[node]
-        for later in wanted[node]:
-            waiting[later].discard(node)
-            if not waiting[later]:
-                ready.append(later)
-    if not waiting:
+    try:
+        TopologicalSorter(needs).prepare()
         return []
-    path = [next(iter(waiting))]
-    while path[-1] not in path[:-1]:
-        path.append(next(node for node in waiting[path[-1]] if node in waiting))
-    circle = path[path.index(path[-1]) : -1]
+    except CycleError as error:
+        circle = error.args[1][::-1]  # its end is its beginning; each comes before the next one there
     places: dict[_Node, str] = {}
     for rank, node, call in _numbered(calls):
         places.setdefault(node, f"{call.text()} (rank {rank})")
         places.setdefault((node[0], -1), f"the communicator for {call.text()} (rank {rank})")
-    return ["a circle of waits: " + ", which waits for ".join(places[node] for node in [*circle, circle[0]])]
+    return ["a circle of waits: " + ", which waits for ".join(places[node] for node in circle)]
 
 
 def _numbered(calls: Calls) -> list[tuple[int, _Node, CollectiveCall]]:

@@ -2,13 +2,14 @@
 results whose size follows from values as large as they can be."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from recipe_lib.plan.world.patches import Patch
 
 _aten = torch.ops.aten
 
@@ -58,19 +59,13 @@ def largest_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return make(*args, **kwargs)
 
 
-@contextmanager
-def lists_of_ones() -> Iterator[None]:
+def read_lists_as_ones() -> list[Patch]:
     """`tolist` copies to the host, once, and gives ones; torch's own reads each element by itself."""
-    original = FakeTensor.tolist
 
     def tolist(tensor: Tensor) -> Any:
         return _ones(tensor.cpu().shape, int if not tensor.dtype.is_floating_point else float)
 
-    FakeTensor.tolist = tolist  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FakeTensor.tolist = original  # type: ignore[method-assign]
+    return [(FakeTensor, "tolist", tolist)]
 
 
 def _ones(shape: Sequence[int], kind: Callable[[int], Any]) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.adapters import nf4
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.weights_out import refused_extra, whole
-from recipe_lib.config.mesh import micro_batches
+from recipe_lib.config.mesh import micro_batches, place_with_context, with_context
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, lines_in
 from recipe_lib.models.extra_parameters import extra_tensors
@@ -28,17 +28,14 @@ from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.result import LayerRow
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Op, Storage, Trace
-from recipe_lib.plan.tracing.collectives import group_names, mesh_and_place
-from recipe_lib.plan.tracing.compiled_kernels import compiling
-from recipe_lib.plan.tracing.host_marks import following_host
+from recipe_lib.plan.tracing.operator_costs import plain_parts
 from recipe_lib.plan.tracing.pipeline_actions import (
     ALIKE_FROM,
-    following_actions,
+    follow_actions,
     name_parts,
     repeat_actions,
     traced_micro_batches,
 )
-from recipe_lib.plan.tracing.plain_tensors import plain_parts
 from recipe_lib.plan.tracing.repeated_calls import repeating_shaped_work
 from recipe_lib.plan.tracing.simulated_micro_batches import (
     FEW_MICRO_BATCHES,
@@ -50,13 +47,13 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
     likeness,
     treats_all_alike,
 )
-from recipe_lib.plan.tracing.simulated_works import following_works
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
 from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
+from recipe_lib.plan.world.compiled_code import compiling
+from recipe_lib.plan.world.patches import find_documents, follow_works, patched
 from recipe_lib.plan.world.planned_batches import PlannedData, SequenceShape, batch_tensors
 from recipe_lib.plan.world.simulated_device import NAME
 from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
-from recipe_lib.plan.world.transformers_masks import masks_of_a_run
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 FIRST, STEADY = "first step", "step"
@@ -122,15 +119,14 @@ def simulate(
         simulated = simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu, capability=capability)
         with simulated as world, tensors_without_bytes() as mode:
             tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory, checker)
-            tracer.stream = connect_streams(tracer.record, tracer.wait, tracer.use_on, following_host(tracer))
+            connect_streams(tracer)
+            patches = [*follow_actions(tracer), *find_documents(cfg, shape.documents), *follow_works(tracer)]
             with ExitStack() as stack:
                 stack.enter_context(nf4.make_tables_anew(has_values=False))
                 stack.enter_context(_quiet_collector())
                 stack.enter_context(tracer.running())
-                stack.enter_context(following_actions(tracer))
-                stack.enter_context(masks_of_a_run(cfg, shape.documents))
                 code = stack.enter_context(compiling(tracer)) if cfg.compile else None
-                stack.enter_context(following_works(tracer))
+                stack.enter_context(patched(patches))
                 if checker is None:  # which wants to see every operator
                     stack.enter_context(repeating_shaped_work(tracer))
                 found = _run(recipe_class, cfg, world, shape, tracer, phases, steps, number, alone=traced is not None)
@@ -174,7 +170,10 @@ def _run(
 ) -> Simulated:
     """wanted: micro-batches of a step, None: the fewest that can stand for all. alone: they stand for themselves."""
     notes: list[str] = []
-    tracer.groups |= group_names(world)
+    dims = world.mesh.mesh_dim_names or ()
+    tracer.groups = {world.mesh.get_group(dim).group_name: dim for dim in dims}
+    if world.context is not None:
+        tracer.groups[world.context.name] = "context"
     tracer.begin_phase("setup")
     recipe = cast(Any, recipe_class(cfg, world))
     recipe.setup_model()
@@ -226,7 +225,8 @@ def _run(
         _try_phase("save", lambda: [_gather_trained(model) for model in list(models.values())[-1:]], tracer, notes)
     _interpret(tracer.trace, cfg, stage if world.pipeline is not None else None, None if alone else traced)
     last_stand_for_all(tracer.trace, others, micro_batches(cfg)[1], 0 if alone else traced or 0)
-    mesh, place = mesh_and_place(world, cfg.parallel)
+    mesh = with_context(cfg.parallel, dict(zip(dims, world.mesh.shape, strict=True)))
+    place = place_with_context(cfg.parallel, dict(zip(dims, world.mesh.get_coordinate() or (), strict=True)))
     modules = [facts for name, model in models.items() for facts in module_facts(name, model)]
     divided = [each.pipeline for each in vars(recipe).values() if isinstance(each, Parallel) and each.pipeline]
     stages = divided[-1].layers if divided else {}
@@ -467,18 +467,18 @@ def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
     for prefix, model in models.items():
         for name, parameter in model.named_parameters():
             names[id(parameter)] = prefix + name
-            tracer.labels.label(parameter, "parameters", prefix + name)
+            tracer.label(parameter, "parameters", prefix + name)
             if parameter.grad is not None:
-                tracer.labels.label(parameter.grad, "gradients", prefix + name)
+                tracer.label(parameter.grad, "gradients", prefix + name)
         for name, buffer in model.named_buffers():
-            tracer.labels.label(buffer, "parameters", prefix + name)
+            tracer.label(buffer, "parameters", prefix + name)
         _label_gathered(tracer, prefix, model)
     tracer.parameter_names = names
     for optimizer in tracer.optimizers.values():
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    tracer.labels.label(value, "optimizer", names.get(id(parameter), ""))
+                    tracer.label(value, "optimizer", names.get(id(parameter), ""))
 
 
 def _entries(module: nn.Module) -> list[Any]:
@@ -493,8 +493,8 @@ def _label_gathered(tracer: Tracer, prefix: str, model: nn.Module) -> None:
         for held in _entries(module):
             label = prefix + (getattr(held, "_param_fqn", None) or "")
             for gathered in getattr(held, "all_gather_outputs", ()):
-                tracer.labels.label(gathered, "gathered", label)
-            tracer.labels.label(held._sharded_param_data, "parameters", label)
+                tracer.label(gathered, "gathered", label)
+            tracer.label(held._sharded_param_data, "parameters", label)
 
 
 def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> None:
@@ -503,16 +503,16 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
     for divided in vars(recipe).values():
         if isinstance(divided, Parallel) and divided.accumulation is not None:
             for parameter, total in divided.accumulation.sums.items():
-                tracer.labels.label(total, "gradients", tracer.parameter_names.get(id(parameter), ""))
+                tracer.label(total, "gradients", tracer.parameter_names.get(id(parameter), ""))
         if isinstance(divided, Parallel) and divided.layers is not None:
             for name, there in divided.layers.on_device().items():
-                tracer.labels.label(there, "gathered", name)
+                tracer.label(there, "gathered", name)
     for prefix, model in models.items():
         for held in (entry for module in model.modules() for entry in _entries(module)):
             whole = getattr(held, "_unsharded_param", None)
             for gradient in (getattr(whole, "grad", None), getattr(held, "unsharded_accumulated_grad", None)):
                 if gradient is not None:
-                    tracer.labels.label(gradient, "gradients", prefix + (getattr(held, "_param_fqn", None) or ""))
+                    tracer.label(gradient, "gradients", prefix + (getattr(held, "_param_fqn", None) or ""))
 
 
 def module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:

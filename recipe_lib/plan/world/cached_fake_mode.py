@@ -6,6 +6,7 @@ one costs a fifth of that. What it cannot be sure of goes to FakeTensorMode as b
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 _NEVER = ("set_", "resize_", "as_strided_", "lift_fresh", "_local_scalar_dense", "nonzero", "unique", "item", "_to_cpu")
 # Whose operators do to shapes what they say.
 _KNOWN = ("aten::", "prims::", "torch_attn::", "tune_recipes::", "fsdp::", "_c10d_functional::")
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex)
+_PLAIN_TYPES = frozenset(
+    (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
 
 
 class NotSure(Exception):  # noqa: N818 - not an error: the call is made as ever
@@ -109,21 +112,16 @@ def wrap(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor
 
 
 _templates: dict[tuple[FakeTensorMode, torch.device], dict[str, Any]] = {}
-_never: dict[Any, bool] = {}
 
 
+@cache
 def _is_never(func: Any) -> bool:
-    known = _never.get(func)
-    if known is None:
-        name = func._schema.name.partition("::")[2]
-        custom = not func._schema.name.startswith(_KNOWN)
-        tags = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-        # An `out` may be resized, but not by FSDP's operators.
-        writes_out = func.namespace != "fsdp" and any(argument.is_out for argument in func._schema.arguments)
-        known = _never[func] = (
-            custom or writes_out or any(part in name for part in _NEVER) or bool(tags & set(func.tags))
-        )
-    return known
+    name = func._schema.name.partition("::")[2]
+    custom = not func._schema.name.startswith(_KNOWN)
+    tags = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    # An `out` may be resized, but not by FSDP's operators.
+    writes_out = func.namespace != "fsdp" and any(argument.is_out for argument in func._schema.arguments)
+    return custom or writes_out or any(part in name for part in _NEVER) or bool(tags & set(func.tags))
 
 
 def key_of(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
@@ -152,9 +150,6 @@ def key_of(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
         else:
             raise NotSure
     return tuple(parts)
-
-
-_PLAIN_TYPES = frozenset(_PLAIN[:-1]) | {type(None)}
 
 
 def _remember(result: Any, tensors: list[FakeTensor]) -> CachedCall | None:

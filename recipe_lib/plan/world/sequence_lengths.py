@@ -71,7 +71,7 @@ def planned_sequence(cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: fl
     cfg = _with_formats(cfg)
     tokens = _number(choice, cfg.max_seq_len)
     if tokens is not None or choice == "max":
-        _check_steps(cfg, _few_samples(cfg) if wait is None else _stored_dataset(cfg), ranks)
+        _check_steps(cfg, _few_samples(cfg, wait), ranks)
         source = "max_seq_len" if choice == "max" else f"--sequence {choice}"
         return Sequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
     dataset, reason = _dataset(cfg, wait)
@@ -149,10 +149,14 @@ def _check_steps(cfg: Any, dataset: "Dataset | None", ranks: int) -> int | None:
     return order.total_steps(cfg.epochs, cfg.max_steps)
 
 
-def _few_samples(cfg: Any) -> "Dataset | None":
-    """The dataset if an earlier run has tokenized it, or if it is so small that it may not have a step's sequences."""
-    stored = _stored_dataset(cfg)
-    if stored is not None or _bytes_of(cfg) > FEW_BYTES:
+def _few_samples(cfg: Any, wait: float | None) -> "Dataset | None":
+    """The dataset if an earlier run has tokenized it; wait None: or if it is so small that it may not have a step's
+    sequences."""
+    try:
+        stored = _stored(cfg, _tokenizer(cfg), 0.0)
+    except UserError:
+        stored = None
+    if stored is not None or wait is not None or _bytes_of(cfg) > FEW_BYTES:
         return stored
     return _dataset(cfg, None)[0]
 
@@ -163,14 +167,6 @@ def _bytes_of(cfg: Any) -> int:
         return sum(map(_size, resolved_sources(cfg.data)))
     except UserError:
         return sys.maxsize
-
-
-def _stored_dataset(cfg: Any) -> "Dataset | None":
-    """The dataset that an earlier run has tokenized, if it has."""
-    try:
-        return _stored(cfg, _tokenizer(cfg), 0.0)
-    except UserError:
-        return None
 
 
 def _dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":

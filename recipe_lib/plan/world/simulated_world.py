@@ -6,8 +6,7 @@ Everything that touches torch's private parts for this is in here, in `device`, 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
-from unittest import mock
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,11 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.ops import dtensor_shards as parts
 from recipe_lib.parallel.world import World, world_of
 from recipe_lib.plan.world.kernel_choice import pin_kernels
+from recipe_lib.plan.world.patches import Patch, patched
 from recipe_lib.plan.world.simulated_device import MODULE, NAME, register_device
+
+if TYPE_CHECKING:
+    from recipe_lib.plan.tracing.tracer import Tracer
 
 _MESH_METHODS = ("__init__", "__getitem__", "_concatenate", "get_group", "get_local_rank", "get_coordinate", "_flatten")
 
@@ -39,10 +42,9 @@ def simulated_world(
     pin_kernels(like_cpu, capability)
     with ExitStack() as stack:
         stack.enter_context(_fake_group(rank, ranks))
-        stack.enter_context(_meshes_are_told_apart(hash((rank, shape))))
+        stack.enter_context(patched(_tell_meshes_apart(hash((rank, shape)))))
         mesh = dist.device_mesh.init_device_mesh(NAME, shape, mesh_dim_names=MESH_DIMS)
-        stack.enter_context(_meshes_are_real())
-        stack.enter_context(_streams_are_ours())
+        stack.enter_context(patched([*_make_meshes_real(), *_use_own_streams()]))
         yield world_of(mesh, rank, ranks, 0, device, parallel.context)
 
 
@@ -61,7 +63,7 @@ def tensors_without_bytes() -> Iterator[FakeTensorMode]:
         # `module.to(...)` swaps fake parameters, and refuses where somebody knows one by a weak reference: the fake
         # mode does, for a table that nobody reads any more.
         nobody = SimpleNamespace(getweakrefs=lambda tensor: [])
-        stack.enter_context(mock.patch.object(torch.utils, "weakref", nobody))
+        stack.enter_context(patched([(torch.utils, "weakref", nobody)]))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(mode)
         yield mode
@@ -80,8 +82,7 @@ def _fake_group(rank: int, ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def _meshes_are_told_apart(world: int) -> Iterator[None]:
+def _tell_meshes_apart(world: int) -> list[Patch]:
     """What DTensor remembers of a mesh holds for the equal mesh of another world too, whose groups have other names.
 
     world: a number that no other rank and shape has. A mesh compares its thread's, which torch sets for tests alone.
@@ -93,12 +94,10 @@ def _meshes_are_told_apart(world: int) -> Iterator[None]:
         mesh._thread_id = world
         mesh._hash = None
 
-    with mock.patch.object(DeviceMesh, "__init__", begin):
-        yield
+    return [(DeviceMesh, "__init__", begin)]
 
 
-@contextmanager
-def _meshes_are_real() -> Iterator[None]:
+def _make_meshes_real() -> list[Patch]:
     """A mesh computes with its own ranks' numbers, which must have values."""
 
     def real(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,39 +107,22 @@ def _meshes_are_real() -> Iterator[None]:
 
         return run
 
-    places = [(DeviceMesh, name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)]
-    with ExitStack() as stack:
-        for owner, name in [*places, (parts, "compute_local_shape_and_global_offset")]:
-            stack.enter_context(mock.patch.object(owner, name, real(getattr(owner, name))))
-        yield
+    places: list[tuple[Any, str]] = [(DeviceMesh, name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)]
+    places.append((parts, "compute_local_shape_and_global_offset"))
+    return [(owner, name, real(getattr(owner, name))) for owner, name in places]
 
 
-@contextmanager
-def _streams_are_ours() -> Iterator[None]:
+def _use_own_streams() -> list[Patch]:
     """FSDP asks torch.accelerator for a stream in one place, and so a C++ guard that this device does not have; and
     `record_stream` takes streams of C++."""
 
     def record(tensor: torch.Tensor, stream: Any) -> None:
-        MODULE.on_use(tensor, stream.number)
+        MODULE.listener.use_on(tensor, stream.number)
 
-    with (
-        mock.patch.object(torch.accelerator, "current_stream", MODULE.current_stream),
-        mock.patch.object(torch.Tensor, "record_stream", record),
-    ):
-        yield
+    return [(torch.accelerator, "current_stream", MODULE.current_stream), (torch.Tensor, "record_stream", record)]
 
 
-def connect_streams(
-    record: Callable[[int, int], None],
-    wait: Callable[[int, int], None],
-    use: Callable[[Any, int], None] | None = None,
-    synchronize: Callable[[str, int | None, int | None], None] | None = None,
-) -> Callable[[], int]:
-    """Reports every mark that a stream sets or waits for, each use of a tensor on another stream that `record_stream`
-    names, and each time that the host waits for a stream or a mark; returns what gives the current stream's number."""
-    MODULE.on_record, MODULE.on_wait = record, wait
-    if use is not None:
-        MODULE.on_use = use
-    if synchronize is not None:
-        MODULE.on_synchronize = synchronize
-    return lambda: MODULE.stream_now.number
+def connect_streams(tracer: "Tracer") -> None:
+    """Tells a tracer what the device's streams and the host do, and which stream is the current one."""
+    MODULE.listener = tracer
+    tracer.stream = lambda: MODULE.stream_now.number
