@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from itertools import zip_longest
 
 Group = tuple[str, tuple[int, ...], bool]  # dimension of the mesh, ranks, whether it is for exchanges of two
 _MATCHES = {"send": "recv", "recv": "send"}
@@ -71,9 +72,7 @@ def mismatches(calls: Calls) -> list[str]:
 def _first_difference(
     group: Group, first: int, one: Sequence[CollectiveCall], other_rank: int, other: Sequence[CollectiveCall]
 ) -> str:
-    for place in range(max(len(one), len(other))):
-        here = one[place] if place < len(one) else None
-        there = other[place] if place < len(other) else None
+    for place, (here, there) in enumerate(zip_longest(one, other)):
         if here is None or there is None or not here.matches(there):
             sides = [
                 f"rank {rank} {'makes no such call' if call is None else f'calls {call.text()}'}"

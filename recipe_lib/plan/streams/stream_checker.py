@@ -225,17 +225,13 @@ class StreamChecker:
 
     def faults(self) -> list[str]:
         """All that was found but waits of the host, in words."""
-        never = [f"{name} at {text_of(line)} is never waited for" for name, line in self.unfinished()]
+        works = dict.fromkeys((work.operator, work.place) for work in (*self._works.values(), *self._results.values()))
+        never = [f"{name} at {text_of(line)} is never waited for" for name, line in works]
         passed = [
             f"{text_of(line)} waits for an event that nothing has recorded, which CUDA lets pass"
             for line in dict.fromkeys(self.unrecorded)
         ]
         return [*map(str, self.races), *never, *passed]
-
-    def unfinished(self) -> list[tuple[str, Line]]:
-        """(operator, line) of the asynchronous collectives that nobody has waited for."""
-        works = [*self._works.values(), *self._results.values()]
-        return list(dict.fromkeys((work.operator, work.place) for work in works))
 
     def recorded_stream(self, number: int, stream: int) -> None:
         """`record_stream`: the allocator keeps the memory until a stream is done with it."""

@@ -69,7 +69,7 @@ def calibrate(device: str | None = None, path: Path | None = None) -> dict[str, 
 def _seconds(work: Callable[[], Any], device: str) -> float:
     """Device time of one call: the median of seven, each of enough calls to last 20 ms (on a CPU, 1 ms)."""
     on_gpu = torch.device(device).type != "cpu"
-    synchronize = torch.get_device_module(device).synchronize if on_gpu else (lambda: None)
+    synchronize = torch.get_device_module(device).synchronize
 
     def run(calls: int) -> float:
         synchronize()
@@ -259,8 +259,7 @@ def collective_steps(
 def measure_collective(operation: str, size: int, rank: int, ranks: int, device: Any) -> dict[str, Any]:
     """One collective of fp32 numbers, `size` bytes in all: its time, and whether the numbers are right before and
     after; small whole numbers, so that sums are exact."""
-    on_gpu = torch.device(device).type != "cpu"
-    synchronize = torch.get_device_module(device).synchronize if on_gpu else (lambda: None)
+    synchronize = torch.get_device_module(device).synchronize
     part = max(1, size // 4 // ranks)
     call, check = _prepare(operation, part, rank, ranks, device)
     call()

@@ -23,6 +23,7 @@ from recipe_lib.errors import ConfigError, lines_in
 from recipe_lib.models.extra_parameters import extra_tensors
 from recipe_lib.models.meta_init import stored_weights
 from recipe_lib.parallel import World
+from recipe_lib.parallel.fsdp_parts import entries_of
 from recipe_lib.parallel.gradient_accumulation import reduces_once
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.result import LayerRow
@@ -264,9 +265,9 @@ def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[st
 
 def _read_numbers(step: Any, tracer: Tracer) -> None:
     """What a training loop reads of a step, for a checker that counts how often that is."""
-    if tracer.checker is not None and hasattr(step, "numbers"):
-        step.numbers()
     if tracer.checker is not None:
+        if hasattr(step, "numbers"):
+            step.numbers()
         tracer.checker.counts = False
         tracer.checker.save()
 
@@ -472,7 +473,10 @@ def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
                 tracer.label(parameter.grad, "gradients", prefix + name)
         for name, buffer in model.named_buffers():
             tracer.label(buffer, "parameters", prefix + name)
-        _label_gathered(tracer, prefix, model)
+    for label, held in _fsdp_parameters(models):
+        for gathered in getattr(held, "all_gather_outputs", ()):
+            tracer.label(gathered, "gathered", label)
+        tracer.label(held._sharded_param_data, "parameters", label)
     tracer.parameter_names = names
     for optimizer in tracer.optimizers.values():
         for parameter, state in optimizer.state.items():
@@ -481,20 +485,12 @@ def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
                     tracer.label(value, "optimizer", names.get(id(parameter), ""))
 
 
-def _entries(module: nn.Module) -> list[Any]:
-    """The parameters of an FSDP unit, as FSDP keeps them."""
-    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None) if isinstance(module, FSDPModule) else None
-    return [] if group is None else list(group.fsdp_params)
-
-
-def _label_gathered(tracer: Tracer, prefix: str, model: nn.Module) -> None:
-    """FSDP keeps the tensors that it gathers into, with no memory in between; private names of torch's."""
-    for module in model.modules():
-        for held in _entries(module):
-            label = prefix + (getattr(held, "_param_fqn", None) or "")
-            for gathered in getattr(held, "all_gather_outputs", ()):
-                tracer.label(gathered, "gathered", label)
-            tracer.label(held._sharded_param_data, "parameters", label)
+def _fsdp_parameters(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters of FSDP's units as FSDP keeps them, with their names; private names of torch's."""
+    for prefix, model in models.items():
+        for module in model.modules():
+            for held in entries_of(module) if isinstance(module, FSDPModule) else ():
+                yield prefix + (getattr(held, "_param_fqn", None) or ""), held
 
 
 def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> None:
@@ -507,12 +503,11 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
         if isinstance(divided, Parallel) and divided.layers is not None:
             for name, there in divided.layers.on_device().items():
                 tracer.label(there, "gathered", name)
-    for prefix, model in models.items():
-        for held in (entry for module in model.modules() for entry in _entries(module)):
-            whole = getattr(held, "_unsharded_param", None)
-            for gradient in (getattr(whole, "grad", None), getattr(held, "unsharded_accumulated_grad", None)):
-                if gradient is not None:
-                    tracer.label(gradient, "gradients", prefix + (getattr(held, "_param_fqn", None) or ""))
+    for label, held in _fsdp_parameters(models):
+        whole = getattr(held, "_unsharded_param", None)
+        for gradient in (getattr(whole, "grad", None), getattr(held, "unsharded_accumulated_grad", None)):
+            if gradient is not None:
+                tracer.label(gradient, "gradients", label)
 
 
 def module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:

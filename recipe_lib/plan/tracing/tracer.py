@@ -91,6 +91,7 @@ class Tracer(TorchDispatchMode):
         # hears of its end.
         self._held: dict[int, tuple[list[int], weakref.ref[Any]]] = {}
         self._places = Places()
+        self.place = self._places.now  # the part of the step and the module that run now
         self.muted = 0  # what runs is no part of the program, where it is not 0
         self.is_compiling: Callable[[], bool] | None = None  # where code is compiled: whether it is being compiled
         self.phase = -1
@@ -273,10 +274,6 @@ class Tracer(TorchDispatchMode):
         """Adds an operator to the trace."""
         self.trace.ops.append(op)
         self.trace.events.append((OP, len(self.trace.ops) - 1))
-
-    def place(self) -> tuple[str, str]:
-        """The part of the step and the module that run now."""
-        return self._places.now()
 
     # Memory
 

@@ -38,6 +38,7 @@ class _Output:
     offset: int = 0
     dtype: torch.dtype | None = None
     device: torch.device | None = None
+    elements: int = 0  # of its memory, where that is not from its first to its last one
 
     def make(self, tensors: list[FakeTensor], mode: FakeTensorMode) -> Any:
         if self.same >= 0:
@@ -45,7 +46,11 @@ class _Output:
         if self.dtype is None:
             return self.constant
         with torch._C._DisableTorchDispatch():
-            empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+            if self.elements:
+                memory = torch.empty(self.elements, dtype=self.dtype, device="meta")
+                empty = memory.as_strided(self.shape, self.stride, self.offset)
+            else:
+                empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
             if self.view_of >= 0:
                 empty.set_(tensors[self.view_of].untyped_storage(), self.offset, self.shape, self.stride)
         assert self.device is not None
@@ -60,6 +65,14 @@ class CachedCall:
     sequence: type | None
     cost: Any = None
 
+    def make(self, tensors: list[FakeTensor], mode: FakeTensorMode) -> Any:
+        """The result. tensors: among the arguments."""
+        if self.outputs is None:
+            return None
+        if self.sequence is None:
+            return self.outputs.make(tensors, mode)  # type: ignore[union-attr]
+        return self.sequence(output.make(tensors, mode) for output in self.outputs)  # type: ignore
+
 
 class CachedFakeMode:
     """`call(func, args, kwargs)` under one FakeTensorMode, which is active outside.
@@ -70,7 +83,7 @@ class CachedFakeMode:
     def __init__(self, mode: FakeTensorMode, calls: dict[Any, CachedCall | None] | None = None) -> None:
         self.mode = mode
         self.calls = {} if calls is None else calls
-        _templates.clear()  # they hold the modes of earlier simulations
+        _attributes.cache_clear()  # they hold the modes of earlier simulations
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, CachedCall | None]:
         """The operator's result, and what is remembered of the call (None: nothing)."""
@@ -89,29 +102,24 @@ class CachedFakeMode:
             if key in self.calls or _is_never(func):
                 return func(*args, **kwargs), None
             result = func(*args, **kwargs)
-            self.calls[key] = call = _remember(result, tensors)
+            self.calls[key] = call = remember(result, tensors)
             return result, call
-        if known.outputs is None:
-            return None, known
-        if known.sequence is None:
-            return known.outputs.make(tensors, self.mode), known  # type: ignore[union-attr]
-        return known.sequence(output.make(tensors, self.mode) for output in known.outputs), known  # type: ignore
+        return known.make(tensors, self.mode), known
 
 
 def wrap(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
     """A FakeTensor as its constructor would make it, with the attributes of one that it did make."""
     fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
     torch._C._set_throw_on_mutable_data_ptr(fake)
-    template = _templates.get((mode, device))
-    if template is None:
-        with torch._C._DisableTorchDispatch():
-            element = torch.empty(0, device="meta")
-        template = _templates[(mode, device)] = dict(FakeTensor(mode, element, device).__dict__)
-    fake.__dict__.update(template)
+    fake.__dict__.update(_attributes(mode, device))
     return fake
 
 
-_templates: dict[tuple[FakeTensorMode, torch.device], dict[str, Any]] = {}
+@cache
+def _attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:
+    with torch._C._DisableTorchDispatch():
+        element = torch.empty(0, device="meta")
+    return dict(FakeTensor(mode, element, device).__dict__)
 
 
 @cache
@@ -152,7 +160,7 @@ def key_of(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def _remember(result: Any, tensors: list[FakeTensor]) -> CachedCall | None:
+def remember(result: Any, tensors: list[FakeTensor]) -> CachedCall | None:
     """How to answer the same call again; None if that is not certain."""
     if result is None:
         return CachedCall(None, None)
@@ -187,11 +195,13 @@ def _describe(value: Any, places: dict[int, int], storages: dict[int, int], made
     }
     if storage._cdata in storages:
         return _Output(view_of=storages[storage._cdata], offset=value.storage_offset(), **geometry)
-    dense = _extent(geometry["shape"], geometry["stride"]) * value.element_size()
-    if storage._cdata in made or value.storage_offset() or storage.nbytes() != dense:
+    elements, rest = divmod(storage.nbytes(), value.element_size())
+    if storage._cdata in made or rest:
         raise NotSure
     made.add(storage._cdata)
-    return _Output(**geometry)
+    if not value.storage_offset() and elements == _extent(geometry["shape"], geometry["stride"]):
+        elements = 0
+    return _Output(elements=elements, offset=value.storage_offset(), **geometry)
 
 
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:

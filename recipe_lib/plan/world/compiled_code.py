@@ -199,21 +199,11 @@ class _Binding:
     types: Sequence[str]
 
 
-class _NothingCompiled:
-    """In place of what compiles the kernels of a module."""
-
-    def cpp_pybinding(self, types: Sequence[str], source: str) -> _Binding:
-        """Nothing is compiled."""
-        return _Binding(types)
-
-    def wait(self, scope: dict[str, Any]) -> None:
-        """There is nothing to wait for."""
-
-
 def _runnable(text: str, tracer: "Tracer") -> Callable[[list[Any]], Any]:
     """The module's `call`, which takes its buffers from the simulated device."""
     scope: dict[str, Any] = {}
-    with mock.patch("torch._inductor.async_compile.AsyncCompile", _NothingCompiled):
+    compiles_nothing = SimpleNamespace(cpp_pybinding=lambda types, _: _Binding(types), wait=lambda scope: None)
+    with mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: compiles_nothing):
         exec(compile(text, "<inductor>", "exec"), scope)  # noqa: S102 - what inductor wrote, as it would run it
     for name, value in list(scope.items()):
         if isinstance(value, _Binding):

@@ -50,25 +50,21 @@ def attention_kernel(
 ) -> Tensor:
     """What `F.scaled_dot_product_attention` calls on the planned device."""
     aten = torch.ops.aten
-    if MODULE.kernels == "cpu":
-        if query.shape[-1] == value.shape[-1] and dropout_p == 0.0:
-            return aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-            )[0]
-        return _composite(
-            aten.scaled_dot_product_attention.default,
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
-        )  # fmt: skip
+    if MODULE.kernels == "cpu" and query.shape[-1] == value.shape[-1] and dropout_p == 0.0:
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
     half = query.dtype in (torch.float16, torch.bfloat16)
     width = query.shape[-1]
-    if attn_mask is None and half and width <= 256 and MODULE.capability >= VARLEN_CAPABILITY:
+    flashes = MODULE.kernels != "cpu" and half and width <= 256 and MODULE.capability >= VARLEN_CAPABILITY
+    if attn_mask is None and flashes:
         query, key, value = (_padded(tensor, 8) for tensor in (query, key, value))
         scale = scale if scale is not None else width**-0.5
         output = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[
             0
         ]
         return output[..., :width]
-    if enable_gqa and query.shape[-3] != key.shape[-3]:
+    if MODULE.kernels == "cpu" or (enable_gqa and query.shape[-3] != key.shape[-3]):
         return _composite(
             aten.scaled_dot_product_attention.default,
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,

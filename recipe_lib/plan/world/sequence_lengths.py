@@ -67,7 +67,7 @@ def planned_sequence(cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: fl
     files that are not in the cache are tokenized now; else they are not, and so many seconds another process is given
     to. Nothing comes over the network. Raises ConfigError.
     """
-    group = 2 if has_pairs(cfg) else 1
+    group = 2 if cfg.trains_on_pairs else 1
     cfg = _with_formats(cfg)
     tokens = _number(choice, cfg.max_seq_len)
     if tokens is not None or choice == "max":
@@ -106,11 +106,6 @@ def _number(choice: str, longest: int) -> int | None:
             f"--sequence {choice}: sequences have at most max_seq_len tokens ({longest}); raise max_seq_len"
         )
     return int(choice)
-
-
-def has_pairs(cfg: Any) -> bool:
-    """Whether sequences come in pairs: what the recipe trains on."""
-    return bool(getattr(cfg, "trains_on_pairs", False))
 
 
 def _of_dataset(cfg: Any, dataset: "Dataset", choice: str, ranks: int) -> Sequence:
