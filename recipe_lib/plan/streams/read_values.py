@@ -27,11 +27,14 @@ def _unique(tensor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]
     return flat, torch.empty_like(tensor, dtype=torch.int64), flat.to(torch.int64)
 
 
-def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
-    """Masks become the numbers of all their elements."""
+def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
+    """Masks become the numbers of all their elements; None: there are none."""
+    is_mask = [index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices]
+    if not any(is_mask):
+        return None
     found: list[Tensor | None] = []
-    for index in indices:
-        if index is not None and index.dtype in (torch.bool, torch.uint8):
+    for index, masks in zip(indices, is_mask, strict=True):
+        if index is not None and masks:
             found += [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
         else:
             found.append(index)
@@ -50,13 +53,7 @@ _LARGEST: dict[Any, Callable[..., Any]] = {
 def largest_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The operator's result, every element counted; None: it is none of these."""
     make = _LARGEST.get(func)
-    if make is None or type(args[0]) is not FakeTensor:
-        return None
-    if func is _aten.index.Tensor:
-        masks = [one for one in args[1] if one is not None and one.dtype in (torch.bool, torch.uint8)]
-        if not masks:
-            return None
-    return make(*args, **kwargs)
+    return None if make is None or type(args[0]) is not FakeTensor else make(*args, **kwargs)
 
 
 def read_lists_as_ones() -> list[Patch]:

@@ -4,7 +4,6 @@ No torch in here. Without a calibration file the rates are the data sheet's time
 shape reach (`kernel_rates`).
 """
 
-import bisect
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -91,13 +90,8 @@ class Links:
         points = self.points.get(operation) or self.points.get("all_gather")
         if not points:
             return None
-        place = bisect.bisect_left(points, (sent, 0.0))
-        if place == 0:
-            return points[0][1]
-        if place == len(points):
-            return points[-1][1] * sent / points[-1][0]
-        (small, quick), (large, slow) = points[place - 1], points[place]
-        return quick + (slow - quick) * (sent - small) / (large - small)
+        largest, slowest = points[-1]
+        return slowest * sent / largest if sent > largest else float(np.interp(sent, *zip(*points, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -229,7 +223,8 @@ def _computing(op: Op, hardware: Hardware, calibration: Calibration | None, spli
     if not op.flops:
         return 0.0
     shape = op.shape[:-1] if is_grouped(op) else op.shape
-    return op.flops / (matmul_rate(hardware, op.dtype, shape, splits) * _matmul_scale(op, hardware, calibration))
+    scale = 1.0 if calibration is None else _interpolate(_matmul_scales(op.dtype, hardware, calibration), op.flops)
+    return op.flops / (matmul_rate(hardware, op.dtype, shape, splits) * scale)
 
 
 def least_op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = None) -> float:
@@ -274,13 +269,9 @@ def is_wait(op: Op) -> bool:
     return op.name == WORK_WAIT or op.name.endswith("wait_tensor")
 
 
-def _matmul_scale(op: Op, hardware: Hardware, calibration: Calibration | None) -> float:
-    """Measured rates of matmuls of this size over those of `matmul_rate`; a dtype that was not measured is as bf16."""
-    return 1.0 if calibration is None else _interpolate(_matmul_scales(op.dtype, hardware, calibration), op.flops)
-
-
 def _matmul_scales(dtype: str, hardware: Hardware, calibration: Calibration) -> list[tuple[float, float]]:
-    """Return (operations, rate in a run over that of `matmul_rate`) of the shapes measured, small ones first.
+    """Return (operations, rate in a run over that of `matmul_rate`) of the shapes measured, small ones first; of a
+    dtype that was not measured those of bf16.
 
     The host issues measured calls one by one: one that takes the host about as long is left out, but for the largest.
     """
@@ -305,13 +296,8 @@ def _attention_scale(hardware: Hardware, calibration: Calibration | None, kernel
 
 def _interpolate(points: Sequence[tuple[float, float]], size: float) -> float:
     """The value at `size` between measured points, straight over the logarithm of size; the ends' beyond them."""
-    if size <= points[0][0]:
-        return points[0][1]
-    for (small, slow), (large, fast) in zip(points, points[1:], strict=False):
-        if size <= large:
-            share = math.log(size / small) / math.log(large / small)
-            return slow + share * (fast - slow)
-    return points[-1][1]
+    sizes, values = zip(*points, strict=True)
+    return float(np.interp(math.log(size), np.log(sizes), values))
 
 
 def model_flops(trace: Trace, phase: str) -> int:

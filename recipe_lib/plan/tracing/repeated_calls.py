@@ -161,7 +161,7 @@ def _repeat(notes: _Notes, tracer: Tracer) -> Returned:
     for kind, entry in notes.notes:
         if kind == ALLOC:
             index, storage = entry
-            numbers[index] = tracer.new(storage.bytes, storage.device, part, module, storage.op, storage.kind)
+            numbers[index] = tracer.new(storage.bytes, storage.device, storage.op, storage.kind)
         elif kind == FREE:
             trace.events.append((FREE, numbers[entry]))
         else:

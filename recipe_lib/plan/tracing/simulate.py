@@ -204,9 +204,10 @@ def _run(
     tokens = 0
     for name in steps:
         tracer.begin_phase(name)
-        with tracer.making_batches():
-            batches = next(recipe.data.batches())
-            tracer.see(batch_tensors(batches))  # memory of numpy's, which no operator made
+        tracer.makes_batches = True
+        batches = next(recipe.data.batches())
+        tracer.see(batch_tensors(batches))  # memory of numpy's, which no operator made
+        tracer.makes_batches = False
         tokens = batches.total_tokens
         try:
             with tracer.reading_numbers() if tracer.checker else nullcontext():
@@ -479,10 +480,7 @@ def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
         tracer.label(held._sharded_param_data, "parameters", label)
     tracer.parameter_names = names
     for optimizer in tracer.optimizers.values():
-        for parameter, state in optimizer.state.items():
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    tracer.label(value, "optimizer", names.get(id(parameter), ""))
+        tracer.label_optimizer(optimizer)
 
 
 def _fsdp_parameters(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:

@@ -85,8 +85,9 @@ def _find_unlike_layers(trace: Trace, layers: range, period: int) -> Iterator[st
 def few_layers(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] | None:
     """Return the layers of the two simulations; None: the whole model is simulated."""
     adapters = cfg.trained_adapters
-    patterns = [*_patterns(cfg.parallel.fsdp_wrap_policy), *(_patterns(adapters.target_modules) if adapters else ())]
-    named = any(letter.isdigit() for pattern in patterns for letter in pattern)
+    modules = [cfg.parallel.fsdp_wrap_policy, adapters.target_modules if adapters else ""]
+    # Of lists; a word such as `layers` names no modules.
+    named = any(letter.isdigit() for value in modules if not isinstance(value, str) for letter in "".join(value))
     budget = cfg.memory.activation_checkpointing == "budget"  # for all layers together, which then differ
     # Buckets of DDP hold several layers' gradients, and Muon shares all matrices out among the ranks.
     across = cfg.parallel.strategy == "ddp" or cfg.optimizer.name == "muon"
@@ -106,11 +107,6 @@ def _deeper(short: Simulated, long: Simulated, more: int, period: int) -> Simula
     trace = more_layers(short.trace, long.trace, more, period) if facts[0] == facts[1] else None
     modules = more_rows(short.modules, long.modules, more, period) if trace is not None else None
     return None if trace is None or modules is None else replace(long, trace=trace, modules=modules)
-
-
-def _patterns(value: str | list[str]) -> list[str]:
-    """Names of modules that a config has; a word such as `layers` is none."""
-    return [] if isinstance(value, str) else value
 
 
 # The trace of a deep model from those of two shallow ones, event by event. No torch in here.

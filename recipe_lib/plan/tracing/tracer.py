@@ -32,7 +32,7 @@ from recipe_lib.plan.tracing.operator_costs import (
 )
 from recipe_lib.plan.world.cached_fake_mode import CachedCall, CachedFakeMode
 from recipe_lib.plan.world.compiled_code import around_operator, inside_of
-from recipe_lib.plan.world.patches import Patch, hide_propagation, on_shards, patched, skip_rules
+from recipe_lib.plan.world.patches import Patch, hide_propagation, on_shards, patched
 
 # `fn(operator's name, its arguments, stream)` to [(bytes, whether they stay taken)] of an operator with arithmetic.
 KernelMemory = Callable[[str, Sequence[Any], int], list[tuple[int, bool]]]
@@ -85,7 +85,8 @@ class Tracer(TorchDispatchMode):
         self.parameter_names: dict[int, str] = {}  # of a parameter's id
         self.between_actions: Callable[[], None] = lambda: None  # of a pipeline, where gradients were made
         self.values_are_zero = False  # in a simulation: a number that is read is 0, not refused
-        self._batch = self._pinned = False
+        self.makes_batches = False  # what is made now are batches
+        self._pinned = False
         self.groups: dict[str, str] = {}  # a process group's name -> its mesh dimension
         # By the address of a storage that is alive: its numbers in the trace, one for each size it had, and what
         # hears of its end.
@@ -102,9 +103,8 @@ class Tracer(TorchDispatchMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Traces inside the block."""
-        following = self._places.following(self._label_gradients)
-        patches = [*self._follow_resizes(), *hide_propagation(self), *skip_rules(Tracer)]
-        with patched(patches), following, self:
+        following = self._places.following(self.label_optimizer)
+        with patched([*self._follow_resizes(), *hide_propagation(self)]), following, self:
             yield
         self._held.clear()  # what is released afterwards is no part of the run
 
@@ -118,15 +118,6 @@ class Tracer(TorchDispatchMode):
         """Modules are called by their dotted names from here on; embeddings tell the vocabulary's size."""
         self._places.name_modules(model, prefix)
         self.vocabulary |= {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
-
-    @contextmanager
-    def making_batches(self) -> Iterator[None]:
-        """What is made inside the block are batches."""
-        self._batch = True
-        try:
-            yield
-        finally:
-            self._batch = False
 
     @contextmanager
     def reading_numbers(self) -> Iterator[None]:
@@ -240,8 +231,7 @@ class Tracer(TorchDispatchMode):
         part, module = self.place()
         name = cost.name
         if cost.makes_memory:
-            for tensor in tensors_in(result):
-                self._see(tensor, part, module, name)
+            self.see(tensors_in(result), name)
         if cost.is_view:
             return
         if name in _FSDP_KINDS:
@@ -250,7 +240,7 @@ class Tracer(TorchDispatchMode):
         stream = self.stream()
         scratch = self.kernel_memory(name, args, stream) if self.kernel_memory else ()
         for size, stays in scratch:
-            number = self.new(size, True, part, module, name, "workspace")
+            number = self.new(size, True, name, "workspace")
             if not stays:
                 self._free(number)
         trace = self.trace
@@ -258,7 +248,7 @@ class Tracer(TorchDispatchMode):
         op = Op(name, stream, part, module, self.phase, cost.flops, cost.bytes, cost.dtype, collective)
         op.transfer, op.shape = cost.transfer, cost.shape
         op.on_host = cost.on_host and self.device_type != "cpu"
-        if self.checker is not None and not self._batch:
+        if self.checker is not None and not self.makes_batches:
             self.checker.operator(func, args, kwargs, result, op, self.number_of)
         if part in ("forward", "recompute"):
             op.reads, op.makes = (self.numbers(value) for value in ((args, tuple(kwargs.values())), result))
@@ -278,39 +268,30 @@ class Tracer(TorchDispatchMode):
     # Memory
 
     def see(self, tensors: Sequence[Tensor], name: str = "") -> None:
-        """Notes the memory of tensors that came without an operator, if it is new. name: of what made it."""
-        part, module = self.place()
+        """Notes the memory of tensors, where it is new. name: of the operator that made it, if one did."""
         for tensor in tensors:
-            self._see(tensor, part, module, name)
-
-    def _see(self, tensor: Tensor, part: str, module: str, name: str) -> None:
-        """Notes a tensor's storage, if it is new."""
-        if not has_memory(tensor):
-            return
-        device = _device_of(tensor)
-        if device == "meta":
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._held:
-            return
-        kind = "temporary"
-        if self._batch:
-            kind = "batch"
-        elif tensor.dim() >= 2 and tensor.shape[-1] in self.vocabulary:
-            kind = "logits"
-        size, on_device = storage.nbytes(), device == self.device_type
-        if self._pinned and not on_device:
-            size = pinned_bytes(size)
-        self.hold(storage, self.new(size, on_device, part, module, name, kind))
+            device = _device_of(tensor)
+            if not has_memory(tensor) or device == "meta" or self._history(tensor):
+                continue
+            kind = "temporary"
+            if self.makes_batches:
+                kind = "batch"
+            elif tensor.dim() >= 2 and tensor.shape[-1] in self.vocabulary:
+                kind = "logits"
+            storage = tensor.untyped_storage()
+            size = storage.nbytes()
+            if self._pinned and device != self.device_type:
+                size = pinned_bytes(size)
+            self.hold(storage, self.new(size, device == self.device_type, name, kind))
 
     def hold(self, storage: Any, number: int) -> None:
         """The storage is that of a number, which ends with it."""
         key = storage._cdata
         self._held[key] = [number], weakref.ref(storage, lambda _: self._drop(key))
 
-    def new(self, size: int, device: bool, part: str, module: str, name: str, kind: str) -> int:
+    def new(self, size: int, device: bool, name: str, kind: str) -> int:
         """Notes an allocation and returns its number."""
+        part, module = self.place()
         storages = self.trace.storages
         pinned = self._pinned and not device
         storages.append(Storage(size, device, self.stream(), kind, module, "", name, part, max(self.phase, 0), pinned))
@@ -336,7 +317,7 @@ class Tracer(TorchDispatchMode):
         if held is None or before is None or before.bytes == size:
             return
         self._free(held[0][-1])
-        number = self.new(size, before.device, *self.place(), "resize_", before.kind)
+        number = self.new(size, before.device, "resize_", before.kind)
         self.trace.storages[number].label = before.label
         held[0].append(number)
 
@@ -353,7 +334,8 @@ class Tracer(TorchDispatchMode):
 
     # Optimizers, streams
 
-    def _label_gradients(self, optimizer: Any) -> None:
+    def label_optimizer(self, optimizer: Any) -> None:
+        """Says of what an optimizer steps and holds which parameter it belongs to."""
         self.optimizers[id(optimizer)] = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import compute_required_storage_length
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 # Operators whose result is more than shapes, or that change a storage.
@@ -199,13 +200,6 @@ def _describe(value: Any, places: dict[int, int], storages: dict[int, int], made
     if storage._cdata in made or rest:
         raise NotSure
     made.add(storage._cdata)
-    if not value.storage_offset() and elements == _extent(geometry["shape"], geometry["stride"]):
+    if not value.storage_offset() and elements == compute_required_storage_length(value.shape, value.stride(), 0):
         elements = 0
     return _Output(elements=elements, offset=value.storage_offset(), **geometry)
-
-
-def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last that a geometry reaches."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_map
 from recipe_lib.plan.trace import Op
 from recipe_lib.plan.tracing.operator_costs import cost_of, dtype_name
 from recipe_lib.plan.world.cached_fake_mode import wrap
-from recipe_lib.plan.world.kernel_choice import attention_kernel
 from recipe_lib.plan.world.simulated_device import MODULE, NAME
+from recipe_lib.plan.world.simulated_world import attention_kernel
 from recipe_lib.units import counted
 
 if TYPE_CHECKING:
@@ -88,11 +88,6 @@ def _inside(operator: Any) -> Callable[..., Any] | None:
     return None if found is None else found._init_fn
 
 
-def is_compiling() -> bool:
-    """Whether what is dispatched is the compiler's own work, which no run has."""
-    return TracingContext.try_get() is not None
-
-
 @contextmanager
 def compiling(tracer: "Tracer") -> Iterator[CompiledCode]:
     """Inside, what torch.compile compiles with inductor runs in the trace; what it does meanwhile is no part of it.
@@ -128,7 +123,7 @@ def compiling(tracer: "Tracer") -> Iterator[CompiledCode]:
             raise
 
     torch._dynamo.reset()
-    tracer.is_compiling = is_compiling
+    tracer.is_compiling = lambda: TracingContext.try_get() is not None
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(compile_fx, "compile_fx", compile_graph))
         # Patterns of attention are made once, on the device that is asked for first, with tensors of it.

@@ -9,7 +9,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._library import simple_registry
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -79,16 +78,6 @@ def on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
         return value._local_tensor if isinstance(value, DTensor) else value
 
     return tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
-
-
-def skip_rules(mode: type) -> list[Patch]:
-    """torch looks at every operator whether somebody has a rule for it under this mode, at 2 us; nobody has."""
-    find = simple_registry.find_torch_dispatch_rule
-
-    def find_other(op: Any, kind: type) -> Any:
-        return None if kind is mode else find(op, kind)
-
-    return [(simple_registry, "find_torch_dispatch_rule", find_other)]
 
 
 def find_documents(cfg: FullFinetuneConfig, documents: int) -> list[Patch]:

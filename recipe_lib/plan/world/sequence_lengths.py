@@ -4,7 +4,6 @@ What decides on memory is the widest micro-batch of a run: the longest sequence,
 all packs of an epoch are padded to.
 """
 
-import sys
 import time
 from copy import deepcopy
 from dataclasses import dataclass
@@ -151,17 +150,13 @@ def _few_samples(cfg: Any, wait: float | None) -> "Dataset | None":
         stored = _stored(cfg, _tokenizer(cfg), 0.0)
     except UserError:
         stored = None
-    if stored is not None or wait is not None or _bytes_of(cfg) > FEW_BYTES:
+    if stored is not None or wait is not None:
         return stored
-    return _dataset(cfg, None)[0]
-
-
-def _bytes_of(cfg: Any) -> int:
-    """Bytes of the data's files; more than any limit where they are not here."""
     try:
-        return sum(map(_size, resolved_sources(cfg.data)))
-    except UserError:
-        return sys.maxsize
+        is_small = sum(map(_size, resolved_sources(cfg.data))) <= FEW_BYTES
+    except UserError:  # the data are not here
+        is_small = False
+    return _dataset(cfg, None)[0] if is_small else None
 
 
 def _dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
