@@ -246,9 +246,9 @@ class StreamChecker:
 
     def waited(self, stream: int, event: int) -> None:
         """A stream waits for an event; one below 0 was never recorded."""
-        self._clocks.wait(stream, self._clock_of(event))
+        self._clocks.wait(stream, self._find_clock(event))
 
-    def _clock_of(self, event: int) -> Clock:
+    def _find_clock(self, event: int) -> Clock:
         if event not in self._events:
             self.unrecorded.append(code_line())
         return self._events.get(event, {})
@@ -256,7 +256,7 @@ class StreamChecker:
     def synchronized(self, what: str, stream: int | None, event: int | None) -> None:
         """The host waits for an event, for a stream, or for all of them."""
         if event is not None:
-            clocks = [self._clock_of(event)]
+            clocks = [self._find_clock(event)]
         else:
             clocks = [self._clocks.snapshot(one) for one in (self._clocks.last if stream is None else [stream])]
         if (event, stream) != (None, None) and self._clocks.host_knows(clocks[0]):

@@ -51,7 +51,7 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
 from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.world.compiled_code import compiling
-from recipe_lib.plan.world.patches import find_documents, follow_works, patched
+from recipe_lib.plan.world.patches import apply_patches, find_documents, follow_works
 from recipe_lib.plan.world.planned_batches import PlannedData, SequenceShape, batch_tensors
 from recipe_lib.plan.world.simulated_device import NAME
 from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
@@ -127,7 +127,7 @@ def simulate(
                 stack.enter_context(_quiet_collector())
                 stack.enter_context(tracer.running())
                 code = stack.enter_context(compiling(tracer)) if cfg.compile else None
-                stack.enter_context(patched(patches))
+                stack.enter_context(apply_patches(patches))
                 if checker is None:  # which wants to see every operator
                     stack.enter_context(repeating_shaped_work(tracer))
                 found = _run(recipe_class, cfg, world, shape, tracer, phases, steps, number, alone=traced is not None)
@@ -474,7 +474,7 @@ def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
                 tracer.label(parameter.grad, "gradients", prefix + name)
         for name, buffer in model.named_buffers():
             tracer.label(buffer, "parameters", prefix + name)
-    for label, held in _fsdp_parameters(models):
+    for label, held in _list_fsdp_parameters(models):
         for gathered in getattr(held, "all_gather_outputs", ()):
             tracer.label(gathered, "gathered", label)
         tracer.label(held._sharded_param_data, "parameters", label)
@@ -483,7 +483,7 @@ def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
         tracer.label_optimizer(optimizer)
 
 
-def _fsdp_parameters(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+def _list_fsdp_parameters(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
     """Yield the parameters of FSDP's units as FSDP keeps them, with their names; private names of torch's."""
     for prefix, model in models.items():
         for module in model.modules():
@@ -501,7 +501,7 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
         if isinstance(divided, Parallel) and divided.layers is not None:
             for name, there in divided.layers.on_device().items():
                 tracer.label(there, "gathered", name)
-    for label, held in _fsdp_parameters(models):
+    for label, held in _list_fsdp_parameters(models):
         whole = getattr(held, "_unsharded_param", None)
         for gradient in (getattr(whole, "grad", None), getattr(held, "unsharded_accumulated_grad", None)):
             if gradient is not None:

@@ -22,7 +22,7 @@ from recipe_lib.plan.streams.code_line import is_of_user, text_of
 from recipe_lib.plan.trace import ALLOC, FREE, OP, RECORD, USE, WAIT, Op, Storage, Sync, Trace
 from recipe_lib.plan.tracing.simulate import Simulated
 from recipe_lib.plan.tracing.simulated_micro_batches import treats_all_alike
-from recipe_lib.plan.world.patches import Patch, patched
+from recipe_lib.plan.world.patches import Patch, apply_patches
 from recipe_lib.plan.world.shape_only_model import find_layer_pattern, layer_count, with_layers
 
 # Of the shorter run: three turns of a layer's loop, of which the first and the last may be unlike the others, and two
@@ -46,7 +46,7 @@ def simulate_deep(
     if depths is not None:
         lead, period = find_layer_pattern(cfg)
         watched = [] if cfg.compile else _watch_layers(unlike)  # which the compiler would look into
-        with patched(watched), suppress(UserError, IndexError):  # the whole model says it of the one asked for
+        with apply_patches(watched), suppress(UserError, IndexError):  # the whole model says it of the one asked for
             short, long = (simulated(with_layers(cfg, depth)) for depth in depths)
             unlike += _find_unlike_layers(long.trace, range(max(1, lead), depths[1] - period), period)
             found = _deeper(short, long, (layer_count(cfg) - depths[1]) // period, period)
@@ -361,8 +361,8 @@ class _LoopPart:
     starts: tuple[int, int, int]
     turns: tuple[int, int, int]
 
-    def index(self, run: int, turn: int, offset: int) -> int:
-        """The item of a run at a place of a turn."""
+    def find(self, run: int, turn: int, offset: int) -> int:
+        """Return the item of a run at a place of a turn."""
         return self.starts[run] + turn * self.length + offset
 
 
@@ -468,7 +468,7 @@ def _parts(loops: list[tuple[int, int, int]], long: int, more: int) -> list[_Loo
 
 
 def _locate(run: LoopItems, parts: list[_LoopPart], which: int) -> list[_Located]:
-    """The items of the shorter or longer run."""
+    """Find each item's target in the parts, in the shorter or the longer run."""
     starts = [part.starts[which] for part in parts]
     located: list[_Located] = []
     for numbers, target in zip(run.numbers, run.targets, strict=True):
@@ -499,15 +499,15 @@ def _list_kinds(part: _LoopPart) -> Iterator[list[tuple[int, int, int, int]]]:
 def _find_rules(
     part: _LoopPart, located: list[list[_Located]], kinds: list[tuple[int, int, int, int]], more: int, step: int
 ) -> list[tuple[list[_Rule], int]] | None:
-    """The rules of a part's turns, each with how many these are; None where it cannot be continued in this way."""
+    """Return the rules of a part's turns, with how many these are; None where it cannot be continued in this way."""
     found: list[tuple[list[_Rule], int]] = []
     for long_turn, short_turn, alike, count in kinds:
         seen = [(_LONG, turn) for turn in range(1, alike)] + [(_SHORT, turn) for turn in range(1, alike - 1)]
         found.append(([], count))
         for offset in range(part.length):
-            at = part.index(_LONG, long_turn, offset)
-            was = part.index(_SHORT, short_turn, offset)
-            others = [(which, part.index(which, long_turn + turn, offset), turn) for which, turn in seen]
+            at = part.find(_LONG, long_turn, offset)
+            was = part.find(_SHORT, short_turn, offset)
+            others = [(which, part.find(which, long_turn + turn, offset), turn) for which, turn in seen]
             rule = _find_rule(located, (at, was), others, more, step)
             if rule is None:
                 return None
@@ -518,8 +518,9 @@ def _find_rules(
 def _find_rule(
     located: list[list[_Located]], items: tuple[int, int], others: list[tuple[int, int, int]], more: int, step: int
 ) -> _Rule | None:
-    """Of the longer run's item, the shorter one's, and others in the same place of other turns: (run, item, turns from
-    these). None where they are not on a line, which in a loop goes up or down by a turn's worth, or not at all."""
+    """Return how the longer run's item goes on, from the shorter one's, and others in the same place of other turns:
+    (run, item, turns from these). None where they are not on a line, which in a loop goes up or down by a turn's
+    worth, or not at all."""
     at, was = items
     target, values = located[_LONG][at]
     target_before, before = located[_SHORT][was]
@@ -543,7 +544,7 @@ def _find_rule(
 
 
 def _apply(rules: list[_Rule], turn: int, parts: list[_LoopPart], result: LoopItems) -> None:
-    """Adds a turn to the result. turn: from the one that the rules are of."""
+    """Add a turn to the result. turn: from the one that the rules are of."""
     for like, target, values, slopes in rules:
         numbers = values
         if slopes and turn:
@@ -551,4 +552,4 @@ def _apply(rules: list[_Rule], turn: int, parts: list[_LoopPart], result: LoopIt
         if target is None:
             result.add(like, numbers)
         else:
-            result.add(like, numbers[:-1], parts[target[0]].index(_NEW, numbers[-1], target[1]))
+            result.add(like, numbers[:-1], parts[target[0]].find(_NEW, numbers[-1], target[1]))

@@ -32,7 +32,7 @@ from recipe_lib.plan.tracing.operator_costs import (
 )
 from recipe_lib.plan.world.cached_fake_mode import CachedCall, CachedFakeMode
 from recipe_lib.plan.world.compiled_code import around_operator, inside_of
-from recipe_lib.plan.world.patches import Patch, hide_propagation, on_shards, patched
+from recipe_lib.plan.world.patches import Patch, apply_patches, hide_propagation, on_shards
 
 # `fn(operator's name, its arguments, stream)` to [(bytes, whether they stay taken)] of an operator with arithmetic.
 KernelMemory = Callable[[str, Sequence[Any], int], list[tuple[int, bool]]]
@@ -104,7 +104,7 @@ class Tracer(TorchDispatchMode):
     def running(self) -> Iterator[None]:
         """Traces inside the block."""
         following = self._places.following(self.label_optimizer)
-        with patched([*self._follow_resizes(), *hide_propagation(self)]), following, self:
+        with apply_patches([*self._follow_resizes(), *hide_propagation(self)]), following, self:
             yield
         self._held.clear()  # what is released afterwards is no part of the run
 
@@ -125,18 +125,18 @@ class Tracer(TorchDispatchMode):
         assert self.checker is not None
         self.checker.counts, self.values_are_zero, self.checker.phase = True, True, self.trace.phases[self.phase]
         try:
-            with patched(read_lists_as_ones()):
+            with apply_patches(read_lists_as_ones()):
                 yield
         finally:
             self.checker.counts = self.values_are_zero = False
 
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor's memory now; -1: none is known."""
-        history = self._history(tensor)
+        history = self._find_history(tensor)
         return history[-1] if history else -1
 
-    def _history(self, tensor: Tensor) -> list[int]:
-        """The numbers of a tensor's memory, one for each size it had; none is known: an empty list."""
+    def _find_history(self, tensor: Tensor) -> list[int]:
+        """Return the numbers of a tensor's memory, one for each size it had; none is known: an empty list."""
         held = self._held.get(tensor.untyped_storage()._cdata)
         return held[0] if held else []
 
@@ -271,7 +271,7 @@ class Tracer(TorchDispatchMode):
         """Notes the memory of tensors, where it is new. name: of the operator that made it, if one did."""
         for tensor in tensors:
             device = _device_of(tensor)
-            if not has_memory(tensor) or device == "meta" or self._history(tensor):
+            if not has_memory(tensor) or device == "meta" or self._find_history(tensor):
                 continue
             kind = "temporary"
             if self.makes_batches:
@@ -339,21 +339,21 @@ class Tracer(TorchDispatchMode):
         self.optimizers[id(optimizer)] = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                name = self.parameter_names.get(id(parameter)) or self._label_of(parameter)  # some rows of one
+                name = self.parameter_names.get(id(parameter)) or self._find_label(parameter)  # some rows of one
                 if parameter.grad is not None:
                     self.label(parameter.grad, "gradients", name)
                 for value in optimizer.state.get(parameter, {}).values():  # perhaps here for this step alone
                     if isinstance(value, Tensor):
                         self.label(value, "optimizer", name)
 
-    def _label_of(self, tensor: Tensor) -> str:
+    def _find_label(self, tensor: Tensor) -> str:
         number = self.number_of(tensor)
         return self.trace.storages[number].label if number >= 0 else ""
 
     def label(self, tensor: Tensor, kind: str, label: str) -> None:
         """Says what a tensor's memory is, now and in every size it had."""
         for part in plain_parts(tensor):
-            for number in self._history(part):
+            for number in self._find_history(part):
                 storage = self.trace.storages[number]
                 if storage.kind == kind and storage.label not in ("", label):
                     storage.label = common_label(storage.label, label)
@@ -363,7 +363,7 @@ class Tracer(TorchDispatchMode):
     def set_kind(self, value: Any, kind: str) -> None:
         """Says of what kind the memory of the tensors in a value is."""
         for tensor in tensors_in(value):
-            for number in self._history(tensor):
+            for number in self._find_history(tensor):
                 self.trace.storages[number].kind = kind
 
     def use_on(self, tensor: Tensor, stream: int) -> None:

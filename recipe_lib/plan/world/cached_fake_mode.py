@@ -84,7 +84,7 @@ class CachedFakeMode:
     def __init__(self, mode: FakeTensorMode, calls: dict[Any, CachedCall | None] | None = None) -> None:
         self.mode = mode
         self.calls = {} if calls is None else calls
-        _attributes.cache_clear()  # they hold the modes of earlier simulations
+        _read_attributes.cache_clear()  # they hold the modes of earlier simulations
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, CachedCall | None]:
         """The operator's result, and what is remembered of the call (None: nothing)."""
@@ -112,12 +112,12 @@ def wrap(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor
     """A FakeTensor as its constructor would make it, with the attributes of one that it did make."""
     fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
     torch._C._set_throw_on_mutable_data_ptr(fake)
-    fake.__dict__.update(_attributes(mode, device))
+    fake.__dict__.update(_read_attributes(mode, device))
     return fake
 
 
 @cache
-def _attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:
+def _read_attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:
     with torch._C._DisableTorchDispatch():
         element = torch.empty(0, device="meta")
     return dict(FakeTensor(mode, element, device).__dict__)

@@ -1,5 +1,5 @@
 """What of torch and transformers is replaced while a program is simulated: what would make a trace wrong or slow, and
-what no dispatch mode sees. Each function here gives some of the replacements, `patched` puts them in place."""
+what no dispatch mode sees. Each function here gives some of the replacements, `apply_patches` puts them in place."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,8 +28,8 @@ _STARTING = (
 
 
 @contextmanager
-def patched(patches: Iterable[Patch]) -> Iterator[None]:
-    """Inside, attributes have other values."""
+def apply_patches(patches: Iterable[Patch]) -> Iterator[None]:
+    """Replace attributes inside the block."""
     with ExitStack() as stack:
         for owner, name, replacement in patches:
             stack.enter_context(mock.patch.object(owner, name, replacement))

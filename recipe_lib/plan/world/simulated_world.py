@@ -21,7 +21,7 @@ from recipe_lib.config.mesh import MESH_DIMS, mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.ops import dtensor_shards as parts
 from recipe_lib.parallel.world import World, world_of
-from recipe_lib.plan.world.patches import Patch, patched
+from recipe_lib.plan.world.patches import Patch, apply_patches
 from recipe_lib.plan.world.simulated_device import MODULE, NAME, register_device
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def simulated_world(
     pin_kernels(like_cpu, capability)
     with ExitStack() as stack:
         stack.enter_context(_fake_group(rank, ranks))
-        stack.enter_context(patched(_tell_meshes_apart(hash((rank, shape)))))
+        stack.enter_context(apply_patches(_tell_meshes_apart(hash((rank, shape)))))
         mesh = dist.device_mesh.init_device_mesh(NAME, shape, mesh_dim_names=MESH_DIMS)
-        stack.enter_context(patched([*_make_meshes_real(), *_use_own_streams()]))
+        stack.enter_context(apply_patches([*_make_meshes_real(), *_use_own_streams()]))
         yield world_of(mesh, rank, ranks, 0, device, parallel.context)
 
 
@@ -66,7 +66,7 @@ def tensors_without_bytes() -> Iterator[FakeTensorMode]:
         # `module.to(...)` swaps fake parameters, and refuses where somebody knows one by a weak reference: the fake
         # mode does, for a table that nobody reads any more.
         nobody = SimpleNamespace(getweakrefs=lambda tensor: [])
-        stack.enter_context(patched([(torch.utils, "weakref", nobody)]))
+        stack.enter_context(apply_patches([(torch.utils, "weakref", nobody)]))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(mode)
         yield mode
