@@ -18,8 +18,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.plan.allocation.blocks import SEGMENT_ROUNDING, Block, round_size, segment_size
-from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
+from recipe_lib.plan.allocation.caching_allocator import (
+    SEGMENT_ROUNDING,
+    AllocatorSettings,
+    Block,
+    CachingAllocator,
+    OutOfMemory,
+    round_size,
+    segment_size,
+)
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.trace import Trace
 

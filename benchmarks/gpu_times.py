@@ -26,8 +26,7 @@ from recipe_lib.parallel import start_world
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
 from recipe_lib.plan.timing.calibrate import calibrate
 from recipe_lib.plan.timing.calibration import LARGE_MATMUL, read_calibration
-from recipe_lib.plan.timing.stream_schedule import schedule
-from recipe_lib.plan.timing.time_by_kind import ATTENTION, KINDS, time_by_kind
+from recipe_lib.plan.timing.stream_schedule import ATTENTION, KINDS, schedule, time_by_kind
 from recipe_lib.plan.tracing.simulate import STEADY
 from recipe_lib.plan.world.planned_batches import PlannedData
 from tests.plan.apart import apart

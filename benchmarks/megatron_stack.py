@@ -293,10 +293,10 @@ class Training:
     def label(self, tracer: Tracer) -> None:
         """Tells what is what."""
         for name, parameter in self.model.named_parameters():
-            tracer.labels.label(parameter, "parameters", name)
-        tracer.labels.label(self.gradients, "gradients", "gradients")
+            tracer.label(parameter, "parameters", name)
+        tracer.label(self.gradients, "gradients", "gradients")
         for state in self.states:
-            tracer.labels.label(state, "optimizer", "states")
+            tracer.label(state, "optimizer", "states")
         if self.model.last:
             tracer.vocabulary.add(self.model.output.weight.shape[0])
 
@@ -361,7 +361,7 @@ def _trace(sizes: Any, layout: Layout, place: int) -> Trace:
     rank = place * layout.ranks // layout.pipeline
     with simulated_world(parallel, rank, layout.ranks) as world, tensors_without_bytes() as mode:
         tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory(sizes.architecture))
-        tracer.stream = connect_streams(tracer.record, tracer.wait)
+        connect_streams(tracer)
         with tracer.running():
             tracer.begin_phase(SETUP)
             training = Training(sizes, layout, place, world)

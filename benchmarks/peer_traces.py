@@ -32,13 +32,13 @@ def trace_run(run: PeerRun, sizes: Mapping[str, Any]) -> Trace:
     world = simulated_world(ParallelConfig(), 0, 1, capability=run.capability)
     with world as ranks, tensors_without_bytes() as mode, _quiet_collector(), _attention_of(run):
         tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory(architecture))
-        tracer.stream = connect_streams(tracer.record, tracer.wait, tracer.use_on)
+        connect_streams(tracer)
         with tracer.running():
             tracer.begin_phase(SETUP)
             model = build_model(run, sizes, ranks.device)
             tracer.name_modules(model)
             for name, parameter in model.named_parameters():
-                tracer.labels.label(parameter, "parameters", name)
+                tracer.label(parameter, "parameters", name)
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=True)
             batch = torch.zeros(run.batch, run.tokens, dtype=torch.int64, device=ranks.device)

@@ -16,8 +16,7 @@ from unittest import mock
 from torch import Tensor
 from torch.distributed.fsdp import _flat_param, _runtime_utils
 
-from recipe_lib.plan.allocation.blocks import Block
-from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator
+from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, Block, CachingAllocator
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.timing.cost import HOST_SECONDS, op_seconds
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, WAIT, Op, Trace

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.timing.stream_schedule import schedule
-from recipe_lib.plan.timing.time_by_kind import (
+from recipe_lib.plan.timing.stream_schedule import (
     KINDS,
     MEMORY_BOUND,
     kernel_overhead,
     memory_bound_by_module,
     operators_launched,
+    schedule,
     time_by_kind,
 )
 from recipe_lib.plan.trace import Trace

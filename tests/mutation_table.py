@@ -26,7 +26,7 @@ MUTATIONS = [
     # The plan: memory, time, ranks, search, the check of streams.
     Mutation(
         name="segment_of_ten_mib",
-        path="recipe_lib/plan/allocation/blocks.py",
+        path="recipe_lib/plan/allocation/caching_allocator.py",
         old="return LARGE_SEGMENT if size < LARGE_REQUEST else",
         new="return LARGE_SEGMENT if size <= LARGE_REQUEST else",
         harm="a tensor of 10 MiB is planned to reserve 20",
@@ -42,9 +42,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="reduce_scatter_of_a_shard",
-        path="recipe_lib/plan/tracing/collectives.py",
-        old='"c10d::_reduce_scatter_base_": ("reduce_scatter", 1),',
-        new='"c10d::_reduce_scatter_base_": ("reduce_scatter", 0),',
+        path="recipe_lib/plan/tracing/operator_costs.py",
+        old='"c10d::_reduce_scatter_base_": ("reduce_scatter", 1, False),',
+        new='"c10d::_reduce_scatter_base_": ("reduce_scatter", 0, False),',
         harm="gradients are planned to be sent as one rank's part of them",
         tests=("tests/plan/test_cluster.py::test_totals_of_sharding",),
     ),

@@ -173,7 +173,7 @@ def link_steps(ranks: int, on_gpu: bool, environment: dict[str, str], rank: int,
     import torch
 
     from recipe_lib.cli.launch import cores
-    from recipe_lib.plan.timing.links import CPU_SIZES, GPU_SIZES, collective_steps
+    from recipe_lib.plan.timing.calibrate import CPU_SIZES, GPU_SIZES, collective_steps
 
     os.environ.update(environment)
     os.environ.setdefault("NCCL_DEBUG", "WARN")

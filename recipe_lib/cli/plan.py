@@ -221,7 +221,7 @@ def calibrate(path: Path) -> str:
 
     rates = measure()
     if rates["dry_run"]:
-        from recipe_lib.plan.timing.measure_operators import measure_operators
+        from recipe_lib.plan.timing.calibrate import measure_operators
 
         with small_steps() as steps:
             rates |= measure_operators(steps)

@@ -16,7 +16,7 @@ from recipe_lib.config.mesh import DATA_DIMS, micro_batches
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.gradient_accumulation import once_a_step
-from recipe_lib.plan.allocation.blocks import LAUNCH_QUEUE
+from recipe_lib.plan.allocation.caching_allocator import LAUNCH_QUEUE
 from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
 from recipe_lib.plan.hardware import Hardware
@@ -55,8 +55,15 @@ from recipe_lib.plan.timing.cost import (
     model_flops_utilization,
     wire_bytes,
 )
-from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
-from recipe_lib.plan.timing.time_by_kind import ATTENTION, MATMULS, MEMORY_BOUND, operators_launched, time_by_kind
+from recipe_lib.plan.timing.stream_schedule import (
+    ATTENTION,
+    MATMULS,
+    MEMORY_BOUND,
+    StepTime,
+    operators_launched,
+    schedule,
+    time_by_kind,
+)
 from recipe_lib.plan.trace import ALLOC, Collective, Storage, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.tracing.simulate_deep import simulate_deep

@@ -13,7 +13,7 @@ from recipe_lib.cli import doctor, doctor_findings, doctor_probes
 from recipe_lib.cli.doctor_findings import advice, findings
 from recipe_lib.cli.doctor_report import report
 from recipe_lib.cli.main import main
-from recipe_lib.plan.timing import calibration, links
+from recipe_lib.plan.timing import calibrate, calibration
 from recipe_lib.units import GIB, MIB
 from tests.cli.commands import ROOT
 from tests.cli.machines import gpu, healthy, put, ways
@@ -203,8 +203,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("on a GPU this would be the real thing")
     monkeypatch.setattr(doctor_probes, "WRITTEN", MIB)
-    monkeypatch.setattr(links, "CPU_SIZES", (4096, 65536))
-    monkeypatch.setattr(links, "ROUNDS", 2)
+    monkeypatch.setattr(calibrate, "CPU_SIZES", (4096, 65536))
+    monkeypatch.setattr(calibrate, "ROUNDS", 2)
     monkeypatch.setattr(doctor_probes, "torchao_steps", faked({"torchao": "0.18.0"}))
     monkeypatch.setattr(doctor_probes, "installed", lambda name: {"torch": "2.13.0", "torchao": "0.18.0"}.get(name))
     for name in ("DISK", "MEMORY"):
@@ -229,7 +229,7 @@ def test_what_doctor_measures_over_gloo_a_plan_uses(quick: None, tmp_path: Path,
         assert apart(main, ["plan", "--config", "demo/full", *words, "--calibration", str(file)]) == 0
         return json.loads((tmp_path / "plan.json").read_text())["time"]["communication"]
 
-    for operation in links.OPERATIONS:
+    for operation in calibrate.OPERATIONS:
         for point in values["links"][operation]:
             point["seconds"] *= 1000
     slow = tmp_path / "slow.json"
@@ -244,7 +244,7 @@ def test_wrong_numbers_and_ranks_that_stand_still(quick: None, monkeypatch: pyte
 
     import torch.distributed as dist
 
-    monkeypatch.setattr(links, "CPU_SIZES", (4096,))
+    monkeypatch.setattr(calibrate, "CPU_SIZES", (4096,))
     monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda result, whole: result.zero_())
     found = doctor.measure_links(2, on_gpu=False)
     assert [(row["operation"], row["wrong"]) for row in found["points"]] == [
@@ -254,14 +254,14 @@ def test_wrong_numbers_and_ranks_that_stand_still(quick: None, monkeypatch: pyte
     ]
     assert not found["failed"] and not doctor.usable(found)
 
-    original = links.measure_collective
+    original = calibrate.measure_collective
 
     def late(operation: str, size: int, rank: int, *rest: Any) -> dict[str, Any]:
         if rank == 1 and operation == "all_gather":
             time.sleep(60)
         return original(operation, size, rank, *rest)
 
-    monkeypatch.setattr(links, "measure_collective", late)
+    monkeypatch.setattr(calibrate, "measure_collective", late)
     monkeypatch.setattr(doctor, "STEP_SECONDS", 4.0)
     found = doctor.measure_links(2, on_gpu=False)
     assert found["hung"] and found["failed"][0] == "rank 0: all_gather of 4.00 KiB: not done after 4 s"

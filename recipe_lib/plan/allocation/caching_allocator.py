@@ -5,25 +5,158 @@ Not modeled: CUDA graphs' private pools, several threads, address space that run
 settings `max_split_size`, `roundup_power2_divisions` and `garbage_collection_threshold`.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from recipe_lib.plan.allocation.blocks import (
-    LARGE_SEGMENT,
-    LAUNCH_QUEUE,
-    ROUNDING,
-    SMALL_SIZE,
-    Block,
-    Pool,
-    check_blocks,
-    growable_size,
-    join_neighbors,
-    round_size,
-    segment_size,
-)
-from recipe_lib.units import format_bytes
+from recipe_lib.units import MIB, format_bytes
+
+# Blocks of memory and the pools they wait in, for the model of CUDA's caching allocator
+# (allocator.py).
+
+
+ROUNDING = 512  # every block is a multiple of it
+SMALL_SIZE = MIB  # the largest block of the small pool
+SMALL_SEGMENT = 2 * MIB  # segments and pages of the small pool
+LARGE_SEGMENT = 20 * MIB  # pages of the large pool, and the segment of a request from 1 to 10 MiB
+LARGE_REQUEST = 10 * MIB  # requests from here on take a segment of their own size
+SEGMENT_ROUNDING = 2 * MIB  # which is a multiple of it
+# Kernels of a stream that a host can have issued and that are not done: about 1000 for each stream, as measured in
+# forums.developer.nvidia.com/t/68937; the next launch waits. No document of NVIDIA's has the number.
+LAUNCH_QUEUE = 1024
+
+
+def block_bytes(size: int) -> int:
+    """What a block for so many bytes has at the least."""
+    return -(-size // ROUNDING) * ROUNDING
+
+
+class Block:
+    """A piece of a segment; what `malloc` hands out.
+
+    mapped: it has memory; a stretch of an expandable segment may have addresses only. previous, next: its neighbors in
+    the segment. streams: others than its own that use it. pending: how many of them may still do so after it was freed.
+    """
+
+    __slots__ = (
+        "address",
+        "size",
+        "requested",
+        "pool",
+        "allocated",
+        "mapped",
+        "previous",
+        "next",
+        "streams",
+        "pending",
+    )
+
+    def __init__(self, address: int, size: int, pool: "Pool", mapped: bool = True):
+        self.address, self.size, self.pool, self.mapped = address, size, pool, mapped
+        self.requested = self.pending = 0
+        self.allocated = False
+        self.previous: Block | None = None
+        self.next: Block | None = None
+        self.streams: set[int] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Neither handed out nor still in use by a stream."""
+        return not self.allocated and not self.pending
+
+
+class Pool:
+    """The small or the large blocks of one stream that are free, by size and address, and those without memory."""
+
+    __slots__ = "small", "stream", "page", "free", "unmapped", "blocks"
+
+    def __init__(self, small: bool, stream: int):
+        self.small, self.stream = small, stream
+        self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
+        self.free: list[tuple[int, int]] = []
+        self.unmapped: list[int] = []
+        self.blocks: dict[int, Block] = {}
+
+    def insert(self, block: Block) -> None:
+        """Of now on the block is free, or has no memory."""
+        if block.mapped:
+            insort(self.free, (block.size, block.address))
+        else:
+            insort(self.unmapped, block.address)
+        self.blocks[block.address] = block
+
+    def remove(self, block: Block) -> None:
+        """The opposite."""
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, block.address)]
+        del self.blocks[block.address]
+
+
+def round_size(num_bytes: int) -> int:
+    """Bytes of the block for a request (`round_size` in CUDACachingAllocator.cpp)."""
+    return max(ROUNDING, block_bytes(num_bytes))
+
+
+def segment_size(size: int) -> int:
+    """Bytes of a new segment for a block of `size` (`get_allocation_size`)."""
+    if size <= SMALL_SIZE:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < LARGE_REQUEST else -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
+
+
+def growable_size(block: Block) -> int:
+    """Bytes that the block has, with the addresses after it that have no memory yet."""
+    following = block.next
+    return block.size + (following.size if following and not following.mapped else 0)
+
+
+def cut_off(block: Block, size: int) -> Block:
+    """Leave a block its first `size` bytes, and return the rest as another, which follows it."""
+    rest = Block(block.address + size, block.size - size, block.pool, mapped=block.mapped)
+    rest.previous, rest.next = block, block.next
+    if block.next:
+        block.next.previous = rest
+    block.next, block.size = rest, size
+    return rest
+
+
+def join_neighbors(block: Block) -> None:
+    """A free block, not yet in its pool, takes in those before and after it that are free too; one without memory
+    those without (`try_merge_blocks`)."""
+    pool, before, after = block.pool, block.previous, block.next
+    if before and not before.allocated and not before.pending and before.mapped == block.mapped:
+        pool.remove(before)
+        block.address, block.size, block.previous = before.address, block.size + before.size, before.previous
+        if before.previous:
+            before.previous.next = block
+    if after and not after.allocated and not after.pending and after.mapped == block.mapped:
+        pool.remove(after)
+        block.size, block.next = block.size + after.size, after.next
+        if after.next:
+            after.next.previous = block
+
+
+def check_blocks(blocks: list[Block], pools: list[Pool]) -> None:
+    """AssertionError if blocks (all of them, by address) overlap, are wrongly linked, or are not in the pool where they
+    belong, or if two of a kind lie side by side unmerged."""
+    for block, above in zip(blocks, blocks[1:], strict=False):
+        assert block.address + block.size <= above.address
+    for block in blocks:
+        assert block.size > 0 and block.size % ROUNDING == 0 and block.address % ROUNDING == 0
+        assert (block.pool.blocks.get(block.address) is block) == block.idle
+        assert not block.allocated or 0 < block.requested <= block.size
+        assert block.mapped or block.idle and block.size % block.pool.page == 0
+        if block.next:
+            assert block.next.previous is block and block.address + block.size == block.next.address
+            assert block.next.pool is block.pool
+            assert not (block.idle and block.next.idle and block.mapped == block.next.mapped)
+    for pool in pools:
+        assert pool.free == sorted((block.size, at) for at, block in pool.blocks.items() if block.mapped)
+        assert pool.unmapped == sorted(at for at, block in pool.blocks.items() if not block.mapped)
+
 
 # Like a device's: above 32 bits, so that viewers read every address as one type.
 _FIRST_ADDRESS = 0x7000_0000_0000 // LARGE_SEGMENT * LARGE_SEGMENT
@@ -93,12 +226,7 @@ class CachingAllocator:
         else:
             split = excess > SMALL_SIZE
         if split:
-            rest, block = block, Block(block.address, size, pool)
-            block.previous, block.next = rest.previous, rest
-            if rest.previous:
-                rest.previous.next = block
-            rest.previous, rest.address, rest.size = block, rest.address + size, excess
-            pool.insert(rest)
+            pool.insert(cut_off(block, size))
         block.allocated, block.requested = True, num_bytes
         self._active.add(block)
         self.requested += num_bytes
@@ -298,12 +426,7 @@ class CachingAllocator:
         self._count_reserved("segment_map", block.address, size, pool.stream)
         pool.remove(block)
         if size < block.size:
-            rest = Block(block.address + size, block.size - size, pool, mapped=False)
-            rest.previous, rest.next = block, block.next
-            if block.next:
-                block.next.previous = rest
-            block.next, block.size = rest, size
-            pool.insert(rest)
+            pool.insert(cut_off(block, size))
         block.mapped = True
         join_neighbors(block)
         block.pool.insert(block)
@@ -318,20 +441,11 @@ class CachingAllocator:
             return
         pool.remove(block)
         if block.address < begin:
-            before = Block(block.address, begin - block.address, pool)
-            before.previous, before.next = block.previous, block
-            if block.previous:
-                block.previous.next = before
-            block.previous = before
+            before, block = block, cut_off(block, begin - block.address)
             pool.insert(before)
         if end < block.address + block.size:
-            after = Block(end, block.address + block.size - end, pool)
-            after.previous, after.next = block, block.next
-            if block.next:
-                block.next.previous = after
-            block.next = after
-            pool.insert(after)
-        block.address, block.size, block.mapped = begin, end - begin, False
+            pool.insert(cut_off(block, end - begin))
+        block.mapped = False
         join_neighbors(block)
         if block.previous or block.next:
             pool.insert(block)  # else the segment is empty, and goes with its addresses

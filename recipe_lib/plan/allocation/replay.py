@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from recipe_lib.plan.allocation.blocks import Block
-from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
+from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, Block, CachingAllocator, OutOfMemory
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, USE, Trace
 
 

@@ -13,7 +13,7 @@ from recipe_lib.plan.allocation.untraced_memory import (
     varlen_backward_scratch,
     workspace_bytes,
 )
-from recipe_lib.plan.timing.grouped_times import one_kernel
+from recipe_lib.plan.timing.cost import one_kernel
 from recipe_lib.plan.tracing.tracer import KernelMemory
 
 _MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
@@ -27,6 +27,51 @@ _ATTENTION = frozenset(
 _VARLEN = frozenset({"torch_attn::_varlen_attn_backward", "aten::_flash_attention_backward"})
 
 
+def _size_attention(args: Sequence[Any]) -> list[int]:
+    _, query, key = args[:3]
+    rows, heads, queries, width = query.shape
+    return attention_backward_scratch(
+        rows=rows,
+        heads=heads,
+        kv_heads=key.shape[1],
+        queries=queries,
+        keys=key.shape[2],
+        head_width=width,
+        element_bytes=query.element_size(),
+    )
+
+
+def _size_varlen(args: Sequence[Any]) -> list[int]:
+    _, query, key = args[:3]
+    tokens, heads, width = query.shape[-3:]
+    bounds = [value for value in args[3:] if isinstance(value, torch.Tensor) and value.dtype == torch.int32]
+    return varlen_backward_scratch(
+        tokens=tokens,
+        documents=len(bounds[0]) - 1 if bounds else 1,
+        heads=heads,
+        kv_heads=key.shape[-2],
+        head_width=width,
+        element_bytes=query.element_size(),
+    )
+
+
+# By operator the bytes of each scratch tensor, from its arguments.
+_SIZES: dict[str, Callable[[Sequence[Any]], list[int]]] = {
+    **dict.fromkeys(_ATTENTION, _size_attention),
+    **dict.fromkeys(_VARLEN, _size_varlen),
+    # What one kernel for the rows of all experts is given of each; the last argument has the ends of their rows.
+    "aten::_grouped_mm": lambda args: [grouped_arguments(groups=len(args[2]))],
+    "aten::embedding_dense_backward": lambda args: embedding_backward_scratch(
+        tokens=args[1].numel(), width=args[0].shape[-1]
+    ),
+    "aten::_softmax_backward_data": lambda args: softmax_backward_scratch(
+        numbers=args[0].numel(), element_bytes=args[0].element_size()
+    ),
+    # NF4's scales, each block's in the type of its numbers, which a first kernel makes of 8 bits.
+    "tune_recipes::dequantize_nf4": lambda args: [len(args[0]) * args[3].element_size()],
+}
+
+
 def kernel_memory(architecture: str) -> KernelMemory:
     """What each operator takes besides its outputs on a device of this architecture, as a tracer asks for it.
 
@@ -37,67 +82,15 @@ def kernel_memory(architecture: str) -> KernelMemory:
     workspace = workspace_bytes(architecture)
     if not workspace:
         return lambda name, args, stream: []
+    matmuls = _MATMULS if one_kernel(architecture) else _MATMULS | {"aten::_grouped_mm"}
 
-    def matmul(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
+    def scratch(name: str, args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
+        if name not in matmuls:
+            return [(size, False) for size in _SIZES[name](args)] if name in _SIZES else []
         place = (stream, torch._C._current_graph_task_id() != -1)
         if place in taken:
             return []
         taken.add(place)
         return [(workspace, True)]
 
-    table: dict[str, Callable[[Sequence[Any], int], list[tuple[int, bool]]]] = dict.fromkeys(_MATMULS, matmul)
-    table |= dict.fromkeys(_ATTENTION, _attention) | dict.fromkeys(_VARLEN, _varlen)
-    table["aten::_grouped_mm"] = _grouped if one_kernel(architecture) else matmul
-    table["aten::embedding_dense_backward"] = _embedding
-    table["aten::_softmax_backward_data"] = _softmax
-    table["tune_recipes::dequantize_nf4"] = _scales
-
-    def scratch(name: str, args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
-        found = table.get(name)
-        return found(args, stream) if found else []
-
     return scratch
-
-
-def _attention(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
-    _, query, key = args[:3]
-    rows, heads, queries, width = query.shape
-    sizes = attention_backward_scratch(
-        rows=rows, heads=heads, kv_heads=key.shape[1], queries=queries, keys=key.shape[2], head_width=width,
-        element_bytes=query.element_size(),
-    )  # fmt: skip
-    return [(size, False) for size in sizes]
-
-
-def _varlen(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
-    _, query, key = args[:3]
-    tokens, heads, width = query.shape[-3:]
-    boundaries = next(
-        (value for value in args[3:] if isinstance(value, torch.Tensor) and value.dtype == torch.int32), None
-    )
-    sizes = varlen_backward_scratch(
-        tokens=tokens, documents=len(boundaries) - 1 if boundaries is not None else 1, heads=heads,
-        kv_heads=key.shape[-2], head_width=width, element_bytes=query.element_size(),
-    )  # fmt: skip
-    return [(size, False) for size in sizes]
-
-
-def _grouped(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
-    """What one kernel for the rows of all experts is given of each; its last argument has the ends of their rows."""
-    return [(grouped_arguments(groups=len(args[2])), False)]
-
-
-def _embedding(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
-    gradient, tokens = args[:2]
-    return [(size, False) for size in embedding_backward_scratch(tokens=tokens.numel(), width=gradient.shape[-1])]
-
-
-def _softmax(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
-    gradient = args[0]
-    sizes = softmax_backward_scratch(numbers=gradient.numel(), element_bytes=gradient.element_size())
-    return [(size, False) for size in sizes]
-
-
-def _scales(args: Sequence[Any], stream: int) -> list[tuple[int, bool]]:
-    """NF4's scales, each block's in the type of its numbers, which a first kernel makes of 8 bits."""
-    return [(len(args[0]) * args[3].element_size(), False)]

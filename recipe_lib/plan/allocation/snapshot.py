@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.files import replace_bytes
-from recipe_lib.plan.allocation.blocks import Block
-from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
+from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, Block, CachingAllocator, OutOfMemory
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Storage, Trace
 
 Frames = list[dict[str, Any]]

@@ -23,7 +23,7 @@ from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.data.workers import forks, worker_count
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.parallel.world import communicators
-from recipe_lib.plan.allocation.blocks import block_bytes
+from recipe_lib.plan.allocation.caching_allocator import block_bytes
 from recipe_lib.plan.allocation.untraced_memory import outside_torch
 from recipe_lib.plan.build_plan import PlanSettings, plan_ranks
 from recipe_lib.plan.hardware import Hardware

@@ -1,7 +1,6 @@
 """What `tune plan --check-streams` finds: a recipe's streams, waits of the host, and collectives of all ranks."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,7 +80,7 @@ def check_streams(recipe_class: type, cfg: Any, settings: PlanSettings, *, compa
         checker, found = _simulated(recipe_class, cfg, settings, rank, traced)
         return _rank_check(rank, checker, found)
 
-    ranks = _each(follow, followed, "following streams")
+    ranks = in_processes(follow, list(followed), "following streams", unit="ranks")
     result = StreamCheck(ranks, micro_batches=traced, of_micro_batches=count)
     if settings.ranks > 1 and compares:
         small, result.layers = _smaller(cfg)
@@ -89,15 +88,12 @@ def check_streams(recipe_class: type, cfg: Any, settings: PlanSettings, *, compa
         def calls_of(rank: int) -> list[CollectiveCall]:
             return _simulated(recipe_class, small, settings, rank, traced)[0].calls
 
-        compared = range(min(settings.ranks, MOST_RANKS))
-        calls = dict(zip(compared, _each(calls_of, compared, "comparing collectives"), strict=True))
+        compared = list(range(min(settings.ranks, MOST_RANKS)))
+        made = in_processes(calls_of, compared, "comparing collectives", unit="ranks")
+        calls = dict(zip(compared, made, strict=True))
         result.faults = order_faults(calls)
         result.calls, result.compared = sum(map(len, calls.values())), len(compared)
     return result
-
-
-def _each(work: Any, ranks: Iterable[int], what: str) -> list[Any]:
-    return in_processes(work, list(ranks), what, unit="ranks")
 
 
 def _simulated(

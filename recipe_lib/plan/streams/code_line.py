@@ -39,6 +39,11 @@ def _is_shown(file: str) -> bool:
     return not file.startswith(_STANDARD) or file.startswith(_PACKAGES)
 
 
+def is_of_user(file: str) -> bool:
+    """Return whether a file is neither ours nor of an installed package."""
+    return not file.startswith((str(_PACKAGE), _TORCH, _STANDARD, _PACKAGES, "<"))
+
+
 def text_of(line: Line) -> str:
     """`recipe_lib/memory/activation_offload.py:250`; of a package its path in it, of other files as short as can be."""
     file, number = line

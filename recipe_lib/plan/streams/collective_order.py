@@ -9,6 +9,8 @@ waits until all of its ranks are there (`ncclCommInitRank`). No torch in here.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import zip_longest
 
 Group = tuple[str, tuple[int, ...], bool]  # dimension of the mesh, ranks, whether it is for exchanges of two
 _MATCHES = {"send": "recv", "recv": "send"}
@@ -70,9 +72,7 @@ def mismatches(calls: Calls) -> list[str]:
 def _first_difference(
     group: Group, first: int, one: Sequence[CollectiveCall], other_rank: int, other: Sequence[CollectiveCall]
 ) -> str:
-    for place in range(max(len(one), len(other))):
-        here = one[place] if place < len(one) else None
-        there = other[place] if place < len(other) else None
+    for place, (here, there) in enumerate(zip_longest(one, other)):
         if here is None or there is None or not here.matches(there):
             sides = [
                 f"rank {rank} {'makes no such call' if call is None else f'calls {call.text()}'}"
@@ -90,30 +90,16 @@ def _words(group: Group) -> str:
 def circles(calls: Calls) -> list[str]:
     """A circle of collectives each of which waits for the next, if there is one."""
     needs = _needs(calls)
-    waiting = {node: set(before) & needs.keys() for node, before in needs.items()}
-    wanted: dict[_Node, list[_Node]] = defaultdict(list)
-    for node, before in waiting.items():
-        for one in before:
-            wanted[one].append(node)
-    ready = [node for node, before in waiting.items() if not before]
-    while ready:
-        node = ready.pop()
-        del waiting[node]
-        for later in wanted[node]:
-            waiting[later].discard(node)
-            if not waiting[later]:
-                ready.append(later)
-    if not waiting:
+    try:
+        TopologicalSorter(needs).prepare()
         return []
-    path = [next(iter(waiting))]
-    while path[-1] not in path[:-1]:
-        path.append(next(node for node in waiting[path[-1]] if node in waiting))
-    circle = path[path.index(path[-1]) : -1]
+    except CycleError as error:
+        circle = error.args[1][::-1]  # its end is its beginning; each comes before the next one there
     places: dict[_Node, str] = {}
     for rank, node, call in _numbered(calls):
         places.setdefault(node, f"{call.text()} (rank {rank})")
         places.setdefault((node[0], -1), f"the communicator for {call.text()} (rank {rank})")
-    return ["a circle of waits: " + ", which waits for ".join(places[node] for node in [*circle, circle[0]])]
+    return ["a circle of waits: " + ", which waits for ".join(places[node] for node in circle)]
 
 
 def _numbered(calls: Calls) -> list[tuple[int, _Node, CollectiveCall]]:

@@ -2,13 +2,14 @@
 results whose size follows from values as large as they can be."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from recipe_lib.plan.world.patches import Patch
 
 _aten = torch.ops.aten
 
@@ -26,11 +27,14 @@ def _unique(tensor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]
     return flat, torch.empty_like(tensor, dtype=torch.int64), flat.to(torch.int64)
 
 
-def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
-    """Masks become the numbers of all their elements."""
+def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
+    """Masks become the numbers of all their elements; None: there are none."""
+    is_mask = [index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices]
+    if not any(is_mask):
+        return None
     found: list[Tensor | None] = []
-    for index in indices:
-        if index is not None and index.dtype in (torch.bool, torch.uint8):
+    for index, masks in zip(indices, is_mask, strict=True):
+        if index is not None and masks:
             found += [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
         else:
             found.append(index)
@@ -49,28 +53,16 @@ _LARGEST: dict[Any, Callable[..., Any]] = {
 def largest_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The operator's result, every element counted; None: it is none of these."""
     make = _LARGEST.get(func)
-    if make is None or type(args[0]) is not FakeTensor:
-        return None
-    if func is _aten.index.Tensor:
-        masks = [one for one in args[1] if one is not None and one.dtype in (torch.bool, torch.uint8)]
-        if not masks:
-            return None
-    return make(*args, **kwargs)
+    return None if make is None or type(args[0]) is not FakeTensor else make(*args, **kwargs)
 
 
-@contextmanager
-def lists_of_ones() -> Iterator[None]:
+def read_lists_as_ones() -> list[Patch]:
     """`tolist` copies to the host, once, and gives ones; torch's own reads each element by itself."""
-    original = FakeTensor.tolist
 
     def tolist(tensor: Tensor) -> Any:
         return _ones(tensor.cpu().shape, int if not tensor.dtype.is_floating_point else float)
 
-    FakeTensor.tolist = tolist  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FakeTensor.tolist = original  # type: ignore[method-assign]
+    return [(FakeTensor, "tolist", tolist)]
 
 
 def _ones(shape: Sequence[int], kind: Callable[[int], Any]) -> Any:

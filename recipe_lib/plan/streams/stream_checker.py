@@ -13,8 +13,9 @@ waited for through its work or `wait_tensor` (torch 2.8 and later).
 """
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -24,8 +25,7 @@ from torch import Tensor
 from recipe_lib.plan.streams.code_line import Line, code_line, text_of
 from recipe_lib.plan.streams.collective_order import CollectiveCall
 from recipe_lib.plan.trace import Collective, Op, Storage
-from recipe_lib.plan.tracing.operator_costs import tensors_in
-from recipe_lib.plan.tracing.plain_tensors import has_memory
+from recipe_lib.plan.tracing.operator_costs import has_memory, is_blocking, tensors_in
 
 # What happens before what, on the streams of a device and on the host: vector clocks (Mattern,
 # 1989). No torch.
@@ -41,24 +41,19 @@ Clock = dict[int, int]  # by stream the number of the last of its works that is 
 
 
 class VectorClocks:
-    """Streams are numbers; `HOST` is the host. Works are numbered as they are issued, from 1 on."""
+    """Streams are numbers; `HOST` is the host. Works are numbered as they are issued, from 1 on. last: of each stream
+    its last work."""
 
     def __init__(self) -> None:
         self._issued = 0
-        self._host: Clock = {}
-        self._last: Clock = {}
-        self._known: dict[int, Clock] = {}
-        self._events: dict[int, Clock] = {}
+        self.last: Clock = {}
+        self._known: dict[int, Clock] = defaultdict(dict)
 
     def issue(self, stream: int) -> int:
         """The number of a work that the host issues on a stream, or does itself."""
         self._issued += 1
-        self._last[stream] = self._issued
+        self.last[stream] = self._issued
         return self._issued
-
-    def last(self, stream: int) -> int:
-        """The number of the last work of a stream; 0: it has none."""
-        return self._last.get(stream, 0)
 
     def is_before(self, stream: int, work: int, other: int) -> bool:
         """Whether a work of `stream` is done before what `other` does next."""
@@ -67,60 +62,29 @@ class VectorClocks:
     def done(self, stream: int, other: int) -> int:
         """The number of the last work of `stream` that is done before what `other` does next; 0: none is."""
         if stream == other:
-            return self.last(stream)
-        return max(self._host.get(stream, 0), self._known.get(other, {}).get(stream, 0))
-
-    def record(self, stream: int, event: int) -> None:
-        """An event is set after all that a stream has so far."""
-        self._events[event] = self._done_after(stream)
-
-    def wait(self, stream: int, event: int) -> None:
-        """What a stream (or the host) does next comes after an event; one that was never recorded lets it pass."""
-        self._join(stream, self._events.get(event, {}))
-
-    def wait_stream(self, stream: int, other: int) -> None:
-        """The same after all that another stream has so far."""
-        self._join(stream, self._done_after(other))
-
-    def wait_all(self) -> None:
-        """The host waits for all streams."""
-        for stream in list(self._last):
-            self._join(HOST, self._done_after(stream))
-
-    def host_knows(self, event: int) -> bool:
-        """Whether the host would not have to wait for an event, as it has waited for later works."""
-        return self._is_known(self._events.get(event, {}))
-
-    def host_knows_stream(self, stream: int) -> bool:
-        """The same for all that a stream has so far."""
-        return self._is_known(self._done_after(stream))
-
-    def _is_known(self, clock: Clock) -> bool:
-        return all(self._host.get(stream, 0) >= work for stream, work in clock.items())
+            return self.last.get(stream, 0)
+        return max(self._known[HOST].get(stream, 0), self._known[other].get(stream, 0))
 
     def snapshot(self, stream: int) -> Clock:
-        """What is done when all that a stream has so far is; for `join`."""
-        return self._done_after(stream)
-
-    def join(self, stream: int, clock: Clock) -> None:
-        """What a stream (or the host) does next comes after what a snapshot holds."""
-        self._join(stream, clock)
-
-    def _done_after(self, stream: int) -> Clock:
-        clock = dict(self._known.get(stream, {}))
-        _merge(clock, self._host)
+        """What is done when all that a stream has so far is."""
+        clock = dict(self._known[stream])
+        _merge(clock, self._known[HOST])
         if stream != HOST:
-            clock[stream] = self._last.get(stream, 0)
+            clock[stream] = self.last.get(stream, 0)
         return clock
 
-    def _join(self, stream: int, clock: Clock) -> None:
-        _merge(self._host if stream == HOST else self._known.setdefault(stream, {}), clock)
+    def wait(self, stream: int, clock: Clock) -> None:
+        """What a stream (or the host) does next comes after what a snapshot holds."""
+        _merge(self._known[stream], clock)
+
+    def host_knows(self, clock: Clock) -> bool:
+        """Whether the host would not have to wait for it, as it has waited for later works."""
+        return all(self._known[HOST].get(stream, 0) >= work for stream, work in clock.items())
 
 
 def _merge(into: Clock, other: Clock) -> None:
     for stream, work in other.items():
-        if work > into.get(stream, 0):
-            into[stream] = work
+        into[stream] = max(work, into.get(stream, 0))
 
 
 _COMMUNICATORS = 10_000  # numbers of their streams begin here
@@ -176,17 +140,12 @@ class _Memory:
     owners before it."""
 
     storage: Storage
-    pool: int
     written: Access | None = None
     read: dict[int, Access] = field(default_factory=dict)
     before: list[Access] = field(default_factory=list)
     sent: int = 0  # asynchronous collectives that hold it
     recorded: set[int] = field(default_factory=set)
     freed: bool = False
-
-    def uses(self) -> list[Access]:
-        """The accesses that a later one has to come after."""
-        return [*filter(None, [self.written]), *self.read.values()]
 
 
 @dataclass
@@ -219,7 +178,7 @@ class StreamChecker:
         self._memory: dict[int, _Memory] = {}
         self._freed: dict[int, dict[int, Access]] = {}  # by pool and stream, what may still use memory free in it
         self._known: set[tuple[Any, ...]] = set()
-        self._events: set[int] = set()
+        self._events: dict[int, Clock] = {}  # what their streams will have done when they come
         self._names = {HOST: "on the host"}
         self._communicators: dict[tuple[Any, ...], int] = {}
         self._results: dict[int, _Work] = {}  # of functional collectives, by the storage that each made
@@ -232,11 +191,11 @@ class StreamChecker:
 
     def allocated(self, number: int, storage: Storage) -> None:
         """A storage was made, or has another size."""
-        memory = self._memory[number] = _Memory(storage, storage.stream)
+        memory = self._memory[number] = _Memory(storage)
         if not storage.device:
             return
         pool = storage.stream
-        last = self._clocks.last(pool)
+        last = self._clocks.last.get(pool, 0)
         memory.before.append(Access(pool, last, "has", "what was issued before", "", storage.part, code_line()))
         if waiting := self._freed.get(pool):
             still = [one for one in waiting.values() if not self._clocks.is_before(one.stream, one.work, pool)]
@@ -256,27 +215,23 @@ class StreamChecker:
         memory = self._memory.pop(number)
         if not memory.storage.device:
             return
-        for use in [*memory.uses(), *memory.before]:
+        for use in filter(None, [memory.written, *memory.read.values(), *memory.before]):
             if use.stream in memory.recorded or use.stream == HOST or use.does == "has":
                 continue
-            if not self._clocks.is_before(use.stream, use.work, memory.pool):
-                waiting = self._freed.setdefault(memory.pool, {})
+            if not self._clocks.is_before(use.stream, use.work, memory.storage.stream):
+                waiting = self._freed.setdefault(memory.storage.stream, {})
                 if use.stream not in waiting or waiting[use.stream].work < use.work:
                     waiting[use.stream] = use  # a stream's last work ends after its others
 
     def faults(self) -> list[str]:
         """All that was found but waits of the host, in words."""
-        never = [f"{name} at {text_of(line)} is never waited for" for name, line in self.unfinished()]
+        works = dict.fromkeys((work.operator, work.place) for work in (*self._works.values(), *self._results.values()))
+        never = [f"{name} at {text_of(line)} is never waited for" for name, line in works]
         passed = [
             f"{text_of(line)} waits for an event that nothing has recorded, which CUDA lets pass"
             for line in dict.fromkeys(self.unrecorded)
         ]
         return [*map(str, self.races), *never, *passed]
-
-    def unfinished(self) -> list[tuple[str, Line]]:
-        """(operator, line) of the asynchronous collectives that nobody has waited for."""
-        works = [*self._works.values(), *self._results.values()]
-        return list(dict.fromkeys((work.operator, work.place) for work in works))
 
     def recorded_stream(self, number: int, stream: int) -> None:
         """`record_stream`: the allocator keeps the memory until a stream is done with it."""
@@ -287,36 +242,34 @@ class StreamChecker:
 
     def recorded(self, stream: int, event: int) -> None:
         """An event was recorded on a stream."""
-        self._events.add(event)
-        self._clocks.record(stream, event)
+        self._events[event] = self._clocks.snapshot(stream)
 
     def waited(self, stream: int, event: int) -> None:
         """A stream waits for an event; one below 0 was never recorded."""
+        self._clocks.wait(stream, self._find_clock(event))
+
+    def _find_clock(self, event: int) -> Clock:
         if event not in self._events:
             self.unrecorded.append(code_line())
-        self._clocks.wait(stream, event)
+        return self._events.get(event, {})
 
     def synchronized(self, what: str, stream: int | None, event: int | None) -> None:
         """The host waits for an event, for a stream, or for all of them."""
         if event is not None:
-            if event not in self._events:
-                self.unrecorded.append(code_line())
-            if self._clocks.host_knows(event):
-                return
-            self._clocks.wait(HOST, event)
-        elif stream is not None:
-            if self._clocks.host_knows_stream(stream):
-                return
-            self._clocks.wait_stream(HOST, stream)
+            clocks = [self._find_clock(event)]
         else:
-            self._clocks.wait_all()
-        self._wait(what, "", "")
+            clocks = [self._clocks.snapshot(one) for one in (self._clocks.last if stream is None else [stream])]
+        if (event, stream) != (None, None) and self._clocks.host_knows(clocks[0]):
+            return
+        for clock in clocks:
+            self._clocks.wait(HOST, clock)
+        self._wait(what)
 
-    def _wait(self, what: str, module: str, part: str) -> None:
+    def _wait(self, what: str) -> None:
         """One that follows another of the same line, with nothing issued to the device in between, is a part of it."""
         line, issued = code_line(), self._on_device
         if self.counts and (line, issued) != self._last_wait:
-            self.waits.append(HostWait(what, line, module, part, self.phase))
+            self.waits.append(HostWait(what, line, self.phase))
         self._last_wait = line, issued
 
     # Operators
@@ -342,13 +295,14 @@ class StreamChecker:
             access = Access(stream, work, does, op.name, op.module, op.part, line)
             for number in found:
                 at_issue = on_device and not op.transfer and not self._memory[number].storage.device
-                self._use(number, access if not at_issue else self._of_host(access))
+                # The host gives a kernel the number of a tensor of its own.
+                self._use(number, replace(access, stream=HOST) if at_issue else access)
         if is_sent:
             self._sent(op, stream, {*read, *written}, [numbers(one) for one in tensors_in(result)], not on_device)
         waits = self._host_waits(func, args, kwargs, op, (*read, *written))
         if waits:
-            self._clocks.wait_stream(HOST, stream)
-            self._wait(waits, op.module, op.part)
+            self._clocks.wait(HOST, self._clocks.snapshot(stream))
+            self._wait(waits)
 
     def _host_waits(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], op: Op, numbers: Sequence[int]
@@ -358,10 +312,6 @@ class StreamChecker:
             pinned = bool(host) and all(storage.pinned for storage in host)
             return copy_waits(op.name, args, kwargs, op.transfer, pinned)
         return reads_value(op.name, func, args, kwargs, self.device)
-
-    def _of_host(self, access: Access) -> Access:
-        """The same by the host, which gives a kernel the number of a tensor of its own."""
-        return Access(HOST, access.work, access.does, access.operator, access.module, access.part, access.place)
 
     def _numbers(self, tensors: Sequence[Tensor], numbers: Any) -> list[int]:
         found = (numbers(tensor) for tensor in tensors if has_memory(tensor))
@@ -415,7 +365,7 @@ class StreamChecker:
             self._communicators[key] = number = _COMMUNICATORS + len(self._communicators)
             self._names[number] = f"on the communicator of ranks {', '.join(map(str, ranks))}"
         stream = self._communicators[key]
-        self._clocks.wait_stream(stream, after)
+        self._clocks.wait(stream, self._clocks.snapshot(after))
         return stream
 
     def _note_call(self, collective: Collective, stream: int, work: int, line: Line) -> None:
@@ -461,7 +411,7 @@ class StreamChecker:
     def _finish(self, work: _Work | None, stream: int) -> None:
         if work is None:
             return
-        self._clocks.join(HOST if work.on_host else stream, work.clock)
+        self._clocks.wait(HOST if work.on_host else stream, work.clock)
         for number in work.held:
             memory = self._memory.get(number)
             if memory is not None:
@@ -498,30 +448,24 @@ _READS = {
 @dataclass(frozen=True)
 class HostWait:
     """The host stalls until the device comes to it. what: `.item()`, `a blocking copy to the host`, ... place:
-    the line of code. module, part: as an `Op` has them. phase: of the trace."""
+    the line of code. phase: of the trace."""
 
     what: str
     place: Line
-    module: str
-    part: str
     phase: str
-
-    def __str__(self) -> str:
-        where = ", ".join(filter(None, [self.part, self.module]))
-        return f"{self.what} at {text_of(self.place)} ({where})"
 
 
 def reads_value(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> str:
     """What of an operator's result the host reads from tensors of the device, in words; "": nothing."""
     if name in _READS:
-        on_device = any(_type(tensor) == device for tensor in tensors_in((args, tuple(kwargs.values()))))
+        on_device = any(tensor.device.type == device for tensor in tensors_in((args, tuple(kwargs.values()))))
         return _READS[name] if on_device else ""
     if name in ("aten::index", "aten::index_put_", "aten::index_put"):
         indices = [one for one in args[1] if isinstance(one, Tensor)]
-        if any(one.dtype in (torch.bool, torch.uint8) and _type(one) == device for one in indices):
+        if any(one.dtype in (torch.bool, torch.uint8) and one.device.type == device for one in indices):
             return "indexing by a mask"
     if name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
-        repeats = [one for one in tensors_in(args) if _type(one) == device]
+        repeats = [one for one in tensors_in(args) if one.device.type == device]
         if repeats and "Tensor" in func._overloadname and len(args) < 3:
             return "repeat_interleave without output_size"
     return ""
@@ -533,15 +477,10 @@ def copy_waits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], transf
     pinned: whether the host's side is. One to memory that is not pinned is done when it returns; one from there waits
     for its stream first (CUDA's documentation, "API synchronization behavior").
     """
-    blocking = not kwargs.get("non_blocking", len(args) > 2 and name == "aten::copy_" and args[2])
     way = "to the host" if transfer == "to_host" else "to the device"
     if not pinned:
         return f"a copy {way} {'into' if transfer == 'to_host' else 'from'} memory that is not pinned"
-    return f"a blocking copy {way}" if blocking else ""
-
-
-def _type(tensor: Tensor) -> str:
-    return tensor.device.type
+    return f"a blocking copy {way}" if is_blocking(name, args, kwargs) else ""
 
 
 # Which tensors an operator reads and which it writes, from its schema; of collectives from a table.

@@ -9,8 +9,7 @@ from typing import Any
 from recipe_lib.config.suggest import quote
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import Hardware, find_hardware, reported_hardware
-from recipe_lib.plan.timing.cost import OPERATIONS, Calibration, Links, wire_bytes
-from recipe_lib.plan.timing.operator_times import OperatorTime
+from recipe_lib.plan.timing.cost import OPERATIONS, Calibration, Links, OperatorTime, wire_bytes
 from recipe_lib.reading import describe_fault, read_json
 
 VERSION = 1

@@ -4,18 +4,60 @@ No torch in here. Without a calibration file the rates are the data sheet's time
 shape reach (`kernel_rates`).
 """
 
-import bisect
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import combinations
+
+import numpy as np
 
 from recipe_lib.plan.allocation.untraced_memory import attention_backend
 from recipe_lib.plan.hardware import Hardware
-from recipe_lib.plan.timing.grouped_times import is_grouped, matmuls_issued
-from recipe_lib.plan.timing.operator_times import OperatorTime, operator_key
 from recipe_lib.plan.trace import WORK_WAIT, Collective, Op, Trace
+
+# Measured seconds of single operators, as a line over their work: what a CPU is planned with. No
+# torch in here.
+
+
+@dataclass(frozen=True)
+class OperatorTime:
+    """Seconds of one call: base, and more for each operation (multiply and add are two) and each byte moved."""
+
+    base: float
+    per_flop: float
+    per_byte: float
+
+    def seconds(self, flops: float, num_bytes: float) -> float:
+        """Of a call of that size."""
+        return self.base + self.per_flop * flops + self.per_byte * num_bytes
+
+
+def fit(points: Sequence[tuple[float, float, float]]) -> OperatorTime:
+    """The line nearest to measured points (flops, bytes, seconds), none of its numbers below 0; errors count as shares,
+    so that small calls weigh as much as large ones. ValueError without points."""
+    if not points:
+        raise ValueError("no points to fit")
+    known = np.array(points, dtype=float)
+    seconds = np.maximum(known[:, 2], 1e-9)
+    terms = np.stack([np.ones(len(known)), known[:, 0], known[:, 1]], axis=1) / seconds[:, None]
+    best, least = np.array([float(np.median(seconds)), 0.0, 0.0]), np.inf
+    for count in (1, 2, 3):
+        for chosen in combinations(range(3), count):
+            columns = list(chosen)
+            found, *_ = np.linalg.lstsq(terms[:, columns], np.ones(len(known)), rcond=None)
+            off = float(np.square(terms[:, columns] @ found - 1).sum())
+            if (found >= 0).all() and off < least * 0.999:  # fewer terms where more do not help
+                best, least = np.zeros(3), off
+                best[columns] = found
+    return OperatorTime(*map(float, best))
+
+
+def operator_key(name: str, dtype: str) -> str:
+    """By which a calibration knows an operator."""
+    return f"{name} {dtype}".strip()
+
 
 KERNEL_SECONDS = 3e-6  # no kernel is shorter: its start and end on the device, commonly given as 2 to 4 us
 HOST_SECONDS = 6e-6  # for the host to issue one operator from Python, eagerly: 5 to 10 us
@@ -48,13 +90,8 @@ class Links:
         points = self.points.get(operation) or self.points.get("all_gather")
         if not points:
             return None
-        place = bisect.bisect_left(points, (sent, 0.0))
-        if place == 0:
-            return points[0][1]
-        if place == len(points):
-            return points[-1][1] * sent / points[-1][0]
-        (small, quick), (large, slow) = points[place - 1], points[place]
-        return quick + (slow - quick) * (sent - small) / (large - small)
+        largest, slowest = points[-1]
+        return slowest * sent / largest if sent > largest else float(np.interp(sent, *zip(*points, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -186,7 +223,8 @@ def _computing(op: Op, hardware: Hardware, calibration: Calibration | None, spli
     if not op.flops:
         return 0.0
     shape = op.shape[:-1] if is_grouped(op) else op.shape
-    return op.flops / (matmul_rate(hardware, op.dtype, shape, splits) * _matmul_scale(op, hardware, calibration))
+    scale = 1.0 if calibration is None else _interpolate(_matmul_scales(op.dtype, hardware, calibration), op.flops)
+    return op.flops / (matmul_rate(hardware, op.dtype, shape, splits) * scale)
 
 
 def least_op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = None) -> float:
@@ -231,13 +269,9 @@ def is_wait(op: Op) -> bool:
     return op.name == WORK_WAIT or op.name.endswith("wait_tensor")
 
 
-def _matmul_scale(op: Op, hardware: Hardware, calibration: Calibration | None) -> float:
-    """Measured rates of matmuls of this size over those of `matmul_rate`; a dtype that was not measured is as bf16."""
-    return 1.0 if calibration is None else _interpolate(_matmul_scales(op.dtype, hardware, calibration), op.flops)
-
-
 def _matmul_scales(dtype: str, hardware: Hardware, calibration: Calibration) -> list[tuple[float, float]]:
-    """Return (operations, rate in a run over that of `matmul_rate`) of the shapes measured, small ones first.
+    """Return (operations, rate in a run over that of `matmul_rate`) of the shapes measured, small ones first; of a
+    dtype that was not measured those of bf16.
 
     The host issues measured calls one by one: one that takes the host about as long is left out, but for the largest.
     """
@@ -262,13 +296,8 @@ def _attention_scale(hardware: Hardware, calibration: Calibration | None, kernel
 
 def _interpolate(points: Sequence[tuple[float, float]], size: float) -> float:
     """The value at `size` between measured points, straight over the logarithm of size; the ends' beyond them."""
-    if size <= points[0][0]:
-        return points[0][1]
-    for (small, slow), (large, fast) in zip(points, points[1:], strict=False):
-        if size <= large:
-            share = math.log(size / small) / math.log(large / small)
-            return slow + share * (fast - slow)
-    return points[-1][1]
+    sizes, values = zip(*points, strict=True)
+    return float(np.interp(math.log(size), np.log(sizes), values))
 
 
 def model_flops(trace: Trace, phase: str) -> int:
@@ -475,3 +504,53 @@ def adam_rate(hardware: Hardware, num_bytes: int) -> float:
     """Return the bytes a second of torch's fused Adam and AdamW, which are bound by memory or by their own loads."""
     multiprocessors = MULTIPROCESSORS.get(hardware.rates_of or hardware.name, 108)
     return min(bandwidth_rate(hardware, num_bytes), _ADAM.get(hardware.architecture, math.inf) * multiprocessors)
+
+
+# Matmuls over the rows of many experts: which devices have one kernel for all, and what an uneven
+# router changes.
+#
+# No torch in here. Arithmetic and allocated bytes are the same whatever the router chooses; which
+# weights are read, and how many rows are computed with each, is not.
+
+
+# aten/src/ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda: one kernel (CUTLASS) for bf16 on these; else
+# _grouped_mm_fallback of ATen/native/GroupedMMUtils.h, by which the host reads the numbers of rows and issues a matmul
+# for each expert.
+_ONE_KERNEL = ("sm90", "sm100")
+_OURS = "tune_recipes::"  # those of `recipe_lib.ops.grouped`, a loop everywhere
+_FIELDS = 5  # of a grouped matmul's shape; attention has as many
+
+
+def one_kernel(architecture: str) -> bool:
+    """Whether such a GPU has one kernel for a grouped matmul in bf16."""
+    return architecture in _ONE_KERNEL
+
+
+def is_grouped(op: Op) -> bool:
+    """Whether it multiplies rows by the weights of their experts, or makes the gradients of such weights."""
+    return "grouped" in op.name and len(op.shape) == _FIELDS
+
+
+def matmuls_issued(op: Op, architecture: str) -> int:
+    """How many matmuls the host issues one by one for a grouped one, after it has waited for the numbers of their rows;
+    0 for any other operator, and where one kernel computes all of them."""
+    if not is_grouped(op) or architecture == "cpu":
+        return 0
+    if one_kernel(architecture) and op.dtype == "bf16" and not op.name.startswith(_OURS):
+        return 0
+    return op.shape[0]
+
+
+def with_loads(op: Op, experts: int) -> Op:
+    """A grouped matmul whose rows are all of `experts` experts, each with as many: the weights of others are not read,
+    and their gradients are 0. Any other operator as it is."""
+    if not is_grouped(op) or experts >= op.shape[0]:
+        return op
+    matrices, m, k, n, place = op.shape
+    rows = math.ceil(matrices * (m if place == 1 else k) / experts)
+    if place == 2:
+        return replace(op, shape=(experts, m, rows, n, place))
+    # Bytes are those of rows, results and weights, whose elements have one type.
+    elements = matrices * (m * k + k * n + m * n)
+    read = elements - (matrices - experts) * k * n
+    return replace(op, shape=(experts, rows, k, n, place), bytes=op.bytes * read // elements)

@@ -1,18 +1,23 @@
-"""What an operator does, from its schema and its tensors: arithmetic, bytes moved, and whether it takes memory."""
+"""What an operator does, from its schema and its tensors: arithmetic, bytes moved, whether it takes memory, and which
+ranks it is a collective of."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 from recipe_lib.memory.budget import GROUPED, grouped_flops
+from recipe_lib.plan.trace import Collective
 
-_COLLECTIVES = ("c10d::", "_c10d_functional::", "_dtensor::")
-_FSDP = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat")
+_COMMUNICATES = ("c10d::", "_c10d_functional::", "_dtensor::")
 DTYPE_NAMES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -31,9 +36,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 @dataclass(frozen=True, slots=True)
 class Cost:
     """flops: multiply and add are two. bytes: read and written. makes_memory: its outputs may be new storages.
-    relabel: an operator of FSDP, by which memory is known. communicates: a collective. transfer: `to_host` or
-    `to_device` for a copy between host and device. shape: of a matmul or of attention, as `Op` has it. on_host: all of
-    its tensors are the host's."""
+    communicates: a collective. transfer: `to_host` or `to_device` for a copy between host and device. shape: of a
+    matmul or of attention, as `Op` has it. on_host: all of its tensors are the host's."""
 
     name: str
     flops: int
@@ -41,7 +45,6 @@ class Cost:
     dtype: str
     is_view: bool
     makes_memory: bool
-    relabel: bool
     communicates: bool
     transfer: str = ""
     shape: tuple[int, ...] = ()
@@ -78,10 +81,10 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
         flops = _flops(func, args, kwargs, result, shape)
     of = outputs or tensors_in(args)
     dtype = _EIGHT_BITS.get(name) or (DTYPE_NAMES.get(of[0].dtype, "") if of else "")
-    communicates = name.startswith(_COLLECTIVES)
+    communicates = name.startswith(_COMMUNICATES)
     transfer = _transfer(args, of) if name in _COPIES else ""
     on_host = bool(inputs or outputs) and all(tensor.device.type == "cpu" for tensor in (*inputs, *outputs))
-    return Cost(name, flops, size, dtype, is_view, makes_memory, name in _FSDP, communicates, transfer, shape, on_host)
+    return Cost(name, flops, size, dtype, is_view, makes_memory, communicates, transfer, shape, on_host)
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, shape: tuple[int, ...]) -> int:
@@ -89,7 +92,8 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     name = func._schema.name
     count = flop_registry.get(_WITH_RESULT.get(func._overloadpacket, func._overloadpacket))
     if name.startswith("aten::_scaled_dot_product"):
-        return _attention_flops(name, args)
+        rows, queries, keys, _, width = shape  # whole, not only causal: two products forward, five backward
+        return (5 if name.endswith("_backward") else 2) * 2 * rows * queries * keys * width
     if name in GROUPED:
         return grouped_flops(args, result)
     if name in _VARLEN and any(tensor.dim() == 3 for tensor in tensors_in(args)):
@@ -110,6 +114,11 @@ def _written(schema: Any, args: Sequence[Any]) -> int:
     return sum(map(_bytes, tensors_in(written)))
 
 
+def is_blocking(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a copy between host and device is not said to be `non_blocking`."""
+    return not kwargs.get("non_blocking", name == "aten::copy_" and len(args) > 2 and args[2])
+
+
 def _transfer(args: Sequence[Any], results: Sequence[Tensor]) -> str:
     """Which way a copy goes, if between host and device; `copy_` has the tensor that it writes first."""
     devices = [tensor.device.type for tensor in tensors_in(args)]
@@ -117,14 +126,6 @@ def _transfer(args: Sequence[Any], results: Sequence[Tensor]) -> str:
     if (source == "cpu") == (target == "cpu") or "meta" in (source, target):
         return ""
     return "to_host" if target == "cpu" else "to_device"
-
-
-def _attention_flops(name: str, args: Sequence[Any]) -> int:
-    """Attention of q `[b, h, s, e]`: two products of s x t with e forward, five backward; whole, not only causal."""
-    backward = name.endswith("_backward")
-    query, key = args[1:3] if backward else args[:2]
-    rows, heads, queries, width = query.shape
-    return (5 if backward else 2) * 2 * rows * heads * queries * key.shape[2] * width
 
 
 # Attention over documents in one flat list, and how often it multiplies scores: twice forward, five times backward.
@@ -247,3 +248,114 @@ def _seen(keys: int, causal: bool, window: int) -> int:
         return keys
     reach = min(keys, window + 1) if window >= 0 else keys
     return max(1, round(reach - reach * (reach - 1) / (2 * keys)))
+
+
+# Tensors with memory of their own, and the wrappers that hold such.
+
+
+PLAIN_TENSORS = frozenset({FakeTensor, Tensor, nn.Parameter})
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """A wrapper has none of its own; what it holds was seen when that was made."""
+    return type(tensor) in PLAIN_TENSORS or not hasattr(tensor, "__tensor_flatten__")
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a tensor consists of: of a sharded one its local part, of a wrapper what it holds."""
+    if has_memory(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    held = (getattr(tensor, name) for name in names)
+    return [part for value in held if isinstance(value, Tensor) for part in plain_parts(value)]
+
+
+# Sums of gradients by autograd's engine, which are made in place where no mode looks on.
+#
+# Where several operators read a tensor, the engine sums its gradients as they arrive. It adds to
+# the one that it has if nothing else holds that memory (torch/csrc/autograd/input_buffer.cpp), but
+# under a mode of Python, as a trace is one, it always makes a new tensor. Of a tied embedding that
+# is one more gradient of the whole matrix than a run has.
+
+
+ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+
+# Owners of a gradient that is the engine's alone, as a mode sees it: of the tensor in C++ (the engine, the operator's
+# arguments, Python's object), of its memory, and of the object in Python. Torch 2.11 and 2.13, Python 3.11; with other
+# counts a sum is traced as it comes, which plans too much.
+_ALONE = (4, 2, 4)
+
+
+def is_summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator that a mode sees would, without the mode, have been `add_`. To be called with the mode's own
+    arguments and nothing else that refers to what is in them."""
+    if func is not ADD or kwargs or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+        return False
+    held, arrived = args
+    if not isinstance(arrived, Tensor) or held.shape != arrived.shape:
+        return False
+    memory = torch._C._storage_Use_Count(held.untyped_storage()._cdata)
+    return (held._use_count(), memory, sys.getrefcount(held)) == _ALONE and is_non_overlapping_and_dense_or_false(held)
+
+
+# Collectives, from their operators.
+
+
+# The kind of each, which argument holds the tensors, and whether the whole tensor is as often as large as there are
+# ranks.
+_COLLECTIVES = {
+    "c10d::_allgather_base_": ("all_gather", 0, False),
+    "c10d::allgather_": ("all_gather", 0, False),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0, False),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, False),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1, False),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, False),
+    "c10d::allreduce_": ("all_reduce", 0, False),
+    "c10d::allreduce_coalesced_": ("all_reduce", 0, False),
+    "c10d::broadcast_": ("broadcast", 0, False),
+    "c10d::alltoall_base_": ("all_to_all", 0, False),
+    "c10d::alltoall_": ("all_to_all", 0, False),
+    "c10d::send": ("send", 0, False),
+    "c10d::recv_": ("recv", 0, False),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", 0, True),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0, False),
+    "_c10d_functional::all_reduce": ("all_reduce", 0, False),
+    "_c10d_functional::all_reduce_": ("all_reduce", 0, False),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0, False),
+    "_c10d_functional::broadcast": ("broadcast", 0, False),
+}
+
+
+def read_collective(func: Any, args: Sequence[Any], groups: Mapping[str, str]) -> Collective | None:
+    """The collective that an operator is, or None (a wait, a barrier). groups: a group's name -> mesh dimension."""
+    name = func._schema.name
+    if name not in _COLLECTIVES:
+        return None
+    operation, argument, grows = _COLLECTIVES[name]
+    group: Any = dist.group.WORLD
+    if func.namespace != "c10d":
+        group = torch._C._distributed_c10d._resolve_process_group(args[-1])
+    elif objects := [value for value in args if isinstance(value, torch.ScriptObject)]:
+        group = dist.ProcessGroup.unbox(objects[0])
+    ranks = dist.get_process_group_ranks(group)
+    if operation in ("send", "recv"):  # this rank and the other one, whose place in the group is the first number
+        other = next(value for value in args if type(value) is int)
+        ranks = sorted((dist.get_rank(), ranks[other]))
+    tensors = tensors_in(args[argument])
+    return Collective(
+        operation=operation,
+        dim=groups.get(group.group_name, "world"),
+        ranks=tuple(ranks),
+        bytes=(len(ranks) if grows else 1) * sum(map(_bytes, tensors)),
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        dtype=dtype_name(tensors[0].dtype) if tensors else "",
+        waits=func.namespace == "c10d" and not _is_asynchronous(func, args),
+    )
+
+
+def _is_asynchronous(func: Any, args: Sequence[Any]) -> bool:
+    """Its argument says so, or the default of that, which torch leaves out; without one: it is not."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("async_op", "asyncOp"):
+            return bool(args[place] if place < len(args) else argument.default_value)
+    return False

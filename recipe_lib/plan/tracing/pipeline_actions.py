@@ -2,10 +2,8 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
-from unittest import mock
 
 from recipe_lib.config.mesh import micro_batches, stage_count, stages_of_rank
 from recipe_lib.config.schema import ParallelConfig
@@ -23,6 +21,7 @@ from recipe_lib.parallel.pipeline.schedules import (
 from recipe_lib.parallel.pipeline.simulation import StageBytes, live_bytes, simulate, taken_in, with_transfers
 from recipe_lib.plan.trace import ACTION, ALLOC, FREE, OP, ActionMark, Trace
 from recipe_lib.plan.tracing.tracer import Tracer
+from recipe_lib.plan.world.patches import Patch
 
 # Without a pipeline the first micro-batch finds no gradients and the second does; all later ones are like the second,
 # but for the last where that reduces the gradients of all.
@@ -36,9 +35,8 @@ _BASE = 2**32
 _State = tuple[Any, ...]
 
 
-@contextmanager
-def following_actions(tracer: Tracer) -> Iterator[None]:
-    """Inside, the actions of a pipeline's driver are noted in the trace."""
+def follow_actions(tracer: Tracer) -> list[Patch]:
+    """The actions of a pipeline's driver are noted in the trace."""
     trace, previous = tracer.trace, ""
 
     def note(action: Action | None) -> None:
@@ -50,8 +48,7 @@ def following_actions(tracer: Tracer) -> Iterator[None]:
         trace.actions.append(mark)
         trace.events.append((ACTION, len(trace.actions) - 1))
 
-    with mock.patch.object(driver, "on_action", note):
-        yield
+    return [(driver, "on_action", note)]
 
 
 def traced_micro_batches(cfg: Any, place: int = 0) -> int:
@@ -93,10 +90,10 @@ def stand_ins(
     """
     if traced == count:
         return {action: action for action in orders_of(parallel, count, training=training)[place]}
-    waiting = _by_state(parallel, place, traced, training)
+    waiting = _states(_key(parallel), place, traced, training)
     found: dict[Action, Action] = {}
     used: dict[_State, int] = defaultdict(int)
-    for state, actions in _by_state(parallel, place, count, training).items():
+    for state, actions in _states(_key(parallel), place, count, training).items():
         known = waiting.get(state, [])
         if not known or len(known) > len(actions):
             return None
@@ -109,13 +106,6 @@ def stand_ins(
 def orders_of(parallel: ParallelConfig, count: int, *, training: bool = True) -> Orders:
     """The actions of all ranks, transfers included; not to be changed."""
     return _orders(_key(parallel), count, training)
-
-
-def taken_of(parallel: ParallelConfig, place: int, count: int, *, training: bool = True) -> dict[Action, int]:
-    """By send of a rank the number of the action before which its driver lets go of what was sent."""
-    orders = orders_of(parallel, count, training=training)
-    timeline = simulate(orders, parallel, lambda action: UNITS[action.kind])
-    return taken_in(timeline, orders[place], place, parallel)
 
 
 def peers_of(parallel: ParallelConfig, place: int) -> set[int]:
@@ -140,8 +130,11 @@ def _orders(key: _Key, count: int, training: bool) -> Orders:
 
 @cache
 def _states(key: _Key, place: int, count: int, training: bool) -> dict[_State, list[Action]]:
+    """A rank's actions by the states in which it comes to them."""
     parallel = ParallelConfig(**dict(key))
-    order = orders_of(parallel, count, training=training)[place]
+    orders = _orders(key, count, training)
+    order = orders[place]
+    taken = taken_in(simulate(orders, parallel, lambda action: UNITS[action.kind]), order, place, parallel)
     # Each stage counts in digits of its own, so that the sums tell how many of each are alive.
     sizes = {
         stage: StageBytes(kept=_BASE**at, deferred=_BASE**at)
@@ -153,7 +146,7 @@ def _states(key: _Key, place: int, count: int, training: bool) -> dict[_State, l
     trained: set[tuple[int, str]] = set()
     ends = set({one.stage: one for one in order if one.kind in MAKING_GRADIENTS}.values())
     ends = ends if reduces_once(parallel) else set()
-    for live in live_bytes(order, parallel, sizes, 1, taken=taken_of(parallel, place, count, training=training)):
+    for live in live_bytes(order, parallel, sizes, 1, taken=taken):
         action = live.action
         after = (live.kept, live.deferred, live.received, live.handed, live.waiting, live.sent)
         state = (action.stage, action.kind, previous, tuple(sorted(trained)), before, after, action in ends)
@@ -162,11 +155,6 @@ def _states(key: _Key, place: int, count: int, training: bool) -> dict[_State, l
         if action.kind in MAKING_GRADIENTS:
             trained.add((action.stage, action.kind))
     return dict(found)
-
-
-def _by_state(parallel: ParallelConfig, place: int, count: int, training: bool) -> dict[_State, list[Action]]:
-    """A rank's actions by the states in which it comes to them."""
-    return _states(_key(parallel), place, count, training)
 
 
 def name_parts(trace: Trace) -> None:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from recipe_lib.ops.fused_kernels import SHAPED_WORK
-from recipe_lib.plan.trace import ALLOC, FREE, OP, Op
+from recipe_lib.plan.trace import ALLOC, FREE, OP
+from recipe_lib.plan.tracing.operator_costs import tensors_in
 from recipe_lib.plan.tracing.tracer import Tracer
-from recipe_lib.plan.world.cached_fake_mode import NotSure, key_of, wrap
+from recipe_lib.plan.world.cached_fake_mode import CachedCall, NotSure, key_of, remember
 
 _LONGEST_LOOP = 48  # events in one turn
 
@@ -31,24 +31,11 @@ _Function: TypeAlias = Callable[..., Returned]
 
 @dataclass
 class _Notes:
-    """notes: in order. results: of a function that returns a tensor or several; none of one that returns nothing."""
+    """notes: in order. call: how to make the results. outputs: the numbers of the allocations that are theirs."""
 
     notes: list[Note]
-    results: "list[_Result]"
-    several: bool = False
-
-
-@dataclass
-class _Result:
-    """output: number of the allocation that is the result's. elements: of it."""
-
-    output: int
-    elements: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
+    call: CachedCall
+    outputs: list[int]
 
 
 @contextmanager
@@ -98,29 +85,14 @@ def _take_notes(returned: Returned, tracer: Tracer, begin: int) -> _Notes | None
             notes.append((OP, trace.ops[number]))
         else:
             return None
-    several = isinstance(returned, tuple)
-    results: list[Any] = list(returned) if isinstance(returned, tuple) else [] if returned is None else [returned]
-    numbers = [tracer.number_of(result) for result in results]
+    numbers = [tracer.number_of(result) for result in tensors_in(returned)]
     left = len(order) - sum(kind == FREE for kind, _ in notes)
+    call = remember(returned, [])
     if left != len(set(numbers)) or len(numbers) != left or any(number not in order for number in numbers):
         return None
     short, renamed = shorten(notes)
-    return _Notes(
-        short,
-        [
-            _Result(
-                output=renamed.get(order[number], order[number]),
-                elements=trace.storages[number].bytes // result.element_size(),
-                shape=tuple(result.shape),
-                stride=result.stride(),
-                offset=result.storage_offset(),
-                dtype=result.dtype,
-                device=result.fake_device,  # type: ignore[attr-defined]
-            )
-            for number, result in zip(numbers, results, strict=True)
-        ],
-        several,
-    )
+    outputs = [renamed.get(order[number], order[number]) for number in numbers]
+    return None if call is None else _Notes(short, call, outputs)
 
 
 def shorten(notes: list[Note]) -> tuple[list[Note], dict[int, int]]:
@@ -189,20 +161,12 @@ def _repeat(notes: _Notes, tracer: Tracer) -> Returned:
     for kind, entry in notes.notes:
         if kind == ALLOC:
             index, storage = entry
-            numbers[index] = tracer.new(storage.bytes, storage.device, part, module, storage.op, storage.kind)
+            numbers[index] = tracer.new(storage.bytes, storage.device, storage.op, storage.kind)
         elif kind == FREE:
             trace.events.append((FREE, numbers[entry]))
         else:
-            again: Op = replace(entry, part=part, module=module, phase=tracer.phase, stream=tracer.stream())
-            trace.ops.append(again)
-            trace.events.append((OP, len(trace.ops) - 1))
-    results = []
-    for like in notes.results:
-        with torch._C._DisableTorchDispatch():
-            memory = torch.empty(like.elements, dtype=like.dtype, device="meta")
-            shaped = memory.as_strided(like.shape, like.stride, like.offset)
-        results.append(wrap(shaped, tracer.fast.mode, like.device))
-        tracer.hold(results[-1].untyped_storage(), numbers[like.output])
-    if notes.several:
-        return tuple(results)
-    return results[0] if results else None
+            tracer.add(replace(entry, part=part, module=module, phase=tracer.phase, stream=tracer.stream()))
+    result: Returned = notes.call.make([], tracer.fast.mode)
+    for tensor, output in zip(tensors_in(result), notes.outputs, strict=True):
+        tracer.hold(tensor.untyped_storage(), numbers[output])
+    return result

@@ -17,27 +17,24 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.adapters import nf4
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.weights_out import refused_extra, whole
-from recipe_lib.config.mesh import micro_batches
+from recipe_lib.config.mesh import micro_batches, place_with_context, with_context
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, lines_in
 from recipe_lib.models.meta_init import extra_tensors, stored_weights
 from recipe_lib.parallel import World
-from recipe_lib.parallel.gradient_accumulation import reduces_once
+from recipe_lib.parallel.gradient_accumulation import entries_of, reduces_once
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.result import LayerRow
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Op, Storage, Trace
-from recipe_lib.plan.tracing.collectives import group_names, mesh_and_place
-from recipe_lib.plan.tracing.compiled_kernels import compiling
-from recipe_lib.plan.tracing.host_marks import following_host
+from recipe_lib.plan.tracing.operator_costs import plain_parts
 from recipe_lib.plan.tracing.pipeline_actions import (
     ALIKE_FROM,
-    following_actions,
+    follow_actions,
     name_parts,
     repeat_actions,
     traced_micro_batches,
 )
-from recipe_lib.plan.tracing.plain_tensors import plain_parts
 from recipe_lib.plan.tracing.repeated_calls import repeating_shaped_work
 from recipe_lib.plan.tracing.simulated_micro_batches import (
     FEW_MICRO_BATCHES,
@@ -49,13 +46,13 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
     likeness,
     treats_all_alike,
 )
-from recipe_lib.plan.tracing.simulated_works import following_works
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
 from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
+from recipe_lib.plan.world.compiled_code import compiling
+from recipe_lib.plan.world.patches import apply_patches, find_documents, follow_works
 from recipe_lib.plan.world.planned_batches import PlannedData, SequenceShape, batch_tensors
 from recipe_lib.plan.world.simulated_device import NAME
 from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
-from recipe_lib.plan.world.transformers_masks import masks_of_a_run
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 FIRST, STEADY = "first step", "step"
@@ -121,15 +118,14 @@ def simulate(
         simulated = simulated_world(cfg.parallel, rank, ranks, like_cpu=like_cpu, capability=capability)
         with simulated as world, tensors_without_bytes() as mode:
             tracer = Tracer(NAME, CachedFakeMode(mode, _known_calls), kernel_memory, checker)
-            tracer.stream = connect_streams(tracer.record, tracer.wait, tracer.use_on, following_host(tracer))
+            connect_streams(tracer)
+            patches = [*follow_actions(tracer), *find_documents(cfg, shape.documents), *follow_works(tracer)]
             with ExitStack() as stack:
                 stack.enter_context(nf4.make_tables_anew(has_values=False))
                 stack.enter_context(_quiet_collector())
                 stack.enter_context(tracer.running())
-                stack.enter_context(following_actions(tracer))
-                stack.enter_context(masks_of_a_run(cfg, shape.documents))
                 code = stack.enter_context(compiling(tracer)) if cfg.compile else None
-                stack.enter_context(following_works(tracer))
+                stack.enter_context(apply_patches(patches))
                 if checker is None:  # which wants to see every operator
                     stack.enter_context(repeating_shaped_work(tracer))
                 found = _run(recipe_class, cfg, world, shape, tracer, phases, steps, number, alone=traced is not None)
@@ -173,7 +169,10 @@ def _run(
 ) -> Simulated:
     """wanted: micro-batches of a step, None: the fewest that can stand for all. alone: they stand for themselves."""
     notes: list[str] = []
-    tracer.groups |= group_names(world)
+    dims = world.mesh.mesh_dim_names or ()
+    tracer.groups = {world.mesh.get_group(dim).group_name: dim for dim in dims}
+    if world.context is not None:
+        tracer.groups[world.context.name] = "context"
     tracer.begin_phase("setup")
     recipe = cast(Any, recipe_class(cfg, world))
     recipe.setup_model()
@@ -203,9 +202,10 @@ def _run(
     tokens = 0
     for name in steps:
         tracer.begin_phase(name)
-        with tracer.making_batches():
-            batches = next(recipe.data.batches())
-            tracer.see(batch_tensors(batches))  # memory of numpy's, which no operator made
+        tracer.makes_batches = True
+        batches = next(recipe.data.batches())
+        tracer.see(batch_tensors(batches))  # memory of numpy's, which no operator made
+        tracer.makes_batches = False
         tokens = batches.total_tokens
         try:
             with tracer.reading_numbers() if tracer.checker else nullcontext():
@@ -225,7 +225,8 @@ def _run(
         _try_phase("save", lambda: [_gather_trained(model) for model in list(models.values())[-1:]], tracer, notes)
     _interpret(tracer.trace, cfg, stage if world.pipeline is not None else None, None if alone else traced)
     last_stand_for_all(tracer.trace, others, micro_batches(cfg)[1], 0 if alone else traced or 0)
-    mesh, place = mesh_and_place(world, cfg.parallel)
+    mesh = with_context(cfg.parallel, dict(zip(dims, world.mesh.shape, strict=True)))
+    place = place_with_context(cfg.parallel, dict(zip(dims, world.mesh.get_coordinate() or (), strict=True)))
     modules = [facts for name, model in models.items() for facts in module_facts(name, model)]
     divided = [each.pipeline for each in vars(recipe).values() if isinstance(each, Parallel) and each.pipeline]
     stages = divided[-1].layers if divided else {}
@@ -263,9 +264,9 @@ def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[st
 
 def _read_numbers(step: Any, tracer: Tracer) -> None:
     """What a training loop reads of a step, for a checker that counts how often that is."""
-    if tracer.checker is not None and hasattr(step, "numbers"):
-        step.numbers()
     if tracer.checker is not None:
+        if hasattr(step, "numbers"):
+            step.numbers()
         tracer.checker.counts = False
         tracer.checker.save()
 
@@ -466,34 +467,26 @@ def label_models(tracer: Tracer, models: dict[str, nn.Module]) -> None:
     for prefix, model in models.items():
         for name, parameter in model.named_parameters():
             names[id(parameter)] = prefix + name
-            tracer.labels.label(parameter, "parameters", prefix + name)
+            tracer.label(parameter, "parameters", prefix + name)
             if parameter.grad is not None:
-                tracer.labels.label(parameter.grad, "gradients", prefix + name)
+                tracer.label(parameter.grad, "gradients", prefix + name)
         for name, buffer in model.named_buffers():
-            tracer.labels.label(buffer, "parameters", prefix + name)
-        _label_gathered(tracer, prefix, model)
+            tracer.label(buffer, "parameters", prefix + name)
+    for label, held in _list_fsdp_parameters(models):
+        for gathered in getattr(held, "all_gather_outputs", ()):
+            tracer.label(gathered, "gathered", label)
+        tracer.label(held._sharded_param_data, "parameters", label)
     tracer.parameter_names = names
     for optimizer in tracer.optimizers.values():
-        for parameter, state in optimizer.state.items():
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    tracer.labels.label(value, "optimizer", names.get(id(parameter), ""))
+        tracer.label_optimizer(optimizer)
 
 
-def _entries(module: nn.Module) -> list[Any]:
-    """The parameters of an FSDP unit, as FSDP keeps them."""
-    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None) if isinstance(module, FSDPModule) else None
-    return [] if group is None else list(group.fsdp_params)
-
-
-def _label_gathered(tracer: Tracer, prefix: str, model: nn.Module) -> None:
-    """FSDP keeps the tensors that it gathers into, with no memory in between; private names of torch's."""
-    for module in model.modules():
-        for held in _entries(module):
-            label = prefix + (getattr(held, "_param_fqn", None) or "")
-            for gathered in getattr(held, "all_gather_outputs", ()):
-                tracer.labels.label(gathered, "gathered", label)
-            tracer.labels.label(held._sharded_param_data, "parameters", label)
+def _list_fsdp_parameters(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters of FSDP's units as FSDP keeps them, with their names; private names of torch's."""
+    for prefix, model in models.items():
+        for module in model.modules():
+            for held in entries_of(module) if isinstance(module, FSDPModule) else ():
+                yield prefix + (getattr(held, "_param_fqn", None) or ""), held
 
 
 def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> None:
@@ -502,16 +495,15 @@ def label_sums(tracer: Tracer, recipe: Any, models: dict[str, nn.Module]) -> Non
     for divided in vars(recipe).values():
         if isinstance(divided, Parallel) and divided.accumulation is not None:
             for parameter, total in divided.accumulation.sums.items():
-                tracer.labels.label(total, "gradients", tracer.parameter_names.get(id(parameter), ""))
+                tracer.label(total, "gradients", tracer.parameter_names.get(id(parameter), ""))
         if isinstance(divided, Parallel) and divided.levers.layers is not None:
             for name, there in divided.levers.layers.on_device().items():
-                tracer.labels.label(there, "gathered", name)
-    for prefix, model in models.items():
-        for held in (entry for module in model.modules() for entry in _entries(module)):
-            whole = getattr(held, "_unsharded_param", None)
-            for gradient in (getattr(whole, "grad", None), getattr(held, "unsharded_accumulated_grad", None)):
-                if gradient is not None:
-                    tracer.labels.label(gradient, "gradients", prefix + (getattr(held, "_param_fqn", None) or ""))
+                tracer.label(there, "gathered", name)
+    for label, held in _list_fsdp_parameters(models):
+        whole = getattr(held, "_unsharded_param", None)
+        for gradient in (getattr(whole, "grad", None), getattr(held, "unsharded_accumulated_grad", None)):
+            if gradient is not None:
+                tracer.label(gradient, "gradients", label)
 
 
 def module_facts(prefix: str, model: nn.Module) -> list[LayerRow]:

@@ -1,18 +1,28 @@
-"""Which models are simulated with few of their layers, and which whole."""
+"""Which models are simulated with few of their layers, and which whole; the trace of a deep model from those of two
+shallow ones."""
 
 import itertools
 import re
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+import sys
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
+
+import numpy as np
+from torch import nn
 
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import UserError
 from recipe_lib.plan.result import LayerRow
+from recipe_lib.plan.streams.code_line import is_of_user, text_of
 from recipe_lib.plan.trace import ALLOC, FREE, OP, RECORD, USE, WAIT, Op, Storage, Sync, Trace
-from recipe_lib.plan.tracing.sequences import Continued, LoopItems, continue_items
 from recipe_lib.plan.tracing.simulate import Simulated
 from recipe_lib.plan.tracing.simulated_micro_batches import treats_all_alike
+from recipe_lib.plan.world.patches import Patch, apply_patches
 from recipe_lib.plan.world.shape_only_model import find_layer_pattern, layer_count, with_layers
 
 # Of the shorter run: three turns of a layer's loop, of which the first and the last may be unlike the others, and two
@@ -27,26 +37,57 @@ def simulate_deep(
 ) -> Simulated:
     """Return `simulated(cfg)`, by two simulations of few layers where they tell what all of them do.
 
-    Not for a recipe that does not say that it treats all layers alike, nor for a pipeline, whose stages have few.
+    Not for a recipe that does not say that it treats all layers alike, nor for a pipeline, whose stages have few. A
+    recipe that says it and does not is simulated whole, with a note.
     """
     depths = few_layers(recipe_class, cfg)
+    found = None
+    unlike: list[str] = []
     if depths is not None:
-        layers, period = layer_count(cfg), depths[1] - depths[0]
-        try:
+        lead, period = find_layer_pattern(cfg)
+        watched = [] if cfg.compile else _watch_layers(unlike)  # which the compiler would look into
+        with apply_patches(watched), suppress(UserError, IndexError):  # the whole model says it of the one asked for
             short, long = (simulated(with_layers(cfg, depth)) for depth in depths)
-        except UserError:
-            return simulated(cfg)  # which says it of the model that was asked for
-        found = _deeper(short, long, (layers - depths[1]) // period, period)
-        if found is not None:
-            return found
-    return simulated(cfg)
+            unlike += _find_unlike_layers(long.trace, range(max(1, lead), depths[1] - period), period)
+            found = _deeper(short, long, (layer_count(cfg) - depths[1]) // period, period)
+    if found is None or unlike:
+        found = simulated(cfg)
+    return replace(found, notes=[*found.notes, *(f"{fault}: the whole model is simulated" for fault in unlike[:1])])
+
+
+def _watch_layers(unlike: list[str]) -> list[Patch]:
+    """Notes where code of the user's own takes layers out of their list, as one that treats some otherwise does."""
+
+    def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            frame = sys._getframe(1)
+            if is_of_user(frame.f_code.co_filename):
+                unlike.append(f"{text_of((frame.f_code.co_filename, frame.f_lineno))} goes by single layers")
+            return original(*args)
+
+        return run
+
+    return [(nn.ModuleList, name, watch(vars(nn.ModuleList)[name])) for name in ("__getitem__", "__iter__")]
+
+
+def _find_unlike_layers(trace: Trace, layers: range, period: int) -> Iterator[str]:
+    """Compares the matmuls of each of some layers, forward and backward, with those of the layer a period later."""
+    products: dict[int, Counter[Hashable]] = defaultdict(Counter)
+    for op in trace.ops:
+        pattern, numbers = _pattern(op.module)
+        if op.flops and numbers:
+            products[numbers[0]][op.phase, op.part, pattern, op.name, op.flops] += op.repeats
+    for layer in layers:
+        if layer + period in layers and products[layer] != products[layer + period]:
+            yield f"layers {layer} and {layer + period} do not compute the same"
 
 
 def few_layers(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] | None:
     """Return the layers of the two simulations; None: the whole model is simulated."""
     adapters = cfg.trained_adapters
-    patterns = [*_patterns(cfg.parallel.fsdp_wrap_policy), *(_patterns(adapters.target_modules) if adapters else ())]
-    named = any(letter.isdigit() for pattern in patterns for letter in pattern)
+    modules = [cfg.parallel.fsdp_wrap_policy, adapters.target_modules if adapters else ""]
+    # Of lists; a word such as `layers` names no modules.
+    named = any(letter.isdigit() for value in modules if not isinstance(value, str) for letter in "".join(value))
     budget = cfg.memory.activation_checkpointing == "budget"  # for all layers together, which then differ
     # Buckets of DDP hold several layers' gradients, and Muon shares all matrices out among the ranks.
     across = cfg.parallel.strategy == "ddp" or cfg.optimizer.name == "muon"
@@ -62,23 +103,10 @@ def few_layers(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] |
 
 def _deeper(short: Simulated, long: Simulated, more: int, period: int) -> Simulated | None:
     """The run of a model with `more` periods of layers beyond the longer one's; None where the two do not tell."""
-
-    def same(one: Simulated) -> tuple[object, ...]:
-        left = (one.repeats, one.grows, one.traced, one.untraced, one.likeness.alike, one.likeness.growth)
-        return (one.coordinates, one.mesh, one.tokens, one.notes, one.estimate, *left)
-
-    if same(short) != same(long):
-        return None
-    trace, modules = (
-        more_layers(short.trace, long.trace, more, period),
-        more_rows(short.modules, long.modules, more, period),
-    )
+    facts = [replace(run, trace=Trace(), modules=[], likeness=replace(run.likeness, events=0)) for run in (short, long)]
+    trace = more_layers(short.trace, long.trace, more, period) if facts[0] == facts[1] else None
+    modules = more_rows(short.modules, long.modules, more, period) if trace is not None else None
     return None if trace is None or modules is None else replace(long, trace=trace, modules=modules)
-
-
-def _patterns(value: str | list[str]) -> list[str]:
-    """Names of modules that a config has; a word such as `layers` is none."""
-    return [] if isinstance(value, str) else value
 
 
 # The trace of a deep model from those of two shallow ones, event by event. No torch in here.
@@ -131,11 +159,11 @@ def more_rows(short: Sequence[LayerRow], long: Sequence[LayerRow], more: int, pe
         return None
     return [
         replace(long[like], module=_named(_pattern(long[like].module)[0], numbers))
-        for like, numbers in zip(continued.like, continued.numbers, strict=True)
+        for like, numbers in zip(continued.keys, continued.numbers, strict=True)
     ]
 
 
-def _items(short: Sequence[_Event], long: Sequence[_Event]) -> tuple[LoopItems, LoopItems]:
+def _items(short: Sequence[_Event], long: Sequence[_Event]) -> "tuple[LoopItems, LoopItems]":
     """Both runs' events with keys that mean the same."""
     numbered: dict[Hashable, int] = {}
     both = {(event.what, event.sizes) for event in short} & {(event.what, event.sizes) for event in long}
@@ -206,13 +234,13 @@ def _named(pattern: str, numbers: tuple[int, ...]) -> str:
     return pattern.format(*numbers) if numbers else pattern
 
 
-def _trace(continued: Continued, long: Trace) -> Trace | None:
+def _trace(continued: "LoopItems", long: Trace) -> Trace | None:
     """The continued events as a trace; None where one of them is released that is not there."""
     trace = Trace(phases=list(long.phases))
     numbered: list[int] = []  # by event the number of its storage or mark; -1: it has none
     marks = 0
     alive: set[int] = set()
-    for like, numbers, target in zip(continued.like, continued.numbers, continued.targets, strict=True):
+    for like, numbers, target in zip(continued.keys, continued.numbers, continued.targets, strict=True):
         kind, number = long.events[like]
         own = numbered[target] if 0 <= target < len(numbered) else -1
         if kind == ALLOC:
@@ -291,3 +319,237 @@ def _op(like: Op, numbers: tuple[int, ...]) -> Op:
         like.shape,
         like.on_host,
     )
+
+
+# Two sequences, of which the longer has one more turn of every loop, continued to any number of turns.
+#
+# What a program does for a model of n layers is loops of about n turns between things that it does
+# once. Two runs, of one period of layers more or less, tell which parts are loops: those that the
+# longer run has once more. An item has a key, which has to be the same from turn to turn, whole
+# numbers that may grow with the turn or with the number of turns, and an earlier item that it
+# refers to, such as a release to its allocation. Numbers and references are continued on a straight
+# line, which every turn that was seen has to lie on, and which in a loop goes up or down by a turn's
+# worth, or not at all; where one does not, there is no continuation.
+
+
+# Turns that a loop has in the longer run at the least. Those at either end may be unlike the others, as many as here,
+# tried in this order; between them the shorter run has to have one and the longer two.
+_FEWEST = 4
+_UNLIKE_ENDS = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2))
+
+
+@dataclass
+class LoopItems:
+    """keys, numbers, targets: of each item; a target is the index of an earlier item, or -1."""
+
+    keys: list[int] = field(default_factory=list)
+    numbers: list[tuple[int, ...]] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+
+    def add(self, key: int, numbers: tuple[int, ...] = (), target: int = -1) -> None:
+        """One more item."""
+        self.keys.append(key)
+        self.numbers.append(numbers)
+        self.targets.append(target)
+
+
+@dataclass(frozen=True)
+class _LoopPart:
+    """A loop, or what lies between two of them: one turn. starts, turns: in the shorter, longer and continued run."""
+
+    length: int
+    starts: tuple[int, int, int]
+    turns: tuple[int, int, int]
+
+    def find(self, run: int, turn: int, offset: int) -> int:
+        """Return the item of a run at a place of a turn."""
+        return self.starts[run] + turn * self.length + offset
+
+
+# An item with its target as a number: the target's part and place in a turn, or none; its numbers, then the target's
+# turn.
+_Located = tuple[tuple[int, int] | None, tuple[int, ...]]
+# How an item goes on: like this one of the longer run, its target, its numbers in the first turn, by what they grow.
+_Rule = tuple[int, tuple[int, int] | None, tuple[int, ...], list[int]]
+_SHORT, _LONG, _NEW = range(3)
+
+
+def continue_items(short: LoopItems, long: LoopItems, more: int, step: int = 1) -> LoopItems | None:
+    """What a run does that has `more` turns of each loop beyond the longer one; None where that is not certain.
+
+    step: what numbers differ by from turn to turn of a loop, if they do. A key of the result is the index of the longer
+    run's item that the item is like.
+    """
+    loops = _loops(np.array(short.keys), np.array(long.keys))
+    if loops is None:
+        return None
+    parts = _parts(loops, len(long.keys), more)
+    located = [_locate(run, parts, which) for which, run in enumerate((short, long))]
+    result = LoopItems()
+    for part in parts:
+        attempts = (_find_rules(part, located, kinds, more, step) for kinds in _list_kinds(part))
+        rules = next((attempt for attempt in attempts if attempt is not None), None)
+        if rules is None:
+            return None
+        for rule_list, turns in rules:
+            for turn in range(turns):
+                _apply(rule_list, turn, parts, result)
+    return result
+
+
+def _loops(short: Any, long: Any) -> list[tuple[int, int, int]] | None:
+    """(start in the longer run, items of a turn, turns in the longer run) of every loop that it has one more turn of;
+    None where the shorter run is not the longer one with a turn of some loops left out. short, long: arrays of keys."""
+    found: list[tuple[int, int, int]] = []
+    where: dict[int, list[int]] = defaultdict(list)
+    for index, key in enumerate(long.tolist()):
+        where[key].append(index)
+    at = there = ended = 0
+    while True:
+        same = _count_common(short[at:], long[there:])
+        at, there = at + same, there + same
+        missing = (len(long) - there) - (len(short) - at)
+        if not missing:
+            return found if at == len(short) else None
+        if there == len(long):
+            return None
+        length = _turn_left_out(short[at:], long, there, missing, where[int(long[there])])
+        if not length:
+            return None
+        start, turns = there, 1
+        while start - length >= ended and np.array_equal(long[start - length : start], long[there : there + length]):
+            start, turns = start - length, turns + 1
+        found.append((start, length, turns))
+        there += length
+        ended = there
+
+
+def _turn_left_out(short: Any, long: Any, there: int, missing: int, known: list[int]) -> int:
+    """Items of the turn at `there` that the shorter run does not have, and that repeats the one before it; 0: none is.
+
+    short: what is left of it. known: where the longer run has the key at `there`. Of several that could be, the one
+    after which both runs agree for longest.
+    """
+    best, longest = 0, 0
+    for place in reversed(known[: bisect_right(known, there - 1)]):
+        length = there - place
+        if length > missing:
+            break
+        if not np.array_equal(long[place:there], long[there : there + length]):
+            continue
+        same = _count_common(short, long[there + length :]) if len(short) else int(there + length == len(long))
+        if same > longest:
+            best, longest = length, same
+    return best
+
+
+def _count_common(first: Any, second: Any) -> int:
+    """Return how many keys two arrays begin with alike."""
+    limit = min(len(first), len(second))
+    unlike = np.flatnonzero(first[:limit] != second[:limit])
+    return int(unlike[0]) if len(unlike) else limit
+
+
+def _parts(loops: list[tuple[int, int, int]], long: int, more: int) -> list[_LoopPart]:
+    """Loops and what lies between them. long: items of the longer run."""
+    parts: list[_LoopPart] = []
+    at = [0, 0, 0]
+
+    def add(length: int, turns: tuple[int, int, int]) -> None:
+        parts.append(_LoopPart(length, (at[0], at[1], at[2]), turns))
+        for which in range(3):
+            at[which] += length * turns[which]
+
+    for start, length, turns in loops:
+        add(start - at[_LONG], (1, 1, 1))
+        add(length, (turns - 1, turns, turns + more))
+    add(long - at[_LONG], (1, 1, 1))
+    return parts
+
+
+def _locate(run: LoopItems, parts: list[_LoopPart], which: int) -> list[_Located]:
+    """Find each item's target in the parts, in the shorter or the longer run."""
+    starts = [part.starts[which] for part in parts]
+    located: list[_Located] = []
+    for numbers, target in zip(run.numbers, run.targets, strict=True):
+        if target < 0:
+            located.append((None, numbers))
+            continue
+        part = bisect_right(starts, target) - 1
+        turn, offset = divmod(target - starts[part], parts[part].length)
+        located.append(((part, offset), (*numbers, turn)))
+    return located
+
+
+def _list_kinds(part: _LoopPart) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Yield the ways to take a part's turns: (turn of the longer run, of the shorter, turns from there that have to be
+    alike, how often the continued run has it)."""
+    short_turns, long_turns, turns = part.turns
+    if short_turns == long_turns:
+        yield [(0, 0, 0, 1)]
+    elif long_turns >= _FEWEST:
+        for before, after in _UNLIKE_ENDS:
+            inner = long_turns - before - after
+            if inner >= 2:
+                first = [(turn, turn, 0, 1) for turn in range(before)]
+                last = [(long_turns - left, short_turns - left, 0, 1) for left in range(after, 0, -1)]
+                yield [*first, (before, before, inner, turns - before - after), *last]
+
+
+def _find_rules(
+    part: _LoopPart, located: list[list[_Located]], kinds: list[tuple[int, int, int, int]], more: int, step: int
+) -> list[tuple[list[_Rule], int]] | None:
+    """Return the rules of a part's turns, with how many these are; None where it cannot be continued in this way."""
+    found: list[tuple[list[_Rule], int]] = []
+    for long_turn, short_turn, alike, count in kinds:
+        seen = [(_LONG, turn) for turn in range(1, alike)] + [(_SHORT, turn) for turn in range(1, alike - 1)]
+        found.append(([], count))
+        for offset in range(part.length):
+            at = part.find(_LONG, long_turn, offset)
+            was = part.find(_SHORT, short_turn, offset)
+            others = [(which, part.find(which, long_turn + turn, offset), turn) for which, turn in seen]
+            rule = _find_rule(located, (at, was), others, more, step)
+            if rule is None:
+                return None
+            found[-1][0].append(rule)
+    return found
+
+
+def _find_rule(
+    located: list[list[_Located]], items: tuple[int, int], others: list[tuple[int, int, int]], more: int, step: int
+) -> _Rule | None:
+    """Return how the longer run's item goes on, from the shorter one's, and others in the same place of other turns:
+    (run, item, turns from these). None where they are not on a line, which in a loop goes up or down by a turn's
+    worth, or not at all."""
+    at, was = items
+    target, values = located[_LONG][at]
+    target_before, before = located[_SHORT][was]
+    if target_before != target:
+        return None
+    slopes = [0] * len(values)
+    for which, item, distance in others:
+        seen_target, seen = located[which][item]
+        base = values if which == _LONG else before
+        if seen_target != target:
+            return None
+        if which == _LONG and distance == 1:
+            slopes = [new - old for new, old in zip(seen, base, strict=True)]
+        if any(new != old + slope * distance for new, old, slope in zip(seen, base, slopes, strict=True)):
+            return None
+    worths = [step] * (len(values) - (target is not None)) + [1] * (target is not None)
+    if any(slope not in (-worth, 0, worth) for slope, worth in zip(slopes, worths, strict=True)):
+        return None
+    values = tuple(now + more * (now - then) for now, then in zip(values, before, strict=True))
+    return at, target, values, slopes if any(slopes) else []
+
+
+def _apply(rules: list[_Rule], turn: int, parts: list[_LoopPart], result: LoopItems) -> None:
+    """Add a turn to the result. turn: from the one that the rules are of."""
+    for like, target, values, slopes in rules:
+        numbers = values
+        if slopes and turn:
+            numbers = tuple([value + turn * by for value, by in zip(values, slopes, strict=True)])
+        if target is None:
+            result.add(like, numbers)
+        else:
+            result.add(like, numbers[:-1], parts[target[0]].find(_NEW, numbers[-1], target[1]))

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +15,50 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.memory.peaks import pinned_bytes
-from recipe_lib.plan.streams.read_values import largest_result, lists_of_ones
+from recipe_lib.plan.streams.read_values import largest_result, read_lists_as_ones
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Op, Storage, Sync, Trace
-from recipe_lib.plan.tracing import known_operators as known
-from recipe_lib.plan.tracing.collectives import read_collective
-from recipe_lib.plan.tracing.compiled_kernels import around_operator
-from recipe_lib.plan.tracing.host_marks import copy_blocks, host_waits
-from recipe_lib.plan.tracing.operator_costs import Cost, cost_of, tensors_in
-from recipe_lib.plan.tracing.plain_tensors import PLAIN_TENSORS, has_memory, plain_parts
-from recipe_lib.plan.tracing.summed_gradients import ADD_IN_PLACE, is_summed_in_place
+from recipe_lib.plan.trace import ALLOC, FREE, HOST, OP, PHASE, RECORD, USE, WAIT, Op, Storage, Sync, Trace
+from recipe_lib.plan.tracing.operator_costs import (
+    ADD_IN_PLACE,
+    PLAIN_TENSORS,
+    Cost,
+    cost_of,
+    has_memory,
+    is_blocking,
+    is_summed_in_place,
+    plain_parts,
+    read_collective,
+    tensors_in,
+)
 from recipe_lib.plan.world.cached_fake_mode import CachedCall, CachedFakeMode
-from recipe_lib.plan.world.compiled_code import inside_of
-from recipe_lib.plan.world.dtensor_patches import no_rules_under, on_shards, propagation_unseen
+from recipe_lib.plan.world.compiled_code import around_operator, inside_of
+from recipe_lib.plan.world.patches import Patch, apply_patches, hide_propagation, on_shards
 
 # `fn(operator's name, its arguments, stream)` to [(bytes, whether they stay taken)] of an operator with arithmetic.
 KernelMemory = Callable[[str, Sequence[Any], int], list[tuple[int, bool]]]
+
+# Operators of FSDP, and of what kind the memory is that they write.
+_FSDP_KINDS = {
+    "fsdp::all_gather_copy_in": "communication",
+    "fsdp::split_with_sizes_copy": "gathered",
+    "fsdp::chunk_cat": "communication",
+}
+# Operators known by name.
+_DEVICE = torch.ops.prim.device.default
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+_PIN = torch.ops.aten._pin_memory.default
+_IS_PINNED = torch.ops.aten.is_pinned.default
+_TO_COPY = torch.ops.aten._to_copy.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+# Made of aten::mm and views. An operator hashes itself in Python, its number does not; it lives as long as torch.
+_MATMULS = frozenset(map(id, (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)))
+_PROFILER = frozenset(
+    id(overload)
+    for overload in (
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    )
+)
 
 
 class Tracer(TorchDispatchMode):
@@ -58,11 +85,14 @@ class Tracer(TorchDispatchMode):
         self.parameter_names: dict[int, str] = {}  # of a parameter's id
         self.between_actions: Callable[[], None] = lambda: None  # of a pipeline, where gradients were made
         self.values_are_zero = False  # in a simulation: a number that is read is 0, not refused
-        self._batch = self._pinned = False
+        self.makes_batches = False  # what is made now are batches
+        self._pinned = False
         self.groups: dict[str, str] = {}  # a process group's name -> its mesh dimension
-        self._held: dict[int, HeldStorage] = {}
-        self.labels = MemoryLabels(lambda: self.trace, self._held)
+        # By the address of a storage that is alive: its numbers in the trace, one for each size it had, and what
+        # hears of its end.
+        self._held: dict[int, tuple[list[int], weakref.ref[Any]]] = {}
         self._places = Places()
+        self.place = self._places.now  # the part of the step and the module that run now
         self.muted = 0  # what runs is no part of the program, where it is not 0
         self.is_compiling: Callable[[], bool] | None = None  # where code is compiled: whether it is being compiled
         self.phase = -1
@@ -73,8 +103,8 @@ class Tracer(TorchDispatchMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Traces inside the block."""
-        following = self._places.following(self._label_gradients)
-        with self._resizes(), propagation_unseen(self._mute), following, no_rules_under(Tracer), self:
+        following = self._places.following(self.label_optimizer)
+        with apply_patches([*self._follow_resizes(), *hide_propagation(self)]), following, self:
             yield
         self._held.clear()  # what is released afterwards is no part of the run
 
@@ -90,41 +120,35 @@ class Tracer(TorchDispatchMode):
         self.vocabulary |= {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
 
     @contextmanager
-    def making_batches(self) -> Iterator[None]:
-        """What is made inside the block are batches."""
-        self._batch = True
-        try:
-            yield
-        finally:
-            self._batch = False
-
-    @contextmanager
     def reading_numbers(self) -> Iterator[None]:
         """Inside, a number that is read is 1, and a checker counts such waits."""
         assert self.checker is not None
         self.checker.counts, self.values_are_zero, self.checker.phase = True, True, self.trace.phases[self.phase]
         try:
-            with lists_of_ones():
+            with apply_patches(read_lists_as_ones()):
                 yield
         finally:
             self.checker.counts = self.values_are_zero = False
 
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor's memory now; -1: none is known."""
+        history = self._find_history(tensor)
+        return history[-1] if history else -1
+
+    def _find_history(self, tensor: Tensor) -> list[int]:
+        """Return the numbers of a tensor's memory, one for each size it had; none is known: an empty list."""
         held = self._held.get(tensor.untyped_storage()._cdata)
-        return held.number if held else -1
+        return held[0] if held else []
 
     def numbers(self, value: Any) -> tuple[int, ...]:
         """Of the memory of the tensors in a value, as far as it is known."""
-        held = (self._held.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(value) if has_memory(tensor))
-        return tuple(one.number for one in held if one is not None)
+        numbers = (self.number_of(tensor) for tensor in tensors_in(value) if has_memory(tensor))
+        return tuple(number for number in numbers if number >= 0)
 
     def alive(self, device: bool = True) -> int:
         """Bytes alive now."""
-        storages = self.trace.storages
-        return sum(
-            storages[held.number].bytes for held in self._held.values() if storages[held.number].device == device
-        )
+        storages = [self.trace.storages[history[-1]] for history, _ in self._held.values()]
+        return sum(storage.bytes for storage in storages if storage.device == device)
 
     # Operators
 
@@ -140,12 +164,12 @@ class Tracer(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if isinstance(func, torch._ops.HigherOrderOperator):
             return around_operator(self, func, args, kwargs or {})
-        if func is known.DEVICE and type(args[0]) is FakeTensor:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if self.is_compiling is not None and (inside := inside_of(func)) is not None:
             with self:
                 return inside(*args, **(kwargs or {}))
-        if id(func) in known.MATMULS:  # inside of an operator no autograd takes them apart
+        if id(func) in _MATMULS:  # inside of an operator no autograd takes them apart
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         for kind in types:
@@ -154,7 +178,7 @@ class Tracer(TorchDispatchMode):
                 if local:
                     return self.__torch_dispatch__(func, (), *local)
                 return NotImplemented  # a wrapper's own operators come back here one by one
-        if self.values_are_zero and self.fast is not None and func is known.NUMBER and _has_no_value(args[0]):
+        if self.values_are_zero and self.fast is not None and func is _NUMBER and _has_no_value(args[0]):
             return self._number_read(func, args)
         kwargs = kwargs or {}
         if is_summed_in_place(func, args, kwargs):
@@ -162,16 +186,16 @@ class Tracer(TorchDispatchMode):
         if self.muted:
             return func(*args, **kwargs)
         call: CachedCall | None = None
-        self._pinned = func is known.PIN or bool(kwargs.get("pin_memory")) or self._is_sent(func, args, kwargs)
-        if self.fast is not None and func is known.PIN:  # the fake mode has no answer; it is a copy on the host
-            func, kwargs = known.LIKE, {}
+        self._pinned = func is _PIN or bool(kwargs.get("pin_memory")) or self._is_sent(func, args, kwargs)
+        if self.fast is not None and func is _PIN:  # the fake mode has no answer; it is a copy on the host
+            func, kwargs = torch.ops.aten.empty_like.default, {}
             args = args[:1]
-        if self.fast is not None and func is known.IS_PINNED:
+        if self.fast is not None and func is _IS_PINNED:
             return False
-        if self.fast is not None and id(func) in known.PROFILER:  # no work of the device, and slow in the fake mode
+        if self.fast is not None and id(func) in _PROFILER:  # no work of the device, and slow in the fake mode
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
-        if self.fast is not None and func is known.WAIT:  # the fake mode gives a copy, the real one what it waited for
+        if self.fast is not None and func is _WAIT:  # the fake mode gives a copy, the real one what it waited for
             result = args[0]
         elif self.values_are_zero and self.checker and (largest := largest_result(func, args, kwargs)) is not None:
             result = largest
@@ -198,10 +222,7 @@ class Tracer(TorchDispatchMode):
 
     def _is_sent(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether it is a copy to the host that nobody waits for, whose memory torch pins."""
-        return func is known.TO_COPY and bool(kwargs.get("non_blocking")) and _device_of(args[0]) == self.device_type
-
-    def _mute(self, change: int) -> None:
-        self.muted += change
+        return func is _TO_COPY and bool(kwargs.get("non_blocking")) and _device_of(args[0]) == self.device_type
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, cost: Cost) -> None:
         """Notes an operator with its results."""
@@ -210,16 +231,16 @@ class Tracer(TorchDispatchMode):
         part, module = self.place()
         name = cost.name
         if cost.makes_memory:
-            for tensor in tensors_in(result):
-                self._see(tensor, part, module, name)
+            self.see(tensors_in(result), name)
         if cost.is_view:
             return
-        if cost.relabel:
-            self.labels.of_operator(name, args, kwargs, result)
+        if name in _FSDP_KINDS:
+            written = result if name == "fsdp::all_gather_copy_in" else kwargs.get("out", args[-1])
+            self.set_kind(written, _FSDP_KINDS[name])
         stream = self.stream()
         scratch = self.kernel_memory(name, args, stream) if self.kernel_memory else ()
         for size, stays in scratch:
-            number = self.new(size, True, part, module, name, "workspace")
+            number = self.new(size, True, name, "workspace")
             if not stays:
                 self._free(number)
         trace = self.trace
@@ -227,58 +248,50 @@ class Tracer(TorchDispatchMode):
         op = Op(name, stream, part, module, self.phase, cost.flops, cost.bytes, cost.dtype, collective)
         op.transfer, op.shape = cost.transfer, cost.shape
         op.on_host = cost.on_host and self.device_type != "cpu"
-        if self.checker is not None and not self._batch:
+        if self.checker is not None and not self.makes_batches:
             self.checker.operator(func, args, kwargs, result, op, self.number_of)
         if part in ("forward", "recompute"):
             op.reads, op.makes = (self.numbers(value) for value in ((args, tuple(kwargs.values())), result))
-        trace.ops.append(op)
-        if cost.transfer == "to_device" and part == "backward":
-            self.labels.of_returned(name, args)
-        trace.events.append((OP, len(trace.ops) - 1))
-        if copy_blocks(cost, args, kwargs):
-            host_waits(trace, stream)
+        self.add(op)
+        if name == "aten::copy_" and cost.transfer == "to_device" and part == "backward":
+            source = self.number_of(args[1])
+            if source >= 0 and trace.storages[source].part == "forward":  # kept there by forward for backward
+                self.set_kind(args[0], "activations")
+        if cost.transfer == "to_host" and is_blocking(name, args, kwargs):
+            self._host_waits(stream)
 
-    def place(self) -> tuple[str, str]:
-        """The part of the step and the module that run now."""
-        return self._places.now()
+    def add(self, op: Op) -> None:
+        """Adds an operator to the trace."""
+        self.trace.ops.append(op)
+        self.trace.events.append((OP, len(self.trace.ops) - 1))
 
     # Memory
 
     def see(self, tensors: Sequence[Tensor], name: str = "") -> None:
-        """Notes the memory of tensors that came without an operator, if it is new. name: of what made it."""
-        part, module = self.place()
+        """Notes the memory of tensors, where it is new. name: of the operator that made it, if one did."""
         for tensor in tensors:
-            self._see(tensor, part, module, name)
-
-    def _see(self, tensor: Tensor, part: str, module: str, name: str) -> None:
-        """Notes a tensor's storage, if it is new."""
-        if not has_memory(tensor):
-            return
-        device = _device_of(tensor)
-        if device == "meta":
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._held:
-            return
-        kind = "temporary"
-        if self._batch:
-            kind = "batch"
-        elif tensor.dim() >= 2 and tensor.shape[-1] in self.vocabulary:
-            kind = "logits"
-        size, on_device = storage.nbytes(), device == self.device_type
-        if self._pinned and not on_device:
-            size = pinned_bytes(size)
-        self.hold(storage, self.new(size, on_device, part, module, name, kind))
+            device = _device_of(tensor)
+            if not has_memory(tensor) or device == "meta" or self._find_history(tensor):
+                continue
+            kind = "temporary"
+            if self.makes_batches:
+                kind = "batch"
+            elif tensor.dim() >= 2 and tensor.shape[-1] in self.vocabulary:
+                kind = "logits"
+            storage = tensor.untyped_storage()
+            size = storage.nbytes()
+            if self._pinned and device != self.device_type:
+                size = pinned_bytes(size)
+            self.hold(storage, self.new(size, device == self.device_type, name, kind))
 
     def hold(self, storage: Any, number: int) -> None:
         """The storage is that of a number, which ends with it."""
         key = storage._cdata
-        held = self._held[key] = HeldStorage(number)
-        held.reference = weakref.ref(storage, lambda _: self._drop(key))
+        self._held[key] = [number], weakref.ref(storage, lambda _: self._drop(key))
 
-    def new(self, size: int, device: bool, part: str, module: str, name: str, kind: str) -> int:
+    def new(self, size: int, device: bool, name: str, kind: str) -> int:
         """Notes an allocation and returns its number."""
+        part, module = self.place()
         storages = self.trace.storages
         pinned = self._pinned and not device
         storages.append(Storage(size, device, self.stream(), kind, module, "", name, part, max(self.phase, 0), pinned))
@@ -290,7 +303,7 @@ class Tracer(TorchDispatchMode):
     def _drop(self, key: int) -> None:
         held = self._held.pop(key, None)
         if held is not None:
-            self._free(held.number)
+            self._free(held[0][-1])
 
     def _free(self, number: int) -> None:
         self.trace.events.append((FREE, number))
@@ -300,19 +313,15 @@ class Tracer(TorchDispatchMode):
     def _resized(self, storage: Any, size: int) -> None:
         """FSDP frees and takes the memory of its tensors by their size."""
         held = self._held.get(storage._cdata)
-        if held is None:
+        before = self.trace.storages[held[0][-1]] if held else None
+        if held is None or before is None or before.bytes == size:
             return
-        before = self.trace.storages[held.number]
-        if before.bytes == size:
-            return
-        self._free(held.number)
-        part, module = self.place()
-        held.number = self.new(size, before.device, part, module, "resize_", before.kind)
-        self.trace.storages[held.number].label = before.label
-        held.history.append(held.number)
+        self._free(held[0][-1])
+        number = self.new(size, before.device, "resize_", before.kind)
+        self.trace.storages[number].label = before.label
+        held[0].append(number)
 
-    @contextmanager
-    def _resizes(self) -> Iterator[None]:
+    def _follow_resizes(self) -> list[Patch]:
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:
@@ -321,21 +330,41 @@ class Tracer(TorchDispatchMode):
                 self._resized(storage, size)
             return result
 
-        with mock.patch.object(torch.UntypedStorage, "resize_", resized):
-            yield
+        return [(torch.UntypedStorage, "resize_", resized)]
 
     # Optimizers, streams
 
-    def _label_gradients(self, optimizer: Any) -> None:
+    def label_optimizer(self, optimizer: Any) -> None:
+        """Says of what an optimizer steps and holds which parameter it belongs to."""
         self.optimizers[id(optimizer)] = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                name = self.parameter_names.get(id(parameter)) or self.labels.of_tensor(parameter)  # some rows of one
+                name = self.parameter_names.get(id(parameter)) or self._find_label(parameter)  # some rows of one
                 if parameter.grad is not None:
-                    self.labels.label(parameter.grad, "gradients", name)
+                    self.label(parameter.grad, "gradients", name)
                 for value in optimizer.state.get(parameter, {}).values():  # perhaps here for this step alone
                     if isinstance(value, Tensor):
-                        self.labels.label(value, "optimizer", name)
+                        self.label(value, "optimizer", name)
+
+    def _find_label(self, tensor: Tensor) -> str:
+        number = self.number_of(tensor)
+        return self.trace.storages[number].label if number >= 0 else ""
+
+    def label(self, tensor: Tensor, kind: str, label: str) -> None:
+        """Says what a tensor's memory is, now and in every size it had."""
+        for part in plain_parts(tensor):
+            for number in self._find_history(part):
+                storage = self.trace.storages[number]
+                if storage.kind == kind and storage.label not in ("", label):
+                    storage.label = common_label(storage.label, label)
+                else:
+                    storage.kind, storage.label = kind, label
+
+    def set_kind(self, value: Any, kind: str) -> None:
+        """Says of what kind the memory of the tensors in a value is."""
+        for tensor in tensors_in(value):
+            for number in self._find_history(tensor):
+                self.trace.storages[number].kind = kind
 
     def use_on(self, tensor: Tensor, stream: int) -> None:
         """A tensor's memory is used on another stream than its own (`record_stream`)."""
@@ -362,6 +391,23 @@ class Tracer(TorchDispatchMode):
         if self.checker is not None:
             self.checker.waited(stream, event)
 
+    def synchronize(self, what: str, stream: int | None, event: int | None) -> None:
+        """The host waits for an event, for a stream, or for the device, which is the stream that computes."""
+        if event is None:
+            self._host_waits(stream or 0)
+        elif event >= 0:
+            self.trace.syncs.append(Sync(event, HOST))
+            self.trace.events.append((WAIT, len(self.trace.syncs) - 1))
+        if self.checker is not None:
+            self.checker.synchronized(what, stream, event)
+
+    def _host_waits(self, stream: int) -> None:
+        """The host waits for all that was issued on a stream: a mark there, which it waits for."""
+        syncs = self.trace.syncs
+        mark = -2 - len(syncs)  # no event of the device's has such a number
+        syncs += [Sync(mark, stream), Sync(mark, HOST)]
+        self.trace.events += [(RECORD, len(syncs) - 2), (WAIT, len(syncs) - 1)]
+
 
 # torch wraps a mode's method so that its compiler leaves it alone, at 5 us a call; nothing compiles here.
 _unwrapped = getattr(Tracer.__torch_dispatch__, "__wrapped__", Tracer.__torch_dispatch__)
@@ -374,65 +420,6 @@ def _has_no_value(tensor: Tensor) -> bool:
 
 def _device_of(tensor: Tensor) -> str:
     return str(tensor.fake_device.type if type(tensor) is FakeTensor else tensor.device.type)
-
-
-# What memory is: labels and kinds that are known when it is there already.
-
-
-class HeldStorage:
-    """A storage of torch that is alive; its numbers in the trace change when it is resized."""
-
-    __slots__ = ("history", "number", "reference")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.history = [number]
-        self.reference: Any = None
-
-
-class MemoryLabels:
-    """Labels storages of the present trace. held: those that are alive, by their address."""
-
-    def __init__(self, trace: Callable[[], Trace], held: dict[int, HeldStorage]) -> None:
-        self._trace, self._held = trace, held
-
-    def label(self, tensor: Tensor, kind: str, label: str) -> None:
-        """Says what a tensor's memory is, now and in every size it had."""
-        for part in plain_parts(tensor):
-            held = self._held.get(part.untyped_storage()._cdata)
-            for number in held.history if held else ():
-                storage = self._trace().storages[number]
-                if storage.kind == kind and storage.label not in ("", label):
-                    storage.label = common_label(storage.label, label)
-                else:
-                    storage.kind, storage.label = kind, label
-
-    def of_operator(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """What FSDP's own operators read and write is known by their names."""
-        if name == "fsdp::all_gather_copy_in":
-            self.mark(result, "communication")
-        elif name == "fsdp::split_with_sizes_copy":
-            self.mark(kwargs.get("out", args[-1]), "gathered")
-        elif name == "fsdp::chunk_cat":
-            self.mark(kwargs.get("out", args[-1]), "communication")
-
-    def mark(self, value: Any, kind: str) -> None:
-        for tensor in tensors_in(value):
-            held = self._held.get(tensor.untyped_storage()._cdata)
-            if held is not None:
-                for number in held.history:
-                    self._trace().storages[number].kind = kind
-
-    def of_returned(self, name: str, args: Sequence[Any]) -> None:
-        """What backward copies back from pinned memory that forward took is what forward kept for it."""
-        tensors = tensors_in(args)
-        source = self._held.get(tensors[-1].untyped_storage()._cdata)
-        if name == "aten::copy_" and source is not None and self._trace().storages[source.number].part == "forward":
-            self.mark(tensors[0], "activations")
-
-    def of_tensor(self, tensor: Tensor) -> str:
-        held = self._held.get(tensor.untyped_storage()._cdata)
-        return self._trace().storages[held.number].label if held is not None else ""
 
 
 def common_label(first: str, second: str) -> str:

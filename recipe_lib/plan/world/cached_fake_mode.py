@@ -6,17 +6,21 @@ one costs a fifth of that. What it cannot be sure of goes to FakeTensorMode as b
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import compute_required_storage_length
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 # Operators whose result is more than shapes, or that change a storage.
 _NEVER = ("set_", "resize_", "as_strided_", "lift_fresh", "_local_scalar_dense", "nonzero", "unique", "item", "_to_cpu")
 # Whose operators do to shapes what they say.
 _KNOWN = ("aten::", "prims::", "torch_attn::", "tune_recipes::", "fsdp::", "_c10d_functional::")
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex)
+_PLAIN_TYPES = frozenset(
+    (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
 
 
 class NotSure(Exception):  # noqa: N818 - not an error: the call is made as ever
@@ -35,6 +39,7 @@ class _Output:
     offset: int = 0
     dtype: torch.dtype | None = None
     device: torch.device | None = None
+    elements: int = 0  # of its memory, where that is not from its first to its last one
 
     def make(self, tensors: list[FakeTensor], mode: FakeTensorMode) -> Any:
         if self.same >= 0:
@@ -42,7 +47,11 @@ class _Output:
         if self.dtype is None:
             return self.constant
         with torch._C._DisableTorchDispatch():
-            empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+            if self.elements:
+                memory = torch.empty(self.elements, dtype=self.dtype, device="meta")
+                empty = memory.as_strided(self.shape, self.stride, self.offset)
+            else:
+                empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
             if self.view_of >= 0:
                 empty.set_(tensors[self.view_of].untyped_storage(), self.offset, self.shape, self.stride)
         assert self.device is not None
@@ -57,6 +66,14 @@ class CachedCall:
     sequence: type | None
     cost: Any = None
 
+    def make(self, tensors: list[FakeTensor], mode: FakeTensorMode) -> Any:
+        """The result. tensors: among the arguments."""
+        if self.outputs is None:
+            return None
+        if self.sequence is None:
+            return self.outputs.make(tensors, mode)  # type: ignore[union-attr]
+        return self.sequence(output.make(tensors, mode) for output in self.outputs)  # type: ignore
+
 
 class CachedFakeMode:
     """`call(func, args, kwargs)` under one FakeTensorMode, which is active outside.
@@ -67,7 +84,7 @@ class CachedFakeMode:
     def __init__(self, mode: FakeTensorMode, calls: dict[Any, CachedCall | None] | None = None) -> None:
         self.mode = mode
         self.calls = {} if calls is None else calls
-        _templates.clear()  # they hold the modes of earlier simulations
+        _read_attributes.cache_clear()  # they hold the modes of earlier simulations
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, CachedCall | None]:
         """The operator's result, and what is remembered of the call (None: nothing)."""
@@ -86,44 +103,34 @@ class CachedFakeMode:
             if key in self.calls or _is_never(func):
                 return func(*args, **kwargs), None
             result = func(*args, **kwargs)
-            self.calls[key] = call = _remember(result, tensors)
+            self.calls[key] = call = remember(result, tensors)
             return result, call
-        if known.outputs is None:
-            return None, known
-        if known.sequence is None:
-            return known.outputs.make(tensors, self.mode), known  # type: ignore[union-attr]
-        return known.sequence(output.make(tensors, self.mode) for output in known.outputs), known  # type: ignore
+        return known.make(tensors, self.mode), known
 
 
 def wrap(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
     """A FakeTensor as its constructor would make it, with the attributes of one that it did make."""
     fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
     torch._C._set_throw_on_mutable_data_ptr(fake)
-    template = _templates.get((mode, device))
-    if template is None:
-        with torch._C._DisableTorchDispatch():
-            element = torch.empty(0, device="meta")
-        template = _templates[(mode, device)] = dict(FakeTensor(mode, element, device).__dict__)
-    fake.__dict__.update(template)
+    fake.__dict__.update(_read_attributes(mode, device))
     return fake
 
 
-_templates: dict[tuple[FakeTensorMode, torch.device], dict[str, Any]] = {}
-_never: dict[Any, bool] = {}
+@cache
+def _read_attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:
+    with torch._C._DisableTorchDispatch():
+        element = torch.empty(0, device="meta")
+    return dict(FakeTensor(mode, element, device).__dict__)
 
 
+@cache
 def _is_never(func: Any) -> bool:
-    known = _never.get(func)
-    if known is None:
-        name = func._schema.name.partition("::")[2]
-        custom = not func._schema.name.startswith(_KNOWN)
-        tags = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-        # An `out` may be resized, but not by FSDP's operators.
-        writes_out = func.namespace != "fsdp" and any(argument.is_out for argument in func._schema.arguments)
-        known = _never[func] = (
-            custom or writes_out or any(part in name for part in _NEVER) or bool(tags & set(func.tags))
-        )
-    return known
+    name = func._schema.name.partition("::")[2]
+    custom = not func._schema.name.startswith(_KNOWN)
+    tags = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    # An `out` may be resized, but not by FSDP's operators.
+    writes_out = func.namespace != "fsdp" and any(argument.is_out for argument in func._schema.arguments)
+    return custom or writes_out or any(part in name for part in _NEVER) or bool(tags & set(func.tags))
 
 
 def key_of(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
@@ -154,10 +161,7 @@ def key_of(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-_PLAIN_TYPES = frozenset(_PLAIN[:-1]) | {type(None)}
-
-
-def _remember(result: Any, tensors: list[FakeTensor]) -> CachedCall | None:
+def remember(result: Any, tensors: list[FakeTensor]) -> CachedCall | None:
     """How to answer the same call again; None if that is not certain."""
     if result is None:
         return CachedCall(None, None)
@@ -192,15 +196,10 @@ def _describe(value: Any, places: dict[int, int], storages: dict[int, int], made
     }
     if storage._cdata in storages:
         return _Output(view_of=storages[storage._cdata], offset=value.storage_offset(), **geometry)
-    dense = _extent(geometry["shape"], geometry["stride"]) * value.element_size()
-    if storage._cdata in made or value.storage_offset() or storage.nbytes() != dense:
+    elements, rest = divmod(storage.nbytes(), value.element_size())
+    if storage._cdata in made or rest:
         raise NotSure
     made.add(storage._cdata)
-    return _Output(**geometry)
-
-
-def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last that a geometry reaches."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if not value.storage_offset() and elements == compute_required_storage_length(value.shape, value.stride(), 0):
+        elements = 0
+    return _Output(elements=elements, offset=value.storage_offset(), **geometry)

@@ -9,12 +9,12 @@ The code is that for a CPU, with the attention kernel of the planned device. For
 but for reductions, which it can split otherwise. All of torch's private parts that this takes are in here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -28,21 +28,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from recipe_lib.plan.trace import Op
+from recipe_lib.plan.tracing.operator_costs import cost_of, dtype_name
 from recipe_lib.plan.world.cached_fake_mode import wrap
-from recipe_lib.plan.world.kernel_choice import attention_kernel
 from recipe_lib.plan.world.simulated_device import MODULE, NAME
+from recipe_lib.plan.world.simulated_world import attention_kernel
 from recipe_lib.units import counted
 
-
-@dataclass(frozen=True)
-class Listener:
-    """Who is asked for each buffer of compiled code, by shape, stride and type, and hears of each kernel, by name with
-    the tensors that it reads and writes, and of each matmul: operator, arguments, options, result."""
-
-    buffer: Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]
-    kernel: Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
-    matmul: Callable[[Any, Sequence[Any], dict[str, Any], Tensor], None]
-
+if TYPE_CHECKING:
+    from recipe_lib.plan.tracing.tracer import Tracer
 
 _MATMULS = {
     "mm": torch.ops.aten.mm.out,
@@ -94,14 +88,9 @@ def _inside(operator: Any) -> Callable[..., Any] | None:
     return None if found is None else found._init_fn
 
 
-def is_compiling() -> bool:
-    """Whether what is dispatched is the compiler's own work, which no run has."""
-    return TracingContext.try_get() is not None
-
-
 @contextmanager
-def compiling_on_paper(listener: Listener) -> Iterator[CompiledCode]:
-    """Inside, what torch.compile compiles with inductor runs on the simulated device.
+def compiling(tracer: "Tracer") -> Iterator[CompiledCode]:
+    """Inside, what torch.compile compiles with inductor runs in the trace; what it does meanwhile is no part of it.
 
     NotCompiled for what inductor has no code for.
     """
@@ -123,7 +112,7 @@ def compiling_on_paper(listener: Listener) -> Iterator[CompiledCode]:
 
     def inner(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         with _disable_current_modes(), noting_faults():
-            return _runnable(_code_of(graph, inputs, options), listener)
+            return _runnable(_code_of(graph, inputs, options), tracer)
 
     @contextmanager
     def noting_faults() -> Iterator[None]:
@@ -134,6 +123,7 @@ def compiling_on_paper(listener: Listener) -> Iterator[CompiledCode]:
             raise
 
     torch._dynamo.reset()
+    tracer.is_compiling = lambda: TracingContext.try_get() is not None
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(compile_fx, "compile_fx", compile_graph))
         # Patterns of attention are made once, on the device that is asked for first, with tensors of it.
@@ -145,6 +135,7 @@ def compiling_on_paper(listener: Listener) -> Iterator[CompiledCode]:
                 raise NotCompiled(done.faults[0]) from error
             raise
         finally:
+            tracer.is_compiling = None
             torch._dynamo.reset()
 
 
@@ -203,30 +194,20 @@ class _Binding:
     types: Sequence[str]
 
 
-class _NothingCompiled:
-    """In place of what compiles the kernels of a module."""
-
-    def cpp_pybinding(self, types: Sequence[str], source: str) -> _Binding:
-        """Nothing is compiled."""
-        return _Binding(types)
-
-    def wait(self, scope: dict[str, Any]) -> None:
-        """There is nothing to wait for."""
-
-
-def _runnable(text: str, listener: Listener) -> Callable[[list[Any]], Any]:
+def _runnable(text: str, tracer: "Tracer") -> Callable[[list[Any]], Any]:
     """The module's `call`, which takes its buffers from the simulated device."""
     scope: dict[str, Any] = {}
-    with mock.patch("torch._inductor.async_compile.AsyncCompile", _NothingCompiled):
+    compiles_nothing = SimpleNamespace(cpp_pybinding=lambda types, _: _Binding(types), wait=lambda scope: None)
+    with mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: compiles_nothing):
         exec(compile(text, "<inductor>", "exec"), scope)  # noqa: S102 - what inductor wrote, as it would run it
     for name, value in list(scope.items()):
         if isinstance(value, _Binding):
-            scope[name] = _kernel(name.removeprefix("cpp_"), value, listener)
+            scope[name] = _kernel(name.removeprefix("cpp_"), value, tracer)
     scope["extern_kernels"] = SimpleNamespace(
         _grouped_mm=torch._grouped_mm,  # into a tensor of its own, which it notes as any operator
-        **{name: _matmul(operator, listener) for name, operator in _MATMULS.items()},
+        **{name: partial(_note_matmul, tracer, operator) for name, operator in _MATMULS.items()},
     )
-    scope["empty_strided_cpu"] = listener.buffer
+    scope["empty_strided_cpu"] = partial(_take_buffer, tracer)
     scope["reinterpret_tensor"] = _reinterpreted
     scope["assert_size_stride"] = scope["assert_alignment"] = lambda *_: None
     call = scope["call"]
@@ -238,24 +219,47 @@ def _runnable(text: str, listener: Listener) -> Callable[[list[Any]], Any]:
     return run
 
 
-def _kernel(name: str, binding: _Binding, listener: Listener) -> Callable[..., None]:
+def _take_buffer(tracer: "Tracer", shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    assert tracer.fast is not None
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    tensor = wrap(meta, tracer.fast.mode, torch.device(tracer.device_type, 0))
+    tracer.see([tensor], "inductor::buffer")
+    return tensor
+
+
+def _kernel(name: str, binding: _Binding, tracer: "Tracer") -> Callable[..., None]:
     """Notes a call; what C++ takes as const it does not write."""
     constant = [kind.startswith("const") for kind in binding.types]
 
     def call(*args: Any) -> None:
         tensors = [(one, is_read) for one, is_read in zip(args, constant, strict=False) if isinstance(one, Tensor)]
-        listener.kernel(
-            name, [one for one, is_read in tensors if is_read], [one for one, is_read in tensors if not is_read]
-        )
+        written = [one for one, is_read in tensors if not is_read]
+        moved = sum(one.numel() * one.element_size() for one, _ in tensors)
+        dtype = dtype_name(written[0].dtype) if written else ""
+        op = Op(f"inductor::{name}", tracer.stream(), *tracer.place(), tracer.phase, 0, moved, dtype)
+        op.reads = tracer.numbers([one for one, is_read in tensors if is_read])
+        op.makes = tracer.numbers(written)
+        tracer.add(op)
 
     return call
 
 
-def _matmul(operator: Any, listener: Listener) -> Callable[..., None]:
-    def call(*args: Any, out: Tensor, **options: Any) -> None:
-        listener.matmul(operator, args, {**options, "out": out}, out)
+def _note_matmul(tracer: "Tracer", operator: Any, *args: Any, out: Tensor, **options: Any) -> None:
+    kwargs = {**options, "out": out}
+    tracer.note(operator, args, kwargs, out, cost_of(operator, args, kwargs, out))
 
-    return call
+
+def around_operator(tracer: "Tracer", func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What compiled code wraps around an operator that draws numbers, so that it can be computed again."""
+    if func.name() == "run_and_save_rng_state":
+        state = torch.get_device_module(tracer.device_type).get_rng_state()
+        with tracer:
+            return state, args[0](*args[1:], **kwargs)
+    if func.name() == "run_with_rng_state":
+        with tracer:
+            return args[1](*args[2:], **kwargs)
+    raise RuntimeError(f"{func.name()}: not known on a simulated device")
 
 
 def _reinterpreted(tensor: Any, shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:

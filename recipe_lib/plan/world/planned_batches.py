@@ -17,7 +17,6 @@ from recipe_lib.data.dataset import Dataset, as_trained
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.parallel import World
 from recipe_lib.plan.tracing.simulated_micro_batches import Passes
-from recipe_lib.plan.world.sequence_lengths import has_pairs
 
 
 class SequenceShape(Protocol):
@@ -138,7 +137,7 @@ def _without_bytes(step: StepBatches) -> StepBatches:
 
 def _dataset(cfg: FullFinetuneConfig, shape: SequenceShape) -> Dataset:
     """The items of a packed sequence, or one item."""
-    group = 2 if has_pairs(cfg) else 1
+    group = 2 if cfg.trains_on_pairs else 1
     documents = max(1, min(shape.documents, shape.tokens // 2)) if cfg.data.packing else 1
     bounds = np.linspace(0, shape.tokens, documents + 1).astype(np.int64)
     lengths = np.repeat(np.diff(bounds), group)

@@ -4,7 +4,6 @@ What decides on memory is the widest micro-batch of a run: the longest sequence,
 all packs of an epoch are padded to.
 """
 
-import sys
 import time
 from copy import deepcopy
 from dataclasses import dataclass
@@ -67,11 +66,11 @@ def planned_sequence(cfg: Any, choice: str = "auto", *, ranks: int = 1, wait: fl
     files that are not in the cache are tokenized now; else they are not, and so many seconds another process is given
     to. Nothing comes over the network. Raises ConfigError.
     """
-    group = 2 if has_pairs(cfg) else 1
+    group = 2 if cfg.trains_on_pairs else 1
     cfg = _with_formats(cfg)
     tokens = _number(choice, cfg.max_seq_len)
     if tokens is not None or choice == "max":
-        _check_steps(cfg, _few_samples(cfg) if wait is None else _stored_dataset(cfg), ranks)
+        _check_steps(cfg, _few_samples(cfg, wait), ranks)
         source = "max_seq_len" if choice == "max" else f"--sequence {choice}"
         return Sequence(tokens or cfg.max_seq_len, source, steps=cfg.max_steps, group=group)
     dataset, reason = _dataset(cfg, wait)
@@ -106,11 +105,6 @@ def _number(choice: str, longest: int) -> int | None:
             f"--sequence {choice}: sequences have at most max_seq_len tokens ({longest}); raise max_seq_len"
         )
     return int(choice)
-
-
-def has_pairs(cfg: Any) -> bool:
-    """Whether sequences come in pairs: what the recipe trains on."""
-    return bool(getattr(cfg, "trains_on_pairs", False))
 
 
 def _of_dataset(cfg: Any, dataset: "Dataset", choice: str, ranks: int) -> Sequence:
@@ -149,28 +143,20 @@ def _check_steps(cfg: Any, dataset: "Dataset | None", ranks: int) -> int | None:
     return order.total_steps(cfg.epochs, cfg.max_steps)
 
 
-def _few_samples(cfg: Any) -> "Dataset | None":
-    """The dataset if an earlier run has tokenized it, or if it is so small that it may not have a step's sequences."""
-    stored = _stored_dataset(cfg)
-    if stored is not None or _bytes_of(cfg) > FEW_BYTES:
+def _few_samples(cfg: Any, wait: float | None) -> "Dataset | None":
+    """The dataset if an earlier run has tokenized it; wait None: or if it is so small that it may not have a step's
+    sequences."""
+    try:
+        stored = _stored(cfg, _tokenizer(cfg), 0.0)
+    except UserError:
+        stored = None
+    if stored is not None or wait is not None:
         return stored
-    return _dataset(cfg, None)[0]
-
-
-def _bytes_of(cfg: Any) -> int:
-    """Bytes of the data's files; more than any limit where they are not here."""
     try:
-        return sum(map(_size, resolved_sources(cfg.data)))
-    except UserError:
-        return sys.maxsize
-
-
-def _stored_dataset(cfg: Any) -> "Dataset | None":
-    """The dataset that an earlier run has tokenized, if it has."""
-    try:
-        return _stored(cfg, _tokenizer(cfg), 0.0)
-    except UserError:
-        return None
+        is_small = sum(map(_size, resolved_sources(cfg.data))) <= FEW_BYTES
+    except UserError:  # the data are not here
+        is_small = False
+    return _dataset(cfg, None)[0] if is_small else None
 
 
 def _dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":

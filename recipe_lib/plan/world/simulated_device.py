@@ -7,8 +7,9 @@ objects of ours, so that a tracer sees on which stream memory was taken and whic
 torch knows one such device per process and does not forget it: a plan is made in a separate process.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Nothing runs; that the host would wait is said."""
-        MODULE.on_synchronize("Stream.synchronize", self.number, None)
+        MODULE.listener.synchronize("Stream.synchronize", self.number, None)
 
     def query(self) -> bool:
         """True: all is done."""
@@ -76,15 +77,15 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         """Sets the mark behind what was issued on the stream."""
         self.number = MODULE.new_event()
-        MODULE.on_record((stream or MODULE.stream_now).number, self.number)
+        MODULE.listener.record((stream or MODULE.stream_now).number, self.number)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Makes a stream wait for the mark."""
-        MODULE.on_wait((stream or MODULE.stream_now).number, self.number)
+        MODULE.listener.wait((stream or MODULE.stream_now).number, self.number)
 
     def synchronize(self) -> None:
         """Nothing runs; that the host would wait is said."""
-        MODULE.on_synchronize("Event.synchronize", None, self.number)
+        MODULE.listener.synchronize("Event.synchronize", None, self.number)
 
     def query(self) -> bool:
         """True: all is done."""
@@ -93,6 +94,10 @@ class Event:
     def elapsed_time(self, other: "Event") -> float:
         """No time passes."""
         return 0.0
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """On paper there is nothing to do."""
 
 
 class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
@@ -112,10 +117,9 @@ class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
         self.capability = (8, 0)
         self._default: Any = None
         self.stream_now: Any = None
-        self.on_record: Callable[[int, int], None] = lambda stream, event: None
-        self.on_wait: Callable[[int, int], None] = lambda stream, event: None
-        self.on_use: Callable[[Any, int], None] = lambda tensor, stream: None
-        self.on_synchronize: Callable[[str, int | None, int | None], None] = lambda what, stream, event: None
+        # Who hears of every mark that a stream sets or waits for, each use of a tensor on another stream that
+        # `record_stream` names, and each time that the host waits for a stream or a mark: a tracer.
+        self.listener: Any = SimpleNamespace(**dict.fromkeys(("record", "wait", "use_on", "synchronize"), _do_nothing))
 
     def new_stream(self) -> int:
         """The number of one more stream."""
@@ -165,25 +169,16 @@ class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
         """Always."""
         return True
 
-    def set_device(self, device: Any) -> None:
-        """There is one device."""
-
     def synchronize(self, device: Any = None) -> None:
         """Nothing runs; that the host would wait is said."""
-        self.on_synchronize("synchronize", None, None)
+        self.listener.synchronize("synchronize", None, None)
 
-    def empty_cache(self) -> None:
-        """Nothing is cached."""
-
-    def manual_seed(self, seed: int) -> None:
-        """Nothing is random."""
+    # There is one device; nothing is cached, nothing is random, and the trace has the peaks.
+    set_device = empty_cache = manual_seed = set_rng_state = reset_peak_memory_stats = _do_nothing
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         """A state of the size that CUDA's generator has."""
         return torch.zeros(16, dtype=torch.uint8)
-
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Nothing is random."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """As CUDA."""
@@ -192,9 +187,6 @@ class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
     def memory_stats(self, device: Any = None) -> dict[str, int]:
         """The trace has the numbers; here there are none."""
         return {}
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """The trace has the numbers."""
 
 
 MODULE = SimulatedModule()

@@ -3,8 +3,13 @@ c10/core/AllocatorConfig.h (512 B, 1 MiB, 2 MiB, 10 MiB, 20 MiB) and the rules i
 
 import pytest
 
-from recipe_lib.plan.allocation.blocks import LAUNCH_QUEUE, round_size
-from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings, CachingAllocator, OutOfMemory
+from recipe_lib.plan.allocation.caching_allocator import (
+    LAUNCH_QUEUE,
+    AllocatorSettings,
+    CachingAllocator,
+    OutOfMemory,
+    round_size,
+)
 from recipe_lib.units import GIB, MIB
 
 EXPANDABLE = AllocatorSettings(expandable=True)

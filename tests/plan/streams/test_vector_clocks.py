@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from recipe_lib.plan.streams.stream_checker import HOST, VectorClocks
+from recipe_lib.plan.streams.stream_checker import HOST, Clock, VectorClocks
 
 STREAMS = (0, 1, 2, 3)
 
@@ -17,6 +17,7 @@ def test_one_work_is_before_another_where_a_path_of_waits_leads(seed: int) -> No
     edges: dict[str, set[str]] = defaultdict(set)  # node -> what it comes after
     last = {stream: f"begin {stream}" for stream in (*STREAMS, HOST)}
     recorded: dict[int, str] = {}
+    events: dict[int, Clock] = {}
     works: list[tuple[int, int, str]] = []
 
     def after(stream: int, name: str, *others: str) -> None:
@@ -43,20 +44,20 @@ def test_one_work_is_before_another_where_a_path_of_waits_leads(seed: int) -> No
             after(stream, f"work {number}")
             works.append((stream, number, f"work {number}"))
         elif kind == "record":
-            clocks.record(stream, step)
+            events[step] = clocks.snapshot(stream)
             after(stream, f"record {step}")
             recorded[step] = f"record {step}"
         elif kind == "wait" and recorded:
             event = chance.choice(list(recorded))
-            clocks.wait(stream, event)
+            clocks.wait(stream, events[event])
             after(stream, f"wait {step}", recorded[event])
         elif kind == "stream":
             other = chance.choice(STREAMS)
-            clocks.wait_stream(stream, other)
+            clocks.wait(stream, clocks.snapshot(other))
             after(stream, f"wait {step}", last[other])
         elif kind == "host" and recorded and chance.random() < 0.5:
             event = chance.choice(list(recorded))
-            clocks.wait(HOST, event)
+            clocks.wait(HOST, events[event])
             after(HOST, f"wait {step}", recorded[event])
         for one, number, name in works:
             for other in STREAMS:

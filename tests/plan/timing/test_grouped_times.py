@@ -5,10 +5,17 @@ from dataclasses import replace
 import pytest
 
 from recipe_lib.plan.hardware import HARDWARE
-from recipe_lib.plan.timing.cost import HOST_SECONDS, KERNEL_SECONDS, launch_seconds, op_seconds, tile_share
-from recipe_lib.plan.timing.grouped_times import is_grouped, matmuls_issued, with_loads
-from recipe_lib.plan.timing.stream_schedule import schedule
-from recipe_lib.plan.timing.time_by_kind import MATMULS, kind_of
+from recipe_lib.plan.timing.cost import (
+    HOST_SECONDS,
+    KERNEL_SECONDS,
+    is_grouped,
+    launch_seconds,
+    matmuls_issued,
+    op_seconds,
+    tile_share,
+    with_loads,
+)
+from recipe_lib.plan.timing.stream_schedule import MATMULS, kind_of, schedule
 from recipe_lib.plan.trace import OP, PHASE, Op, Trace
 
 EXPERTS, ROWS, WIDTH, INNER = 128, 128, 2048, 768

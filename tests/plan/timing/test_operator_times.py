@@ -9,10 +9,9 @@ import torch
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.timing import measure_operators as measured
+from recipe_lib.plan.timing import calibrate as measured
 from recipe_lib.plan.timing.calibration import read_calibration
-from recipe_lib.plan.timing.cost import launch_seconds, op_seconds
-from recipe_lib.plan.timing.operator_times import OperatorTime, fit
+from recipe_lib.plan.timing.cost import OperatorTime, fit, launch_seconds, op_seconds
 from recipe_lib.plan.trace import Op
 from tests.plan.timing.test_calibrate import good
 

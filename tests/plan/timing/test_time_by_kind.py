@@ -4,7 +4,7 @@ import pytest
 
 from recipe_lib.plan.hardware import HARDWARE
 from recipe_lib.plan.timing.cost import op_seconds
-from recipe_lib.plan.timing.time_by_kind import (
+from recipe_lib.plan.timing.stream_schedule import (
     ATTENTION,
     COMMUNICATION,
     COPIES,

@@ -1,11 +1,14 @@
 """Deep models planned from two shallow ones, against the whole model simulated, event by event."""
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from recipe_lib.models import preset_config
 from recipe_lib.plan import build_plan
@@ -127,3 +130,47 @@ def test_recipes_that_do_not_say_it_are_simulated_whole() -> None:
     alike = type("Own", (recipe,), {"treats_all_alike": True})
     assert module.few_layers(recipe, cfg) == module.few_layers(alike, cfg) == (5, 6)
     assert module.few_layers(own, cfg) is None
+
+
+def freeze_the_tenth(model: Any) -> None:
+    model.model.layers[9].requires_grad_(False)
+
+
+def freeze_the_lower_half(model: nn.Module) -> None:
+    """By the names of weights, which nothing watches."""
+    numbers = {name: int(re.findall(r"layers\.(\d+)", name)[0]) for name, _ in named_weights(model)}
+    for name, weight in named_weights(model):
+        weight.requires_grad_(2 * numbers[name] > max(numbers.values()))
+
+
+def named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, weight) for name, weight in model.named_parameters() if "layers." in name]
+
+
+@pytest.mark.parametrize(
+    ("freeze", "note"),
+    [(freeze_the_tenth, "goes by single layers"), (freeze_the_lower_half, "do not compute the same")],
+)
+def test_recipes_that_say_it_and_do_not_are_simulated_whole(
+    freeze: Callable[[Any], None], note: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "shape.json"
+    file.write_text(json.dumps(preset_config("demo/0.5M") | {"num_hidden_layers": 20}), encoding="utf-8")
+
+    def planned() -> tuple[list[str], bool]:
+        recipe, cfg, wanted = settings("demo/full", 1, f"model.preset={file}")
+
+        def setup_model(self: Any) -> None:
+            recipe.setup_model(self)  # type: ignore[attr-defined]
+            freeze(self.model)
+
+        own = type("Own", (recipe,), {"treats_all_alike": True, "setup_model": setup_model})
+        assert module.few_layers(own, cfg) is not None
+        found = build_plan.simulate_rank(own, cfg, wanted, 0)
+        build_plan.simulate_deep = lambda recipe, cfg, run: run(cfg)  # type: ignore[assignment]
+        whole = build_plan.simulate_rank(own, cfg, wanted, 0)
+        return found.notes, events(found.trace) == events(whole.trace)
+
+    notes, is_whole = apart(planned)
+    assert len(notes) == 1 and notes[0].endswith(f"{note}: the whole model is simulated")
+    assert is_whole

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipe_lib.plan.tracing.sequences import LoopItems, continue_items
+from recipe_lib.plan.tracing.simulate_deep import LoopItems, continue_items
 
 
 def program(turns: int, *, every_other: bool = False) -> LoopItems:
@@ -33,7 +33,7 @@ def test_numbers_and_targets_go_on_in_both_directions(turns: int) -> None:
     found = continue_items(program(4), long, turns - 5)
     expected = program(turns)
     assert found is not None
-    assert [long.keys[like] for like in found.like] == expected.keys
+    assert [long.keys[like] for like in found.keys] == expected.keys
     assert found.numbers == expected.numbers
     assert found.targets == expected.targets
 
@@ -42,7 +42,7 @@ def test_a_loop_of_two_steps_a_turn() -> None:
     found = continue_items(program(8, every_other=True), long := program(10, every_other=True), 3, step=2)
     expected = program(16, every_other=True)
     assert found is not None
-    assert [long.keys[like] for like in found.like] == expected.keys
+    assert [long.keys[like] for like in found.keys] == expected.keys
     assert (found.numbers, found.targets) == (expected.numbers, expected.targets)
 
 

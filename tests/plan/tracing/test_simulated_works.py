@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from recipe_lib.plan.tracing.simulated_works import following_works
+from recipe_lib.plan.world.patches import apply_patches, follow_works
 
 
 def test_process_groups_are_as_they_were_afterwards() -> None:
@@ -15,7 +15,7 @@ def test_process_groups_are_as_they_were_afterwards() -> None:
     tracer: Any = SimpleNamespace(checker=None, trace=SimpleNamespace(ops=[]))
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        with following_works(tracer):
+        with apply_patches(follow_works(tracer)):
             dist.all_reduce(torch.ones(2))
         dist.all_reduce(torch.ones(2))
         dist.all_reduce(torch.ones(2), async_op=True).wait()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_lib.plan.tracing.summed_gradients import ADD, ADD_IN_PLACE, is_summed_in_place
+from recipe_lib.plan.tracing.operator_costs import ADD, ADD_IN_PLACE, is_summed_in_place
 
 SIZE = 16
 STEPS: Sequence[Callable[[Tensor, Tensor], Tensor]] = (
