@@ -19,6 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 COMES_WITH = {
     "numpy": "safetensors",
     "markupsafe": "jinja2",
+    "networkx": "torch",
     "yaml": "pyyaml",
 }  # name, extra or requirement of a direct dependency
 
@@ -71,6 +72,7 @@ LATE = {
     ("recipe_lib/__main__.py", "recipe_lib"): "Ctrl-C during the import is answered, too",
     ("recipe_lib/plan/world/compiled_code.py", "torch"): "inductor: 1 s, which plans of compiled layers alone need",
     ("recipe_lib/external/compiled_layers.py", "recipe_lib"): "torch's partitioner: 0.7 s, 590 modules; few compile",
+    ("recipe_lib/external/kept_tensors.py", "networkx"): "0.2 s; inferred plans alone need it",
     ("recipe_lib/external/transformers_config.py", "huggingface_hub"): "0.3 s of `tune tp-plan --help`",
     ("recipe_lib/memory/qat.py", "torchao"): "1.3 s, which only runs with qat need",
     ("recipe_lib/training/records/run_log.py", "torch"): "torch.utils.tensorboard needs the extra tensorboard",
