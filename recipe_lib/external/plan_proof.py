@@ -284,10 +284,10 @@ def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, A
             line = (str(error).splitlines() or [""])[0]
             return Certificate(0, (f"{size} ranks: forward and backward fail: {line}",))
     failures = []
-    for name, error in errors.items():
-        if not error <= WRONG:
+    for name, relative in errors.items():
+        if not relative <= WRONG:
             what = "what the model gives" if name.startswith(_OUTPUT) else f"the gradient of {name}"
-            failures.append(f"{size} ranks: {what} is off by {error:.0e} of its norm")
+            failures.append(f"{size} ranks: {what} is off by {relative:.0e} of its norm")
     return Certificate(size * len(errors), tuple(failures))
 
 

@@ -117,9 +117,9 @@ class Exchanges:
 
     def _tokens(self, where: Boundary, summed: bool) -> tuple[Change, Change]:
         """What makes all ranks' tokens of a rank's, and the other way round. summed: of the sum over ranks."""
-        everyone = partial(_all_tokens, where=where, length=self.length(), ranks=self.ranks)
-        settings = {"where": where, "length": self.length(), "ranks": self.ranks}
-        return everyone, partial(_own_tokens, **settings, rank=self.rank(), summed=summed)
+        length, ranks = self.length(), self.ranks
+        everyone = partial(_all_tokens, where=where, length=length, ranks=ranks)
+        return everyone, partial(_own_tokens, where=where, length=length, rank=self.rank(), ranks=ranks, summed=summed)
 
     def _linear(self, tensor: Tensor, forward: Change, backward: Change) -> Tensor:
         result = exchange(tensor, forward, backward)

@@ -109,7 +109,8 @@ def _record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -> To
     made = rule(again)
     if made is None or find(tokens).kind != "leaf" or find(tokens).blocked:
         return None
-    if any(carries(node, tokens) for node, *_ in (*again.contractions, *again.reductions)):
+    summed = [node for node, _, _ in again.contractions] + [node for node, _ in again.reductions]
+    if _has(summed, tokens):
         return None
     outputs: Layouts = {}
     for traced, nodes in zip(record.outputs, made, strict=True):
