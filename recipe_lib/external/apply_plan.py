@@ -23,26 +23,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external.find_modules import embedding_and_head
-from recipe_lib.external.plan_executor import framed_forward
-from recipe_lib.external.plan_proof import plan_differences
-from recipe_lib.external.tensor_parallel import plan_runs, project, with_loss_of_parts
+from recipe_lib.external.modules import embedding_and_head
+from recipe_lib.external.plan_executor import framed_forward, ranks_of
+from recipe_lib.external.plan_proof import certify, plan_differences
+from recipe_lib.external.tensor_parallel import place_parameters, plan_runs, project, with_loss_of_parts
 from recipe_lib.external.tensor_plan import sharding_plan
-from recipe_lib.external.tensor_plan.certificate import certify
 from recipe_lib.external.tensor_plan.exchanges import own_part
-from recipe_lib.external.tensor_plan.gradient_proof import gradient_failures
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan
-from recipe_lib.external.tensor_plan.transformers_models import randomize, shrink
+from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize, shrink
 from recipe_lib.models.language_model import ordered
 from recipe_lib.ops.gathered import Group, all_reduce
 
 _LENGTH = 16  # tokens of a row that a small copy is certified with; two rows
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_SMALL = 2**20  # elements of a model that needs no smaller copy
 
 
 def infer_tensor_plan(
@@ -86,27 +83,25 @@ class TensorPlan:
         model: None: the one that it was inferred of, before `apply`. size: None: what it was inferred for, or else the
         fewest ranks that can share the model.
 
-        Everything that a rank does not hold is lost, and what it computes has to be the same bit for bit; then its
-        gradients have to be the whole model's. A large model of transformers is proven on a small copy of its class
+        A rank has nothing but its own part, and what the model gives and the gradients of all parameters have to be
+        the whole model's. A large model of transformers is proven on a small copy of its class
         and its kinds of layers, whose plan has to be this one; adapters are added afterwards. Raises SetupError.
         """
         model, size = model or self.model, size or self.size or min(self.legal_sizes, default=0)
         if not size:
             raise SetupError(f"tensor plan of {type(model).__name__}: no number of ranks can share the model")
         small, plan, inputs, ranks = copy.deepcopy(model).cpu().float(), self.sharding, self.inputs, size
-        if sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
+        if sum(parameter.numel() for parameter in model.parameters()) > SMALL_MODEL:
             small, inputs = _small_copy(model, self.inputs)
             plan, ranks = _plan_of_copy(small, inputs, size, self.sharding)
         randomize(small)
         inputs = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in inputs.items()}
         proof = certify(small, plan, ranks, inputs)
-        faults = list(proof.failures) or gradient_failures(small, plan, ranks, inputs)
-        if faults or not proof.checked:
-            said = faults[0] if faults else "nothing was compared"
+        if proof.failures:
             raise SetupError(
-                f"tensor plan of {type(model).__name__} for {size} ranks: is wrong ({said}); do not use it"
+                f"tensor plan of {type(model).__name__} for {size} ranks: is wrong ({proof.failures[0]}); do not use it"
             )
-        return proof.checked + len(plan.parameters)
+        return proof.checked
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Makes the model that of one rank of a mesh of one dimension, in place. Every rank has the whole model.
@@ -124,18 +119,17 @@ class TensorPlan:
         group = Group(mesh.get_group().group_name, size, mesh.get_local_rank())
         found = embedding_and_head(model)
         head = None if found is None else found[1]
-        own = [] if head is None else list(head.parameters())
-        names = {name for name, one in model.named_parameters() if any(one is each for each in own)}
-        plan, columns = with_loss_of_parts(plan, names)
+        if head is not None:
+            plan, columns = with_loss_of_parts(plan, model, head)
         if head is None or (not columns and any(axis.output for axis in plan.axes)):
             raise ConfigError(
                 f"tensor plan of {type(model).__name__}: its logits come of no output projection; found none"
             )
-        _cut(model, plan, mesh)
+        place_parameters(model, plan, mesh)
         head.forward = partial(project, head, group, columns)
         partial_names = [each.name for each in plan.parameters if each.gradient == "partial"]
         whole = model.forward
-        shared = framed_forward(model, plan, group, head, whole)
+        shared = framed_forward(model, plan, ranks_of(group), head)
         model.forward = wraps(whole)(_summing(model, partial_names, shared, mesh, group))
         config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):
@@ -196,28 +190,6 @@ def seen_as_one_process() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
-
-
-def _cut(model: nn.Module, plan: sharding_plan.ShardingPlan, mesh: DeviceMesh) -> None:
-    """Makes each parameter a DTensor of this rank's part of it; one that several modules own stays one."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    placed: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in placed:
-                placed[id(parameter)] = _part(parameter, plan.parameter(names[id(parameter)]), mesh)
-            setattr(module, name, placed[id(parameter)])
-
-
-def _part(parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh) -> nn.Parameter:
-    whole = parameter.detach()
-    if plan.dim >= 0:
-        part = own_part(whole, plan.dim, plan.segments, mesh.get_local_rank(), mesh.size()).contiguous()
-    else:
-        part = whole
-    placement = Shard(plan.dim) if plan.dim >= 0 else Replicate()
-    shaped = DTensor.from_local(part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
-    return nn.Parameter(shaped, parameter.requires_grad)
 
 
 def _summing(

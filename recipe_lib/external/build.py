@@ -4,12 +4,11 @@ Parameters are put on the meta device as they are registered. Buffers get their 
 its constructor (rotary frequencies, slopes of alibi, causal masks) is in no checkpoint.
 """
 
-import hashlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -20,23 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.config.registry import register, registered
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external.find_modules import (
+from recipe_lib.external.modules import (
     embedding_and_head,
-    is_transposed,
-    layer_linears,
-    linear_shape,
     other_parts,
-    uncalled_linears,
 )
-from recipe_lib.external.run_stages import keep_parts, only, run_alone
-from recipe_lib.external.token_reader import logits_of, token_reader
+from recipe_lib.external.stage_parts import keep_parts, logits_of, only, run_alone
 from recipe_lib.external.transformers_config import TRANSFORMERS, transformers_config
 from recipe_lib.logs import get_logger
 from recipe_lib.models.decoder import LinearHead, LogitsAfter
 from recipe_lib.models.families import spec_from_config
-from recipe_lib.models.language_model import LanguageModel, layer_names
-from recipe_lib.models.meta_init import build_meta, persistent_buffers
-from recipe_lib.models.spec import ExternalSpec, StageParts, TensorLayout
+from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.meta_init import build_meta
+from recipe_lib.models.spec import ExternalSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.chunked_heads import IGNORED, cross_entropy
 from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss, OutputAdapter, TokenLogProbs, TokenScores
@@ -170,14 +164,42 @@ class ExternalModel(LanguageModel):
     def inputs_of(
         self, tokens: Tensor, positions: Tensor | None = None, attention: AttentionInfo | None = None
     ) -> dict[str, Any]:
-        """What its class' forward is called with."""
-        division = self._division
-        return external_inputs(division.accepted, division.windows, tokens, positions, attention, _dtype(self))
+        """What its class' forward is called with.
+
+        Rows are padded on the right, so that causality alone hides the padding. Documents are kept apart by a mask
+        `[b, 1, s, s]`; in a model with windows by the positions alone, of which transformers makes masks that keep the
+        windows. What does not come of it is noticed by `check_packing_isolation`.
+        """
+        accepted, inputs = self._division.accepted, dict[str, Any](input_ids=tokens)
+        if "use_cache" in accepted:
+            inputs["use_cache"] = False
+        is_packed = attention is not None and attention.documents is not None
+        if "position_ids" in accepted and (is_packed or positions is not None):
+            inputs["position_ids"] = positions
+        if attention is None or attention.documents is None or self._division.windows:
+            return inputs
+        if "attention_mask" in accepted:
+            documents, dtype = attention.documents, _dtype(self)
+            order = torch.arange(tokens.shape[1], device=tokens.device)
+            seen = (documents[:, :, None] == documents[:, None, :]) & (order[:, None] >= order)
+            mask = torch.zeros(seen.shape, dtype=dtype, device=tokens.device)
+            inputs["attention_mask"] = mask.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+        return inputs
 
     def _run_packed(self, attention: AttentionInfo | None, run: Callable[[], Tensor]) -> Tensor:
+        """Raises SetupError for a model whose forward fails where documents share a row: it takes no mask for them."""
         if attention is None or attention.documents is None or self._division.packs:
             return run()
-        output = _try_packing(self.spec.family, run)
+        try:
+            output = run()
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            said = " ".join(str(error).split())[:150]
+            raise SetupError(
+                f"data.packing: {self.spec.family} takes no mask that keeps documents of a row apart ({said}); set "
+                "data.packing=false"
+            ) from None
         self._division.packs = True
         return output
 
@@ -194,8 +216,33 @@ class ExternalModel(LanguageModel):
         return "attention_mask" in self._division.accepted
 
     def token_reader(self, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """See `ExternalSpec.token_reader`."""
-        return token_reader(self.class_forward, self._division.accepted, padding, self.spec)
+        """See `ExternalSpec.token_reader`.
+
+        Keys and values are kept in the cache that the class makes; a class that returns none reads everything again.
+        """
+        accepted = self._division.accepted
+        if padding is not None and "attention_mask" not in accepted:
+            raise SetupError(f"{self.spec.family}: its forward takes no attention_mask; read one prompt at a time")
+        cache, seen = None, None
+
+        def read(unread: Tensor) -> Tensor:
+            nonlocal cache, seen
+            seen = unread if seen is None else torch.cat([seen, unread], dim=1)
+            inputs: dict[str, Any] = {"input_ids": seen if cache is None else unread}
+            if padding is not None:
+                count = inputs["input_ids"].shape[1]
+                inputs |= _padded_inputs(padding, seen, count, accepted, self.spec.max_positions)
+            if {"use_cache", "past_key_values"} <= accepted:
+                inputs |= {"use_cache": True, "past_key_values": cache}
+            elif "use_cache" in accepted:
+                inputs["use_cache"] = False
+            if "logits_to_keep" in accepted:
+                inputs["logits_to_keep"] = 1
+            output = self.class_forward(**inputs)
+            cache = getattr(output, "past_key_values", None)
+            return logits_of(output)[:, -1]
+
+        return read
 
     def forward(
         self,
@@ -243,19 +290,6 @@ def _has_windows(config: dict[str, Any]) -> bool:
     return any("slid" in key or "window" in key or "chunk" in key for key, value in config.items() if value) or any(
         kind != "full_attention" for kind in kinds
     )
-
-
-def _try_packing(family: str, run: Callable[[], Tensor]) -> Tensor:
-    """Raises SetupError for a model whose forward fails where documents share a row: it takes no mask for them."""
-    try:
-        return run()
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        said = " ".join(str(error).split())[:150]
-        raise SetupError(
-            f"data.packing: {family} takes no mask that keeps documents of a row apart ({said}); set data.packing=false"
-        ) from None
 
 
 def _dtype(model: ExternalModel) -> torch.dtype:
@@ -386,35 +420,14 @@ def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) 
     return logits
 
 
-def external_inputs(
-    accepted: frozenset[str],
-    windows: bool,
-    tokens: Tensor,
-    positions: Tensor | None,
-    attention: AttentionInfo | None,
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    """What a class' forward is called with; accepted: the names of its parameters.
-
-    Rows are padded on the right, so that causality alone hides the padding. Documents are kept apart by a mask
-    `[b, 1, s, s]` of `dtype`; in a model with windows by the positions alone, of which transformers makes masks that
-    keep the windows. What does not come of it is noticed by `check_packing_isolation`.
-    """
-    inputs: dict[str, Any] = {"input_ids": tokens}
-    if "use_cache" in accepted:
-        inputs["use_cache"] = False
-    if attention is None or attention.documents is None:
-        if positions is not None and "position_ids" in accepted:
-            inputs["position_ids"] = positions
-        return inputs
+def _padded_inputs(
+    padding: Tensor, seen: Tensor, unread: int, accepted: frozenset[str], most: int
+) -> dict[str, Tensor]:
+    """The mask of all tokens seen `[b, t]`, and positions `[b, unread]` that count from a row's first real token."""
+    places = torch.arange(seen.shape[1], device=seen.device)
+    inputs = {"attention_mask": (places >= padding[:, None]).long()}
     if "position_ids" in accepted:
-        inputs["position_ids"] = positions
-    if "attention_mask" in accepted and not windows:
-        documents, length = attention.documents, tokens.shape[1]
-        order = torch.arange(length, device=tokens.device)
-        seen = (documents[:, :, None] == documents[:, None, :]) & (order[:, None] >= order)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=tokens.device)
-        inputs["attention_mask"] = mask.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+        inputs["position_ids"] = (places[-unread:] - padding[:, None]).clamp(0, most - 1)
     return inputs
 
 
@@ -425,23 +438,6 @@ class ModuleSource:
     implementation: str  # `transformers`, or the name that a plugin registered
     config: dict[str, Any] = field(hash=False)  # what config.json holds
     attention: str = "sdpa"  # or `eager`: what transformers calls its implementation
-
-
-def build_module(source: ModuleSource, dtype: torch.dtype, spec: ExternalSpec) -> ExternalModel:
-    """The model on meta, with parameters of `dtype`, and with our call signature.
-
-    What its class computed for the buffers is in `computed_buffers`; `materialize` puts it there. Floating point
-    buffers keep the type that the class gives them. Of a multimodal model `other_parts` have no gradient.
-    """
-    model = make_module(source, dtype)
-    buffers = dict(model.named_buffers())
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty_like(buffer, device="meta")
-    adopted = ExternalModel.adopt(model, spec, source.config, buffers)
-    for name in adopted.other_parts:
-        adopted.get_submodule(name).requires_grad_(False)
-    return adopted
 
 
 def make_module(source: ModuleSource, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -500,65 +496,3 @@ def transformers_module(
     model: Any = AutoModelForCausalLM.from_config(made, attn_implementation=attention, dtype=dtype)
     model.tie_weights()
     return cast(nn.Module, model)
-
-
-def layer_kinds(source: ModuleSource) -> list[str]:
-    """What each layer is: equal texts stand for layers of the same parameters and the same kind of attention."""
-    model: Any = make_module(source)
-    types = getattr(getattr(model, "config", None), "layer_types", None)
-    kinds = []
-    for at, name in enumerate(layer_names(model)):
-        layer = model.get_submodule(name)
-        shapes = [(inside, tuple(parameter.shape)) for inside, parameter in layer.named_parameters()]
-        kinds.append(f"{type(layer).__name__} {types[at] if types and at < len(types) else ''} {shapes}")
-    return kinds
-
-
-@lru_cache(maxsize=8)
-def layout(source: ModuleSource) -> TensorLayout:
-    """What the files of a model hold, by one build of its class."""
-    model = make_module(source)
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    parameters, linears = dict(model.named_parameters()), layer_linears(model)
-    buffers = persistent_buffers(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()}
-    return TensorLayout(
-        shapes,
-        frozenset(buffers),
-        names={name: tuple(names[id(parameter)]) for name, parameter in parameters.items()},
-        prefix=f"{prefix}." if (prefix := getattr(model, "base_model_prefix", "")) else "",
-        linears={name: linear_shape(module) for name, module in linears.items()},
-        transposed=frozenset(name for name, module in linears.items() if is_transposed(module)),
-        plain=frozenset(name for name, module in linears.items() if type(module) is nn.Linear),
-        uncalled=uncalled_linears(model),
-        modules=tuple(name for name, _ in model.named_modules() if name),
-        unread=tuple(sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())),
-    )
-
-
-@torch.no_grad()
-def first_vectors(source: ModuleSource, seed: int) -> dict[str, Tensor]:
-    """The values that a model's own class begins its vectors and numbers with: parameters of less than two dimensions.
-
-    The class' own `_init_weights`, or its modules' `reset_parameters`, runs over a model of which nothing else has
-    values; random ones follow from (seed, the module's name). Where a class has neither, biases are 0, others 1.
-    """
-    model: Any = make_module(source)
-    vectors: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() < 2 and parameter.is_floating_point():
-                value = torch.full(parameter.shape, 0.0 if "bias" in name else 1.0)
-                module._parameters[name] = nn.Parameter(value, False)
-                vectors[f"{prefix}.{name}" if prefix else name] = value
-    for name, module in reversed(list(model.named_modules())):  # those inside before the one around them
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            if hasattr(model, "_init_weights"):
-                model._init_weights(module)
-            elif any(True for _ in module.parameters(recurse=False)) and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-    return vectors

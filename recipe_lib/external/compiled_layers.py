@@ -16,7 +16,7 @@ alone. Only what compares equal counts: settings that are objects of a layer's o
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
@@ -26,9 +26,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from recipe_lib.errors import SetupError, UserError
+from recipe_lib.external.tensor_plan.exchanges import Ranks
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
+from recipe_lib.external.tensor_plan.sourced_integers import Entry, replaced_entries
 from recipe_lib.ops.dtensor_shards import local
-from recipe_lib.ops.gathered import Group
 
 _Alone = Callable[[Tensor, Any], AbstractContextManager[None]]
 _Place = tuple[dict[str, Any], str]
@@ -63,13 +64,13 @@ class CompiledLayers:
         self,
         model: nn.Module,
         plan: ShardingPlan,
-        group: Group,
+        ranks: Ranks,
         length: Callable[[], int],
         alone: _Alone,
         outside: Callable[[], AbstractContextManager[None]],
         gathers_again: bool,
     ) -> None:
-        self.model, self.plan, self.group, self.gathers_again = model, plan, group, gathers_again
+        self.model, self.plan, self.rank, self.gathers_again = model, plan, ranks.rank, gathers_again
         self.length, self.alone, self.outside = length, alone, outside
         self.forwards: dict[str, Callable[..., Any]] = {}
         self.originals: dict[str, Callable[..., Any]] = {}  # of all modules, before the plan ran them
@@ -145,7 +146,14 @@ class CompiledLayers:
         # Rows are as long as those that the layer reads, or have all ranks' tokens.
         times = length // first.shape[1] if first.dim() == 3 and length % first.shape[1] == 0 else 0
         others = [_TENSOR if isinstance(each, Tensor) else each for each in leaves]
-        said = (path, str(spec), times or -length, torch.is_grad_enabled(), *_state_of(layer), *map(_hashable, others))
+        said = (
+            path,
+            str(spec),
+            times or -length,
+            torch.is_grad_enabled(),
+            *_state_of(layer),
+            *map(_comparable, others),
+        )
         key = self.keys.setdefault(said, f"{path} {len(self.keys)}")
         if key not in self.calls:
             self.calls[key] = _Call(path, others, spec, length, times)
@@ -159,16 +167,17 @@ class CompiledLayers:
         leaves = [next(given) if each is _TENSOR else each for each in call.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, call.spec)
         length = call.times * tensors[len(places)].shape[1] if call.times else call.length
-        stands_for_others = list(self.like.values()).count(call.path) > 1
-        numbers = _without_numbers(self.layers[call.path]) if stands_for_others else nullcontext()
-        with _holding(places, held), numbers, self.alone(rank, length):
+        entries = [(tensors_of, name, tensor) for (tensors_of, name), tensor in zip(places, held, strict=True)]
+        if list(self.like.values()).count(call.path) > 1:  # it is traced for others, too
+            entries += _number_entries(self.layers[call.path])
+        with replaced_entries(entries), self.alone(rank, length):
             found, call.outputs_spec = pytree.tree_flatten(self.forwards[call.path](*args, **kwargs))
         call.outputs = [_TENSOR if isinstance(each, Tensor) else each for each in found]
         return [each for each in found if isinstance(each, Tensor)]
 
     def _rank_on(self, device: torch.device) -> Tensor:
         if device not in self.ranks:
-            self.ranks[device] = torch.tensor(self.group.rank, device=device)
+            self.ranks[device] = torch.tensor(self.rank, device=device)
         return self.ranks[device]
 
 
@@ -187,18 +196,10 @@ class _NoNumber:
     __truediv__ = __rtruediv__ = __neg__ = __str__ = __repr__ = __format__ = __hash__ = __getattr__ = _read
 
 
-@contextlib.contextmanager
-def _without_numbers(layer: nn.Module) -> Iterator[None]:
-    """While it is entered, no module of a layer knows its number."""
-    found = [(vars(module), name) for module in layer.modules() for name in NUMBERS if name in vars(module)]
-    before = [held[name] for held, name in found]
-    try:
-        for held, name in found:
-            held[name] = _NoNumber()
-        yield
-    finally:
-        for (held, name), number in zip(found, before, strict=True):
-            held[name] = number
+def _number_entries(layer: nn.Module) -> list[Entry]:
+    """What takes a layer's number away from its modules."""
+    held = [vars(module) for module in layer.modules()]
+    return [(attributes, name, _NoNumber()) for attributes in held for name in NUMBERS if name in attributes]
 
 
 @contextlib.contextmanager
@@ -232,27 +233,6 @@ def _with_own_code(forward: Callable[..., Any], path: str) -> Callable[..., Any]
 def _state_of(layer: nn.Module) -> list[tuple[bool, bool]]:
     """What changes in modules between calls."""
     return [(module.training, getattr(module, "is_off", False)) for module in layer.modules()]
-
-
-def _hashable(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return type(value), value
-
-
-@contextlib.contextmanager
-def _holding(places: list[_Place], tensors: tuple[Tensor, ...]) -> Iterator[None]:
-    """While it is entered, modules have these tensors for parameters and buffers."""
-    before = [held[name] for held, name in places]
-    try:
-        for (held, name), tensor in zip(places, tensors, strict=True):
-            held[name] = tensor
-        yield
-    finally:
-        for (held, name), tensor in zip(places, before, strict=True):
-            held[name] = tensor
 
 
 def alike_layers(

@@ -23,16 +23,6 @@ _COPIES = frozenset({torch.ops._c10d_functional.wait_tensor.default, _ATEN.view.
                      operator.getitem})  # fmt: skip
 
 
-def partition(graph: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward of a layer's joint graph, by torch's partitioner; what is gathered is not kept."""
-    again = _gathered(graph.graph)
-    for node in again:
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        node.meta.setdefault("ac_graph_id", 0)
-    with config.patch(ban_recompute_materialized_backward=not again):
-        return min_cut_rematerialization_partition(graph, inputs, **settings)
-
-
 def _gathered(graph: fx.Graph) -> list[fx.Node]:
     """What forward gathers, with its views and copies."""
     found: dict[fx.Node, None] = {}
@@ -47,11 +37,16 @@ def _gathered(graph: fx.Graph) -> list[fx.Node]:
 
 
 class GathersAgain(CustomPartitionerFn):
-    """`partition`, as inductor's setting `custom_partitioner_fn` takes it."""
+    """torch's partitioner, as inductor's setting `custom_partitioner_fn` takes one; what is gathered is not kept."""
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """See `partition`."""
-        return partition(gm, joint_inputs, **kwargs)
+        """The forward and the backward of a layer's joint graph."""
+        again = _gathered(gm.graph)
+        for node in again:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("ac_graph_id", 0)
+        with config.patch(ban_recompute_materialized_backward=not again):
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
         """What inductor's cache of graphs knows it by."""

@@ -8,14 +8,14 @@ again, by the same functions of the same tensors: to the bit what was let go.
 """
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
-from recipe_lib.external.tensor_plan.calls import tensors_in
+from recipe_lib.external.tensor_plan.sharding_plan import tensors_in
 
 # Functions that are cheaper than the memory of what they give: element by element, norms, conversions and copies.
 CHEAP = frozenset(
@@ -94,18 +94,15 @@ class KeptTensors:
             self._kept.clear()
             self._free.clear()
 
-    @property
-    def recording(self) -> bool:
-        """True within a layer."""
-        return self._recording
-
     def note_parameters(self, parameters: Any) -> None:
         """Tensors that are there anyway."""
         for tensor in tensors_in(parameters):
             self._free.add(tensor.untyped_storage()._cdata)
 
     def note(self, function: Function, args: Any, kwargs: Any, result: Any, cheap: bool | None = None) -> None:
-        """A call that was made. cheap: None asks the function's name."""
+        """A call that was made; it counts within a layer. cheap: None asks the function's name."""
+        if not self._recording:
+            return
         name = getattr(function, "__name__", "")
         if name.endswith("_") and not name.endswith("__"):
             return  # what it wrote into is noticed by its version
@@ -118,21 +115,18 @@ class KeptTensors:
             if storage in known or storage in self._nodes:
                 continue  # a view
             if not parents:
-                args, kwargs = self._with_nodes(args, parents), self._with_nodes(kwargs, parents)
+                args, kwargs = pytree.tree_map(lambda value: self._with_node(value, parents), (args, kwargs))
             self._nodes[storage] = _Node(tensor.detach(), (function, args, kwargs, at), parents)
 
-    def _with_nodes(self, value: Any, parents: list[_Node]) -> Any:
-        if isinstance(value, Tensor):
-            if value.untyped_storage()._cdata in self._free:
-                return value.detach()
-            node = self._node_of(value)
-            parents.append(node)
-            return _View(node, value)
-        if isinstance(value, dict):
-            return {key: self._with_nodes(each, parents) for key, each in value.items()}
-        if type(value) in (tuple, list):
-            return type(value)(self._with_nodes(each, parents) for each in value)
-        return value
+    def _with_node(self, value: Any, parents: list[_Node]) -> Any:
+        """An argument, a tensor as a view of its node, which is noted among the parents."""
+        if not isinstance(value, Tensor):
+            return value
+        if value.untyped_storage()._cdata in self._free:
+            return value.detach()
+        node = self._node_of(value)
+        parents.append(node)
+        return _View(node, value)
 
     def _node_of(self, tensor: Tensor) -> _Node:
         storage = tensor.untyped_storage()._cdata
@@ -213,19 +207,9 @@ def _made(node: _Node) -> Tensor:
     if node.held is None:
         assert node.made_by is not None
         function, args, kwargs, at = node.made_by
-        result = function(*_filled(args), **_filled(kwargs))
-        node.held = list(tensors_in(result))[at]
+        args, kwargs = pytree.tree_map_only(_View, lambda view: view.of(_made(view.node)), (args, kwargs))
+        node.held = list(tensors_in(function(*args, **kwargs)))[at]
     return node.held
-
-
-def _filled(value: Any) -> Any:
-    if isinstance(value, _View):
-        return value.of(_made(value.node))
-    if isinstance(value, dict):
-        return {key: _filled(each) for key, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_filled(each) for each in value)
-    return value
 
 
 def minimum_cut(
@@ -235,57 +219,16 @@ def minimum_cut(
 
     roots: nodes that cannot be made of others. parents: what each of the others is made of.
     """
-    count = len(sizes)
-    source, sink = 2 * count, 2 * count + 1
-    room: dict[int, dict[int, float]] = {at: {} for at in range(2 * count + 2)}
+    import networkx
 
-    def connect(start: int, stop: int, size: float) -> None:
-        room[start][stop] = room[start].get(stop, 0) + size
-        room[stop].setdefault(start, 0)
-
-    for at in range(count):
-        connect(at, count + at, sizes[at])  # a node is an edge from where it comes in to where it goes out
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(["source", "sink"])
+    for at, size in enumerate(sizes):
+        graph.add_edge(("in", at), ("out", at), capacity=size)  # without a capacity an edge has any
         if roots[at]:
-            connect(source, at, float("inf"))
-        for parent in parents[at]:
-            connect(count + parent, at, float("inf"))
+            graph.add_edge("source", ("in", at))
+        graph.add_edges_from((("out", parent), ("in", at)) for parent in parents[at])
         if at in targets:
-            connect(count + at, sink, float("inf"))
-    while (path := _path(room, source, sink)) is not None:
-        flow = min(room[start][stop] for start, stop in path)
-        for start, stop in path:
-            room[start][stop] -= flow
-            room[stop][start] += flow
-    reaching = _reaching(room, sink)
-    return frozenset(at for at in range(count) if at not in reaching and count + at in reaching)
-
-
-def _path(room: dict[int, dict[int, float]], source: int, sink: int) -> list[tuple[int, int]] | None:
-    before: dict[int, int] = {source: source}
-    queue = deque([source])
-    while queue:
-        here = queue.popleft()
-        for there, left in room[here].items():
-            if left > 0 and there not in before:
-                before[there] = here
-                queue.append(there)
-    if sink not in before:
-        return None
-    path = []
-    while sink != source:
-        path.append((before[sink], sink))
-        sink = before[sink]
-    return path[::-1]
-
-
-def _reaching(room: dict[int, dict[int, float]], sink: int) -> set[int]:
-    """Places from which there is a way to the sink still."""
-    found = {sink}
-    queue = deque([sink])
-    while queue:
-        here = queue.popleft()
-        for there in room[here]:
-            if room[there].get(here, 0) > 0 and there not in found:
-                found.add(there)
-                queue.append(there)
-    return found
+            graph.add_edge(("out", at), "sink")
+    _, (_, reaching) = networkx.minimum_cut(graph, "source", "sink")
+    return frozenset(at for at in range(len(sizes)) if ("in", at) not in reaching and ("out", at) in reaching)

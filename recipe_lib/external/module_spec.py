@@ -1,11 +1,12 @@
 """The spec of a model that transformers, or a user's plugin, implements, read off the module that its class makes."""
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,18 @@ from torch import Tensor, nn
 from recipe_lib.adapters.lora import adapter_settings
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError
-from recipe_lib.external import adapters, build, stage_parts
-from recipe_lib.external.build import ModuleSource, layout, make_module
-from recipe_lib.external.find_modules import embedding_and_head
+from recipe_lib.external import stage_parts
+from recipe_lib.external.build import ExternalModel, ModuleSource, make_module
+from recipe_lib.external.modules import (
+    adapter_targets,
+    add_adapters,
+    embedding_and_head,
+    is_transposed,
+    layer_linears,
+    linear_shape,
+    uncalled_linears,
+    without_adapter,
+)
 from recipe_lib.external.tensor_parallel import shard_module
 from recipe_lib.external.tensor_plan.transformers_models import shrink
 from recipe_lib.external.transformers_config import (
@@ -27,6 +37,7 @@ from recipe_lib.external.transformers_config import (
 )
 from recipe_lib.models.config_fields import check_sizes, refuse_quantized
 from recipe_lib.models.language_model import layer_names
+from recipe_lib.models.meta_init import persistent_buffers
 from recipe_lib.models.spec import ExternalSpec, StageParts, TensorLayout, WeightEntry, WrittenLayout
 from recipe_lib.parallel.world import World
 
@@ -37,7 +48,7 @@ _STD_KEYS = ("initializer_range", "init_std", "initializer_std")
 
 @dataclass(frozen=True)
 class ModuleSpec(ExternalSpec):
-    """See the class that it is derived from; each method is a function of this folder."""
+    """A model of another library; see the class that this is derived from."""
 
     source: ModuleSource
 
@@ -46,22 +57,93 @@ class ModuleSpec(ExternalSpec):
         return self.source.implementation
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        return build.build_module(self.source, dtype, self)
+        """The model on meta, with parameters of `dtype`, and with our call signature.
 
+        What its class computed for the buffers is in `computed_buffers`; `materialize` puts it there. Floating point
+        buffers keep the type that the class gives them. Of a multimodal model `other_parts` have no gradient.
+        """
+        model = make_module(self.source, dtype)
+        buffers = dict(model.named_buffers())
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.empty_like(buffer, device="meta")
+        adopted = ExternalModel.adopt(model, self, self.source.config, buffers)
+        for name in adopted.other_parts:
+            adopted.get_submodule(name).requires_grad_(False)
+        return adopted
+
+    @torch.no_grad()
     def first_vectors(self, seed: int) -> dict[str, Tensor]:
-        return build.first_vectors(self.source, seed)
+        """Return the values that its class begins vectors and numbers with: parameters of less than two dimensions.
+
+        The class' own `_init_weights`, or its modules' `reset_parameters`, runs over a model of which nothing else has
+        values; random ones follow from (seed, the module's name). Where a class has neither, biases are 0, others 1.
+        """
+        model: Any = make_module(self.source)
+        vectors: dict[str, Tensor] = {}
+        for prefix, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.dim() < 2 and parameter.is_floating_point():
+                    value = torch.full(parameter.shape, 0.0 if "bias" in name else 1.0)
+                    module._parameters[name] = nn.Parameter(value, False)
+                    vectors[f"{prefix}.{name}" if prefix else name] = value
+        for name, module in reversed(list(model.named_modules())):  # those inside before the one around them
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+                if hasattr(model, "_init_weights"):
+                    model._init_weights(module)
+                elif any(True for _ in module.parameters(recurse=False)) and hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+        return vectors
 
     def layer_kinds(self) -> list[str]:
-        return build.layer_kinds(self.source)
+        """What each layer is: equal texts stand for layers of the same parameters and the same kind of attention."""
+        model: Any = make_module(self.source)
+        types = getattr(getattr(model, "config", None), "layer_types", None)
+        kinds = []
+        for at, name in enumerate(layer_names(model)):
+            layer = model.get_submodule(name)
+            shapes = [(inside, tuple(parameter.shape)) for inside, parameter in layer.named_parameters()]
+            kinds.append(f"{type(layer).__name__} {types[at] if types and at < len(types) else ''} {shapes}")
+        return kinds
 
     def layout(self) -> TensorLayout:
-        return build.layout(self.source)
+        return layout(self.source)
 
     def weight_map(self, file_names: Collection[str]) -> list[WeightEntry]:
-        return weight_map(self.source, file_names)
+        """See `recipe_lib.models.weight_names.weight_map`.
+
+        The file has the model's own names, or lacks the prefix of those of its body; or it has those of which
+        transformers makes the model's. A tied weight is under any of its names. A buffer that a file lacks keeps its
+        first value.
+        """
+        held = self.layout()
+        found, prefix = frozenset(file_names), held.prefix
+        bare = bool(found and prefix) and not any(name.startswith(prefix) for name in found)
+        read = reading(self.source, found) if found else None
+        entries = []
+        for name in held.shapes:
+            names = held.names.get(name, (name,))
+            spellings = [other.removeprefix(prefix) for other in names] if bare else list(names)
+            written = next((spelling for spelling in spellings if spelling in found), spellings[0])
+            made = None
+            if read is not None:
+                written = next((read.renamed[other] for other in names if other in read.renamed), written)
+                if written not in found:
+                    made = next((read.made[other] for other in names if other in read.made), None)
+            if made is not None:
+                entries.append(WeightEntry(name, made.names()[0], made=made))
+            elif not (found and name in held.buffers and written not in found):
+                entries.append(WeightEntry(name, written))
+        return entries
 
     def tied_names(self, file_names: Collection[str]) -> dict[str, str]:
-        return find_tied_names(self.source, file_names)
+        """Return the names that tied weights may have in these files, also where transformers renames them."""
+        tied = self.layout().tied_names()
+        read = reading(self.source, frozenset(file_names))
+        renamed = {} if read is None else read.renamed
+        return tied | {renamed[name]: parameter for name, parameter in tied.items() if name in renamed}
 
     def written_layout(self) -> WrittenLayout | None:
         return writing(self.source)
@@ -72,20 +154,18 @@ class ModuleSpec(ExternalSpec):
         return spell_config(config, self.family)
 
     def adapted_linears(self, cfg: LoraConfig) -> list[str]:
-        held = build.layout(self.source)
-        left = adapters.without_adapter(held.linears, held.uncalled, self.family)
-        return adapters.adapter_targets(held.linears, cfg.target_modules, left)
+        held = self.layout()
+        left = without_adapter(held.linears, held.uncalled, self.family)
+        return adapter_targets(held.linears, cfg.target_modules, left)
 
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
-        adapters.add_adapters(model, cfg, adapter_settings(cfg, dtype))
+        add_adapters(model, cfg, adapter_settings(cfg, dtype))
 
     def token_reader(self, model: Any, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        reader: Callable[[Tensor], Tensor] = model.token_reader(padding)
-        return reader
+        return cast(ExternalModel, model).token_reader(padding)
 
     def reads_padding(self, model: Any) -> bool:
-        reads: bool = model.reads_padding
-        return reads
+        return cast(ExternalModel, model).reads_padding
 
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
         return shard_module(model, parallel, world)
@@ -238,39 +318,28 @@ def _stacks(operations: list[Any]) -> bool:
     return known and 0 not in touched
 
 
-def weight_map(source: ModuleSource, file_names: Collection[str]) -> list[WeightEntry]:
-    """See `recipe_lib.models.weight_names.weight_map`.
-
-    The file has the model's own names, or lacks the prefix of those of its body; or it has those of which transformers
-    makes the model's. A tied weight is under any of its names. A buffer that a file lacks keeps its first value.
-    """
-    held = layout(source)
-    found, prefix = frozenset(file_names), held.prefix
-    bare = bool(found and prefix) and not any(name.startswith(prefix) for name in found)
-    read = reading(source, found) if found else None
-    entries = []
-    for name in held.shapes:
-        names = held.names.get(name, (name,))
-        spellings = [other.removeprefix(prefix) for other in names] if bare else list(names)
-        written = next((spelling for spelling in spellings if spelling in found), spellings[0])
-        made = None
-        if read is not None:
-            written = next((read.renamed[other] for other in names if other in read.renamed), written)
-            if written not in found:
-                made = next((read.made[other] for other in names if other in read.made), None)
-        if made is not None:
-            entries.append(WeightEntry(name, made.names()[0], made=made))
-        elif not (found and name in held.buffers and written not in found):
-            entries.append(WeightEntry(name, written))
-    return entries
-
-
-def find_tied_names(source: ModuleSource, file_names: Collection[str]) -> dict[str, str]:
-    """Return the names that tied weights may have in these files, also where transformers renames them."""
-    tied = layout(source).tied_names()
-    read = reading(source, frozenset(file_names))
-    renamed = {} if read is None else read.renamed
-    return tied | {renamed[name]: parameter for name, parameter in tied.items() if name in renamed}
+@lru_cache(maxsize=8)
+def layout(source: ModuleSource) -> TensorLayout:
+    """What the files of a model hold, by one build of its class."""
+    model = make_module(source)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    parameters, linears = dict(model.named_parameters()), layer_linears(model)
+    buffers = persistent_buffers(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()}
+    return TensorLayout(
+        shapes,
+        frozenset(buffers),
+        names={name: tuple(names[id(parameter)]) for name, parameter in parameters.items()},
+        prefix=f"{prefix}." if (prefix := getattr(model, "base_model_prefix", "")) else "",
+        linears={name: linear_shape(module) for name, module in linears.items()},
+        transposed=frozenset(name for name, module in linears.items() if is_transposed(module)),
+        plain=frozenset(name for name, module in linears.items() if type(module) is nn.Linear),
+        uncalled=uncalled_linears(model),
+        modules=tuple(name for name, _ in model.named_modules() if name),
+        unread=tuple(sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())),
+    )
 
 
 @dataclass(frozen=True)

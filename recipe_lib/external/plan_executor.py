@@ -10,8 +10,8 @@ a thread enters the mode.
 
 A layer that is compiled is traced alone (`compiled_layers`): its forward is run here once, of tensors without values.
 
-In a pipeline a rank runs a model of which other ranks have modules (`run_stages`): what those would do is not done, and
-calls outside of layers are counted as ever.
+In a pipeline a rank runs a model of which other ranks have modules (`stage_parts`): what those would do is not done,
+and calls outside of layers are counted as ever.
 """
 
 import threading
@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
@@ -30,18 +31,16 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from recipe_lib.errors import SetupError
 from recipe_lib.external.compiled_layers import CompiledLayers
 from recipe_lib.external.kept_tensors import KeptTensors
-from recipe_lib.external.tensor_plan.calls import tensors_in
 from recipe_lib.external.tensor_plan.exchanges import (
-    Collectives,
+    Change,
     Entered,
     Exchanges,
     Rank,
-    Total,
+    Ranks,
     rewritten,
     trained_length,
 )
-from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan
-from recipe_lib.external.tensor_plan.summary import pattern_of
+from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan, pattern_of, tensors_in
 from recipe_lib.models.language_model import layer_names
 from recipe_lib.ops.dtensor_shards import local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
@@ -72,7 +71,7 @@ class _Running(threading.local):
 
 
 def run_by_plan(
-    model: Any, plan: ShardingPlan, group: Group, head: nn.Module | None, gathers_again: bool = True
+    model: Any, plan: ShardingPlan, ranks: Ranks, head: nn.Module | None, gathers_again: bool = True
 ) -> None:
     """Makes the forward of an external model's class that of one rank, in place; its parameters are DTensors by then.
 
@@ -81,57 +80,41 @@ def run_by_plan(
     cannot be made of (`kept_tensors`), in layers that are not checkpointed. A forward that goes another way than the
     one that the plan was made of raises SetupError.
     """
-    execution = _Execution(model, plan, group, gathers_again)
-    forward = _framed(execution, head, model.class_forward)
-    model.run_class_forward_by(forward, group.size, frozenset(plan.local_outputs))
+    execution = _Execution(model, plan, ranks, gathers_again)
+    forward = execution.frame_all(model.class_forward, head)
+    model.run_class_forward_by(forward, ranks.size, frozenset(plan.local_outputs))
     model.compile_layer = execution.compiled.compile
 
 
 def framed_forward(
-    model: nn.Module,
-    plan: ShardingPlan,
-    group: Group,
-    head: nn.Module | None,
-    forward: Callable[..., Any],
-    gathers_again: bool = True,
+    model: nn.Module, plan: ShardingPlan, ranks: Ranks, head: nn.Module | None, gathers_again: bool = True
 ) -> Callable[..., Any]:
-    """`forward`, the model's own, as that of one rank; the modules within become so in place. See `run_by_plan`."""
-    return _framed(_Execution(model, plan, group, gathers_again), head, forward)
-
-
-def _framed(execution: "_Execution", head: nn.Module | None, forward: Callable[..., Any]) -> Callable[..., Any]:
-    model = execution.model
-    layers = set(layer_names(model))
-    for path, module in model.named_modules():
-        execution.compiled.originals[path] = module.forward
-        if path and module is not head:
-            framed = execution.framed(module.forward, path, ends_sharing=path in layers, module=module)
-            module.forward = execution.compiled.traceable(framed, path) if path in layers else framed
-    # At the first forward, so that they go around FSDP's.
-    model.register_forward_pre_hook(execution.add_hooks, prepend=True)
-    return execution.framed(forward, "", ends_sharing=False)
+    """The model's forward as that of one rank; the modules within become so in place. See `run_by_plan`."""
+    return _Execution(model, plan, ranks, gathers_again).frame_all(model.forward, head)
 
 
 class _Execution(TorchFunctionMode):
     """The exchanges of one model."""
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan, group: Group, gathers_again: bool) -> None:
+    def __init__(self, model: nn.Module, plan: ShardingPlan, ranks: Ranks, gathers_again: bool) -> None:
         super().__init__()
         self.gathers_again = gathers_again
-        self.model, self.plan, self.group = model, plan, group
+        self.model, self.plan, self.ranks = model, plan, ranks
         self.running = _Running()
         self.hooked = False
         self.length = 0  # of the rows of the forward that runs
         # By layer and the shape of what it reads: it may run again when the model has read other rows since.
         self.lengths: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.kept = KeptTensors()
         self.exchanges = Exchanges(
-            *(plan, lambda: (self.running.alone or (group.rank,))[0], group.size, collectives_of(group)),
+            plan,
+            ranks,
+            rank=lambda: (self.running.alone or (ranks.rank,))[0],
             entered=lambda: self.running.entered,
             length=lambda: self.length if self.running.alone is None else self.running.alone[1],
-            note=self._note,
+            note=self.kept.note,
         )
-        self.kept = KeptTensors()
-        self.compiled = CompiledLayers(model, plan, group, lambda: self.length, self.alone, self.outside, gathers_again)
+        self.compiled = CompiledLayers(model, plan, ranks, lambda: self.length, self.alone, self.outside, gathers_again)
         numbered = tuple(each for each in plan.boundaries if each.kind != "assemble")
         self.boundaries = replace(plan, boundaries=numbered).boundaries_by_call()
         self.expected = Counter(module for module, _ in self.boundaries)
@@ -141,6 +124,18 @@ class _Execution(TorchFunctionMode):
         }
         self.assembled = [each for each in plan.parameters if each.whole]
         self.assembled_within: dict[str, list[tuple[nn.Module, str, ParameterPlan]]] = {}
+
+    def frame_all(self, forward: Callable[..., Any], head: nn.Module | None) -> Callable[..., Any]:
+        """The forward of the model as that of one rank; those of the modules within become so in place."""
+        layers = set(layer_names(self.model))
+        for path, module in self.model.named_modules():
+            self.compiled.originals[path] = module.forward
+            if path and module is not head:
+                framed = self.framed(module.forward, path, ends_sharing=path in layers, module=module)
+                module.forward = self.compiled.traceable(framed, path) if path in layers else framed
+        # At the first forward, so that they go around FSDP's.
+        self.model.register_forward_pre_hook(self.add_hooks, prepend=True)
+        return self.framed(forward, "", ends_sharing=False)
 
     def framed(
         self, forward: Callable[..., Any], path: str, *, ends_sharing: bool, module: nn.Module | None = None
@@ -160,7 +155,7 @@ class _Execution(TorchFunctionMode):
             try:
                 with ExitStack() as stack:
                     if outermost:
-                        stack.enter_context(rewritten(self.model, self.plan, self.group.size))
+                        stack.enter_context(rewritten(self.model, self.plan, self.ranks.size))
                         stack.enter_context(self)
                     if not path and self.gathers_again:
                         stack.enter_context(self.kept.around())
@@ -181,7 +176,7 @@ class _Execution(TorchFunctionMode):
         if self.running.alone is not None:
             return
         if not path:
-            self.length = trained_length(first, self.plan, self.group.size)
+            self.length = trained_length(first, self.plan, self.ranks.size)
         elif is_layer and first is not None and torch.is_grad_enabled():
             key = (path, tuple(first.shape))
             if outermost:
@@ -198,10 +193,6 @@ class _Execution(TorchFunctionMode):
         running.ran.add(pattern_of(path))
         if missing := set() if running.is_partly_off else self.must_run.get(path, set()) - running.ran:
             raise self._other_way(min(missing), f"it was not run within {path}")
-
-    def _note(self, *call: Any) -> None:
-        if self.kept.recording:
-            self.kept.note(*call)
 
     @contextmanager
     def alone(self, rank: Tensor, length: int) -> Iterator[None]:
@@ -268,7 +259,7 @@ class _Execution(TorchFunctionMode):
         here = self.boundaries.get((frame.path, frame.calls))
         if here is None or name.startswith("_set_"):  # of autograd's state, as tracing sets
             result = function(*args, **kwargs)
-            self._note(function, args, kwargs, result)
+            self.kept.note(function, args, kwargs, result)
         else:
             if name != here[0].function:
                 raise self._other_way(frame.path, f"call {frame.calls} is {name}, expected {here[0].function}")
@@ -280,7 +271,7 @@ class _Execution(TorchFunctionMode):
 
     def _may_be_a_parameter(self, value: Tensor) -> bool:
         """Whether it is a parameter, or may be one to assemble: what compiled code reads are plain tensors."""
-        return isinstance(value, DTensor) or (self.running.alone is not None and bool(self.assembled))
+        return isinstance(value, (DTensor, nn.Parameter)) or (self.running.alone is not None and bool(self.assembled))
 
     def _other_way(self, path: str, found: str) -> SetupError:
         compiled = "compile=false or " if self.running.alone is not None else ""
@@ -302,27 +293,27 @@ class _Execution(TorchFunctionMode):
         held = self.assembled_within[path]
         return next((parts for owner, name, parts in held if owner._parameters.get(name) is parameter), None)
 
-    def _local(self, value: Any, whole: dict[int, ParameterPlan]) -> Any:
+    def _local(self, given: Any, whole: dict[int, ParameterPlan]) -> Any:
         """Arguments with this rank's part of parameters. whole: how to assemble those that are to be, by id."""
-        if isinstance(value, Tensor):
-            own, parts = local(value), whole.get(id(value))
+
+        def take_own(tensor: Tensor) -> Tensor:
+            parts, own = whole.get(id(tensor)), local(tensor)
             return own if parts is None else self.exchanges.assemble(own, parts)
-        if isinstance(value, (tuple, list)) and any(self._may_be_a_parameter(each) for each in tensors_in(value)):
-            return type(value)(self._local(each, whole) for each in value)
-        if isinstance(value, dict):
-            return {key: self._local(each, whole) for key, each in value.items()}
-        return value
+
+        return pytree.tree_map_only(Tensor, take_own, given)
 
 
-def collectives_of(group: Group) -> Collectives:
-    """What a group's ranks do together."""
-    return Collectives(
-        total_over(group),
+def ranks_of(group: Group) -> Ranks:
+    """This process among the ranks of a group."""
+    return Ranks(
+        group.rank,
+        group.size,
+        total=total_over(group),
         gather=lambda tensor: wait(start_gather(tensor, group)),
         scatter=lambda tensor: wait(start_scatter(tensor, group)),
     )
 
 
-def total_over(group: Group) -> Total:
+def total_over(group: Group) -> Change:
     """The sum of a tensor over a group's ranks."""
     return partial(all_reduce, operation="sum", group=group)

@@ -1,35 +1,44 @@
 """The proof that an inferred plan is right, before a rank's weights are read by it.
 
 A small model of the same class and with the same adapters gets random weights on the host and its own plan, which
-has to treat every parameter, and exchange at every call, as that of the large model does. It passes the certificate
-(`recipe_lib.external.tensor_plan.certificate`), and the gradients that its ranks come to are those of the whole model.
-A model that is small already is proven as it is. The outcome is kept in the cache folder by the hash of the plan.
+has to treat every parameter, and exchange at every call, as that of the large model does. A model that is small already
+is proven as it is. The outcome is kept in the cache folder by the hash of the plan.
+
+It is proven in one process, by a thread for each rank. A rank has its own, smaller parameters and nothing of the
+others', takes the attributes that the plan rewrites, and runs the forward that trains (`plan_executor`), whose
+exchanges are between threads. What the model gives has to be what the whole model gives, and so has the gradient of
+every parameter: a forward that is right says nothing of a boundary that is missing there, or of a whole parameter whose
+gradient is taken for full.
 """
 
+import copy
+import dataclasses
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.adapters.layers import AdaptedModule, AdapterSettings
 from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.schema import LoraConfig, MemoryConfig
 from recipe_lib.errors import SetupError, StorageError
-from recipe_lib.external.adapters import add_adapters
-from recipe_lib.external.tensor_plan.certificate import certify
-from recipe_lib.external.tensor_plan.gradient_proof import gradient_failures
+from recipe_lib.external.modules import add_adapters
+from recipe_lib.external.plan_executor import framed_forward
+from recipe_lib.external.tensor_plan.exchanges import Ranks, exchange, own_part
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.propagation import period
-from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
-from recipe_lib.external.tensor_plan.summary import pattern_of
-from recipe_lib.external.tensor_plan.transformers_models import randomize
+from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan, bounds, pattern_of, tensors_in
+from recipe_lib.external.tensor_plan.tracing import output_values
+from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize
 from recipe_lib.external.transformers_config import TRANSFORMERS
 from recipe_lib.files import replace_text
 from recipe_lib.models import build_meta
@@ -42,7 +51,6 @@ LENGTH = 16  # tokens of a row that a forward is traced with; two rows
 _RANK = 4  # of a small model's adapters
 # Heads of keys of a small model, and the most ranks: either these divide them, or they are fewer.
 _SMALL_HEADS = ((4, 2**16), (2, 4))
-_SMALL = 2**20  # elements of a model that needs no smaller one
 
 
 def plan_of_model(model: Any, size: int, tokens: bool = True) -> ShardingPlan:
@@ -66,8 +74,7 @@ def plan_of_model(model: Any, size: int, tokens: bool = True) -> ShardingPlan:
 
 def _on_meta(model: Any) -> Any:
     """The same model anew, with all that it holds on the meta device, and its class' own forward."""
-    # In float32, as the small one, whatever its weights are: some of what converts types does nothing then.
-    made = _made_anew(model, model.spec, torch.float32)  # whole, whatever stages of it the model has
+    made = _made_anew(model, model.spec)  # whole, whatever stages of it the model has
     for module in made.modules():
         held = vars(module) | module._buffers
         for name, value in held.items():
@@ -144,15 +151,10 @@ def proof(model: Any, plan: ShardingPlan, size: int) -> str:
             "set parallel.tensor=1"
         )
     checked = _check(small, small_plan, ranks, family)
-    _keep(file, json.dumps({"plan": plan.hash(), "tensor": size, "ranks": ranks, "comparisons": checked}))
-    return f"proven on a model of {sum(p.numel() for p in small.parameters()):,} parameters: {checked} comparisons"
-
-
-def _keep(file: Path, text: str) -> None:
-    """Writes the outcome, if the cache can be written: without it the next start proves the plan again."""
-    with suppress(OSError, StorageError):
+    with suppress(OSError, StorageError):  # a cache that cannot be written: the next start proves the plan again
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(file, text)
+        replace_text(file, json.dumps({"plan": plan.hash(), "tensor": size, "ranks": ranks, "comparisons": checked}))
+    return f"proven on a model of {sum(p.numel() for p in small.parameters()):,} parameters: {checked} comparisons"
 
 
 def _check(small: Any, plan: ShardingPlan, ranks: int, family: str) -> int:
@@ -160,17 +162,14 @@ def _check(small: Any, plan: ShardingPlan, ranks: int, family: str) -> int:
     materialize(small, MemoryConfig(), torch.device("cpu"))
     randomize(small)
     small.forward = small.class_forward
-    inputs = next(example_inputs(small, "cpu"))
-    certificate = certify(small, plan, ranks, inputs)
-    faults = list(certificate.failures) or gradient_failures(small, plan, ranks, inputs)
-    if not certificate.checked:
-        faults.append("nothing was compared")
+    certificate = certify(small, plan, ranks, next(example_inputs(small, "cpu")))
+    faults = certificate.failures
     if faults:
         raise SetupError(
             f"parallel.tensor: the plan of {family} for {ranks} ranks is wrong ({faults[0]}"
             f"{f', and {len(faults) - 1} more' if len(faults) > 1 else ''}); set parallel.tensor=1"
         )
-    return certificate.checked + len(plan.parameters)
+    return certificate.checked
 
 
 def _small_model(model: Any, keys: int) -> Any:
@@ -179,8 +178,8 @@ def _small_model(model: Any, keys: int) -> Any:
     held = {
         id(parameter): parameter.numel() for module in all_modules(model).values() for parameter in module.parameters()
     }
-    large = sum(held.values()) > _SMALL
-    return _made_anew(model, model.spec.shrunk(keys=keys) if of_transformers and large else model.spec, torch.float32)
+    large = sum(held.values()) > SMALL_MODEL
+    return _made_anew(model, model.spec.shrunk(keys=keys) if of_transformers and large else model.spec)
 
 
 def all_modules(model: Any) -> dict[str, nn.Module]:
@@ -191,15 +190,18 @@ def all_modules(model: Any) -> dict[str, nn.Module]:
     return found
 
 
-def _made_anew(model: Any, spec: ExternalSpec, dtype: torch.dtype) -> Any:
-    """A model of the spec with adapters on the linears that have one in `model`, parameters on meta."""
-    made = build_meta(spec, dtype)
+def _made_anew(model: Any, spec: ExternalSpec) -> Any:
+    """A model of the spec with adapters on the linears that have one in `model`, parameters on meta.
+
+    In float32, whatever the model's weights are: the small one is, and some of what converts types does nothing then.
+    """
+    made = build_meta(spec, torch.float32)
     layers = [*layer_names(model), *model.elsewhere]
     adapted = {name: module for name, module in all_modules(model).items() if isinstance(module, AdaptedModule)}
     if adapted:
         ends = {name.removeprefix(f"{layer}.") for layer in layers for name in adapted if name.startswith(f"{layer}.")}
         rank = next(iter(adapted.values())).settings.rank if spec == model.spec else _RANK
-        settings = AdapterSettings(rank=rank, scaling=2.0, dropout=0.0, dora=False, dtype=dtype)
+        settings = AdapterSettings(rank=rank, scaling=2.0, dropout=0.0, dora=False, dtype=torch.float32)
         made.requires_grad_(False)
         add_adapters(made, LoraConfig(target_modules=sorted(ends)), settings)
     return made
@@ -207,29 +209,25 @@ def _made_anew(model: Any, spec: ExternalSpec, dtype: torch.dtype) -> Any:
 
 def plan_differences(large: ShardingPlan, small: ShardingPlan) -> str:
     """What one of the plans does with a kind of parameter, or at a call, and the other does not; empty: nothing."""
-    for found, there in ((_parameters(large), _parameters(small)), (_exchanges(large), _exchanges(small))):
-        for name in sorted(found.keys() | there.keys()):
-            if found.get(name) != there.get(name):
-                return f"{name} has {sorted(found.get(name, ()))}, there {sorted(there.get(name, ()))}"
+    found, there = _treatments(large), _treatments(small)
+    for name in sorted(found.keys() | there.keys()):
+        if found.get(name) != there.get(name):
+            return f"{name} has {sorted(found.get(name, ()))}, there {sorted(there.get(name, ()))}"
     return ""
 
 
-def _parameters(plan: ShardingPlan) -> dict[str, set[str]]:
+def _treatments(plan: ShardingPlan) -> dict[str, set[str]]:
+    """How a plan holds each kind of parameter, and what it exchanges in each kind of module."""
     found: dict[str, set[str]] = {}
     for each in plan.parameters:
         once = period(list(each.segments))  # as often as there are groups of heads, which may be fewer
         segments = f"{len(once)} {len(each.segments) > len(once)}"
         said = f"{each.role} {each.dim} {each.gradient} {segments} {each.whole} {each.after_reduction}"
         found.setdefault(pattern_of(each.name), set()).add(said)
-    return found
-
-
-def _exchanges(plan: ShardingPlan) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for each in plan.boundaries:
-        call = f"{each.kind} {each.call} {each.place} {each.function} {each.bias}"
-        said = f"{call} {each.taken} {each.dim} {each.tokens_first} {each.mean} {each.whole}"
-        found.setdefault(pattern_of(each.module), set()).add(said)
+    for boundary in plan.boundaries:
+        call = f"{boundary.kind} {boundary.call} {boundary.place} {boundary.function} {boundary.bias}"
+        said = f"{call} {boundary.taken} {boundary.dim} {boundary.tokens_first} {boundary.mean} {boundary.whole}"
+        found.setdefault(pattern_of(boundary.module), set()).add(said)
     return found
 
 
@@ -242,3 +240,178 @@ def _file_of(model: Any, plan: ShardingPlan, size: int) -> Path:
 
         parts.append(transformers.__version__)
     return cache_root(None) / "tensor_plans" / f"{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:32]}.json"
+
+
+# Relative error above which it is not rounding; some forwards compute in float32 whatever they are given.
+WRONG = 1e-3
+_PATIENCE = 60.0  # seconds for another rank, which has failed if it is not there by then
+_OUTPUT = "output "  # and its number: a name that no parameter has
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """What was proven. checked: comparisons. failures: one line each."""
+
+    checked: int
+    failures: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """True if something was compared and everything was equal."""
+        return self.checked > 0 and not self.failures
+
+
+def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]) -> Certificate:
+    """Runs a small model on the CPU as each of `size` ranks would, in float64, or in float32 if it takes no other.
+
+    model: with real weights, on the CPU, which are not changed. plan: of this very model. inputs: of one forward.
+    Raises SetupError for a size that the plan does not allow, and for parameters on the meta device.
+    """
+    if plan.axes and not all(axis.vocabulary or axis.size % size == 0 for axis in plan.axes):
+        raise SetupError(
+            f"certificate: {size} ranks cannot share this plan's axes, expected one of {list(plan.legal_sizes)}"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise SetupError(
+            "certificate: found weights on the meta device, expected real ones; build the model on the CPU"
+        )
+    try:
+        errors = rank_errors(copy.deepcopy(model).double(), plan, size, inputs)
+    except (RuntimeError, ValueError, TypeError):
+        try:
+            errors = rank_errors(copy.deepcopy(model).float(), plan, size, inputs)
+        except (RuntimeError, ValueError, TypeError) as error:
+            line = (str(error).splitlines() or [""])[0]
+            return Certificate(0, (f"{size} ranks: forward and backward fail: {line}",))
+    failures = []
+    for name, relative in errors.items():
+        if not relative <= WRONG:
+            what = "what the model gives" if name.startswith(_OUTPUT) else f"the gradient of {name}"
+            failures.append(f"{size} ranks: {what} is off by {relative:.0e} of its norm")
+    return Certificate(size * len(errors), tuple(failures))
+
+
+def rank_errors(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]) -> dict[str, float]:
+    """How far what ranks come to is from what the whole model does, relative to its norm.
+
+    By name for the gradient of each parameter, and for each of the model's outputs, of which the loss is a random
+    combination. model: small, on the CPU; float64 tells rounding from mistakes. Raises RuntimeError where a rank fails.
+    """
+    # Copied before a forward, which some models keep the state of.
+    models = [copy.deepcopy(model).eval() for _ in range(size + 1)]
+    whole = _results(models[size], models[size], inputs=inputs, gather=lambda tensor: tensor)
+    group = _RankGroup(size)
+    found: list[Any] = [None] * size
+
+    def work(rank: int) -> None:
+        try:
+            found[rank] = _results_of_rank(models[rank], plan, group=group, rank=rank, inputs=inputs)
+        except Exception as error:  # noqa: BLE001  (a thread hands on what it raises)
+            found[rank] = error
+            group.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failed = [each for each in found if isinstance(each, Exception)]
+    if failed:
+        first = next((each for each in failed if not isinstance(each, threading.BrokenBarrierError)), failed[0])
+        raise RuntimeError(f"a rank fails: {first}") from first
+    # Some gradients are nothing but rounding, as that of a bias of keys is: no error is measured against less.
+    precision = max(torch.finfo(each.dtype).eps for each in whole.values())
+    least = precision**0.5 * max(float(each.norm()) for name, each in whole.items() if not name.startswith(_OUTPUT))
+    return {name: _error(plan, name, expected=whole[name], found=found, least=least) for name in whole}
+
+
+class _RankGroup:
+    """Ranks that hand each other tensors, in the same order."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=_PATIENCE)
+        self._slots: list[Any] = [None] * size
+
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        self._slots[rank] = tensor.detach()
+        self.barrier.wait()
+        found = list(self._slots)
+        self.barrier.wait()
+        return found
+
+    def ranks(self, rank: int) -> Ranks:
+        """One of them."""
+
+        def total(tensor: Tensor) -> Tensor:
+            return torch.stack(self.exchange(rank, tensor)).sum(0)
+
+        def gather(tensor: Tensor) -> Tensor:
+            return torch.cat(self.exchange(rank, tensor))
+
+        def scatter(tensor: Tensor) -> Tensor:
+            return total(tensor).chunk(self.size)[rank].clone()
+
+        return Ranks(rank, self.size, total=total, gather=gather, scatter=scatter)
+
+
+def _results_of_rank(
+    model: nn.Module, plan: ShardingPlan, group: _RankGroup, rank: int, inputs: dict[str, Any]
+) -> dict[str, Tensor]:
+    for name, parameter in model.named_parameters():
+        each = plan.parameter(name)
+        if each.dim >= 0:
+            parameter.data = own_part(parameter.data, each.dim, each.segments, rank, group.size)
+    own_tokens = [bounds((axis.size,), rank, group.size)[0] for axis in plan.axes if axis.output]
+
+    def gather_tokens(logits: Tensor) -> Tensor:
+        """Logits of all ranks, for a loss that each rank has whole."""
+        for start, stop in own_tokens:
+            if logits.shape[-1] == stop - start:
+                own = partial(torch.narrow, dim=-1, start=start, length=stop - start)
+                return exchange(logits, lambda part: torch.cat(group.exchange(rank, part), -1), own)
+        return logits
+
+    forward = framed_forward(model, plan, group.ranks(rank), head=None, gathers_again=False)
+    return _results(model, forward, inputs=inputs, gather=gather_tokens)
+
+
+@torch.enable_grad()
+def _results(
+    model: nn.Module, forward: Callable[..., Any], inputs: dict[str, Any], gather: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """What a model gives, and the gradients of its parameters, by name. gather: makes a whole output of a rank's."""
+    parameters = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    output = forward(**{key: value.clone() if isinstance(value, Tensor) else value for key, value in inputs.items()})
+    generator = torch.Generator().manual_seed(1)
+    loss: Any = 0.0
+    found: dict[str, Tensor] = {}
+    for number, tensor in enumerate(tensors_in(output_values(output))):
+        if tensor.requires_grad:
+            whole = gather(tensor)
+            found[f"{_OUTPUT}{number}"] = whole.detach()
+            loss = loss + (whole * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)).sum()
+    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+        found[name] = torch.zeros_like(parameter) if gradient is None else gradient
+    return found
+
+
+def _error(plan: ShardingPlan, name: str, expected: Tensor, found: list[dict[str, Tensor]], least: float) -> float:
+    ours = [each[name] for each in found]
+    if name.startswith(_OUTPUT):
+        pairs = [(one, expected) for one in ours]
+        least = 0.0
+    elif (each := plan.parameter(name)).dim >= 0:
+        ranks = range(len(ours))
+        pairs = [(ours[rank], own_part(expected, each.dim, each.segments, rank, len(ours))) for rank in ranks]
+    elif each.gradient == "partial":
+        pairs = [(torch.stack(ours).sum(0), expected)]
+    else:
+        pairs = [(one, expected) for one in ours]
+    if any(left.shape != right.shape for left, right in pairs):
+        return float("inf")
+    worst = max(float((left - right).norm()) for left, right in pairs)
+    return worst / max(float(expected.norm()), least, 1e-30)

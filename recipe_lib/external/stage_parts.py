@@ -1,43 +1,184 @@
-"""Where a class of another library is cut into the stages of a pipeline, and the proof that it can be.
+"""Where a class of another library is cut into the stages of a pipeline, the proof that it can be, and running one.
 
-It is cut at its list of layers (`recipe_lib.external.run_stages`). That hidden states are all that one layer has from
-those before it is proven on a small model of the class: cut at every layer, it has to come to the same numbers, bit for
-bit.
+It is cut at its list of layers. Each stage runs the class' own forward from its tokens, which makes masks and rotations
+for itself. What has weights before the layers gives zeros where another stage has it; layers before the stage's give
+the hidden states that came from there; the forward ends behind the stage's last layer. So names stay those of the
+checkpoint. That hidden states are all that one layer has from those before it is proven on a small model of the class:
+cut at every layer, it has to come to the same numbers, bit for bit.
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from recipe_lib.errors import ConfigError
-from recipe_lib.external.find_modules import embedding_and_head, other_parts
-from recipe_lib.external.run_stages import only, refusal, run_alone
-from recipe_lib.external.tensor_plan.transformers_models import randomize
-from recipe_lib.external.token_reader import logits_of
+from recipe_lib.errors import ConfigError, SetupError
+from recipe_lib.external.modules import embedding_and_head, other_parts
+from recipe_lib.external.tensor_plan.sourced_integers import replaced_entries
+from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize
 from recipe_lib.external.transformers_config import TRANSFORMERS, one_line, transformers_config
 from recipe_lib.models.language_model import layer_names
 from recipe_lib.models.meta_init import allocate, build_meta
 from recipe_lib.models.spec import StageParts
 
+
+def refusal(family: str, reason: str) -> ConfigError:
+    """The fault of a class that is not cut."""
+    return ConfigError(f"parallel.pipeline: {family} cannot be cut into stages: {reason}; set parallel.pipeline=1")
+
+
+class _EndOfStage(Exception):  # noqa: N818  (no error)
+    """Ends a forward behind a stage's last layer."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _OfOtherStage(nn.Module):
+    """In place of a module of another stage, with what a forward may ask it for, and no values of its tensors."""
+
+    def __init__(self, held: nn.Module, output: Any = None) -> None:
+        super().__init__()
+        self.held = [held]  # in a list, so that it is no module of this one
+        self.output = output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found = getattr(vars(self)["held"][0], name)
+            if not isinstance(found, Tensor):
+                return found
+            with torch._C.DisableTorchFunction():  # it is no call of the forward's
+                return torch.empty(found.shape, dtype=found.dtype, device="meta")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What it was given to return."""
+        return self.output
+
+
+class _Last(_OfOtherStage):
+    """Runs a stage's last layer, and ends the forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises `_EndOfStage`."""
+        raise _EndOfStage(_first(self.held[0](*args, **kwargs)))
+
+
+def _first(output: Any) -> Any:
+    """Of what a layer returns, the hidden states."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def run_alone(
+    model: Any, parts: StageParts, hidden: Tensor | None, inputs: dict[str, Any], layers: Iterable[int]
+) -> Tensor:
+    """Hidden states behind layers of these numbers; see `LanguageModel.run_stage`. inputs: of the class' forward."""
+    with only(model, parts, hidden, inputs["input_ids"], list(layers)):
+        try:
+            model.class_forward(**inputs)
+        except _EndOfStage as reached:
+            return reached.hidden
+    raise RuntimeError(f"{model.spec.family}: its forward has not come to the last layer of a stage")
+
+
+def only(
+    model: Any, parts: StageParts, hidden: Tensor | None, tokens: Tensor, layers: list[int] | None
+) -> AbstractContextManager[None]:
+    """Inside, the class' forward of `tokens` `[b, s]` runs these layers alone, and ends; None: what is after them.
+
+    hidden: what is there instead of those before, None for the first stage.
+    """
+    swaps: dict[str, nn.Module] = {}
+    running = [] if layers is None else layers
+    for number, name in enumerate(parts.layers):
+        if number not in running:
+            output = (hidden, *[None] * (parts.returned - 1)) if parts.returned else hidden
+            swaps[name] = _OfOtherStage(_held(model, name), output)
+    if hidden is not None:
+        zero = hidden.new_zeros(())
+        for name in parts.first:
+            blank = zero.expand(model.output_shape(name, tokens.shape, hidden.shape[-1]))
+            swaps[name] = _OfOtherStage(_held(model, name), blank)
+    if running:
+        last = parts.layers[running[-1]]
+        swaps[last] = _Last(model.get_submodule(last))
+    return replaced_entries((*_owner_and_child(model, name), module) for name, module in swaps.items())
+
+
+def _held(model: Any, name: str) -> nn.Module:
+    """A module, also one that another rank has."""
+    found: nn.Module = model.elsewhere.get(name) or model.get_submodule(name)
+    return found
+
+
+def _owner_and_child(model: Any, name: str) -> tuple[dict[str, Any], str]:
+    """The modules of the module that owns one, by their names there; and its own."""
+    owner, _, child = name.rpartition(".")
+    return model.get_submodule(owner)._modules, child
+
+
+def keep_parts(
+    model: Any, parts: StageParts, layers: Iterable[int], *, first: bool, last: bool
+) -> tuple[dict[str, nn.Module], frozenset[str]]:
+    """See `LanguageModel.keep_stages`. In the place of what is left out is a module without parameters.
+
+    Returns what is left out, by name, and the names of all modules in it.
+    """
+    tied, kept = model.spec.tied, set(layers)
+    embedding = model.get_submodule(parts.embedding)
+    if tied and first and last and type(embedding) is not nn.Embedding:
+        raise refusal(
+            model.spec.family,
+            f"its tied embedding is a {type(embedding).__name__}, and this schedule has it twice on the first rank",
+        )
+    whole = {name for name, _ in model.named_modules() if name}
+    absent = [name for number, name in enumerate(parts.layers) if number not in kept]
+    absent += [*(parts.first if not first else ()), *(parts.last if not last else ())]
+    placeholders = {name: nn.Module() for name in absent}
+    if tied and last and not first:
+        placeholders[parts.embedding] = _holder(embedding)
+    elsewhere = {}
+    for name, module in placeholders.items():
+        held, child = _owner_and_child(model, name)
+        elsewhere[name] = held[child]
+        held[child] = module
+    here = {name for name, _ in model.named_modules()} - {name for name in absent if not _has_weights(model, name)}
+    return elsewhere, frozenset(whole - here)
+
+
+def _has_weights(model: Any, name: str) -> bool:
+    return next(model.get_submodule(name).parameters(), None) is not None
+
+
+def _holder(embedding: Any) -> nn.Embedding:
+    """What holds the head's matrix under the embedding's name on a rank that embeds nothing."""
+    holder = nn.Embedding(*embedding.weight.shape, device="meta")
+    holder.weight = embedding.weight
+    return holder
+
+
 if TYPE_CHECKING:
     from recipe_lib.external.module_spec import ModuleSpec
 
-_SMALL = 2**20  # elements of a model that needs no smaller one
 _TOKENS = (2, 12)  # rows and length of what a small model reads
 
 
 @lru_cache(maxsize=8)
 def find_parts(spec: "ModuleSpec") -> StageParts:
     """See `ExternalSpec.stage_parts`. Proves what it finds."""
-    small, elements = spec, sum(map(_elements, spec.layout().shapes.values()))
+    small, elements = spec, sum(map(prod, spec.layout().shapes.values()))
     with _disable_current_modes(), torch.random.fork_rng(devices=[]):  # a simulation's: this is none of it
         try:
-            if elements > _SMALL and spec.source.implementation == TRANSFORMERS:
+            if elements > SMALL_MODEL and spec.source.implementation == TRANSFORMERS:
                 small = spec.shrunk(layers=spec.num_layers)
             model: Any = build_meta(small, torch.float32)
             allocate(model, torch.device("cpu"))
@@ -52,10 +193,6 @@ def find_parts(spec: "ModuleSpec") -> StageParts:
     return parts if small is spec else _of(spec, parts)
 
 
-def _elements(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
-
-
 def _of(spec: "ModuleSpec", parts: StageParts) -> StageParts:
     """The parts of the large model, which are those of the small one; its width."""
     layout = spec.layout()
@@ -63,17 +200,12 @@ def _of(spec: "ModuleSpec", parts: StageParts) -> StageParts:
     layers = [name for name in layout.modules if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()]
     held = tuple(f"{name}." for name in (*parts.first, *layers, *parts.last))
     other = [name for name in layout.shapes if name not in layout.buffers and not name.startswith(held)]
-    if other or not 0 < len(layers) <= len(parts.layers) or missing(layout.modules, (*parts.first, *parts.last)):
+    if other or not 0 < len(layers) <= len(parts.layers) or {*parts.first, *parts.last} - set(layout.modules):
         raise refusal(spec.family, f"its small model has other modules ({(other or layers or ['no layers'])[0]})")
     width = _width(spec)
     if width is None or _width(spec.shrunk()) != parts.width:
         raise refusal(spec.family, "its config does not say how wide its hidden states are (hidden_size)")
     return replace(parts, layers=tuple(layers), width=width)
-
-
-def missing(names: Iterable[str], wanted: Iterable[str]) -> set[str]:
-    """Those of the wanted names that are none of the names."""
-    return set(wanted) - set(names)
 
 
 def _width(spec: "ModuleSpec") -> int | None:
@@ -88,15 +220,8 @@ def _found(model: Any) -> StageParts:
     if len(lists) != 1:
         raise refusal(model.spec.family, f"it has {len(lists)} lists of layers, not one")
     owners = _owners(model, layers, elsewhere)
-    called: list[tuple[str, Any]] = []
-    hooks = [
-        model.get_submodule(name).register_forward_hook(lambda _, __, output, name=name: called.append((name, output)))
-        for name in (*owners, *layers)
-    ]
     with torch.no_grad():
-        _whole(model, _tokens(model, 0))
-    for hook in hooks:
-        hook.remove()
+        _, called = _run_whole(model, _tokens(model, 0), (*owners, *layers))
     order = [name for name, _ in called]
     if [name for name in order if name in layers] != layers:
         raise refusal(model.spec.family, "its forward does not call each layer once, in the order of the list")
@@ -109,7 +234,7 @@ def _found(model: Any) -> StageParts:
     if names[id(embedding)] in last or names[id(head)] in before:
         raise refusal(model.spec.family, "its embedding runs behind its layers")
     output = called[begin][1]
-    hidden = output[0] if isinstance(output, tuple) else output
+    hidden = _first(output)
     if not isinstance(hidden, Tensor) or hidden.shape[:-1] != torch.Size(_TOKENS):
         raise refusal(model.spec.family, "a layer returns something else than hidden states [b, s, d]")
     last |= {names[id(head)]}
@@ -138,8 +263,17 @@ def _tokens(model: Any, seed: int) -> Tensor:
     return torch.randint(min(3, words - 1), words, _TOKENS, generator=torch.Generator().manual_seed(seed))
 
 
-def _whole(model: Any, tokens: Tensor) -> Tensor:
-    return logits_of(model.class_forward(**model.inputs_of(tokens)))
+def _run_whole(model: Any, tokens: Tensor, names: Iterable[str] = ()) -> tuple[Tensor, list[tuple[str, Any]]]:
+    """The logits, and what the named modules gave, in the order of their calls."""
+    called: list[tuple[str, Any]] = []
+    with ExitStack() as hooks:
+        for name in names:
+
+            def note(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                called.append((name, pytree.tree_map_only(Tensor, torch.clone, output)))
+
+            hooks.callback(model.get_submodule(name).register_forward_hook(note).remove)
+        return logits_of(model.class_forward(**model.inputs_of(tokens))), called
 
 
 @torch.no_grad()
@@ -149,19 +283,11 @@ def _prove(model: Any, parts: StageParts) -> None:
     What a forward leaves in the model must not help: another one runs before, and the last layers are first.
     """
     family, tokens = model.spec.family, _tokens(model, 0)
-    given: list[Tensor] = []
-    hooks = [
-        model.get_submodule(name).register_forward_hook(
-            lambda _, __, output: given.append((output[0] if isinstance(output, tuple) else output).clone())
-        )
-        for name in parts.layers
-    ]
-    whole = _whole(model, tokens)
-    for hook in hooks:
-        hook.remove()
-    _whole(model, _tokens(model, 1))
+    whole, called = _run_whole(model, tokens, parts.layers)
+    given = [_first(output) for _, output in called]
+    _run_whole(model, _tokens(model, 1))
     with only(model, parts, given[-1], tokens, None):
-        if not torch.equal(_whole(model, tokens), whole):
+        if not torch.equal(_run_whole(model, tokens)[0], whole):
             raise refusal(family, "what is behind its layers takes more from them than hidden states")
     for number in reversed(range(len(parts.layers))):
         received = given[number - 1] if number else None
@@ -173,3 +299,14 @@ def _prove(model: Any, parts: StageParts) -> None:
         if not torch.equal(found, given[number]):
             reason = f"{parts.layers[number]} takes more from the layers before it than hidden states"
             raise refusal(family, reason)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits of what a forward returns: a tensor, an object with `.logits`, or a tuple that begins with them."""
+    if isinstance(output, Tensor):
+        return output
+    found = getattr(output, "logits", None)
+    found = output[0] if found is None and isinstance(output, (tuple, list)) else found
+    if not isinstance(found, Tensor):
+        raise SetupError(f"model.implementation: forward returned {type(output).__name__}, expected logits or .logits")
+    return found

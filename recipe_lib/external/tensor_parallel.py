@@ -24,9 +24,9 @@ from recipe_lib.adapters.layers import AdaptedMatrix
 from recipe_lib.adapters.quantized import QuantizedLinear, can_cut
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.external.plan_executor import run_by_plan, total_over
+from recipe_lib.external.plan_executor import ranks_of, run_by_plan, total_over
 from recipe_lib.external.plan_proof import all_modules, plan_of_model, prove
-from recipe_lib.external.tensor_plan.exchanges import Enter
+from recipe_lib.external.tensor_plan.exchanges import enter, exchange, own_part
 from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan, bounds
 from recipe_lib.logs import get_logger
 from recipe_lib.models.decoder import LogitsAfter
@@ -52,16 +52,14 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     plan = _of_this_rank(model, proven_plan(model, parallel, world))
     head, columns = model.output_head(), 0
     if head is not None:
-        of_head = list(head.parameters())
-        names = {name for name, parameter in model.named_parameters() if any(parameter is one for one in of_head)}
-        plan, columns = with_loss_of_parts(plan, names)
+        plan, columns = with_loss_of_parts(plan, model, head)
     stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
-    _place_parameters(model, plan, world.mesh["tensor"], stored)
+    place_parameters(model, plan, world.mesh["tensor"], stored)
     runs = {each.name: (each.dim, cut) for each in plan.parameters if (cut := plan_runs(each, group.size))}
     model.runs = runs | runs_of_lengths(runs, stored)
     if head is not None:
         head.forward = partial(project, head, group, columns)
-    run_by_plan(model, plan, group, head, parallel.tensor_regather_in_backward != "false")
+    run_by_plan(model, plan, ranks_of(group), head, parallel.tensor_regather_in_backward != "false")
     own = {name for name, _ in model.named_parameters()}
     gradients = {each.name: each.gradient for each in plan.parameters if each.name in own}
     return gradients | {name: "full" if lies.is_replicate() else "sharded" for name, lies in stored.items()}
@@ -157,27 +155,31 @@ def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None
         )
 
 
-def with_loss_of_parts(plan: ShardingPlan, head: set[str]) -> tuple[ShardingPlan, int]:
+def with_loss_of_parts(plan: ShardingPlan, model: nn.Module, head: nn.Module) -> tuple[ShardingPlan, int]:
     """The plan without what the output projection is exchanged for, which the loss does itself; tokens of a rank.
 
-    head: names of the projection's parameters. 0 tokens: no rank has a part of the vocabulary, all have the whole.
+    0 tokens: no rank has a part of the vocabulary, all have the whole.
     """
-    axis = next((axis for axis in plan.axes if axis.output and head & set(axis.parameters)), None)
+    of_head = {id(parameter) for parameter in head.parameters()}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in of_head}
+    axis = next((axis for axis in plan.axes if axis.output and names & set(axis.parameters)), None)
     if axis is None:
         return plan, 0
     kept = tuple(
         each
         for each in plan.boundaries
-        if each.kind in ("lookup", "gather", "slice") or not each.parameters or not set(each.parameters) <= head
+        if each.kind in ("lookup", "gather", "slice") or not each.parameters or not set(each.parameters) <= names
     )
     size = plan.parameter(axis.parameters[0]).shape[0]
     return replace(plan, boundaries=kept), size
 
 
-def _place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, stored: dict[str, Placement]) -> None:
-    """Makes each parameter a DTensor over the group; one that several modules own stays one.
+def place_parameters(
+    model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, stored: Mapping[str, Placement] | None = None
+) -> None:
+    """Makes each parameter a DTensor of this rank's part of it; one that several modules own stays one.
 
-    stored: how parameters that are no weights of the class lie there.
+    stored: how parameters that are no weights of the class lie on the group.
     """
     plans = {each.name: each for each in plan.parameters}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -186,23 +188,20 @@ def _place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, st
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in placed:
                 own = names[id(parameter)]
-                if own in stored:
+                if stored and own in stored:
                     placed[id(parameter)] = as_placed(parameter, stored[own], mesh)
                 else:
-                    placed[id(parameter)] = _as_placed(parameter, plans[own], mesh)
+                    placed[id(parameter)] = _as_part(parameter, plans[own], mesh)
             setattr(module, name, placed[id(parameter)])
 
 
-def _as_placed(parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh) -> nn.Parameter:
-    shape = list(parameter.shape)
+def _as_part(parameter: nn.Parameter, plan: ParameterPlan, mesh: DeviceMesh) -> nn.Parameter:
+    whole = parameter.detach()
+    part, placement = whole, cast(Placement, Replicate())
     if plan.dim >= 0:
-        parts = bounds(plan.segments, mesh.get_local_rank(), mesh.size())
-        shape[plan.dim] = sum(stop - start for start, stop in parts)
-    local = torch.empty(shape, dtype=parameter.dtype, device="meta")
-    placement = Shard(plan.dim) if plan.dim >= 0 else Replicate()
-    placed = DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+        part = own_part(whole, plan.dim, plan.segments, mesh.get_local_rank(), mesh.size()).contiguous()
+        placement = Shard(plan.dim)
+    placed = DTensor.from_local(part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
     return nn.Parameter(placed, parameter.requires_grad)
 
 
@@ -233,45 +232,31 @@ def project(
     weight, bias = local(head.weight), local(head.bias)
     after = after or LogitsAfter()
     if labels is None and vocabulary:
-        columns = F.linear(cast(Tensor, Enter.apply(hidden, total_over(group))), weight, bias)
-        return cast(Tensor, _AllColumns.apply(columns, vocabulary, group))
+        return _gather_columns(F.linear(enter(hidden, total_over(group)), weight, bias), vocabulary, group)
     if labels is None:
         return F.linear(hidden, weight, bias)
     parts = None
     if vocabulary:
-        hidden = cast(Tensor, _Part.apply(hidden.flatten(0, -2), group))
+        hidden = exchange(
+            hidden.flatten(0, -2),
+            lambda whole: whole.chunk(group.size)[group.rank].clone(),
+            lambda gradient: wait(start_gather(gradient, group)),
+        )
         parts = replace(group, columns=-(-vocabulary // group.size))
     needs = {"softcap": after.softcap, "finish": after.finish, "bias": bias, "group": parts}
     return run_head_loss(head_loss, hidden, weight, labels, **needs)
 
 
-class _Part(torch.autograd.Function):
-    """A rank's part of tokens that all have; its backward puts the gradients of all parts together."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return hidden.chunk(group.size)[group.rank].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return wait(start_gather(gradients[0], ctx.group)), None
-
-
-class _AllColumns(torch.autograd.Function):
+def _gather_columns(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
     """Logits `[..., v / t]` of each rank to `[..., v]` on all; each rank's gradient is that of the same loss."""
+    columns, held = -(-vocabulary // group.size), logits.shape[-1]
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, vocabulary: int, group: Group) -> Tensor:
-        columns = -(-vocabulary // group.size)
-        ctx.own = (group.rank * columns, logits.shape[-1])
-        padded = F.pad(logits, (0, columns - logits.shape[-1])).flatten(0, -2)
+    def gather(part: Tensor) -> Tensor:
+        padded = F.pad(part, (0, columns - held)).flatten(0, -2)
         whole = wait(start_gather(padded.t(), group))[:vocabulary]
-        return whole.t().reshape(*logits.shape[:-1], vocabulary)
+        return whole.t().reshape(*part.shape[:-1], vocabulary)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].narrow(-1, *ctx.own), None, None
+    return exchange(logits, gather, lambda gradient: gradient.narrow(-1, group.rank * columns, held))
 
 
 def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:

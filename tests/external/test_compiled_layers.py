@@ -18,7 +18,7 @@ from recipe_lib.config.registry import register
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
 from recipe_lib.errors import SetupError
 from recipe_lib.external import tensor_parallel
-from recipe_lib.external.gathers_again import partition
+from recipe_lib.external.gathers_again import GathersAgain
 from recipe_lib.external.module_spec import read_spec
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
 from recipe_lib.memory import apply_activation_checkpointing
@@ -41,11 +41,11 @@ WIDTH = eager.SMALL["hidden_size"]
 class Graphs:
     """A backend of torch.compile that runs graphs as they are, and remembers them and what forward keeps."""
 
-    def __init__(self, divide: Any = partition) -> None:
+    def __init__(self, divide: Any = None) -> None:
         self.code: list[str] = []
         self.count: Counter[str] = Counter()  # of what ranks did together
         self.kept: list[list[int]] = []  # shapes; of parameters, whole or transposed, none
-        self.divide = divide
+        self.divide = divide or GathersAgain()
         self.backend = aot_autograd(fw_compiler=self.note, bw_compiler=self.note, partition_fn=self.note_kept)
 
     def note(self, graph: Any, inputs: Any) -> Any:

@@ -20,6 +20,7 @@ COMES_WITH = {
     "numpy": "safetensors",
     "yaml": "omegaconf",
     "markupsafe": "jinja2",
+    "networkx": "torch",
 }  # extra or requirement of a direct dependency
 
 
@@ -72,6 +73,7 @@ LATE = {
     ("recipe_lib/config/interpolation.py", "omegaconf"): "0.1 s of CPU in every verb; few configs name other keys",
     ("recipe_lib/plan/world/compiled_code.py", "torch"): "inductor: 1 s, which plans of compiled layers alone need",
     ("recipe_lib/external/compiled_layers.py", "recipe_lib"): "torch's partitioner: 0.7 s, 590 modules; few compile",
+    ("recipe_lib/external/kept_tensors.py", "networkx"): "0.2 s; inferred plans alone need it",
     ("recipe_lib/external/transformers_config.py", "huggingface_hub"): "0.3 s of `tune tp-plan --help`",
     ("recipe_lib/memory/qat.py", "torchao"): "1.3 s, which only runs with qat need",
     ("recipe_lib/training/run_log.py", "torch"): "torch.utils.tensorboard needs the extra tensorboard",

@@ -26,15 +26,10 @@ class AxisNode:
 
 def find(node: AxisNode) -> AxisNode:
     """The node that all united with this one share."""
-    root = node
-    while root.parent is not None:
-        root = root.parent
-    while node is not root:  # later look-ups are short
-        following = node.parent
-        assert following is not None
-        node.parent = root
-        node = following
-    return root
+    while node.parent is not None:
+        node.parent = node.parent.parent or node.parent  # later look-ups are short
+        node = node.parent
+    return node
 
 
 def leaves(node: AxisNode) -> list[AxisNode]:
@@ -163,8 +158,7 @@ def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
     elif right.kind == "leaf":
         _link(right, left)
     elif left.kind == right.kind:
-        aligned = _align_products if left.kind == "product" else _align_parts
-        if aligned(left, right, reason) and find(left) is not find(right):
+        if _align(left, right, reason) and find(left) is not find(right):
             left.parent = right
     else:
         whole, pieces = (left, right) if left.kind == "product" else (right, left)
@@ -181,32 +175,27 @@ def _link(leaf: AxisNode, other: AxisNode) -> None:
         block(other, leaf.blocked)
 
 
-def _align_products(left: AxisNode, right: AxisNode, reason: str) -> bool:
-    ours, theirs = factors(left), factors(right)
+def _align(left: AxisNode, right: AxisNode, reason: str) -> bool:
+    """Unites two products factor by factor, or two concatenations part by part; False, and blocked, if that fails."""
+    is_product = left.kind == "product"
+    split = factors if is_product else parts
+    ours, theirs = split(left), split(right)
     while ours and theirs:
         larger, smaller = (ours, theirs) if ours[0].size >= theirs[0].size else (theirs, ours)
-        if larger[0].size > smaller[0].size:
-            if larger[0].size % smaller[0].size or not _refine(larger[0], smaller[0].size, reason):
-                block(left, reason)
-                block(right, reason)
-                return False
-            larger[:1] = factors(larger[0])
-            continue
-        unify(ours.pop(0), theirs.pop(0), reason)
-        ours = [factor for node in ours for factor in factors(node)]  # uniting may have taken others apart
-        theirs = [factor for node in theirs for factor in factors(node)]
-    return True
-
-
-def _align_parts(left: AxisNode, right: AxisNode, reason: str) -> bool:
-    ours, theirs = parts(left), parts(right)
-    while ours and theirs:
-        larger, smaller = (ours, theirs) if ours[0].size >= theirs[0].size else (theirs, ours)
-        if larger[0].size > smaller[0].size:
-            length = smaller[0].size
+        length = smaller[0].size
+        if larger[0].size == length:
+            unify(ours.pop(0), theirs.pop(0), reason)
+            if is_product:  # uniting may have taken others apart
+                ours = [factor for node in ours for factor in factors(node)]
+                theirs = [factor for node in theirs for factor in factors(node)]
+        elif not is_product:
             larger[:1] = cut(larger[0], [length, larger[0].size - length], reason)
-            continue
-        unify(ours.pop(0), theirs.pop(0), reason)
+        elif larger[0].size % length == 0 and _refine(larger[0], length, reason):
+            larger[:1] = factors(larger[0])
+        else:
+            block(left, reason)
+            block(right, reason)
+            return False
     return True
 
 

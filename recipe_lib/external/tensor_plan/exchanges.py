@@ -1,36 +1,48 @@
 """Calls with boundaries, as one rank makes them: the same for ranks that train and for the threads of a proof."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from recipe_lib.errors import SetupError
-from recipe_lib.external.tensor_plan.calls import places_in, replaced
-from recipe_lib.external.tensor_plan.sharding_plan import Boundary, ParameterPlan, ShardingPlan, bounds
-from recipe_lib.external.tensor_plan.sourced_integers import Division
+from recipe_lib.external.tensor_plan.sharding_plan import (
+    Boundary,
+    ParameterPlan,
+    ShardingPlan,
+    bounds,
+    places_in,
+    replaced,
+)
+from recipe_lib.external.tensor_plan.sourced_integers import Division, Entry, replaced_entries
 
-Total = Callable[[Tensor], Tensor]
+Change = Callable[[Tensor], Tensor]
 Rank: TypeAlias = int | Tensor
 Entered = dict[tuple[str, int, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Collectives:
-    """What ranks do together. total: a tensor to its sum over ranks. gather: `[n, ...]` of each to `[N, ...]` on all.
-    scatter: the sum of all ranks' `[N, ...]`, to each its `[n, ...]`."""
+class Ranks:
+    """One of the ranks that share a model, and what they do together.
 
-    total: Total
-    gather: Total
-    scatter: Total
+    total: a tensor to its sum over ranks. gather: `[n, ...]` of each to `[N, ...]` on all. scatter: the sum of all
+    ranks' `[N, ...]`, to each its `[n, ...]`.
+    """
+
+    rank: int
+    size: int
+    total: Change
+    gather: Change
+    scatter: Change
 
 
 @dataclass(frozen=True)
 class Exchanges:
-    """Which rank of how many, and how they exchange.
+    """What one of the ranks does at the boundaries of a plan.
 
     rank: in code that is compiled a tensor `[]`, so that the code is the same on all ranks. entered: what has entered,
     been gathered or been cut so far, by how, activation and id; one tensor does so once for all calls that share it.
@@ -39,39 +51,37 @@ class Exchanges:
     """
 
     plan: ShardingPlan
+    ranks: Ranks
     rank: Callable[[], Rank]
-    size: int
-    collectives: Collectives
     entered: Callable[[], Entered]
     length: Callable[[], int]
-    note: Callable[..., None] = lambda *call: None
+    note: Callable[..., None]
 
     def call(self, here: list[Boundary], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Does a call that has boundaries. Returns what the model is to get."""
-        by_place: dict[str, list[Boundary]] = {}
+        going_in: dict[str, list[Boundary]] = {}
+        coming_out: dict[str, list[Boundary]] = {}
         for boundary in here:
+            by_place = coming_out if boundary.place.startswith("output") else going_in
             by_place.setdefault(boundary.place, []).append(boundary)
-        for place, found in by_place.items():
-            if not place.startswith("output"):
-                tensor = self._pass(dict(places_in(args, kwargs))[place], found)
-                args, kwargs = replaced(args, kwargs, place, tensor)
+        args, kwargs = self._through(args, kwargs, going_in)
         leaving = next((boundary for boundary in here if boundary.kind in ("leave", "lookup")), None)
         if leaving is not None:
-            cut = next((each for each in by_place["output"] if each.kind == "slice"), None)
+            cut = next((each for each in coming_out["output"] if each.kind == "slice"), None)
             run = self._look_up if leaving.kind == "lookup" else self._leave
-            rest = [each for each in by_place.pop("output") if each.kind == "enter"]
-            result = self._pass(run(leaving, cut if self.length() else None, function, args, kwargs), rest)
+            coming_out["output"] = [each for each in coming_out["output"] if each.kind == "enter"]
+            result = run(leaving, cut if self.length() else None, function, args, kwargs)
         else:
             result = function(*args, **kwargs)
             self.note(function, args, kwargs, result)
-        for place, found in by_place.items():
-            if place == "output":
-                result = self._pass(result, found)
-            elif place.startswith("output"):
-                number = int(place.split(".")[1])
-                passed = self._pass(result[number], found)
-                result = type(result)([passed if at == number else each for at, each in enumerate(result)])
-        return result
+        return self._through((), {"output": result}, coming_out)[1]["output"]
+
+    def _through(self, args: Any, kwargs: Any, by_place: dict[str, list[Boundary]]) -> tuple[Any, Any]:
+        """Arguments, or what a call gives, through the boundaries of their places."""
+        for place, here in by_place.items():
+            tensor = self._pass(dict(places_in(args, kwargs))[place], here)
+            args, kwargs = replaced(args, kwargs, place, tensor)
+        return args, kwargs
 
     def _pass(self, tensor: Tensor, here: list[Boundary]) -> Tensor:
         """A tensor through the boundaries of one place."""
@@ -81,35 +91,39 @@ class Exchanges:
         if not self.length():
             found = {kind: each for kind, each in found.items() if kind not in ("gather", "slice")}
         if (cut := found.get("slice")) is not None:
-            return self._once("slice", cut, tensor, lambda: self._slice(tensor, cut))
+            everyone, own = self._tokens(cut, summed=False)
+            return self._once("slice", cut, tensor, partial(self._linear, tensor, own, everyone))
         entering = found.get("enter") or found.get("cut")
         if (gather := found.get("gather")) is not None:
             summed = entering is not None and tensor.requires_grad
             way = "gather and enter" if summed else "gather"
-            tensor = self._once(way, gather, tensor, lambda: self._gather(tensor, gather, summed))
+            everyone, own = self._tokens(gather, summed)
+            tensor = self._once(way, gather, tensor, partial(self._linear, tensor, everyone, own))
         elif entering is not None and tensor.requires_grad and torch.is_grad_enabled():
-            total = self.collectives.total
-            tensor = self._once("enter", entering, tensor, lambda: cast(Tensor, Enter.apply(tensor, total)))
+            tensor = self._once("enter", entering, tensor, partial(enter, tensor, self.ranks.total))
         if (part := found.get("cut")) is not None:
-            settings = (part.dim, part.segments, self.rank(), self.size, part.whole)
+            settings = (part.dim, part.segments, self.rank(), self.ranks.size, part.whole)
             whole, tensor = tensor, own_part(tensor, *settings)
             self.note(own_part, (whole, *settings), {}, tensor, True)
         return tensor
 
     def assemble(self, tensor: Tensor, parts: Boundary | ParameterPlan) -> Tensor:
-        """A rank's part of a parameter, with all of its `whole` segments."""
-        whole = cast(Tensor, _Assemble.apply(tensor, parts, self))
-        self.note(_assembled, (tensor, parts, self), {}, whole, True)
-        return whole
+        """A rank's part of a parameter, with all of its `whole` segments.
 
-    def _gather(self, tensor: Tensor, where: Boundary, summed: bool) -> Tensor:
-        result = gather_tokens(tensor, where, self, summed)
-        self.note(_all_tokens, (tensor, where, self.length(), self), {}, result, True)
-        return result
+        Each rank uses those segments for its heads alone, so that its gradient of them is a part of a sum.
+        """
+        together = partial(_assembled, parts=parts, ranks=self.ranks)
+        return self._linear(tensor, together, partial(_scattered, parts=parts, ranks=self.ranks))
 
-    def _slice(self, tensor: Tensor, where: Boundary) -> Tensor:
-        result = take_tokens(tensor, where, self, summed=False)
-        self.note(_own_tokens, (tensor, where, self.length(), self.rank(), self, False), {}, result, True)
+    def _tokens(self, where: Boundary, summed: bool) -> tuple[Change, Change]:
+        """What makes all ranks' tokens of a rank's, and the other way round. summed: of the sum over ranks."""
+        length, ranks = self.length(), self.ranks
+        everyone = partial(_all_tokens, where=where, length=length, ranks=ranks)
+        return everyone, partial(_own_tokens, where=where, length=length, rank=self.rank(), ranks=ranks, summed=summed)
+
+    def _linear(self, tensor: Tensor, forward: Change, backward: Change) -> Tensor:
+        result = exchange(tensor, forward, backward)
+        self.note(forward, (tensor,), {}, result, True)
         return result
 
     def _once(self, way: str, boundary: Boundary, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -128,7 +142,7 @@ class Exchanges:
         if bias is not None:
             args, kwargs = replaced(args, kwargs, boundary.bias, torch.zeros_like(bias))
         given = function(*args, **kwargs)
-        result = self._sum(given / self.size if boundary.mean else given, cut)
+        result = self._sum(given / self.ranks.size if boundary.mean else given, cut)
         if bias is None:
             return result
         biased = result + bias
@@ -137,8 +151,9 @@ class Exchanges:
 
     def _sum(self, tensor: Tensor, cut: Boundary | None) -> Tensor:
         if cut is not None:
-            return take_tokens(tensor, cut, self, summed=True)
-        return cast(Tensor, Leave.apply(tensor, self.collectives.total))
+            everyone, own = self._tokens(cut, summed=True)
+            return exchange(tensor, own, everyone)
+        return exchange(tensor, self.ranks.total, lambda gradient: gradient)
 
     def _look_up(
         self, boundary: Boundary, cut: Boundary | None, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -151,7 +166,7 @@ class Exchanges:
                 f"compile: {boundary.module} embeds tokens within a layer, which is not compiled where ranks share the "
                 "vocabulary; set compile=false"
             )
-        ((start, stop),) = bounds(segments, rank, self.size)
+        ((start, stop),) = bounds(segments, rank, self.ranks.size)
         held = list(places_in(args, kwargs))
         place, tokens = next((at, each) for at, each in held if torch.is_tensor(each) and not each.is_floating_point())
         own = (tokens >= start) & (tokens < stop)
@@ -163,117 +178,72 @@ class Exchanges:
         return self._sum(function(*args, **kwargs).masked_fill(~own.unsqueeze(-1), 0), cut)
 
 
-class Enter(torch.autograd.Function):
-    """What all ranks have goes into what each has a part of: its gradient is summed over ranks."""
-
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, total: Total) -> Tensor:
-        ctx.total = total
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.total(gradients[0]), None
-
-
-class Leave(torch.autograd.Function):
-    """The sum over ranks of what each has a part of; a gradient passes as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, total: Total) -> Tensor:
-        return total(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _Assemble(torch.autograd.Function):
-    """A rank's part of a parameter, with all of the segments that every rank computes with; a sum of their gradients.
-
-    Each rank uses those segments for its heads alone, so that its gradient of them is a part of a sum.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Exchanges) -> Tensor:
-        ctx.settings = (parts, ranks)
-        return _assembled(tensor, parts, ranks)
+    def forward(ctx: Any, tensor: Tensor, forward: Change, backward: Change) -> Tensor:
+        ctx.change = backward
+        return forward(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        parts, ranks = ctx.settings
-        dim, pieces = parts.dim, list(gradients[0].split(_lengths(parts, ranks.size, parts.whole), parts.dim))
-        needed = torch.cat([_by_rank(pieces[at], dim, ranks.size) for at in parts.whole], dim + 1)
-        summed = ranks.collectives.scatter(needed.contiguous())[0]
-        own = summed.split([parts.segments[at] // ranks.size for at in parts.whole], dim)
-        for at, piece in zip(parts.whole, own, strict=True):
-            pieces[at] = piece
-        return torch.cat(pieces, dim), None, None
+        return ctx.change(gradients[0]), None, None
+
+
+def exchange(tensor: Tensor, forward: Change, backward: Change) -> Tensor:
+    """What `forward` makes of a tensor, whose gradient is what `backward` makes of that of the result. Keeps nothing.
+
+    forward must be linear in the tensor, and give new memory or a view.
+    """
+    return cast(Tensor, _Exchange.apply(tensor, forward, backward))
+
+
+def enter(tensor: Tensor, total: Change) -> Tensor:
+    """What all ranks have goes into what each has a part of: its gradient is summed over ranks."""
+    return exchange(tensor, lambda whole: whole.view_as(whole), total)
 
 
 def _lengths(parts: Boundary | ParameterPlan, size: int, whole: tuple[int, ...] = ()) -> list[int]:
     return [stop - start for start, stop in bounds(parts.segments, 0, size, whole)]
 
 
-def _by_rank(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """A whole segment as `[ranks, ...]`."""
-    return tensor.unflatten(dim, (size, -1)).movedim(dim, 0)
-
-
-def _assembled(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Exchanges) -> Tensor:
+def _assembled(tensor: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
     pieces = list(tensor.split(_lengths(parts, ranks.size), parts.dim))
     own = torch.cat([pieces[at] for at in parts.whole], parts.dim)
-    gathered = ranks.collectives.gather(own.unsqueeze(0).contiguous())
+    gathered = ranks.gather(own.unsqueeze(0).contiguous())
     lengths = [parts.segments[at] // ranks.size for at in parts.whole]
     for at, piece in zip(parts.whole, gathered.split(lengths, parts.dim + 1), strict=True):
         pieces[at] = piece.movedim(0, parts.dim).flatten(parts.dim, parts.dim + 1)
     return torch.cat(pieces, parts.dim)
 
 
-def gather_tokens(tensor: Tensor, where: Boundary, ranks: Exchanges, summed: bool) -> Tensor:
-    """A rank's tokens to those of all ranks. summed: its gradient is a part of a sum over ranks, not the whole."""
-    return cast(Tensor, _GatherTokens.apply(tensor, where, ranks, summed))
+def _scattered(gradient: Tensor, parts: Boundary | ParameterPlan, ranks: Ranks) -> Tensor:
+    """The gradient of a rank's part: of segments that all ranks compute with, the sum of theirs."""
+    dim, pieces = parts.dim, list(gradient.split(_lengths(parts, ranks.size, parts.whole), parts.dim))
+    by_rank = [pieces[at].unflatten(dim, (ranks.size, -1)).movedim(dim, 0) for at in parts.whole]
+    summed = ranks.scatter(torch.cat(by_rank, dim + 1).contiguous())[0]
+    own = summed.split([parts.segments[at] // ranks.size for at in parts.whole], dim)
+    for at, piece in zip(parts.whole, own, strict=True):
+        pieces[at] = piece
+    return torch.cat(pieces, dim)
 
 
-def take_tokens(tensor: Tensor, where: Boundary, ranks: Exchanges, summed: bool) -> Tensor:
-    """Of all tokens the rank's. summed: of the sum over ranks."""
-    return cast(Tensor, _TakeTokens.apply(tensor, where, ranks, summed))
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, where: Boundary, ranks: Exchanges, summed: bool) -> Tensor:
-        ctx.settings = (where, ranks.length(), ranks.rank(), ranks, summed)
-        return _all_tokens(tensor, where, ranks.length(), ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _own_tokens(gradients[0], *ctx.settings), None, None, None
-
-
-class _TakeTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, where: Boundary, ranks: Exchanges, summed: bool) -> Tensor:
-        ctx.settings = (where, ranks.length(), ranks)
-        return _own_tokens(tensor, where, ranks.length(), ranks.rank(), ranks, summed)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_tokens(gradients[0], *ctx.settings), None, None, None
-
-
-def _all_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Exchanges) -> Tensor:
+def _all_tokens(tensor: Tensor, where: Boundary, length: int, ranks: Ranks) -> Tensor:
     moved, place = _tokens_in_front(tensor, where, length // ranks.size)
-    whole = ranks.collectives.gather(moved.contiguous()).movedim(0, place).flatten(where.dim, where.dim + 1)
+    whole = ranks.gather(moved.contiguous()).movedim(0, place).flatten(where.dim, where.dim + 1)
     return whole.contiguous()  # a view of a contiguous one is no copy
 
 
-def _own_tokens(tensor: Tensor, where: Boundary, length: int, rank: Rank, ranks: Exchanges, summed: bool) -> Tensor:
-    if not summed:
-        return part_of_tokens(tensor, where, length, rank, ranks.size).contiguous()
+def _own_tokens(tensor: Tensor, where: Boundary, length: int, rank: Rank, ranks: Ranks, summed: bool) -> Tensor:
+    """A rank's tokens of a tensor that has whole rows of `length`. summed: of the sum over ranks."""
     moved, place = _tokens_in_front(tensor, where, length)
-    own = ranks.collectives.scatter(moved.contiguous()).movedim(0, place).flatten(where.dim, where.dim + 1)
-    return own.contiguous()
+    part = length // ranks.size
+    if summed:
+        own = ranks.scatter(moved.contiguous())
+    elif isinstance(rank, int):
+        own = moved.narrow(0, rank * part, part)
+    else:
+        own = moved.index_select(0, rank * part + torch.arange(part, device=moved.device))
+    return own.movedim(0, place).flatten(where.dim, where.dim + 1).contiguous()
 
 
 def _tokens_in_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tensor, int]:
@@ -283,47 +253,18 @@ def _tokens_in_front(tensor: Tensor, where: Boundary, length: int) -> tuple[Tens
     return wide.movedim(place, 0), place
 
 
-def part_of_tokens(tensor: Tensor, where: Boundary, length: int, rank: Rank, size: int) -> Tensor:
-    """A rank's tokens of a tensor that has whole rows of `length`."""
-    moved, place = _tokens_in_front(tensor, where, length)
-    part = length // size
-    if isinstance(rank, int):
-        own = moved.narrow(0, rank * part, part)
-    else:
-        own = moved.index_select(0, rank * part + torch.arange(part, device=moved.device))
-    return own.movedim(0, place).flatten(where.dim, where.dim + 1)
-
-
-def others_lost(tensor: Tensor, where: Boundary, length: int, rank: int, size: int) -> Tensor:
-    """The tensor with NaN, or 0, for all tokens but the rank's."""
-    lost = torch.nan if tensor.is_floating_point() else 0
-    found = torch.full(tensor.shape, lost, dtype=tensor.dtype)
-    part = length // size
-    here, there = (_tokens_in_front(each, where, length)[0].narrow(0, rank * part, part) for each in (found, tensor))
-    here.copy_(there)
-    return found
-
-
-def row_length(ids: Any, plan: ShardingPlan, size: int) -> int:
-    """Tokens in each row of the token ids `[b, s]` that a forward gets; 0 where none of them can be shared out."""
-    if not plan.shared_tokens or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] % size:
-        return 0
-    return int(ids.shape[1])
-
-
 def trained_length(ids: Any, plan: ShardingPlan, size: int) -> int:
-    """As `row_length`, of a forward that may want gradients: without them every rank has all tokens.
+    """Tokens in each row of the token ids `[b, s]` that a forward gets; 0: every rank has all tokens.
 
-    A forward that generates goes other ways, and keeps nothing anyway. Raises ValueError for rows of which the ranks
-    cannot have equal parts.
+    So it is where no gradients are wanted: a forward that generates goes other ways, and keeps nothing anyway. Raises
+    ValueError for rows of which the ranks cannot have equal parts.
     """
     if not plan.shared_tokens or not torch.is_grad_enabled():
         return 0
-    found = row_length(ids, plan, size)
-    if not found:
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] % size:
         shape = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"found token ids of {shape}, expected [b, s] with an s that {size} ranks can share evenly")
-    return found
+    return int(ids.shape[1])
 
 
 def own_part(
@@ -356,19 +297,13 @@ def _numbers(segments: tuple[int, ...], rank: Tensor, size: int, whole: tuple[in
     return torch.cat(pieces)
 
 
-@contextlib.contextmanager
-def rewritten(model: nn.Module, plan: ShardingPlan, size: int) -> Iterator[None]:
+def rewritten(model: nn.Module, plan: ShardingPlan, size: int) -> contextlib.AbstractContextManager[None]:
     """While it is entered, the plan's integer attributes are divided by size."""
-    changed = []
+    entries: list[Entry] = []
     for each in plan.rewrites:
         held: Any = model.get_submodule(each.module)
         *path, name = each.attribute.split(".")
         for step in path:
             held = getattr(held, step)
-        changed.append((held.__dict__, name, held.__dict__[name]))
-        held.__dict__[name] = Division(size, each.kept).of(each.value)
-    try:
-        yield
-    finally:
-        for values, name, value in changed:
-            values[name] = value
+        entries.append((held.__dict__, name, Division(size, each.kept).of(each.value)))
+    return replaced_entries(entries)

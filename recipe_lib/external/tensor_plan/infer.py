@@ -11,11 +11,12 @@ import torch
 from recipe_lib.errors import SetupError
 from recipe_lib.external.tensor_plan.attribute_rewrites import Wanted, goes_the_same_way, rewrites_for
 from recipe_lib.external.tensor_plan.axes import AxisNode, carries, find, leaves, segments_of
+from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced
 from recipe_lib.external.tensor_plan.propagation import MOVES, Course, PendingBoundary, Refusal, axes_of, follow
 from recipe_lib.external.tensor_plan.sharding_plan import Axis, Boundary, ParameterPlan, Rewrite, ShardingPlan
 from recipe_lib.external.tensor_plan.sourced_integers import Attribute
 from recipe_lib.external.tensor_plan.token_sharing import Place, SharedTokens, share_tokens
-from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall, Record, Traced, trace
+from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall, trace
 
 
 def infer_plan(
@@ -40,17 +41,6 @@ def infer_plan(
             with contextlib.suppress(SetupError):
                 unsteady |= found.differences(trace(model, each))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return plan_of(found, shapes, size, tokens, unsteady)
-
-
-def plan_of(
-    found: ForwardTrace,
-    shapes: dict[str, tuple[int, ...]],
-    size: int = 0,
-    tokens: bool = True,
-    unsteady: frozenset[str] = frozenset(),
-) -> ShardingPlan:
-    """The plan that a trace leads to; shapes: of every parameter, by name."""
     courses, reasons = _courses(found, shapes, size)
     courses.sort(key=lambda each: (each.reduced, each.mixed, -sum(math.prod(shapes[name]) for name in each.carriers)))
     while True:
@@ -116,9 +106,9 @@ def _courses(
     return courses, reasons
 
 
-def _records_of(found: ForwardTrace, wanted: set[AxisNode]) -> dict[AxisNode, list[Record]]:
+def _records_of(found: ForwardTrace, wanted: set[AxisNode]) -> dict[AxisNode, list[OperatorCall]]:
     held: dict[int, set[AxisNode]] = {}
-    records: dict[AxisNode, list[Record]] = {}
+    records: dict[AxisNode, list[OperatorCall]] = {}
     for record in found.records:
         here: set[AxisNode] = set()
         for tensor in (*record.inputs, *record.outputs):
@@ -334,7 +324,7 @@ def _moved(call: FunctionCall, users: Uses) -> Traced | None:
 
     The fewer calls come before it, the fewer ways there are to the same place: with a mask, or without.
     """
-    if any(record.operator not in MOVES for record in call.records) or not call.records or len(call.outputs) != 1:
+    if any(record.name not in MOVES for record in call.records) or not call.records or len(call.outputs) != 1:
         return None
     given = [tensor for _, tensor, gradient in call.arguments if gradient]
     if len(given) != 1 or len(call.arguments) != 1 or not given[0].activation:

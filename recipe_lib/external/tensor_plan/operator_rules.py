@@ -4,22 +4,47 @@ A rule gets a `Step` and returns the dimensions of each tensor that comes out. A
 whoever traces blocks all that it touches, which is always safe.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
-from recipe_lib.external.tensor_plan.axes import AxisNode, block, unify
-from recipe_lib.external.tensor_plan.calls import tensors_in
+from recipe_lib.external.tensor_plan.axes import AxisNode, block, concatenation, cut, product, regroup, unify
+from recipe_lib.external.tensor_plan.sharding_plan import tensors_in
 
 Dims = list[AxisNode]
 Rule = Callable[["OperatorCall"], list[Dims] | None]
 RULES: dict[str, Rule] = {}
 
 
-class OperatorCall:
-    """One operator at work: its arguments by name, the dimensions of its inputs, and what it says besides its outputs.
+@dataclasses.dataclass(eq=False)
+class Traced:
+    """What is known of one tensor.
 
+    parameters: names of those it comes from, if from parameters and constants alone. activation: it depends on an
+    input. identifiers: it is the model's token ids, or made of them one by one. base: what it is a view of.
+    """
+
+    dims: list[AxisNode]
+    parameters: frozenset[str] = frozenset()
+    activation: bool = False
+    identifiers: bool = False
+    base: "Traced | None" = None
+    call: int = -1
+
+    @property
+    def root(self) -> "Traced":
+        """The tensor whose memory this is."""
+        return self.base.root if self.base is not None else self
+
+
+class OperatorCall:
+    """One operator at work: its arguments by name, what is known of its tensors, and what its rule says of it.
+
+    inputs, outputs: what is known of the tensors that go in and come out. results: those that come out. held: what is
+    known of those that go in, by id. call: number of the torch function call that makes it, -1 for none.
     contractions: dimensions that it sums over, of which inputs. reductions: those of which it makes a sum or a mean,
     of which input. lookup: it picks rows by token. uniform: what comes out is the same everywhere, whatever its size.
     values: it differs from place to place, and no input has those places. ordered: it counts or sorts. added: what a
@@ -31,20 +56,28 @@ class OperatorCall:
         function: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        outputs: list[torch.Tensor],
+        results: list[torch.Tensor],
         place: str,
-        dims: Callable[[torch.Tensor], Dims],
+        known: Callable[[torch.Tensor], Traced],
     ):
         self.function, self.place = function, place
-        self.args, self.kwargs, self.outputs, self.dims = args, kwargs, outputs, dims
-        self.name = str(function._schema.name).removeprefix("aten::")
+        self.args, self.kwargs, self.results, self.known = args, kwargs, results, known
+        self.name = short_name(function)
         self.reason = f"{self.name} in {place}"
-        self.contractions: list[tuple[AxisNode, torch.Tensor, torch.Tensor]] = []
-        self.reductions: list[tuple[AxisNode, torch.Tensor]] = []
+        self.held = {id(tensor): known(tensor) for tensor in tensors_in((args, kwargs))}
+        self.inputs = [self.held[id(tensor)] for tensor in tensors_in((args, kwargs))]
+        self.outputs: list[Traced] = []
+        self.call = -1
+        self.contractions: list[tuple[AxisNode, Traced, Traced]] = []
+        self.reductions: list[tuple[AxisNode, Traced]] = []
         self.lookup = self.uniform = self.values = self.ordered = False
-        self.added: torch.Tensor | None = None
+        self.added: Traced | None = None
         self.picked: dict[str, Any] = {}
         self._schema = function._schema.arguments
+
+    def dims(self, tensor: torch.Tensor) -> Dims:
+        """The dimensions of a tensor."""
+        return self.known(tensor).dims
 
     def get(self, name: str, default: Any = None) -> Any:
         """An argument by the name that the operator's schema gives it."""
@@ -63,12 +96,12 @@ class OperatorCall:
 
     def shape(self) -> list[int]:
         """The sizes of the first output."""
-        return list(self.outputs[0].shape)
+        return list(self.results[0].shape)
 
     def contract(self, left: AxisNode, right: AxisNode, left_tensor: torch.Tensor, right_tensor: torch.Tensor) -> None:
         """Sums over a dimension that both tensors have."""
         unify(left, right, self.reason)
-        self.contractions.append((left, left_tensor, right_tensor))
+        self.contractions.append((left, self.known(left_tensor), self.known(right_tensor)))
 
     def join(self, left: AxisNode, right: AxisNode) -> AxisNode:
         """The dimension that comes of two under broadcasting."""
@@ -81,6 +114,11 @@ class OperatorCall:
     def fresh(self, sizes: Sequence[int], blocked: bool = False) -> Dims:
         """New dimensions, of which nothing is known, or which cannot be cut."""
         return [AxisNode(size, blocked=self.reason if blocked else "") for size in sizes]
+
+
+def short_name(function: Any) -> str:
+    """An operator's name without namespace and overload."""
+    return str(function._schema.name).removeprefix("aten::")
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -110,8 +148,7 @@ def broadcast(step: OperatorCall, tensors: Sequence[torch.Tensor], shape: Sequen
 
 def rule_of(function: Any) -> Rule | None:
     """The rule of an operator, or None."""
-    name = str(function._schema.name)
-    found = RULES.get(name.removeprefix("aten::"))
+    found = RULES.get(short_name(function))
     if found is None and torch.Tag.pointwise in function.tags:
         return elementwise
     return found
@@ -133,7 +170,7 @@ def elementwise(step: OperatorCall) -> list[Dims] | None:
         tensors = tensors[:1] if tensors[1].numel() == 1 else tensors
     shape = step.shape()
     dims = broadcast(step, tensors, shape)
-    return [dims for _ in step.outputs]
+    return [dims for _ in step.results]
 
 
 @rule(*"zeros ones full empty empty_strided scalar_tensor zeros_like ones_like full_like empty_like".split())
@@ -154,7 +191,7 @@ def values(step: OperatorCall) -> list[Dims]:
     step.values = True
     for tensor in tensors_in((step.args, step.kwargs)):
         _block_all(step, tensor)
-    return [step.fresh(out.shape) for out in step.outputs]
+    return [step.fresh(out.shape) for out in step.results]
 
 
 def _block_all(step: OperatorCall, tensor: torch.Tensor) -> None:
@@ -175,43 +212,37 @@ def reduction(step: OperatorCall) -> list[Dims]:
     linear = step.name in ("mean", "sum") and len(gone) < len(dims) and tensor.is_floating_point()
     for number in gone if dims else ():
         if linear:
-            step.reductions.append((dims[number], tensor))
+            step.reductions.append((dims[number], step.known(tensor)))
         else:
             block(dims[number], step.reason)
     kept = len(step.shape()) == len(dims)
     found = [AxisNode(1) if number in gone else node for number, node in enumerate(dims) if kept or number not in gone]
-    return [list(found) for _ in step.outputs]
+    return [list(found) for _ in step.results]
 
 
 @rule(*"_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp cummax cummin flip".split())
-@rule(*"sort argsort topk roll cumsum_ renorm _weight_norm_interface".split())
+@rule(*"sort argsort topk roll cumsum_ renorm _weight_norm_interface tril triu tril_ triu_".split())
+@rule("constant_pad_nd", "reflection_pad1d", "replication_pad1d")
 def along(step: OperatorCall) -> list[Dims]:
-    """What an element becomes depends on its neighbors along some dimensions: these are blocked."""
-    step.ordered = True
-    tensor = step.first()
-    dims = list(step.dims(tensor))
+    """What an element becomes depends on its neighbors, or its place, along some dimensions: these are blocked."""
+    dims = list(step.dims(step.first()))
+    step.ordered = not step.name.startswith(("tri", "constant_pad"))
     over = step.get("dim", step.get("dims"))
     numbers = [over] if isinstance(over, int) else over or list(range(len(dims)))
+    if step.name.startswith("tri"):
+        numbers = [-2, -1]
+    elif "_pad" in step.name:
+        numbers = [number for number, size in enumerate(step.shape()) if size != dims[number].size]
     for number in numbers:
         block(dims[number], step.reason)
-    found = []
-    for out in step.outputs:
-        found.append(
-            [
-                node if node.size == size else step.fresh([size], True)[0]
-                for node, size in zip(dims, out.shape, strict=True)
-            ]
-        )
-    return found
+    return [_where_same(step, dims, out) for out in step.results]
 
 
-@rule("tril", "triu", "tril_", "triu_")
-def triangle(step: OperatorCall) -> list[Dims]:
-    """Depends on the place within the last two dimensions."""
-    dims = list(step.dims(step.first()))
-    for node in dims[-2:]:
-        block(node, step.reason)
-    return [dims]
+def _where_same(step: OperatorCall, dims: Dims, out: torch.Tensor) -> Dims:
+    """The dimensions that are as long as before; in the place of others new ones, which cannot be cut."""
+    return [
+        node if node.size == size else step.fresh([size], True)[0] for node, size in zip(dims, out.shape, strict=True)
+    ]
 
 
 @rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
@@ -225,15 +256,7 @@ def normalization(step: OperatorCall) -> list[Dims]:
         if step.get(name) is not None:
             broadcast(step, [step.get(name), step.get("input")], step.get("input").shape)
     statistics = dims[: len(dims) - count] + [AxisNode(1)] * count
-    return [dims if number == 0 else list(statistics) for number in range(len(step.outputs))]
-
-
-@rule("native_group_norm", "native_batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit")
-def group_normalization(step: OperatorCall) -> list[Dims]:
-    """Statistics over channels and places."""
-    for tensor in tensors_in((step.args, step.kwargs)):
-        _block_all(step, tensor)
-    return [step.fresh(out.shape, True) for out in step.outputs]
+    return [dims if number == 0 else list(statistics) for number in range(len(step.results))]
 
 
 @rule(
@@ -257,7 +280,7 @@ def matrix_product(step: OperatorCall) -> list[Dims] | None:
     longer = ours if len(ours) >= len(theirs) else theirs
     batch = batch if len(batch) == len(longer) - 2 else longer[: max(len(longer) - 2, 0)]
     found = [*batch, *(ours[-2:-1] if len(ours) > 1 else []), *(theirs[-1:] if len(theirs) > 1 else [])]
-    step.added = added
+    step.added = None if added is None else step.known(added)
     if added is not None and [node.size for node in found] == step.shape():
         offset = len(found) - added.dim()
         for number, node in enumerate(step.dims(added)):
@@ -305,3 +328,271 @@ def convolution(step: OperatorCall) -> list[Dims] | None:
     if bias is not None:
         step.join(channels, step.dims(bias)[0])
     return [[ours[0], channels, *step.fresh(step.shape()[2:], True)]]
+
+
+# What moves elements: views, cuts, concatenations, picks by number; and attention in one go.
+
+
+@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy", "flatten", "unflatten")
+def view(step: OperatorCall) -> list[Dims] | None:
+    """The same elements under other sizes: dimensions are joined and taken apart."""
+    tensor = step.first()
+    if tensor.shape == step.results[0].shape:
+        return [list(step.dims(tensor))]
+    if not tensor.numel():
+        return None
+    dims, shape = step.dims(tensor), step.shape()
+    found: Dims = []
+    start = stop = 0
+    while start < len(dims) or stop < len(shape):  # the shortest groups whose products agree
+        ours, theirs = [*dims[start : start + 1]], [*shape[stop : stop + 1]]
+        start, stop = start + 1, stop + 1
+        while (left := prod(node.size for node in ours)) != (right := prod(theirs)):
+            if left < right:
+                ours.append(dims[start])
+                start += 1
+            else:
+                theirs.append(shape[stop])
+                stop += 1
+        found += ours if len(ours) == len(theirs) == 1 else regroup(ours, theirs, step.reason)
+    return [found]
+
+
+@rule("t", "transpose", "permute", "numpy_T", "adjoint", "transpose_", "t_")
+def permutation(step: OperatorCall) -> list[Dims]:
+    """Dimensions in another order."""
+    dims = list(step.dims(step.first()))
+    if step.name in ("transpose", "transpose_"):
+        one, other = step.get("dim0"), step.get("dim1")
+        if dims:
+            dims[one], dims[other] = dims[other], dims[one]
+        return [dims]
+    if step.name == "permute":
+        return [[dims[number] for number in step.get("dims")]]
+    return [dims[::-1]]
+
+
+@rule("expand", "expand_copy")
+def expand(step: OperatorCall) -> list[Dims]:
+    """Dimensions of one element are repeated, new ones come in front."""
+    dims, shape = step.dims(step.first()), step.shape()
+    dims = [AxisNode(1)] * (len(shape) - len(dims)) + list(dims)
+    return [[node if node.size == size else AxisNode(size) for node, size in zip(dims, shape, strict=True)]]
+
+
+@rule("unsqueeze", "squeeze", "unsqueeze_", "squeeze_")
+def squeeze(step: OperatorCall) -> list[Dims]:
+    """Dimensions of one element come and go."""
+    dims = list(step.dims(step.first()))
+    if step.name.startswith("unsqueeze"):
+        dims.insert(step.get("dim") % (len(dims) + 1), AxisNode(1))
+        return [dims]
+    over = step.get("dim")
+    numbers = range(len(dims)) if over is None else [over] if isinstance(over, int) else over
+    gone = {number % len(dims) for number in numbers if dims}
+    return [[node for number, node in enumerate(dims) if number not in gone or node.size != 1]]
+
+
+@rule("slice", "narrow")
+def slice_(step: OperatorCall) -> list[Dims]:
+    """One stretch of a dimension."""
+    tensor = step.first()
+    dims = list(step.dims(tensor))
+    number = step.get("dim", 0) % len(dims)
+    size, length = dims[number].size, step.shape()[number]
+    if length == size:
+        return [dims]
+    stride, first = step.get("step", 1), step.get("start") or 0
+    if stride > 1 and size % stride == 0 and 0 <= first < stride and length == size // stride:
+        dims[number], within = regroup([dims[number]], [length, stride], step.reason)  # every other one, as gate and up
+        block(within, step.reason)
+        return [dims]
+    if stride != 1 or not length:
+        block(dims[number], step.reason)
+        dims[number] = step.fresh([length], True)[0]
+        return [dims]
+    start = step.get("start") or 0
+    start = max(start + size, 0) if start < 0 else start
+    pieces = cut(dims[number], [start, length, size - start - length], step.reason)
+    dims[number] = pieces[1 if start else 0]
+    return [dims]
+
+
+@rule("split", "split_with_sizes", "chunk", "unbind", "select", "tensor_split", "split_copy", "split_with_sizes_copy")
+def split(step: OperatorCall) -> list[Dims]:
+    """A dimension cut into several; unbinding and selecting give single elements, which blocks it."""
+    dims = list(step.dims(step.first()))
+    number = step.get("dim", 0) % len(dims)
+    if step.name in ("unbind", "select"):
+        block(dims[number], step.reason)
+        return [dims[:number] + dims[number + 1 :] for _ in step.results]
+    lengths = [out.shape[number] for out in step.results]
+    if not all(lengths):
+        block(dims[number], step.reason)
+        return [[*dims[:number], *step.fresh([length], True), *dims[number + 1 :]] for length in lengths]
+    pieces = cut(dims[number], lengths, step.reason)
+    return [[*dims[:number], piece, *dims[number + 1 :]] for piece in pieces]
+
+
+@rule("cat", "stack", "concat")
+def cat(step: OperatorCall) -> list[Dims]:
+    """Tensors one after the other along a dimension, old or new."""
+    tensors = [tensor for tensor in tensors_in(step.args[0]) if tensor.numel() or tensor.dim() > 1]
+    shape = step.shape()
+    number = step.get("dim", 0) % len(shape)
+    held = [list(step.dims(tensor)) for tensor in tensors]
+    if step.name == "stack":
+        joined = AxisNode(shape[number], blocked=step.reason)
+        for dims in held:
+            dims.insert(number, joined)
+    else:
+        joined = concatenation(dims[number] for dims in held)
+    found = held[0]
+    for dims in held[1:]:
+        for place, node in enumerate(dims):
+            if place != number:
+                unify(found[place], node, step.reason)
+    found[number] = joined
+    return [found]
+
+
+@rule("repeat")
+def repeat(step: OperatorCall) -> list[Dims]:
+    """Copies of the whole, one after the other, along each dimension."""
+    repeats = step.get("repeats")
+    dims = list(step.dims(step.first()))
+    dims = [AxisNode(1)] * (len(repeats) - len(dims)) + dims
+    return [[product([AxisNode(times), node]) for times, node in zip(repeats, dims, strict=True)]]
+
+
+@rule("unfold", "as_strided", "diagonal", "view_as_real", "view_as_complex", "diagonal_copy", "diag_embed")
+@rule("native_group_norm", "native_batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit")
+def opaque(step: OperatorCall) -> list[Dims]:
+    """Of a view dimensions whose sizes stay in front are kept; all others are blocked."""
+    dims, shape = list(step.dims(step.first())), step.shape()
+    keeps = step.name in ("view_as_real", "view_as_complex", "unfold")
+    same = 0
+    while keeps and same < min(len(dims), len(shape)) and dims[same].size == shape[same]:
+        if step.name == "unfold" and same == step.get("dimension") % len(dims):
+            break
+        same += 1
+    for node in (*dims[same:], *(node for other in step.inputs[1:] for node in other.dims)):
+        block(node, step.reason)
+    return [dims[:same] + step.fresh(out.shape[same:], True) for out in step.results]
+
+
+@rule("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
+def index(step: OperatorCall) -> list[Dims]:
+    """Picks, or puts, elements by numbers along some dimensions, which are blocked; others are kept."""
+    tensor = step.first()
+    dims = list(step.dims(tensor))
+    picks = list(step.get("indices"))
+    single = _from_the_end(step, picks)
+    if single is not None:
+        at, element = single
+        start = dims[at].size + element
+        dims[at] = cut(dims[at], [start, 1, -element - 1], step.reason)[1 if start else 0]
+        return [dims]
+    spent: Dims = []
+    used = []  # numbers of the dimensions that are picked from
+    number = 0
+    shapes = []
+    for pick in picks:
+        count = 1
+        if pick is not None:
+            count = pick.dim() if pick.dtype in (torch.bool, torch.uint8) else 1
+            used += list(range(number, number + count))
+            shapes.append((3,) if count > 1 or pick.dtype is torch.bool else tuple(pick.shape))
+        number += count
+    for place in used:
+        block(dims[place], step.reason)
+    masks = any(pick is not None and pick.dtype in (torch.bool, torch.uint8) for pick in picks)
+    given = [pick for pick in picks if pick is not None]
+    kept = [node for place, node in enumerate(dims) if place not in used]
+    front = used[0] if used and used == list(range(used[0], used[-1] + 1)) else 0
+    target = step.get("values") if "put" in step.name else step.results[0]
+    count = len(torch.broadcast_shapes(*shapes)) if given and not masks else 1
+    if "put" in step.name:
+        whole = [*kept[:front], *(AxisNode(1) for _ in range(count)), *kept[front:]]
+        offset = len(whole) - target.dim()
+        for place, node in enumerate(step.dims(target)):
+            if place + offset >= 0 and node.size == whole[place + offset].size:
+                step.join(whole[place + offset], node)
+        return [dims]
+    picked = list(target.shape[front : front + count])
+    spent = step.fresh(picked) if masks else broadcast(step, given, picked)
+    return [[*kept[:front], *spent, *kept[front:]]]
+
+
+def _from_the_end(step: OperatorCall, picks: list[torch.Tensor | None]) -> tuple[int, int] | None:
+    """The dimension and the number of `x[..., [-1], :]`, which is a slice of one element; None for other picks."""
+    given = [number for number, pick in enumerate(picks) if pick is not None]
+    listed = [value for place, value in step.picked.items() if place.count(".") == 2 and isinstance(value, int)]
+    if "put" in step.name or len(given) != 1 or len(listed) != 1 or listed[0] >= 0:
+        return None
+    pick = picks[given[0]]
+    return (given[0], listed[0]) if pick is not None and tuple(pick.shape) == (1,) else None
+
+
+@rule("index_select", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_")
+def index_along(step: OperatorCall) -> list[Dims]:
+    """Picks, or adds, slices by number along one dimension, which is blocked."""
+    dims = list(step.dims(step.first()))
+    number = step.get("dim") % max(len(dims), 1)
+    block(dims[number], step.reason)
+    if step.name == "index_select":
+        dims[number] = step.dims(step.get("index"))[0]
+        return [dims]
+    source = step.get("source")
+    for place, node in enumerate(step.dims(source) if source is not None else ()):
+        if place != number:
+            unify(dims[place], node, step.reason)
+    return [dims]
+
+
+@rule("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
+def gather(step: OperatorCall) -> list[Dims]:
+    """Picks, or puts, elements by numbers along one dimension; the numbers lie where the elements do."""
+    dims = list(step.dims(step.first()))
+    number = step.get("dim") % max(len(dims), 1)
+    block(dims[number], step.reason)
+    others = [step.dims(tensor) for tensor in (step.get("index"), step.get("src")) if isinstance(tensor, torch.Tensor)]
+    for other in others:
+        for place, node in enumerate(other):
+            if place == number:
+                block(node, step.reason)
+            elif node.size == dims[place].size:
+                unify(dims[place], node, step.reason)
+            else:
+                block(dims[place], step.reason)
+                block(node, step.reason)
+    return [others[0] if step.name == "gather" else dims]
+
+
+@rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
+@rule("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "scaled_dot_product_attention")
+@rule("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math")
+def attention(step: OperatorCall) -> list[Dims]:
+    """softmax(q k^T) v over [b, h, s, e]; fewer heads of keys and values than of queries stand for groups."""
+    query, key, value = (step.get(name) for name in ("query", "key", "value"))
+    ours, keys, held = step.dims(query), step.dims(key), step.dims(value)
+    groups = query.shape[-3] // key.shape[-3]
+    for theirs in (keys, held):
+        for one, other in zip(ours[:-3], theirs[:-3], strict=True):
+            step.join(one, other)
+        unify(ours[-3], product([theirs[-3], AxisNode(groups)]), step.reason)
+    unify(keys[-2], held[-2], step.reason)
+    for node in (ours[-1], keys[-1], keys[-2], ours[-2]):
+        block(node, step.reason)
+    unify(ours[-1], keys[-1], step.reason)
+    mask = step.get("attn_mask", step.get("attn_bias"))
+    if mask is not None:
+        broadcast(step, [mask], [*(node.size for node in ours[:-1]), keys[-2].size])
+        offset = len(ours) - mask.dim()
+        for place, node in enumerate(step.dims(mask)[:-2]):
+            step.join(ours[offset + place], node)
+    found: list[Dims] = [[*ours[:-1], held[-1]]]
+    for out in step.results[1:]:
+        same = out.dim() == 3 and out.shape[:2] == query.shape[:2]
+        found.append([*ours[:2], *step.fresh(out.shape[2:], True)] if same else step.fresh(out.shape, True))
+    return found

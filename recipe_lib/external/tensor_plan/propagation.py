@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from recipe_lib.external.tensor_plan.axes import AxisNode, carries, layout, leaves, segments_of
-from recipe_lib.external.tensor_plan.calls import CallKey
-from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall, Record, Traced
+from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced
+from recipe_lib.external.tensor_plan.tracing import CallKey, ForwardTrace, FunctionCall
 
 # What may follow a product within its call: nothing of it depends on values.
 MOVES = frozenset(
@@ -61,13 +61,13 @@ class Course:
     rows: set[str] = dataclasses.field(default_factory=set)
 
 
-def follow(trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], records: Iterable[Record]) -> Course:
+def follow(trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], records: Iterable[OperatorCall]) -> Course:
     """Follows an axis (a leaf that nothing blocks) through the records that have to do with it.
 
     Raises Refusal where a rank could not compute its part.
     """
     course = Course(axis, carriers, sharded={trace.parameters[name] for name in carriers})
-    held = [any(carries(node, axis) for node in output.dims) for output in trace.outputs]
+    held = [_carry(output.dims, axis) for output in trace.outputs]
     course.vocabulary = course.output = any(held)
     _assemble(trace, course)
     for record in _reached(trace, course, records):
@@ -75,7 +75,7 @@ def follow(trace: ForwardTrace, axis: AxisNode, carriers: dict[str, int], record
             _leave(trace, course, record)
         elif any(carries(node, axis) for node, _ in record.reductions):
             _reduce(trace, course, record)
-        elif record.lookup and _has(record.inputs[0], axis, course) and carries(record.inputs[0].dims[0], axis):
+        elif record.lookup and record.inputs[0] in course.sharded and carries(record.inputs[0].dims[0], axis):
             if not any(each.identifiers for each in record.inputs[1:]):
                 raise Refusal(f"rows are picked by number, not by token, in {_where(trace, record)}")
             course.vocabulary = True
@@ -126,14 +126,14 @@ def _as_stored(trace: ForwardTrace, parameter: Traced) -> set[Traced]:
     for record in trace.records:
         if held.isdisjoint(record.inputs):
             continue
-        if record.call < 0 and record.operator in MOVES:
+        if record.call < 0 and record.name in MOVES:
             held.update(record.outputs)
         elif record.call < 0 or held.isdisjoint(each for _, each, _ in trace.calls[record.call].arguments):
             raise Refusal(f"no torch function call uses {', '.join(parameter.parameters)} in {_where(trace, record)}")
     return held
 
 
-def _reached(trace: ForwardTrace, course: Course, records: Iterable[Record]) -> Iterable[Record]:
+def _reached(trace: ForwardTrace, course: Course, records: Iterable[OperatorCall]) -> Iterable[OperatorCall]:
     """The records that have to do with the axis, or with what every rank uses in part."""
     if not course.mixed:
         yield from records
@@ -144,15 +144,15 @@ def _reached(trace: ForwardTrace, course: Course, records: Iterable[Record]) -> 
             yield record
 
 
-def _pass(trace: ForwardTrace, course: Course, record: Record) -> None:
+def _pass(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
     """An operator that sums over no part of the axis: what comes out is cut if something that goes in is."""
     axis, sharded = course.axis, course.sharded
     going_in = [each for each in record.inputs if each in sharded]
-    coming_out = [each for each in record.outputs if any(carries(node, axis) for node in each.dims)]
+    coming_out = [each for each in record.outputs if _carry(each.dims, axis)]
     if going_in and course.mixed and not record.uniform:
-        having = [each for each in going_in if any(carries(node, axis) for node in each.dims)]
+        having = [each for each in going_in if _carry(each.dims, axis)]
         even = record.call >= 0 and trace.calls[record.call].function in ("chunk", "tensor_split")
-        if not having or (record.operator in _TAKES and not even):  # what every rank uses in part, or is taken from it
+        if not having or (record.name in _TAKES and not even):  # what every rank uses in part, or is taken from it
             coming_out = record.outputs
     if not coming_out:
         if going_in and not record.uniform:
@@ -164,7 +164,7 @@ def _pass(trace: ForwardTrace, course: Course, record: Record) -> None:
         sharded.update(coming_out)
         return
     if not going_in:
-        if any(any(carries(node, axis) for node in each.dims) for each in record.inputs) or not record.inputs:
+        if any(_carry(each.dims, axis) for each in record.inputs) or not record.inputs:
             return  # whole on each rank, until it meets a tensor that is cut
     elif len(coming_out) < len(record.outputs):
         raise Refusal(f"a part of what comes out does not have the axis in {_where(trace, record)}")
@@ -177,7 +177,7 @@ def _pass(trace: ForwardTrace, course: Course, record: Record) -> None:
             _join(trace, course, record, each)
 
 
-def _join(trace: ForwardTrace, course: Course, record: Record, tensor: Traced) -> None:
+def _join(trace: ForwardTrace, course: Course, record: OperatorCall, tensor: Traced) -> None:
     """A tensor that each rank has whole meets one of which it has a part."""
     having = [number for number, node in enumerate(tensor.dims) if carries(node, course.axis)]
     if record.call < 0:
@@ -201,12 +201,12 @@ def _join(trace: ForwardTrace, course: Course, record: Record, tensor: Traced) -
             (course.joins if each.parameters else course.points).append(point)
 
 
-def _leave(trace: ForwardTrace, course: Course, record: Record) -> None:
+def _leave(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
     """A product that sums over the axis: each rank has a part of the sum."""
     axis = course.axis
     where = _where(trace, record)
     node, left, right = next(each for each in record.contractions if carries(each[0], axis))
-    if any(carries(out, axis) for each in record.outputs for out in each.dims):
+    if any(_carry(each.dims, axis) for each in record.outputs):
         raise Refusal(f"the axis is summed over and comes out in {where}")
     if not (left.parameters or right.parameters) or (left.parameters and right.parameters):
         kind = "parameters" if left.parameters else "activations"
@@ -224,7 +224,7 @@ def _leave(trace: ForwardTrace, course: Course, record: Record) -> None:
     course.points.append(point)
 
 
-def _reduce(trace: ForwardTrace, course: Course, record: Record) -> None:
+def _reduce(trace: ForwardTrace, course: Course, record: OperatorCall) -> None:
     """A sum or a mean over the axis: that of each rank's part, put together; whole on each rank from there on."""
     tensor = record.reductions[0][1]
     if tensor not in course.sharded:
@@ -234,11 +234,11 @@ def _reduce(trace: ForwardTrace, course: Course, record: Record) -> None:
         raise Refusal(f"the axis is summed over and comes out in {where}")
     point = _located(trace, record, PendingBoundary("leave", record.call, "output", record.outputs[0]))
     _take(trace, course, record, point, tensor)
-    point.mean, course.reduced = record.operator == "mean", True
+    point.mean, course.reduced = record.name == "mean", True
     course.points.append(point)
 
 
-def _take(trace: ForwardTrace, course: Course, record: Record, point: PendingBoundary, tensor: Traced) -> None:
+def _take(trace: ForwardTrace, course: Course, record: OperatorCall, point: PendingBoundary, tensor: Traced) -> None:
     """Notes which argument of its call a product, a sum or a mean over the axis takes, and where that has the axis."""
     for place, each, _ in _arguments(trace.calls[record.call], tensor):
         numbers = [number for number, found in enumerate(each.dims) if carries(found, course.axis)]
@@ -252,7 +252,7 @@ def _carry(dims: Iterable[AxisNode], axis: AxisNode) -> bool:
     return any(carries(node, axis) for node in dims)
 
 
-def _located(trace: ForwardTrace, record: Record, point: PendingBoundary) -> PendingBoundary:
+def _located(trace: ForwardTrace, record: OperatorCall, point: PendingBoundary) -> PendingBoundary:
     """Makes a sum over ranks act on what its call gives; what else happens within the call must allow that."""
     where = _where(trace, record)
     if record.call < 0:
@@ -265,11 +265,11 @@ def _located(trace: ForwardTrace, record: Record, point: PendingBoundary) -> Pen
         if not after.intersection(later.inputs):
             continue
         others = [each for each in later.inputs if each not in after]
-        if later.operator in ("add", "add_") and all(each.parameters for each in others):
+        if later.name in ("add", "add_") and all(each.parameters for each in others):
             for each in others:
                 _bias(trace, later, point, each)
-        elif later.operator not in MOVES:
-            raise Refusal(f"{later.operator} follows {where} within {call.function} at {call.source}")
+        elif later.name not in MOVES:
+            raise Refusal(f"{later.name} follows {where} within {call.function} at {call.source}")
         after.update(later.outputs)
     if call.outputs[0] not in after:
         raise Refusal(f"{call.function} at {call.source} keeps the result of {where} to itself")
@@ -277,7 +277,7 @@ def _located(trace: ForwardTrace, record: Record, point: PendingBoundary) -> Pen
     return point
 
 
-def _bias(trace: ForwardTrace, record: Record, point: PendingBoundary, tensor: Traced) -> None:
+def _bias(trace: ForwardTrace, record: OperatorCall, point: PendingBoundary, tensor: Traced) -> None:
     """What is added to a product that sums over the axis, within its call, is added once, after the sum over ranks."""
     if not tensor.parameters:
         if not tensor.activation:
@@ -306,10 +306,6 @@ def _arguments(call: FunctionCall, tensor: Traced) -> list[tuple[str, Traced, bo
     return found
 
 
-def _has(tensor: Traced, axis: AxisNode, course: Course) -> bool:
-    return tensor in course.sharded and any(carries(node, axis) for node in tensor.dims)
-
-
 def _alike(trace: ForwardTrace, course: Course) -> None:
     """A module that runs more than once must need the same boundaries each time, but where no gradient passes."""
     found: dict[int, set[tuple[str, str]]] = {}
@@ -325,11 +321,11 @@ def _alike(trace: ForwardTrace, course: Course) -> None:
                 raise Refusal(f"{call.key.module} runs more than once, and not alike, at {call.source}")
 
 
-def _where(trace: ForwardTrace, record: Record) -> str:
+def _where(trace: ForwardTrace, record: OperatorCall) -> str:
     if record.call < 0:
-        return record.operator
+        return record.name
     call = trace.calls[record.call]
-    return f"{record.operator} in {call.key.module or 'the model itself'} ({call.source})"
+    return f"{record.name} in {call.key.module or 'the model itself'} ({call.source})"
 
 
 def period(segments: list[int]) -> tuple[int, ...]:

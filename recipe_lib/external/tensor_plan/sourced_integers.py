@@ -7,7 +7,7 @@ a call gets as a size can then be computed anew for a rank, with an attribute di
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ def _operator(sign: str, reflected: bool) -> Callable[[Any, Any], Any]:
         if not isinstance(other, int) or isinstance(other, bool):
             return NotImplemented
         left, right = (other, self) if reflected else (self, other)
-        return Sourced(_COMPUTE[sign](int(left), int(right)), Arithmetic(sign, left, right), self.decisions)
+        return Sourced(_COMPUTE[sign](int(left), int(right)), Arithmetic(sign, left, right), self.note)
 
     return compute
 
@@ -71,23 +71,23 @@ def _comparison(sign: str) -> Callable[[Any, Any], Any]:
     def compare(self: Any, other: Any) -> Any:
         if not isinstance(other, int) or isinstance(other, bool):
             return NotImplemented
-        if self.decisions is not None and (isinstance(self.source, Size) or attributes_of(self) + attributes_of(other)):
-            self.decisions.append(Decision(sign, self, other))
+        if self.note is not None and (isinstance(self.source, Size) or attributes_of(self) + attributes_of(other)):
+            self.note(Decision(sign, self, other))
         return _COMPARE[sign](int(self), int(other))
 
     return compare
 
 
 class Sourced(int):
-    """An integer with its source; to all others it is an integer. decisions: where comparisons are noted."""
+    """An integer with its source; to all others it is an integer. note: gets the comparisons that are made with it."""
 
     source: Any
-    decisions: Any
+    note: Any
 
-    def __new__(cls, value: int, source: Any = None, decisions: Any = None) -> "Sourced":
+    def __new__(cls, value: int, source: Any = None, note: Any = None) -> "Sourced":
         made = super().__new__(cls, value)
         made.source = source
-        made.decisions = decisions
+        made.note = note
         return made
 
     __add__, __radd__ = _operator("+", False), _operator("+", True)  # type: ignore[assignment]
@@ -111,9 +111,6 @@ class Division(NamedTuple):
         return self.kept + (int(value) - self.kept) // self.ranks
 
 
-_WHOLE = Division()
-
-
 def evaluate(value: int, sizes: Callable[[Size], int], divisions: dict[Attribute, Division]) -> int:
     """What the integer would be on a rank.
 
@@ -121,7 +118,7 @@ def evaluate(value: int, sizes: Callable[[Size], int], divisions: dict[Attribute
     """
     source = getattr(value, "source", None)
     if isinstance(source, Attribute):
-        return divisions.get(source, _WHOLE).of(value)
+        return divisions.get(source, Division()).of(value)
     if isinstance(source, Size):
         return sizes(source)
     if isinstance(source, Arithmetic):
@@ -147,38 +144,45 @@ def attributes_of(value: int) -> list[Attribute]:
     return []
 
 
-@contextlib.contextmanager
-def sourced_attributes(model: torch.nn.Module, decisions: list[Decision]) -> Iterator[None]:
-    """While it is entered, integer attributes of modules, and of objects such as configs that they hold, are Sourced.
+Entry = tuple[dict[str, Any], str, Any]  # a dict, a key of it, and a value
 
-    decisions: gets the comparisons that are made with them.
-    """
-    changed: list[tuple[dict[str, Any], str, int]] = []
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        _mark(module.__dict__, path, "", changed, decisions)
-        for name, value in list(module.__dict__.items()):
-            if _is_settings(value) and id(value) not in seen:
-                seen.add(id(value))
-                _mark(value.__dict__, path, f"{name}.", changed, decisions)
+
+@contextlib.contextmanager
+def replaced_entries(entries: Iterable[Entry]) -> Iterator[None]:
+    """While it is entered, dicts (attributes, parameters or modules of a module) have these values for these keys."""
+    changed = list(entries)
+    before = [held[name] for held, name, _ in changed]
     try:
+        for held, name, value in changed:
+            held[name] = value
         yield
     finally:
-        for held, name, integer in changed:
-            held[name] = integer
+        for (held, name, _), value in zip(changed, before, strict=True):
+            held[name] = value
 
 
-def _mark(
-    held: dict[str, Any],
-    path: str,
-    prefix: str,
-    changed: list[tuple[dict[str, Any], str, int]],
-    decisions: list[Decision],
-) -> None:
+def sourced_attributes(
+    model: torch.nn.Module, note: Callable[[Decision], None]
+) -> contextlib.AbstractContextManager[None]:
+    """While it is entered, integer attributes of modules, and of objects such as configs that they hold, are Sourced.
+
+    note: gets the comparisons that are made with them.
+    """
+    entries: list[Entry] = []
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        entries += _sourced(module.__dict__, path, "", note)
+        for name, value in module.__dict__.items():
+            if _is_settings(value) and id(value) not in seen:
+                seen.add(id(value))
+                entries += _sourced(value.__dict__, path, f"{name}.", note)
+    return replaced_entries(entries)
+
+
+def _sourced(held: dict[str, Any], path: str, prefix: str, note: Callable[[Decision], None]) -> Iterator[Entry]:
     for name, value in held.items():
         if type(value) is int and value > 1 and not name.startswith("_"):
-            changed.append((held, name, value))
-            held[name] = Sourced(value, Attribute(path, prefix + name, value), decisions)
+            yield held, name, Sourced(value, Attribute(path, prefix + name, value), note)
 
 
 def _is_settings(value: Any) -> bool:

@@ -4,12 +4,22 @@ Between the products that are cut, every rank would do the same to all tokens. W
 done by each rank for its part of every row: a tensor that is summed over ranks leaves as a rank's tokens, and what
 needs the others' is gathered. Whatever looks at several tokens (attention, scans, sizes of whole rows) has whole rows.
 Where the sizes that a forward computes would not be right, the tensors that they come from stay whole, until all are.
+
+Whether an operator can work on a rank's tokens alone, its rule says, once more, with the tokens of its inputs marked:
+all dimensions of its inputs are new, and the tokens of those that are shared out are one axis. If that axis is neither
+blocked, summed over nor taken apart, and comes out once, what a rank makes of its tokens is its tokens of what the
+whole would be; and whatever else has the axis has to be cut.
 """
 
 import dataclasses
+from math import prod
+from typing import NamedTuple
+
+import torch
 
 from recipe_lib.external.tensor_plan.attribute_rewrites import LocalSizes, Wanted, demands_of
-from recipe_lib.external.tensor_plan.axes import AxisNode
+from recipe_lib.external.tensor_plan.axes import AxisNode, carries, factors, find, leaves, product
+from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced, rule_of
 from recipe_lib.external.tensor_plan.propagation import Course
 from recipe_lib.external.tensor_plan.sourced_integers import (
     Arithmetic,
@@ -19,19 +29,136 @@ from recipe_lib.external.tensor_plan.sourced_integers import (
     decided_alike,
     evaluate,
 )
-from recipe_lib.external.tensor_plan.token_rules import (
-    OF_ANOTHER_TYPE,
-    Layouts,
-    TokenDim,
-    TokenWise,
-    call_on_tokens,
-    candidates,
-    elements,
-)
-from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall, Traced
+from recipe_lib.external.tensor_plan.tracing import ForwardTrace, FunctionCall
 
-# The tokens on their way through a forward: where a rank has its own alone, and where they are cut
-# and gathered.
+
+class TokenDim(NamedTuple):
+    """Where a tensor has its tokens. dim: the dimension; with others in it, the tokens are last there, or `first`."""
+
+    dim: int
+    first: bool = False
+
+
+Layouts = dict[Traced, TokenDim]
+OF_ANOTHER_TYPE = frozenset(("type_as", "to"))  # an argument says no more than a type
+
+
+class TokenWise(NamedTuple):
+    """outputs: where what comes out has tokens. demands: inputs of which all have to be cut, and where."""
+
+    outputs: Layouts
+    demands: Layouts
+
+
+def shape_of(tensor: Traced) -> list[int]:
+    """The sizes of a tensor."""
+    return [node.size for node in tensor.dims]
+
+
+def candidates(tensor: Traced, length: int) -> list[TokenDim]:
+    """Where a tensor could have rows of `length` tokens."""
+    found = []
+    for number, size in enumerate(shape_of(tensor)):
+        if size % length == 0:
+            found.append(TokenDim(number))
+            if size > length:
+                found.append(TokenDim(number, True))
+    return found
+
+
+def call_on_tokens(call: FunctionCall, layouts: Layouts, length: int) -> TokenWise | None:
+    """A call whose arguments in `layouts` are a rank's tokens; None if it cannot work on these alone."""
+    here = dict(layouts)
+    demands: Layouts = {}
+    given = {tensor for _, tensor, _ in call.arguments}
+    read = {each for record in call.records for each in record.inputs} | set(call.outputs)
+    if call.function not in OF_ANOTHER_TYPE and any(each not in read for each in given & layouts.keys()):
+        return None  # its shape is read, within the call
+    for record in call.records:
+        if not any(each in here for each in (*record.inputs, *record.outputs)):
+            continue
+        if any(each in record.inputs for each in record.outputs) and not _safe_in_place(record, here):
+            return None
+        found = _record_on_tokens(record, here, length)
+        if found is None:
+            return None
+        for tensor, layout in found.demands.items():
+            if tensor not in given or demands.get(tensor, layout) != layout:
+                return None
+            demands[tensor] = here[tensor] = layout
+        here.update(found.outputs)
+    return TokenWise({each: here[each] for each in call.outputs if each in here}, demands)
+
+
+def _safe_in_place(record: OperatorCall, here: Layouts) -> bool:
+    """True where a tensor that is written into is a rank's tokens already, and no view of another one."""
+    return all(each in here and each.root.call == each.call for each in record.outputs if each in record.inputs)
+
+
+def _record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -> TokenWise | None:
+    rule = rule_of(record.function)
+    if rule is None or record.values:
+        return None
+    tokens = AxisNode(length)
+    fresh = {known: Traced(_fresh(shape_of(known), layouts.get(known), tokens, length)) for known in record.inputs}
+
+    def known_again(tensor: torch.Tensor) -> Traced:
+        return fresh[record.held[id(tensor)]]
+
+    again = OperatorCall(record.function, record.args, record.kwargs, record.results, record.place, known_again)
+    made = rule(again)
+    if made is None or find(tokens).kind != "leaf" or find(tokens).blocked:
+        return None
+    summed = [node for node, _, _ in again.contractions] + [node for node, _ in again.reductions]
+    if _has(summed, tokens):
+        return None
+    outputs: Layouts = {}
+    for traced, nodes in zip(record.outputs, made, strict=True):
+        where = _place_of(nodes, tokens)
+        if where is not None:
+            outputs[traced] = where
+        elif _has(nodes, tokens) or not record.uniform:
+            return None
+    demands: Layouts = {}
+    for known in record.inputs:
+        if known in layouts:
+            if _place_of(fresh[known].dims, tokens) != layouts[known]:
+                return None
+        elif _has(fresh[known].dims, tokens):
+            where = _place_of(fresh[known].dims, tokens)
+            if where is None:
+                return None
+            demands[known] = where
+    return TokenWise(outputs, demands)
+
+
+def _fresh(shape: list[int], layout: TokenDim | None, tokens: AxisNode, length: int) -> list[AxisNode]:
+    found = [AxisNode(size) for size in shape]
+    if layout is not None:
+        others = AxisNode(shape[layout.dim] // length)
+        found[layout.dim] = product([tokens, others] if layout.first else [others, tokens])
+    return found
+
+
+def _has(nodes: list[AxisNode], tokens: AxisNode) -> bool:
+    return any(carries(node, tokens) for node in nodes)
+
+
+def _place_of(nodes: list[AxisNode], tokens: AxisNode) -> TokenDim | None:
+    """Where the tokens lie, if they do so once and at the end or the beginning of a dimension."""
+    root = find(tokens)
+    if sum(leaf is root for node in nodes for leaf in leaves(node)) != 1:
+        return None
+    number, node = next((number, node) for number, node in enumerate(nodes) if carries(node, tokens))
+    within = factors(node)
+    if within and within[-1] is root:
+        return TokenDim(number)
+    return TokenDim(number, True) if within and within[0] is root else None
+
+
+def elements(tensor: Traced) -> int:
+    """How many numbers a tensor has."""
+    return prod(shape_of(tensor))
 
 
 Place = tuple[int, str]  # number of a call, and an argument, `output` or `output.1`
@@ -199,12 +326,9 @@ class TokenFlow:
                 else:
                     self._users.setdefault(each, []).append((number, place))
 
-    def _uses(self, tensor: Traced) -> list[Place]:
-        return self._users.get(tensor, [])
-
     def _back(self, number: int, output: Traced) -> None:
         """A whole tensor that is cut wherever it is used is cut where it is made, or made of cut ones."""
-        uses = self._uses(output)
+        uses = self._users.get(output, [])
         if output in self.made or output.call != number or output in self.whole or not uses:
             return
         if any(place not in self.slices for place in uses) or len({self.slices[place][1] for place in uses}) > 1:
@@ -242,7 +366,7 @@ class TokenFlow:
     def _late_gathers(self) -> None:
         """A tensor that is gathered wherever it is used is gathered where it is made."""
         for tensor, layout in list(self.made.items()):
-            uses = self._uses(tensor)
+            uses = self._users.get(tensor, [])
             if tensor in self.early or tensor.call < 0 or not uses or any(use not in self.gathers for use in uses):
                 continue
             for use in uses:

@@ -3,63 +3,27 @@
 import dataclasses
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.errors import SetupError
-from recipe_lib.external.tensor_plan import operator_rules, view_rules
 from recipe_lib.external.tensor_plan.axes import AxisNode, block
-from recipe_lib.external.tensor_plan.calls import CallKey, Calls, output_values, places_in, tensors_in
-from recipe_lib.external.tensor_plan.operator_rules import OperatorCall
+from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced, rule_of, short_name
+from recipe_lib.external.tensor_plan.sharding_plan import places_in, tensors_in
 from recipe_lib.external.tensor_plan.sourced_integers import Decision, Size, Sourced, sourced_attributes
 from recipe_lib.models.language_model import layer_names
 
-RULE_FILES = (operator_rules, view_rules)  # importing them registers their rules
 
+class CallKey(NamedTuple):
+    """module: its path in the model, empty for the model itself. number: of the call within one forward, from 0."""
 
-@dataclasses.dataclass(eq=False)
-class Traced:
-    """What is known of one tensor.
-
-    parameters: names of those it comes from, if from parameters and constants alone. activation: it depends on an
-    input. identifiers: it is the model's token ids, or made of them one by one. base: what it is a view of.
-    """
-
-    dims: list[AxisNode]
-    parameters: frozenset[str] = frozenset()
-    activation: bool = False
-    identifiers: bool = False
-    base: "Traced | None" = None
-    call: int = -1
-
-    @property
-    def root(self) -> "Traced":
-        """The tensor whose memory this is."""
-        return self.base.root if self.base is not None else self
-
-
-@dataclasses.dataclass(eq=False)
-class Record:
-    """One aten operator; contractions, reductions, lookup, uniform, values are its rule's, in terms of the trace.
-
-    added: what a product is added to. step, held: the operator again, and what is known of its tensors by their ids.
-    """
-
-    operator: str
-    call: int
-    inputs: list[Traced]
-    outputs: list[Traced]
-    contractions: list[tuple[AxisNode, Traced, Traced]]
-    reductions: list[tuple[AxisNode, Traced]]
-    lookup: bool = False
-    uniform: bool = False
-    values: bool = False
-    added: Traced | None = None
-    step: OperatorCall | None = None
-    held: dict[int, Traced] = dataclasses.field(default_factory=dict)
+    module: str
+    number: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,7 +36,7 @@ class FunctionCall:
     arguments: list[tuple[str, Traced, bool]] = dataclasses.field(default_factory=list)
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     outputs: list[Traced] = dataclasses.field(default_factory=list)
-    records: list[Record] = dataclasses.field(default_factory=list)
+    records: list[OperatorCall] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,7 +49,7 @@ class ForwardTrace:
     """
 
     calls: list[FunctionCall] = dataclasses.field(default_factory=list)
-    records: list[Record] = dataclasses.field(default_factory=list)
+    records: list[OperatorCall] = dataclasses.field(default_factory=list)
     parameters: dict[str, Traced] = dataclasses.field(default_factory=dict)
     outputs: list[Traced] = dataclasses.field(default_factory=list)
     unknown: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -98,35 +62,71 @@ class ForwardTrace:
 
     def differences(self, other: "ForwardTrace") -> frozenset[str]:
         """Paths of the modules whose forwards make other calls in another trace."""
-        ours, theirs = self._calls_of(), other._calls_of()
-        return frozenset(path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path))
-
-    def _calls_of(self) -> dict[str, list[tuple[int, str]]]:
-        found: dict[str, list[tuple[int, str]]] = {}
-        for call in self.calls:
-            found.setdefault(call.key.module, []).append((call.key.number, call.function))
-        return found
+        ours, theirs = (Counter((call.key, call.function) for call in each.calls) for each in (self, other))
+        return frozenset(key.module for key, _ in (ours - theirs) + (theirs - ours))
 
 
-class _Watch(Calls):
-    """Remembers the calls; `current` is the number of the one that is running."""
+class _Watch(TorchFunctionMode):
+    """Remembers every torch function call that a model makes, by the module whose forward makes it.
+
+    A call counts if it gives a tensor; what a torch function calls on its own account does not count. The executor
+    (`recipe_lib.external.plan_executor`) counts the same calls. current: the number of the call that is running.
+    """
 
     def __init__(self, model: torch.nn.Module, trace: ForwardTrace, known: Callable[[torch.Tensor], Traced]):
-        super().__init__(model)
+        super().__init__()
+        self.model = model
         self.trace = trace
         self.known = known
         self.current = -1
+        self.last = ""  # path of the module that made the latest call
         self.inside = tuple(f"{name}." for name in layer_names(model))
+        self._open: list[list[Any]] = [["", 0]]  # path and number of calls, of the forwards that are running
+        self._hooks: list[Any] = []
+
+    @property
+    def module(self) -> str:
+        """The path of the module whose forward is running."""
+        return str(self._open[-1][0])
+
+    def note(self, decision: Decision) -> None:
+        """Keeps a comparison, with the call that comes next."""
+        module, call = self._open[-1]
+        self.trace.decisions.append(decision._replace(module=module, call=call))
+
+    def __enter__(self) -> "_Watch":
+        for path, module in self.model.named_modules():
+            if path:
+
+                def opened(module: torch.nn.Module, args: Any, path: str = path) -> None:
+                    self._open.append([path, 0])
+
+                self._hooks.append(module.register_forward_pre_hook(opened))
+                self._hooks.append(module.register_forward_hook(self._closed, always_call=True))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        for hook in self._hooks:
+            hook.remove()
 
     def _closed(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         first = next(tensors_in(output), None)
         if first is not None and not self.module.startswith(self.inside):
             with torch._C.DisableTorchFunction():  # it reads a shape, which is none of the model's reads
                 self.trace.given[self.module] = self.known(first)
-        super()._closed(module, args, output)
+        self._open.pop()
 
-    def on_call(self, key: CallKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = FunctionCall(key, getattr(function, "__name__", str(function)), _source())
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", str(function))
+        if name in ("__get__", "size"):
+            return self._read(function, args, kwargs)
+        self.last = self.module
+        call = FunctionCall(CallKey(*self._open[-1]), name, _source())
         for place, value in places_in(args, kwargs):
             if isinstance(value, torch.Tensor):
                 call.arguments.append((place, self.known(value), value.requires_grad))
@@ -137,18 +137,20 @@ class _Watch(Calls):
         result = function(*args, **kwargs)
         call.outputs = [self.known(tensor) for tensor in tensors_in(result)]
         self.current = -1
+        self._open[-1][1] += bool(call.outputs)
         return result
 
-    def on_read(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _read(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Reads an attribute of a tensor; sizes know what they are of."""
         value = function(*args, **kwargs)
         if isinstance(value, torch.Size):
             traced = self.known(args[0])
-            noted = self.trace.size_decisions
+            noted = self.trace.size_decisions.append
             return torch.Size([Sourced(size, Size(traced, number), noted) for number, size in enumerate(value)])
         if type(value) is int and getattr(function, "__name__", "") == "size":
             dimension = args[1] if len(args) > 1 else kwargs["dim"]
             size = Size(self.known(args[0]), dimension % args[0].dim())
-            return Sourced(value, size, self.trace.size_decisions)
+            return Sourced(value, size, self.trace.size_decisions.append)
         return value
 
 
@@ -180,74 +182,47 @@ class _Operators(TorchDispatchMode):
         place = self.watch.module or "the model itself"
         result = _assumed_result(function, args, kwargs)
         if result is not None:
-            if _short(function) != "_grouped_mm":  # of which nothing but its size is made up
-                self.trace.assumed.append(f"{_short(function)} in {place}")
+            name = short_name(function)
+            if name != "_grouped_mm":  # of which nothing but its size is made up
+                self.trace.assumed.append(f"{name} in {place}")
         else:
             result = function(*args, **kwargs)
         outputs = list(tensors_in(result))
         if not outputs:
             return result
-        tensors = list(tensors_in((args, kwargs)))
-        inputs = [self.known(tensor) for tensor in tensors]
-        step = OperatorCall(function, args, kwargs, outputs, place, lambda tensor: self.known(tensor).dims)
-        if self.watch.current >= 0 and self.trace.calls[self.watch.current].function == "__getitem__":
-            step.picked = self.trace.calls[self.watch.current].numbers
-        rule = operator_rules.rule_of(function)
+        step = OperatorCall(function, args, kwargs, outputs, place, self.known)
+        step.call = self.watch.current
+        if step.call >= 0 and self.trace.calls[step.call].function == "__getitem__":
+            step.picked = self.trace.calls[step.call].numbers
+        rule = rule_of(function)
         dims = rule(step) if rule is not None else None
         if dims is None or [[node.size for node in each] for each in dims] != [list(out.shape) for out in outputs]:
-            self.trace.unknown[_short(function)] = place
-            for node in (node for traced in inputs for node in traced.dims):
-                block(node, f"{_short(function)}, for which there is no rule, in {place}")
-            dims = [[AxisNode(size, blocked=f"{_short(function)} in {place}") for size in out.shape] for out in outputs]
-        self._record(function, step, inputs, outputs, dims)
+            self.trace.unknown[step.name] = place
+            for node in (node for traced in step.inputs for node in traced.dims):
+                block(node, f"{step.name}, for which there is no rule, in {place}")
+            dims = [[AxisNode(size, blocked=step.reason) for size in out.shape] for out in outputs]
+        self._record(step, dims)
         return result
 
-    def _record(
-        self, function: Any, step: OperatorCall, inputs: list[Traced], outputs: list[Any], dims: list[Any]
-    ) -> None:
-        assert self.watch is not None
-        activation = any(each.root.activation for each in inputs)
-        names = frozenset[str]().union(*(each.parameters for each in inputs)) if not activation else frozenset[str]()
-        held = {id(tensor) for tensor in tensors_in((step.args, step.kwargs))}
-        views = any(each.alias_info is not None for each in function._schema.returns)
-        found = []
-        for tensor, sizes in zip(outputs, dims, strict=True):
-            if id(tensor) in held:  # in place: what is written into a tensor is written into its memory
+    def _record(self, step: OperatorCall, dims: list[Any]) -> None:
+        activation = any(each.root.activation for each in step.inputs)
+        names = frozenset[str]().union(*(each.parameters for each in step.inputs)) if not activation else frozenset()
+        views = any(each.alias_info is not None for each in step.function._schema.returns)
+        for tensor, sizes in zip(step.results, dims, strict=True):
+            if id(tensor) in step.held:  # in place: what is written into a tensor is written into its memory
                 traced = self.known(tensor)
                 traced.root.activation |= activation
                 traced.activation |= activation
                 traced.parameters = traced.parameters | names
             else:
                 counts = tensor.dtype in (torch.int64, torch.int32) and not step.values and not step.ordered
-                identifiers = counts and any(each.identifiers for each in inputs)
-                base = inputs[0] if views and inputs else None
-                traced = self.remember(tensor, Traced(sizes, names, activation, identifiers, base, self.watch.current))
-            found.append(traced)
-        contractions = [(node, self.known(left), self.known(right)) for node, left, right in step.contractions]
-        record = Record(
-            *(_short(function), self.watch.current, inputs, found, contractions),
-            [(node, self.known(tensor)) for node, tensor in step.reductions],
-            *(step.lookup, step.uniform, step.values),
-            self.known(step.added) if step.added is not None else None,
-            step,
-            {id(tensor): self.known(tensor) for tensor in tensors_in((step.args, step.kwargs))},
-        )
-        self.trace.records.append(record)
-        if self.watch.current >= 0:
-            self.trace.calls[self.watch.current].records.append(record)
-
-
-class _Decisions(list[Decision]):
-    """Comparisons, each with the call that came next."""
-
-    def __init__(self, watch: _Watch):
-        super().__init__()
-        self.watch = watch
-
-    def append(self, decision: Decision) -> None:
-        """Adds one that was just made."""
-        module, call = self.watch.next_call
-        super().append(decision._replace(module=module, call=call))
+                identifiers = counts and any(each.identifiers for each in step.inputs)
+                base = step.inputs[0] if views and step.inputs else None
+                traced = self.remember(tensor, Traced(sizes, names, activation, identifiers, base, step.call))
+            step.outputs.append(traced)
+        self.trace.records.append(step)
+        if step.call >= 0:
+            self.trace.calls[step.call].records.append(step)
 
 
 def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
@@ -259,7 +234,6 @@ def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
     found = ForwardTrace()
     operators = _Operators(found)
     watch = operators.watch = _Watch(model, found, operators.known)
-    found.decisions = _Decisions(watch)
     frozen = [each for each in model.parameters() if not each.requires_grad and each.is_floating_point()]
     for name, parameter in model.named_parameters():
         sizes = [AxisNode(size) for size in parameter.shape]
@@ -275,7 +249,7 @@ def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
         for parameter in frozen:
             parameter.requires_grad_(True)
         model.eval()
-        with torch.enable_grad(), sourced_attributes(model, found.decisions), watch, operators:
+        with torch.enable_grad(), sourced_attributes(model, watch.note), watch, operators:
             output = model(**inputs)
     except Exception as error:
         raise SetupError(
@@ -291,10 +265,6 @@ def trace(model: torch.nn.Module, inputs: dict[str, Any]) -> ForwardTrace:
     return found
 
 
-def _short(function: Any) -> str:
-    return str(function._schema.name).removeprefix("aten::")
-
-
 _NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
@@ -308,7 +278,7 @@ def _source() -> str:
 
 def _assumed_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operator gives that asks a meta tensor for its values: made up; None for any other operator."""
-    name = str(function._schema.name).removeprefix("aten::")
+    name = short_name(function)
     tensors = list(tensors_in((args, kwargs)))
     if not tensors or tensors[0].device.type != "meta":
         return None
@@ -326,3 +296,10 @@ def _assumed_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if name == "bincount":
         return first.new_zeros((max(kwargs.get("minlength", 0), 1),))
     return None
+
+
+def output_values(output: Any) -> Any:
+    """What a model gives, dataclasses as dicts."""
+    if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
+        return vars(output)
+    return output

@@ -19,6 +19,7 @@ from recipe_lib.external.transformers_config import require_transformers
 MASKS = ("square", "row", "none")
 # A model that cannot be traced without values is traced with them if its parameters take no more than this.
 _SMALL = 2**28
+SMALL_MODEL = 2**20  # elements of a model that needs no smaller copy to be proven
 _WIDTH, _HEADS = 64, 8
 # What a size becomes, by the names that configs give it.
 _SIZES = """

@@ -12,12 +12,11 @@ from torch import nn
 from benchmarks.inferred_tp_memory import kept
 from benchmarks.tp_memory import OURS, formula, layers_of
 from recipe_lib.external.kept_tensors import KeptTensors, minimum_cut
-from recipe_lib.external.tensor_plan import token_rules
-from recipe_lib.external.tensor_plan.calls import replaced
-from recipe_lib.external.tensor_plan.certificate import certify
-from recipe_lib.external.tensor_plan.gradient_proof import gradient_failures
+from recipe_lib.external.plan_proof import certify
+from recipe_lib.external.tensor_plan import token_sharing
 from recipe_lib.external.tensor_plan.infer import infer_plan
 from recipe_lib.external.tensor_plan.operator_rules import rule_of
+from recipe_lib.external.tensor_plan.sharding_plan import replaced
 from recipe_lib.external.tensor_plan.transformers_models import (
     example_inputs,
     plan_for_config,
@@ -64,8 +63,7 @@ def ids(device="cpu"):
 
 
 def faults(model, plan, size=2):
-    found = list(certify(model, plan, size, ids()).failures)
-    return found or gradient_failures(model, plan, size, ids())
+    return certify(model, plan, size, ids()).failures
 
 
 @pytest.mark.parametrize("way", ["nothing", "convolution", "sums", "places", "neighbors"])
@@ -91,13 +89,10 @@ def test_a_convolution_that_is_taken_for_position_wise_is_caught(monkeypatch):
 
     model = Mixing("convolution")
     randomize(model)
-    monkeypatch.setattr(token_rules, "rule_of", rules)
+    monkeypatch.setattr(token_sharing, "rule_of", rules)
     plan = infer_plan(model, ids())
     assert not any(each.module == "mix" for each in plan.boundaries)
-    found = certify(model, plan, 2, ids(), rehearse=False).failures
-    assert any("depend on other ranks' tokens" in each for each in found)
-    found = certify(model, plan, 2, ids()).failures
-    assert found
+    assert any("what the model gives is off by" in each for each in faults(model, plan))
 
 
 def test_a_norm_of_tokens_whose_gradient_is_taken_for_the_whole_one_is_caught():
@@ -114,8 +109,8 @@ def test_a_norm_of_tokens_whose_gradient_is_taken_for_the_whole_one_is_caught():
     model = transformers_model(config, "cpu")
     randomize(model)
     inputs = example_inputs(config, device="cpu")
-    assert certify(model, wrong, 2, inputs).passed  # the loss says nothing
-    assert len(gradient_failures(model, wrong, 2, inputs)) == len(norms)
+    failures = certify(model, wrong, 2, inputs).failures
+    assert len(failures) == len(norms) and all("the gradient of" in each for each in failures)  # the loss says nothing
 
 
 def changed(plan, kind, number, **fields):
@@ -149,9 +144,8 @@ def test_rows_that_ranks_do_not_divide_are_told_where_gradients_are_wanted():
     randomize(model)
     plan = infer_plan(model, ids())
     odd = {"input_ids": ids()["input_ids"][:, :7]}
-    assert certify(model, plan, 2, odd).passed  # all have all tokens then
     said = "found token ids of [2, 7], expected [b, s] with an s that 2 ranks can share evenly"
-    assert said in gradient_failures(model, plan, 2, odd)[0]
+    assert said in certify(model, plan, 2, odd).failures[0]
 
 
 @pytest.mark.slow

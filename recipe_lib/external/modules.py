@@ -1,0 +1,237 @@
+"""Modules of a model that nobody described: its embedding and head, its linears, and adapters on these.
+
+An adapter stands for any linear inside the layers, of whatever class, by the ends of its name.
+"""
+
+import inspect
+import re
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipe_lib.adapters.layers import AdaptedMatrix, AdapterSettings, adapt
+from recipe_lib.config.schema import PEFT_NAMES, LoraConfig
+from recipe_lib.errors import ConfigError
+from recipe_lib.models.language_model import layer_names, own_tensors
+
+# What is asked of a weight without reading its numbers.
+_OF_ITS_FORM = r"(?!\.(dtype|device|shape|size|is_meta|requires_grad|ndim)\b)"
+
+
+def embedding_and_head(model: nn.Module) -> tuple[Any, Any] | None:
+    """The module of the token embedding and that of the output projection; None where either is not found.
+
+    Asked of the model, as transformers' classes answer; else the first nn.Embedding outside the layers and the last
+    nn.Linear there that has as many outputs as that has rows.
+    """
+    embedding, head = _asked(model, "get_input_embeddings"), _asked(model, "get_output_embeddings")
+    if embedding is not None and head is not None:
+        return embedding, head
+    inside = tuple(f"{name}." for name in layer_names(model))
+    outside = [module for name, module in model.named_modules() if not name.startswith(inside)]
+    embedding = embedding or next((module for module in outside if isinstance(module, nn.Embedding)), None)
+    if embedding is None:
+        return None
+    rows = embedding.weight.shape[0]
+    heads = [module for module in outside if isinstance(module, nn.Linear) and module.out_features == rows]
+    head = head or (heads[-1] if heads else None)
+    return None if head is None else (embedding, head)
+
+
+def _asked(model: nn.Module, method: str) -> Any:
+    try:
+        found = getattr(model, method)()
+    except (AttributeError, NotImplementedError):
+        return None
+    return found if isinstance(getattr(found, "weight", None), Tensor) else None
+
+
+def layer_linears(model: nn.Module) -> dict[str, nn.Module]:
+    """The linears inside the layers that the model calls as linears, by name."""
+    left = uncalled_linears(model)
+    return {name: module for name, module in _inside(model).items() if name not in left}
+
+
+def uncalled_linears(model: nn.Module) -> dict[str, str]:
+    """Linears inside the layers that are not called as one, with the reason: an adapter there would be passed by.
+
+    A class whose kernels read a linear's weight (the state-space layers of Mamba and its descendants), and a class
+    derived from nn.Linear whose forward returns something else (routers of mixtures). Plain and meta models.
+    """
+    found: dict[str, str] = {}
+    for name, module in _inside(model).items():
+        owner, _, child = name.rpartition(".")
+        layer: Any = type(model.get_submodule(owner))
+        if reads_weight(layer, child):
+            found[name] = "its layer reads the weight without calling the linear"
+        elif not _returns_outputs(module):
+            found[name] = f"a {type(module).__name__} returns something else than a linear's outputs"
+    return found
+
+
+def other_parts(model: Any) -> list[str]:
+    """Modules of a multimodal model that text does not run through (vision, audio, their projector), by name."""
+    made: Any = getattr(model, "config", None)
+    if not hasattr(made, "get_text_config") or made.get_text_config() is made or not hasattr(model, "get_decoder"):
+        return []
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    run = {id(parameter) for part in (decoder, head) if part is not None for parameter in part.parameters()}
+    if decoder is None or decoder is model:
+        return []
+    found: list[str] = []
+    for name, module in model.named_modules():
+        outer = any(name.startswith(f"{part}.") for part in found)
+        parameters = [] if outer or not name else list(module.parameters())
+        if parameters and not any(id(parameter) in run for parameter in parameters):
+            found.append(name)
+    return found
+
+
+def _inside(model: nn.Module) -> dict[str, nn.Module]:
+    inside = tuple(f"{name}." for name in layer_names(model))
+    other = tuple(f"{name}." for name in other_parts(model))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name.startswith(inside)
+        and not name.startswith(other)
+        and (isinstance(module, nn.Linear) or is_transposed(module))
+    }
+
+
+@lru_cache(maxsize=1024)
+def reads_weight(owner: type, child: str) -> bool:
+    """Whether a class reads the numbers of `self.CHILD.weight` or `.bias` itself, as its source says."""
+    try:
+        source = inspect.getsource(owner)
+    except (OSError, TypeError):  # a class made in a console
+        return False
+    return re.search(rf"\bself\.{re.escape(child)}\.(weight|bias)\b{_OF_ITS_FORM}", source) is not None
+
+
+def _returns_outputs(module: Any) -> bool:
+    """Whether what a linear's forward makes of `[2, in]` is one tensor `[2, out]`."""
+    if type(module).forward is nn.Linear.forward or is_transposed(module):
+        return True
+    outputs, inputs = linear_shape(module)
+    try:
+        with torch.no_grad():
+            found = module(torch.empty(2, inputs, device=module.weight.device, dtype=module.weight.dtype))
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+        return False
+    return isinstance(found, Tensor) and tuple(found.shape) == (2, outputs)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D: a linear whose weight is `[in, out]`."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+
+
+def linear_shape(module: Any) -> tuple[int, int]:
+    """(outputs, inputs) of a linear."""
+    rows, columns = module.weight.shape
+    return (columns, rows) if is_transposed(module) else (rows, columns)
+
+
+# Names of linears that PEFT (0.21) takes for experts, which transformers 5 has fused, in models of these kinds: in
+# peft.utils.transformers_weight_conversion the keys of _MOE_TARGET_MODULE_MAPPING.
+_FUSED = {
+    "mixtral": frozenset({"gate", "w1", "w2", "w3"}),
+    "qwen2_moe": frozenset({"gate", "gate_proj", "up_proj", "down_proj"}),
+}
+
+
+class AdaptedExternal(AdaptedMatrix):
+    """A linear of a class that is not torch's own, such as transformers' Conv1D: its own forward, and an adapter."""
+
+    def __init__(self, base: nn.Module, settings: AdapterSettings) -> None:
+        super().__init__(base, settings, linear_shape(base))
+        self.kind = type(base)
+        self.transposed = is_transposed(base)
+
+    def frozen_rows(self, start: int, stop: int) -> Tensor:
+        """Rows of W `[stop - start, in]`."""
+        weight: Any = self.weight
+        return weight[:, start:stop].t() if self.transposed else weight[start:stop]
+
+    def frozen_forward(self, hidden: Tensor) -> Tensor:
+        """Hidden `[..., in]` to `[..., out]` by the frozen part alone."""
+        return self.kind.forward(self, hidden)
+
+
+def adapter_targets(linears: Collection[str], targets: Collection[str], left: Mapping[str, str]) -> list[str]:
+    """The names of those linears that an adapter is for. targets: `lora.target_modules`, ends of names or short names.
+
+    left: names of modules that cannot have an adapter -> why, as `without_adapter` has them. Raises ConfigError for an
+    end that no linear's name has, or that one of them has.
+    """
+    ends = [] if "all-linear" in targets else [PEFT_NAMES.get(name, name) for name in targets]
+    for end in ends:
+        refused = next((name for name in left if ends_in(name, end)), None)
+        if refused is not None:
+            raise ConfigError(
+                f"lora.target_modules: {end!r}: {refused} cannot have an adapter: {left[refused]}; remove it"
+            )
+        if not any(ends_in(name, end) for name in linears):
+            leaves = sorted({leaf_of(name) for name in linears if name not in left})
+            raise ConfigError(
+                f"lora.target_modules: {end!r} is the end of no linear of this model; its linears end in "
+                f"{', '.join(leaves)}"
+            )
+    return [name for name in linears if name not in left and (not ends or any(ends_in(name, end) for end in ends))]
+
+
+def without_adapter(linears: Collection[str], uncalled: Mapping[str, str], family: str) -> dict[str, str]:
+    """Linears, and parameters that stand for some, that get no adapter: name -> why."""
+    kind = _fused_as(family)
+    taken = _FUSED.get(kind or "", frozenset())
+    why = f"PEFT takes the name for the experts of {family}, and would not open the adapter"
+    return dict(uncalled) | {name: why for name in linears if leaf_of(name) in taken}
+
+
+def _fused_as(family: str) -> str | None:
+    """The kind of mixture for whose fused experts PEFT takes names of linears; None: it does not."""
+    if find_spec("transformers") is None:
+        return None
+    from transformers import conversion_mapping
+
+    same = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
+    kind = same.get(family) or (family if family == "mixtral" else None)
+    return kind if kind in _FUSED else None
+
+
+def leaf_of(name: str) -> str:
+    """The last part of a module's name; with the one before it, where that is a number alone."""
+    *_, before, last = ("", *name.split("."))
+    return f"{before}.{last}" if last.isdigit() and before else last
+
+
+def ends_in(name: str, end: str) -> bool:
+    """Whether a module's name has this end, in whole parts, as PEFT understands it."""
+    return name == end or name.endswith(f".{end}")
+
+
+def add_adapters(model: Any, cfg: LoraConfig, settings: AdapterSettings) -> None:
+    """Puts adapters on linears inside the layers, in place, and quantizes those of torch's own class if asked to.
+
+    Linears that a recipe added are left as they are. Raises ConfigError as `adapter_targets` does, and for a model
+    whose layers have no linears for an adapter.
+    """
+    built = own_tensors(model)
+    linears = {name: base for name, base in layer_linears(model).items() if built is None or f"{name}.weight" in built}
+    left = without_adapter(linears, uncalled_linears(model), model.spec.family)
+    wanted = set(adapter_targets(linears, cfg.target_modules, left))
+    if not wanted:
+        raise ConfigError("lora.target_modules: the model's layers have no linears that could have an adapter")
+    for name, base in linears.items():
+        owner, _, child = name.rpartition(".")
+        own = settings if name in wanted else None
+        if type(base) is nn.Linear:
+            placed = adapt(base, own, cfg.quantize_base)
+        else:
+            placed = base if own is None else AdaptedExternal(base, own)
+        setattr(model.get_submodule(owner), child, placed)
