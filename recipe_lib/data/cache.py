@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -65,13 +66,11 @@ class ArrayWriter:
 
     def append(self, chunk: Chunk, file: int) -> None:
         """All items of a chunk, from the file with that number. Raises OSError."""
+        for name in ("ids", "trained", "sample_of", "digests"):
+            self._write(name, np.frombuffer(getattr(chunk, name), dtype=ARRAYS[name]))
         lengths = np.frombuffer(chunk.lengths, dtype=np.int64)
-        self._write("ids", np.frombuffer(chunk.ids, dtype=np.int32))
-        self._write("trained", np.frombuffer(chunk.trained, dtype=np.uint8))
         self._write("offsets", np.cumsum(lengths) + self._ids)
         self._write("file_of", np.full(len(chunk.sample_of), file))
-        self._write("sample_of", np.frombuffer(chunk.sample_of, dtype=np.int64))
-        self._write("digests", np.frombuffer(chunk.digests, dtype=np.uint64))
         values = np.frombuffer(chunk.values, dtype=np.float64)
         numbers = [self.classes.setdefault(name, len(self.classes)) for name in chunk.classes]
         self._write("values", np.array(numbers, dtype=np.float64)[values.astype(np.int64)] if numbers else values)
@@ -110,16 +109,6 @@ class ArrayWriter:
 def map_arrays(folder: Path) -> dict[str, np.ndarray]:
     """The arrays in a folder, as read-only maps, whose pages processes share. Raises OSError or ValueError."""
     return {name: np.memmap(folder / name, dtype=kind, mode="r").view(np.ndarray) for name, kind in ARRAYS.items()}
-
-
-def difference(folder: Path, checksums: Mapping[str, Any]) -> str | None:
-    """What is wrong with the files in a folder, in a few words; None: they are as they were written. Raises OSError."""
-    for name in ARRAYS:
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        if sha256_of(folder / name) != checksums.get(name):
-            return f"{name} has other content than was written"
-    return None
 
 
 MANIFEST = "manifest.json"
@@ -193,7 +182,10 @@ def _made(folder: Path, make: Make) -> Stored:
         with _refusals_of_the_disk(), ArrayWriter(partial) as writer:
             report = make(writer)
             writer.sync()
-            _write_manifest(partial, writer.checksums, report)
+            content = {"checksums": writer.checksums, "report": report.to_json()}
+            manifest = {"content": content, "sha256": _checksum(content)}
+            write_bytes(partial / MANIFEST, json.dumps(manifest).encode())
+            flush_folder(partial)
             partial.rename(folder)
             flush_folder(folder.parent)
             return Stored(map_arrays(folder), writer.checksums, report)
@@ -211,12 +203,6 @@ def _refusals_of_the_disk() -> Iterator[None]:
         raise _Unusable(error.strerror or str(error)) from None
 
 
-def _write_manifest(folder: Path, checksums: Mapping[str, str], report: DataReport) -> None:
-    content = {"checksums": dict(checksums), "report": report.to_json()}
-    write_bytes(folder / MANIFEST, json.dumps({"content": content, "sha256": _checksum(content)}).encode())
-    flush_folder(folder)
-
-
 def _checksum(content: Any) -> str:
     """Return the SHA-256 of JSON values, in hex."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -229,12 +215,13 @@ def _read(folder: Path, say: bool = False) -> Stored | None:
             return None
         manifest = read_object(folder / MANIFEST)
         content = manifest["content"]
-        if _checksum(content) != manifest["sha256"]:
-            fault: str | None = f"{MANIFEST} has other content than was written"
-        else:
-            fault = difference(folder, content["checksums"])
-            if fault is None:
-                return Stored(map_arrays(folder), content["checksums"], DataReport.from_json(content["report"]))
+        checksums = content["checksums"] | {MANIFEST: manifest["sha256"]}
+        found = {name: sha256_of(folder / name) if (folder / name).is_file() else None for name in ARRAYS}
+        found[MANIFEST] = _checksum(content)
+        wrong = next((name for name in (MANIFEST, *ARRAYS) if found[name] != checksums.get(name)), None)
+        if wrong is None:
+            return Stored(map_arrays(folder), content["checksums"], DataReport.from_json(content["report"]))
+        fault = f"{wrong} has other content than was written" if found[wrong] else f"{wrong} is missing"
     except FileNotFoundError:
         fault = f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -276,15 +263,12 @@ def _let_the_first_rank_go_ahead(file: TextIO, folder: Path) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         return
     deadline = time.monotonic() + FIRST_RANK_SECONDS
-    while time.monotonic() < deadline and not folder.exists():
+    while time.monotonic() < deadline and not folder.exists() and not _noted(file):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        noted = _noted(file)
         fcntl.flock(file, fcntl.LOCK_UN)
-        if noted:
-            return
         time.sleep(0.02)
 
 
@@ -383,14 +367,7 @@ def _code_of(reader: Any) -> list[str] | None:
 def _our_code() -> list[Any]:
     here = Path(__file__).parents[1]
     files = _hashes(path for folder in FOLDERS for path in (here / folder).glob("*.py"))
-    return [files, [[name, _version(name)] for name in PACKAGES]]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return [files, [[name, version(name)] for name in PACKAGES if find_spec(name)]]
 
 
 def _hashes(paths: Iterable[Path]) -> list[list[str]]:

@@ -12,7 +12,7 @@ import torch
 from recipe_lib.config.local_files import install_line
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.generation.batch import generate_batch
+from recipe_lib.generation.sample import generate_batch
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.ops.fused_loss import IGNORED
 from recipe_lib.parallel.seeds import derive_seed
