@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -29,7 +29,31 @@ Slots = Sequence[np.ndarray] | np.ndarray
 
 
 @dataclass(frozen=True)
-class Batch:
+class _Tensors:
+    """What holds tensors, as one thing that can be moved."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Return the same on another device."""
+        return _change_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Return the same in host memory that a device can copy from by itself."""
+        return _change_tensors(self, Tensor.pin_memory)
+
+
+def _change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value with its tensors changed, also those that its lists and parts hold."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list):
+        return [_change_tensors(item, change) for item in value]
+    if isinstance(value, _Tensors | AttentionInfo):
+        return replace(value, **{name: _change_tensors(inner, change) for name, inner in vars(value).items()})
+    return value
+
+
+@dataclass(frozen=True)
+class Batch(_Tensors):
     """tokens, labels: int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there is none.
 
     positions int64 `[b, s]`: of packed sequences; None for right-padded ones of one document each. attention: which
@@ -49,30 +73,9 @@ class Batch:
     values: torch.Tensor | None = None
     sequences: tuple[tuple[int, ...], ...] = ()
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """The same on another device."""
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=non_blocking)
-            for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor | AttentionInfo)
-        }
-        return replace(self, **moved)
-
-    def pin_memory(self) -> "Batch":
-        """The same in host memory that a device can copy from by itself."""
-        pinned: dict[str, Any] = {
-            name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
-        info = self.attention
-        if info is not None and info.documents is not None and info.boundaries is not None:
-            pinned["attention"] = replace(
-                info, documents=info.documents.pin_memory(), boundaries=info.boundaries.pin_memory()
-            )
-        return replace(self, **pinned)
-
 
 @dataclass(frozen=True)
-class StepBatches:
+class StepBatches(_Tensors):
     """One step's micro-batches of this rank; the counts are those of all ranks together.
 
     trained_tokens: targets that the loss counts. total_tokens: tokens of sequences. padded_tokens: also padding.
@@ -87,21 +90,6 @@ class StepBatches:
     items: int = 0
     step: int | None = None
     mismatched: list[Batch] = field(default_factory=list)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "StepBatches":
-        """The same on another device."""
-        return self._each(lambda batch: batch.to(device, non_blocking))
-
-    def pin_memory(self) -> "StepBatches":
-        """The same in host memory that a device can copy from by itself."""
-        return self._each(Batch.pin_memory)
-
-    def _each(self, change: Callable[[Batch], Batch]) -> "StepBatches":
-        return replace(
-            self,
-            micro_batches=[change(batch) for batch in self.micro_batches],
-            mismatched=[change(batch) for batch in self.mismatched],
-        )
 
 
 def make_step(

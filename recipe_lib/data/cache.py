@@ -45,7 +45,7 @@ class ArrayWriter:
 
     def __init__(self, folder: Path | None) -> None:
         """Raises OSError."""
-        self._folder, self._ids = folder, 0
+        self.folder, self._ids = folder, 0
         self.items = 0
         self.classes: dict[str, int] = {}  # name -> its number, for all chunks
         self._hashes = {name: hashlib.sha256() for name in ARRAYS}
@@ -81,7 +81,7 @@ class ArrayWriter:
         """Everything is on the disk. Raises OSError."""
         for file in self._files.values():
             file.flush()
-            if self._folder is not None:
+            if self.folder is not None:
                 os.fsync(file.fileno())
 
     @property
@@ -91,8 +91,8 @@ class ArrayWriter:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What was written."""
-        if self._folder is not None:
-            return map_arrays(self._folder)
+        if self.folder is not None:
+            return map_arrays(self.folder)
         return {name: np.frombuffer(self._files[name].getbuffer(), dtype=kind) for name, kind in ARRAYS.items()}  # type: ignore[attr-defined]
 
     def _write(self, name: str, values: np.ndarray) -> None:
@@ -101,7 +101,7 @@ class ArrayWriter:
         self._files[name].write(content)
 
     def _close(self) -> None:
-        if self._folder is not None:
+        if self.folder is not None:
             for file in self._files.values():
                 file.close()
 
@@ -131,28 +131,24 @@ class _Unusable(Exception):  # noqa: N818  (an outcome, turned into a line)
     """The cache cannot be used on this machine; str(): why."""
 
 
-def make_in_memory(make: Make) -> Stored:
-    """What `make` writes, kept in memory."""
-    with ArrayWriter(None) as writer:
-        report = make(writer)
-        return Stored(writer.arrays(), writer.checksums, report)
-
-
-def load_or_make(root: Path, key: str, make: Make) -> Stored | None:
+def load_or_make(root: Path, key: str | None, make: Make) -> Stored:
     """What is stored under a key; made first by one process if it is not there, or not as it was written.
 
-    None: the folder or its disk does not allow it, which is said in a line. Raises what `make` raises; processes of
-    the same launch that have waited for it raise the same.
+    Without a key it is made and kept in memory, and so it is, with a line, where the folder or its disk does not allow
+    more. Raises what `make` raises; processes of the same launch that have waited for it raise the same.
     """
     try:
-        return _read(root / key) or _made_under_lock(root, key, make)
+        if key is not None:
+            return _read(root / key) or _made_under_lock(root, key, make)
     except _Unusable as unusable:
         warn_on_first_rank(
             "warning: data.cache_dir: tokenized samples cannot be kept in %s (%s); they are kept in memory",
             root,
             unusable,
         )
-        return None
+    with ArrayWriter(None) as writer:
+        report = make(writer)
+        return Stored(writer.arrays(), writer.checksums, report)
 
 
 def _made_under_lock(root: Path, key: str, make: Make) -> Stored:
@@ -164,11 +160,8 @@ def _made_under_lock(root: Path, key: str, make: Make) -> Stored:
         _raise_known_failure(lock)
         try:
             return _made(folder, make)
-        except UserError as error:
-            _note_failure(lock, {"error": type(error).__name__, "faults": error.faults})
-            raise
-        except _Unusable as unusable:
-            _note_failure(lock, {"unusable": str(unusable)})
+        except (UserError, _Unusable) as error:
+            _note_failure(lock, error)
             raise
 
 
@@ -281,12 +274,13 @@ def _launch() -> str | None:
     return "|".join([str(os.getppid()), *(environment.get(name, "") for name in names)])
 
 
-def _note_failure(lock: TextIO, failure: Mapping[str, Any]) -> None:
+def _note_failure(lock: TextIO, error: UserError | _Unusable) -> None:
     launch = _launch()
     if launch is not None:
         with suppress(OSError):  # a full disk: the others will find out by themselves
             lock.truncate(0)
-            json.dump({"launch": launch, **failure}, lock)
+            faults = error.faults if isinstance(error, UserError) else [str(error)]
+            json.dump({"launch": launch, "error": type(error).__name__, "faults": faults}, lock)
             lock.flush()
 
 
@@ -302,10 +296,8 @@ def _noted(lock: TextIO) -> dict[str, Any] | None:
 
 def _raise_known_failure(lock: TextIO) -> None:
     noted = _noted(lock) or {}
-    if "unusable" in noted:
-        raise _Unusable(str(noted["unusable"]))
-    kind = getattr(errors, str(noted.get("error")), None)
-    if isinstance(kind, type) and issubclass(kind, UserError):
+    kind = {_Unusable.__name__: _Unusable, **vars(errors)}.get(str(noted.get("error")))
+    if isinstance(kind, type) and issubclass(kind, UserError | _Unusable):
         raise kind(*map(str, noted["faults"]))
 
 

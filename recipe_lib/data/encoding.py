@@ -286,7 +286,7 @@ class SourceEncoder:
 
         Each begins with the last target of the one before: every id but the first is a target once."""
         report = chunk.report
-        ids = self.encoder.texts.encode_document(text)
+        ids = self.encoder.encode_document(text)
         if len(ids) < 2:
             raise SampleFault("nothing to predict", f"found a text of {len(ids)} tokens, expected at least 2")
         report.texts += 1

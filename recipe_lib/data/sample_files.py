@@ -97,7 +97,6 @@ class LocalFile(SampleFile):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """As SampleFile says."""
         return {"name": Path(self.place).name} | hash_of(self.path)
 
 
@@ -114,30 +113,27 @@ class IndexedFile(LocalFile):
 
         Raises DataError for what is wrong with the file, where it is reached."""
 
-    @abstractmethod
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
         """Return the sample with this number, from its bytes."""
+        return parse_sample(content)
 
     def locate(self, number: int, line: int) -> str:
         """Return where a sample is."""
-        return f"{self.place}:{line}"
+        return f"{self.place}:{line}" if line else self.place
 
     def __len__(self) -> int:
         return len(self._index)
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """As SampleFile says."""
         rows = map(np.ndarray.tolist, self._index[start:stop])
         with opened(self.path) as file:
             yield from self._read_rows(file, rows, start)
 
     def first(self, count: int) -> Iterator[Located]:
-        """As SampleFile says."""
         with opened(self.path) as scanned, opened(self.path) as file:
             yield from self._read_rows(file, islice(self.scan(scanned), count), 0)
 
     def place_of(self, sample: int) -> str:
-        """As SampleFile says."""
         return self.locate(sample, int(self._index[sample, 2]))
 
     def _read_rows(self, file: BinaryIO, rows: Iterable[Sequence[int]], first: int) -> Iterator[Located]:
@@ -164,12 +160,7 @@ class TextFile(IndexedFile):
     """A .txt file: one sample with the column `text`, which keeps its line ends."""
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-        """As IndexedFile says."""
         yield 0, os.fstat(file.fileno()).st_size, 0
-
-    def locate(self, number: int, line: int) -> str:
-        """As IndexedFile says."""
-        return self.place
 
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
         """As IndexedFile says. Raises DataError."""
@@ -189,7 +180,6 @@ class JsonLinesFile(IndexedFile):
     line_end = 2
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-        """As IndexedFile says."""
         start = end = skip_mark(file)
         line = 1
         is_blank = is_empty = True
@@ -211,7 +201,6 @@ class JsonLinesFile(IndexedFile):
             raise DataError(f"{self.place}: the file is empty, expected samples")
 
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
-        """As IndexedFile says."""
         content = content.rstrip(b"\r\n")
         if len(content) > self.sample_limit:
             return self.too_large(len(content))
@@ -296,7 +285,6 @@ class CsvFile(IndexedFile):
         csv.field_size_limit(max(sample_limit, csv.field_size_limit()))
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-        """As IndexedFile says."""
         header, delimiter = self._header
         is_empty = True
         for _, start, end, line in islice(_read_csv_rows(file, self.place, delimiter), 1, None):  # behind the header
@@ -307,7 +295,6 @@ class CsvFile(IndexedFile):
             raise DataError(f"{self.place}: found a header ({names}) and no rows, expected samples below it")
 
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
-        """As IndexedFile says."""
         header, delimiter = self._header
         lines = io.StringIO(content.decode("utf-8", errors="replace"), newline="\n")
         cells = next(csv.reader(lines, delimiter=delimiter), [])

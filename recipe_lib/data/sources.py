@@ -33,7 +33,6 @@ from recipe_lib.data.sample_files import (
     hash_of,
     not_utf8,
     opened,
-    parse_sample,
 )
 from recipe_lib.data.samples import SampleFault, is_idle_beside, kind_of, says_nothing
 from recipe_lib.errors import DataError, StorageError
@@ -60,7 +59,6 @@ class JsonFile(IndexedFile):
     """A .json file. Its index is made by decoding each item once, which also finds every fault of the file."""
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-        """As IndexedFile says."""
         if os.fstat(file.fileno()).st_size == 0:
             raise empty(self.place)
         with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
@@ -72,12 +70,7 @@ class JsonFile(IndexedFile):
             self._beside = scanner.beside
             yield from scanner.items()
 
-    def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
-        """As IndexedFile says."""
-        return parse_sample(content)
-
     def locate(self, number: int, line: int) -> str:
-        """As IndexedFile says."""
         return f"{self.place}:{line}: {self._list_path}[{number}]" if line else self.place
 
     @property

@@ -160,24 +160,24 @@ class TextEncoder:
 
     def __init__(self, template: Template, add_bos: bool, add_eos: bool, parses: bool) -> None:
         self._template = template
-        self._tokenizer = template.tokenizer
-        self._special = template.special
+        self.tokenizer = template.tokenizer
+        self.special = template.special
         self.add_bos = add_bos
-        self.add_eos = add_eos
-        self.parses = parses
-        self._ends = template.stops & set(self._tokenizer.special_texts)
+        self._add_eos = add_eos
+        self._parses_texts = parses
+        self._ends = template.stops & set(self.tokenizer.special_texts)
 
     def encode_text(self, text: str) -> list[int]:
         """Return ids of a text, without an end token."""
-        self._special.note([text], self.parses)
-        return self._tokenizer.encode(text, add_bos=self.add_bos, allow_special=self.parses)
+        self.special.note([text], self._parses_texts)
+        return self.tokenizer.encode(text, add_bos=self.add_bos, allow_special=self._parses_texts)
 
     def encode_document(self, text: str) -> list[int]:
         """Return ids of a text, and EOS unless it ends with an end token."""
         ids = self.encode_text(text)
-        eos = self._tokenizer.eos_id
-        is_ended = self.parses and self.find_end(text)
-        return ids if is_ended or eos is None or not self.add_eos else [*ids, eos]
+        eos = self.tokenizer.eos_id
+        is_ended = self._parses_texts and self.find_end(text)
+        return ids if is_ended or eos is None or not self._add_eos else [*ids, eos]
 
     def encode_completion(self, sample: Completion, with_prompt: bool = False) -> Encoded:
         """Return prompt and completion as they stand, and EOS unless they end with an end token; the completion is
@@ -186,14 +186,14 @@ class TextEncoder:
         with_prompt: all of it is. Raises DataError: there is no EOS. Raises SampleFault: nothing is trained."""
         texts = [sample.prompt, sample.completion]
         escape = Escape()
-        if self.parses:
-            self._special.note(texts, parses=True)
+        if self._parses_texts:
+            self.special.note(texts, parses=True)
         else:
-            texts, escape = self._special.escape(texts)
-        is_ended = self.parses and self.find_end(sample.completion)
-        whole_text = "".join(texts) + (eos_text(self._tokenizer) if self.add_eos and not is_ended else "")
+            texts, escape = self.special.escape(texts)
+        is_ended = self._parses_texts and self.find_end(sample.completion)
+        whole_text = "".join(texts) + (eos_text(self.tokenizer) if self._add_eos and not is_ended else "")
         span = Span(0 if with_prompt else len(texts[0]), len(whole_text))
-        return encode_spans(self._tokenizer, whole_text, [span], escape, self.add_bos)
+        return encode_spans(self.tokenizer, whole_text, [span], escape, self.add_bos)
 
     def find_end(self, text: str) -> str:
         """Return the special token at the end of a text, white space left out, that generation stops at; empty:
@@ -212,7 +212,7 @@ class TextEncoder:
         Raises SampleFault where something stands beside them that they would have to hold."""
         turns = self._turn_tokens
         if turns is None or not any(map(turns.search, [row.prompt, *map(self.take_end, row.answers)])):
-            self._special.note_foreign([row.prompt, *row.answers])
+            self.special.note_foreign([row.prompt, *row.answers])
             return False
         if row.beside:
             raise SampleFault(
@@ -220,7 +220,7 @@ class TextEncoder:
                 f".{row.beside}: found {row.beside} beside texts that spell out the chat template's special tokens and "
                 "are not rendered again, expected it within them",
             )
-        self._special.spelled.rendered = 1
+        self.special.spelled.rendered = 1
         return True
 
     def encode_rendered(self, row: TextRow) -> list[Encoded]:
@@ -232,7 +232,7 @@ class TextEncoder:
             are_whole = all(answer.startswith(prompt) for answer in row.answers)
             answers = [answer.removeprefix(prompt) for answer in row.answers] if are_whole else row.answers
             encoded = [self.encode_completion(Completion(prompt, answer)) for answer in answers]
-            self._special.note_once([prompt] * (len(encoded) - 1), parses=True)
+            self.special.note_once([prompt] * (len(encoded) - 1), parses=True)
             return encoded
         both = [self.encode_document(answer) for answer in row.answers]
         shared = len(list(takewhile(lambda ids: ids[0] == ids[1], zip(*both, strict=False))))
@@ -249,11 +249,11 @@ class TextEncoder:
     def _turn_tokens(self) -> re.Pattern[str] | None:
         """Return what finds the special tokens that make a text a rendered one: those that the template writes, BOS,
         and those that end an answer; without a template any. None: there are none."""
-        any_special = self._special.pattern
+        any_special = self.special.pattern
         if not self._template.is_chat or any_special is None:
             return any_special
-        bos = self._tokenizer.bos_id
-        turn_tokens = set(self._ends) if bos is None else {*self._ends, self._tokenizer.token_bytes(bos).decode()}
+        bos = self.tokenizer.bos_id
+        turn_tokens = set(self._ends) if bos is None else {*self._ends, self.tokenizer.token_bytes(bos).decode()}
         for messages in _PROBES:
             prompt = RenderRequest(len(messages) - 1, add_generation_prompt=True)
             for text in self._template.render(messages, [RenderRequest(len(messages)), prompt]):
@@ -263,7 +263,8 @@ class TextEncoder:
 
 def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow | None:
     """Return the texts of a row; None: something in it is a message."""
-    first, *others = chats = sample.conversations()
+    chats = sample.conversations()
+    first = chats[0]
     asked = len(first.messages) if isinstance(sample, Conversation) else first.asked
     prompt = first.messages[:asked]
     answers = [list(chat.messages[asked:]) for chat in chats if not isinstance(sample, Conversation)]
@@ -279,7 +280,7 @@ def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow 
     )
 
 
-class Encoder:
+class Encoder(TextEncoder):
     """Encodes samples for one tokenizer and template.
 
     template: `chat`, `plain`, or `auto` (chat if the tokenizer has a template). train_on: `assistant`, `last`, `all`,
@@ -301,7 +302,7 @@ class Encoder:
     ) -> None:
         """Raises DataError: `chat` without a chat template, or a `train_on` that names no role."""
         check_train_on(train_on)
-        self.tokenizer, self.train_on, self.history = tokenizer, train_on, history
+        self.train_on, self.history = train_on, history
         if template == "chat" and tokenizer.chat_template is None:
             raise DataError(
                 f"{tokenizer.place}: data.template is chat, but the tokenizer has no chat template; "
@@ -309,13 +310,14 @@ class Encoder:
             )
         self.template = "plain" if template == "plain" or tokenizer.chat_template is None else "chat"
         is_chat = self.template == "chat"
-        self.add_bos = add_bos and tokenizer.bos_id is not None and tokenizer.add_bos_by_default
+        super().__init__(
+            Template(tokenizer, SpecialTokens(tokenizer), is_chat, add_bos),
+            add_bos=add_bos and tokenizer.bos_id is not None and tokenizer.add_bos_by_default,
+            add_eos=add_eos,
+            parses=parse_special is not False,
+        )
         self._puts_bos = self.add_bos and not is_chat  # before a rendering
-        self.special = SpecialTokens(tokenizer)
-        self._writer = Template(tokenizer, self.special, is_chat, add_bos)
         self._parses = parse_special is True  # in messages
-        parses_texts = parse_special is not False
-        self.texts = TextEncoder(self._writer, self.add_bos, add_eos, parses=parses_texts)
         self.fields = TemplateFields(tokenizer if is_chat else None)
 
     def encode(self, sample: Conversation | Completion) -> Encoded:
@@ -331,14 +333,14 @@ class Encoder:
             if sample.asked and self.train_on != "all":
                 picked[: sample.asked] = [message.get("train") is True for message in sample.messages[: sample.asked]]
             return self._conversation(sample, picked)
-        return EncodedSample([self.texts.encode_completion(sample, with_prompt=self.train_on == "all")])
+        return EncodedSample([self.encode_completion(sample, with_prompt=self.train_on == "all")])
 
     def encode_answers(self, sample: Preference | LabeledAnswer) -> tuple[Encoded, ...]:
         """Return the prompt with each answer; only the answers are trained, whatever `train_on` says. Raises
         SampleFault."""
-        row = read_text_row(sample) if self.texts.parses else None
-        if row is not None and self.texts.is_rendered(row):
-            encoded = self.texts.encode_rendered(row)
+        row = read_text_row(sample) if self._parses_texts else None
+        if row is not None and self.is_rendered(row):
+            encoded = self.encode_rendered(row)
         elif isinstance(sample, Preference) and sample.no_prompt is not None:
             raise sample.no_prompt
         else:
@@ -364,11 +366,11 @@ class Encoder:
 
     def encode_whole(self, content: Conversation | Document) -> Encoded:
         """A text, or messages up to the end of the last one; all of it is trained. Raises SampleFault."""
-        row = read_text_row(content) if isinstance(content, Conversation) and self.texts.parses else None
-        if row is not None and self.texts.is_rendered(row):
+        row = read_text_row(content) if isinstance(content, Conversation) and self._parses_texts else None
+        if row is not None and self.is_rendered(row):
             content = Document(row.prompt)
         if isinstance(content, Document):
-            ids = self.texts.encode_text(content.text)
+            ids = self.encode_text(content.text)
             return Encoded(ids, [False] + [True] * (len(ids) - 1))
         chat = self.open_chat(content, self._parses or row is not None)
         return encode_spans(self.tokenizer, chat.whole, [], chat.escape, self._puts_bos, inside=False)
@@ -385,7 +387,7 @@ class Encoder:
     def _conversation(
         self, sample: Conversation, picked: Sequence[bool], only: bool = False, parses: bool = False
     ) -> EncodedSample:
-        """only: the loss counts nothing but the picked messages, `train_on: all` or not. parses: as `encode_answer`
+        """only: the loss counts nothing but the picked messages, `train_on: all` or not. parses: as `_encode_answer`
         has it."""
         if not any(picked):
             raise SampleFault(
@@ -407,11 +409,11 @@ class Encoder:
 
     def _without_end(self, message: Message) -> Message:
         """Return an answer without the end token that its text ends with: the template writes it."""
-        end = self.texts.find_end(message["content"]) if message["role"] == "assistant" else ""
+        end = self.find_end(message["content"]) if message["role"] == "assistant" else ""
         if not end:
             return message
         self.special.note([end], parses=True)
-        return {**message, "content": self.texts.take_end(message["content"])}
+        return {**message, "content": self.take_end(message["content"])}
 
     def _shared_out(self, chat: RenderedChat, numbers: Sequence[int], inside: bool) -> EncodedSample:
         """Return the messages with these numbers in as few sequences as the template allows; inside false: everything
@@ -422,7 +424,7 @@ class Encoder:
         whole = chat.whole
         marked = None
         if inside and len(answers) == len(numbers):
-            if self._writer.habits.marks:
+            if self._template.habits.marks:
                 marked = find_marked_answers(chat, answers)
             found = marked.answers if marked else [find_answer(chat, number) for number in answers]
             sequences = share_out(chat, found, self.history)
@@ -461,14 +463,14 @@ class Encoder:
     def open_chat(self, sample: Conversation, parses: bool) -> RenderedChat:
         """Return a conversation to be rendered, with a letter in the special tokens that it spells out; they are noted.
 
-        parses: as `encode_answer` has it."""
+        parses: as `_encode_answer` has it."""
         (messages, tools, variables), escape = self.special.escape(self._prepared(sample), parses)
         opened = replace(sample, messages=messages, tools=tools, variables=variables)
-        return RenderedChat(self._writer, opened, escape)
+        return RenderedChat(self._template, opened, escape)
 
     def _prepared(self, sample: Conversation) -> list[Any]:
         """Return what the template is given: messages, tools, variables."""
-        habits = self._writer.habits
+        habits = self._template.habits
         messages = [
             prepare_message(message, sample.places.at(number), habits) for number, message in enumerate(sample.messages)
         ]

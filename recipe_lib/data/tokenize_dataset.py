@@ -5,7 +5,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import warnings
 from collections import deque
@@ -18,12 +17,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import sources_by_section, validation_source
-from recipe_lib.data.cache import ArrayWriter, cache_key, load_or_make, make_in_memory
+from recipe_lib.data.cache import ArrayWriter, cache_key, load_or_make
 from recipe_lib.data.dataset import Dataset, Origin, copies
 from recipe_lib.data.dataset_report import MOST_BAD_LINES, PLACES, DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder, Task
@@ -144,11 +144,7 @@ class DatasetBuilder:
 
     def build(self) -> Dataset:
         """Return it out of the cache, or made. Raises DataError."""
-        key = self.find_key()
-        stored = load_or_make(cache_root(self.cfg.cache_dir), key, self._make) if key else None
-        if stored is None:
-            ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            stored = make_in_memory(lambda writer: self._make(writer, shared_by=ranks_here))
+        stored = load_or_make(cache_root(self.cfg.cache_dir), self.find_key(), self._make)
         arrays, report = stored.arrays, stored.report
         if self.cfg.check_label_mask:
             report.check_share()
@@ -183,12 +179,14 @@ class DatasetBuilder:
             "vocab_size": self.tokenizer.vocab_size,
         }
 
-    def _make(self, writer: ArrayWriter, shared_by: int = 1) -> DataReport:
+    def _make(self, writer: ArrayWriter) -> DataReport:
         """Tokenizes everything. Raises DataError: up to the first fault that ends the reading, what is wrong with the
         samples of all sources."""
         reports = [encoder.report() for encoder in self.encoders]
         tasks = self._tasks()
         samples = sum((task.stop or 0) - task.start for task in tasks)
+        # Each rank of this machine makes what is kept in memory.
+        shared_by = 1 if writer.folder else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         workers = min(worker_count(self.cfg.num_proc, shared_by), 1 + sum(map(_size, self.files)) // BYTES_PER_WORKER)
         with (
             phase("data: tokenizing", samples, "samples") as progress,
@@ -293,7 +291,7 @@ def worker_count(wanted: int | None, shared_by: int = 1) -> int:
     a daemonic process, which may have no children.
     """
     grouped = dist.is_available() and dist.is_initialized()
-    if grouped or _device_in_use() or multiprocessing.current_process().daemon:
+    if grouped or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, (wanted or cores) // shared_by)
@@ -377,9 +375,3 @@ def _end_with_parent() -> None:
 def _run(piece: Any) -> Any:
     assert _work is not None
     return _work(piece)
-
-
-def _device_in_use() -> bool:
-    """Whether a CUDA context exists, without making one."""
-    module = sys.modules.get("torch.cuda")
-    return module is not None and bool(module.is_initialized())
