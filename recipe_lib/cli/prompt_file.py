@@ -122,7 +122,7 @@ def prompts_as_tokens(
     raw: without the chat template. system: the text that goes before each, if any.
     """
     from recipe_lib.data import render_prompt
-    from recipe_lib.generation.conversation import check_prompt
+    from recipe_lib.generation.sample import check_prompt
 
     before: list[Mapping[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     token_ids = []

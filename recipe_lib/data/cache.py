@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -55,14 +55,8 @@ class ArrayWriter:
                 self._files[name] = io.BytesIO() if folder is None else open(folder / name, "xb")
             self._write("offsets", np.zeros(1))
         except OSError:
-            self._close()
+            self.close()
             raise
-
-    def __enter__(self) -> "ArrayWriter":
-        return self
-
-    def __exit__(self, *_exception: Any) -> None:
-        self._close()
 
     def append(self, chunk: Chunk, file: int) -> None:
         """All items of a chunk, from the file with that number. Raises OSError."""
@@ -100,7 +94,8 @@ class ArrayWriter:
         self._hashes[name].update(content)
         self._files[name].write(content)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the files; what was written to memory stays."""
         if self.folder is not None:
             for file in self._files.values():
                 file.close()
@@ -146,7 +141,7 @@ def load_or_make(root: Path, key: str | None, make: Make) -> Stored:
             root,
             unusable,
         )
-    with ArrayWriter(None) as writer:
+    with closing(ArrayWriter(None)) as writer:
         report = make(writer)
         return Stored(writer.arrays(), writer.checksums, report)
 
@@ -172,7 +167,7 @@ def _made(folder: Path, make: Make) -> Stored:
         _remove(folder)
         partial.mkdir(parents=True)
     try:
-        with _refusals_of_the_disk(), ArrayWriter(partial) as writer:
+        with _refusals_of_the_disk(), closing(ArrayWriter(partial)) as writer:
             report = make(writer)
             writer.sync()
             content = {"checksums": writer.checksums, "report": report.to_json()}

@@ -1,6 +1,5 @@
 """From a config to a dataset: tokenizes its sources in parallel, or maps what the cache has of them."""
 
-import functools
 import gc
 import multiprocessing
 import os
@@ -350,7 +349,7 @@ def forks(work: Callable[[Piece], Result], workers: int) -> Iterator[Callable[[P
         # Python 3.12 warns of any thread at a fork; those that are here hold no lock that a worker takes.
         warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
         try:
-            yield functools.partial(pool.submit, _run)
+            yield lambda piece: pool.submit(_run, piece)
         finally:
             pool.shutdown(cancel_futures=True)
 
