@@ -18,7 +18,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from recipe_lib.config import registry  # noqa: E402
-from recipe_lib.data.workers import drop_dead_groups  # noqa: E402
+from recipe_lib.data.tokenize_dataset import drop_dead_groups  # noqa: E402
 from recipe_lib.logs import VERBOSITY_VARIABLE  # noqa: E402
 
 torch.set_num_threads(1)

@@ -332,9 +332,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="one_seed_for_all_prompts",
-        path="recipe_lib/generation/batch.py",
-        old="None if seeds is None else seeds[number])",
-        new="None if seeds is None else seeds[0])",
+        path="recipe_lib/generation/sample.py",
+        old="manual_seed(seeds[number]) for number",
+        new="manual_seed(seeds[0]) for number",
         harm="an answer depends on which prompt is first in its batch",
         tests=("tests/generation/test_batch.py", "-k", "seed"),
     ),

@@ -27,7 +27,7 @@ from recipe_lib.logs import get_logger, wrapped
 if TYPE_CHECKING:
     import torch
 
-    from recipe_lib.generation.conversation import Chat
+    from recipe_lib.generation.sample import Chat
     from recipe_lib.generation.source import GenerationSource
     from recipe_lib.models import Decoder
     from recipe_lib.tokenizers import Tokenizer
@@ -168,8 +168,7 @@ def prompt_tokens(tokenizer: "Tokenizer", prompt: str, raw: bool, system: str | 
 
 def complete(source: "GenerationSource", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
     """Prints one answer."""
-    from recipe_lib.generation.conversation import NO_ANSWER, check_prompt, prompted
-    from recipe_lib.generation.sample import generate
+    from recipe_lib.generation.sample import NO_ANSWER, check_prompt, generate, prompted
     from recipe_lib.tokenizers import StreamDecoder
 
     prompt = prompt_tokens(tokenizer, arguments.prompt, arguments.raw, arguments.system)
@@ -204,7 +203,7 @@ def answer_file(source: "GenerationSource", tokenizer: "Tokenizer", arguments: a
 
 def converse(source: "GenerationSource", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
     """A conversation, until the lines end."""
-    from recipe_lib.generation.conversation import Chat
+    from recipe_lib.generation.sample import Chat
 
     with loaded(source, arguments) as (model, device):
         chat = Chat(model, source.spec, tokenizer, arguments.system, options(tokenizer, arguments, device))

@@ -38,8 +38,8 @@ from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger, wrapped
 from recipe_lib.plan.receipts import describe_run
 from recipe_lib.reading import read_object, read_text
+from recipe_lib.report.phases import ERASE
 from recipe_lib.report.planned import FIGURES
-from recipe_lib.report.screen import ERASE
 from recipe_lib.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from recipe_lib.reading import JSON_LIMIT, open_regular, parse_json, read_text
 if TYPE_CHECKING:
     import torch
 
-    from recipe_lib.generation.batch import Generated
+    from recipe_lib.generation.sample import Generated
     from recipe_lib.generation.source import GenerationSource
     from recipe_lib.tokenizers import Tokenizer
 
@@ -122,7 +122,7 @@ def prompts_as_tokens(
     raw: without the chat template. system: the text that goes before each, if any.
     """
     from recipe_lib.data import render_prompt
-    from recipe_lib.generation.conversation import check_prompt
+    from recipe_lib.generation.sample import check_prompt
 
     before: list[Mapping[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     token_ids = []
@@ -235,7 +235,7 @@ def answer_all(
     device: "torch.device",
 ) -> None:
     """Answer the prompts that have no answer yet, and write a line for each, batch by batch."""
-    from recipe_lib.generation.batch import generate_batch
+    from recipe_lib.generation.sample import generate_batch
     from recipe_lib.parallel.world import derive_seed
 
     if answers.count:

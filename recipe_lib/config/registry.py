@@ -36,7 +36,7 @@ BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "optimizer.name": ("recipe_lib.optim.algorithms", tuple(built_in_optimizers())),
     "loss": ("recipe_lib.ops.chunked_heads", ("cross_entropy",)),
-    "metric": ("recipe_lib.generation.answer_metrics", ("exact_match",)),
+    "metric": ("recipe_lib.generation.answer_questions", ("exact_match",)),
     "log.trackers": ("recipe_lib.training.run_log", ("tensorboard", "wandb", "trackio")),
     "model": ("recipe_lib.external.module_spec", ("native", "transformers")),
 }

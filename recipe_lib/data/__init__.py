@@ -1,18 +1,26 @@
 """Datasets: samples out of files, chat templates and label masks, the order of samples, batches."""
 
-from recipe_lib.data.batches import Batch, StepBatches, make_step, step_batches, validation_steps
+from recipe_lib.data.batches import (
+    Batch,
+    StepBatches,
+    check_packing_isolation,
+    make_step,
+    step_batches,
+    validation_steps,
+)
 from recipe_lib.data.dataset import (
+    DataPlan,
     Dataset,
+    Packs,
     TokenSequence,
     as_trained,
     check_vocabulary,
+    pack,
     warn_of_overlap,
     warn_of_positions,
 )
 from recipe_lib.data.dataset_report import report_lines
 from recipe_lib.data.find_format import settle_formats
-from recipe_lib.data.order import DataPlan, Packs, pack
-from recipe_lib.data.packing_isolation import check_packing_isolation
 from recipe_lib.data.rendering import trained_template
 from recipe_lib.data.templates import render_prompt, system_fault
 from recipe_lib.data.tokenize_dataset import (

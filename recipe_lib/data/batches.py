@@ -9,24 +9,51 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from recipe_lib.data.dataset import Dataset, TokenSequence
-from recipe_lib.data.order import DataPlan, pack
-from recipe_lib.ops.attention import AttentionInfo, document_positions, make_attention_info
+from recipe_lib.data.dataset import DataPlan, Dataset, TokenSequence, pack
+from recipe_lib.errors import SetupError
+from recipe_lib.ops.attention import AttentionInfo, document_positions, has_varlen, make_attention_info
 from recipe_lib.ops.chunked_heads import IGNORED
+from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.real_tokens import RealTokens
 
 Slots = Sequence[np.ndarray] | np.ndarray
 
 
 @dataclass(frozen=True)
-class Batch:
+class _Tensors:
+    """What holds tensors, as one thing that can be moved."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Return the same on another device."""
+        return _change_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Return the same in host memory that a device can copy from by itself."""
+        return _change_tensors(self, Tensor.pin_memory)
+
+
+def _change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value with its tensors changed, also those that its lists and parts hold."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list):
+        return [_change_tensors(item, change) for item in value]
+    if isinstance(value, _Tensors | AttentionInfo):
+        return replace(value, **{name: _change_tensors(inner, change) for name, inner in vars(value).items()})
+    return value
+
+
+@dataclass(frozen=True)
+class Batch(_Tensors):
     """tokens, labels: int64 `[b, s]`; labels[., i] is the target of tokens[., i], -100 where there is none.
 
     positions int64 `[b, s]`: of packed sequences; None for right-padded ones of one document each. attention: which
@@ -46,30 +73,9 @@ class Batch:
     values: torch.Tensor | None = None
     sequences: tuple[tuple[int, ...], ...] = ()
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """The same on another device."""
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=non_blocking)
-            for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor | AttentionInfo)
-        }
-        return replace(self, **moved)
-
-    def pin_memory(self) -> "Batch":
-        """The same in host memory that a device can copy from by itself."""
-        pinned: dict[str, Any] = {
-            name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
-        info = self.attention
-        if info is not None and info.documents is not None and info.boundaries is not None:
-            pinned["attention"] = replace(
-                info, documents=info.documents.pin_memory(), boundaries=info.boundaries.pin_memory()
-            )
-        return replace(self, **pinned)
-
 
 @dataclass(frozen=True)
-class StepBatches:
+class StepBatches(_Tensors):
     """One step's micro-batches of this rank; the counts are those of all ranks together.
 
     trained_tokens: targets that the loss counts. total_tokens: tokens of sequences. padded_tokens: also padding.
@@ -84,21 +90,6 @@ class StepBatches:
     items: int = 0
     step: int | None = None
     mismatched: list[Batch] = field(default_factory=list)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "StepBatches":
-        """The same on another device."""
-        return self._each(lambda batch: batch.to(device, non_blocking))
-
-    def pin_memory(self) -> "StepBatches":
-        """The same in host memory that a device can copy from by itself."""
-        return self._each(Batch.pin_memory)
-
-    def _each(self, change: Callable[[Batch], Batch]) -> "StepBatches":
-        return replace(
-            self,
-            micro_batches=[change(batch) for batch in self.micro_batches],
-            mismatched=[change(batch) for batch in self.mismatched],
-        )
 
 
 def make_step(
@@ -243,24 +234,24 @@ class _StepSlots:
         tokens = np.full((len(rows), width), self.pad_id, dtype=np.int64)
         labels = np.full((len(rows), width), IGNORED, dtype=np.int64)
         segments = np.full((len(rows), width), -1, dtype=np.int64)
-        lengths: list[list[int]] = []
-        segment = 0
-        for at, sequences in enumerate(rows):
-            lengths.append([])
+        lengths = [[len(sequence.tokens) for sequence in row] for row in rows]
+        num_segments = 0
+        for at, row in enumerate(rows):
             start = 0
-            for own in sequences:
-                end = start + len(own.tokens)
-                tokens[at, start:end], labels[at, start:end] = own.tokens, own.labels
-                segments[at, start:end] = segment
-                lengths[-1].append(len(own.tokens))
-                start, segment = end, segment + 1
-        info = AttentionInfo(real=RealTokens.from_lengths([sum(parts) for parts in lengths], width))
+            for sequence in row:
+                place = at, slice(start, start + len(sequence.tokens))
+                tokens[place] = sequence.tokens
+                labels[place] = sequence.labels
+                segments[place] = num_segments
+                start += len(sequence.tokens)
+                num_segments += 1
+        info = AttentionInfo(real=RealTokens.from_lengths(list(map(sum, lengths)), width))
         batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels), attention=info)
         if self.packed:
             positions, info = document_positions(lengths, width), make_attention_info(lengths, width)
             batch = replace(batch, positions=positions, attention=info)
         if self.dataset.group > 1 or self.dataset.labeled:
-            batch = replace(batch, segments=torch.from_numpy(segments), num_segments=segment)
+            batch = replace(batch, segments=torch.from_numpy(segments), num_segments=num_segments)
         return batch
 
 
@@ -338,3 +329,128 @@ def _begin_worker(_worker: int) -> None:
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+# The check that documents in one sequence do not see each other, made with the model, backend and dtype that will
+# train.
+
+# Two sequences of two documents each, not cut at the same place.
+_LENGTHS = ((24, 40), (40, 24))
+_WIDTH = 64
+# Kernels add up in another order for documents by themselves; what is checked moves logits by far more.
+_LARGEST_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.05}
+# A neighbor's tokens take rows of experts, and kernels round another number of rows otherwise, if by little.
+_OF_EXPERTS = 1000  # times the precision of the type
+
+
+class Evaluator(Protocol):
+    """What runs a model that is divided into pipeline stages."""
+
+    def evaluate(self, batches: Sequence[Any], result_of: Callable[[int, Any], Any]) -> list[Any]:
+        """What `result_of` makes of each micro-batch on the last stage's rank, None on the others."""
+
+
+@torch.no_grad()
+def check_packing_isolation(
+    model: nn.Module, spec: Any, device: torch.device | str, pipeline: Evaluator | None = None, multiple: int = 1
+) -> None:
+    """Packs documents into sequences, changes some of them, and looks whether the logits of the others move.
+
+    model: `model(tokens [b, s], positions [b, s], attention)` gives logits `[b, s, v]`; with its weights, sharded or
+    not, compiled or not. spec: its shape. pipeline: what runs its stages, if it has any. multiple: of so many tokens
+    its rows are. A collective for a sharded
+    model: every rank calls it, and all of them agree. It costs four passes over 128 tokens. The model is left as it
+    was. Where tensors have no values, nothing is checked.
+
+    Raises SetupError if a document's logits depend on another one, or differ from those of the document alone.
+    """
+    device = torch.device(device)
+    if not holds_values(device):
+        return
+    training = model.training
+    model.eval()  # dropout would move the logits
+    try:
+        leak, difference, has_experts, dtype = _measure(model, spec.vocab_size, device, pipeline, multiple)
+    finally:
+        model.train(training)
+        if any(hasattr(module.forward, "_torchdynamo_orig_callable") for module in model.modules()):
+            torch.compiler.reset()  # else training is compiled for lengths of any number, because of these here
+    # How documents are kept apart, as `prepare_attention` decides it.
+    capped = getattr(spec, "attention_softcap", None) is not None
+    varlen = not capped and has_varlen(device, dtype, getattr(spec, "head_width", 0))
+    backend = "the varlen attention kernel" if varlen else "attention masks"
+    where = f"on {device.type} in {str(dtype).removeprefix('torch.')} ({backend})"
+    remedy = "set data.packing to false, and report it with your versions of torch and driver"
+    largest = _LARGEST_DIFFERENCE.get(dtype, 0.01)
+    precision = torch.finfo(dtype).eps
+    if leak > (min(_OF_EXPERTS * precision, largest) if has_experts else precision / 8):
+        limit = f"at most {min(_OF_EXPERTS * precision, largest):.2g}" if has_experts else "0"
+        raise SetupError(
+            f"data.packing: {where} a document's logits moved by {leak:.2g} of their size when its neighbor in the "
+            f"sequence was changed, expected {limit}: packed documents see each other; {remedy}"
+        )
+    if difference > largest:
+        raise SetupError(
+            f"data.packing: {where} the logits of packed documents differ by {difference:.2%} from those of each "
+            f"document alone, expected at most {largest:.0%}; {remedy}"
+        )
+
+
+def _measure(
+    model: nn.Module, vocab_size: int, device: torch.device, pipeline: Evaluator | None, multiple: int = 1
+) -> tuple[float, float, bool, torch.dtype]:
+    """How far logits move with a neighbor, how far they are from those of documents alone (each relative, the largest
+    of all ranks), whether any rank's layers have experts, and the logits' dtype."""
+    first = torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.bool)
+    for sequence, (length, _) in enumerate(_LENGTHS):
+        first[sequence, :length] = True
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size, first.shape, generator=generator)
+    other = (tokens + 1) % vocab_size
+    documents = [part for sequence, parts in zip(tokens, _LENGTHS, strict=True) for part in sequence.split(parts)]
+    sequences = nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
+    packed = [tokens, torch.where(first, other, tokens), torch.where(first, tokens, other)]
+    logits, *moved = [_logits(model, part, device, pipeline, multiple) for part in packed]
+    padded = _logits(model, sequences, device, pipeline, multiple, packed=False)
+    measured, dtype = torch.zeros(3, device=device), next(model.parameters()).dtype
+    if logits is not None and padded is not None:  # None: another rank has the last stage of a pipeline
+        changes = zip(moved, (first, ~first), strict=True)
+        leaks = [_distance(found[~changed], logits[~changed]) for found, changed in changes]
+        alone = torch.cat([padded[at, : len(document)] for at, document in enumerate(documents)])
+        measured[0], measured[1] = torch.stack(leaks).max(), _distance(logits.flatten(0, 1), alone)
+        dtype = logits.dtype
+    measured[2] = float(any(".experts." in name for name, _ in model.named_parameters()))
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(measured, op=dist.ReduceOp.MAX)
+    leak, difference, has_experts = measured.tolist()
+    return leak, difference, bool(has_experts), dtype
+
+
+def _logits(
+    model: nn.Module,
+    tokens: Tensor,
+    device: torch.device,
+    pipeline: Evaluator | None,
+    multiple: int,
+    *,
+    packed: bool = True,
+) -> Any:
+    """Logits `[b, s, v]` of tokens `[b, s]`; not packed: of one document a sequence, padded after it."""
+    width = tokens.shape[1]
+    tokens = nn.functional.pad(tokens, (0, -width % multiple))
+    batch = Batch(tokens, tokens)
+    if packed:
+        positions = document_positions(_LENGTHS, tokens.shape[1])
+        batch = replace(batch, positions=positions, attention=make_attention_info(_LENGTHS, tokens.shape[1]))
+    batch = batch.to(device)
+    if pipeline is not None:
+        logits = pipeline.evaluate([batch], lambda number, part: model(part.tokens))[0]
+    else:
+        logits = model(batch.tokens, batch.positions, batch.attention) if packed else model(batch.tokens)
+    return None if logits is None else logits[:, :width]
+
+
+def _distance(found: Tensor, expected: Tensor) -> Tensor:
+    """The norm of the difference over the norm of what was expected, fp32 `[]`."""
+    expected = expected.float()
+    return (found.float() - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny)

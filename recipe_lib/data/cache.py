@@ -14,10 +14,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -44,7 +45,7 @@ class ArrayWriter:
 
     def __init__(self, folder: Path | None) -> None:
         """Raises OSError."""
-        self._folder, self._ids = folder, 0
+        self.folder, self._ids = folder, 0
         self.items = 0
         self.classes: dict[str, int] = {}  # name -> its number, for all chunks
         self._hashes = {name: hashlib.sha256() for name in ARRAYS}
@@ -54,24 +55,16 @@ class ArrayWriter:
                 self._files[name] = io.BytesIO() if folder is None else open(folder / name, "xb")
             self._write("offsets", np.zeros(1))
         except OSError:
-            self._close()
+            self.close()
             raise
-
-    def __enter__(self) -> "ArrayWriter":
-        return self
-
-    def __exit__(self, *_exception: Any) -> None:
-        self._close()
 
     def append(self, chunk: Chunk, file: int) -> None:
         """All items of a chunk, from the file with that number. Raises OSError."""
+        for name in ("ids", "trained", "sample_of", "digests"):
+            self._write(name, np.frombuffer(getattr(chunk, name), dtype=ARRAYS[name]))
         lengths = np.frombuffer(chunk.lengths, dtype=np.int64)
-        self._write("ids", np.frombuffer(chunk.ids, dtype=np.int32))
-        self._write("trained", np.frombuffer(chunk.trained, dtype=np.uint8))
         self._write("offsets", np.cumsum(lengths) + self._ids)
         self._write("file_of", np.full(len(chunk.sample_of), file))
-        self._write("sample_of", np.frombuffer(chunk.sample_of, dtype=np.int64))
-        self._write("digests", np.frombuffer(chunk.digests, dtype=np.uint64))
         values = np.frombuffer(chunk.values, dtype=np.float64)
         numbers = [self.classes.setdefault(name, len(self.classes)) for name in chunk.classes]
         self._write("values", np.array(numbers, dtype=np.float64)[values.astype(np.int64)] if numbers else values)
@@ -82,7 +75,7 @@ class ArrayWriter:
         """Everything is on the disk. Raises OSError."""
         for file in self._files.values():
             file.flush()
-            if self._folder is not None:
+            if self.folder is not None:
                 os.fsync(file.fileno())
 
     @property
@@ -92,8 +85,8 @@ class ArrayWriter:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What was written."""
-        if self._folder is not None:
-            return map_arrays(self._folder)
+        if self.folder is not None:
+            return map_arrays(self.folder)
         return {name: np.frombuffer(self._files[name].getbuffer(), dtype=kind) for name, kind in ARRAYS.items()}  # type: ignore[attr-defined]
 
     def _write(self, name: str, values: np.ndarray) -> None:
@@ -101,8 +94,9 @@ class ArrayWriter:
         self._hashes[name].update(content)
         self._files[name].write(content)
 
-    def _close(self) -> None:
-        if self._folder is not None:
+    def close(self) -> None:
+        """Close the files; what was written to memory stays."""
+        if self.folder is not None:
             for file in self._files.values():
                 file.close()
 
@@ -110,16 +104,6 @@ class ArrayWriter:
 def map_arrays(folder: Path) -> dict[str, np.ndarray]:
     """The arrays in a folder, as read-only maps, whose pages processes share. Raises OSError or ValueError."""
     return {name: np.memmap(folder / name, dtype=kind, mode="r").view(np.ndarray) for name, kind in ARRAYS.items()}
-
-
-def difference(folder: Path, checksums: Mapping[str, Any]) -> str | None:
-    """What is wrong with the files in a folder, in a few words; None: they are as they were written. Raises OSError."""
-    for name in ARRAYS:
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        if sha256_of(folder / name) != checksums.get(name):
-            return f"{name} has other content than was written"
-    return None
 
 
 MANIFEST = "manifest.json"
@@ -142,28 +126,24 @@ class _Unusable(Exception):  # noqa: N818  (an outcome, turned into a line)
     """The cache cannot be used on this machine; str(): why."""
 
 
-def make_in_memory(make: Make) -> Stored:
-    """What `make` writes, kept in memory."""
-    with ArrayWriter(None) as writer:
-        report = make(writer)
-        return Stored(writer.arrays(), writer.checksums, report)
-
-
-def load_or_make(root: Path, key: str, make: Make) -> Stored | None:
+def load_or_make(root: Path, key: str | None, make: Make) -> Stored:
     """What is stored under a key; made first by one process if it is not there, or not as it was written.
 
-    None: the folder or its disk does not allow it, which is said in a line. Raises what `make` raises; processes of
-    the same launch that have waited for it raise the same.
+    Without a key it is made and kept in memory, and so it is, with a line, where the folder or its disk does not allow
+    more. Raises what `make` raises; processes of the same launch that have waited for it raise the same.
     """
     try:
-        return _read(root / key) or _made_under_lock(root, key, make)
+        if key is not None:
+            return _read(root / key) or _made_under_lock(root, key, make)
     except _Unusable as unusable:
         warn_on_first_rank(
             "warning: data.cache_dir: tokenized samples cannot be kept in %s (%s); they are kept in memory",
             root,
             unusable,
         )
-        return None
+    with closing(ArrayWriter(None)) as writer:
+        report = make(writer)
+        return Stored(writer.arrays(), writer.checksums, report)
 
 
 def _made_under_lock(root: Path, key: str, make: Make) -> Stored:
@@ -175,11 +155,8 @@ def _made_under_lock(root: Path, key: str, make: Make) -> Stored:
         _raise_known_failure(lock)
         try:
             return _made(folder, make)
-        except UserError as error:
-            _note_failure(lock, {"error": type(error).__name__, "faults": error.faults})
-            raise
-        except _Unusable as unusable:
-            _note_failure(lock, {"unusable": str(unusable)})
+        except (UserError, _Unusable) as error:
+            _note_failure(lock, error)
             raise
 
 
@@ -190,10 +167,13 @@ def _made(folder: Path, make: Make) -> Stored:
         _remove(folder)
         partial.mkdir(parents=True)
     try:
-        with _refusals_of_the_disk(), ArrayWriter(partial) as writer:
+        with _refusals_of_the_disk(), closing(ArrayWriter(partial)) as writer:
             report = make(writer)
             writer.sync()
-            _write_manifest(partial, writer.checksums, report)
+            content = {"checksums": writer.checksums, "report": report.to_json()}
+            manifest = {"content": content, "sha256": _checksum(content)}
+            write_bytes(partial / MANIFEST, json.dumps(manifest).encode())
+            flush_folder(partial)
             partial.rename(folder)
             flush_folder(folder.parent)
             return Stored(map_arrays(folder), writer.checksums, report)
@@ -211,12 +191,6 @@ def _refusals_of_the_disk() -> Iterator[None]:
         raise _Unusable(error.strerror or str(error)) from None
 
 
-def _write_manifest(folder: Path, checksums: Mapping[str, str], report: DataReport) -> None:
-    content = {"checksums": dict(checksums), "report": report.to_json()}
-    write_bytes(folder / MANIFEST, json.dumps({"content": content, "sha256": _checksum(content)}).encode())
-    flush_folder(folder)
-
-
 def _checksum(content: Any) -> str:
     """Return the SHA-256 of JSON values, in hex."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -229,12 +203,13 @@ def _read(folder: Path, say: bool = False) -> Stored | None:
             return None
         manifest = read_object(folder / MANIFEST)
         content = manifest["content"]
-        if _checksum(content) != manifest["sha256"]:
-            fault: str | None = f"{MANIFEST} has other content than was written"
-        else:
-            fault = difference(folder, content["checksums"])
-            if fault is None:
-                return Stored(map_arrays(folder), content["checksums"], DataReport.from_json(content["report"]))
+        checksums = content["checksums"] | {MANIFEST: manifest["sha256"]}
+        found = {name: sha256_of(folder / name) if (folder / name).is_file() else None for name in ARRAYS}
+        found[MANIFEST] = _checksum(content)
+        wrong = next((name for name in (MANIFEST, *ARRAYS) if found[name] != checksums.get(name)), None)
+        if wrong is None:
+            return Stored(map_arrays(folder), content["checksums"], DataReport.from_json(content["report"]))
+        fault = f"{wrong} has other content than was written" if found[wrong] else f"{wrong} is missing"
     except FileNotFoundError:
         fault = f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -276,15 +251,12 @@ def _let_the_first_rank_go_ahead(file: TextIO, folder: Path) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         return
     deadline = time.monotonic() + FIRST_RANK_SECONDS
-    while time.monotonic() < deadline and not folder.exists():
+    while time.monotonic() < deadline and not folder.exists() and not _noted(file):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        noted = _noted(file)
         fcntl.flock(file, fcntl.LOCK_UN)
-        if noted:
-            return
         time.sleep(0.02)
 
 
@@ -297,12 +269,13 @@ def _launch() -> str | None:
     return "|".join([str(os.getppid()), *(environment.get(name, "") for name in names)])
 
 
-def _note_failure(lock: TextIO, failure: Mapping[str, Any]) -> None:
+def _note_failure(lock: TextIO, error: UserError | _Unusable) -> None:
     launch = _launch()
     if launch is not None:
         with suppress(OSError):  # a full disk: the others will find out by themselves
             lock.truncate(0)
-            json.dump({"launch": launch, **failure}, lock)
+            faults = error.faults if isinstance(error, UserError) else [str(error)]
+            json.dump({"launch": launch, "error": type(error).__name__, "faults": faults}, lock)
             lock.flush()
 
 
@@ -318,10 +291,8 @@ def _noted(lock: TextIO) -> dict[str, Any] | None:
 
 def _raise_known_failure(lock: TextIO) -> None:
     noted = _noted(lock) or {}
-    if "unusable" in noted:
-        raise _Unusable(str(noted["unusable"]))
-    kind = getattr(errors, str(noted.get("error")), None)
-    if isinstance(kind, type) and issubclass(kind, UserError):
+    kind = {_Unusable.__name__: _Unusable, **vars(errors)}.get(str(noted.get("error")))
+    if isinstance(kind, type) and issubclass(kind, UserError | _Unusable):
         raise kind(*map(str, noted["faults"]))
 
 
@@ -383,14 +354,7 @@ def _code_of(reader: Any) -> list[str] | None:
 def _our_code() -> list[Any]:
     here = Path(__file__).parents[1]
     files = _hashes(path for folder in FOLDERS for path in (here / folder).glob("*.py"))
-    return [files, [[name, _version(name)] for name in PACKAGES]]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return [files, [[name, version(name)] for name in PACKAGES if find_spec(name)]]
 
 
 def _hashes(paths: Iterable[Path]) -> list[list[str]]:

@@ -11,50 +11,46 @@ from typing import Any, NamedTuple
 from recipe_lib.config.registry import registered
 from recipe_lib.config.schema import DataConfig, SourceConfig
 from recipe_lib.config.suggest import did_you_mean
-from recipe_lib.data import spans
-from recipe_lib.data.column_names import (
-    MESSAGE_READ,
-    RENDERED,
-    UNWANTED,
-    is_idle,
-    is_idle_key,
-    is_label,
-    normalize_name,
-    says_nothing,
-    says_wanted,
-    why_not_column,
-    why_not_key,
-)
+from recipe_lib.data.answers import pick_trained
 from recipe_lib.data.dataset import digest_of
 from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.find_format import fitting
+from recipe_lib.data.rendering import THOUGHT_KEYS, TemplateFields
 from recipe_lib.data.samples import (
+    MESSAGE_READ,
+    RENDERED,
+    UNWANTED,
     Classified,
     Completion,
     Conversation,
     Document,
     LabeledAnswer,
-    Message,
     Preference,
     RawSample,
     Renamed,
     Sample,
     SampleFault,
-    SamplePlaces,
     columns_section,
+    find_columns,
     format_path,
+    is_idle,
+    is_idle_key,
     is_json_list,
+    is_label,
     kind_of,
-    list_spellings,
+    list_conversations,
     located,
+    normalize_name,
     overrides,
     parse_column,
     path_of,
+    says_nothing,
+    says_wanted,
+    why_not_column,
+    why_not_key,
 )
 from recipe_lib.data.sources import SampleFile
-from recipe_lib.data.template_behavior import THOUGHT_KEYS, TemplateFields
-from recipe_lib.data.templates import Encoder
-from recipe_lib.data.text_encoding import Encoded
+from recipe_lib.data.templates import Encoded, Encoder
 from recipe_lib.errors import DataError, UserError
 
 
@@ -111,17 +107,9 @@ class SourceEncoder:
         self.section = section
         self.format, self.columns = source.format or cfg.format, source.columns or {}
         self.read = registered("data.format", self.format)
-        self.required = tuple(getattr(self.read, "required", ()))
-        optional = tuple(getattr(self.read, "optional", ()))
-        known = (*self.required, *optional)
-        self.unread = UnreadNames(
-            required=self.required,
-            optional=optional,
-            form=self.format,
-            ignored=cfg.ignore_columns,
-            fields=encoder.fields,
-            same=getattr(self.read, "same", {}),
-        )
+        self.unread = UnreadNames(self.format, cfg.ignore_columns, encoder.fields)
+        self.names = find_columns(self.format)
+        known = self.names.known
         for name in self.columns:
             if known and name not in known:
                 raise DataError(
@@ -175,15 +163,14 @@ class SourceEncoder:
         texts = collect_texts(sample)
         idle_names = self.unread.find(renamed, sample, texts)
         self._add(chunk, number, place, sample)
-        chunk.report.add_idle((*left_out, *idle_names), place if has_control_characters(texts) else "")
+        chunk.report.add_idle((*left_out, *idle_names), place if any(map(_CONTROL.search, texts)) else "")
 
     def _renamed(self, sample: Mapping[str, Any], place: str) -> Renamed:
         """Return the sample under the names that the format knows. Raises SampleFault for a missing column."""
         missing = [
             name
-            for name in self.required
-            if self.columns.get(name, name) not in sample
-            and sample.keys().isdisjoint(list_spellings(self.read, name, self.columns))
+            for name in self.names.required
+            if sample.keys().isdisjoint(self.names.list_spellings(name, self.columns))
         ]
         if missing:
             if place.endswith(".txt"):
@@ -201,7 +188,7 @@ class SourceEncoder:
                 f"found the columns {found}, expected {expected} (format {self.format}); "
                 + (remedy or f"name yours with {one}"),
             )
-        return Renamed(sample, self.columns, columns_section(self.section), self.required)
+        return Renamed(sample, self.columns, columns_section(self.section), self.names.required)
 
     def _add(self, chunk: Chunk, number: int, place: str, sample: Sample) -> None:
         """Add what a sample becomes, and count it."""
@@ -211,12 +198,11 @@ class SourceEncoder:
             report.special.note(place, self.encoder.special.take())
             return
         items = self._items(report, place, sample)
-        content = sample.content if isinstance(sample, Classified) else sample
         spelled = self.encoder.special.take()
         report.special.note(place, spelled)
         report.preferences += isinstance(sample, Preference)
         report.margins += isinstance(sample, Preference) and sample.margin != 0
-        if isinstance(content, Conversation | Preference | LabeledAnswer) and not spelled.rendered:
+        if list_conversations(sample) and not spelled.rendered:
             report.template = self.encoder.template
             report.chats += 1
         report.apart_samples += any(encoded.apart for item in items for encoded in item)
@@ -241,16 +227,14 @@ class SourceEncoder:
         sample: Conversation | Completion | Preference | LabeledAnswer | Classified,
     ) -> list[tuple[Encoded, ...]]:
         """Return what a sample becomes: a pair, or its sequences one by one."""
-        if isinstance(sample, Preference):
-            return [self.encoder.encode_preference(sample)]
-        if isinstance(sample, LabeledAnswer):
-            return [(self.encoder.encode_labeled(sample),)]
+        if isinstance(sample, Preference | LabeledAnswer):
+            return [self.encoder.encode_answers(sample)]
         if isinstance(sample, Classified):
             return [(self.encoder.encode_whole(sample.content),)]
         whole = self.encoder.encode_sample(sample)
         if isinstance(sample, Conversation) and self.cfg.train_on != "all":
             report.openings += sample.messages[0]["role"] == "assistant"
-            report.endings += not spans.pick_trained(sample.messages, self.cfg.train_on, sample.places)[-1]
+            report.endings += not pick_trained(sample.messages, self.cfg.train_on, sample.places)[-1]
         if len(whole.sequences) > 1:
             report.split_samples += 1
             report.split_sequences += len(whole.sequences)
@@ -302,7 +286,7 @@ class SourceEncoder:
 
         Each begins with the last target of the one before: every id but the first is a target once."""
         report = chunk.report
-        ids = self.encoder.texts.encode_document(text)
+        ids = self.encoder.encode_document(text)
         if len(ids) < 2:
             raise SampleFault("nothing to predict", f"found a text of {len(ids)} tokens, expected at least 2")
         report.texts += 1
@@ -326,45 +310,36 @@ def _value(sample: Sample, classes: list[str]) -> float:
 # Finds columns of a row and keys of its messages that nobody reads: known to change nothing and
 # counted, or a fault.
 #
-# `recipe_lib.data.column_names` knows names. Where a name says nothing, a text that only repeats
+# `recipe_lib.data.samples` knows names. Where a name says nothing, a text that only repeats
 # what is read of the same row changes nothing either.
 
 
 _WORD = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # but tab, line feed and carriage return
+# Control characters but tab, line feed and carriage return: a text may hold JSON's `\\b` of `\\boxed`.
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _TEXT_KEYS = frozenset(("content", *THOUGHT_KEYS))  # keys of a message whose values are its texts
 _LABEL_KEYS = ("role", "from", "type")  # keys of a message whose texts say nothing of their own
 _KEYS_BY_ROLE = {"assistant": THOUGHT_KEYS, "tool": ("tool_call_id",)}  # keys that are read in one role alone
-
-_ChatSample = Conversation | Preference | LabeledAnswer  # samples that are messages
 
 
 class UnreadNames:
     """Looks for what one source's rows hold beside what is read."""
 
-    def __init__(
-        self,
-        required: Sequence[str],
-        optional: Sequence[str],
-        form: str,
-        ignored: Sequence[str],
-        fields: TemplateFields,
-        same: Mapping[str, Sequence[str]],
-    ) -> None:
+    def __init__(self, form: str, ignored: Sequence[str], fields: TemplateFields) -> None:
         """Take what is known of all rows.
 
-        required, optional: columns that the format reads; none: it does not say, and nothing is looked at. form: the
-        format's name. ignored: as data.ignore_columns has them. same: other names of columns, read where these are
-        absent.
+        form: the format's name; of one that does not say which columns it reads nothing is looked at. ignored: as
+        data.ignore_columns has them.
         """
-        self.known = frozenset((*required, *optional))
+        columns = find_columns(form)
+        self.known = frozenset(columns.known)
         self.ignored = tuple(ignored)
         self._ignored_keys = {name for name in ignored if name.startswith("messages.")}
-        self._optional = frozenset(optional)
+        self._optional = frozenset(columns.optional)
         self._fields = fields
         self._not_read = f", which the format {form} does not read"
         self._column_by_alias = dict[str, str]()
-        for column, aliases in same.items():
+        for column, aliases in columns.same.items():
             if column in self.known:
                 self._column_by_alias |= {alias: column for alias in aliases if alias not in self.known}
 
@@ -436,10 +411,9 @@ class UnreadNames:
                 idle_names.append(name)
         if faults:
             raise self._build_fault(faults, self._suggest_columns(row, faults))
-        content = sample.content if isinstance(sample, Classified) else sample
-        if not isinstance(content, (Document, Completion)):
-            idle_names += self._find_keys(content)
-            idle_names += self._find_variables(content.variables, row)
+        if chats := list_conversations(sample):
+            idle_names += self._find_keys(chats)
+            idle_names += self._find_variables(chats[0].variables, row)
         return idle_names
 
     def find_beside(self, keys: Mapping[str, str], place: str) -> list[str]:
@@ -502,12 +476,12 @@ class UnreadNames:
             f"{'; '.join(faults.values())}; {self._suggest_ignoring(faults)}{other_remedy}",
         )
 
-    def _find_keys(self, content: _ChatSample) -> list[str]:
+    def _find_keys(self, chats: Sequence[Conversation]) -> list[str]:
         """Return what `find` does, of the messages' keys; those that data.ignore_columns names are taken out."""
         idle_names = list[str]()
         faults = dict[str, str]()
-        for places, messages in _list_messages(content):
-            for number, message in enumerate(messages):
+        for chat in chats:
+            for number, message in enumerate(chat.messages):
                 if message.keys() <= MESSAGE_READ:  # as nearly every message
                     continue
                 role = message["role"]
@@ -520,7 +494,7 @@ class UnreadNames:
                         continue
                     elif not is_idle_key(key, value):
                         why = why_not_key(key) or f"{kind_of(value)}, which the chat template does not read"
-                        faults.setdefault(name, f"{places.at(number, f'.{key}')}: found {why}")
+                        faults.setdefault(name, f"{chat.places.at(number, f'.{key}')}: found {why}")
                     idle_names.append(name)
         if faults:
             raise self._build_fault(faults)
@@ -539,22 +513,6 @@ class UnreadNames:
             yield full_name
 
 
-def has_control_characters(texts: Sequence[str]) -> bool:
-    """Return whether a text that may be trained holds a control character, as `\\b` of JSON for `\\boxed`."""
-    return any(map(_CONTROL.search, texts))
-
-
-def _list_messages(content: _ChatSample) -> Iterator[tuple[SamplePlaces, Sequence[Message]]]:
-    """Yield the messages of a sample, with their places; of a pair the prompt with each answer."""
-    if isinstance(content, Conversation):
-        yield content.places, content.messages
-    elif isinstance(content, LabeledAnswer):
-        yield content.places, [*content.prompt, *content.completion]
-    else:
-        for places, answer in zip(content.places, (content.chosen, content.rejected), strict=True):
-            yield places, [*content.prompt, *answer]
-
-
 def collect_texts(sample: Sample) -> list[str]:
     """Return every text that is read of a sample, descriptions of tools left out."""
     content = sample.content if isinstance(sample, Classified) else sample
@@ -563,8 +521,8 @@ def collect_texts(sample: Sample) -> list[str]:
     if isinstance(content, Completion):
         return [content.prompt, content.completion]
     texts = list[str]()
-    for _, messages in _list_messages(content):
-        for message in messages:
+    for chat in list_conversations(sample):
+        for message in chat.messages:
             texts += [text for key, text in message.items() if key in _TEXT_KEYS and isinstance(text, str)]
     return texts
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from recipe_lib.data.samples import SampleFault
-from recipe_lib.data.template_behavior import TAGS, with_tags
+from recipe_lib.data.samples import Message, SampleFault
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.tokenizers.vocabulary import compile_alternation
 from recipe_lib.units import choose_lines, counted
@@ -118,6 +117,7 @@ def _name_tokens(counts: Counter[str]) -> str:
 # Unicode's private use areas, which no text should hold.
 PRIVATE_LETTERS = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 
+TAGS = ("<think>", "</think>")  # around the thought of an answer
 # Special tokens as chat templates write them, whosesoever.
 _TEMPLATE_TOKENS = re.compile(r"<\|[a-z][a-z0-9_]*\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 
@@ -221,6 +221,17 @@ class SpecialTokens:
                     counts.subtract(TAGS[: len(before["content"]) - len(after["content"])])
             changed[0] = tagged_messages
         return changed, letter, +counts
+
+
+def with_tags(message: Message, letter: str) -> Message:
+    """The message with the tags of its thought as they were, where `letter` was written into them: they are no words.
+
+    Some tokenizers have the tags as special tokens, and those that a sample only writes are kept from being found.
+    """
+    content, begin, end = message.get("content"), f"<{letter}think>", f"<{letter}/think>"
+    if message["role"] != "assistant" or not isinstance(content, str) or not content.lstrip().startswith(begin):
+        return message
+    return {**message, "content": content.replace(begin, "<think>", 1).replace(end, "</think>", 1)}
 
 
 def encode_escaped(tokenizer: Tokenizer, parts: Sequence[str], escape: Escape) -> list[list[int]]:

@@ -17,8 +17,8 @@ from recipe_lib.data.samples import (
     SampleFault,
     called,
     columns_section,
+    find_columns,
     is_json_list,
-    list_spellings,
     overrides,
 )
 from recipe_lib.data.sources import SampleFile, open_sources
@@ -45,7 +45,7 @@ def fitting(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str 
     fitting_formats = list[str]()
     other_formats = list[str]()
     for name in (*plugin_formats, *_order(samples)):
-        required = _required(name)
+        required = find_columns(name).required
         values = [_find_value(name, column, sample, columns) for column in required]
         are_lists = [isinstance(value, list) or is_json_list(value) for value in values]
         if required and None not in values:
@@ -58,14 +58,16 @@ def fitting(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str 
 def _find_value(form: str, column: str, sample: Mapping[str, Any], columns: Mapping[str, str]) -> Any:
     """Return what a sample has for a column of a format, under the first of its names that holds something; None:
     nothing."""
-    values = (sample.get(name) for name in list_spellings(registered("data.format", form), column, columns))
+    values = (sample.get(name) for name in find_columns(form).list_spellings(column, columns))
     return next((value for value in values if value is not None), None)
 
 
 def _with_nulls(sample: Mapping[str, Any], columns: Mapping[str, str], samples: str) -> list[str]:
     """Return the formats whose columns a sample has the names of, whatever they hold."""
     return [
-        name for name in _order(samples) if all(columns.get(column, column) in sample for column in _required(name))
+        name
+        for name in _order(samples)
+        if all(columns.get(column, column) in sample for column in find_columns(name).required)
     ]
 
 
@@ -120,7 +122,7 @@ def _settled(cfg: FullFinetuneConfig, source: SourceConfig, section: str) -> str
         (
             not cfg.trains_on_pairs and found in known and found not in usable,
             f"{source.source}: found the columns of the format {found}, expected those of {usable[0]} "
-            f"({', '.join(_required(usable[0]))}), as the loss needs a label; name yours with "
+            f"({', '.join(find_columns(usable[0]).required)}), as the loss needs a label; name yours with "
             f"{format_key}={usable[0]} {section}.columns.label=NAME, or train with lora_finetune_distributed",
         ),
     )
@@ -137,16 +139,6 @@ def with_format(
         return source
     found = find_format(files, source.columns or {}, section=section, ignored=ignored)
     return replace(source, format="messages" if found == AUTO else found)  # any will do: reading says what is wrong
-
-
-def _required(name: str) -> tuple[str, ...]:
-    """Return the columns that a format cannot do without."""
-    return tuple(getattr(registered("data.format", name), "required", ()))
-
-
-def _optional(name: str) -> tuple[str, ...]:
-    """Return the columns that a format reads where they are there."""
-    return tuple(getattr(registered("data.format", name), "optional", ()))
 
 
 def find_format(
@@ -185,7 +177,7 @@ def _first(files: Sequence[SampleFile]) -> list[tuple[str, dict[str, Any]]]:
 
 def _check_names(columns: Mapping[str, str], section: str) -> None:
     """Raise DataError for a column that no format has."""
-    known = {name for form in names("data.format") for name in (*_required(form), *_optional(form))}
+    known = {name for form in names("data.format") for name in find_columns(form).known}
     for name in columns:
         if name not in known:
             hint = did_you_mean(name, sorted(known)) or f", expected one of {', '.join(sorted(known))}"
@@ -197,7 +189,8 @@ def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: st
     named = [f"{name} (null)" if value is None else str(name) for name, value in sample.items()]
     found = ", ".join(sorted(named)[:MOST_NAMED]) or "none"
     known = "; ".join(
-        f"{name}: {', '.join(columns.get(column, column) for column in _required(name))}" for name in _order(samples)
+        f"{name}: {', '.join(columns.get(column, column) for column in find_columns(name).required)}"
+        for name in _order(samples)
     )
     remedy = "" if columns else _remedy(sample, section, samples)
     remedy = remedy or (
@@ -210,10 +203,11 @@ def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: st
 def _remedy(sample: Mapping[str, Any], section: str, samples: str) -> str:
     """Return the overrides that name the sample's columns, where they are known by other names."""
     for name in _order(samples):
-        file_names = {column: called(column, sample, OTHER_NAMES.get(column, ())) for column in _required(name)}
+        read = find_columns(name)
+        file_names = {column: called(column, sample, OTHER_NAMES.get(column, ())) for column in read.required}
         if not all(file_names.values()) or len(set(file_names.values())) < len(file_names):
             continue
-        for column in _optional(name):
+        for column in read.optional:
             if column not in file_names.values():
                 others = [other for other in OTHER_NAMES.get(column, ()) if other not in file_names.values()]
                 file_name = called(column, sample, others)
@@ -230,7 +224,7 @@ def _remedy(sample: Mapping[str, Any], section: str, samples: str) -> str:
 def _reads(form: str, sample: Mapping[str, Any], renamed: Mapping[str, str], section: str) -> bool:
     """Return whether a format reads a sample under these names; one with an empty text is of the right kind."""
     try:
-        registered("data.format", form)(Renamed(sample, renamed, section, _required(form)))
+        registered("data.format", form)(Renamed(sample, renamed, section, find_columns(form).required))
     except SampleFault as fault:
         return fault.cause.startswith("empty")
     return True

@@ -14,7 +14,6 @@ from itertools import takewhile
 from typing import Any
 
 from recipe_lib.config.registry import register
-from recipe_lib.data.column_names import SAME_AS, read_truth, says_nothing
 from recipe_lib.data.messages import (
     WHOLE,
     Turns,
@@ -22,13 +21,16 @@ from recipe_lib.data.messages import (
     check_order,
     conversation,
     place_of_turn,
+    read_tools,
     read_turn,
     read_turns,
     text_turn,
 )
 from recipe_lib.data.samples import (
     OTHER_NAMES,
+    SAME_AS,
     Classified,
+    Columns,
     Completion,
     Conversation,
     Document,
@@ -48,11 +50,12 @@ from recipe_lib.data.samples import (
     overrides,
     parse_column,
     path_of,
+    read_truth,
     refuse_keys,
+    says_nothing,
     shown,
     text_of,
 )
-from recipe_lib.data.tool_calls import read_tools
 
 # Reads what comes before an answer out of the columns of a row: a system message, earlier turns,
 # the question; and what the chat template is given besides messages and tools.
@@ -219,9 +222,7 @@ def columns(
     """
 
     def add(reader: Reader) -> Reader:
-        facts = {"required": required, "optional": tuple(optional), "instead": instead or {}, "same": same or {}}
-        for name, value in facts.items():
-            setattr(reader, name, value)
+        reader.columns = Columns(required, tuple(optional), instead or {}, same or {})  # type: ignore[attr-defined]
         return reader
 
     return add
@@ -331,21 +332,17 @@ def read_preference(sample: RawSample) -> Preference:
         raise no_prompt  # of texts that begin alike the encoder raises it: it knows what a rendered prompt looks like
     tools, path = read_tools(sample)
     places = SamplePlaces(chosen.places, path), SamplePlaces(rejected.places, path)
-    for name, messages, answer_places in (
-        ("chosen", chosen.messages, places[0]),
-        ("rejected", rejected.messages, places[1]),
-    ):
-        answer = messages[shared:]
-        _check_end(sample, name, answer, cause=f"{name} without an answer", expected="an answer of its own")
-        role = answer[0]["role"]
+    for name, turns, answer_places in (("chosen", chosen, places[0]), ("rejected", rejected, places[1])):
+        _check_end(sample, name, turns, shared, cause=f"{name} without an answer", expected="an answer of its own")
+        role = turns.messages[shared]["role"]
         if role != "assistant":
             raise SampleFault(
                 "other questions",
                 f"{answer_places.at(shared)}: found a message of the {role} that differs between chosen and rejected, "
                 "expected them to part in an answer",
             )
-        check_order(messages, answer_places)
-        check_answers(messages, shared, answer_places)
+        check_order(turns.messages, answer_places)
+        check_answers(turns.messages, shared, answer_places)
     return Preference(
         prompt=chosen.messages[:shared],
         chosen=chosen.messages[shared:],
@@ -358,9 +355,10 @@ def read_preference(sample: RawSample) -> Preference:
     )
 
 
-def _check_end(sample: RawSample, name: str, answer: Sequence[Message], cause: str, expected: str) -> None:
-    """Raise SampleFault for what a column adds to the prompt, if it does not end with a message of the assistant."""
-    last = answer[-1]["role"] if answer else "nothing"
+def _check_end(sample: RawSample, name: str, turns: Turns, asked: int, cause: str, expected: str) -> None:
+    """Raise SampleFault for what a column adds to the prompt of so many messages, if it does not end with one of the
+    assistant."""
+    last = turns.messages[-1]["role"] if len(turns.messages) > asked else "nothing"
     if last != "assistant":
         raise SampleFault(cause, f"{path_of(sample, name)}: found {last} at its end, expected {expected}")
 
@@ -417,18 +415,17 @@ def read_kto(sample: RawSample) -> LabeledAnswer:
         turns = before
         num_asked = max(0, len(before.messages) - 1)
     prompt = turns.messages[:num_asked]
-    completion = turns.messages[num_asked:]
     tools, path = read_tools(sample)
     places = SamplePlaces(turns.places, path)
     if all(message["role"] == "system" for message in prompt):
         where = path_of(sample, "prompt")
         raise SampleFault("no prompt", f"{where}: found no message of the user, expected what is answered")
-    _check_end(sample, "completion", completion, cause="no answer", expected="an answer")
+    _check_end(sample, "completion", turns, num_asked, cause="no answer", expected="an answer")
     check_order(turns.messages, places)
     check_answers(turns.messages, num_asked, places)
     return LabeledAnswer(
         prompt=prompt,
-        completion=completion,
+        completion=turns.messages[num_asked:],
         label=label,
         tools=tools,
         places=places,

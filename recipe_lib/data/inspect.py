@@ -1,14 +1,15 @@
 """One look over all sequences of a run: what is there, and what is wrong with it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from recipe_lib.data.dataset import Dataset, TokenSequence, overlap
+from recipe_lib.data.dataset import Dataset, TokenSequence, overlap, pack
 from recipe_lib.data.dataset_report import DataReport
-from recipe_lib.data.order import pack
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.units import counted
 
@@ -66,10 +67,17 @@ def inspect(
         numbers["validation"] = _sample_counts(validation.report)
         own = _report_findings(validation.report, max_seq_len)
         findings += [replace(one, line=f"validation: {one.line}", dataset="validation") for one in own]
-        findings += _overlap_findings(validation, shared)
+        if len(shared):
+            both = _said(len(shared), f"validation {validation.report.noun}", "is", "are")
+            places = [validation.place(item) for item in shared[:SHOWN].tolist()]
+            one = _placed("overlap", f"{both} in the training data as well", len(shared), places)
+            findings.append(replace(one, dataset="validation"))
     if untrained_tokens is not None:
         numbers["untrained_tokens"] = list(untrained_tokens)
-    findings += _token_findings(untrained_tokens or ())
+    if untrained_tokens:
+        names = ", ".join(untrained_tokens[:SHOWN]) + (", ..." if len(untrained_tokens) > SHOWN else "")
+        told = f"the sequences use {names}, whose embeddings the checkpoint has never trained"
+        findings.append(Finding("untrained-tokens", f"{told}; train the embedding as well", 0))
     return Inspection(numbers, histogram(training.lengths, max_seq_len), findings)
 
 
@@ -189,23 +197,6 @@ def _placed(name: str, line: str, count: int, places: Sequence[str]) -> Finding:
     return Finding(name, line, count, places, count - len(places))
 
 
-def _overlap_findings(validation: Dataset, shared: np.ndarray) -> Iterable[Finding]:
-    if len(shared):
-        places = [validation.place(item) for item in shared[:SHOWN].tolist()]
-        noun = validation.report.noun
-        line = f"{_said(len(shared), f'validation {noun}', 'is', 'are')} in the training data as well"
-        yield replace(_placed("overlap", line, len(shared), places), dataset="validation")
-
-
-def _token_findings(untrained: Sequence[str]) -> Iterable[Finding]:
-    if untrained:
-        names = ", ".join(untrained[:SHOWN]) + (", ..." if len(untrained) > SHOWN else "")
-        line = (
-            f"the sequences use {names}, whose embeddings the checkpoint has never trained; train the embedding as well"
-        )
-        yield Finding("untrained-tokens", line, 0)
-
-
 def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """The special tokens: id -> text."""
     texts = tokenizer.special_texts
@@ -281,13 +272,7 @@ def pieces_of(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:
     ids = np.append(sequence.tokens, sequence.labels[-1:][targets[-1:]])
     trained = np.append(False, targets)[: len(ids)]
     special = np.isin(ids, list(special_tokens(tokenizer)))
-    start = 0
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or (trained[end], special[end]) != (trained[start], special[start]):
-            text = _decode(ids[start:end].tolist(), tokenizer)
-            yield Piece(text, bool(trained[start]), bool(special[start]))
-            start = end
-
-
-def _decode(ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    return b"".join(tokenizer.token_bytes(i) for i in ids).decode("utf-8", errors="replace")
+    kinds = zip(ids.tolist(), trained.tolist(), special.tolist(), strict=True)
+    for (is_trained, is_special), run in groupby(kinds, key=itemgetter(1, 2)):
+        text = b"".join(tokenizer.token_bytes(number) for number, *_ in run).decode("utf-8", errors="replace")
+        yield Piece(text, is_trained, is_special)

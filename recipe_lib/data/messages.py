@@ -1,11 +1,14 @@
 """Reads messages as chat APIs have them, out of the spellings that samples are found in; what cannot be used is a
 SampleFault."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from recipe_lib.data.column_names import is_idle_key, read_truth, says_nothing
+from recipe_lib.data.rendering import THOUGHT_KEYS
 from recipe_lib.data.samples import (
     Conversation,
     Message,
@@ -13,15 +16,19 @@ from recipe_lib.data.samples import (
     RawSample,
     SampleFault,
     SamplePlaces,
+    found_in,
+    is_idle_key,
     kind_of,
     list_of,
+    parse_column,
     path_of,
+    read_truth,
     refuse_keys,
+    says_nothing,
     shown,
     text_of,
 )
-from recipe_lib.data.template_behavior import THOUGHT_KEYS
-from recipe_lib.data.tool_calls import calls_in_text, name_calls, read_calls, read_function_call, take_idle
+from recipe_lib.reading import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 # The speakers of conversations as tools and chat APIs call them, in small letters.
@@ -163,15 +170,24 @@ def _read_call_turn(turn: RawSample, text_key: str, kept: dict[str, Any], where:
 
 def _read_calls(kept: dict[str, Any], role: str, where: str) -> dict[str, Any]:
     """Return what a message holds, its calls as chat APIs have them. Raises SampleFault."""
-    if kept.keys().isdisjoint(_CALL_KEYS):
-        return kept
     keys = [key for key in _CALL_KEYS if key in kept]
+    if not keys:
+        return kept
     if len(keys) > 1 or role != "assistant":
         found = " and ".join(keys) + ("" if role == "assistant" else f" of the {role}")
         raise SampleFault("calls of a message", f"{where}: found {found}, expected one of the two, of the assistant")
     (key,) = keys
     path = f"{where}.{key}"
-    calls = read_calls(kept[key], path) if key == "tool_calls" else [read_function_call(kept[key], path)]
+    held = kept[key]
+    if key == "tool_calls":
+        if not isinstance(held, list):
+            raise SampleFault(_CAUSE, f"{path}: found {kind_of(held)}, expected a list of calls {_CALL}")
+        calls = [_read_call(call, f"{path}[{number}]") for number, call in enumerate(held)]
+    elif not isinstance(held, dict) or "function" in held:  # the older field holds a function itself
+        found = kind_of(held) if not isinstance(held, dict) else "an object with function"
+        raise SampleFault(_CAUSE, f"{path}: found {found}, expected {_FUNCTION}")
+    else:
+        calls = [_read_call(held, path)]
     calls, idle = take_idle(calls)
     return {name: value for name, value in kept.items() if name != key} | idle | {"tool_calls": calls}
 
@@ -287,3 +303,147 @@ def _read_text_part(part: Any, where: str) -> str:
     if isinstance(part, dict):
         found = f"a part of the type {shown(part['type'])}" if "type" in part else "an object without a type"
     raise SampleFault("not text", f"{where}: found {found}, expected a part of the type 'text'")
+
+
+# Reads calls of tools and descriptions of tools as chat APIs have them, out of the spellings of
+# samples.
+
+
+_FUNCTION = '{"name": ..., "arguments": {...}}'
+_CALL = f'{{"function": {_FUNCTION}}}'
+_CALL_FIELDS = ("id", "type", "function")
+_FUNCTION_KEYS = ("name", "arguments")
+_BARE_KEYS = ("name", "arguments", "id", "type")  # of a call that is a function itself
+_CAUSE = "tool call of another shape"
+
+_check_keys = partial(refuse_keys, owner="a tool call", expected=f"which is not read, expected {_FUNCTION}")
+
+
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    """Return one call as chat APIs have it. Raises SampleFault."""
+    if not isinstance(call, dict):
+        raise SampleFault(_CAUSE, f"{where}: found {kind_of(call)}, expected a call {_CALL}")
+    is_bare = "function" not in call
+    function, path = (call, where) if is_bare else (call["function"], f"{where}.function")
+    if not isinstance(function, dict):
+        raise SampleFault(_CAUSE, f"{path}: found {kind_of(function)}, expected {_FUNCTION}")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        found = "empty text" if function.get("name") == "" else found_in(function, "name")
+        raise SampleFault(_CAUSE, f"{path}.name: found {found}, expected the function's name, as in {_CALL}")
+    check_arguments(function, f"{path}.arguments")
+    if not is_bare:
+        _check_keys(call, _CALL_FIELDS, where)
+        _check_keys(function, _FUNCTION_KEYS, path)
+        return call
+    _check_keys(call, _BARE_KEYS, where)
+    beside = {key: value for key, value in call.items() if key not in _FUNCTION_KEYS}
+    return {"type": "function"} | beside | {"function": {key: call[key] for key in _FUNCTION_KEYS}}
+
+
+def take_idle(calls: Sequence[RawSample]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return calls with nothing in them but what is read, and what else they held, which changes nothing, as
+    `tool_calls.KEY`."""
+    clean_calls = list[dict[str, Any]]()
+    idle = dict[str, Any]()
+    for call in calls:
+        function = call["function"]
+        beside = [(name, value) for name, value in call.items() if name not in _CALL_FIELDS]
+        beside += [(name, value) for name, value in function.items() if name not in _FUNCTION_KEYS]
+        idle |= {f"tool_calls.{name}": value for name, value in beside if not says_nothing(value)}
+        clean_call = {name: value for name, value in call.items() if name in _CALL_FIELDS}
+        clean_call["function"] = {name: value for name, value in function.items() if name in _FUNCTION_KEYS}
+        clean_calls.append(clean_call)
+    return clean_calls, idle
+
+
+def check_arguments(function: RawSample, where: str) -> None:
+    """Raise SampleFault for arguments of a call that are no object, nor JSON text of one."""
+    given = function.get("arguments")
+    if isinstance(given, dict) or (isinstance(given, str) and parse_arguments(given) is not None):
+        return
+    found = found_in(function, "arguments") if not isinstance(given, str) else shown(given)
+    raise SampleFault(
+        "tool call's arguments are no JSON",
+        f"{where}: found {found}, expected an object, or JSON text of one ({{}} for none)",
+    )
+
+
+def parse_arguments(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a call that are written as JSON, an empty text for none; None: it is no object."""
+    try:
+        arguments = parse_json(text or "{}")
+    except ValueError:
+        return None
+    return arguments if isinstance(arguments, dict) else None
+
+
+def calls_in_text(text: str, where: str) -> list[dict[str, Any]]:
+    """Return the calls that a `function_call` turn holds as JSON: one {name, arguments}, or a list of them."""
+    try:
+        content = parse_json(text)
+    except ValueError:
+        content = None
+    calls = content if isinstance(content, list) else [content]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise SampleFault(
+            "call that is no JSON",
+            f"{where}: found a function_call that is no JSON object, expected {_FUNCTION} or a list of them",
+        )
+    full_calls = list[dict[str, Any]]()
+    for call in calls:
+        function = {"name": call["name"], "arguments": call.get("arguments") or {}}
+        check_arguments(function, f"{where}: arguments of {shown(call['name'])}")
+        _check_keys(call, _BARE_KEYS, where)
+        call_id = {"id": call["id"]} if call.get("id") else {}
+        beside = {name: value for name, value in call.items() if name not in _BARE_KEYS}
+        full_calls.append({"type": "function"} | call_id | beside | {"function": function})
+    return full_calls
+
+
+def name_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with an id for each call that has none, and the answers of tools with the id of their call.
+
+    Chat APIs give calls an id and some templates write it (Mistral's: 9 letters or digits); sharegpt samples have none.
+    An id follows from the call and its place in the conversation.
+    """
+    named_messages = list[Message]()
+    open_calls = list[str]()
+    for number, message in enumerate(messages):
+        calls = [
+            call if "id" in call else {"id": _make_call_id(number, position, call), **call}
+            for position, call in enumerate(message.get("tool_calls") or ())
+        ]
+        if calls:
+            message = {**message, "tool_calls": calls}
+            open_calls = [call["id"] for call in calls]
+        elif message["role"] == "tool" and "tool_call_id" not in message and open_calls:
+            message = {**message, "tool_call_id": open_calls.pop(0)}
+        named_messages.append(message)
+    return named_messages
+
+
+def _make_call_id(number: int, position: int, call: RawSample) -> str:
+    """Return an id for a message's call. position: of the call among those of the message."""
+    return hashlib.sha256(json.dumps([number, position, call], sort_keys=True).encode()).hexdigest()[:9]
+
+
+def read_tools(sample: RawSample) -> tuple[list[RawSample] | None, str]:
+    """Return the column `tools`, and its path: a list of descriptions, or one as JSON text; a bare function is put as
+    chat APIs have it. Raises SampleFault."""
+    path = path_of(sample, "tools")
+    tools: Any = sample.get("tools")
+    if says_nothing(tools) or (isinstance(tools, str) and tools.strip() == "null"):
+        return None, path
+    if isinstance(tools, list) and all(isinstance(tool, str) and tool.lstrip().startswith("{") for tool in tools):
+        tools = [parse_column(tool, "tools", f"{path}[{number}]", "an object") for number, tool in enumerate(tools)]
+        sample = {"tools": tools}
+    described, path = list_of(sample, "tools")
+    return [_read_tool(tool) for tool in described] or None, path
+
+
+def _read_tool(tool: RawSample) -> RawSample:
+    """Return a description as chat APIs have it; of a bare function, or of one with its type beside its name."""
+    if "name" not in tool or "function" in tool:
+        return tool
+    function = {key: value for key, value in tool.items() if key != "type" or value != "function"}
+    return {"type": "function", "function": function}

@@ -97,7 +97,6 @@ class LocalFile(SampleFile):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """As SampleFile says."""
         return {"name": Path(self.place).name} | hash_of(self.path)
 
 
@@ -114,30 +113,27 @@ class IndexedFile(LocalFile):
 
         Raises DataError for what is wrong with the file, where it is reached."""
 
-    @abstractmethod
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
         """Return the sample with this number, from its bytes."""
+        return parse_sample(content)
 
     def locate(self, number: int, line: int) -> str:
         """Return where a sample is."""
-        return f"{self.place}:{line}"
+        return f"{self.place}:{line}" if line else self.place
 
     def __len__(self) -> int:
         return len(self._index)
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Located]:
-        """As SampleFile says."""
         rows = map(np.ndarray.tolist, self._index[start:stop])
         with opened(self.path) as file:
             yield from self._read_rows(file, rows, start)
 
     def first(self, count: int) -> Iterator[Located]:
-        """As SampleFile says."""
         with opened(self.path) as scanned, opened(self.path) as file:
             yield from self._read_rows(file, islice(self.scan(scanned), count), 0)
 
     def place_of(self, sample: int) -> str:
-        """As SampleFile says."""
         return self.locate(sample, int(self._index[sample, 2]))
 
     def _read_rows(self, file: BinaryIO, rows: Iterable[Sequence[int]], first: int) -> Iterator[Located]:
@@ -164,12 +160,7 @@ class TextFile(IndexedFile):
     """A .txt file: one sample with the column `text`, which keeps its line ends."""
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-        """As IndexedFile says."""
         yield 0, os.fstat(file.fileno()).st_size, 0
-
-    def locate(self, number: int, line: int) -> str:
-        """As IndexedFile says."""
-        return self.place
 
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
         """As IndexedFile says. Raises DataError."""
@@ -189,7 +180,6 @@ class JsonLinesFile(IndexedFile):
     line_end = 2
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-        """As IndexedFile says."""
         start = end = skip_mark(file)
         line = 1
         is_blank = is_empty = True
@@ -211,7 +201,6 @@ class JsonLinesFile(IndexedFile):
             raise DataError(f"{self.place}: the file is empty, expected samples")
 
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
-        """As IndexedFile says."""
         content = content.rstrip(b"\r\n")
         if len(content) > self.sample_limit:
             return self.too_large(len(content))
@@ -241,11 +230,6 @@ def parse_sample(line: bytes) -> dict[str, Any] | SampleFault:
         said = str(error).removeprefix("line 1 ")
         said = said if "JSON" in said else f"found {said}"  # a number that is too long, by its kind
         return SampleFault("invalid JSON", f"{said}, expected an object a line")
-    return as_sample(sample)
-
-
-def as_sample(sample: Any) -> dict[str, Any] | SampleFault:
-    """What was read, if it is an object; else the fault."""
     if isinstance(sample, dict):
         return sample
     return SampleFault("not an object", f"found {kind_of(sample)}, expected an object with the columns of the sample")
@@ -301,21 +285,16 @@ class CsvFile(IndexedFile):
         csv.field_size_limit(max(sample_limit, csv.field_size_limit()))
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-        """As IndexedFile says."""
         header, delimiter = self._header
-        lines = _Lines(file, self.place)
-        rows = lines.rows(delimiter)
-        next(rows)  # the header
         is_empty = True
-        for _ in rows:
+        for _, start, end, line in islice(_read_csv_rows(file, self.place, delimiter), 1, None):  # behind the header
             is_empty = False
-            yield lines.row_start, lines.at, lines.row_line
+            yield start, end, line
         if is_empty:
             names = show(", ".join(filter(None, header)))
             raise DataError(f"{self.place}: found a header ({names}) and no rows, expected samples below it")
 
     def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
-        """As IndexedFile says."""
         header, delimiter = self._header
         lines = io.StringIO(content.decode("utf-8", errors="replace"), newline="\n")
         cells = next(csv.reader(lines, delimiter=delimiter), [])
@@ -331,56 +310,53 @@ class CsvFile(IndexedFile):
     def _header(self) -> tuple[list[str], str]:
         """The names of the columns, and the delimiter. Raises DataError."""
         with opened(self.path) as file:
-            first = next(iter(_Lines(file, self.place)), "")
+            skip_mark(file)
+            first = file.readline(LINE_LIMIT).decode("utf-8", errors="replace")
         if not first.strip():
             raise empty(self.place)
         is_tsv = Path(self.place.removesuffix(".gz").removesuffix(".zst")).suffix == ".tsv"
         delimiter = "\t" if is_tsv else max(_DELIMITERS, key=first.count)
         with opened(self.path) as file:
-            header = [name.strip() for name in next(_Lines(file, self.place).rows(delimiter))]
+            cells, *_ = next(_read_csv_rows(file, self.place, delimiter))
+        header = [name.strip() for name in cells]
         twice = next((name for name in header if name and header.count(name) > 1), None)
         if twice is not None:
             raise DataError(f"{self.place}:1: found the column {twice} twice, expected each name once; rename one")
         return header, delimiter
 
 
-class _Lines:
-    """The lines of a file as csv takes them, one at a time. row_start, row_line: first byte and line of the row that
-    `rows` gave last."""
+def _read_csv_rows(file: BinaryIO, place: str, delimiter: str) -> Iterator[tuple[list[str], int, int, int]]:
+    """Yield the cells of each row that is not blank, its first byte, the one after its last, and its line.
 
-    def __init__(self, file: BinaryIO, place: str) -> None:
-        """file: just opened."""
-        self.file = file
-        self.place = place
-        self.at = self.row_start = skip_mark(file)
-        self.line = self.row_line = 1
+    file: just opened. Raises DataError for quotes that are not closed, and for what is no text.
+    """
+    at = skip_mark(file)
+    line = 1
 
-    def __iter__(self) -> Iterator[str]:
-        while content := self.file.readline(LINE_LIMIT + 1):
+    def read_lines() -> Iterator[str]:
+        nonlocal at, line
+        while content := file.readline(LINE_LIMIT + 1):
             if len(content) > LINE_LIMIT:
-                raise build_line_fault(self.place, self.line)
+                raise build_line_fault(place, line)
             try:
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise not_utf8(self.place, self.line, content[error.start]) from None
-            self.at += len(content)
-            self.line += 1
+                raise not_utf8(place, line, content[error.start]) from None
+            at += len(content)
+            line += 1
             yield text
 
-    def rows(self, delimiter: str) -> Iterator[list[str]]:
-        """The cells of each row that is not blank. Raises DataError for quotes that are not closed."""
-        reader = csv.reader(iter(self), delimiter=delimiter, strict=True)
-        while True:
-            start, line = self.at, self.line
-            try:
-                cells = next(reader, None)
-            except csv.Error as error:
-                raise DataError(
-                    f"{self.place}:{line}: found a row that is no CSV ({error}), expected quotes around cells closed, "
-                    "and doubled inside; correct the row"
-                ) from None
-            if cells is None:
-                return
-            if cells:
-                self.row_start, self.row_line = start, line
-                yield cells
+    reader = csv.reader(read_lines(), delimiter=delimiter, strict=True)
+    while True:
+        start, first_line = at, line
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise DataError(
+                f"{place}:{first_line}: found a row that is no CSV ({error}), expected quotes around cells closed, "
+                "and doubled inside; correct the row"
+            ) from None
+        if cells is None:
+            return
+        if cells:
+            yield cells, start, at, first_line

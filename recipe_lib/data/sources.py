@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from functools import cached_property
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +20,6 @@ from huggingface_hub.errors import HTTPError
 from recipe_lib.config.local_files import COMPRESSED, cache_root, find_files, no_datasets, no_reader
 from recipe_lib.config.schema import SourceConfig
 from recipe_lib.config.schema_data import HUB, is_hub
-from recipe_lib.data.column_names import is_idle_beside, says_nothing
 from recipe_lib.data.sample_files import (
     SAMPLE_LIMIT,
     CsvFile,
@@ -33,10 +33,8 @@ from recipe_lib.data.sample_files import (
     hash_of,
     not_utf8,
     opened,
-    parse_sample,
-    skip_mark,
 )
-from recipe_lib.data.samples import SampleFault, kind_of
+from recipe_lib.data.samples import SampleFault, is_idle_beside, kind_of, says_nothing
 from recipe_lib.errors import DataError, StorageError
 from recipe_lib.files import discard_idle, write_aside
 from recipe_lib.reading import open_regular, suggest_remedy
@@ -47,12 +45,12 @@ from recipe_lib.units import GIB, MIB, format_bytes
 # object.
 
 
-READ_BYTES = 2**20  # bytes that are read at a time
-# A fault so near to the end of the window may be only that the window ends there (in a word or in an escape).
+# A fault so near to the end of what is decoded may be only that it ends there (in a word or in an escape).
 UNSURE = 16
 
-_BLANK = re.compile("[ \t\n\r]*")
-_OUTSIDE, _INSIDE = re.compile(r'[\[\]{}"]'), re.compile(r'\\.?|"', re.DOTALL)  # of a text in quotes
+_BLANK = re.compile(rb"[ \t\n\r]*+")
+_TOKEN = re.compile(rb'[\[\]{}]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # a bracket, or a text in quotes
+_WORD = re.compile(rb'[^\s,:\[\]{}"]*+')  # a number, or `true`
 
 TOO_LONG = object()
 
@@ -61,18 +59,18 @@ class JsonFile(IndexedFile):
     """A .json file. Its index is made by decoding each item once, which also finds every fault of the file."""
 
     def scan(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-        """As IndexedFile says."""
-        scanner = _Scanner(file, self.place, self.sample_limit)
-        self._list_path = "." if scanner.next_letter() == "[" else ".data"
-        self._beside = scanner.beside
-        yield from scanner.items()
-
-    def decode(self, content: bytes, number: int) -> dict[str, Any] | SampleFault:
-        """As IndexedFile says."""
-        return parse_sample(content)
+        if os.fstat(file.fileno()).st_size == 0:
+            raise empty(self.place)
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            scanner = _Scanner(content, self.place, self.sample_limit)
+            opening = scanner.next_byte()
+            if not opening:
+                raise empty(self.place)
+            self._list_path = "." if opening == b"[" else ".data"
+            self._beside = scanner.beside
+            yield from scanner.items()
 
     def locate(self, number: int, line: int) -> str:
-        """As IndexedFile says."""
         return f"{self.place}:{line}: {self._list_path}[{number}]" if line else self.place
 
     @property
@@ -88,167 +86,135 @@ def _describe(value: Any) -> str:
 
 
 class _Scanner:
-    """A window onto the text of a file, which moves on as values are taken from it.
+    """Takes the values of a JSON file one after the other, each decoded by itself.
 
-    `text[at]` is the next letter; `byte`, `line`, `column` say where it is in the file.
+    `content[at]` is the next byte; `line` is where it is in the file.
     """
 
-    def __init__(self, file: BinaryIO, place: str, sample_limit: int) -> None:
-        """sample_limit: a value of more letters is passed over, not decoded."""
-        self.file, self.place, self.sample_limit = file, place, sample_limit
-        self.letters = codecs.getincrementaldecoder("utf-8")()
+    def __init__(self, content: mmap, place: str, sample_limit: int) -> None:
+        """sample_limit: a value of more bytes is passed over, not decoded."""
+        self.content, self.place, self.sample_limit = content, place, sample_limit
+        self.at = len(codecs.BOM_UTF8) if content[:3] == codecs.BOM_UTF8 else 0
+        self.line = 1
         self.decoder = json.JSONDecoder()
-        self.text, self.at, self.ended = "", 0, False
         self.beside = dict[str, str]()  # keys of the object that holds the list, as SampleFile.keys_beside
-        self.line, self.column = 1, 1
-        self.byte = skip_mark(file)
 
     def items(self) -> Iterator[tuple[int, int, int]]:
         """Yield what JsonFile's `scan` does. Raises DataError."""
-        opening = self.next_letter()
-        if not opening:
-            raise empty(self.place)
-        if opening not in "[{":
+        opening = self.next_byte()
+        if opening not in (b"[", b"{"):
             value = self.value()
             raise DataError(f'{self.place}: found {_describe(value)}, expected a list of objects or {{"data": [...]}}')
-        yield from self.list_items() if opening == "[" else self.object_items()
-        if self.next_letter():
+        yield from self.list_items() if opening == b"[" else self.object_items()
+        if self.next_byte():
             raise self.invalid("Extra data", self.at)
+
+    def entries(self, closing: bytes) -> Iterator[None]:
+        """Pass over the list or object that begins here; yield where each of its entries begins."""
+        self.advance(self.at + 1)
+        mark = closing if self.next_byte() == closing else b","
+        while mark == b",":
+            yield
+            mark = self.next_byte()
+            if mark not in (b",", closing):
+                raise self.invalid("Expecting ',' delimiter", self.at)
+            if mark == b",":
+                self.advance(self.at + 1)
+                self.next_byte()
+        self.advance(self.at + 1)
 
     def list_items(self) -> Iterator[tuple[int, int, int]]:
         """Yield what `items` does of the list that begins here."""
-        self.advance(self.at + 1)
-        mark = "]" if self.next_letter() == "]" else ","
-        while mark == ",":
-            first, line = self.byte, self.line
+        for _ in self.entries(b"]"):
+            first, line = self.at, self.line
             self.value()
-            yield first, self.byte, line
-            mark = self.next_letter()
-            if mark not in (",", "]"):
-                raise self.invalid("Expecting ',' delimiter", self.at)
-            if mark == ",":
-                self.advance(self.at + 1)
-                self.next_letter()
-        self.advance(self.at + 1)
+            yield first, self.at, line
 
     def object_items(self) -> Iterator[tuple[int, int, int]]:
         """Yield what `items` does of the list under the key `data` of the object that begins here; else the object
         itself."""
-        start = self.byte
+        start = self.at
         has_list = False
         num_data_keys = 0
-        self.advance(self.at + 1)
-        mark = "}" if self.next_letter() == "}" else ","
-        while mark == ",":
-            if self.next_letter() != '"':
+        for _ in self.entries(b"}"):
+            if self.next_byte() != b'"':
                 raise self.invalid("Expecting property name enclosed in double quotes", self.at)
             key = self.value()
             num_data_keys += key == "data"
             if num_data_keys > 1:
                 raise DataError(f"{self.place}:{self.line}: found the key 'data' twice, expected it once; correct it")
-            if self.next_letter() != ":":
+            if self.next_byte() != b":":
                 raise self.invalid("Expecting ':' delimiter", self.at)
             self.advance(self.at + 1)
-            if self.next_letter() == "[" and key == "data":
+            if self.next_byte() == b"[" and key == "data":
                 has_list = True
                 yield from self.list_items()
             else:
                 value = self.value()
                 if not says_nothing(value):
                     self.beside[str(key)] = "" if is_idle_beside(str(key), value) else _describe(value)
-            mark = self.next_letter()
-            if mark not in (",", "}"):
-                raise self.invalid("Expecting ',' delimiter", self.at)
-            if mark == ",":
-                self.advance(self.at + 1)
-        self.advance(self.at + 1)
         if not has_list:
             self.beside.clear()  # the object is the one sample, and these are its columns
-            yield start, self.byte, 0
+            yield start, self.at, 0
 
-    def next_letter(self) -> str:
-        """Pass over blanks; return the letter after them, or nothing at the end of the file."""
-        while True:
-            match = _BLANK.match(self.text, self.at)
-            self.advance(match.end() if match else self.at)
-            if self.at < len(self.text) or self.ended:
-                return self.text[self.at : self.at + 1]
-            self.grow()
+    def next_byte(self) -> bytes:
+        """Pass over blanks; return the byte after them, or nothing at the end of the file."""
+        blanks = _BLANK.match(self.content, self.at)
+        self.advance(blanks.end() if blanks else self.at)
+        return self.content[self.at : self.at + 1]
 
     def value(self) -> Any:
         """Take the value that begins here; TOO_LONG for one over the limit."""
-        while True:
-            try:
-                value, end = self.decoder.raw_decode(self.text, self.at)
-            except json.JSONDecodeError as error:
-                cut = error.msg.startswith("Unterminated") or error.pos >= len(self.text) - UNSURE
-                if self.ended or not cut:
-                    raise self.invalid(error.msg, error.pos) from None
-                if len(self.text) - self.at > self.sample_limit:
-                    self.pass_over()
-                    return TOO_LONG
-            except RecursionError:
-                raise DataError(f"{self.place}: JSON nested too deep, expected a list of objects") from None
-            except ValueError:  # Python refuses integers of thousands of digits
-                raise self.invalid("a number of too many digits", self.at) from None
-            else:
-                if end < len(self.text) or self.ended:  # a number at the window's end may go on
-                    self.advance(end)
-                    return value
-            self.grow()
+        end, is_closed = self._find_end()
+        cut = min(end, self.at + self.sample_limit + UNSURE)
+        try:
+            text, _ = codecs.utf_8_decode(self.content[self.at : cut], "strict", cut == end)
+            value, length = self.decoder.raw_decode(text)
+        except UnicodeDecodeError as error:
+            line = self.line + error.object[: error.start].count(b"\n")
+            raise not_utf8(self.place, line, error.object[error.start]) from None
+        except json.JSONDecodeError as error:
+            is_fault = not error.msg.startswith("Unterminated") and error.pos < len(text) - UNSURE
+            if cut == end or is_fault:
+                raise self.invalid(error.msg, self.at + len(text[: error.pos].encode())) from None
+            if not is_closed:
+                raise self.invalid("Unterminated value", end) from None
+            self.advance(end)
+            return TOO_LONG
+        except RecursionError:
+            raise DataError(f"{self.place}: JSON nested too deep, expected a list of objects") from None
+        except ValueError:  # Python refuses integers of thousands of digits
+            raise self.invalid("a number of too many digits", self.at) from None
+        self.advance(self.at + len(text[:length].encode()))
+        return value
 
-    def pass_over(self) -> None:
-        """Pass over the list, object or text that begins here, by its brackets and quotes alone."""
-        at, depth, inside = self.at, 0, False
-        while True:
-            found = (_INSIDE if inside else _OUTSIDE).search(self.text, at)
-            if found is None or found[0] == "\\":  # which may belong to the next letter
-                self.advance(found.start() if found else len(self.text))
-                if self.ended:
-                    raise self.invalid("Unterminated value", self.at)
-                self.grow()
-                at = self.at
-                continue
-            at = found.end()
-            if found[0] == '"':
-                inside = not inside
-            elif not inside:
-                depth += 1 if found[0] in "[{" else -1
-            if not inside and depth == 0:
-                self.advance(at)
-                return
+    def _find_end(self) -> tuple[int, bool]:
+        """Return where the list, object, text or word that begins here ends, by its brackets and quotes alone, and
+        whether it does before the file."""
+        depth = 0
+        word = _WORD.match(self.content, self.at)
+        if word and word.end() > self.at:
+            return word.end(), True
+        for token in _TOKEN.finditer(self.content, self.at):
+            depth += (token[0] in (b"[", b"{")) - (token[0] in (b"]", b"}"))
+            if depth <= 0:
+                return token.end(), True
+        return len(self.content), False
 
     def advance(self, end: int) -> None:
-        """Move on to `text[end]`."""
-        passed = self.text[self.at : end]
-        self.byte += len(passed) if passed.isascii() else len(passed.encode())
-        self.line, self.column = self._place(end)
+        """Move on to `content[end]`."""
+        self.line += self.content[self.at : end].count(b"\n")
         self.at = end
 
-    def grow(self) -> None:
-        """Let go of what is passed and read on, as much as there is already or more."""
-        block = self.file.read(max(READ_BYTES, len(self.text) - self.at))
-        try:
-            more = self.letters.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            line = self.line + self.text.count("\n", self.at) + error.object[: error.start].count(b"\n")
-            raise not_utf8(self.place, line, error.object[error.start]) from None
-        self.text, self.at, self.ended = self.text[self.at :] + more, 0, not block
-
     def invalid(self, said: str, position: int) -> DataError:
-        """Return the fault at a position of the window."""
-        line, column = self._place(position)
+        """Return the fault at a position that is not before `at`."""
+        line = self.line + self.content[self.at : position].count(b"\n")
+        before = self.content[self.content.rfind(b"\n", 0, position) + 1 : position].removeprefix(codecs.BOM_UTF8)
         remedy = "; if every line is an object of its own, name the file .jsonl" if said == "Extra data" else ""
+        column = len(before.decode(errors="replace")) + 1
         return DataError(
             f"{self.place}:{line}: column {column}: invalid JSON ({said}), expected a list of objects{remedy}"
         )
-
-    def _place(self, position: int) -> tuple[int, int]:
-        """Return (line, column) of a position that is not before `at`."""
-        last = self.text.rfind("\n", self.at, position)
-        if last < 0:
-            return self.line, self.column + position - self.at
-        return self.line + self.text.count("\n", self.at, position), position - last
 
 
 # Reads Arrow tables, a batch of samples at a time: Parquet files, through pyarrow, and datasets of
@@ -326,21 +292,20 @@ class ParquetFile(LocalFile):
         """The number of samples up to the end of each row group, int64."""
         with _parquet(self.path) as file:
             groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
-            counts = [group.num_rows for group in groups]
-            self._refuse_bomb(sum(counts), sum(group.total_byte_size for group in groups))
-        if not sum(counts):
-            raise empty(self.place)
-        return np.cumsum(counts, dtype=np.int64)
-
-    def _refuse_bomb(self, samples: int, unpacked: int) -> None:
-        """DataError for a file whose metadata speaks of far more than its bytes can hold."""
+        counts = [group.num_rows for group in groups]
+        num_samples = sum(counts)
+        num_bytes = sum(group.total_byte_size for group in groups)
         size = os.path.getsize(self.path)
-        if unpacked > max(MOST_UNPACKED, LARGEST_RATIO * size) or samples > ROWS_PER_BYTE * size:
+        # Metadata that speak of far more than the file's bytes can hold.
+        if num_bytes > max(MOST_UNPACKED, LARGEST_RATIO * size) or num_samples > ROWS_PER_BYTE * size:
             raise DataError(
-                f"{self.place}: {format_bytes(size)} say that they unpack to {samples} samples of "
-                f"{format_bytes(unpacked)}, "
+                f"{self.place}: {format_bytes(size)} say that they unpack to {num_samples} samples of "
+                f"{format_bytes(num_bytes)}, "
                 f"expected at most {LARGEST_RATIO} times the size; take the file from a source you trust"
             )
+        if not num_samples:
+            raise empty(self.place)
+        return np.cumsum(counts, dtype=np.int64)
 
 
 def _dictionary_bytes(file: BinaryIO, column: Any) -> int:
@@ -383,28 +348,24 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 def _read_batch(file: SampleFile, batch: Any) -> Iterator[dict[str, Any] | SampleFault]:
     """Yield the samples of a batch, each on its own where one of them may be too large."""
-    if batch.nbytes <= file.sample_limit:
-        yield from map(_leave_out_nulls, batch.to_pylist())
-        return
-    for at in range(len(batch)):
-        row = batch.slice(at, 1)
-        is_large = row.nbytes > file.sample_limit
-        yield file.too_large(row.nbytes) if is_large else _leave_out_nulls(row.to_pylist()[0])
+    is_large = batch.nbytes > file.sample_limit
+    for part in [batch.slice(at, 1) for at in range(len(batch))] if is_large else [batch]:
+        if part.nbytes > file.sample_limit:
+            yield file.too_large(part.nbytes)
+        else:
+            for sample in part.to_pylist():
+                yield {name: _leave_out_nulls(value) for name, value in sample.items()}
 
 
-def _leave_out_nulls(sample: dict[str, Any]) -> dict[str, Any]:
-    """A sample of an Arrow table, without the nulls inside of its columns.
+def _leave_out_nulls(value: Any) -> Any:
+    """Return a value of an Arrow table without the nulls in it.
 
     A table gives all objects of a column the same fields, filled up with nulls; a chat template would write them out.
     """
-    return {name: _bare(value) for name, value in sample.items()}
-
-
-def _bare(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _bare(inner) for name, inner in value.items() if inner is not None}
+        return {name: _leave_out_nulls(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list):
-        return [_bare(item) for item in value]
+        return [_leave_out_nulls(item) for item in value]
     return value
 
 
@@ -480,12 +441,11 @@ def open_sources(
     nothing is there, or a kind that is not read."""
     if is_hub(cfg.source):
         return [HubSamples(cfg.source, cfg.split or "train", sample_limit, f"{section}.source")]
-    return [_opened(path, sample_limit, cache) for path in find_files(cfg.source, f"{section}.source")]
-
-
-def _opened(path: Path, sample_limit: int, cache: Path | None) -> SampleFile:
-    inside = unpacked(path, cache or cache_root(None)) if path.suffix in COMPRESSED else path
-    return _KINDS[inside.suffix](inside, sample_limit, str(path))
+    files = list[SampleFile]()
+    for path in find_files(cfg.source, f"{section}.source"):
+        inside = unpacked(path, cache or cache_root(None)) if path.suffix in COMPRESSED else path
+        files.append(_KINDS[inside.suffix](inside, sample_limit, str(path)))
+    return files
 
 
 # Files compressed with gzip or Zstandard: unpacked once, next to the tokenized samples, and read
@@ -532,7 +492,7 @@ def unpacked(path: Path, root: Path) -> Path:
 
 
 def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
-    blocks, damaged = (_gzip_blocks(path), _DAMAGED) if path.suffix == ".gz" else _zstd_blocks(path)
+    blocks = _gzip_blocks(path) if path.suffix == ".gz" else _zstd_blocks(path)
     size, most = 0, max(_SMALL, _MOST_TIMES * path.stat().st_size)
     try:
         with closing(blocks), target.open("wb") as out:
@@ -545,7 +505,7 @@ def _unpack(path: Path, target: Path, advance: Callable[[int], None]) -> None:
                     )
                 out.write(block)
                 advance(len(block))
-    except damaged as error:
+    except _DAMAGED as error:
         raise DataError(
             f"{path}: is damaged, or no {COMPRESSED[path.suffix]} file ({error}); fetch or make it again"
         ) from None
@@ -557,24 +517,23 @@ def _gzip_blocks(path: Path) -> Generator[bytes]:
             yield block
 
 
-def _zstd_blocks(path: Path) -> tuple[Generator[bytes], tuple[type[Exception], ...]]:
-    """The content, and what is raised for a damaged file. DataError without the package that reads it."""
+def _zstd_blocks(path: Path) -> Generator[bytes]:
+    """Yield the content, one frame after the other. Raises DataError without the package that reads it, and EOFError
+    for a damaged file, or a last frame that is not whole, which the package passes over."""
     try:
         import zstandard
     except ImportError:
         raise DataError(no_reader(path)) from None
-    return _frames(path, lambda: zstandard.ZstdDecompressor().decompressobj()), (zstandard.ZstdError, EOFError)
-
-
-def _frames(path: Path, new: Callable[[], Any]) -> Generator[bytes]:
-    """One frame after the other. EOFError for a last one that is not whole, which the packages pass over."""
-    frame, begun = new(), False
+    frame = None
     with open_regular(path) as source:
         while block := source.read(_BLOCK):
             while block:
-                if frame.eof:
-                    frame = new()
-                yield frame.decompress(block)
-                begun, block = True, frame.unused_data if frame.eof else b""
-    if begun and not frame.eof:
+                if frame is None or frame.eof:
+                    frame = zstandard.ZstdDecompressor().decompressobj()
+                try:
+                    yield frame.decompress(block)
+                except zstandard.ZstdError as error:
+                    raise EOFError(str(error)) from None
+                block = frame.unused_data if frame.eof else b""
+    if frame is not None and not frame.eof:
         raise EOFError("the last frame is not whole")

@@ -1,17 +1,28 @@
 """From a config to a dataset: tokenizes its sources in parallel, or maps what the cache has of them."""
 
+import gc
+import multiprocessing
 import os
-from collections.abc import Sequence
-from contextlib import closing
+import signal
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager, suppress
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import sources_by_section, validation_source
-from recipe_lib.data.cache import ArrayWriter, cache_key, load_or_make, make_in_memory
+from recipe_lib.data.cache import ArrayWriter, cache_key, load_or_make
 from recipe_lib.data.dataset import Dataset, Origin, copies
 from recipe_lib.data.dataset_report import MOST_BAD_LINES, PLACES, DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder, Task
@@ -19,8 +30,7 @@ from recipe_lib.data.find_format import with_format
 from recipe_lib.data.samples import columns_section
 from recipe_lib.data.sources import SampleFile, open_sources
 from recipe_lib.data.templates import Encoder
-from recipe_lib.data.workers import in_order, worker_count
-from recipe_lib.errors import DataError
+from recipe_lib.errors import DataError, SetupError
 from recipe_lib.report.phases import phase
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.units import MIB
@@ -82,18 +92,6 @@ def build_datasets(cfg: FullFinetuneConfig, tokenizer: Tokenizer, may_be_empty: 
     return training, validation
 
 
-def _sources(cfg: DataConfig, validation: SourceConfig | None) -> dict[str, SourceConfig]:
-    """The sources with nothing left null but max_samples, by the section of the config that they are from.
-
-    Raises DataError."""
-    if validation is not None:
-        return {"validation": validation}
-    sources = sources_by_section(cfg)
-    if not sources:
-        raise DataError("data.source: is not set; set it to a file or folder of samples, or to hub:OWNER/NAME")
-    return sources
-
-
 class DatasetBuilder:
     """Makes one dataset, or finds it in the cache."""
 
@@ -108,7 +106,9 @@ class DatasetBuilder:
         """Look the files up, and into them only where their format is to be found. Raises DataError.
 
         validation, may_be_empty: as `build_dataset` has them."""
-        sources = _sources(cfg, validation)
+        sources = {"validation": validation} if validation is not None else sources_by_section(cfg)
+        if not sources:
+            raise DataError("data.source: is not set; set it to a file or folder of samples, or to hub:OWNER/NAME")
         self.cfg, self.tokenizer, self.max_seq_len, self.may_be_empty = cfg, tokenizer, max_seq_len, may_be_empty
         limit, cache = int(cfg.max_sample_mib * MIB), cache_root(cfg.cache_dir)
         opened = [open_sources(source, limit, cache, section) for section, source in sources.items()]
@@ -143,10 +143,7 @@ class DatasetBuilder:
 
     def build(self) -> Dataset:
         """Return it out of the cache, or made. Raises DataError."""
-        key = self.find_key()
-        stored = load_or_make(cache_root(self.cfg.cache_dir), key, self._make) if key else None
-        if stored is None:
-            stored = make_in_memory(lambda writer: self._make(writer, shared_by=_ranks_here()))
+        stored = load_or_make(cache_root(self.cfg.cache_dir), self.find_key(), self._make)
         arrays, report = stored.arrays, stored.report
         if self.cfg.check_label_mask:
             report.check_share()
@@ -181,12 +178,14 @@ class DatasetBuilder:
             "vocab_size": self.tokenizer.vocab_size,
         }
 
-    def _make(self, writer: ArrayWriter, shared_by: int = 1) -> DataReport:
+    def _make(self, writer: ArrayWriter) -> DataReport:
         """Tokenizes everything. Raises DataError: up to the first fault that ends the reading, what is wrong with the
         samples of all sources."""
         reports = [encoder.report() for encoder in self.encoders]
         tasks = self._tasks()
         samples = sum((task.stop or 0) - task.start for task in tasks)
+        # Each rank of this machine makes what is kept in memory.
+        shared_by = 1 if writer.folder else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         workers = min(worker_count(self.cfg.num_proc, shared_by), 1 + sum(map(_size, self.files)) // BYTES_PER_WORKER)
         with (
             phase("data: tokenizing", samples, "samples") as progress,
@@ -273,6 +272,105 @@ def _size(file: SampleFile) -> int:
     return path.stat().st_size if path.is_file() else 2**40
 
 
-def _ranks_here() -> int:
-    """Ranks of this run on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+# Work on many pieces in several processes, its results in order.
+
+
+Piece = TypeVar("Piece")
+Result = TypeVar("Result")
+
+AHEAD = 4  # pieces for each process that may be done before the first of them is taken
+
+_work: Callable[[Any], Any] | None = None  # in a worker: what it does
+
+
+def worker_count(wanted: int | None, shared_by: int = 1) -> int:
+    """Processes to work with; wanted: `data.num_proc`, per machine. shared_by: how many of us do the same work on it.
+
+    One where a fork is no longer safe, since a process group or a device has threads that a fork does not have; and in
+    a daemonic process, which may have no children.
+    """
+    grouped = dist.is_available() and dist.is_initialized()
+    if grouped or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, (wanted or cores) // shared_by)
+
+
+def drop_dead_groups() -> None:
+    """Collect the process group that a run before has left in this process, if there is one; called before a fork.
+
+    A fork in which the group's last reference goes away crashes or hangs (docs/upstream/gloo_group_in_fork.md).
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    names = []
+    for file in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # the thread has ended
+            names.append(file.read_text())
+    if any("gloo" in name for name in names):
+        gc.unfreeze()
+        gc.collect()
+
+
+def in_order(work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int) -> Generator[Result, None, None]:
+    """`work` of each piece, in the order of the pieces, by so many forks of this process; 1: here.
+
+    A piece and its result go through pipes, `work` does not. Raises SetupError if a worker is killed.
+    """
+    workers = min(workers, len(pieces))
+    if workers <= 1:
+        yield from map(work, pieces)
+        return
+    done: deque[Future[Result]] = deque()
+    try:
+        with forks(work, workers) as submit:
+            for piece in pieces:
+                done.append(submit(piece))
+                if len(done) >= AHEAD * workers:
+                    yield done.popleft().result()
+            while done:
+                yield done.popleft().result()
+    except BrokenProcessPool:
+        raise SetupError(
+            f"data.num_proc: one of {workers} processes that tokenize was killed (out of memory?); lower data.num_proc"
+        ) from None
+
+
+@contextmanager
+def forks(work: Callable[[Piece], Result], workers: int) -> Iterator[Callable[[Piece], Future[Result]]]:
+    """`workers` forks of this process; what is yielded has one of them do `work` of a piece.
+
+    A piece and its result go through pipes, `work` does not. Futures raise BrokenProcessPool if a fork was killed.
+    """
+    drop_dead_groups()
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(work,))
+    with warnings.catch_warnings():
+        # Python 3.12 warns of any thread at a fork; those that are here hold no lock that a worker takes.
+        warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
+        try:
+            yield lambda piece: pool.submit(_run, piece)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _begin(work: Callable[[Any], Any]) -> None:
+    global _work
+    _work = work
+    gc.freeze()  # what the parent left for collection is not ours to end
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _run(piece: Any) -> Any:
+    assert _work is not None
+    return _work(piece)

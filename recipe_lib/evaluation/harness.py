@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from recipe_lib.config.local_files import install_line
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.generation.batch import generate_batch
+from recipe_lib.generation.sample import generate_batch
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.parallel.world import derive_seed
@@ -184,13 +185,12 @@ def continuation_scores(
         numbers = order[start : start + batch_size]
         whole = [(pairs[number][0] + pairs[number][1])[-(most + 1) :] for number in numbers]
         counts = [min(len(pairs[number][1]), len(ids) - 1) for number, ids in zip(numbers, whole, strict=True)]
-        width = max(map(len, whole)) - 1
-        tokens = torch.zeros(len(whole), width, dtype=torch.int64)
-        labels = torch.full_like(tokens, IGNORED)
-        for row, (ids, count) in enumerate(zip(whole, counts, strict=True)):
-            tokens[row, : len(ids) - 1] = torch.tensor(ids[:-1])
-            labels[row, len(ids) - 1 - count : len(ids) - 1] = torch.tensor(ids[-count:]) if count else IGNORED
-        labels = labels.to(device)
+        tokens = pad_sequence([torch.tensor(ids[:-1], dtype=torch.int64) for ids in whole], batch_first=True)
+        targets = [
+            torch.tensor([IGNORED] * (len(ids) - 1 - count) + ids[len(ids) - count :], dtype=torch.int64)
+            for ids, count in zip(whole, counts, strict=True)
+        ]
+        labels = pad_sequence(targets, batch_first=True, padding_value=IGNORED).to(device)
         scores = token_scores_of(model, tokens.to(device), labels)
         sums = scores[..., 0].double().sum(dim=1)
         greedy = ((scores[..., 0] == scores[..., 1]) | (labels == IGNORED)).all(dim=1)

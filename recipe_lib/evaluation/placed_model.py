@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -78,18 +78,10 @@ def place_model(
         init_adapters(model, 0)
         load_adapter(model, spec, source.adapter, some=True)
         return PlacedModel(model.eval(), parallel, source, str(source.folder), rounding)
-    load = _loader_of_base(cfg, source, model, base)
-    name = str(base) if base is not None else cfg.model.preset
-    return PlacedModel(model.eval(), parallel, source, name if load is not None else None, rounding, load)
-
-
-def _loader_of_base(
-    cfg: FullFinetuneConfig, source: GenerationSource, model: Any, base: Path | None
-) -> Callable[[], None] | None:
+    load: Callable[[], None] | None = None
     if base is not None:
-        folder = base
-        return lambda: load_weights(model, source.spec, folder)
-    if cfg.model.preset is not None:
-        seed = derive_seed(cfg.seed, "model")
-        return lambda: init_weights(model, seed, source.spec)
-    return None
+        load = partial(load_weights, model, source.spec, base)
+    elif cfg.model.preset is not None:
+        load = partial(init_weights, model, derive_seed(cfg.seed, "model"), source.spec)
+    name = str(base) if base is not None else cfg.model.preset
+    return PlacedModel(model.eval(), parallel, source, name, rounding, load)

@@ -14,10 +14,10 @@ from recipe_lib.config.mesh import padded_multiple
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import Dataset, validation_steps
 from recipe_lib.generation.answer_questions import Question
-from recipe_lib.generation.batch import Generated
+from recipe_lib.generation.sample import Generated
 from recipe_lib.parallel import Parallel, World
 from recipe_lib.redaction import redact
-from recipe_lib.report.page import render_page
+from recipe_lib.report.chart import render_page
 from recipe_lib.report.view import Section, Table
 from recipe_lib.tokenizers import Tokenizer
 from recipe_lib.training import result_of_each

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from recipe_lib.config.registry import registered
+from recipe_lib.config.registry import register, registered
 from recipe_lib.config.suggest import show
-from recipe_lib.data import Dataset, TokenSequence
+from recipe_lib.data import Dataset
 from recipe_lib.errors import ConfigError
-from recipe_lib.generation.batch import Generated, generate_batch
+from recipe_lib.generation.sample import Generated, generate_batch
 from recipe_lib.models.spec import ModelSpec
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.parallel import World
@@ -26,27 +26,25 @@ class Question:
     reference: list[int]
 
 
-def question_of(sequence: TokenSequence, stop_ids: Collection[int]) -> Question | None:
-    """The last answer of a sequence, as its label tokens have it, and what comes before it.
-
-    None where there is none to generate: nothing comes before the label tokens (plain text), or `max_seq_len` has cut
-    the answer, so that no stop token ends it.
-    """
-    trained = np.flatnonzero(sequence.labels != IGNORED)
-    if not len(trained):
-        return None
-    last = int(trained[-1])
-    before = np.flatnonzero(sequence.labels[:last] == IGNORED)
-    if not len(before) or int(sequence.labels[last]) not in stop_ids:
-        return None
-    start = int(before[-1]) + 1
-    return Question(sequence.tokens[: start + 1].tolist(), sequence.labels[start:last].tolist())
-
-
 def questions_of(dataset: Dataset, stop_ids: Collection[int]) -> dict[int, Question]:
-    """The questions of all sequences that have one, by their numbers."""
-    found = {number: question_of(dataset[number], stop_ids) for number in range(len(dataset))}
-    return {number: question for number, question in found.items() if question is not None}
+    """The last answer of each sequence, as its label tokens have it, and what comes before it, by their numbers.
+
+    A sequence where there is none to generate is left out: nothing comes before the label tokens (plain text), or
+    `max_seq_len` has cut the answer, so that no stop token ends it.
+    """
+    questions = dict[int, Question]()
+    for number in range(len(dataset)):
+        sequence = dataset[number]
+        trained = np.flatnonzero(sequence.labels != IGNORED)
+        if not len(trained):
+            continue
+        last = int(trained[-1])
+        before = np.flatnonzero(sequence.labels[:last] == IGNORED)
+        if len(before) and int(sequence.labels[last]) in stop_ids:
+            start = int(before[-1]) + 1
+            answer = sequence.labels[start:last].tolist()
+            questions[number] = Question(sequence.tokens[: start + 1].tolist(), answer)
+    return questions
 
 
 def generate_answers(
@@ -93,3 +91,16 @@ def metric_of_answers(
                 f"metric {name}: raised {type(error).__name__} for the answer of sequence {at}: {show(str(error))}"
             ) from error
     return numbers
+
+
+# What is measured of an answer: `fn(prediction, reference) -> number`, averaged over all answers.
+#
+# `exact_match` ships; a plugin registers its own by `register("metric", "name")`. prediction: the
+# text that the model gave; reference: that of the sample; both without the token that ends an
+# answer.
+
+
+@register("metric", "exact_match")
+def exact_match(prediction: str, reference: str) -> float:
+    """1 for the same text, letter for letter, else 0."""
+    return float(prediction == reference)

@@ -41,8 +41,7 @@ from recipe_lib.plan.verdict import (
     version_text,
 )
 from recipe_lib.report import terminal
-from recipe_lib.report.chart import Chart, Scale, Tooltip, as_svg, short, strips, ticks
-from recipe_lib.report.page import render_page
+from recipe_lib.report.chart import Chart, Scale, Tooltip, as_svg, render_page, short, strips, ticks
 from recipe_lib.report.terminal import HEADING, open_console, put, put_section, text_of
 from recipe_lib.report.view import Figure, Section, Table, show_table
 from recipe_lib.units import (

@@ -5,13 +5,15 @@ no script: each strip of a chart that has one holds what CSS shows while the poi
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from recipe_lib.report.page import load_template
-from recipe_lib.report.view import Figure
+import jinja2
+
+from recipe_lib.report.view import Figure, Section
 
 WIDTH, HEIGHT = 400, 230  # of a line chart: as wide as its column of the page, so that its letters are as large
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 38
@@ -345,3 +347,48 @@ def strips(
     """Tooltips at rising places, each as wide as to halfway to its neighbors. read: (lines, dots) of a place."""
     edges = [chart.left, *((first + second) / 2 for first, second in pairwise(places)), chart.width - chart.right]
     return [Tooltip(edges[at], edges[at + 1], x, *read(at)) for at, x in enumerate(places)]
+
+
+# An HTML page that needs neither network nor script, rendered with jinja2 from sections; all text
+# is escaped.
+
+
+@cache
+def load_template(name: str) -> jinja2.Template:
+    """Return a template of this folder."""
+    environment = jinja2.Environment(
+        autoescape=True,
+        loader=jinja2.PackageLoader("recipe_lib", "report"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
+
+
+def render_page(
+    kind: str,
+    title: str,
+    name: str,
+    headline: str,
+    sections: Iterable[Section],
+    *,
+    style: str = "",
+    status: str = "",
+    footer: str = "",
+) -> str:
+    """Return the page.
+
+    kind: `run`, `plan` or `evaluation`, by which the file is known again. style: `good`, `risky` or `bad` colors the
+    headline. status: a word after the name.
+    """
+    return load_template("page.html").render(
+        kind=kind,
+        title=title,
+        name=name,
+        headline=headline,
+        sections=[section for section in sections if section],
+        style=style,
+        status=status,
+        footer=footer,
+    )

@@ -9,8 +9,7 @@ from typing import Any
 from recipe_lib.files import replace_text
 from recipe_lib.reading import read_object, read_text
 from recipe_lib.redaction import redact
-from recipe_lib.report.chart import Curve, line_figure
-from recipe_lib.report.page import render_page
+from recipe_lib.report.chart import Curve, line_figure, render_page
 from recipe_lib.report.planned import KINDS
 from recipe_lib.report.view import Figure, Section, Table
 from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics

@@ -25,8 +25,7 @@ from recipe_lib.files import storage_faults
 from recipe_lib.logs import get_logger, is_quiet
 from recipe_lib.parallel.world import World
 from recipe_lib.redaction import redact_values
-from recipe_lib.report import screen
-from recipe_lib.report.phases import is_in_phase
+from recipe_lib.report.phases import can_draw, has_unicode, hide_rows, is_in_phase, show_rows
 from recipe_lib.report.planned import planned_figures
 from recipe_lib.report.terminal import SOFT
 from recipe_lib.training.metrics import MetricsFile, write_summary
@@ -153,10 +152,10 @@ class Progress:
         self._own: Sequence[str] = ()
         self._shown = world.is_main
         self._live = self._shown and not is_quiet() and (
-            cfg.progress == "live" or (cfg.progress == "auto" and screen.can_draw())
+            cfg.progress == "live" or (cfg.progress == "auto" and can_draw())
         )  # fmt: skip
         if self._live:
-            screen.show(self._rows)
+            show_rows(self._rows)
 
     def step(self, line: Mapping[str, Any], own: Sequence[str] = ()) -> None:
         """Shows one optimizer step. own: the names of the recipe's own numbers."""
@@ -178,7 +177,7 @@ class Progress:
 
     def close(self) -> None:
         """Takes the rows away; the lines stay."""
-        screen.hide(self._rows)
+        hide_rows(self._rows)
         self._live = False
 
     def _plain(self, line: Mapping[str, Any]) -> str:
@@ -198,7 +197,7 @@ class Progress:
         share = self._done / self._total if self._total else 1.0
         begin, end = f"step {self._done}/{self._total} ", f" {share:.0%}  {left}"
         room = max(SHORTEST_BAR, min(LONGEST_BAR, width - len(begin) - len(end)))
-        full = "━" if screen.has_unicode() else "="
+        full = "━" if has_unicode() else "="
         bar = Text(begin, style="bold")
         bar.append(full * round(room * share), style="green")
         bar.append((full if full == "━" else "-") * (room - round(room * share)), style="bright_black")

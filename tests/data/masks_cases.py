@@ -174,7 +174,7 @@ def outcome(encoder: Encoder, column: str) -> list[str] | str:
     """What is trained of a row, or why it is refused; behind `|`: another sequence begins."""
     try:
         if column == "preference":
-            return [text for encoded in encoder.encode_preference(PAIR) for text in trained_texts(encoder, encoded)]
+            return [text for encoded in encoder.encode_answers(PAIR) for text in trained_texts(encoder, encoded)]
         found = [trained_texts(encoder, encoded) for encoded in encoder.encode_sample(sample_of(column)).sequences]
         return [text for number, texts in enumerate(found) for text in (["|"] if number else []) + texts]
     except SampleFault as fault:

@@ -229,7 +229,7 @@ def test_a_disk_that_is_full_at_the_end(chatml, root, rows_file, said, monkeypat
     def full(_writer):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(ArrayWriter, "sync", lambda writer: full(writer) if writer._folder else None)
+    monkeypatch.setattr(ArrayWriter, "sync", lambda writer: full(writer) if writer.folder else None)
     assert len(build(chatml, root, rows_file(*ROWS))) == 4
     assert folders(root) == [] and "(No space left on device); they are kept in memory" in said[0]
 
@@ -306,7 +306,7 @@ def test_ranks_do_not_try_one_by_one_when_the_disk_is_full(chatml, root, rows_fi
     source = rows_file(*ROWS)
 
     def full(writer):
-        if writer._folder:
+        if writer.folder:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(ArrayWriter, "sync", full)

@@ -12,7 +12,7 @@ from recipe_lib.config.schema import DataConfig
 from recipe_lib.data import build_dataset
 from recipe_lib.data import tokenize_dataset as building
 from recipe_lib.data.samples import Completion, Document
-from recipe_lib.data.workers import in_order, worker_count
+from recipe_lib.data.tokenize_dataset import in_order, worker_count
 from recipe_lib.errors import DataError, SetupError
 from tests.distributed.ranks import run_ranks
 

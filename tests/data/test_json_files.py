@@ -1,4 +1,4 @@
-"""A .json file is read piece by piece, and gives what reading all of it would give: rows, places, faults."""
+"""A .json file is read item by item, and gives what reading all of it would give: rows, places, faults."""
 
 import json
 import re
@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe_lib.config.schema import SourceConfig
-from recipe_lib.data import sources
 from recipe_lib.data.sources import open_sources
 from recipe_lib.errors import DataError
 
@@ -69,11 +68,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("piece", [1, 5, 2**20])
 @pytest.mark.parametrize(("content", "line"), CASES)
-def test_json_files_that_are_refused(content, line, piece, tmp_path, monkeypatch):
-    """With the same line, however the file is cut into pieces."""
-    monkeypatch.setattr(sources, "READ_BYTES", max(piece, len(content) // 100))
+def test_json_files_that_are_refused(content, line, tmp_path):
     (tmp_path / "a.json").write_bytes(content)
     refused(tmp_path / "a.json", line)
 
@@ -91,10 +87,9 @@ ROWS = st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), max_si
     rows=ROWS,
     ascii=st.booleans(),
     indent=st.sampled_from([None, 0, 3]),
-    piece=st.integers(1, 40),
     wrapped=st.booleans(),
 )
-def test_any_rows_in_any_pieces(tmp_path_factory, rows, ascii, indent, piece, wrapped):
+def test_any_rows(tmp_path_factory, rows, ascii, indent, wrapped):
     """Every range equals json's own reading, and every line is where the item begins."""
     folder = tmp_path_factory.mktemp("json")
     content = {"more": rows, "data": rows, "n": [1]} if wrapped else rows
@@ -104,10 +99,8 @@ def test_any_rows_in_any_pieces(tmp_path_factory, rows, ascii, indent, piece, wr
     except UnicodeEncodeError:  # half a surrogate pair can only be written as an escape
         text = json.dumps(content, indent=indent)
     (folder / "a.json").write_text(text, encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "READ_BYTES", piece)
-        file = opened(folder / "a.json")
-        assert len(file) == len(rows)
+    file = opened(folder / "a.json")
+    assert len(file) == len(rows)
     found = list(file.read())
     assert [row for _, row in found] == (json.loads(text)["data"] if wrapped else json.loads(text))
     lines = text.split("\n")
@@ -127,15 +120,12 @@ def test_a_list_that_stands_twice_is_none(last, tmp_path):
     assert [row for _, row in read(tmp_path / "a.json")] == [{"data": 3}]
 
 
-def test_numbers_at_the_end_of_a_piece(tmp_path, monkeypatch):
-    """12345 is one number, not 12 and what follows."""
-    monkeypatch.setattr(sources, "READ_BYTES", 3)
+def test_numbers_among_items(tmp_path):
     (tmp_path / "a.json").write_text('{"a": 12345, "data": [{"n": 67890.5e3}]}')
     assert [row for _, row in read(tmp_path / "a.json")] == [{"n": 67890.5e3}]
 
 
-def test_a_letter_cut_in_two(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "READ_BYTES", 4)
+def test_a_letter_cut_in_two(tmp_path):
     (tmp_path / "a.json").write_bytes('[{"a": "é日😀"}]'.encode())
     assert [row for _, row in read(tmp_path / "a.json")] == [{"a": "é日😀"}]
     (tmp_path / "a.json").write_bytes('[\n{"a": "é日'.encode()[:-1])

@@ -191,14 +191,14 @@ def test_preference_trains_both_answers_and_nothing_else(chatml):
     pair = Preference(MESSAGES[:2], MESSAGES[2:], [{"role": "assistant", "content": "No."}])
     for train_on in ("assistant", "last", "all", ["user"]):
         encoder = Encoder(chatml, "auto", train_on)
-        chosen, rejected = encoder.encode_preference(pair)
+        chosen, rejected = encoder.encode_answers(pair)
         assert trained_texts(encoder, chosen) == ["Hello." + END, "4" + END]
         assert trained_texts(encoder, rejected) == ["No." + END]
         prompt = encoder.prompt(pair.prompt)
         assert chosen.ids[: len(prompt)] == rejected.ids[: len(prompt)] == prompt
         assert not any(chosen.trained[: len(prompt)]) and chosen.answers[0][0] == len(prompt)
     with pytest.raises(SampleFault, match="found the same chosen and rejected answer, expected two that differ"):
-        encoder.encode_preference(Preference(MESSAGES[:2], MESSAGES[2:3], MESSAGES[2:3]))
+        encoder.encode_answers(Preference(MESSAGES[:2], MESSAGES[2:3], MESSAGES[2:3]))
 
 
 def test_a_cut_counts_the_answers_that_lose_their_end(chatml):

@@ -12,8 +12,8 @@ from torch import nn
 
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.config.schema import FullFinetuneConfig, MemoryConfig, ParallelConfig
+from recipe_lib.data import batches as leaks
 from recipe_lib.data import check_packing_isolation
-from recipe_lib.data import packing_isolation as leaks
 from recipe_lib.errors import SetupError
 from recipe_lib.memory import compile_layers
 from recipe_lib.models import build_meta, init_weights, mixture, read_config, spec_from_config

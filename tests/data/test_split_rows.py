@@ -184,13 +184,13 @@ def test_the_prompt_of_a_pair_may_be_rewritten(forgets: Tokenizer):
     encoder = Encoder(forgets, "auto")
     prompt = talk(2)[:3]
     chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("yes", "no"))
-    pair = encoder.encode_preference(Preference(prompt, chosen, rejected))
+    pair = encoder.encode_answers(Preference(prompt, chosen, rejected))
     given = forgets.encode(render(forgets.render_chats, prompt, True), allow_special=True)
     for encoded, text in zip(pair, ("yes", "no"), strict=True):
         assert encoded.ids[: len(given)] == given and not any(encoded.trained[: len(given)])
         assert trained_texts(encoder, encoded) == [f"<think>\n\n</think>\n\n{text}{END}"]
     with pytest.raises(SampleFault, match="found 2 answers that the chat template writes in as many ways"):
-        encoder.encode_preference(Preference(prompt[:1], talk(2)[1:], rejected))
+        encoder.encode_answers(Preference(prompt[:1], talk(2)[1:], rejected))
 
 
 def test_roles_beside_the_assistant_need_one_rendering(forgets: Tokenizer):

@@ -7,8 +7,7 @@ import torch
 from transformers import Gemma3TextConfig, GPT2Config, GptOssConfig, OlmoeConfig
 
 from recipe_lib.checkpoint.huggingface import load_weights
-from recipe_lib.generation.batch import Generated, generate_batch
-from recipe_lib.generation.sample import generate
+from recipe_lib.generation.sample import Generated, generate, generate_batch
 from recipe_lib.models import build_meta, read_config, read_trained_spec
 from recipe_lib.models.meta_init import allocate
 from tests.generation.test_generate import CONFIGS, SIZES, load, save

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.generation import conversation as module
-from recipe_lib.generation.conversation import Chat
+from recipe_lib.generation import sample as module
+from recipe_lib.generation.sample import Chat
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 from tests.generation.test_generate import load
 from tests.tokenizers.made import CHATML, write_json

@@ -17,8 +17,8 @@ from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConf
 from recipe_lib.config.recipes.reward_distributed import RewardFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data.encoding import UnreadNames, collect_texts
+from recipe_lib.data.rendering import TemplateFields
 from recipe_lib.data.samples import Renamed, Sample
-from recipe_lib.data.template_behavior import TemplateFields
 from recipe_lib.models import preset_config, spec_from_config
 from recipe_lib.units import gib
 from tests.house.documents import blocks, documents, links
@@ -55,14 +55,7 @@ def test_rows_can_be_read(path: Path):
 def read_whole(form: str, row: dict[str, Any]) -> Sample:
     """What a row becomes; nothing of it may be left over."""
     reader = registered("data.format", form)
-    names = UnreadNames(
-        required=reader.required,
-        optional=reader.optional,
-        form=form,
-        ignored=(),
-        fields=TemplateFields(None),
-        same=reader.same,
-    )
+    names = UnreadNames(form, (), TemplateFields(None))
     renamed = Renamed(row, {}, "data")
     names.tidy(renamed)
     sample = reader(renamed)

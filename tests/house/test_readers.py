@@ -36,7 +36,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "recipe_lib/cli/plan.py": {"read_text": _SYSTEM},
     "recipe_lib/config/optimizer_facts.py": {"read_text": _PACKAGE},
     "recipe_lib/config/paths.py": {"read_text": _PACKAGE},
-    "recipe_lib/data/workers.py": {"read_text": _SYSTEM},
+    "recipe_lib/data/tokenize_dataset.py": {"read_text": _SYSTEM},
     "recipe_lib/data/cache.py": {"np.memmap": "arrays of the cache, whose digests were compared"},
     "recipe_lib/external/module_spec.py": {"json.loads": "a text that transformers has just written"},
     "recipe_lib/external/tensor_plan/sharding_plan.py": {"json.loads": "a text that the line itself has written"},

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipe_lib.data.dataset import Dataset
-from recipe_lib.data.order import DataPlan
+from recipe_lib.data.dataset import DataPlan, Dataset
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import arguments, parameters, run_here, steps
 from tests.selection import selected, slow_except

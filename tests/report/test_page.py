@@ -1,6 +1,6 @@
 """The page: every text is escaped, a section without anything is left out."""
 
-from recipe_lib.report.page import render_page
+from recipe_lib.report.chart import render_page
 from recipe_lib.report.view import Figure, Section, TreeLine
 
 EVIL = "<script>'a' & \"b\"</script>"

@@ -11,7 +11,7 @@ import pytest
 from rich.text import Text
 
 from recipe_lib.logs import VERBOSITY_VARIABLE, get_logger, print_wrapped, set_verbosity
-from recipe_lib.report import phases, screen
+from recipe_lib.report import phases
 from recipe_lib.report.phases import phase
 from tests.house.files import ROOT
 from tests.report.terminal_screen import Terminal, lines_on
@@ -25,7 +25,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(phases, "ROW_SECONDS", 0.0)
-    monkeypatch.setattr(screen, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(phases, "PAUSE_SECONDS", 0.01)
     return stream
 
 
@@ -77,12 +77,12 @@ def test_the_innermost_phase_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lines_of_this_and_of_other_processes_stand_above(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
     rows = [Text("one"), Text("two"), Text("three")]
-    screen.show(show_all := lambda width: rows)
+    phases.show_rows(show_all := lambda width: rows)
     until_shown(terminal, "three")
     print("printed", file=sys.stderr)
     get_logger().info("logged")
     until_shown(terminal, "three")
-    terminal.write(f"{screen.ERASE}of another process\n")  # as that writes to the same terminal
+    terminal.write(f"{phases.ERASE}of another process\n")  # as that writes to the same terminal
     deadline = time.monotonic() + 10
     while lines_on(terminal.getvalue()) != ["printed", "logged", "of another process", "one", "two", "three"]:
         assert time.monotonic() < deadline, lines_on(terminal.getvalue())
@@ -91,7 +91,7 @@ def test_lines_of_this_and_of_other_processes_stand_above(monkeypatch: pytest.Mo
     assert lines_on(terminal.getvalue())[-1].startswith("begun,")  # nothing is drawn into a line that goes on
     print("ended", file=sys.stderr)
     until_shown(terminal, "three")
-    screen.hide(show_all)
+    phases.hide_rows(show_all)
     assert lines_on(terminal.getvalue()) == ["printed", "logged", "of another process", "begun, ended"]
 
 

@@ -20,7 +20,7 @@ from recipe_lib.config.keys import read_schema
 from recipe_lib.config.mesh import same_batch_ranks
 from recipe_lib.config.rules import broken_rules
 from recipe_lib.config.schema import ParallelConfig
-from recipe_lib.data.workers import forks, worker_count
+from recipe_lib.data.tokenize_dataset import forks, worker_count
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.parallel.world import communicators
 from recipe_lib.plan.allocation.caching_allocator import block_bytes

@@ -12,7 +12,7 @@ import pytest
 
 from recipe_lib.config.schema import LogConfig
 from recipe_lib.logs import get_logger
-from recipe_lib.report import phases, screen
+from recipe_lib.report import phases
 from recipe_lib.training import run_log as module
 from recipe_lib.training.run_log import Progress
 from tests.report.terminal_screen import Terminal, lines_on
@@ -76,7 +76,7 @@ def test_other_ranks_say_nothing(said: list[str]) -> None:
 def test_two_rows_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(screen, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(phases, "PAUSE_SECONDS", 0.01)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(width))
     with closing(Progress(LogConfig(progress="auto", every_n_steps=2), 1500, MAIN)) as progress:
@@ -102,7 +102,7 @@ def test_two_rows_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_phase_stands_in_place_of_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(screen, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(phases, "PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(phases, "ROW_SECONDS", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     with closing(Progress(LogConfig(progress="auto"), 3, MAIN)) as progress:
