@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-from recipe_lib.cli.arguments import Parser
-from recipe_lib.cli.outputs import check_replaceable
+from recipe_lib.cli.arguments import Parser, check_replaceable
 from recipe_lib.config.paths import (
     CONFIG_SUFFIXES,
     find_config,

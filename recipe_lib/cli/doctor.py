@@ -62,7 +62,7 @@ def parser() -> Parser:
 
 def read(words: Sequence[str]) -> argparse.Namespace:
     """The command line; `nproc_per_node` is None for one rank a GPU."""
-    from recipe_lib.cli.outputs import check_output
+    from recipe_lib.cli.arguments import check_output
 
     arguments = parser().parse(words)
     count = arguments.nproc_per_node

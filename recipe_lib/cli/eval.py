@@ -1,10 +1,15 @@
 """`tune eval [torchrun flags] WHAT [key=value ...]`: what was trained, measured on held-out samples, and its base."""
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-from recipe_lib.cli.eval_options import check, parser, read
+from recipe_lib.cli.arguments import Parser, add_draw_options, draw_faults
 from recipe_lib.cli.launch import launch
 from recipe_lib.cli.torchrun_flags import check_launch, take_flags, with_rendezvous
+from recipe_lib.config.local_files import check_model_there
+from recipe_lib.config.registry import load_plugin, names
+from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, ConfigError
 
 __all__ = ["parser", "run"]
@@ -24,3 +29,86 @@ def run(words: list[str]) -> int:
 
     evaluate(arguments)
     return DONE
+
+
+# The command line of `tune eval`, as the verb and each of its ranks read it.
+
+
+DESCRIPTION = """Measures a model on held-out samples, next to the model that it was trained from.
+
+WHAT is a run's output_dir, a model folder, an adapter's folder, or a hub id that was downloaded. A run is measured on
+its validation.source; --data gives other samples, in any format that training reads.
+
+Each sequence is looked at once: loss (mean over label tokens), perplexity, token_accuracy (label tokens that are the
+likeliest ones). Then the last question of each is answered, and the answer compared with the sample's: exact_match, and
+the metrics of a plugin. examples.jsonl has every sequence, report.html the first of them; of a run they are written to
+its folder eval/.
+
+Flags of torchrun (--nproc_per_node 4) divide the sequences, and with key=value (parallel.tensor=2, dtype=bf16) the
+model, among ranks.
+
+--lm-eval TASKS runs tasks of lm-evaluation-harness (extra `eval`) on the model in place of all this."""
+STORAGES = ("auto", "none", "nf4", "int8")
+
+
+def parser() -> Parser:
+    """The options of the verb."""
+    options = Parser("eval", DESCRIPTION)
+    add = options.add_argument
+    add("what", metavar="WHAT", help="output_dir, model, adapter, or a hub id that was downloaded")
+    add("overrides", nargs="*", metavar="key=value", help="keys of a config, such as batch_size=16 or dtype=fp32")
+    add("--data", metavar="SOURCE", help="held-out samples, as data.source; default: the run's validation.source")
+    add("--format", metavar="FORMAT", help="of --data, as data.format; default: found by its columns")
+    add("--max-samples", type=int, metavar="N", help="only the first N samples")
+    add("--base", metavar="MODEL", help="the model before training; default: the one that run or adapter names")
+    add("--no-base", action="store_true", help="measure what was trained alone")
+    add("--quantize-base", default="auto", choices=STORAGES, help="how an adapter's base is kept; auto: as trained")
+    add("--metric", action="append", default=[], metavar="NAME", help="a metric that a plugin registers; repeatable")
+    add("--plugin", action="append", default=[], metavar="FILE", help="a Python file of yours, imported first")
+    add("--no-generate", action="store_true", help="likelihoods alone, no answers")
+    add_draw_options(options)
+    add("--lm-eval", metavar="TASKS", help="tasks of lm-evaluation-harness, separated by commas")
+    add("--include-path", metavar="DIR", help="--lm-eval: a folder with tasks of your own")
+    add("--num-fewshot", type=int, metavar="N", help="--lm-eval: examples before each question")
+    add("--limit", type=int, metavar="N", help="--lm-eval: only the first N documents of each task")
+    add("--out", metavar="DIR", help="where to write; default: eval/ in the run's folder, else nothing is written")
+    add("--json", action="store_true", help="the numbers as one JSON object")
+    add("--recipe", metavar="RECIPE", help="a recipe of your own that the run was made with")
+    return options
+
+
+def read(words: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    return parser().parse(words)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Refuses what makes no sense, all at once; plugins are imported. ConfigError."""
+    faults = draw_faults(arguments)
+    for name, value in (("--max-samples", arguments.max_samples), ("--limit", arguments.limit)):
+        if value is not None and value < 1:
+            faults.append(f"{name}: found {value}, expected a number >= 1")
+    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
+        faults.append(f"--num-fewshot: found {arguments.num_fewshot}, expected a number >= 0")
+    if arguments.base and arguments.no_base:
+        faults.append("--no-base: leaves out the model that --base names; remove one of the two")
+    if arguments.format and not arguments.data:
+        faults.append("--format: is of --data, which is missing; write validation.format=... for the run's own samples")
+    if arguments.metric and arguments.no_generate:
+        faults.append("--metric: measures answers, which --no-generate leaves out; remove one of the two")
+    harness = [f"--{name.replace('_', '-')}" for name in ("include_path", "num_fewshot", "limit")
+               if getattr(arguments, name) is not None]  # fmt: skip
+    if arguments.lm_eval and arguments.out:
+        faults.append("--out: --lm-eval prints its numbers and writes nothing; leave one of the two out")
+    if harness and not arguments.lm_eval:
+        faults.append(f"{harness[0]}: is of --lm-eval, which is missing")
+    if faults:
+        raise ConfigError(*faults)
+    for plugin in arguments.plugin:
+        load_plugin(plugin)
+    for name in arguments.metric:
+        if name not in names("metric"):
+            known = names("metric")
+            hint = did_you_mean(name, known) or f"; expected one of {', '.join(known)}, or register it in a --plugin"
+            raise ConfigError(f"--metric: unknown metric {show(name)}{hint}")
+    check_model_there(arguments.what)

@@ -15,9 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.arguments import Parser
-from recipe_lib.cli.draw_options import add_draw_options, draw_faults
-from recipe_lib.cli.outputs import check_place
+from recipe_lib.cli.arguments import Parser, add_draw_options, check_place, draw_faults
 from recipe_lib.cli.prompt_file import SUFFIXES, Answers, answer_all, prompts_as_tokens, read_prompts, settings_digest
 from recipe_lib.config.local_files import MODEL_FOLDER, check_model_there
 from recipe_lib.config.suggest import did_you_mean, show
@@ -230,12 +228,11 @@ def loaded(source: "GenerationSource", arguments: argparse.Namespace) -> Iterato
     """The model with its weights, and its device; what does not fit there is one line."""
     import torch
 
-    from recipe_lib.cli.inference_device import DTYPES as NAMES
-    from recipe_lib.cli.inference_device import choose_device, choose_dtype
+    from recipe_lib.cli.inference_device import DTYPE_NAMES, choose_device, choose_dtype
     from recipe_lib.generation.source import load_source
 
     device = choose_device(arguments.device)
-    trained = NAMES.get(source.dtype, "auto") if arguments.dtype == "auto" else arguments.dtype
+    trained = DTYPE_NAMES.get(source.dtype, "auto") if arguments.dtype == "auto" else arguments.dtype
     storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
     if source.adapter is not None:
         kept = "" if storage == "none" else f", kept in {storage}"

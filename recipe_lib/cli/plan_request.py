@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import Parser, check_output
 from recipe_lib.cli.local_gpus import VISIBLE, is_expandable, own_device, own_gpus
-from recipe_lib.cli.outputs import check_output
 from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, recipe_for
 from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
 from recipe_lib.config.load import load

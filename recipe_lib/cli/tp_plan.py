@@ -75,7 +75,7 @@ def parser() -> Parser:
 
 def read(words: Sequence[str]) -> argparse.Namespace:
     """The command line, checked as far as it can be without torch."""
-    from recipe_lib.cli.outputs import check_output
+    from recipe_lib.cli.arguments import check_output
 
     arguments = parser().parse(words)
     arguments.tensor = read_sizes(arguments.tensor)

@@ -23,7 +23,7 @@ import pytest
 import recipe_lib
 from recipe_lib.cli import data as data_verb
 from recipe_lib.cli import doctor as doctor_verb
-from recipe_lib.cli import eval_options, plan_request, torchrun_flags
+from recipe_lib.cli import eval, plan_request, torchrun_flags
 from recipe_lib.cli import export as export_verb
 from recipe_lib.cli import generate as generate_verb
 from recipe_lib.cli import plan as plan_verb
@@ -154,7 +154,7 @@ def check_tune(words: list[str]) -> None:
         export_verb.read(rest)
     elif verb == "eval":
         _, own = torchrun_flags.take_flags(rest, verb)
-        arguments = eval_options.read(own)
+        arguments = eval.read(own)
         if Path(arguments.what).is_dir():
             assert tune(words) == 0, line
     elif verb == "upload":
