@@ -51,9 +51,10 @@ def wrapped(text: str, columns: int) -> str:
     )
 
 
-def print_wrapped(text: str) -> None:
-    """A line on standard output; on a terminal it is broken between words."""
-    print(wrapped(text, shutil.get_terminal_size((80, 24)).columns) if sys.stdout.isatty() else text)
+def print_wrapped(text: str, file: TextIO | None = None) -> None:
+    """Print a line, on standard output by default; on a terminal it is broken between words."""
+    file = file or sys.stdout
+    print(wrapped(text, shutil.get_terminal_size((80, 24)).columns) if file.isatty() else text, file=file, flush=True)
 
 
 class _Formatter(logging.Formatter):

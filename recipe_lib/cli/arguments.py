@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from recipe_lib.config.load import StoreOnce, refuse_repeated
 from recipe_lib.config.local_files import check_folder
-from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.logs import QUIET, VERBOSE, set_verbosity
 from recipe_lib.reading import JSON_LIMIT, check_regular, parse_json, read_bytes
@@ -205,13 +205,9 @@ def add_draw_options(options: "Parser") -> None:
 def draw_faults(arguments: argparse.Namespace) -> list[str]:
     """What is wrong with how many tokens are to be drawn, and how."""
     temperature, top_k, top_p = arguments.temperature, arguments.top_k, arguments.top_p
-    faults = []
-    if arguments.max_new_tokens < 1:
-        faults.append(f"--max-new-tokens: found {arguments.max_new_tokens}, expected a number >= 1")
+    faults = find_low_numbers(arguments, max_new_tokens=1, top_k=1)
     if not 0 <= temperature < float("inf"):
         faults.append(f"--temperature: found {temperature}, expected a number >= 0")
-    if top_k is not None and top_k < 1:
-        faults.append(f"--top-k: found {top_k}, expected a number >= 1")
     if top_p is not None and not 0 < top_p <= 1:
         faults.append(f"--top-p: found {top_p}, expected a number above 0 and up to 1")
     if temperature == 0 and (top_k is not None or top_p is not None):
@@ -220,3 +216,21 @@ def draw_faults(arguments: argparse.Namespace) -> list[str]:
     if not 0 <= arguments.seed < 2**63:
         faults.append(f"--seed: found {arguments.seed}, expected a number from 0 to 2^63 - 1")
     return faults
+
+
+def find_low_numbers(arguments: argparse.Namespace, **least: int) -> list[str]:
+    """Return a fault for each option, by its name, that is given and smaller than may be."""
+    given = {name: getattr(arguments, name) for name in least}
+    return [
+        f"--{name.replace('_', '-')}: found {number}, expected a number >= {least[name]}"
+        for name, number in given.items()
+        if number is not None and number < least[name]
+    ]
+
+
+def read_numbers(option: str, text: str, legal: range, expected: str) -> tuple[int, ...]:
+    """Return `2,4` as numbers, each once. Raises ConfigError where one of them is none or not legal."""
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) in legal for part in parts):
+        raise ConfigError(f"{option}: found {quote(text)}, expected {expected}")
+    return tuple(dict.fromkeys(map(int, parts)))

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from recipe_lib.cli.arguments import Parser, add_configs, take_configs
-from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.recipes import open_config, recipe_for
+from recipe_lib.config.load import Loaded
 from recipe_lib.config.paths import find_config, list_recipes
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import show
@@ -17,6 +18,7 @@ def parser(words: Sequence[str] = ()) -> Parser:
     add_configs(options, words, "applied last, for --resolved")
     options.add_argument("--resolved", action="store_true", help="every value that will be used, and where it was set")
     options.add_argument("--describe", action="store_true", help="every key: type, default, legal values, meaning")
+    options.set_defaults(recipe=None)
     options.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
     return options
 
@@ -34,12 +36,14 @@ def run(words: list[str]) -> int:
     if name := next((name for name in configs if name in list_recipes()), None):
         raise ConfigError(f"{name}: is a recipe, not a config; `tune ls {name}` lists its configs")
     path = find_config(configs[0])
-    for plugin in arguments.plugin:
-        load_plugin(plugin)
     if arguments.describe:
-        print_described(configs[0])
+        from recipe_lib.config.describe import describe_text
+
+        for plugin in arguments.plugin:
+            load_plugin(plugin)
+        print(describe_text(recipe_for(configs[0]).schema()))
     elif arguments.resolved:
-        print_resolved(configs, arguments.overrides)
+        print_resolved(open_config(configs, arguments)[1])
     else:
         try:
             text = read_text(path)
@@ -49,20 +53,11 @@ def run(words: list[str]) -> int:
     return DONE
 
 
-def print_resolved(configs: list[str], overrides: list[str]) -> None:
-    """One `key: value  # where` line for each key."""
+def print_resolved(loaded: Loaded) -> None:
+    """Print a line `key: value  # where` for each key."""
     from recipe_lib.config.describe import value_text
-    from recipe_lib.config.load import load
 
-    rows = load(configs, overrides, recipe_for(configs).schema()).rows
-    lines = [(f"{key}: {value_text(value)}", where) for key, value, where in rows]
+    lines = [(f"{key}: {value_text(value)}", where) for key, value, where in loaded.rows]
     width = min(max(len(line) for line, _ in lines), 60)
     for line, where in lines:
         print(f"{line:{width}}  # {where}")
-
-
-def print_described(config: str) -> None:
-    """The table of every key of the config's recipe."""
-    from recipe_lib.config.describe import describe_text
-
-    print(describe_text(recipe_for(config).schema()))

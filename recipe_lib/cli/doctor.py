@@ -80,11 +80,15 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
     machine: of `doctor_probes`. steps: what each step of a process gave. failed: step -> why. peers: of each pair of
     GPUs, each way. links: of `measure_links`, None for one rank.
     """
+    from huggingface_hub import constants
+
     from recipe_lib.cli.doctor_probes import device_steps, machine, run_isolated
     from recipe_lib.cli.launch import cores
+    from recipe_lib.config.local_files import cache_root
 
     with phase("reading versions, memory and disks"):
-        facts: dict[str, Any] = {"machine": machine(folders(arguments.output_dir))}
+        places = {"output_dir": Path(arguments.output_dir), "models": Path(constants.HF_HUB_CACHE)}
+        facts: dict[str, Any] = {"machine": machine(places | {"data.cache_dir": cache_root(None)})}
     facts |= {"steps": {}, "failed": {}, "peers": [], "links": None}
     try:
         with phase("importing torch"):
@@ -113,15 +117,6 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
         with phase(f"timing collectives among {ranks} ranks"):
             facts["links"] = measure_links(ranks, bool(gpus))
     return facts
-
-
-def folders(output: str) -> dict[str, Path]:
-    """What a run writes to: for what -> where."""
-    from huggingface_hub import constants
-
-    from recipe_lib.config.local_files import cache_root
-
-    return {"output_dir": Path(output), "models": Path(constants.HF_HUB_CACHE), "data.cache_dir": cache_root(None)}
 
 
 def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:

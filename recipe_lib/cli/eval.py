@@ -1,16 +1,15 @@
 """`tune eval [torchrun flags] WHAT [key=value ...]`: what was trained, measured on held-out samples, and its base."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
-from recipe_lib.cli.arguments import Parser, add_draw_options, draw_faults
+from recipe_lib.cli.arguments import Parser, add_draw_options, draw_faults, find_low_numbers
 from recipe_lib.cli.launch import launch
 from recipe_lib.cli.torchrun_flags import check_launch, take_flags, with_rendezvous
 from recipe_lib.config.local_files import check_model_there
 from recipe_lib.config.registry import load_plugin, names
 from recipe_lib.config.suggest import did_you_mean, show
-from recipe_lib.errors import DONE, ConfigError
+from recipe_lib.errors import DONE, ConfigError, raise_faults
 
 __all__ = ["parser", "run"]
 
@@ -18,7 +17,7 @@ __all__ = ["parser", "run"]
 def run(words: list[str]) -> int:
     """Evaluates, in this process or on several ranks; prints the numbers."""
     flags, rest = take_flags(words, "eval")
-    arguments = read(rest)
+    arguments = parser().parse(rest)
     check(arguments)
     check_launch(flags, "eval")
     if flags:
@@ -77,19 +76,9 @@ def parser() -> Parser:
     return options
 
 
-def read(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    return parser().parse(words)
-
-
 def check(arguments: argparse.Namespace) -> None:
     """Refuses what makes no sense, all at once; plugins are imported. ConfigError."""
-    faults = draw_faults(arguments)
-    for name, value in (("--max-samples", arguments.max_samples), ("--limit", arguments.limit)):
-        if value is not None and value < 1:
-            faults.append(f"{name}: found {value}, expected a number >= 1")
-    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
-        faults.append(f"--num-fewshot: found {arguments.num_fewshot}, expected a number >= 0")
+    faults = draw_faults(arguments) + find_low_numbers(arguments, max_samples=1, limit=1, num_fewshot=0)
     if arguments.base and arguments.no_base:
         faults.append("--no-base: leaves out the model that --base names; remove one of the two")
     if arguments.format and not arguments.data:
@@ -102,8 +91,7 @@ def check(arguments: argparse.Namespace) -> None:
         faults.append("--out: --lm-eval prints its numbers and writes nothing; leave one of the two out")
     if harness and not arguments.lm_eval:
         faults.append(f"{harness[0]}: is of --lm-eval, which is missing")
-    if faults:
-        raise ConfigError(*faults)
+    raise_faults(ConfigError, faults)
     for plugin in arguments.plugin:
         load_plugin(plugin)
     for name in arguments.metric:

@@ -4,19 +4,18 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.cli.arguments import check_output_folder
-from recipe_lib.cli.eval import check, read
-from recipe_lib.cli.export_trained import CONFIG, run_of
+from recipe_lib.cli.eval import check, parser
+from recipe_lib.cli.export_trained import load_run_config, run_of
 from recipe_lib.cli.inference_device import choose_dtype
-from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
@@ -45,11 +44,12 @@ from recipe_lib.report.terminal import Table, open_console, put_table, terminal_
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 
 FOLDER = "eval"
+Result = TypeVar("Result")
 
 
 def main(argv: list[str]) -> None:
     """One rank."""
-    arguments = read(argv)
+    arguments = parser().parse(argv)
     check(arguments)
     try:
         evaluate(arguments)
@@ -127,10 +127,7 @@ def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Pa
             with _fits(source, world), world.heartbeat.phase(f"tasks ({which})"):
                 return metric_rows(run_tasks(ours, tasks, **options))
 
-        found = {TUNED: measured(placed.model, TUNED)}
-        if placed.base is not None and not arguments.no_base:
-            with placed.as_base() as base:
-                found = {BASE: measured(base, BASE), **found}
+        found = _measure_both(placed, arguments, measured)
     if arguments.json:
         numbers = {which: {f"{task} {name}": value for (task, name), value in rows.items()}
                    for which, rows in found.items()}  # fmt: skip
@@ -218,11 +215,18 @@ def _measure(
             found.metrics[name] = metric_of_answers(name, found.answers, questions, tokenizer)
         return found
 
-    tuned = measured(placed.model, TUNED)
+    return _measure_both(placed, arguments, measured)
+
+
+def _measure_both(
+    placed: PlacedModel, arguments: argparse.Namespace, measure: Callable[[Any, str], Result]
+) -> dict[str, Result]:
+    """Measure the tuned model, then its base, whose weights may take its place; return both in a table's order."""
+    tuned = measure(placed.model, TUNED)
     if arguments.no_base or placed.base is None:
         return {TUNED: tuned}
     with placed.as_base() as base:
-        return {BASE: measured(base, BASE), TUNED: tuned}
+        return {BASE: measure(base, BASE), TUNED: tuned}
 
 
 def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | None) -> None:
@@ -257,20 +261,12 @@ _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 
 def eval_config(arguments: argparse.Namespace, source: GenerationSource, run: Path | None) -> FullFinetuneConfig:
     """The config; its validation.source is what is looked at. ConfigError if there is none."""
-    trained = _config_of(run, arguments.recipe)
-    words = [f"tokenizer.path={_text(source.tokenizer)}"]
+    trained = None if run is None else load_run_config(run, arguments.recipe)
+    words = [f"tokenizer.path={json.dumps(str(source.tokenizer))}"]
     words += _of_model(source, trained)
     words += _of_samples(arguments, trained)
     schema = FullFinetuneConfig if source.adapter is None else LoraFinetuneConfig
     cfg: FullFinetuneConfig = load_config([], [*words, *arguments.overrides], schema)
-    return cfg
-
-
-def _config_of(run: Path | None, recipe: str | None) -> FullFinetuneConfig | None:
-    if run is None:
-        return None
-    path = run / CONFIG
-    cfg: FullFinetuneConfig = load_config(path, [], recipe_for(str(path), recipe).schema())
     return cfg
 
 
@@ -281,7 +277,7 @@ def _of_model(source: GenerationSource, trained: FullFinetuneConfig | None) -> l
         words = [f"model.{name}={json.dumps(value)}" for name, value in model.items() if value is not None]
         words += [f"{name}={json.dumps(getattr(trained, name))}" for name in _OF_RUNS]
         return words
-    words = [f"model.path={_text(source.folder)}"]
+    words = [f"model.path={json.dumps(str(source.folder))}"]
     if isinstance(source.spec, ExternalSpec):
         words.append(f"model.implementation={source.spec.implementation}")
     found = source.dtype or str(choose_dtype("auto", source.config)).removeprefix("torch.")
@@ -316,10 +312,6 @@ def _of_samples(arguments: argparse.Namespace, trained: FullFinetuneConfig | Non
     words.append(f"validation.source={json.dumps(given['source'])}")
     most = arguments.max_samples or (held.max_samples if held is not None and not arguments.data else None)
     return words if most is None else [*words, f"validation.max_samples={most}"]
-
-
-def _text(path: Path) -> str:
-    return json.dumps(str(path))
 
 
 def settings_of(cfg: Any, arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:

@@ -101,6 +101,12 @@ def export_trained(arguments: argparse.Namespace) -> None:
     (export_hf if arguments.hf else export_adapted)(found, arguments)
 
 
+def load_run_config(folder: Path, recipe: str | None) -> Any:
+    """Return the config of the run that a folder is of. recipe: that it was made with; None: the one that it names."""
+    path = folder / CONFIG
+    return load_config(path, [], recipe_for(str(path), recipe).schema())
+
+
 def find_export(arguments: argparse.Namespace) -> ExportSource:
     """Look at the folder; a state is verified byte by byte. Raises CheckpointError, ConfigError."""
     path, shown = Path(arguments.checkpoint).expanduser(), show(arguments.checkpoint)
@@ -147,11 +153,9 @@ def _run_at(folder: Path, arguments: argparse.Namespace, adapter: bool = False) 
     if record is not None and ADAPTER_FOLDER in record.earlier and record.kept:  # a run that replaces it is under way
         records = folder / record.kept[0]
         print_wrapped(f"note: {folder / ADAPTER_FOLDER} is of the run before the one in {folder}; see {records}")
-    config = records / CONFIG
-    if not config.is_file():
+    if not (records / CONFIG).is_file():
         return None, None, None
-    cfg = load_config(config, [], recipe_for(str(config), arguments.recipe).schema())
-    return folder, cfg, config.parent
+    return folder, load_run_config(records, arguments.recipe), records
 
 
 def _find_state_of_run(root: Path, cfg: Any) -> Path | None:

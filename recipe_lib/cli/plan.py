@@ -73,7 +73,9 @@ def run(words: list[str]) -> int:
     if arguments.json != "-":
         plan.seconds = process_seconds()
         print(text_of(plan, other, arguments), end="")
-    return exit_code(plan)
+    from recipe_lib.plan.result import DOES_NOT_FIT
+
+    return NO_ROOM if plan.verdict == DOES_NOT_FIT else DONE
 
 
 @contextmanager
@@ -87,13 +89,6 @@ def quiet_libraries() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.disabled = False
-
-
-def exit_code(plan: "Plan") -> int:
-    """Of the verdict."""
-    from recipe_lib.plan.result import DOES_NOT_FIT
-
-    return NO_ROOM if plan.verdict == DOES_NOT_FIT else DONE
 
 
 def text_of(plan: "Plan", other: "Plan | None", arguments: argparse.Namespace) -> str:

@@ -9,15 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.arguments import Parser, check_output
+from recipe_lib.cli.arguments import Parser, check_output, find_low_numbers, read_numbers
 from recipe_lib.cli.local_gpus import VISIBLE, is_expandable, own_device, own_gpus
-from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, recipe_for
+from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, open_config
 from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
-from recipe_lib.config.load import load
 from recipe_lib.config.mesh import same_batch_ranks
-from recipe_lib.config.registry import load_plugin
-from recipe_lib.config.suggest import quote, show
-from recipe_lib.errors import ConfigError, UserError, lines_in
+from recipe_lib.config.suggest import show
+from recipe_lib.errors import ConfigError, UserError, lines_in, raise_faults
 from recipe_lib.units import GIB
 
 if TYPE_CHECKING:
@@ -127,8 +125,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
         if names:
             check_is_known(names[0])
         raise ConfigError("tune plan: no config; expected: tune plan [RECIPE --config] CONFIG (see `tune ls`)")
-    if arguments.depth is not None and arguments.depth < 1:
-        raise ConfigError(f"--depth: found {arguments.depth}, expected a number >= 1")
+    raise_faults(ConfigError, find_low_numbers(arguments, depth=1))
     for name in OUTSIDE:
         size = getattr(arguments, f"{name}_gib")
         if size is not None and not 0 <= size < 2**20:
@@ -184,10 +181,7 @@ def _check_receipts(arguments: argparse.Namespace) -> None:
 
 def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:
     """The recipe, and the config that the command line makes, with the plugins it names."""
-    for plugin in arguments.plugin:
-        load_plugin(plugin)
-    recipe = RecipeFile.find(arguments.recipe) if arguments.recipe else recipe_for(arguments.config)
-    loaded = load(arguments.config, arguments.overrides, recipe.schema())
+    recipe, loaded = open_config(arguments.config, arguments)
     arguments.notes = loaded.idle
     return recipe, loaded.cfg
 
@@ -298,11 +292,8 @@ def prepare(
 
 
 def read_ranks(text: str, ranks: int) -> tuple[int, ...]:
-    """`0,3` as numbers."""
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and int(part) < ranks for part in parts):
-        raise ConfigError(f"--rank: found {quote(text)}, expected numbers below {ranks}, commas between them")
-    return tuple(dict.fromkeys(map(int, parts)))
+    """Return `0,3` as numbers."""
+    return read_numbers("--rank", text, range(ranks), f"numbers below {ranks}, commas between them")
 
 
 def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: "Hardware", ranks: int) -> Any:

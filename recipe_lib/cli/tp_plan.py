@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import Parser, check_output, find_low_numbers, read_numbers
 from recipe_lib.config.local_files import install_line
 from recipe_lib.config.suggest import nearest, show
-from recipe_lib.errors import DONE, ConfigError, SetupError
+from recipe_lib.errors import DONE, ConfigError, SetupError, raise_faults
 from recipe_lib.external.transformers_config import plain_numbers
 from recipe_lib.logs import silence_torchao
 
@@ -75,22 +75,12 @@ def parser() -> Parser:
 
 def read(words: Sequence[str]) -> argparse.Namespace:
     """The command line, checked as far as it can be without torch."""
-    from recipe_lib.cli.arguments import check_output
-
     arguments = parser().parse(words)
-    arguments.tensor = read_sizes(arguments.tensor)
-    if arguments.tokens < 1:
-        raise ConfigError(f"--tokens: found {arguments.tokens}, expected a number >= 1")
+    expected = "numbers above 1, commas between them: 2,4,8"
+    arguments.tensor = read_numbers("--tensor", arguments.tensor, range(2, 2**20), expected)
+    raise_faults(ConfigError, find_low_numbers(arguments, tokens=1))
     check_output("--json", arguments.json, [("MODEL", arguments.model)])
     return arguments
-
-
-def read_sizes(text: str) -> tuple[int, ...]:
-    """`2,4` as numbers."""
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and 1 < int(part) < 2**20 for part in parts):
-        raise ConfigError(f"--tensor: found {show(text)!r}, expected numbers above 1, commas between them: 2,4,8")
-    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def config_of(name: str) -> dict[str, Any]:

@@ -4,12 +4,12 @@ import argparse
 import glob
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from recipe_lib.checkpoint.exported_folder import exported_folder
 from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.download import one_line
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError, SetupError
@@ -33,8 +33,6 @@ _SENT = (
 )  # fmt: skip
 _READ = (_CARD, "config.json", "generation_config.json", ADAPTER_CONFIG, "tokenizer_config.json", "chat_template.jinja")
 _LARGEST_READ = 16 * MIB
-
-Read = TypeVar("Read")
 
 
 def parser() -> Parser:
@@ -95,7 +93,7 @@ def choose_files(folder: Path) -> list[str]:
     return names
 
 
-def _read(reader: Callable[[Path, int], Read], path: Path) -> Read:
+def _read(reader: Callable[[Path, int], Any], path: Path) -> Any:
     try:
         return reader(path, _LARGEST_READ)
     except (OSError, ValueError) as error:
@@ -130,7 +128,7 @@ def send(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
     if get_token() is None:
         raise SetupError(f"{repo}: there is no token to write with; `hf auth login`, or set HF_TOKEN")
     api: Any = HfApi()
-    with one_line_of_upload(repo):
+    with one_line(repo, uploads=True):
         api.create_repo(repo, private=arguments.private, exist_ok=True)
         if arguments.private and not api.model_info(repo).private:
             raise ConfigError(f"{repo}: is there already and is public; make it private on its page, or choose another")
@@ -144,42 +142,3 @@ def send(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
             commit_message=f"{'Adapter' if ADAPTER_CONFIG in names else 'Model'} trained with tune-recipes",
         )
     return str(done.commit_url)
-
-
-@contextmanager
-def one_line_of_upload(repo: str) -> Iterator[None]:
-    """Turns what the hub or the network refuses into one line with the remedy."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        yield
-    except HFValidationError as error:
-        raise ConfigError(f"{show(repo)}: is not a repository on the hub; expected OWNER/NAME") from error
-    except OfflineModeIsEnabled as error:
-        raise SetupError(f"{repo}: HF_HUB_OFFLINE is set; unset it to upload") from error
-    except RepositoryNotFoundError as error:
-        owner = repo.partition("/")[0]
-        raise SetupError(
-            f"{repo}: the token's account may not write to {show(owner)}; check REPO and the token"
-        ) from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        if status == 401:
-            raise SetupError(f"{repo}: the hub refused the token (401); renew it with `hf auth login`") from error
-        if status == 403:
-            owner = repo.partition("/")[0]
-            raise SetupError(
-                f"{repo}: the token may not write to {show(owner)} (403); take one with write access, or another REPO"
-            ) from error
-        raise SetupError(f"{repo}: {constants.ENDPOINT} answered {status}; try again later") from error
-    except HTTPError as error:
-        raise SetupError(
-            f"{repo}: cannot reach {constants.ENDPOINT}; check the network, a proxy, and HF_ENDPOINT"
-        ) from error

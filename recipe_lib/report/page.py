@@ -2,15 +2,16 @@
 
 from collections.abc import Iterable
 from functools import cache
-
-import jinja2
+from typing import Any
 
 from recipe_lib.report.view import Section
 
 
 @cache
-def load_template(name: str) -> jinja2.Template:
+def load_template(name: str) -> Any:
     """Return a template of this folder."""
+    import jinja2  # which a plan on the terminal does without
+
     environment = jinja2.Environment(
         autoescape=True,
         loader=jinja2.PackageLoader("recipe_lib", "report"),
