@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,6 +13,27 @@ from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError
 from recipe_lib.logs import QUIET, VERBOSE, set_verbosity
 from recipe_lib.reading import JSON_LIMIT, check_regular, parse_json, read_bytes
+from recipe_lib.units import choose_lines
+
+# Names of an option, or of a positional argument -> what argparse is told of it.
+Options = Mapping[str, Mapping[str, Any]]
+SWITCH = {"action": "store_true"}
+COMMON: dict[str, Mapping[str, Any]] = {
+    "-q --quiet": SWITCH | {"help": "say warnings and errors alone"},
+    "-v --verbose": SWITCH | {"help": "say more: all ranks, the seconds of each part"},
+}
+DRAW_OPTIONS: Options = {
+    "--max-new-tokens": {"type": int, "default": 256, "metavar": "N", "help": "of an answer; default: 256"},
+    "--temperature": {
+        "type": float,
+        "default": 0.0,
+        "metavar": "T",
+        "help": "0 (default): always the likeliest token; 1: draw as the model was trained",
+    },
+    "--top-k": {"type": int, "metavar": "K", "help": "draw from the K likeliest tokens only"},
+    "--top-p": {"type": float, "metavar": "P", "help": "draw from the fewest likeliest that sum to P"},
+    "--seed": {"type": int, "default": 42, "help": "of the draws; default: 42"},
+}
 
 
 def add_configs(parser: "Parser", words: Sequence[str], about: str = "as for `tune run`; ~key: its default") -> None:
@@ -35,18 +56,17 @@ def take_configs(arguments: argparse.Namespace) -> list[str]:
 class Parser(argparse.ArgumentParser):
     """Parser of one verb. `parse` is what a verb calls; options and positional arguments may come in any order."""
 
-    def __init__(self, verb: str, description: str, **options: Any) -> None:
+    def __init__(self, verb: str, description: str, options: Options) -> None:
         """verb: as typed after `tune`. description: what the verb does, for `--help`."""
         super().__init__(
             prog=f"tune {verb}",
             description=description,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            **options,
         )
         self.register("action", None, StoreOnce)
-        self.add_argument("-q", "--quiet", action="store_true", help="say warnings and errors alone")
-        self.add_argument("-v", "--verbose", action="store_true", help="say more: all ranks, the seconds of each part")
+        for names, settings in {**COMMON, **options}.items():
+            self.add_argument(*names.split(), **settings)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """The arguments; ConfigError for anything that is not one."""
@@ -192,30 +212,20 @@ def _is_ours(kind: str, path: str) -> bool:
     return isinstance(value, dict) and any(keys <= value.keys() for keys in _KEYS[kind])
 
 
-def add_draw_options(options: "Parser") -> None:
-    """--max-new-tokens, --temperature, --top-k, --top-p, --seed."""
-    options.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="of an answer; default: 256")
-    temperature = "0 (default): always the likeliest token; 1: draw as the model was trained"
-    options.add_argument("--temperature", type=float, default=0.0, metavar="T", help=temperature)
-    options.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
-    options.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest likeliest that sum to P")
-    options.add_argument("--seed", type=int, default=42, help="of the draws; default: 42")
-
-
 def draw_faults(arguments: argparse.Namespace) -> list[str]:
     """What is wrong with how many tokens are to be drawn, and how."""
-    temperature, top_k, top_p = arguments.temperature, arguments.top_k, arguments.top_p
-    faults = find_low_numbers(arguments, max_new_tokens=1, top_k=1)
-    if not 0 <= temperature < float("inf"):
-        faults.append(f"--temperature: found {temperature}, expected a number >= 0")
-    if top_p is not None and not 0 < top_p <= 1:
-        faults.append(f"--top-p: found {top_p}, expected a number above 0 and up to 1")
-    if temperature == 0 and (top_k is not None or top_p is not None):
-        given = " and ".join(name for name, value in (("--top-k", top_k), ("--top-p", top_p)) if value is not None)
-        faults.append(f"{given}: without effect at temperature 0, which takes the likeliest token; add --temperature 1")
-    if not 0 <= arguments.seed < 2**63:
-        faults.append(f"--seed: found {arguments.seed}, expected a number from 0 to 2^63 - 1")
-    return faults
+    temperature, top_p, seed = arguments.temperature, arguments.top_p, arguments.seed
+    idle = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p") if getattr(arguments, name) is not None]
+    unused = f"{' and '.join(idle)}: without effect at temperature 0, which takes the likeliest token"
+    return find_low_numbers(arguments, max_new_tokens=1, top_k=1) + choose_lines(
+        (not 0 <= temperature < float("inf"), f"--temperature: found {temperature}, expected a number >= 0"),
+        (
+            top_p is not None and not 0 < top_p <= 1,
+            f"--top-p: found {top_p}, expected a number above 0 and up to 1",
+        ),
+        (temperature == 0 and idle, f"{unused}; add --temperature 1"),
+        (not 0 <= seed < 2**63, f"--seed: found {seed}, expected a number from 0 to 2^63 - 1"),
+    )
 
 
 def find_low_numbers(arguments: argparse.Namespace, **least: int) -> list[str]:
@@ -234,3 +244,8 @@ def read_numbers(option: str, text: str, legal: range, expected: str) -> tuple[i
     if not all(part.isascii() and part.isdigit() and int(part) in legal for part in parts):
         raise ConfigError(f"{option}: found {quote(text)}, expected {expected}")
     return tuple(dict.fromkeys(map(int, parts)))
+
+
+def tell_lone(names: Iterable[str], option: str) -> list[str]:
+    """Return a fault for each option, by its name, that is given without the one that it is of."""
+    return [f"--{name.replace('_', '-')}: is of {option}, which is missing" for name in names]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from recipe_lib.cli.arguments import Parser, add_configs, take_configs
+from recipe_lib.cli.arguments import SWITCH, Options, Parser, add_configs, take_configs
 from recipe_lib.cli.recipes import open_config, recipe_for
 from recipe_lib.config.load import Loaded
 from recipe_lib.config.paths import find_config, list_recipes
@@ -11,15 +11,18 @@ from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
 from recipe_lib.reading import describe_fault, read_text
 
+OPTIONS: Options = {
+    "--resolved": SWITCH | {"help": "every value that will be used, and where it was set"},
+    "--describe": SWITCH | {"help": "every key: type, default, legal values, meaning"},
+    "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
+}
+
 
 def parser(words: Sequence[str] = ()) -> Parser:
-    """The options of the verb."""
-    options = Parser("cat", "Shows a config: its file, or with an option what it means.")
+    """Return the options of the verb."""
+    options = Parser("cat", "Shows a config: its file, or with an option what it means.", OPTIONS)
     add_configs(options, words, "applied last, for --resolved")
-    options.add_argument("--resolved", action="store_true", help="every value that will be used, and where it was set")
-    options.add_argument("--describe", action="store_true", help="every key: type, default, legal values, meaning")
     options.set_defaults(recipe=None)
-    options.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
     return options
 
 

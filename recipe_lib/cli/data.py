@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.arguments import Parser, add_configs, find_low_numbers, take_configs
+from recipe_lib.cli.arguments import SWITCH, Options, Parser, add_configs, find_low_numbers, take_configs
 from recipe_lib.cli.recipes import open_config
 from recipe_lib.cli.start_checks import check_data
 from recipe_lib.config.local_files import downloaded_model, model_folder
@@ -36,6 +36,21 @@ DESCRIPTION = """Looks at the samples of a config, with the tokenizer and the te
   show   prints sequences as they will be trained: label tokens in green (off a terminal between « and »), special
          tokens in another color, the border of each document of a pack
   check  reads every sample once and reports what is wrong with them; exit code 2 if anything is"""
+OPTIONS: Options = {
+    "action": {"metavar": "show|check", "choices": ACTIONS, "help": "what to do"},
+    "--limit": {"type": int, "default": 5, "metavar": "N", "help": "show: how many sequences (packs); default: 5"},
+    "--step": {"type": int, "default": 0, "metavar": "N", "help": "show: those of this step on, from 0"},
+    "--validation": SWITCH | {"help": "show: sequences of validation.source"},
+    "--allow": {
+        "metavar": "FAULT",
+        "action": "append",
+        "default": [],
+        "help": "check: a finding to ignore, by its name",
+    },
+    "--json": SWITCH | {"help": "the result as one JSON object"},
+    "--recipe": {"help": "check the config against this recipe (name or path)"},
+    "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
+}
 
 
 def run(words: list[str]) -> int:
@@ -47,21 +62,9 @@ def run(words: list[str]) -> int:
 
 
 def parser(words: Sequence[str] = ()) -> Parser:
-    """The options of the verb."""
-    options = Parser("data", DESCRIPTION)
-    options.add_argument("action", metavar="show|check", choices=ACTIONS, help="what to do")
+    """Return the options of the verb."""
+    options = Parser("data", DESCRIPTION, OPTIONS)
     add_configs(options, words)
-    options.add_argument(
-        "--limit", type=int, default=5, metavar="N", help="show: how many sequences (packs); default: 5"
-    )
-    options.add_argument("--step", type=int, default=0, metavar="N", help="show: those of this step on, from 0")
-    options.add_argument("--validation", action="store_true", help="show: sequences of validation.source")
-    options.add_argument(
-        "--allow", metavar="FAULT", action="append", default=[], help="check: a finding to ignore, by its name"
-    )
-    options.add_argument("--json", action="store_true", help="the result as one JSON object")
-    options.add_argument("--recipe", help="check the config against this recipe (name or path)")
-    options.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
     return options
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
 from recipe_lib.report.phases import phase
@@ -27,6 +27,16 @@ what is wrong, and what to set. Takes seconds on a CPU, longer with more GPUs; l
   tune plan --config llama3/8B_full --calibration machine.json
 
 Exit codes: 0 all is well; 1 something is not, see the findings; 2 a mistake to correct."""
+OPTIONS: Options = {
+    "--nproc_per_node --nproc-per-node": {"metavar": "N", "help": "ranks that exchange; default: one a GPU"},
+    "--output_dir --output-dir": {
+        "metavar": "DIR",
+        "default": "outputs",
+        "help": "where runs will write; default: outputs",
+    },
+    "--json": SWITCH | {"help": "everything as one JSON object, in place of the report"},
+    "--write": {"metavar": "FILE", "help": "write the measured rates, for `tune plan --calibration FILE`"},
+}
 
 
 def run(words: list[str]) -> int:
@@ -48,22 +58,12 @@ def run(words: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The options of the verb."""
-    options = Parser("doctor", DESCRIPTION)
-    add = options.add_argument
-    add("--nproc_per_node", "--nproc-per-node", metavar="N", help="ranks that exchange; default: one a GPU")
-    add(
-        "--output_dir", "--output-dir", metavar="DIR", default="outputs", help="where runs will write; default: outputs"
-    )
-    add("--json", action="store_true", help="everything as one JSON object, in place of the report")
-    add("--write", metavar="FILE", help="write the measured rates, for `tune plan --calibration FILE`")
-    return options
+    """Return the options of the verb."""
+    return Parser("doctor", DESCRIPTION, OPTIONS)
 
 
 def read(words: Sequence[str]) -> argparse.Namespace:
     """The command line; `nproc_per_node` is None for one rank a GPU."""
-    from recipe_lib.cli.arguments import check_output
-
     arguments = parser().parse(words)
     count = arguments.nproc_per_node
     if count is not None:

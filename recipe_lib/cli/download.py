@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import Options, Parser
 from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED, check_folder
 from recipe_lib.config.paths import find_config, list_configs
 from recipe_lib.config.suggest import show
@@ -23,17 +23,22 @@ DESCRIPTION = """Fetches a model from the Hugging Face hub: safetensors weights,
 
 Prints the folder that it is in. A model that asks for consent needs a token: `hf auth login`, or HF_TOKEN."""
 
+OPTIONS: Options = {
+    "repo": {"metavar": "REPO", "help": "OWNER/NAME on the hub"},
+    "--output-dir": {"metavar": "FOLDER", "help": "where to; default: the hub's cache, found by its name"},
+    "--revision": {"help": "branch, tag or commit; default: main"},
+    "--include": {
+        "nargs": "+",
+        "action": "extend",
+        "metavar": "PATTERN",
+        "help": "of those files, only the ones that match",
+    },
+}
+
 
 def parser() -> Parser:
-    """The options of the verb."""
-    options = Parser("download", DESCRIPTION)
-    options.add_argument("repo", metavar="REPO", help="OWNER/NAME on the hub")
-    options.add_argument("--output-dir", metavar="FOLDER", help="where to; default: the hub's cache, found by its name")
-    options.add_argument("--revision", help="branch, tag or commit; default: main")
-    options.add_argument(
-        "--include", nargs="+", action="extend", metavar="PATTERN", help="of those files, only the ones that match"
-    )
-    return options
+    """Return the options of the verb."""
+    return Parser("download", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:

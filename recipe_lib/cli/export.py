@@ -3,8 +3,9 @@
 import argparse
 
 from recipe_lib.checkpoint.export_kinds import GGUF_KINDS, GROUP_SIZE, QUANTIZED_KINDS
-from recipe_lib.cli.arguments import Parser
-from recipe_lib.errors import DONE, ConfigError
+from recipe_lib.cli.arguments import SWITCH, Options, Parser
+from recipe_lib.errors import DONE, ConfigError, raise_faults
+from recipe_lib.units import choose_lines
 
 DESCRIPTION = """Writes what was trained in a form that other programs load, loads it again and compares logits.
 
@@ -20,6 +21,28 @@ and for these also a model folder, of a run or not:
   --quantize KIND  a Hugging Face folder with linears in 4 or 8 bits, by torchao
 
 An adapter's folder is only checked by --adapter without --out. The exit code is not 0 if the export differs."""
+OPTIONS: Options = {
+    "checkpoint": {"metavar": "CHECKPOINT", "help": "output_dir, state/step_N, or an adapter's folder"},
+    "--merge": SWITCH | {"help": "base and adapter as one model"},
+    "--adapter": SWITCH | {"help": "the adapter"},
+    "--hf": SWITCH | {"help": "all weights"},
+    "--gguf": {"choices": GGUF_KINDS, "help": "a GGUF file, its matrices in this type"},
+    "--pre": {"metavar": "NAME", "help": "--gguf: llama.cpp's pre-tokenizer, if it is not recognized"},
+    "--quantize": {"choices": QUANTIZED_KINDS, "help": "a Hugging Face folder with quantized linears"},
+    "--group-size": {
+        "type": int,
+        "metavar": "N",
+        "help": f"--quantize int4: weights that share a scale; default: {GROUP_SIZE}, or a run's qat_group_size",
+    },
+    "--out": {
+        "metavar": "PATH",
+        "help": "a new folder (--gguf: file); default: next to the checkpoint, in the run's folder",
+    },
+    "--base": {"metavar": "MODEL", "help": "the adapter's base; default: the one that run or adapter names"},
+    "--dtype": {"choices": ("fp32", "bf16"), "help": "--merge: type of what is written; default: the run's"},
+    "--device": {"default": "cpu", "choices": ("auto", "cpu", "cuda"), "help": "for the check; default: cpu"},
+    "--recipe": {"help": "a recipe of your own that the run was made with"},
+}
 
 
 def run(words: list[str]) -> int:
@@ -37,30 +60,8 @@ def run(words: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The options of the verb."""
-    options = Parser("export", DESCRIPTION)
-    options.add_argument("checkpoint", metavar="CHECKPOINT", help="output_dir, state/step_N, or an adapter's folder")
-    for name, text in (("merge", "base and adapter as one model"), ("adapter", "the adapter"), ("hf", "all weights")):
-        options.add_argument(f"--{name}", action="store_true", help=text)
-    options.add_argument("--gguf", choices=GGUF_KINDS, help="a GGUF file, its matrices in this type")
-    options.add_argument("--pre", metavar="NAME", help="--gguf: llama.cpp's pre-tokenizer, if it is not recognized")
-    options.add_argument("--quantize", choices=QUANTIZED_KINDS, help="a Hugging Face folder with quantized linears")
-    size = f"--quantize int4: weights that share a scale; default: {GROUP_SIZE}, or a run's qat_group_size"
-    options.add_argument("--group-size", type=int, metavar="N", help=size)
-    options.add_argument(
-        "--out",
-        metavar="PATH",
-        help="a new folder (--gguf: file); default: next to the checkpoint, in the run's folder",
-    )
-    options.add_argument(
-        "--base", metavar="MODEL", help="the adapter's base; default: the one that run or adapter names"
-    )
-    options.add_argument(
-        "--dtype", choices=("fp32", "bf16"), help="--merge: type of what is written; default: the run's"
-    )
-    options.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"), help="for the check; default: cpu")
-    options.add_argument("--recipe", help="a recipe of your own that the run was made with")
-    return options
+    """Return the options of the verb."""
+    return Parser("export", DESCRIPTION, OPTIONS)
 
 
 def read(words: list[str]) -> argparse.Namespace:
@@ -70,16 +71,27 @@ def read(words: list[str]) -> argparse.Namespace:
     if sum(bool(getattr(arguments, kind)) for kind in kinds) != 1:
         *others, last = (f"--{kind}" for kind in kinds)
         raise ConfigError(f"tune export: expected one of {', '.join(others)} and {last}; see `tune export --help`")
-    if arguments.pre and not arguments.gguf:
-        raise ConfigError("--pre: only a GGUF file names a pre-tokenizer; use it with --gguf, or leave it out")
-    if arguments.group_size is not None and arguments.quantize != "int4":
-        raise ConfigError("--group-size: is for --quantize int4; leave it out")
-    if arguments.device != "cpu" and (arguments.gguf or arguments.quantize):
-        raise ConfigError(
-            f"--device: found {arguments.device}, but this export is made and checked on cpu; leave it out"
-        )
-    if arguments.dtype and not arguments.merge:
-        raise ConfigError("--dtype: only a merged model may have another type; use it with --merge, or leave it out")
-    if arguments.base and arguments.hf:
-        raise ConfigError("--base: a run that trained all weights has no base; leave it out")
+    faults = choose_lines(
+        (
+            arguments.pre and not arguments.gguf,
+            "--pre: only a GGUF file names a pre-tokenizer; use it with --gguf, or leave it out",
+        ),
+        (
+            arguments.group_size is not None and arguments.quantize != "int4",
+            "--group-size: is for --quantize int4; leave it out",
+        ),
+        (
+            arguments.device != "cpu" and (arguments.gguf or arguments.quantize),
+            f"--device: found {arguments.device}, but this export is made and checked on cpu; leave it out",
+        ),
+        (
+            arguments.dtype and not arguments.merge,
+            "--dtype: only a merged model may have another type; use it with --merge, or leave it out",
+        ),
+        (
+            arguments.base and arguments.hf,
+            "--base: a run that trained all weights has no base; leave it out",
+        ),
+    )
+    raise_faults(ConfigError, faults)
     return arguments

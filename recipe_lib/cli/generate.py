@@ -13,11 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipe_lib.cli.arguments import Parser, add_draw_options, check_place, draw_faults, find_low_numbers
+from recipe_lib.cli.arguments import (
+    DRAW_OPTIONS,
+    SWITCH,
+    Options,
+    Parser,
+    check_place,
+    draw_faults,
+    find_low_numbers,
+    tell_lone,
+)
 from recipe_lib.config.local_files import check_model_there
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, ConfigError, DataError, raise_faults
 from recipe_lib.logs import print_wrapped
+from recipe_lib.units import choose_lines
 
 if TYPE_CHECKING:
     from recipe_lib.generation.conversation import Chat
@@ -40,6 +50,24 @@ STORAGES = ("auto", "none", "nf4", "int8")
 SUFFIXES = (".txt", ".jsonl")  # of --prompts
 HELP = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 _COMMANDS = ("/reset", "/exit", "/help")
+OPTIONS: Options = {
+    "checkpoint": {"metavar": "WHAT", "help": "model, adapter or output_dir, or a hub id that was downloaded"},
+    "--prompt": {"metavar": "TEXT", "help": "what to answer or to continue; without it: a conversation"},
+    "--prompts": {"metavar": "FILE", "help": "prompts to answer: .txt, one a line, or .jsonl"},
+    "--out": {"metavar": "FILE", "help": "--prompts: where the answers go; default: standard output"},
+    "--batch-size": {"type": int, "metavar": "N", "help": "--prompts: answered at a time; default: 8"},
+    "--system": {"metavar": "TEXT", "help": "the system's message, before everything else"},
+    "--raw": SWITCH | {"help": "continue the prompt as it stands, without a template"},
+    "--base": {"metavar": "MODEL", "help": "an adapter's base; default: the one that the adapter names"},
+    "--quantize-base": {
+        "default": "auto",
+        "choices": STORAGES,
+        "help": "how an adapter's base is kept; auto: as it was trained",
+    },
+    **DRAW_OPTIONS,
+    "--dtype": {"default": "auto", "choices": DTYPES, "help": "auto: the checkpoint's"},
+    "--device": {"default": "auto", "choices": ("auto", "cpu", "cuda"), "help": "auto: cuda if there is one"},
+}
 
 
 def run(words: list[str]) -> int:
@@ -58,61 +86,37 @@ def run(words: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The options of the verb."""
-    options = Parser("generate", DESCRIPTION)
-    what = "model, adapter or output_dir, or a hub id that was downloaded"
-    options.add_argument("checkpoint", metavar="WHAT", help=what)
-    options.add_argument("--prompt", metavar="TEXT", help="what to answer or to continue; without it: a conversation")
-    options.add_argument("--prompts", metavar="FILE", help="prompts to answer: .txt, one a line, or .jsonl")
-    options.add_argument("--out", metavar="FILE", help="--prompts: where the answers go; default: standard output")
-    options.add_argument("--batch-size", type=int, metavar="N", help="--prompts: answered at a time; default: 8")
-    options.add_argument("--system", metavar="TEXT", help="the system's message, before everything else")
-    options.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without a template")
-    options.add_argument("--base", metavar="MODEL", help="an adapter's base; default: the one that the adapter names")
-    kept = "how an adapter's base is kept; auto: as it was trained"
-    options.add_argument("--quantize-base", default="auto", choices=STORAGES, help=kept)
-    add_draw_options(options)
-    options.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the checkpoint's")
-    options.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
-    return options
+    """Return the options of the verb."""
+    return Parser("generate", DESCRIPTION, OPTIONS)
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Refuses numbers that make no sense, all at once."""
-    faults = draw_faults(arguments)
-    if arguments.prompt == "" and not arguments.raw:
-        faults.append("--prompt: is empty; give a text, or begin from nothing with --raw")
-    faults += prompts_faults(arguments)
-    if arguments.raw and arguments.prompt is None and arguments.prompts is None:
-        faults.append("--raw: continues a text, and there is none; give it with --prompt")
-    if arguments.raw and arguments.system is not None:
-        faults.append("--system: --raw writes no messages; leave one of the two out")
-    if arguments.system == "":
-        faults.append("--system: is empty; give a text, or leave it out")
-    for option, text in (("--prompt", arguments.prompt), ("--system", arguments.system)):
-        if any("\ud800" <= letter <= "\udfff" for letter in text or ""):
-            faults.append(f"{option}: is not UTF-8; give it in UTF-8 text")
-    raise_faults(ConfigError, faults)
+    prompt, prompts = arguments.prompt, arguments.prompts
+    raw, system = arguments.raw, arguments.system
+    lone = [name for name in ("out", "batch_size") if getattr(arguments, name) is not None and prompts is None]
+    faults = choose_lines(
+        (prompt == "" and not raw, "--prompt: is empty; give a text, or begin from nothing with --raw"),
+        (prompt is not None and prompts, "--prompt: --prompts has prompts already; leave one of the two out"),
+        (
+            prompts is not None and Path(prompts).suffix not in SUFFIXES,
+            f"--prompts: found {show(str(prompts))}, expected a file {' or '.join(SUFFIXES)}",
+        ),
+        (
+            raw and prompt is None and prompts is None,
+            "--raw: continues a text, and there is none; give it with --prompt",
+        ),
+        (raw and system is not None, "--system: --raw writes no messages; leave one of the two out"),
+        (system == "", "--system: is empty; give a text, or leave it out"),
+        (_is_broken(prompt or ""), "--prompt: is not UTF-8; give it in UTF-8 text"),
+        (_is_broken(system or ""), "--system: is not UTF-8; give it in UTF-8 text"),
+    )
+    low = find_low_numbers(arguments, **({} if lone else {"batch_size": 1}))
+    raise_faults(ConfigError, [*draw_faults(arguments), *tell_lone(lone, "--prompts"), *low, *faults])
+    arguments.batch_size = arguments.batch_size or 8
     if arguments.out is not None:
         out = str(Path(arguments.out).expanduser())
         check_place("--out", out, [("--prompts", arguments.prompts)], makes_folders=True)
-
-
-def prompts_faults(arguments: argparse.Namespace) -> list[str]:
-    """What is wrong with --prompts and what goes with it; the batch size gets its default."""
-    if arguments.prompts is None:
-        given = [
-            f"--{name.replace('_', '-')}" for name in ("out", "batch_size") if getattr(arguments, name) is not None
-        ]
-        return [f"{name}: is of --prompts, which is missing" for name in given]
-    faults = []
-    if arguments.prompt is not None:
-        faults.append("--prompt: --prompts has prompts already; leave one of the two out")
-    if Path(arguments.prompts).suffix not in SUFFIXES:
-        faults.append(f"--prompts: found {show(arguments.prompts)}, expected a file {' or '.join(SUFFIXES)}")
-    faults += find_low_numbers(arguments, batch_size=1)
-    arguments.batch_size = arguments.batch_size or 8
-    return faults
 
 
 def is_terminal() -> bool:

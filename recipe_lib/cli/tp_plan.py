@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.cli.arguments import Parser, check_output, find_low_numbers, read_numbers
+from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers, read_numbers
 from recipe_lib.config.local_files import install_line
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import DONE, ConfigError, SetupError, raise_faults
@@ -31,6 +31,13 @@ MODEL is a folder, a config.json, a hub id that was downloaded, or a preset of `
 
 Exit codes: 0 a plan for at least one of the sizes; 3 --certify did not prove one of them; 2 a mistake to correct,
 or no plan for any of the sizes."""
+OPTIONS: Options = {
+    "model": {"metavar": "MODEL", "help": "folder, config.json, hub id in the cache, or preset"},
+    "--tensor": {"default": "2,4,8", "metavar": "T,...", "help": "ranks of a group; default: 2,4,8"},
+    "--tokens": {"type": int, "default": 8192, "metavar": "N", "help": "tokens of a micro-batch, b x s; default: 8192"},
+    "--certify": SWITCH | {"help": "also prove the plan on a small copy with random weights"},
+    "--json": {"metavar": "FILE", "help": "also write the plan and its numbers as JSON; -: in place of the report"},
+}
 
 
 def run(words: list[str]) -> int:
@@ -62,15 +69,8 @@ def run(words: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The options of the verb."""
-    options = Parser("tp-plan", DESCRIPTION)
-    add = options.add_argument
-    add("model", metavar="MODEL", help="folder, config.json, hub id in the cache, or preset")
-    add("--tensor", default="2,4,8", metavar="T,...", help="ranks of a group; default: 2,4,8")
-    add("--tokens", type=int, default=8192, metavar="N", help="tokens of a micro-batch, b x s; default: 8192")
-    add("--certify", action="store_true", help="also prove the plan on a small copy with random weights")
-    add("--json", metavar="FILE", help="also write the plan and its numbers as JSON; -: in place of the report")
-    return options
+    """Return the options of the verb."""
+    return Parser("tp-plan", DESCRIPTION, OPTIONS)
 
 
 def read(words: Sequence[str]) -> argparse.Namespace:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.checkpoint.exported_folder import exported_folder
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import SWITCH, Options, Parser
 from recipe_lib.cli.download import one_line
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
@@ -34,16 +34,18 @@ _SENT = (
 _READ = (_CARD, "config.json", "generation_config.json", ADAPTER_CONFIG, "tokenizer_config.json", "chat_template.jinja")
 _LARGEST_READ = 16 * MIB
 
+OPTIONS: Options = {
+    "checkpoint": {"metavar": "WHAT", "help": "output_dir, or the folder of a model or an adapter"},
+    "repo": {"metavar": "REPO", "help": "OWNER/NAME on the hub; made if there is none"},
+    "--private": SWITCH | {"help": "a new repository is yours alone to see"},
+    "--revision": {"metavar": "BRANCH", "help": "the branch to put it on, made if there is none"},
+    "--dry-run": SWITCH | {"help": "list the files, send nothing and ask nothing"},
+}
+
 
 def parser() -> Parser:
-    """The options of the verb."""
-    options = Parser("upload", DESCRIPTION)
-    options.add_argument("checkpoint", metavar="WHAT", help="output_dir, or the folder of a model or an adapter")
-    options.add_argument("repo", metavar="REPO", help="OWNER/NAME on the hub; made if there is none")
-    options.add_argument("--private", action="store_true", help="a new repository is yours alone to see")
-    options.add_argument("--revision", metavar="BRANCH", help="the branch to put it on, made if there is none")
-    options.add_argument("--dry-run", action="store_true", help="list the files, send nothing and ask nothing")
-    return options
+    """Return the options of the verb."""
+    return Parser("upload", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:

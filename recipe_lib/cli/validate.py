@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from recipe_lib.cli.arguments import Parser, add_configs, take_configs
+from recipe_lib.cli.arguments import Options, Parser, add_configs, take_configs
 from recipe_lib.cli.recipes import open_config
 from recipe_lib.cli.start_checks import check_shape, check_start
 from recipe_lib.config.paths import list_recipes
@@ -10,13 +10,16 @@ from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.errors import DONE
 from recipe_lib.logs import print_wrapped
 
+OPTIONS: Options = {
+    "--recipe": {"help": "check against this recipe (name or path), not the one that the config names"},
+    "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
+}
+
 
 def parser(words: Sequence[str] = ()) -> Parser:
-    """The options of the verb."""
-    options = Parser("validate", "Checks a config against its recipe and reports every fault.")
+    """Return the options of the verb."""
+    options = Parser("validate", "Checks a config against its recipe and reports every fault.", OPTIONS)
     add_configs(options, words)
-    options.add_argument("--recipe", help="check against this recipe (name or path), not the one that the config names")
-    options.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
     return options
 
 
