@@ -1,6 +1,7 @@
 """An argparse parser whose mistakes are one line with the nearest right spelling, and whose help is plain."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from recipe_lib.config.load import StoreOnce, refuse_repeated
 from recipe_lib.config.local_files import check_folder
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError
+from recipe_lib.files import replace_text
 from recipe_lib.logs import QUIET, VERBOSE, set_verbosity
 from recipe_lib.reading import JSON_LIMIT, check_regular, parse_json, read_bytes
 from recipe_lib.units import choose_lines
@@ -64,6 +66,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self._hint = f"; see `{self.prog} --help`"
         self.register("action", None, StoreOnce)
         for names, settings in {**COMMON, **options}.items():
             self.add_argument(*names.split(), **settings)
@@ -81,11 +84,9 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, word: str) -> NoReturn:
         if not word.startswith("-"):
-            raise ConfigError(f"{self.prog}: unexpected argument {show(word)}; see `{self.prog} --help`")
+            raise ConfigError(f"{self.prog}: unexpected argument {show(word)}{self._hint}")
         name = word.split("=", 1)[0]
-        raise ConfigError(
-            f"{self.prog}: unknown option {show(name)}{did_you_mean(name, self.options()) or self.hint()}"
-        )
+        raise ConfigError(f"{self.prog}: unknown option {show(name)}{did_you_mean(name, self.options()) or self._hint}")
 
     def print_help(self, file: Any = None) -> None:
         """Writes the help; unlike argparse, not as if it were written where the disk is full."""
@@ -94,10 +95,6 @@ class Parser(argparse.ArgumentParser):
     def options(self) -> list[str]:
         """The long options of the verb."""
         return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
-
-    def hint(self) -> str:
-        """Where to look when no spelling is near."""
-        return f"; see `{self.prog} --help`"
 
     def error(self, message: str) -> NoReturn:
         """argparse found a mistake: its message as one line, without the usage text."""
@@ -111,7 +108,7 @@ class Parser(argparse.ArgumentParser):
             optional = {action.metavar for action in self._actions if action.nargs == "*"}
             missing = [name for name in names.split(", ") if name not in optional]
             said = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        raise ConfigError(f"{self.prog}: {said}; see `{self.prog} --help`")
+        raise ConfigError(f"{self.prog}: {said}{self._hint}")
 
 
 # Files that a command writes where an option says: checked before the work is done, and never over
@@ -249,3 +246,12 @@ def read_numbers(option: str, text: str, legal: range, expected: str) -> tuple[i
 def tell_lone(names: Iterable[str], option: str) -> list[str]:
     """Return a fault for each option, by its name, that is given without the one that it is of."""
     return [f"--{name.replace('_', '-')}: is of {option}, which is missing" for name in names]
+
+
+def put_json(path: str, value: Any) -> None:
+    """Write what --json asks for, indented: to standard output for `-`, else as a file, whole or not at all."""
+    text = json.dumps(value, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        replace_text(Path(path), text)

@@ -15,7 +15,6 @@ import platform
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +31,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from recipe_lib.cli.launch import cores, end_with_parent
-from recipe_lib.cli.local_gpus import TIMEOUT_SECONDS, own_gpus
+from recipe_lib.cli.local_gpus import own_gpus
 from recipe_lib.redaction import redact
 from recipe_lib.units import MIB
 
@@ -49,9 +48,6 @@ RANGES = {"torch": ((2, 11), (2, 16)), "torchao": ((0, 15), (0, 19))}
 # Variables that change what is measured here; tokens and passwords have other names.
 REPORTED = re.compile(
     r"(NCCL|TORCH_NCCL|GLOO|CUDA|OMP|MKL|PYTORCH)_\w+|TORCH_\w*LOGS|HF_HOME|HF_HUB_CACHE|XDG_CACHE_HOME"
-)
-SHARED_FILE_SYSTEMS = re.compile(
-    r"nfs\d?|lustre|ceph|gpfs|beegfs\w*|cifs|smb\d?|glusterfs|fuse\.\w+|9p|virtiofs|afs|wekafs|pvfs2|orangefs"
 )
 WRITTEN = 64 * MIB  # to measure a disk
 # Bytes: a word; a page and a word; one and many megabytes with a ragged end. Small ones go through another path.
@@ -92,14 +88,12 @@ def in_range(package: str, version: str) -> bool:
 
 
 def read_driver_version() -> str | None:
-    """The version of NVIDIA's driver; None without one, "does not answer" where nvidia-smi hangs."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    """Return the version of NVIDIA's driver; None without one."""
     try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True).stdout.strip()
-    except subprocess.TimeoutExpired:
-        return "does not answer"
-    except (OSError, subprocess.SubprocessError):
+        found = re.search(r"\d+(\.\d+)+", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+    except OSError:
         return None
+    return found[0] if found else None
 
 
 def measure_host_memory() -> dict[str, Any]:
@@ -124,15 +118,13 @@ def measure_space(path: Path) -> dict[str, int] | None:
 
 
 def probe_folder(path: Path) -> dict[str, Any]:
-    """Return what a folder that is to be written to is: file system, space, and how fast it takes bytes.
+    """Return what a folder that is to be written to is: space, and how fast it takes bytes.
 
     Of one that is not there yet, the nearest one above. fault: why it cannot be written to, or None.
     """
     path = path.expanduser().absolute()
     place = next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
-    kind = name_file_system(place)
-    found: dict[str, Any] = {"path": str(path), "exists": place == path, "file_system": kind, "write_rate": None}
-    found |= {"shared": bool(SHARED_FILE_SYSTEMS.fullmatch(kind)), "fault": None}
+    found: dict[str, Any] = {"path": str(path), "exists": place == path, "write_rate": None, "fault": None}
     found |= measure_space(place) or {"total": None, "free": None}
     try:
         found["write_rate"] = measure_write_rate(place, min(WRITTEN, (found["free"] or 0) // 2))
@@ -151,16 +143,6 @@ def measure_write_rate(place: Path, size: int) -> float | None:
         os.fsync(file.fileno())
         seconds = time.perf_counter() - start
     return size // MIB * MIB / seconds if size >= MIB else None
-
-
-def name_file_system(place: Path) -> str:
-    """Return the kind of file system that a folder is on, as `df` names it; "unknown" where it does not."""
-    command = ["df", "--output=fstype", str(place)]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return listed.split()[-1]
 
 
 def device_steps(rank: int, folder: Path) -> Iterator[Step]:

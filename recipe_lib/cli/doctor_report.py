@@ -31,7 +31,6 @@ REMEDIES = {
     "this torch",
     "torchao": "install the torchao that its release notes name for this torch, or the newest in the range",
     "torch-broken": "install it anew, and restart the machine if its driver does not answer",
-    "driver": "restart the machine, or look into `dmesg`",
     "gpu-unseen": "install a torch with CUDA, see pytorch.org/get-started, and a driver for that CUDA or a newer one",
     "gpu-broken": "of `no kernel image` install a torch built for the card; else look for its errors in `dmesg`, and "
     "leave it out with CUDA_VISIBLE_DEVICES",
@@ -104,8 +103,6 @@ def _judge_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     torch = facts["steps"].get("torch")
     gpus = _list_gpus(facts)
     listed = facts["machine"]["listed_gpus"]
-    if facts["machine"]["driver"] == "does not answer":
-        yield "driver", "nvidia-smi does not answer"
     if listed and torch and not gpus:
         why = f"it says: {torch['error'] or 'nothing'}" if torch["cuda"] else "it is built without CUDA"
         yield "gpu-unseen", f"the driver lists {counted(len(listed), 'GPU')}, torch {torch['version']} sees none; {why}"
@@ -244,7 +241,7 @@ def _list_software(facts: dict[str, Any]) -> list[Row]:
     return [
         ("python", f"{machine['python']} on {machine['system']}"),
         ("torch", f"{torch.get('version') or packages['torch']}, {build if torch else 'which does not start'}"),
-        ("driver", machine["driver"] or "none (nvidia-smi is not there, or says nothing)"),
+        ("driver", machine["driver"] or "none"),
         ("torchao", f"{packages['torchao']}, {fits}" if packages["torchao"] else "not installed"),
         ("others", ", ".join(f"{name} {packages[name] or '-'}" for name in packages if name not in RANGES)),
         ("environment", variables or "none of NCCL_*, CUDA_*, OMP_*, PYTORCH_* is set"),
@@ -351,7 +348,6 @@ def _describe_host(machine: dict[str, Any]) -> list[Row]:
 
 def _describe_folder(folder: dict[str, Any]) -> Row:
     parts = [folder["path"] if folder["exists"] else f"{folder['path']} (not there yet)"]
-    parts.append(folder["file_system"] + (", shared between machines" if folder["shared"] else ""))
     if folder["fault"]:
         parts.append(f"cannot be written to: {folder['fault']}")
     else:

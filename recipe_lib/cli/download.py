@@ -46,7 +46,9 @@ def run(words: list[str]) -> int:
     arguments = parser().parse(words)
     output = Path(arguments.output_dir).expanduser() if arguments.output_dir else None
     if output is not None:
-        check_output(output)
+        check_folder(output, "--output-dir")
+        if output.is_dir() and any(output.iterdir()) and not (output / ".cache" / "huggingface").is_dir():
+            raise ConfigError(f"{show(str(output))}: holds other files; --output-dir expects a new or an empty folder")
     repo = arguments.repo
 
     from huggingface_hub import HfApi, snapshot_download
@@ -80,13 +82,6 @@ def next_command(repo: str, output: Path | None) -> str:
     first = next((name for name in names if name.endswith("_lora")), names[0])
     others = ", ".join(name for name in names if name != first)
     return f"tune plan {first}{where}" + (f" (or {others})" if others else "")
-
-
-def check_output(output: Path) -> None:
-    """Refuses a folder that holds something else than an earlier download."""
-    check_folder(output, "--output-dir")
-    if output.is_dir() and any(output.iterdir()) and not (output / ".cache" / "huggingface").is_dir():
-        raise ConfigError(f"{show(str(output))}: holds other files; --output-dir expects a new or an empty folder")
 
 
 def check_unchanged(output: Path, siblings: list[Any]) -> None:

@@ -40,7 +40,7 @@ from recipe_lib.generation.source import GenerationSource, find_source
 from recipe_lib.logs import get_logger, is_quiet
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.parallel import World, make_world, meet_ranks, start_world
-from recipe_lib.report.terminal import Table, open_console, put_table, terminal_width, text_of
+from recipe_lib.report.terminal import Table, table_lines, terminal_width
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 
 FOLDER = "eval"
@@ -134,9 +134,8 @@ def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Pa
         sys.stdout.write(json.dumps(numbers) + "\n")
         return
     rows = [[task, name, *(f"{each[task, name]:.4f}" for each in found.values())] for task, name in found[TUNED]]
-    console = open_console(terminal_width())
-    put_table(console, Table("Tasks", ["task", "metric", *found], rows, left=("task", "metric")))
-    sys.stdout.write(text_of(console))
+    table = Table("Tasks", ["task", "metric", *found], rows, left=("task", "metric"))
+    print("\n".join(table_lines(table, terminal_width())))
 
 
 def _names_adapter(arguments: argparse.Namespace) -> bool:
@@ -235,9 +234,7 @@ def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | Non
     if arguments.json:
         sys.stdout.write(json.dumps(evaluation.summary()) + "\n")
         return
-    console = open_console(terminal_width())
-    put_table(console, evaluation.table())
-    sys.stdout.write(text_of(console))
+    print("\n".join(table_lines(evaluation.table(), terminal_width())))
     if not is_quiet():
         summary = evaluation.summary()
         print(f"{summary['sequences']} sequences, {summary['label_tokens']} label tokens, {summary['answers']} answers")

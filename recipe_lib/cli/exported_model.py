@@ -15,6 +15,7 @@ from recipe_lib.checkpoint.gguf import write_gguf_adapter, write_gguf_model
 from recipe_lib.checkpoint.gguf.gguf_file import package
 from recipe_lib.checkpoint.quantized_out import check_quantizable, write_quantized
 from recipe_lib.checkpoint.weight_accounts import tell_left_out
+from recipe_lib.cli.arguments import check_place
 from recipe_lib.cli.export_trained import CONFIG, base_of, find_export, run_of, write_merged
 from recipe_lib.cli.inference_device import choose_dtype
 from recipe_lib.config.local_files import ADAPTER_CONFIG, MODEL_FOLDER, is_hub_snapshot
@@ -71,8 +72,7 @@ def target_of_export(found: ExportedModel, arguments: argparse.Namespace, ending
         out = found.folder.parent / (own + ending)
     if os.path.lexists(out):
         raise ConfigError(f"{out}: exists; choose another name with --out, or remove it")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out: {show(str(out.parent))}: no such folder; make it, or choose another name")
+    check_place("--out", str(out))
     return out
 
 

@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from recipe_lib.cli.arguments import Options, Parser
+from recipe_lib.cli.arguments import Options, Parser, check_place
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand
 from recipe_lib.config.suggest import show
 from recipe_lib.config.torchtune import Imported, import_file
@@ -60,8 +60,7 @@ def _place(name: str) -> Path:
         raise ConfigError(f"--out: {show(name)}: expected a file that ends in {' or '.join(CONFIG_SUFFIXES)}")
     if os.path.lexists(path):
         raise ConfigError(f"--out: {show(name)} is there already; choose another name")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--out: {show(str(path.parent))}: no such folder; make it, or choose another name")
+    check_place("--out", str(path))
     return path
 
 

@@ -81,7 +81,10 @@ def run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return DONE
-    words, with_plan = take_choice(take_verbosity(words))
+    for word in words:
+        if word in VERBOSITY:
+            set_verbosity(VERBOSITY[word])  # for the ranks too
+    words, with_plan = take_choice([word for word in words if word not in VERBOSITY])
     flags, name, rest = split(words)
     check_launch(flags)
     recipe, rest = recipe_and_words(name, rest)
@@ -97,14 +100,6 @@ def run(words: list[str]) -> int:
         code = start(flags, recipe, rest)
         compare(code)
     return code
-
-
-def take_verbosity(words: list[str]) -> list[str]:
-    """The words without -q and -v, which hold for the ranks too."""
-    for word in words:
-        if word in VERBOSITY:
-            set_verbosity(VERBOSITY[word])
-    return [word for word in words if word not in VERBOSITY]
 
 
 def recipe_and_words(name: str, rest: list[str]) -> tuple[RecipeFile, list[str]]:

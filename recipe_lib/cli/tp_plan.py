@@ -3,14 +3,12 @@
 import argparse
 import contextlib
 import io
-import json
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers, read_numbers
+from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers, put_json, read_numbers
 from recipe_lib.config.local_files import install_line
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import DONE, ConfigError, SetupError, raise_faults
@@ -56,13 +54,7 @@ def run(words: list[str]) -> int:
             if not any(proof["failures"] for proof in proven):
                 (whole, plans, illegal), proofs = without, proven
     if arguments.json:
-        from recipe_lib.files import replace_text
-
-        text = json.dumps(as_json(arguments, whole, plans, illegal, proofs), indent=2) + "\n"
-        if arguments.json == "-":
-            sys.stdout.write(text)
-        else:
-            replace_text(Path(arguments.json), text)
+        put_json(arguments.json, as_json(arguments, whole, plans, illegal, proofs))
     if arguments.json != "-":
         report(arguments.model, arguments.tokens, whole, plans, illegal, proofs)
     return NOT_CERTIFIED if any(proof["failures"] for proof in proofs) else DONE

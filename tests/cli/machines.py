@@ -38,7 +38,7 @@ def ways(**changes: Any) -> list[dict[str, Any]]:
 def healthy() -> dict[str, Any]:
     """A machine with two RTX 4090 on which all is well."""
     folder = {
-        "path": "/runs", "exists": True, "file_system": "ext4", "shared": False, "total": 900 * GIB,
+        "path": "/runs", "exists": True, "total": 900 * GIB,
         "free": 500 * GIB, "write_rate": 1e9, "fault": None,
     }  # fmt: skip
     calibration = {

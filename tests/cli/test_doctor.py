@@ -29,7 +29,6 @@ PLANTED: list[tuple[str, Any, str, str]] = [
     ("machine/packages/torch", "2.16.0.dev20261101", "package-version", "found 2.16.0"),
     ("failed/torchao", "ImportError: no such symbol", "torchao", "torchao: ImportError: no such symbol; install"),
     ("failed/torch", "not done after 60 s", "torch-broken", "torch: not done after 60 s; install it anew"),
-    ("machine/driver", "does not answer", "driver", "nvidia-smi does not answer"),
     ("steps/torch/gpus/1/free", 20 * GIB, "gpu-in-use", "GPU 1: 3.50 GiB of 23.50 GiB are in use"),
     ("steps/matmuls of GPU 1", 1.0e14, "gpu-slow", "GPU 1: bf16 matmuls at 100 TFLOP/s, another"),
     ("failed/matmuls of GPU 1", "ended by SIGSEGV", "gpu-broken", "matmuls of GPU 1: ended by SIGSEGV; of `no"),
