@@ -16,7 +16,8 @@ from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED, check_f
 from recipe_lib.config.paths import find_config, list_configs
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError, SetupError, StorageError
-from recipe_lib.reading import open_regular, read_bytes, read_text
+from recipe_lib.files import sha256_of
+from recipe_lib.reading import read_bytes, read_text
 from recipe_lib.units import format_bytes
 
 DESCRIPTION = """Fetches a model from the Hugging Face hub: safetensors weights, config and tokenizer files only.
@@ -109,8 +110,7 @@ def _is_the_hubs(path: Path, sibling: Any) -> bool:
     if path.stat().st_size != sibling.size:
         return False
     if sibling.lfs is not None:
-        with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == sibling.lfs.sha256
+        return sha256_of(path) == sibling.lfs.sha256
     blob = hashlib.sha1(f"blob {sibling.size}\0".encode() + read_bytes(path, sibling.size), usedforsecurity=False)
     return blob.hexdigest() == sibling.blob_id
 
