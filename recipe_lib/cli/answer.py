@@ -12,15 +12,13 @@ import hashlib
 import io
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from recipe_lib.cli.generate import talk
-from recipe_lib.cli.inference_device import DTYPE_NAMES, choose_device, choose_dtype
 from recipe_lib.config.local_files import MODEL_FOLDER
 from recipe_lib.config.suggest import show
 from recipe_lib.data import render_prompt, system_fault
@@ -32,7 +30,14 @@ from recipe_lib.files import LineFile, storage_faults
 from recipe_lib.generation.batch import Generated, generate_batch
 from recipe_lib.generation.conversation import NO_ANSWER, Chat, check_prompt, prompted
 from recipe_lib.generation.sample import generate
-from recipe_lib.generation.source import GenerationSource, find_source, load_source
+from recipe_lib.generation.source import (
+    DTYPE_NAMES,
+    GenerationSource,
+    choose_device,
+    choose_dtype,
+    find_source,
+    load_source,
+)
 from recipe_lib.logs import get_logger
 from recipe_lib.models import Decoder
 from recipe_lib.parallel.seeds import derive_seed
@@ -48,8 +53,11 @@ _MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
 _DRAWN = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "system", "raw", "dtype", "quantize_base")
 
 
-def answer(arguments: argparse.Namespace) -> None:
-    """Load the model, and print one answer, those of a file, or those of a conversation. Raises UserError."""
+def answer(arguments: argparse.Namespace, talk: Callable[[Chat, str], None]) -> None:
+    """Load the model, and print one answer, those of a file, or those of a conversation.
+
+    talk: holds a conversation with a model, by its name. Raises UserError.
+    """
     source = find_source(arguments.checkpoint, arguments.base)
     if source.adapter is None and arguments.quantize_base != "auto":
         raise ConfigError("--quantize-base: the base of an adapter can be quantized; this is a model, leave it out")
@@ -59,7 +67,9 @@ def answer(arguments: argparse.Namespace) -> None:
     if arguments.prompts is not None:
         answer_file(source, tokenizer, arguments)
     elif arguments.prompt is None:
-        converse(source, tokenizer, arguments)
+        with loaded(source, arguments) as (model, device):
+            chat = Chat(model, source.spec, tokenizer, arguments.system, options(tokenizer, arguments, device))
+            talk(chat, str(source.adapter or source.folder))
     else:
         complete(source, tokenizer, arguments)
 
@@ -288,13 +298,6 @@ def complete(source: GenerationSource, tokenizer: Tokenizer, arguments: argparse
     print(last, flush=True)
     if is_empty and not last:
         get_logger().info("note: %s", NO_ANSWER)
-
-
-def converse(source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
-    """A conversation, until the lines end."""
-    with loaded(source, arguments) as (model, device):
-        chat = Chat(model, source.spec, tokenizer, arguments.system, options(tokenizer, arguments, device))
-        talk(chat, str(source.adapter or source.folder))
 
 
 def options(tokenizer: Tokenizer, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:

@@ -9,9 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from recipe_lib.cli import doctor_probes
 from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output
+from recipe_lib.cli.doctor_probes import run_isolated
+from recipe_lib.cli.launch import cores
+from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
+from recipe_lib.files import replace_text
 from recipe_lib.report.phases import phase
 
 FOUND = 1  # exit code
@@ -82,13 +87,9 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     from huggingface_hub import constants
 
-    from recipe_lib.cli.doctor_probes import device_steps, machine, run_isolated
-    from recipe_lib.cli.launch import cores
-    from recipe_lib.config.local_files import cache_root
-
     with phase("reading versions, memory and disks"):
         places = {"output_dir": Path(arguments.output_dir), "models": Path(constants.HF_HUB_CACHE)}
-        facts: dict[str, Any] = {"machine": machine(places | {"data.cache_dir": cache_root(None)})}
+        facts: dict[str, Any] = {"machine": doctor_probes.machine(places | {"data.cache_dir": cache_root(None)})}
     facts |= {"steps": {}, "failed": {}, "peers": [], "links": None}
     try:
         with phase("importing torch"):
@@ -97,7 +98,7 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
         facts["failed"]["torch"] = show(f"{type(error).__name__}: {error}", 300)
         return facts
     with phase("measuring this machine's device"):
-        device = run_isolated(device_steps, seconds=STEP_SECONDS)[0]
+        device = run_isolated(doctor_probes.device_steps, seconds=STEP_SECONDS)[0]
     facts["failed"] = device.failed
     for name, value in device.values.items():
         if name.startswith(("copies from", "copies between")):
@@ -125,8 +126,6 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
     Return backend, ranks, points (operation, bytes, seconds of the slowest rank, wrong numbers over all ranks), failed
     (what hung or broke: "rank 1: all_reduce of 1.00 MiB: why"), said (what NCCL warned of).
     """
-    from recipe_lib.cli.doctor_probes import run_isolated
-
     outcomes = run_isolated(partial(link_steps, ranks, on_gpu), ranks, STEP_SECONDS)
     points = []
     for name in outcomes[0].values:
@@ -146,7 +145,6 @@ def link_steps(ranks: int, on_gpu: bool, rank: int, folder: Path) -> Any:
     """Return the steps of one rank, in its own process and environment."""
     import torch
 
-    from recipe_lib.cli.launch import cores
     from recipe_lib.plan.timing.links import CPU_SIZES, GPU_SIZES, collective_steps
 
     os.environ.setdefault("NCCL_DEBUG", "WARN")
@@ -157,7 +155,6 @@ def link_steps(ranks: int, on_gpu: bool, rank: int, folder: Path) -> Any:
 
 def write(path: str, facts: dict[str, Any]) -> str:
     """Write the rates as a calibration of the planner's, if they were measured; return a line about it."""
-    from recipe_lib.files import replace_text
     from recipe_lib.plan.timing.calibration import with_links
 
     steps, links = facts["steps"], facts["links"]

@@ -1,6 +1,7 @@
 """`tune eval [torchrun flags] WHAT [key=value ...]`: what was trained, measured on held-out samples, and its base."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from recipe_lib.cli.arguments import DRAW_OPTIONS, SWITCH, Options, Parser, draw_faults, find_low_numbers, tell_lone
@@ -9,7 +10,7 @@ from recipe_lib.cli.torchrun_flags import check_launch, take_flags, with_rendezv
 from recipe_lib.config.local_files import check_model_there
 from recipe_lib.config.registry import load_plugin, names
 from recipe_lib.config.suggest import did_you_mean, show
-from recipe_lib.errors import DONE, ConfigError, raise_faults
+from recipe_lib.errors import DONE, ConfigError, raise_faults, send_nowhere
 from recipe_lib.units import choose_lines
 
 DESCRIPTION = """Measures a model on held-out samples, next to the model that it was trained from.
@@ -77,11 +78,23 @@ def run(words: list[str]) -> int:
     if flags:
         if arguments.lm_eval:
             raise ConfigError("--lm-eval: runs in one process; leave torchrun's flags out")
-        return launch(with_rendezvous(flags), Path(__file__).with_name("eval_ranks.py"), rest)
+        return launch(with_rendezvous(flags), Path(__file__), rest)
     from recipe_lib.cli.eval_ranks import evaluate
 
     evaluate(arguments)
     return DONE
+
+
+def main(argv: list[str]) -> None:
+    """Evaluate as one of several ranks; torchrun starts this file by its path."""
+    from recipe_lib.cli.eval_ranks import evaluate
+
+    arguments = parser().parse(argv)
+    check(arguments)
+    try:
+        evaluate(arguments)
+    except BrokenPipeError:  # the reader of the numbers is gone (`| head`)
+        send_nowhere(sys.stdout)
 
 
 def parser() -> Parser:

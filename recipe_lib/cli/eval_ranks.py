@@ -1,4 +1,4 @@
-"""What each rank of `tune eval` does. torchrun starts this file by its path; without it `evaluate` is called."""
+"""What each rank of `tune eval` does."""
 
 import argparse
 import dataclasses
@@ -13,16 +13,14 @@ import torch
 
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.cli.arguments import check_output_folder
-from recipe_lib.cli.eval import check, parser
 from recipe_lib.cli.export_trained import load_run_config, run_of
-from recipe_lib.cli.inference_device import choose_dtype
 from recipe_lib.config import load_config
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.schema_data import DataConfig, validation_source
 from recipe_lib.config.suggest import show
 from recipe_lib.data import Dataset, build_validation_dataset, report_lines, settle_formats, warn_of_positions
-from recipe_lib.errors import ConfigError, OutOfMemoryError, send_nowhere
+from recipe_lib.errors import ConfigError, OutOfMemoryError
 from recipe_lib.evaluation.harness import harness_model, metric_rows, run_tasks
 from recipe_lib.evaluation.placed_model import PlacedModel, place_model
 from recipe_lib.evaluation.results import (
@@ -36,7 +34,7 @@ from recipe_lib.evaluation.results import (
     score_sequences,
 )
 from recipe_lib.generation.answer_questions import Question, generate_answers, metric_of_answers, questions_of
-from recipe_lib.generation.source import GenerationSource, find_source
+from recipe_lib.generation.source import GenerationSource, choose_dtype, find_source
 from recipe_lib.logs import get_logger, is_quiet
 from recipe_lib.models.external_spec import ExternalSpec
 from recipe_lib.parallel import World, make_world, meet_ranks, start_world
@@ -45,16 +43,6 @@ from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 
 FOLDER = "eval"
 Result = TypeVar("Result")
-
-
-def main(argv: list[str]) -> None:
-    """One rank."""
-    arguments = parser().parse(argv)
-    check(arguments)
-    try:
-        evaluate(arguments)
-    except BrokenPipeError:  # the reader of the numbers is gone (`| head`)
-        send_nowhere(sys.stdout)
 
 
 def evaluate(arguments: argparse.Namespace) -> None:

@@ -43,7 +43,6 @@ from recipe_lib.checkpoint.verify import (
 )
 from recipe_lib.checkpoint.weight_accounts import tell_left_out
 from recipe_lib.checkpoint.weights_out import export_model
-from recipe_lib.cli.inference_device import DTYPE_NAMES, choose_device, choose_dtype
 from recipe_lib.cli.recipes import recipe_for
 from recipe_lib.config import load_config
 from recipe_lib.config.local_files import (
@@ -58,6 +57,7 @@ from recipe_lib.config.schema import LoraConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.data import trained_template
 from recipe_lib.errors import CheckpointError, ConfigError
+from recipe_lib.generation.source import DTYPE_NAMES, choose_device, choose_dtype
 from recipe_lib.logs import print_wrapped
 from recipe_lib.models import Decoder, build_meta, preset_config, read_config, read_trained_spec
 from recipe_lib.models.meta_init import allocate

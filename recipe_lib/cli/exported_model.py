@@ -17,13 +17,12 @@ from recipe_lib.checkpoint.quantized_out import check_quantizable, write_quantiz
 from recipe_lib.checkpoint.weight_accounts import tell_left_out
 from recipe_lib.cli.arguments import check_place
 from recipe_lib.cli.export_trained import CONFIG, base_of, find_export, run_of, write_merged
-from recipe_lib.cli.inference_device import choose_dtype
 from recipe_lib.config.local_files import ADAPTER_CONFIG, MODEL_FOLDER, is_hub_snapshot
 from recipe_lib.config.read_yaml import read_file
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.files import bytes_in, discard, remove_leftovers, storage_faults, temporary_path
-from recipe_lib.generation.source import find_source
+from recipe_lib.generation.source import choose_dtype, find_source
 from recipe_lib.logs import print_wrapped
 from recipe_lib.models import read_config
 from recipe_lib.parallel import DTYPES

@@ -81,7 +81,7 @@ def run(words: list[str]) -> int:
 
     with importing("torch"):
         from recipe_lib.cli.answer import answer
-    answer(arguments)
+    answer(arguments, talk)
     return DONE
 
 

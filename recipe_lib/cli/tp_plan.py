@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers, put_json, read_numbers
-from recipe_lib.config.local_files import install_line
+from recipe_lib.config.local_files import install_line, is_hub_id
+from recipe_lib.config.paths import list_presets
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import DONE, ConfigError, SetupError, raise_faults
 from recipe_lib.external.transformers_config import plain_numbers
@@ -77,8 +78,6 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
 def config_of(name: str) -> dict[str, Any]:
     """The contents of MODEL's config.json. Raises ConfigError where there is none on this machine."""
-    from recipe_lib.config.local_files import is_hub_id
-    from recipe_lib.config.paths import list_presets
     from recipe_lib.models.spec import preset_config, read_config
     from recipe_lib.plan.world.shape_only_model import in_hub_cache
 

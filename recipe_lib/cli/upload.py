@@ -9,7 +9,7 @@ from typing import Any
 
 from recipe_lib.checkpoint.exported_folder import exported_folder
 from recipe_lib.cli.arguments import SWITCH, Options, Parser
-from recipe_lib.cli.download import one_line
+from recipe_lib.cli.hub_refusals import one_line
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError, SetupError

@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipe_lib.checkpoint.huggingface import load_weights
 from recipe_lib.cli.answer import prompt_tokens
-from recipe_lib.cli.inference_device import choose_dtype
 from recipe_lib.cli.main import main
 from recipe_lib.data import render_prompt
 from recipe_lib.generation.sample import generate
+from recipe_lib.generation.source import choose_dtype
 from recipe_lib.models import build_meta, read_config, spec_from_config
 from recipe_lib.tokenizers import load_tokenizer
 from tests.cli.commands import ROOT, TUNE, environment
