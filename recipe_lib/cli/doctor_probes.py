@@ -125,7 +125,8 @@ def probe_folder(path: Path) -> dict[str, Any]:
     path = path.expanduser().absolute()
     place = next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
     found: dict[str, Any] = {"path": str(path), "exists": place == path, "write_rate": None, "fault": None}
-    found |= measure_space(place) or {"total": None, "free": None}
+    found |= {"total": None, "free": None}
+    found |= measure_space(place) or {}
     try:
         found["write_rate"] = measure_write_rate(place, min(WRITTEN, (found["free"] or 0) // 2))
     except OSError as error:

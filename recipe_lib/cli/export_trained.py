@@ -187,7 +187,7 @@ def beside_weights(found: ExportSource, base: Path | None, spec: ModelSpec, is_a
     tokenizer = load_tokenizer(folder, cfg.tokenizer.chat_template)
     template = trained_template(cfg, tokenizer)
     if found.state:
-        step = step_of(found.state)
+        step: int | None = step_of(found.state)
         extra = read_state_json(found.state)["extra"]
         is_best = found.state.absolute().parent.name == BEST_FOLDER
         exported = f"best step {step}: {extra['metric']} {extra['value']:.4f}" if is_best else None

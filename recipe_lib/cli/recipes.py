@@ -255,7 +255,7 @@ def shipped_config_of(path: Path) -> type | None:
 
 def _follow(bound: dict[str, list[ast.stmt]], name: str | None) -> type | None:
     """Return the class of ours that a name stands for, through a few others at most, each bound once."""
-    bodies = []
+    bodies: list[ast.ClassDef] = []
     for _ in range(8):
         match bound.get(name or "", []):
             case [ast.ImportFrom(module=str(source), names=names, level=0)] if source.startswith("recipe_lib.config"):

@@ -49,13 +49,17 @@ def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, pla
     ]
     if ranks is not None:
         looks.append(partial(mesh_shape, cfg.parallel, ranks))
-    here = [partial(_check_text, cfg), *(partial(check_source, source, key) for key, source in _sources(cfg).items())]
+    sources = [partial(check_source, source, key) for key, source in _sources(cfg).items()]
     if plans:
         found = _look(looks)
-        why = [line for line, is_fault in _look([partial(check_earlier_run, cfg), *here]) if is_fault]
+        why = [
+            line
+            for line, is_fault in _look([partial(check_earlier_run, cfg), partial(_check_text, cfg), *sources])
+            if is_fault
+        ]
         found += [(f"`tune run` refuses to start on this machine: {line}", False) for line in why]
     else:
-        found = _look([*looks, here[0], partial(_check_own_tokenizer, cfg), *here[1:]])
+        found = _look([*looks, partial(_check_text, cfg), partial(_check_own_tokenizer, cfg), *sources])
     raise_faults(ConfigError, dict.fromkeys(line for line, is_fault in found if is_fault or starts))
     return list(dict.fromkeys(line for line, _ in found))
 
@@ -191,8 +195,9 @@ def _check_own_tokenizer(cfg: Any) -> str | None:
         folder = model_folder(name) or downloaded_model(name)
     except CheckpointError:  # told elsewhere
         return None
-    is_model = folder is not None and os.path.isfile(folder / "config.json")
-    return _as_note(name, partial(find_tokenizer, folder)) if is_model else None
+    if folder is None or not os.path.isfile(folder / "config.json"):
+        return None
+    return _as_note(name, partial(find_tokenizer, folder))
 
 
 def _as_note(name: str, look: Callable[[], Any]) -> str | None:
