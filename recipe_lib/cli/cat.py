@@ -38,15 +38,16 @@ def run(words: list[str]) -> int:
         raise ConfigError("tune cat: several configs are merged for --resolved only; give one, or add --resolved")
     if name := next((name for name in configs if name in list_recipes()), None):
         raise ConfigError(f"{name}: is a recipe, not a config; `tune ls {name}` lists its configs")
+    if arguments.resolved:
+        print_resolved(open_config(configs, arguments)[1])
+        return DONE
     path = find_config(configs[0])
+    for plugin in arguments.plugin:
+        load_plugin(plugin)
     if arguments.describe:
         from recipe_lib.config.describe import describe_text
 
-        for plugin in arguments.plugin:
-            load_plugin(plugin)
         print(describe_text(recipe_for(configs[0]).schema()))
-    elif arguments.resolved:
-        print_resolved(open_config(configs, arguments)[1])
     else:
         try:
             text = read_text(path)
