@@ -13,8 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from recipe_lib.cli import doctor
-from recipe_lib.cli.doctor_findings import advice, findings
-from recipe_lib.cli.doctor_report import report
+from recipe_lib.cli.doctor_report import judge, report
 from recipe_lib.cli.local_gpus import own_gpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -28,7 +27,7 @@ def main(words: list[str]) -> int:
     options = parser.parse_args(words)
     asked = [] if own_gpus() else ["--nproc_per_node", "2"]
     facts = doctor.gather(doctor.read(asked))
-    faults, hints = findings(facts), advice(facts)
+    faults, hints = judge(facts)
     gpus = facts["steps"].get("torch", {}).get("gpus", [])
     name = f"{len(gpus)}x-{'-'.join(gpus[0]['name'].lower().split())}" if gpus else DRY_RUN
     options.output.mkdir(parents=True, exist_ok=True)

@@ -51,9 +51,10 @@ def wrapped(text: str, columns: int) -> str:
     )
 
 
-def print_wrapped(text: str) -> None:
-    """A line on standard output; on a terminal it is broken between words."""
-    print(wrapped(text, shutil.get_terminal_size((80, 24)).columns) if sys.stdout.isatty() else text)
+def print_wrapped(text: str, file: TextIO | None = None) -> None:
+    """Print a line, on standard output by default; on a terminal it is broken between words."""
+    file = file or sys.stdout
+    print(wrapped(text, shutil.get_terminal_size((80, 24)).columns) if file.isatty() else text, file=file)
 
 
 class _Formatter(logging.Formatter):
@@ -87,23 +88,16 @@ def silence_torchao() -> None:
     Libraries of its wheel that were built for another torch or GPU, and a deprecation of torch's that it meets: no
     other line of the two loggers. To be called before the import.
     """
-    for name, drop in (("torchao", _keep_unless_missing_kernel), ("torch.utils._pytree", _keep_unless_enum_constant)):
-        logger = logging.getLogger(name)
-        if drop not in logger.filters:
-            logger.addFilter(drop)
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).addFilter(_keep_unless_idle)  # which it adds once
 
 
-def _keep_unless_missing_kernel(record: logging.LogRecord) -> bool:
-    """False, which drops the record, for a library of torchao's that does not load."""
+def _keep_unless_idle(record: logging.LogRecord) -> bool:
+    """Return False, which drops the record, for a library of torchao's that does not load, and torch's on its enums."""
     said = record.getMessage()
-    return not (said.startswith("Failed to load ") and "torchao" in said and ".so" in said)
-
-
-def _keep_unless_enum_constant(record: logging.LogRecord) -> bool:
-    """False, which drops the record, for torch's word on the two enums that torchao registers."""
-    said = record.getMessage()
-    ours = "KernelPreference" in said or "ScaleCalculationMode" in said
-    return not (ours and "register_constant() on Enum" in said)
+    is_missing = said.startswith("Failed to load ") and "torchao" in said and ".so" in said
+    is_ours = "KernelPreference" in said or "ScaleCalculationMode" in said
+    return not is_missing and not (is_ours and "register_constant() on Enum" in said)
 
 
 def warn_on_first_rank(message: str, *args: object) -> None:

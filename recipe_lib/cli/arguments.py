@@ -1,14 +1,41 @@
 """An argparse parser whose mistakes are one line with the nearest right spelling, and whose help is plain."""
 
 import argparse
+import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from recipe_lib.config.load import StoreOnce, refuse_repeated
-from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.config.local_files import check_folder
+from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError
+from recipe_lib.files import replace_text
 from recipe_lib.logs import QUIET, VERBOSE, set_verbosity
+from recipe_lib.reading import JSON_LIMIT, check_regular, parse_json, read_bytes
+from recipe_lib.units import choose_lines
+
+# Names of an option, or of a positional argument -> what argparse is told of it.
+Options = Mapping[str, Mapping[str, Any]]
+SWITCH = {"action": "store_true"}
+COMMON: dict[str, Mapping[str, Any]] = {
+    "-q --quiet": SWITCH | {"help": "say warnings and errors alone"},
+    "-v --verbose": SWITCH | {"help": "say more: all ranks, the seconds of each part"},
+}
+DRAW_OPTIONS: Options = {
+    "--max-new-tokens": {"type": int, "default": 256, "metavar": "N", "help": "of an answer; default: 256"},
+    "--temperature": {
+        "type": float,
+        "default": 0.0,
+        "metavar": "T",
+        "help": "0 (default): always the likeliest token; 1: draw as the model was trained",
+    },
+    "--top-k": {"type": int, "metavar": "K", "help": "draw from the K likeliest tokens only"},
+    "--top-p": {"type": float, "metavar": "P", "help": "draw from the fewest likeliest that sum to P"},
+    "--seed": {"type": int, "default": 42, "help": "of the draws; default: 42"},
+}
 
 
 def add_configs(parser: "Parser", words: Sequence[str], about: str = "as for `tune run`; ~key: its default") -> None:
@@ -31,18 +58,18 @@ def take_configs(arguments: argparse.Namespace) -> list[str]:
 class Parser(argparse.ArgumentParser):
     """Parser of one verb. `parse` is what a verb calls; options and positional arguments may come in any order."""
 
-    def __init__(self, verb: str, description: str, **options: Any) -> None:
+    def __init__(self, verb: str, description: str, options: Options) -> None:
         """verb: as typed after `tune`. description: what the verb does, for `--help`."""
         super().__init__(
             prog=f"tune {verb}",
             description=description,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            **options,
         )
+        self._hint = f"; see `{self.prog} --help`"
         self.register("action", None, StoreOnce)
-        self.add_argument("-q", "--quiet", action="store_true", help="say warnings and errors alone")
-        self.add_argument("-v", "--verbose", action="store_true", help="say more: all ranks, the seconds of each part")
+        for names, settings in {**COMMON, **options}.items():
+            self.add_argument(*names.split(), **settings)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """The arguments; ConfigError for anything that is not one."""
@@ -57,11 +84,9 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, word: str) -> NoReturn:
         if not word.startswith("-"):
-            raise ConfigError(f"{self.prog}: unexpected argument {show(word)}; see `{self.prog} --help`")
+            raise ConfigError(f"{self.prog}: unexpected argument {show(word)}{self._hint}")
         name = word.split("=", 1)[0]
-        raise ConfigError(
-            f"{self.prog}: unknown option {show(name)}{did_you_mean(name, self.options()) or self.hint()}"
-        )
+        raise ConfigError(f"{self.prog}: unknown option {show(name)}{did_you_mean(name, self.options()) or self._hint}")
 
     def print_help(self, file: Any = None) -> None:
         """Writes the help; unlike argparse, not as if it were written where the disk is full."""
@@ -70,10 +95,6 @@ class Parser(argparse.ArgumentParser):
     def options(self) -> list[str]:
         """The long options of the verb."""
         return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
-
-    def hint(self) -> str:
-        """Where to look when no spelling is near."""
-        return f"; see `{self.prog} --help`"
 
     def error(self, message: str) -> NoReturn:
         """argparse found a mistake: its message as one line, without the usage text."""
@@ -87,4 +108,150 @@ class Parser(argparse.ArgumentParser):
             optional = {action.metavar for action in self._actions if action.nargs == "*"}
             missing = [name for name in names.split(", ") if name not in optional]
             said = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        raise ConfigError(f"{self.prog}: {said}; see `{self.prog} --help`")
+        raise ConfigError(f"{self.prog}: {said}{self._hint}")
+
+
+# Files that a command writes where an option says: checked before the work is done, and never over
+# another file.
+
+
+_RATES = ({"matmul", "device", "version"},)
+# By what a file of ours is known again: keys of its JSON object, or of the first line's.
+_KEYS: dict[str, tuple[set[str], ...]] = {
+    # A plan, a tensor-parallel plan, a list of receipts.
+    "--json": ({"schema", "verdict"}, {"model", "tokens", "legal_sizes"}, {"receipts", "unreadable"}),
+    "--calibrate": _RATES,
+    "--write": _RATES,
+    "summary.json": ({"models", "sequences", "label_tokens"},),
+    "examples.jsonl": ({"sequence", "place"},),
+}
+# By what it begins with, and what follows within the first bytes; of a snapshot, anywhere.
+_WORDS = {
+    "--html": (b"<!DOCTYPE html>", b'content="tune-recipes: plan"'),
+    "report.html": (b"<!DOCTYPE html>", b'content="tune-recipes: evaluation"'),
+    "--snapshot": (b"\x80", b"device_traces"),
+}
+
+
+def check_output(
+    option: str, path: str | None, inputs: Iterable[tuple[str, str | None]] = (), kind: str | None = None
+) -> None:
+    """Raise ConfigError for a file that cannot be written, that the command reads, or that no earlier use has written.
+
+    inputs: option and path of what the command reads, or writes elsewhere. kind: by which a file is known again;
+    default: the option.
+    """
+    if path is None or (option == "--json" and path == "-"):
+        return
+    check_place(option, path, inputs)
+    if os.path.exists(path) and not _is_ours(kind or option, path):
+        raise ConfigError(
+            f"{option}: {show(path)} is there already and is no file that {option} writes; move it away, or choose "
+            "another name"
+        )
+
+
+def check_place(
+    option: str, path: str, inputs: Iterable[tuple[str, str | None]] = (), *, makes_folders: bool = False
+) -> None:
+    """Raise ConfigError for a name that no file can be written under, and that of an input; see `check_output`.
+
+    makes_folders: the command makes the folders that the name lies in.
+    """
+    check_replaceable(f"{option}: {show(path)}", path)
+    folder = os.path.dirname(path) or "."
+    if not makes_folders and not os.path.isdir(folder):
+        raise ConfigError(f"{option}: {show(folder)}: no such folder; make it, or choose another name")
+    for input_option, input_path in inputs:
+        if input_path is not None and _is_same_file(path, input_path):
+            raise ConfigError(f"{option}: {show(path)} is the file of {input_option} too; choose another name")
+    check_folder(Path(folder), option)
+
+
+def check_replaceable(named: str, path: Path | str) -> None:
+    """Raise ConfigError for a folder, a FIFO, a device or a socket in the place of a file. named: the path, for it."""
+    try:
+        check_regular(path)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise ConfigError(f"{named}: lies under a file; choose another name") from None
+    except OSError as error:
+        raise ConfigError(f"{named}: {error.strerror}; choose another name") from None
+
+
+def check_output_folder(option: str, folder: Path, names: Iterable[str]) -> None:
+    """Raise ConfigError for a folder that cannot be written, and one that has other files of these names."""
+    check_folder(folder, option)
+    for name in names:
+        if os.path.lexists(folder / name):
+            check_output(option, str(folder / name), kind=name)
+
+
+def _is_same_file(path: str, input_path: str) -> bool:
+    """Return whether two names, which need not be there yet, are of one file."""
+    input_path = os.path.expanduser(input_path)
+    if os.path.exists(path) and os.path.exists(input_path):
+        return os.path.samefile(path, input_path)
+    return os.path.realpath(path) == os.path.realpath(input_path)
+
+
+def _is_ours(kind: str, path: str) -> bool:
+    try:
+        content = read_bytes(path, JSON_LIMIT)  # a larger file is none of ours
+        if kind in _WORDS:
+            begin, word = _WORDS[kind]
+            searched = content if kind == "--snapshot" else content[:4096]
+            return content.startswith(begin) and word in searched
+        value = parse_json(content.partition(b"\n")[0] if kind.endswith(".jsonl") else content)
+    except (OSError, ValueError):
+        return False
+    return isinstance(value, dict) and any(keys <= value.keys() for keys in _KEYS[kind])
+
+
+def draw_faults(arguments: argparse.Namespace) -> list[str]:
+    """What is wrong with how many tokens are to be drawn, and how."""
+    temperature, top_p, seed = arguments.temperature, arguments.top_p, arguments.seed
+    idle = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p") if getattr(arguments, name) is not None]
+    unused = f"{' and '.join(idle)}: without effect at temperature 0, which takes the likeliest token"
+    return find_low_numbers(arguments, max_new_tokens=1, top_k=1) + choose_lines(
+        (not 0 <= temperature < float("inf"), f"--temperature: found {temperature}, expected a number >= 0"),
+        (
+            top_p is not None and not 0 < top_p <= 1,
+            f"--top-p: found {top_p}, expected a number above 0 and up to 1",
+        ),
+        (temperature == 0 and idle, f"{unused}; add --temperature 1"),
+        (not 0 <= seed < 2**63, f"--seed: found {seed}, expected a number from 0 to 2^63 - 1"),
+    )
+
+
+def find_low_numbers(arguments: argparse.Namespace, **least: int) -> list[str]:
+    """Return a fault for each option, by its name, that is given and smaller than may be."""
+    given = {name: getattr(arguments, name) for name in least}
+    return [
+        f"--{name.replace('_', '-')}: found {number}, expected a number >= {least[name]}"
+        for name, number in given.items()
+        if number is not None and number < least[name]
+    ]
+
+
+def read_numbers(option: str, text: str, legal: range, expected: str) -> tuple[int, ...]:
+    """Return `2,4` as numbers, each once. Raises ConfigError where one of them is none or not legal."""
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) in legal for part in parts):
+        raise ConfigError(f"{option}: found {quote(text)}, expected {expected}")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def tell_lone(names: Iterable[str], option: str) -> list[str]:
+    """Return a fault for each option, by its name, that is given without the one that it is of."""
+    return [f"--{name.replace('_', '-')}: is of {option}, which is missing" for name in names]
+
+
+def put_json(path: str, value: Any) -> None:
+    """Write what --json asks for, indented: to standard output for `-`, else as a file, whole or not at all."""
+    text = json.dumps(value, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        replace_text(Path(path), text)

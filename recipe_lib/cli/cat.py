@@ -2,22 +2,27 @@
 
 from collections.abc import Sequence
 
-from recipe_lib.cli.arguments import Parser, add_configs, take_configs
-from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.arguments import SWITCH, Options, Parser, add_configs, take_configs
+from recipe_lib.cli.recipes import open_config, recipe_for
+from recipe_lib.config.load import Loaded
 from recipe_lib.config.paths import find_config, list_recipes
 from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
 from recipe_lib.reading import describe_fault, read_text
 
+OPTIONS: Options = {
+    "--resolved": SWITCH | {"help": "every value that will be used, and where it was set"},
+    "--describe": SWITCH | {"help": "every key: type, default, legal values, meaning"},
+    "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
+}
+
 
 def parser(words: Sequence[str] = ()) -> Parser:
-    """The options of the verb."""
-    options = Parser("cat", "Shows a config: its file, or with an option what it means.")
+    """Return the options of the verb."""
+    options = Parser("cat", "Shows a config: its file, or with an option what it means.", OPTIONS)
     add_configs(options, words, "applied last, for --resolved")
-    options.add_argument("--resolved", action="store_true", help="every value that will be used, and where it was set")
-    options.add_argument("--describe", action="store_true", help="every key: type, default, legal values, meaning")
-    options.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
+    options.set_defaults(recipe=None)
     return options
 
 
@@ -33,13 +38,16 @@ def run(words: list[str]) -> int:
         raise ConfigError("tune cat: several configs are merged for --resolved only; give one, or add --resolved")
     if name := next((name for name in configs if name in list_recipes()), None):
         raise ConfigError(f"{name}: is a recipe, not a config; `tune ls {name}` lists its configs")
+    if arguments.resolved:
+        print_resolved(open_config(configs, arguments)[1])
+        return DONE
     path = find_config(configs[0])
     for plugin in arguments.plugin:
         load_plugin(plugin)
     if arguments.describe:
-        print_described(configs[0])
-    elif arguments.resolved:
-        print_resolved(configs, arguments.overrides)
+        from recipe_lib.config.describe import describe_text
+
+        print(describe_text(recipe_for(configs[0]).schema()))
     else:
         try:
             text = read_text(path)
@@ -49,20 +57,11 @@ def run(words: list[str]) -> int:
     return DONE
 
 
-def print_resolved(configs: list[str], overrides: list[str]) -> None:
-    """One `key: value  # where` line for each key."""
+def print_resolved(loaded: Loaded) -> None:
+    """Print a line `key: value  # where` for each key."""
     from recipe_lib.config.describe import value_text
-    from recipe_lib.config.load import load
 
-    rows = load(configs, overrides, recipe_for(configs).schema()).rows
-    lines = [(f"{key}: {value_text(value)}", where) for key, value, where in rows]
+    lines = [(f"{key}: {value_text(value)}", where) for key, value, where in loaded.rows]
     width = min(max(len(line) for line, _ in lines), 60)
     for line, where in lines:
         print(f"{line:{width}}  # {where}")
-
-
-def print_described(config: str) -> None:
-    """The table of every key of the config's recipe."""
-    from recipe_lib.config.describe import describe_text
-
-    print(describe_text(recipe_for(config).schema()))

@@ -7,7 +7,7 @@ import argparse
 import importlib
 from typing import Any
 
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import Options, Parser
 from recipe_lib.config.paths import list_configs, list_recipes
 from recipe_lib.errors import DONE, ConfigError
 
@@ -23,12 +23,14 @@ _NAMES = {
     "zsh": "_tune_names() {{ _alternative 'names:name:({names})' 'files:file:_files' }}",
 }
 
+OPTIONS: Options = {
+    "shell": {"metavar": "|".join(SHELLS), "choices": SHELLS, "help": "the shell"},
+}
+
 
 def parser() -> Parser:
-    """The options of the verb."""
-    options = Parser("completion", DESCRIPTION)
-    options.add_argument("shell", metavar="|".join(SHELLS), choices=SHELLS, help="the shell")
-    return options
+    """Return the options of the verb."""
+    return Parser("completion", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:

@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-from recipe_lib.cli.arguments import Parser
-from recipe_lib.cli.outputs import check_replaceable
+from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_replaceable
 from recipe_lib.config.paths import (
     CONFIG_SUFFIXES,
     find_config,
@@ -22,15 +21,17 @@ DESCRIPTION = """Copies a recipe or a config.
 
 A copied recipe runs from anywhere: tune run ./mine.py --config ./mine.yaml"""
 
+OPTIONS: Options = {
+    "source": {"metavar": "RECIPE|CONFIG", "help": "a name that `tune ls` shows, or a path"},
+    "destination": {"metavar": "DEST", "help": "a file (its suffix may be left out) or a folder"},
+    "--force": SWITCH | {"help": "replace a file that is there"},
+    "--make-parents": SWITCH | {"help": "create missing folders"},
+}
+
 
 def parser() -> Parser:
-    """The options of the verb."""
-    options = Parser("cp", DESCRIPTION)
-    options.add_argument("source", metavar="RECIPE|CONFIG", help="a name that `tune ls` shows, or a path")
-    options.add_argument("destination", metavar="DEST", help="a file (its suffix may be left out) or a folder")
-    options.add_argument("--force", action="store_true", help="replace a file that is there")
-    options.add_argument("--make-parents", action="store_true", help="create missing folders")
-    return options
+    """Return the options of the verb."""
+    return Parser("cp", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:

@@ -10,15 +10,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.arguments import Parser, add_configs, take_configs
-from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.arguments import SWITCH, Options, Parser, add_configs, find_low_numbers, take_configs
+from recipe_lib.cli.recipes import open_config
 from recipe_lib.cli.start_checks import check_data
-from recipe_lib.config import load_config
 from recipe_lib.config.local_files import downloaded_model, model_folder
-from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import did_you_mean, show
-from recipe_lib.errors import DONE, USER_ERROR, ConfigError, visible
-from recipe_lib.logs import is_quiet, print_wrapped
+from recipe_lib.errors import DONE, USER_ERROR, ConfigError, raise_faults, visible
+from recipe_lib.logs import is_quiet, print_wrapped, wants_color
 from recipe_lib.units import counted
 
 if TYPE_CHECKING:
@@ -38,36 +36,35 @@ DESCRIPTION = """Looks at the samples of a config, with the tokenizer and the te
   show   prints sequences as they will be trained: label tokens in green (off a terminal between « and »), special
          tokens in another color, the border of each document of a pack
   check  reads every sample once and reports what is wrong with them; exit code 2 if anything is"""
+OPTIONS: Options = {
+    "action": {"metavar": "show|check", "choices": ACTIONS, "help": "what to do"},
+    "--limit": {"type": int, "default": 5, "metavar": "N", "help": "show: how many sequences (packs); default: 5"},
+    "--step": {"type": int, "default": 0, "metavar": "N", "help": "show: those of this step on, from 0"},
+    "--validation": SWITCH | {"help": "show: sequences of validation.source"},
+    "--allow": {
+        "metavar": "FAULT",
+        "action": "append",
+        "default": [],
+        "help": "check: a finding to ignore, by its name",
+    },
+    "--json": SWITCH | {"help": "the result as one JSON object"},
+    "--recipe": {"help": "check the config against this recipe (name or path)"},
+    "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
+}
 
 
 def run(words: list[str]) -> int:
     """Prints samples, or the findings over all of them."""
     arguments = read(words)
-    for plugin in arguments.plugin:
-        load_plugin(plugin)
-    configs = take_configs(arguments)
-    recipe = recipe_for(configs, arguments.recipe)
-    cfg = load_config(configs, arguments.overrides, recipe.schema())
+    cfg = open_config(take_configs(arguments), arguments)[1].cfg
     check_data(cfg)
     return show_samples(cfg, arguments) if arguments.action == "show" else check_samples(cfg, arguments)
 
 
 def parser(words: Sequence[str] = ()) -> Parser:
-    """The options of the verb."""
-    options = Parser("data", DESCRIPTION)
-    options.add_argument("action", metavar="show|check", choices=ACTIONS, help="what to do")
+    """Return the options of the verb."""
+    options = Parser("data", DESCRIPTION, OPTIONS)
     add_configs(options, words)
-    options.add_argument(
-        "--limit", type=int, default=5, metavar="N", help="show: how many sequences (packs); default: 5"
-    )
-    options.add_argument("--step", type=int, default=0, metavar="N", help="show: those of this step on, from 0")
-    options.add_argument("--validation", action="store_true", help="show: sequences of validation.source")
-    options.add_argument(
-        "--allow", metavar="FAULT", action="append", default=[], help="check: a finding to ignore, by its name"
-    )
-    options.add_argument("--json", action="store_true", help="the result as one JSON object")
-    options.add_argument("--recipe", help="check the config against this recipe (name or path)")
-    options.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
     return options
 
 
@@ -81,10 +78,7 @@ def read(words: list[str]) -> argparse.Namespace:
         if name not in FINDINGS:
             hint = did_you_mean(name, FINDINGS) or f"; expected one of {', '.join(FINDINGS)}"
             raise ConfigError(f"--allow: unknown fault {show(name)}{hint}")
-    if arguments.limit < 1:
-        raise ConfigError(f"--limit: found {arguments.limit}, expected a number >= 1")
-    if arguments.step < 0:
-        raise ConfigError(f"--step: found {arguments.step}, expected a number >= 0")
+    raise_faults(ConfigError, find_low_numbers(arguments, limit=1, step=0))
     return arguments
 
 
@@ -168,39 +162,34 @@ def slots_of(cfg: Any, dataset: Any, step: int, count: int) -> Iterable[list[int
 
 def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
     """One sequence of a batch: a document, a pair, or a pack of them."""
-    from rich.console import Console
     from rich.text import Text
 
-    class Printer(Console):
-        def on_broken_pipe(self) -> None:
-            raise  # rich would end the process with 1
+    from recipe_lib.report.terminal import open_console, put, terminal_width
 
-    console = Printer(highlight=False, soft_wrap=True)
+    colors = wants_color(sys.stdout)
+    console = open_console(terminal_width(), colors)
     tokens, trained = sum(document.tokens for document in documents), sum(document.trained for document in documents)
     what = "pack" if packed else "sequence"
     held = f" in {len(documents)} documents" if len(documents) > 1 else ""
-    console.print(
-        Text(f"── {what} {number}: {tokens} tokens{held}, {trained} trained ({trained / max(1, tokens):.0%})")
-    )
+    shares = f"{tokens} tokens{held}, {trained} trained ({trained / max(1, tokens):.0%})"
+    put(console, f"── {what} {number}: {shares}", wrap=False)
     for at, document in enumerate(documents, start=1):
-        which = f", {visible(document.answer)}" if document.answer else ""
+        answer = f", {document.answer}" if document.answer else ""
         if len(documents) > 1:
-            console.print(
-                Text(
-                    f"-- document {at} of {len(documents)}{which}: {visible(document.place)}, {document.tokens} tokens"
-                )
-            )
+            place = f"{document.place}, {document.tokens} tokens"
+            put(console, f"-- document {at} of {len(documents)}{answer}: {place}", wrap=False)
         else:
-            console.print(Text(f"   {visible(document.place)}{which}"))
-        line, colors = Text(), console.is_terminal
-        for trained, pieces in itertools.groupby(document.pieces, key=lambda piece: piece.trained):
-            line.append("«" if trained and not colors else "")
+            put(console, f"   {document.place}{answer}", wrap=False)
+        line = Text()
+        for is_trained, pieces in itertools.groupby(document.pieces, key=lambda piece: piece.trained):
+            line.append("«" if is_trained and not colors else "")
             for piece in pieces:
-                style = COLORS[trained, piece.special] if colors else ""
+                style = COLORS[is_trained, piece.special] if colors else ""
                 line.append(visible(piece.text, keep="\n"), style)
-            line.append("»" if trained and not colors else "")
-        console.print(line)
+            line.append("»" if is_trained and not colors else "")
+        console.print(line, soft_wrap=True)
     console.print()
+    sys.stdout.write(console.file.getvalue())  # type: ignore[attr-defined]  # spaces at the ends of lines are tokens too
 
 
 def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:

@@ -3,25 +3,26 @@
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli import doctor_probes
+from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output
+from recipe_lib.cli.doctor_probes import run_isolated
+from recipe_lib.cli.launch import cores
+from recipe_lib.config.local_files import cache_root
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError
+from recipe_lib.files import replace_text
 from recipe_lib.report.phases import phase
 
 FOUND = 1  # exit code
 STEP_SECONDS = 60.0  # for one step of a process; the slowest takes some seconds
 VERSION = 1  # of what --json writes
 RANKS_PER_CORE = 4  # without GPUs: more would stand in each other's way, and a process takes some 200 MB
-P2P = "NCCL_P2P_DISABLE"
-# torchao's own words, at import, for a torch that its compiled kernels do not fit.
-TORCHAO_WARNS = re.compile(r"incompatible torch|Failed to load")
 DESCRIPTION = """Looks at this machine as a run would use it: versions, GPUs and whether copies between them arrive
 whole, collectives by size, copies to the host, rates of matrix products, memory, limits, disks. Says in a line each
 what is wrong, and what to set. Takes seconds on a CPU, longer with more GPUs; leaves no file but that of --write.
@@ -31,22 +32,30 @@ what is wrong, and what to set. Takes seconds on a CPU, longer with more GPUs; l
   tune plan --config llama3/8B_full --calibration machine.json
 
 Exit codes: 0 all is well; 1 something is not, see the findings; 2 a mistake to correct."""
+OPTIONS: Options = {
+    "--nproc_per_node --nproc-per-node": {"metavar": "N", "help": "ranks that exchange; default: one a GPU"},
+    "--output_dir --output-dir": {
+        "metavar": "DIR",
+        "default": "outputs",
+        "help": "where runs will write; default: outputs",
+    },
+    "--json": SWITCH | {"help": "everything as one JSON object, in place of the report"},
+    "--write": {"metavar": "FILE", "help": "write the measured rates, for `tune plan --calibration FILE`"},
+}
 
 
 def run(words: list[str]) -> int:
     """Prints what was found; writes the measured rates where asked to."""
     arguments = read(words)
     facts = gather(arguments)
-    from recipe_lib.cli.doctor_findings import advice, findings
+    from recipe_lib.cli.doctor_report import judge, report
 
-    faults, hints = findings(facts), advice(facts)
+    faults, hints = judge(facts)
     written = write(arguments.write, facts) if arguments.write else ""
     if arguments.json:
         facts = {"version": VERSION, "healthy": not faults, "findings": faults, "advice": hints, **facts}
         print(json.dumps(facts, indent=2))
     else:
-        from recipe_lib.cli.doctor_report import report
-
         print(report(facts, faults, hints), end="")
     if written:
         print(f"\n{written}", file=sys.stderr if arguments.json else sys.stdout)
@@ -54,22 +63,12 @@ def run(words: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The options of the verb."""
-    options = Parser("doctor", DESCRIPTION)
-    add = options.add_argument
-    add("--nproc_per_node", "--nproc-per-node", metavar="N", help="ranks that exchange; default: one a GPU")
-    add(
-        "--output_dir", "--output-dir", metavar="DIR", default="outputs", help="where runs will write; default: outputs"
-    )
-    add("--json", action="store_true", help="everything as one JSON object, in place of the report")
-    add("--write", metavar="FILE", help="write the measured rates, for `tune plan --calibration FILE`")
-    return options
+    """Return the options of the verb."""
+    return Parser("doctor", DESCRIPTION, OPTIONS)
 
 
 def read(words: Sequence[str]) -> argparse.Namespace:
     """The command line; `nproc_per_node` is None for one rank a GPU."""
-    from recipe_lib.cli.outputs import check_output
-
     arguments = parser().parse(words)
     count = arguments.nproc_per_node
     if count is not None:
@@ -81,20 +80,17 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
 
 def gather(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All that is looked at, measured and tried out, as `--json` shows it.
+    """Look at, measure and try out everything; return it as `--json` shows it.
 
-    machine: of `doctor_probes`. steps: what each step of a process gave. failed: step -> why. torchao_said: lines.
-    peers: of each pair of GPUs, each way. links: of `measure_links`, None for one rank. links_without_p2p: the same
-    with NCCL_P2P_DISABLE=1, tried where something was wrong.
+    machine: of `doctor_probes`. steps: what each step of a process gave. failed: step -> why. peers: of each pair of
+    GPUs, each way. links: of `measure_links`, None for one rank.
     """
-    from recipe_lib.cli.doctor_probes import device_steps, machine, peer_steps, torchao_steps
-    from recipe_lib.cli.isolated_probe import run_isolated
-    from recipe_lib.cli.launch import cores
+    from huggingface_hub import constants
 
     with phase("reading versions, memory and disks"):
-        facts: dict[str, Any] = {"machine": machine(folders(arguments.output_dir))}
-    packages = facts["machine"]["packages"]
-    facts |= {"steps": {}, "failed": {}, "torchao_said": [], "peers": [], "links": None, "links_without_p2p": None}
+        places = {"output_dir": Path(arguments.output_dir), "models": Path(constants.HF_HUB_CACHE)}
+        facts: dict[str, Any] = {"machine": doctor_probes.machine(places | {"data.cache_dir": cache_root(None)})}
+    facts |= {"steps": {}, "failed": {}, "peers": [], "links": None}
     try:
         with phase("importing torch"):
             import torch  # noqa: F401  (once, for all the processes to come; it touches no GPU)
@@ -102,18 +98,14 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
         facts["failed"]["torch"] = show(f"{type(error).__name__}: {error}", 300)
         return facts
     with phase("measuring this machine's device"):
-        device = run_isolated(device_steps, seconds=STEP_SECONDS)[0]
-    facts["steps"], facts["failed"] = device.values, device.failed
-    gpus = device.values.get("torch", {}).get("gpus", [])
-    if packages["torchao"]:
-        with phase("loading torchao"):
-            loaded = run_isolated(torchao_steps, seconds=STEP_SECONDS)[0]
-        facts["failed"] |= loaded.failed
-        facts["torchao_said"] = [line for line in loaded.said.splitlines() if TORCHAO_WARNS.search(line)]
-    if len(gpus) > 1:
-        with phase("copying between GPUs"):
-            peers = run_isolated(peer_steps, seconds=STEP_SECONDS)[0]
-        facts["peers"], facts["failed"] = list(peers.values.values()), facts["failed"] | peers.failed
+        device = run_isolated(doctor_probes.device_steps, seconds=STEP_SECONDS)[0]
+    facts["failed"] = device.failed
+    for name, value in device.values.items():
+        if name.startswith(("copies from", "copies between")):
+            facts["peers"].append(value)
+        else:
+            facts["steps"][name] = value
+    gpus = facts["steps"].get("torch", {}).get("gpus", [])
     ranks = arguments.nproc_per_node or max(1, len(gpus))
     if gpus and ranks > len(gpus):
         raise ConfigError(f"--nproc_per_node: found {ranks}, expected at most {len(gpus)}, the GPUs that torch sees")
@@ -125,29 +117,16 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
     if ranks > 1:
         with phase(f"timing collectives among {ranks} ranks"):
             facts["links"] = measure_links(ranks, bool(gpus))
-        doubtful = not usable(facts["links"]) or any(way["wrong"] for way in facts["peers"])
-        if gpus and doubtful and os.environ.get(P2P) != "1":
-            with phase(f"timing them again with {P2P}=1"):
-                facts["links_without_p2p"] = measure_links(ranks, True, **{P2P: "1"})
     return facts
 
 
-def folders(output: str) -> dict[str, Path]:
-    """What a run writes to: for what -> where."""
-    from huggingface_hub import constants
+def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
+    """Time collectives among ranks on this machine.
 
-    from recipe_lib.config.local_files import cache_root
-
-    return {"output_dir": Path(output), "models": Path(constants.HF_HUB_CACHE), "data.cache_dir": cache_root(None)}
-
-
-def measure_links(ranks: int, on_gpu: bool, **environment: str) -> dict[str, Any]:
-    """Collectives among ranks on this machine: backend, points (operation, bytes, seconds of the slowest rank, wrong
-    numbers over all ranks), failed (what hung or broke: "rank 1: all_reduce of 1.00 MiB: why"), said (what NCCL
-    warned of)."""
-    from recipe_lib.cli.isolated_probe import run_isolated
-
-    outcomes = run_isolated(partial(link_steps, ranks, on_gpu, environment), ranks, STEP_SECONDS)
+    Return backend, ranks, points (operation, bytes, seconds of the slowest rank, wrong numbers over all ranks), failed
+    (what hung or broke: "rank 1: all_reduce of 1.00 MiB: why"), said (what NCCL warned of).
+    """
+    outcomes = run_isolated(partial(link_steps, ranks, on_gpu), ranks, STEP_SECONDS)
     points = []
     for name in outcomes[0].values:
         rows = [outcome.values[name] for outcome in outcomes if name in outcome.values]
@@ -158,46 +137,34 @@ def measure_links(ranks: int, on_gpu: bool, **environment: str) -> dict[str, Any
         f"rank {rank}: {name}: {why}" for rank, outcome in enumerate(outcomes) for name, why in outcome.failed.items()
     ]
     warned = [line.strip() for outcome in outcomes for line in outcome.said.splitlines() if "NCCL WARN" in line]
-    return {
-        "backend": "nccl" if on_gpu else "gloo",
-        "ranks": ranks,
-        "points": points,
-        "failed": failed,
-        "hung": any(outcome.hung for outcome in outcomes),
-        "said": list(dict.fromkeys(warned))[:5],
-    }
+    said = list(dict.fromkeys(warned))[:5]
+    return {"backend": "nccl" if on_gpu else "gloo", "ranks": ranks, "points": points, "failed": failed, "said": said}
 
 
-def link_steps(ranks: int, on_gpu: bool, environment: dict[str, str], rank: int, folder: Path) -> Any:
-    """The steps of one rank, in its own process and environment."""
+def link_steps(ranks: int, on_gpu: bool, rank: int, folder: Path) -> Any:
+    """Return the steps of one rank, in its own process and environment."""
     import torch
 
     from recipe_lib.cli.launch import cores
     from recipe_lib.plan.timing.calibrate import CPU_SIZES, GPU_SIZES, collective_steps
 
-    os.environ.update(environment)
     os.environ.setdefault("NCCL_DEBUG", "WARN")
     torch.set_num_threads(max(1, cores() // ranks))
     sizes = GPU_SIZES if on_gpu else CPU_SIZES
     return collective_steps(rank, ranks, folder, on_gpu=on_gpu, sizes=sizes, seconds=2 * STEP_SECONDS)
 
 
-def usable(links: dict[str, Any] | None) -> bool:
-    """Whether collectives were measured to the end, and gave the right numbers."""
-    return bool(links and links["points"] and not links["failed"] and not any(row["wrong"] for row in links["points"]))
-
-
 def write(path: str, facts: dict[str, Any]) -> str:
-    """Writes the rates as a calibration of the planner's, if they were measured; returns a line about it."""
-    from recipe_lib.files import replace_text
+    """Write the rates as a calibration of the planner's, if they were measured; return a line about it."""
     from recipe_lib.plan.timing.calibration import with_links
 
-    measured = facts["steps"].get("calibration")
+    steps, links = facts["steps"], facts["links"]
+    measured = steps.get("calibration")
     if measured is None:
         return f"{path}: not written, as the device's rates could not be measured; see the findings"
-    # Where the second was tried, the first is in doubt.
-    links = next((each for each in (facts["links_without_p2p"], facts["links"]) if usable(each)), None)
-    low = {name: facts["steps"][f"{name} matmuls"] for name in ("int8", "fp8") if f"{name} matmuls" in facts["steps"]}
+    if links and (not links["points"] or links["failed"] or any(row["wrong"] for row in links["points"])):
+        links = None
+    low = {name: steps[f"{name} matmuls"] for name in ("int8", "fp8") if f"{name} matmuls" in steps}
     replace_text(Path(path), json.dumps(with_links(measured, links, low), indent=2) + "\n")
     among = f" and of collectives among {links['ranks']} ranks" if links else ""
     return f"{path}: rates of {measured['device']}{among}; `tune plan --calibration {path}` uses the file"

@@ -2,27 +2,45 @@
 
 The rates were measured on one GPU; copies between GPUs have not run so far (docs/measurements/on_a_gpu.md).
 What compares numbers is the same code on any device, and is tested with copies that deliver the wrong ones.
+
+A driver or a link that is broken does not answer, or takes the process along: `run_isolated` does the steps in forks
+with a time limit. The result of each step is sent as soon as it is there. The forks need a parent that has never
+touched a GPU.
 """
 
+import gc
 import importlib.metadata
 import os
 import platform
 import re
-import resource
 import shutil
-import subprocess
+import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import combinations, permutations
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
 
-from recipe_lib.cli.isolated_probe import Step
-from recipe_lib.cli.launch import cores
-from recipe_lib.cli.local_gpus import TIMEOUT_SECONDS, own_gpus
+from recipe_lib.cli.launch import cores, end_with_parent
+from recipe_lib.cli.local_gpus import own_gpus
+from recipe_lib.redaction import redact
 from recipe_lib.units import MIB
+
+GRACE_SECONDS = 3.0  # how long the others may go on after one rank has failed
+KILL_SECONDS = 5.0  # a process inside a driver that does not answer cannot be killed: it is not waited for longer
+STUCK = "does not even end when it is killed: the driver hangs; restart the machine"
+
+# A step's name, and what is done; it returns plain values.
+Step = tuple[str, Callable[[], Any]]
 
 PACKAGES = ("torch", "torchao", "safetensors", "tokenizers", "huggingface_hub", "transformers", "peft", "triton")
 # What this package was made for, as its requirements say; of a checkout, those of its pyproject.toml.
@@ -30,9 +48,6 @@ RANGES = {"torch": ((2, 11), (2, 16)), "torchao": ((0, 15), (0, 19))}
 # Variables that change what is measured here; tokens and passwords have other names.
 REPORTED = re.compile(
     r"(NCCL|TORCH_NCCL|GLOO|CUDA|OMP|MKL|PYTORCH)_\w+|TORCH_\w*LOGS|HF_HOME|HF_HUB_CACHE|XDG_CACHE_HOME"
-)
-SHARED_FILE_SYSTEMS = re.compile(
-    r"nfs\d?|lustre|ceph|gpfs|beegfs\w*|cifs|smb\d?|glusterfs|fuse\.\w+|9p|virtiofs|afs|wekafs|pvfs2|orangefs"
 )
 WRITTEN = 64 * MIB  # to measure a disk
 # Bytes: a word; a page and a word; one and many megabytes with a ragged end. Small ones go through another path.
@@ -46,21 +61,19 @@ def machine(folders: Mapping[str, Path]) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "cores": cores(),
-        "packages": {name: installed(name) for name in PACKAGES},
+        "packages": {name: find_version(name) for name in PACKAGES},
         "compiler": os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc"),  # as Triton looks for one
-        "driver": driver(),
+        "driver": read_driver_version(),
         "listed_gpus": [{"name": name, "memory": size} for name, size in own_gpus()],
         "environment": {name: value for name, value in sorted(os.environ.items()) if REPORTED.fullmatch(name)},
-        "memory": host_memory(),
-        "locked_memory": locked_memory(),
-        "shared_memory": space_of(Path("/dev/shm")),
-        "infiniband": sorted(os.listdir("/sys/class/infiniband")) if os.path.isdir("/sys/class/infiniband") else [],
-        "folders": [{"use": use, **folder(path)} for use, path in folders.items()],
+        "memory": measure_host_memory(),
+        "shared_memory": measure_space(Path("/dev/shm")),
+        "folders": [{"use": use, **probe_folder(path)} for use, path in folders.items()],
     }
 
 
-def installed(package: str) -> str | None:
-    """The version of a package, without importing it; None where it is not installed."""
+def find_version(package: str) -> str | None:
+    """Return the version of a package, without importing it; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -74,18 +87,16 @@ def in_range(package: str, version: str) -> bool:
     return first <= numbers < after
 
 
-def driver() -> str | None:
-    """The version of NVIDIA's driver; None without one, "does not answer" where nvidia-smi hangs."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+def read_driver_version() -> str | None:
+    """Return the version of NVIDIA's driver; None without one."""
     try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True).stdout.strip()
-    except subprocess.TimeoutExpired:
-        return "does not answer"
-    except (OSError, subprocess.SubprocessError):
+        found = re.search(r"\d+(\.\d+)+", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+    except OSError:
         return None
+    return found[0] if found else None
 
 
-def host_memory() -> dict[str, Any]:
+def measure_host_memory() -> dict[str, Any]:
     """total: of the machine. free: what this process can still get, None where torch is broken, which comes with the
     module that knows. what: limits it, the machine or a control group (a container's, a batch job's)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -97,13 +108,7 @@ def host_memory() -> dict[str, Any]:
     return {"total": total, "free": free, "what": what}
 
 
-def locked_memory() -> int | None:
-    """Bytes that a process may lock in memory (`ulimit -l`); None: as many as there are."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def space_of(path: Path) -> dict[str, int] | None:
+def measure_space(path: Path) -> dict[str, int] | None:
     """total and free bytes of the file system there; None where there is no such folder."""
     try:
         usage = shutil.disk_usage(path)
@@ -112,31 +117,24 @@ def space_of(path: Path) -> dict[str, int] | None:
     return {"total": usage.total, "free": usage.free}
 
 
-def folder(path: Path) -> dict[str, Any]:
-    """A folder that is to be written to: file system, space, and how fast it takes bytes; the nearest one above, where
-    it is not there yet. fault: why it cannot be written to, or None."""
+def probe_folder(path: Path) -> dict[str, Any]:
+    """Return what a folder that is to be written to is: space, and how fast it takes bytes.
+
+    Of one that is not there yet, the nearest one above. fault: why it cannot be written to, or None.
+    """
     path = path.expanduser().absolute()
-    place = next((each for each in (path, *path.parents) if each.is_dir()), Path("/"))
-    kind = file_system(place)
-    found: dict[str, Any] = {
-        "path": str(path),
-        "exists": place == path,
-        "file_system": kind,
-        "shared": bool(SHARED_FILE_SYSTEMS.fullmatch(kind)),
-        "total": None,
-        "free": None,
-        "write_rate": None,
-        "fault": None,
-    }
+    place = next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
+    found: dict[str, Any] = {"path": str(path), "exists": place == path, "write_rate": None, "fault": None}
+    found |= {"total": None, "free": None}
+    found |= measure_space(place) or {}
     try:
-        found |= space_of(place) or {}
-        found["write_rate"] = write_rate(place, min(WRITTEN, (found["free"] or 0) // 2))
+        found["write_rate"] = measure_write_rate(place, min(WRITTEN, (found["free"] or 0) // 2))
     except OSError as error:
         found["fault"] = error.strerror or type(error).__name__
     return found
 
 
-def write_rate(place: Path, size: int) -> float | None:
+def measure_write_rate(place: Path, size: int) -> float | None:
     """Bytes a second that a new file takes, flushed to the disk; it is removed. None for a size of nothing."""
     block = os.urandom(MIB)  # some file systems do not store zeros
     with tempfile.NamedTemporaryFile(dir=place, prefix=".tune-doctor-", buffering=0) as file:
@@ -148,34 +146,12 @@ def write_rate(place: Path, size: int) -> float | None:
     return size // MIB * MIB / seconds if size >= MIB else None
 
 
-def file_system(place: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The kind of file system that a folder is on, as the kernel names it; "unknown" off Linux."""
-    try:
-        lines = mounts.read_text(errors="replace").splitlines()
-    except OSError:
-        return "unknown"
-    best, kind = "", "unknown"
-    for line in lines:
-        _, where, name = line.split(" ")[:3]
-        where = re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), where)
-        inside = str(place) == where or str(place).startswith(where.rstrip("/") + "/")
-        if inside and len(where) >= len(best):  # of two in one place the later one is seen
-            best, kind = where, name
-    return kind
-
-
 def device_steps(rank: int, folder: Path) -> Iterator[Step]:
-    """What torch says of itself and the GPUs; then the rates of each GPU, and of a CPU where there is none."""
-    found: dict[str, Any] = {}
-
-    def look() -> dict[str, Any]:
-        found.update(describe_torch())
-        return found
-
-    yield "torch", look
+    """Yield what torch says of itself and the GPUs, the rates of each GPU, or of a CPU, torchao, and copies."""
+    yield "torch", describe_torch
     from recipe_lib.plan.timing.calibrate import calibrate, copy_rates, matmul_rate  # torch, once it is known to start
 
-    gpus = found.get("gpus", [])
+    gpus = describe_torch()["gpus"]
     for number in range(len(gpus)):
         device = f"cuda:{number}"
         yield f"copies of GPU {number}", partial(on_device, device, partial(copy_rates, device))
@@ -188,33 +164,31 @@ def device_steps(rank: int, folder: Path) -> Iterator[Step]:
 
         torch.set_num_threads(1)  # the shapes are tiny
     yield "calibration", partial(calibrate, "cuda" if gpus else "cpu")
+    if find_version("torchao"):
+        yield "torchao", import_torchao
+    for first, second in permutations(range(len(gpus)), 2):
+        yield f"copies from GPU {first} to GPU {second}", partial(copy_between, first, second, both=False)
+    for first, second in combinations(range(len(gpus)), 2):
+        name = f"copies between GPU {first} and GPU {second} both ways at once"
+        yield name, partial(copy_between, first, second, both=True)
 
 
-def torchao_steps(rank: int, folder: Path) -> Iterator[Step]:
-    """Imports torchao, which says itself whether it fits this torch."""
+def import_torchao() -> str:
+    """Import torchao, which may not fit this torch; return its version."""
+    import torchao
 
-    def load() -> str:
-        import torchao
-
-        return torchao.__version__
-
-    yield "torchao", load
+    return torchao.__version__
 
 
 def describe_torch() -> dict[str, Any]:
-    """Versions that torch was built with, and the GPUs that it sees: name, memory and free bytes, capability; whether
-    this torch has kernels for it. error: why torch sees no GPU, as far as it says."""
+    """Return versions that torch was built with, and the GPUs that it sees: name, memory and free bytes, capability.
+
+    error: why torch sees no GPU, as far as it says.
+    """
     import torch
 
-    described: dict[str, Any] = {
-        "version": torch.__version__,
-        "cuda": torch.version.cuda,
-        "hip": getattr(torch.version, "hip", None),
-        "nccl": None,
-        "built_for": [],
-        "gpus": [],
-        "error": None,
-    }
+    described: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "nccl": None}
+    described |= {"gpus": [], "error": None}
     if torch.version.cuda is None:
         return described
     module = torch.get_device_module("cuda")
@@ -224,29 +198,11 @@ def describe_torch() -> dict[str, Any]:
     except (RuntimeError, AssertionError) as error:
         described["error"] = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return described
-    described["built_for"] = module.get_arch_list()
     for number in range(module.device_count()):
-        capability = module.get_device_capability(number)
         free, total = module.mem_get_info(number)
-        gpu = {"name": module.get_device_name(number), "memory": total, "free": free, "capability": list(capability)}
-        described["gpus"].append(gpu | {"supported": has_kernels(capability, described["built_for"])})
+        gpu = {"name": module.get_device_name(number), "memory": total, "free": free}
+        described["gpus"].append(gpu | {"capability": list(module.get_device_capability(number))})
     return described
-
-
-def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Whether a torch built for these (`sm_90`, `compute_90`, with `a` or `f` at the end for one card alone) has
-    kernels for a card: of the same generation and not newer, or code that the driver can compile for it."""
-    for name in built_for:
-        kind, _, number = name.partition("_")
-        digits = "".join(letter for letter in number if letter.isdigit())
-        if not digits:
-            continue
-        major, minor = int(digits[:-1]), int(digits[-1])
-        if kind == "sm" and major == capability[0] and minor <= capability[1]:
-            return True
-        if kind == "compute" and (major, minor) <= tuple(capability):
-            return True
-    return False
 
 
 def on_device(device: str, measure: Callable[[], Any]) -> Any:
@@ -255,18 +211,6 @@ def on_device(device: str, measure: Callable[[], Any]) -> Any:
 
     with torch.get_device_module("cuda").device(device):
         return measure()
-
-
-def peer_steps(rank: int, folder: Path) -> Iterator[Step]:
-    """Copies between every two GPUs, in each direction and in both at once."""
-    import torch
-
-    count = torch.get_device_module("cuda").device_count()
-    for first, second in permutations(range(count), 2):
-        yield f"copies from GPU {first} to GPU {second}", partial(copy_between, first, second, both=False)
-    for first, second in combinations(range(count), 2):
-        name = f"copies between GPU {first} and GPU {second} both ways at once"
-        yield name, partial(copy_between, first, second, both=True)
 
 
 def copy_between(first: int, second: int, *, both: bool) -> dict[str, Any]:
@@ -336,3 +280,130 @@ def _settle(ways: list[tuple[str, str]]) -> None:
     for device in {device for way in ways for device in way}:
         if torch.device(device).type != "cpu":
             torch.get_device_module("cuda").synchronize(device)
+
+
+@dataclass
+class Outcome:
+    """What became of one process."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # by step
+    failed: dict[str, str] = field(default_factory=dict)  # step -> why, in a few words
+    said: str = ""  # the end of what it printed
+    begun: str = "start"  # the last step
+
+
+def run_isolated(work: Callable[[int, Path], Iterable[Step]], ranks: int = 1, seconds: float = 60.0) -> list[Outcome]:
+    """Do the steps of `work(rank, folder)` in `ranks` processes at once; return what became of each.
+
+    folder: empty at first, shared by the ranks. seconds: how long no rank may come further; then all are killed. One
+    process goes on after a step that failed; of several, the one that failed ends, as the others wait for it.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    outcomes = [Outcome() for _ in range(ranks)]
+    parent = os.getpid()
+    pids: list[int] = []
+    running: dict[Any, int] = {}  # the pipe from a process that has not ended -> its rank
+    with TemporaryDirectory(prefix="tune-doctor-", ignore_cleanup_errors=True) as name:
+        try:
+            for rank in range(ranks):
+                mine, theirs = Pipe(duplex=False)
+                pids.append(os.fork())
+                if pids[rank] == 0:
+                    _live(work, rank, Path(name), theirs, parent, goes_on=ranks == 1)
+                theirs.close()
+                running[mine] = rank
+            why = _listen(running, pids, outcomes, seconds)
+        finally:
+            for rank in running.values():
+                with suppress(ProcessLookupError):
+                    os.kill(pids[rank], signal.SIGKILL)
+            codes = {rank: _wait_for_end(pids[rank]) for rank in running.values()}
+        for rank, code in codes.items():
+            outcomes[rank].failed.setdefault(outcomes[rank].begun, STUCK if code is None else why)
+        for rank, outcome in enumerate(outcomes):
+            output = Path(name, f"output{rank}")
+            outcome.said = output.read_text(encoding="utf-8", errors="replace")[-4000:] if output.exists() else ""
+    return outcomes
+
+
+def _live(
+    work: Callable[[int, Path], Iterable[Step]], rank: int, folder: Path, pipe: Connection, parent: int, *,
+    goes_on: bool,
+) -> NoReturn:  # fmt: skip
+    """Live as one process, which leaves through os._exit: what the parent does at its end is not its own."""
+    code = 1
+    try:
+        gc.freeze()  # what the parent has thrown away is not to be taken down here: it may wait for threads
+        end_with_parent(parent)
+        output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        for name, step in work(rank, folder):
+            pipe.send(("begun", name, None))
+            try:
+                pipe.send(("done", name, step()))
+            except Exception as error:  # noqa: BLE001  (whatever a machine does wrong is to be reported)
+                print(redact(traceback.format_exc()), file=sys.stderr)
+                first = (str(error).strip().splitlines() or [""])[0]
+                pipe.send(("failed", name, f"{type(error).__name__}: {first}"[:300]))
+                if not goes_on:
+                    break
+        else:
+            code = 0
+    except BaseException:  # noqa: BLE001  (nothing of the parent's may run here)
+        print(redact(traceback.format_exc()), file=sys.stderr)
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _listen(running: dict[Any, int], pids: list[int], outcomes: list[Outcome], seconds: float) -> str:
+    """Take in what the processes send; return why those that are left in `running` are to be killed.
+
+    Until all have ended, or for `seconds` without a word from any, or for a short while after the first failure.
+    """
+    failed = False
+    deadline = time.monotonic() + seconds
+    while running:
+        ready: list[Any] = wait(list(running), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return "ended, as another rank had failed" if failed else f"not done after {seconds:.0f} s"
+        for pipe in ready:
+            outcome = outcomes[running[pipe]]
+            try:
+                kind, name, value = pipe.recv()
+            except (EOFError, OSError):  # it has ended
+                code = _wait_for_end(pids[running.pop(pipe)])
+                if code != 0:
+                    outcome.failed.setdefault(outcome.begun, _describe_end(code))
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    failed = True
+                continue
+            if kind == "begun":
+                outcome.begun = name
+            else:
+                (outcome.values if kind == "done" else outcome.failed)[name] = value
+            if not failed:
+                deadline = time.monotonic() + seconds
+    return ""
+
+
+def _wait_for_end(pid: int) -> int | None:
+    """Return the exit code of a process that is ending; None for one that does not go."""
+    deadline = time.monotonic() + KILL_SECONDS
+    while time.monotonic() < deadline:
+        gone, status = os.waitpid(pid, os.WNOHANG)
+        if gone:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    return None
+
+
+def _describe_end(code: int | None) -> str:
+    if code is None:
+        return STUCK
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -1,14 +1,193 @@
-"""What `tune doctor` prints."""
+"""What `tune doctor` makes of the facts: what is wrong, what is worth knowing, and the text that it prints."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
-from recipe_lib.cli.doctor_findings import Finding
+from recipe_lib.cli.doctor_probes import LOW_PRECISION, RANGES, in_range
+from recipe_lib.errors import ConfigError
+from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.timing.calibration import LARGE_MATMUL
 from recipe_lib.plan.timing.cost import OPERATIONS, wire_bytes
 from recipe_lib.report.terminal import heading, open_console, put, put_section, terminal_width, text_of
 from recipe_lib.report.view import Section, Table
-from recipe_lib.units import format_bytes, format_duration
+from recipe_lib.units import GIB, MIB, counted, format_bytes, format_duration, format_seconds
+
+# {"name": to look up in docs/doctor.md, "line": what is so, "remedy": what to do about it; each one line}
+Finding = dict[str, str]
+
+IN_USE = GIB  # of a GPU by others; a desktop takes less
+SLOW_GPU = 0.8  # of the fastest like it
+SLOW_MATMUL = 0.4  # of the data sheet's rate; kernels reach 0.65
+SHARED_MEMORY = 512 * MIB  # for NCCL among GPUs that cannot reach each other
+MEMORY = 2 * GIB  # of the host, for torch alone
+DISK = 5 * GIB
+SLOW_DISK = 100e6  # bytes/second
+SLOW_COPY = 6e9  # bytes/second: a quarter of what PCIe 4 gives with 16 lanes
+SAVED = 15 * GIB  # of 8B parameters in bf16
+_NO_P2P = "set NCCL_P2P_DISABLE=1 for every run (ranks then exchange through host memory)"
+REMEDIES = {
+    "package-version": "install a version of that range, with pip; of torchao the one that its release notes name for "
+    "this torch",
+    "torchao": "install the torchao that its release notes name for this torch, or the newest in the range",
+    "torch-broken": "install it anew, and restart the machine if its driver does not answer",
+    "gpu-unseen": "install a torch with CUDA, see pytorch.org/get-started, and a driver for that CUDA or a newer one",
+    "gpu-broken": "of `no kernel image` install a torch built for the card; else look for its errors in `dmesg`, and "
+    "leave it out with CUDA_VISIBLE_DEVICES",
+    "gpu-in-use": "end the programs that `nvidia-smi` shows, or plan with `tune plan --reserve-gib`",
+    "gpu-slow": "look at its clocks, temperature and power limit (`nvidia-smi -q -d PERFORMANCE`)",
+    "peer-copies-wrong": _NO_P2P,
+    "peer-copies-hang": f"{_NO_P2P}; switch the IOMMU off in the BIOS where the machine is your own",
+    "collectives-fail": "of gloo see that the machine's name leads to one of its addresses (/etc/hosts), or set "
+    "GLOO_SOCKET_IFNAME=lo; of NCCL try again with NCCL_P2P_DISABLE=1, then NCCL_SHM_DISABLE=1, and see what "
+    "NCCL_DEBUG=INFO says",
+    "collectives-wrong": "try again with NCCL_P2P_DISABLE=1, then NCCL_SHM_DISABLE=1, and keep what helps",
+    "host-memory": "end other programs, or raise the container's limit",
+    "shared-memory": "start the container with --shm-size=8g or --ipc=host",
+    "folder-unwritable": "make it writable, or set output_dir, HF_HUB_CACHE or data.cache_dir to another folder",
+    "disk-full": "free some space, or set output_dir, HF_HUB_CACHE or data.cache_dir to another folder",
+    "not-measured": "try again; if it stays, what else is found here may be why",
+    "not-fused": "install Triton (`pip install triton`) and gcc or clang; CC names another compiler",
+    "gpus-unlike": "choose with CUDA_VISIBLE_DEVICES which take part",
+    "no-peer-access": "`tune plan --search` tries parallel.pipeline, which sends the least",
+    "slow-copies": "see that all lanes of its slot are in use (`nvidia-smi -q`), or leave memory.*_offload out",
+    "slow-disk": "set output_dir, or HF_HUB_CACHE, to another folder",
+}
+ADVICE = ("not-fused", "gpus-unlike", "no-peer-access", "slow-copies", "slow-disk")  # not wrong, and worth knowing
+# How the name of a step begins -> what it is called when it failed; other steps were not measured.
+_BROKEN = {
+    "torchao": "torchao",
+    "torch": "torch-broken",
+    "matmuls of GPU": "gpu-broken",
+    "copies of GPU": "gpu-broken",
+    "copies from GPU": "peer-copies-hang",
+    "copies between GPU": "peer-copies-hang",
+}
+
+
+def judge(facts: dict[str, Any]) -> tuple[list[Finding], list[Finding]]:
+    """Return what is wrong, and what is as it should be and yet worth knowing."""
+    faults: list[Finding] = []
+    hints: list[Finding] = []
+    for look in (_judge_packages, _judge_gpus, _judge_speed, _judge_links, _judge_host, _judge_steps):
+        for name, line in look(facts):
+            (hints if name in ADVICE else faults).append({"name": name, "line": line, "remedy": REMEDIES[name]})
+    return faults, hints
+
+
+def _list_gpus(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    return facts["steps"].get("torch", {}).get("gpus", [])
+
+
+def _judge_steps(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for step, why in facts["failed"].items():
+        yield next((_BROKEN[begin] for begin in _BROKEN if step.startswith(begin)), "not-measured"), f"{step}: {why}"
+
+
+def _judge_packages(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    machine = facts["machine"]
+    for name, ((major, minor), (above, after)) in RANGES.items():
+        version = machine["packages"][name]
+        if version is None or not in_range(name, version):
+            found = f"found {version}" if version else "not installed"
+            yield "package-version", f"{name}: {found}, expected {name}>={major}.{minor},<{above}.{after}"
+    needed = {"Triton": machine["packages"]["triton"], "a C compiler": machine["compiler"]}
+    missing = " and no ".join(what for what, found in needed.items() if not found)
+    if missing and _list_gpus(facts):
+        line = f"there is no {missing}: kernels are not fused, and QLoRA is much slower"
+        yield "not-fused", line
+
+
+def _judge_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """GPUs that torch does not see or shares with other programs, and that are not alike."""
+    torch = facts["steps"].get("torch")
+    gpus = _list_gpus(facts)
+    listed = facts["machine"]["listed_gpus"]
+    if listed and torch and not gpus:
+        why = f"it says: {torch['error'] or 'nothing'}" if torch["cuda"] else "it is built without CUDA"
+        yield "gpu-unseen", f"the driver lists {counted(len(listed), 'GPU')}, torch {torch['version']} sees none; {why}"
+    for number, gpu in enumerate(gpus):
+        used = gpu["memory"] - gpu["free"]
+        if used > IN_USE:  # without what this process holds of it, some hundred MiB
+            line = f"GPU {number}: {format_bytes(used)} of {format_bytes(gpu['memory'])} are in use"
+            yield "gpu-in-use", line
+    if len({gpu["name"] for gpu in gpus}) > 1:
+        yield "gpus-unlike", "the GPUs are not alike: ranks share evenly, so the slowest and the smallest decide"
+
+
+def _judge_speed(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """GPUs that are slower than others like them, or than their data sheet; slow copies to and from the host."""
+    steps = facts["steps"]
+    gpus = _list_gpus(facts)
+    rates = {number: steps[name] for number in range(len(gpus)) if (name := f"matmuls of GPU {number}") in steps}
+    for number, rate in rates.items():
+        name = gpus[number]["name"]
+        best = max(rates[other] for other in rates if gpus[other]["name"] == name)
+        bars = [(SLOW_GPU * best, f"another {name} here at {best / 1e12:.0f}; all ranks wait for the slowest")]
+        with suppress(ConfigError):  # a card of no table
+            known = find_hardware(name)
+            sheet = known.rate("bf16")
+            bars.append((SLOW_MATMUL * sheet, f"the data sheet of {known.name} says {sheet / 1e12:.0f}"))
+        slower = [what for bar, what in bars if rate < bar]
+        if slower:
+            yield "gpu-slow", f"GPU {number}: bf16 matmuls at {rate / 1e12:.0f} TFLOP/s, {slower[0]}"
+    slowest = min(
+        (min(rate.values()) for name, rate in steps.items() if name.startswith("copies of")), default=SLOW_COPY
+    )
+    if slowest < SLOW_COPY:
+        yield "slow-copies", f"copies to or from the host at {slowest / 1e9:.1f} GB/s make offloading slow"
+
+
+def _judge_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Copies between GPUs that deliver something else; collectives that hang, break or give wrong numbers."""
+    wrong_ways = [way for way in facts["peers"] if way["wrong"]]
+    if wrong_ways:
+        first = wrong_ways[0]
+        both = " both ways at once" if first["both"] else ""
+        access = "; the driver reports peer access all the same" if any(way.get("access") for way in wrong_ways) else ""
+        line = f"copies between GPUs arrive wrong, {len(wrong_ways)} of {len(facts['peers'])} ways; GPU"
+        line += f" {first['from']} to GPU {first['to']}{both}: {first['wrong'][0]}{access}"
+        yield "peer-copies-wrong", line
+    one_way = [way for way in facts["peers"] if not way["both"]]
+    if one_way and not any(way["access"] for way in one_way):
+        yield "no-peer-access", "GPUs cannot read each other's memory, so exchange goes through the host"
+    links = facts["links"]
+    if links is None:
+        return
+    warned = f"; NCCL says: {links['said'][0]}" if links["said"] else ""
+    if links["failed"]:
+        # of ranks that ended because of another one, the cause is not theirs
+        causes = [line for line in links["failed"] if not line.endswith("another rank had failed")]
+        line = f"collectives among {links['ranks']} ranks ({links['backend']}): {(causes or links['failed'])[0]}"
+        yield "collectives-fail", line + warned
+    wrong = [row for row in links["points"] if row["wrong"]]
+    if wrong:
+        line = f"{wrong[0]['operation']} of {format_bytes(wrong[0]['bytes'])} among {links['ranks']} ranks gives"
+        yield "collectives-wrong", f"{line} {wrong[0]['wrong']} wrong numbers{warned}"
+
+
+def _judge_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Host memory, and folders that cannot be written to, are nearly full or slow."""
+    machine = facts["machine"]
+    memory = machine["memory"]
+    if memory["free"] is not None and memory["free"] < MEMORY:
+        line = f"host memory: {format_bytes(memory['free'])} {memory['what']}, torch alone takes about as much a rank"
+        yield "host-memory", line
+    shared = (machine["shared_memory"] or {"free": 0})["free"]
+    if len(_list_gpus(facts)) > 1 and shared < SHARED_MEMORY:
+        yield "shared-memory", f"/dev/shm: {format_bytes(shared)} is free, NCCL exchanges through it"
+    for folder in machine["folders"]:
+        place = f"{folder['use']} ({folder['path']})"
+        rate = folder["write_rate"]
+        if folder["fault"]:
+            yield "folder-unwritable", f"{place}: {folder['fault']}"
+        elif folder["free"] < DISK:
+            line = f"{place}: {format_bytes(folder['free'])} are free; a saved 8B model takes {format_bytes(SAVED)}"
+            yield "disk-full", line
+        if rate and rate < SLOW_DISK and folder["use"] != "data.cache_dir":
+            line = f"{place}: the disk takes {rate / 1e6:.0f} MB/s, an 8B model in bf16 {format_seconds(SAVED / rate)}"
+            yield "slow-disk", line
+
 
 NAME, WIDTH = 16, 160  # columns: of names; without a terminal
 Row = tuple[str, str]
@@ -16,22 +195,21 @@ Row = tuple[str, str]
 
 def report(facts: dict[str, Any], faults: list[Finding], hints: list[Finding]) -> str:
     """Return the whole text, findings last: that is what stays on the screen."""
-    links = [(facts["links"], ""), (facts["links_without_p2p"], ", NCCL_P2P_DISABLE=1")]
-    folders = [(folder["use"], ", ".join(_folder(folder))) for folder in facts["machine"]["folders"]]
-    sections = [
-        _section("software", software(facts)),
-        _section("GPUs", gpus(facts)),
-        _section("rates", rates(facts)),
-        _section("links", peers(facts)),
-        *(_collectives(measured, note) for measured, note in links if measured),
-        _section("host", host(facts)),
-        _section("folders", folders),
-    ]
     console = open_console(terminal_width(WIDTH))
-    for section in sections:
-        put_section(console, section)
-    for title, findings in (("advice", hints), ("findings", faults)) if hints else (("findings", faults),):
-        heading(console, title)
+    for title, rows in (
+        ("software", _list_software(facts)),
+        ("GPUs", _describe_gpus(facts)),
+        ("rates", _list_rates(facts["steps"])),
+        ("links", _describe_peers(facts["peers"])),
+    ):
+        put_section(console, _section(title, rows))
+    if facts["links"]:
+        put_section(console, _tabulate_collectives(facts["links"]))
+    put_section(console, _section("host", _describe_host(facts["machine"])))
+    put_section(console, _section("folders", [_describe_folder(folder) for folder in facts["machine"]["folders"]]))
+    for title, findings in (("advice", hints), ("findings", faults)):
+        if findings or title == "findings":
+            heading(console, title)
         for finding in findings:
             put(console, f"{finding['name']}: {finding['line']}", indent=2, wrap=False)
             put(console, f"-> {finding['remedy']}", indent=4, wrap=False)
@@ -46,67 +224,65 @@ def _section(title: str, rows: list[Row]) -> Section:
 
 
 def per_second(rate: float) -> str:
-    """Bytes a second, as links are advertised: GB is 10^9."""
+    """Return bytes a second as links are advertised: GB is 10^9."""
     if rate < 1e9:
         return f"{rate / 1e6:.0f} MB/s"
     return f"{rate / 1e9:.2f} GB/s" if rate < 1e10 else f"{rate / 1e9:.1f} GB/s"
 
 
-def software(facts: dict[str, Any]) -> list[Row]:
+def _list_software(facts: dict[str, Any]) -> list[Row]:
     """Versions, and the variables that change what is measured."""
-    machine, torch = facts["machine"], facts["steps"].get("torch", {})
+    machine = facts["machine"]
     packages = machine["packages"]
+    torch = facts["steps"].get("torch", {})
     build = f"CUDA {torch['cuda']}, NCCL {torch['nccl']}" if torch.get("cuda") else "built without CUDA"
-    lines = [
+    fits = "cannot be imported with this torch" if "torchao" in facts["failed"] else "can be imported with it"
+    variables = " ".join(f"{name}={value}" for name, value in machine["environment"].items())
+    return [
         ("python", f"{machine['python']} on {machine['system']}"),
         ("torch", f"{torch.get('version') or packages['torch']}, {build if torch else 'which does not start'}"),
-        ("driver", machine["driver"] or "none (nvidia-smi is not there, or says nothing)"),
+        ("driver", machine["driver"] or "none"),
+        ("torchao", f"{packages['torchao']}, {fits}" if packages["torchao"] else "not installed"),
+        ("others", ", ".join(f"{name} {packages[name] or '-'}" for name in packages if name not in RANGES)),
+        ("environment", variables or "none of NCCL_*, CUDA_*, OMP_*, PYTORCH_* is set"),
     ]
-    ao = packages["torchao"]
-    fits = "cannot be imported with this torch" if "torchao" in facts["failed"] else "can be imported with it"
-    lines.append(("torchao", f"{ao}, {fits}" if ao else "not installed"))
-    others = ", ".join(f"{name} {packages[name] or '-'}" for name in packages if name not in ("torch", "torchao"))
-    lines.append(("others", others))
-    variables = " ".join(f"{name}={value}" for name, value in machine["environment"].items())
-    return lines + [("environment", variables or "none of NCCL_*, CUDA_*, OMP_*, PYTORCH_* is set")]
 
 
-def gpus(facts: dict[str, Any]) -> list[Row]:
+def _describe_gpus(facts: dict[str, Any]) -> list[Row]:
     """A line for each."""
-    torch = facts["steps"].get("torch", {})
-    found, lines = torch.get("gpus", []), []
-    for number, gpu in enumerate(found):
+    rows = []
+    for number, gpu in enumerate(_list_gpus(facts)):
         memory = f"{format_bytes(gpu['memory'])}, {format_bytes(gpu['free'])} free"
-        lines.append((f"GPU {number}", f"{gpu['name']}, sm_{''.join(map(str, gpu['capability']))}, {memory}"))
-    if not found:
-        listed = facts["machine"]["listed_gpus"]
-        said = f" (torch says: {torch['error']})" if torch.get("error") else ""
-        unseen = ("unseen", f"{len(listed)} that torch does not see{said}")
-        return [unseen if listed else ("none", f"what follows is the CPU's{said}")]
-    return lines
+        rows.append((f"GPU {number}", f"{gpu['name']}, sm_{''.join(map(str, gpu['capability']))}, {memory}"))
+    error = facts["steps"].get("torch", {}).get("error")
+    said = f" (torch says: {error})" if error else ""
+    listed = facts["machine"]["listed_gpus"]
+    unseen = ("unseen", f"{len(listed)} that torch does not see{said}")
+    return rows or [unseen if listed else ("none", f"what follows is the CPU's{said}")]
 
 
-def rates(facts: dict[str, Any]) -> list[Row]:
+def _list_rates(steps: dict[str, Any]) -> list[Row]:
     """Matrix products, memory, and copies to and from the host."""
-    steps, lines = facts["steps"], []
-    measured = steps.get("calibration")
+    rows = []
     for number in range(len(steps.get("torch", {}).get("gpus", []))):
-        copies, products = steps.get(f"copies of GPU {number}"), steps.get(f"matmuls of GPU {number}")
+        copies = steps.get(f"copies of GPU {number}")
+        products = steps.get(f"matmuls of GPU {number}")
         parts = [f"bf16 matmuls {products / 1e12:.1f} TFLOP/s"] if products else []
         if number == 0:
-            low = {name: steps.get(f"{name} matmuls") for name in ("int8", "fp8")}
+            low = {name: steps.get(f"{name} matmuls") for name in LOW_PRECISION}
             parts += [f"{name} {rate / 1e12:.1f}" for name, rate in low.items() if rate]
         if copies:
             parts.append(f"to it {per_second(copies['copy_to_device'])}, from it {per_second(copies['copy_to_host'])}")
-        lines.append((f"GPU {number}", ", ".join(parts) or "not measured"))
+        rows.append((f"GPU {number}", ", ".join(parts) or "not measured"))
+    measured = steps.get("calibration")
     if measured:
-        lines.append(_rates_for_plans(measured))
-        lines.append(("its memory", f"{per_second(measured['bandwidth'])} read and written by an addition"))
-        lines.append(("an operator", f"{1e6 * measured['host_seconds']:.1f} us for the host to issue"))
-    return lines
+        rows.append(_describe_rates_for_plans(measured))
+        rows.append(("its memory", f"{per_second(measured['bandwidth'])} read and written by an addition"))
+        rows.append(("an operator", f"{1e6 * measured['host_seconds']:.1f} us for the host to issue"))
+    return rows
 
 
-def _rates_for_plans(measured: dict[str, Any]) -> Row:
+def _describe_rates_for_plans(measured: dict[str, Any]) -> Row:
     """Return the line of the products that a plan takes: on a GPU of the shape that is measured cold as well."""
     if measured["dry_run"]:
         best = {name: max(point["rate"] for point in points) for name, points in measured["matmul"].items()}
@@ -119,63 +295,63 @@ def _rates_for_plans(measured: dict[str, Any]) -> Row:
     return "GPU 0 loaded", f"bf16 matmuls {rate:.1f} TFLOP/s{in_steps}, for plans"
 
 
-def peers(facts: dict[str, Any]) -> list[Row]:
+def _describe_peers(ways: list[dict[str, Any]]) -> list[Row]:
     """Copies between GPUs."""
-    ways = [way for way in facts["peers"] if not way["both"]]
-    if not ways:
+    one_way = [way for way in ways if not way["both"]]
+    if not one_way:
         return []
-    access, good = sum(bool(way["access"]) for way in ways), [way for way in facts["peers"] if not way["wrong"]]
-    speeds = [way["rate"] for way in ways]
+    speeds = [way["rate"] for way in one_way]
+    whole = sum(not way["wrong"] for way in ways)
     span = f"{per_second(min(speeds))} to {per_second(max(speeds))}"
     return [
-        ("peer access", f"{access} of {len(ways)} ways, as the driver says"),
-        ("peer copies", f"{len(good)} of {len(facts['peers'])} arrive whole; one way {span}"),
+        ("peer access", f"{sum(bool(way['access']) for way in one_way)} of {len(one_way)} ways, as the driver says"),
+        ("peer copies", f"{whole} of {len(ways)} arrive whole; one way {span}"),
     ]
 
 
-def _collectives(measured: dict[str, Any], note: str) -> Section:
+def _tabulate_collectives(measured: dict[str, Any]) -> Section:
     """Return a line for each size, two columns for each operation: the time, and what goes over the links."""
     where = "the CPU, over gloo (which says nothing of GPUs)" if measured["backend"] == "gloo" else "GPUs, over NCCL"
-    title = f"{measured['ranks']} ranks on {where}{note}: time of one, and what a rank sends a second"
+    title = f"{measured['ranks']} ranks on {where}: time of one, and what a rank sends a second"
+    points = {(point["bytes"], point["operation"]): point for point in measured["points"]}
     rows = []
     for size in sorted({point["bytes"] for point in measured["points"]}):
-        points = {point["operation"]: point for point in measured["points"] if point["bytes"] == size}
-        cells = [cell(points.get(operation), measured["ranks"]) for operation in OPERATIONS]
-        rows.append([format_bytes(size).replace(".00 ", " "), *(text for pair in cells for text in pair)])
+        row = [format_bytes(size).replace(".00 ", " ")]
+        for operation in OPERATIONS:
+            row += _describe_collective(points.get((size, operation)), measured["ranks"])
+        rows.append(row)
     header = ["size", *(name for operation in OPERATIONS for name in (operation, ""))]
     failed = tuple(f"failed  {line}" for line in measured["failed"])
     return Section(title, table=Table(title, header, rows, (), notes=failed))
 
 
-def cell(point: dict[str, Any] | None, ranks: int) -> tuple[str, str]:
-    """Time and bandwidth of one collective; WRONG where its numbers are."""
+def _describe_collective(point: dict[str, Any] | None, ranks: int) -> tuple[str, str]:
+    """Return time and bandwidth; WRONG where its numbers are."""
     if point is None or point["wrong"]:
         return ("WRONG" if point else "-"), ""
     sent = wire_bytes(point["operation"], point["bytes"], ranks) / point["seconds"]
     return format_duration(point["seconds"]), per_second(sent)
 
 
-def host(facts: dict[str, Any]) -> list[Row]:
+def _describe_host(machine: dict[str, Any]) -> list[Row]:
     """Memory and limits."""
-    machine = facts["machine"]
-    memory, shared, locked = machine["memory"], machine["shared_memory"], machine["locked_memory"]
+    memory = machine["memory"]
+    shared = machine["shared_memory"]
     free = "" if memory["free"] is None else f"{format_bytes(memory['free'])} "
     space = f"{format_bytes(shared['total'])}, {format_bytes(shared['free'])} free" if shared else "not there"
-    locks = "no limit" if locked is None else format_bytes(locked)
     return [
         ("memory", f"{format_bytes(memory['total'])}, {free}{memory['what']}"),
-        ("locked memory", f"{locks} (ulimit -l; InfiniBand cards count against it)"),
         ("/dev/shm", f"{space} (NCCL exchanges through it where GPUs cannot reach each other)"),
         ("cores", str(machine["cores"])),
     ]
 
 
-def _folder(found: dict[str, Any]) -> Iterable[str]:
-    yield found["path"] if found["exists"] else f"{found['path']} (not there yet)"
-    yield found["file_system"] + (", shared between machines" if found["shared"] else "")
-    if found["fault"]:
-        yield f"cannot be written to: {found['fault']}"
+def _describe_folder(folder: dict[str, Any]) -> Row:
+    parts = [folder["path"] if folder["exists"] else f"{folder['path']} (not there yet)"]
+    if folder["fault"]:
+        parts.append(f"cannot be written to: {folder['fault']}")
     else:
-        yield f"{format_bytes(found['free'])} of {format_bytes(found['total'])} free"
-    if found["write_rate"]:
-        yield f"takes {per_second(found['write_rate'])}"
+        parts.append(f"{format_bytes(folder['free'])} of {format_bytes(folder['total'])} free")
+    if folder["write_rate"]:
+        parts.append(f"takes {per_second(folder['write_rate'])}")
+    return folder["use"], ", ".join(parts)

@@ -1,39 +1,43 @@
 """`tune download REPO`: what training needs of a model on the Hugging Face hub; never code, never pickles."""
 
-import errno
 import glob
 import hashlib
 import re
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import Options, Parser
+from recipe_lib.cli.hub_refusals import one_line
 from recipe_lib.config.local_files import MODEL_FILES, NEVER_DOWNLOADED, check_folder
 from recipe_lib.config.paths import find_config, list_configs
 from recipe_lib.config.suggest import show
-from recipe_lib.errors import DONE, CheckpointError, ConfigError, SetupError, StorageError
-from recipe_lib.reading import open_regular, read_bytes, read_text
+from recipe_lib.errors import DONE, CheckpointError, ConfigError, StorageError
+from recipe_lib.files import sha256_of
+from recipe_lib.reading import read_bytes, read_text
 from recipe_lib.units import format_bytes
 
 DESCRIPTION = """Fetches a model from the Hugging Face hub: safetensors weights, config and tokenizer files only.
 
 Prints the folder that it is in. A model that asks for consent needs a token: `hf auth login`, or HF_TOKEN."""
 
+OPTIONS: Options = {
+    "repo": {"metavar": "REPO", "help": "OWNER/NAME on the hub"},
+    "--output-dir": {"metavar": "FOLDER", "help": "where to; default: the hub's cache, found by its name"},
+    "--revision": {"help": "branch, tag or commit; default: main"},
+    "--include": {
+        "nargs": "+",
+        "action": "extend",
+        "metavar": "PATTERN",
+        "help": "of those files, only the ones that match",
+    },
+}
+
 
 def parser() -> Parser:
-    """The options of the verb."""
-    options = Parser("download", DESCRIPTION)
-    options.add_argument("repo", metavar="REPO", help="OWNER/NAME on the hub")
-    options.add_argument("--output-dir", metavar="FOLDER", help="where to; default: the hub's cache, found by its name")
-    options.add_argument("--revision", help="branch, tag or commit; default: main")
-    options.add_argument(
-        "--include", nargs="+", action="extend", metavar="PATTERN", help="of those files, only the ones that match"
-    )
-    return options
+    """Return the options of the verb."""
+    return Parser("download", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:
@@ -41,7 +45,9 @@ def run(words: list[str]) -> int:
     arguments = parser().parse(words)
     output = Path(arguments.output_dir).expanduser() if arguments.output_dir else None
     if output is not None:
-        check_output(output)
+        check_folder(output, "--output-dir")
+        if output.is_dir() and any(output.iterdir()) and not (output / ".cache" / "huggingface").is_dir():
+            raise ConfigError(f"{show(str(output))}: holds other files; --output-dir expects a new or an empty folder")
     repo = arguments.repo
 
     from huggingface_hub import HfApi, snapshot_download
@@ -77,13 +83,6 @@ def next_command(repo: str, output: Path | None) -> str:
     return f"tune plan {first}{where}" + (f" (or {others})" if others else "")
 
 
-def check_output(output: Path) -> None:
-    """Refuses a folder that holds something else than an earlier download."""
-    check_folder(output, "--output-dir")
-    if output.is_dir() and any(output.iterdir()) and not (output / ".cache" / "huggingface").is_dir():
-        raise ConfigError(f"{show(str(output))}: holds other files; --output-dir expects a new or an empty folder")
-
-
 def check_unchanged(output: Path, siblings: list[Any]) -> None:
     """Refuses to fetch over a file that was changed since it was fetched, or that no download wrote."""
     for sibling in siblings:
@@ -109,8 +108,7 @@ def _is_the_hubs(path: Path, sibling: Any) -> bool:
     if path.stat().st_size != sibling.size:
         return False
     if sibling.lfs is not None:
-        with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == sibling.lfs.sha256
+        return sha256_of(path) == sibling.lfs.sha256
     blob = hashlib.sha1(f"blob {sibling.size}\0".encode() + read_bytes(path, sibling.size), usedforsecurity=False)
     return blob.hexdigest() == sibling.blob_id
 
@@ -156,50 +154,3 @@ def check_space(repo: str, sizes: dict[str, int], commit: str, output: Path | No
             f"{repo}: needs {format_bytes(missing)}, {place} has {format_bytes(free)} free; "
             "make room, or choose another disk with --output-dir"
         )
-
-
-@contextmanager
-def one_line(repo: str, revision: str | None) -> Iterator[None]:
-    """Turns what the hub or the disk refuses into one line with the remedy."""
-    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    try:
-        yield
-    except HFValidationError as error:
-        raise ConfigError(f"{show(repo)}: is not a repository on the hub; expected OWNER/NAME") from error
-    except OfflineModeIsEnabled as error:
-        raise SetupError(f"{repo}: HF_HUB_OFFLINE is set; unset it to download") from error
-    except (HTTPError, LocalEntryNotFoundError) as error:
-        raise hub_error(repo, revision, error) from error
-    except (OSError, RuntimeError) as error:
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
-            raise StorageError(
-                f"{repo}: the disk is full; make room (what is there already is kept), or choose another disk with "
-                "--output-dir"
-            ) from error
-        if isinstance(error, PermissionError):
-            raise StorageError(f"{show(str(error.filename))}: cannot be written: {error.strerror}") from error
-        raise
-
-
-def hub_error(repo: str, revision: str | None, error: Any) -> Exception:
-    """What the hub answered, or that it did not, as one of our errors."""
-    from huggingface_hub import constants, get_token
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-
-    page = f"{constants.ENDPOINT}/{repo}"
-    if isinstance(error, GatedRepoError):
-        if get_token():
-            return SetupError(f"{repo}: your token's account has no access yet; ask for it at {page}, then try again")
-        return SetupError(f"{repo}: asks for consent; give it at {page}, then `hf auth login` or set HF_TOKEN")
-    if isinstance(error, RevisionNotFoundError):
-        return ConfigError(f"{repo}: has no revision {show(str(revision))}; {page}/refs lists its branches and tags")
-    if isinstance(error, RepositoryNotFoundError):
-        private = "your token has no access to it" if get_token() else "it is private (then set HF_TOKEN)"
-        return ConfigError(f"{repo}: no such model at {constants.ENDPOINT}, or {private}; check the spelling")
-    if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code
-        if status in (401, 403):
-            return SetupError(f"{repo}: the hub refused the token ({status}); renew it with `hf auth login`")
-        return SetupError(f"{repo}: {constants.ENDPOINT} answered {status}; try again later")
-    return SetupError(f"{repo}: cannot reach {constants.ENDPOINT}; check the network, a proxy, and HF_ENDPOINT")

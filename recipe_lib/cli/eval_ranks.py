@@ -1,22 +1,26 @@
-"""What each rank of `tune eval` does. torchrun starts this file by its path; without it `evaluate` is called."""
+"""What each rank of `tune eval` does."""
 
 import argparse
+import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
-from recipe_lib.cli.eval_config import eval_config, run_of, settings_of
-from recipe_lib.cli.eval_options import check, read
-from recipe_lib.cli.outputs import check_output_folder
+from recipe_lib.cli.arguments import check_output_folder
+from recipe_lib.cli.export_trained import load_run_config, run_of
+from recipe_lib.config import load_config
+from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.config.schema_data import DataConfig, validation_source
 from recipe_lib.config.suggest import show
 from recipe_lib.data import Dataset, build_validation_dataset, report_lines, settle_formats, warn_of_positions
-from recipe_lib.errors import ConfigError, OutOfMemoryError, send_nowhere
+from recipe_lib.errors import ConfigError, OutOfMemoryError
 from recipe_lib.evaluation.harness import harness_model, metric_rows, run_tasks
 from recipe_lib.evaluation.placed_model import PlacedModel, place_model
 from recipe_lib.evaluation.results import (
@@ -30,23 +34,15 @@ from recipe_lib.evaluation.results import (
     score_sequences,
 )
 from recipe_lib.generation.answer_questions import Question, generate_answers, metric_of_answers, questions_of
-from recipe_lib.generation.source import GenerationSource, find_source
+from recipe_lib.generation.source import GenerationSource, choose_dtype, find_source
 from recipe_lib.logs import get_logger, is_quiet
+from recipe_lib.models.spec import ExternalSpec
 from recipe_lib.parallel import World, make_world, meet_ranks, start_world
-from recipe_lib.report.terminal import Table, open_console, put_table, terminal_width, text_of
+from recipe_lib.report.terminal import Table, table_lines, terminal_width
 from recipe_lib.tokenizers import Tokenizer, load_tokenizer
 
 FOLDER = "eval"
-
-
-def main(argv: list[str]) -> None:
-    """One rank."""
-    arguments = read(argv)
-    check(arguments)
-    try:
-        evaluate(arguments)
-    except BrokenPipeError:  # the reader of the numbers is gone (`| head`)
-        send_nowhere(sys.stdout)
+Result = TypeVar("Result")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -119,19 +115,15 @@ def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Pa
             with _fits(source, world), world.heartbeat.phase(f"tasks ({which})"):
                 return metric_rows(run_tasks(ours, tasks, **options))
 
-        found = {TUNED: measured(placed.model, TUNED)}
-        if placed.base is not None and not arguments.no_base:
-            with placed.as_base() as base:
-                found = {BASE: measured(base, BASE), **found}
+        found = _measure_both(placed, arguments, measured)
     if arguments.json:
         numbers = {which: {f"{task} {name}": value for (task, name), value in rows.items()}
                    for which, rows in found.items()}  # fmt: skip
         sys.stdout.write(json.dumps(numbers) + "\n")
         return
     rows = [[task, name, *(f"{each[task, name]:.4f}" for each in found.values())] for task, name in found[TUNED]]
-    console = open_console(terminal_width())
-    put_table(console, Table("Tasks", ["task", "metric", *found], rows, left=("task", "metric")))
-    sys.stdout.write(text_of(console))
+    table = Table("Tasks", ["task", "metric", *found], rows, left=("task", "metric"))
+    print("\n".join(table_lines(table, terminal_width())))
 
 
 def _names_adapter(arguments: argparse.Namespace) -> bool:
@@ -210,11 +202,18 @@ def _measure(
             found.metrics[name] = metric_of_answers(name, found.answers, questions, tokenizer)
         return found
 
-    tuned = measured(placed.model, TUNED)
+    return _measure_both(placed, arguments, measured)
+
+
+def _measure_both(
+    placed: PlacedModel, arguments: argparse.Namespace, measure: Callable[[Any, str], Result]
+) -> dict[str, Result]:
+    """Measure the tuned model, then its base, whose weights may take its place; return both in a table's order."""
+    tuned = measure(placed.model, TUNED)
     if arguments.no_base or placed.base is None:
         return {TUNED: tuned}
     with placed.as_base() as base:
-        return {BASE: measured(base, BASE), TUNED: tuned}
+        return {BASE: measure(base, BASE), TUNED: tuned}
 
 
 def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | None) -> None:
@@ -223,9 +222,7 @@ def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | Non
     if arguments.json:
         sys.stdout.write(json.dumps(evaluation.summary()) + "\n")
         return
-    console = open_console(terminal_width())
-    put_table(console, evaluation.table())
-    sys.stdout.write(text_of(console))
+    print("\n".join(table_lines(evaluation.table(), terminal_width())))
     if not is_quiet():
         summary = evaluation.summary()
         print(f"{summary['sequences']} sequences, {summary['label_tokens']} label tokens, {summary['answers']} answers")
@@ -233,3 +230,86 @@ def _show(evaluation: Evaluation, arguments: argparse.Namespace, out: Path | Non
             print(f"{which}: {name}")
         if out is not None:
             print(f"each example: {out / 'examples.jsonl'}\npage: {out / 'report.html'}")
+
+
+# The config that a model is evaluated with: of a run its own samples and settings, of any other
+# model the defaults.
+
+
+_BATCH = 8  # sequences, where nothing else is said
+# What of a run's section `data` does not hold for held-out samples, or is said in another way.
+_NOT_CARRIED = ("source", "sources", "format", "split", "columns", "max_samples", "packing", "shuffle")
+# Of a run, besides its model: how its weights are computed with.
+_OF_RUNS = ("dtype", "seed", "max_seq_len", "device", "qat", "qat_group_size")
+_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+
+
+def eval_config(arguments: argparse.Namespace, source: GenerationSource, run: Path | None) -> FullFinetuneConfig:
+    """The config; its validation.source is what is looked at. ConfigError if there is none."""
+    trained = None if run is None else load_run_config(run, arguments.recipe)
+    words = [f"tokenizer.path={json.dumps(str(source.tokenizer))}"]
+    words += _of_model(source, trained)
+    words += _of_samples(arguments, trained)
+    schema = FullFinetuneConfig if source.adapter is None else LoraFinetuneConfig
+    cfg: FullFinetuneConfig = load_config([], [*words, *arguments.overrides], schema)
+    return cfg
+
+
+def _of_model(source: GenerationSource, trained: FullFinetuneConfig | None) -> list[str]:
+    """Model, dtype, seed: of the run, or what the files say."""
+    if trained is not None:
+        model = dataclasses.asdict(trained.model)
+        words = [f"model.{name}={json.dumps(value)}" for name, value in model.items() if value is not None]
+        words += [f"{name}={json.dumps(getattr(trained, name))}" for name in _OF_RUNS]
+        return words
+    words = [f"model.path={json.dumps(str(source.folder))}"]
+    if isinstance(source.spec, ExternalSpec):
+        words.append(f"model.implementation={source.spec.implementation}")
+    found = source.dtype or str(choose_dtype("auto", source.config)).removeprefix("torch.")
+    longest = min(FullFinetuneConfig().max_seq_len, source.spec.max_positions)
+    return [*words, f"dtype={_NAMES.get(found, 'fp32')}", f"max_seq_len={longest}"]
+
+
+def _of_samples(arguments: argparse.Namespace, trained: FullFinetuneConfig | None) -> list[str]:
+    """Where the samples are, and how they become tokens."""
+    words, held = [f"validation.batch_size={_BATCH}"], None
+    if trained is not None:
+        usual = DataConfig()
+        for field in dataclasses.fields(DataConfig):
+            value = getattr(trained.data, field.name)
+            if field.name not in _NOT_CARRIED and value != getattr(usual, field.name):
+                words.append(f"data.{field.name}={json.dumps(value)}")
+        if trained.validation.batch_size is not None:
+            words.append(f"validation.batch_size={trained.validation.batch_size}")
+        held = validation_source(trained.data, trained.validation)
+    if arguments.data:
+        given = {"source": arguments.data, "format": arguments.format or "auto"}
+    elif held is not None:
+        given = {"source": held.source, "format": held.format, "split": held.split, "columns": held.columns}
+    elif named := [word for word in arguments.overrides if word.startswith("validation.source=")]:
+        given = {"source": named[-1].partition("=")[2]}
+    elif arguments.lm_eval:
+        return [*words, "data.source=none.jsonl"]  # tasks have samples of their own
+    else:
+        whose = "its config has no validation.source" if trained is not None else "is no run, which would name them"
+        raise ConfigError(f"{show(arguments.what)}: {whose}; give held-out samples with --data FILE")
+    words += [f"data.{name}={json.dumps(value)}" for name, value in given.items()]
+    words.append(f"validation.source={json.dumps(given['source'])}")
+    most = arguments.max_samples or (held.max_samples if held is not None and not arguments.data else None)
+    return words if most is None else [*words, f"validation.max_samples={most}"]
+
+
+def settings_of(cfg: Any, arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """What an evaluation was done with, for its page."""
+    found = {
+        "validation.source": cfg.validation.source,
+        "data.format": cfg.data.format,
+        "max_seq_len": cfg.max_seq_len,
+        "dtype": cfg.dtype,
+        **({} if cfg.qat is None else {"qat": f"{cfg.qat}, the base's weights as they are"}),
+        "ranks": ranks,
+    }
+    if not arguments.no_generate:
+        drawn = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+        found |= {name: getattr(arguments, name) for name in drawn if getattr(arguments, name) is not None}
+    return found

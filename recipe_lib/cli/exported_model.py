@@ -1,4 +1,7 @@
-"""The model folder that `tune export --gguf` and `--quantize` start from, and the name of what they write."""
+"""`tune export WHAT --gguf KIND` and `--quantize KIND`: a file, or a folder, of a model as others compute with it.
+
+Both start from a model's folder, or a run's, and read back and compare what they write.
+"""
 
 import argparse
 import os
@@ -6,16 +9,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from recipe_lib.cli.export_source import base_of, find_export, write_merged
+from recipe_lib.checkpoint.gguf import write_gguf_adapter, write_gguf_model
+from recipe_lib.checkpoint.gguf.gguf_file import package
+from recipe_lib.checkpoint.quantized_out import check_quantizable, write_quantized
+from recipe_lib.checkpoint.weight_accounts import tell_left_out
+from recipe_lib.checkpoint.weight_files import ADAPTER_KINDS, GROUP_SIZE
+from recipe_lib.cli.arguments import check_place
+from recipe_lib.cli.export_trained import CONFIG, base_of, find_export, run_of, write_merged
 from recipe_lib.config.local_files import ADAPTER_CONFIG, MODEL_FOLDER, is_hub_snapshot
+from recipe_lib.config.read_yaml import read_file
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, ConfigError
+from recipe_lib.files import bytes_in, discard, remove_leftovers, storage_faults, temporary_path
+from recipe_lib.generation.source import choose_dtype, find_source
 from recipe_lib.logs import print_wrapped
-
-if TYPE_CHECKING:
-    from recipe_lib.generation.source import GenerationSource
+from recipe_lib.models import read_config
+from recipe_lib.parallel import DTYPES
+from recipe_lib.training.next_commands import gguf_commands, print_next, quantized_commands
+from recipe_lib.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -34,11 +46,8 @@ class ExportedModel:
 
 def find_exported(arguments: argparse.Namespace) -> ExportedModel:
     """The model or adapter that CHECKPOINT is, or the newer of those of a run. CheckpointError."""
-    from recipe_lib.checkpoint.weight_accounts import tell_left_out
-    from recipe_lib.generation.source import find_source
-
     named = Path(arguments.checkpoint).expanduser()
-    source: GenerationSource = find_source(str(named) if named.exists() else arguments.checkpoint, arguments.base)
+    source = find_source(str(named) if named.exists() else arguments.checkpoint, arguments.base)
     if source.adapter is None:
         tell_left_out(source.spec, source.folder, "export")
     folder = source.adapter or source.folder
@@ -62,8 +71,7 @@ def target_of_export(found: ExportedModel, arguments: argparse.Namespace, ending
         out = found.folder.parent / (own + ending)
     if os.path.lexists(out):
         raise ConfigError(f"{out}: exists; choose another name with --out, or remove it")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out: {show(str(out.parent))}: no such folder; make it, or choose another name")
+    check_place("--out", str(out))
     return out
 
 
@@ -73,23 +81,94 @@ def merged_folder(found: ExportedModel, arguments: argparse.Namespace, out: Path
     if found.adapter is None:
         yield found.folder
         return
-    from recipe_lib import files
-    from recipe_lib.cli.inference_device import choose_dtype
-    from recipe_lib.models import read_config
-    from recipe_lib.parallel import DTYPES
-
     source = find_export(arguments)
     if source.adapter is None:
         raise CheckpointError(f"{show(arguments.checkpoint)}: has no adapter; write it from its states with --adapter")
     base = base_of(source, arguments)
     dtype = DTYPES[source.cfg.dtype] if source.cfg is not None else choose_dtype("auto", read_config(base))
     final = out.with_name(f"{out.name}.merged")
-    with files.storage_faults():
-        files.remove_leftovers(out.parent, final.name)
-    temporary = files.temporary_path(final)
+    with storage_faults():
+        remove_leftovers(out.parent, final.name)
+    temporary = temporary_path(final)
     try:
         write_merged(source, base, source.adapter, temporary, dtype, dtype)
         print_wrapped(f"merged: {source.adapter} into its base, for this export alone")
         yield temporary
     finally:
-        files.discard(temporary)
+        discard(temporary)
+
+
+def export_gguf(arguments: argparse.Namespace) -> None:
+    """Writes the file and prints what it is, what differs in llama.cpp, and the check. CheckpointError, StorageError,
+    SetupError without the package."""
+    package()
+    found = find_exported(arguments)
+    kind = arguments.gguf
+    out = target_of_export(found, arguments, f"-{kind}.gguf")
+    if found.adapter is not None and found.alone:
+        if kind not in ADAPTER_KINDS:
+            raise CheckpointError(
+                f"--gguf: found {kind}, expected one of {', '.join(ADAPTER_KINDS)} for an adapter by itself; merge it "
+                f"first (tune export {found.adapter} --merge), and export the merged model"
+            )
+        if arguments.pre:
+            raise CheckpointError("--pre: the file of an adapter has no tokenizer; leave it out")
+        report = write_gguf_adapter(found.adapter, found.base, out, kind, name=found.name)
+    else:
+        with merged_folder(found, arguments, out) as folder:
+            report = write_gguf_model(folder, out, kind, name=found.name, pre=arguments.pre)
+    print_wrapped(f"{'adapter' if found.alone else 'model'}: {out} ({kind}, {format_bytes(out.stat().st_size)})")
+    for note in report.notes:
+        print_wrapped(f"note: {note}")
+    print_wrapped(f"check: {report.check}")
+    print_next(gguf_commands(out, is_adapter=found.alone))
+
+
+def export_quantized(arguments: argparse.Namespace) -> None:
+    """Writes the folder and prints what it is and how far it is from the model. CheckpointError, StorageError,
+    SetupError without transformers."""
+    found = find_exported(arguments)
+    if found.alone:
+        raise CheckpointError(
+            f"{found.adapter}: is an adapter; merge it first (tune export {found.adapter} --merge), and quantize the "
+            "merged model"
+        )
+    kind = arguments.quantize
+    trained = _read_rounding(run_of(arguments.checkpoint))
+    usual = trained[1] if trained is not None and trained[0] == "int4" else GROUP_SIZE
+    group_size = usual if arguments.group_size is None else arguments.group_size
+    if group_size < 1:
+        raise CheckpointError(f"--group-size: found {group_size}, expected a number >= 1")
+    out = target_of_export(found, arguments, f"-{kind}")
+    check_quantizable(found.base, kind, group_size)  # before it is merged
+    with merged_folder(found, arguments, out) as folder:
+        report = write_quantized(folder, out, kind, group_size)
+    scales = f"a scale for {group_size} weights" if kind == "int4" else "a scale for each row"
+    print_wrapped(f"model: {out} ({kind}, {scales}, {format_bytes(bytes_in(out))})")
+    if kind == "int4":
+        print_wrapped("note: torchao keeps codes of 4 bits in a byte each where there is no GPU")
+    if trained is not None:
+        print_wrapped(_compare_rounding(trained, kind, group_size))
+    print_wrapped(f"check: {report.check}")
+    print_next(quantized_commands(out))
+
+
+def _read_rounding(run: Path | None) -> tuple[str, int] | None:
+    """Return `qat` and `qat_group_size` of a run's config as it is written, whatever other keys its recipe has.
+
+    None without `qat`.
+    """
+    entries = {} if run is None else read_file(run / CONFIG, str(run / CONFIG)).top.entries
+    found = {name: entries[name][1].text for name in ("qat", "qat_group_size") if name in entries}
+    if found.get("qat", "null") == "null":
+        return None
+    return found["qat"], int(found.get("qat_group_size", GROUP_SIZE))
+
+
+def _compare_rounding(trained: tuple[str, int], kind: str, group_size: int) -> str:
+    """Return a line on whether the weights are rounded as they were in training."""
+    trained_kind, trained_size = trained
+    if trained == (kind, group_size if kind == "int4" else trained_size):
+        return f"rounded as in training (qat={kind})"
+    group = f" qat_group_size={trained_size}" if trained_kind == "int4" else ""
+    return f"note: not rounded as in training, which was with qat={trained_kind}{group}"

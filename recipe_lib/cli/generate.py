@@ -8,29 +8,29 @@ go to where they can be seen.
 
 import argparse
 import contextlib
-import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from recipe_lib.cli.arguments import Parser
-from recipe_lib.cli.draw_options import add_draw_options, draw_faults
-from recipe_lib.cli.outputs import check_place
-from recipe_lib.cli.prompt_file import SUFFIXES, Answers, answer_all, prompts_as_tokens, read_prompts, settings_digest
-from recipe_lib.config.local_files import MODEL_FOLDER, check_model_there
+from recipe_lib.cli.arguments import (
+    DRAW_OPTIONS,
+    SWITCH,
+    Options,
+    Parser,
+    check_place,
+    draw_faults,
+    find_low_numbers,
+    tell_lone,
+)
+from recipe_lib.config.local_files import check_model_there
 from recipe_lib.config.suggest import did_you_mean, show
-from recipe_lib.errors import DONE, CheckpointError, ConfigError, DataError, OutOfMemoryError
-from recipe_lib.logs import get_logger, wrapped
+from recipe_lib.errors import DONE, ConfigError, DataError, raise_faults
+from recipe_lib.logs import print_wrapped
+from recipe_lib.units import choose_lines
 
 if TYPE_CHECKING:
-    import torch
-
     from recipe_lib.generation.sample import Chat
-    from recipe_lib.generation.source import GenerationSource
-    from recipe_lib.models import Decoder
-    from recipe_lib.tokenizers import Tokenizer
 
 DESCRIPTION = """Answers with a model, and streams the text to standard output.
 
@@ -47,13 +47,32 @@ that training uses. --raw takes it as the beginning of the text itself; --raw --
 
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
 STORAGES = ("auto", "none", "nf4", "int8")
+SUFFIXES = (".txt", ".jsonl")  # of --prompts
 HELP = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 _COMMANDS = ("/reset", "/exit", "/help")
+OPTIONS: Options = {
+    "checkpoint": {"metavar": "WHAT", "help": "model, adapter or output_dir, or a hub id that was downloaded"},
+    "--prompt": {"metavar": "TEXT", "help": "what to answer or to continue; without it: a conversation"},
+    "--prompts": {"metavar": "FILE", "help": "prompts to answer: .txt, one a line, or .jsonl"},
+    "--out": {"metavar": "FILE", "help": "--prompts: where the answers go; default: standard output"},
+    "--batch-size": {"type": int, "metavar": "N", "help": "--prompts: answered at a time; default: 8"},
+    "--system": {"metavar": "TEXT", "help": "the system's message, before everything else"},
+    "--raw": SWITCH | {"help": "continue the prompt as it stands, without a template"},
+    "--base": {"metavar": "MODEL", "help": "an adapter's base; default: the one that the adapter names"},
+    "--quantize-base": {
+        "default": "auto",
+        "choices": STORAGES,
+        "help": "how an adapter's base is kept; auto: as it was trained",
+    },
+    **DRAW_OPTIONS,
+    "--dtype": {"default": "auto", "choices": DTYPES, "help": "auto: the checkpoint's"},
+    "--device": {"default": "auto", "choices": ("auto", "cpu", "cuda"), "help": "auto: cuda if there is one"},
+}
 
 
 def run(words: list[str]) -> int:
     """Loads the model, and prints one answer or those of a conversation."""
-    arguments = read(words)
+    arguments = parser().parse(words)
     check(arguments)
     for name in filter(None, (arguments.checkpoint, arguments.base)):
         check_model_there(name)  # before torch is imported
@@ -61,193 +80,43 @@ def run(words: list[str]) -> int:
     from recipe_lib.report.phases import importing
 
     with importing("torch"):
-        from recipe_lib.generation.source import find_source
-        from recipe_lib.tokenizers import load_tokenizer
-
-    source = find_source(arguments.checkpoint, arguments.base)
-    if source.adapter is None and arguments.quantize_base != "auto":
-        raise ConfigError("--quantize-base: the base of an adapter can be quantized; this is a model, leave it out")
-    tokenizer = load_tokenizer(source.tokenizer, by_key=False)
-    if arguments.system is not None:
-        check_system(tokenizer, arguments.system)
-    if arguments.prompts is not None:
-        answer_file(source, tokenizer, arguments)
-    elif arguments.prompt is None:
-        converse(source, tokenizer, arguments)
-    else:
-        complete(source, tokenizer, arguments)
+        from recipe_lib.cli.answer import answer
+    answer(arguments, talk)
     return DONE
 
 
 def parser() -> Parser:
-    """The options of the verb."""
-    options = Parser("generate", DESCRIPTION)
-    what = "model, adapter or output_dir, or a hub id that was downloaded"
-    options.add_argument("checkpoint", metavar="WHAT", help=what)
-    options.add_argument("--prompt", metavar="TEXT", help="what to answer or to continue; without it: a conversation")
-    options.add_argument("--prompts", metavar="FILE", help="prompts to answer: .txt, one a line, or .jsonl")
-    options.add_argument("--out", metavar="FILE", help="--prompts: where the answers go; default: standard output")
-    options.add_argument("--batch-size", type=int, metavar="N", help="--prompts: answered at a time; default: 8")
-    options.add_argument("--system", metavar="TEXT", help="the system's message, before everything else")
-    options.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without a template")
-    options.add_argument("--base", metavar="MODEL", help="an adapter's base; default: the one that the adapter names")
-    kept = "how an adapter's base is kept; auto: as it was trained"
-    options.add_argument("--quantize-base", default="auto", choices=STORAGES, help=kept)
-    add_draw_options(options)
-    options.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the checkpoint's")
-    options.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
-    return options
-
-
-def read(words: list[str]) -> argparse.Namespace:
-    """The command line."""
-    return parser().parse(words)
+    """Return the options of the verb."""
+    return Parser("generate", DESCRIPTION, OPTIONS)
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Refuses numbers that make no sense, all at once."""
-    faults = draw_faults(arguments)
-    if arguments.prompt == "" and not arguments.raw:
-        faults.append("--prompt: is empty; give a text, or begin from nothing with --raw")
-    faults += prompts_faults(arguments)
-    if arguments.raw and arguments.prompt is None and arguments.prompts is None:
-        faults.append("--raw: continues a text, and there is none; give it with --prompt")
-    if arguments.raw and arguments.system is not None:
-        faults.append("--system: --raw writes no messages; leave one of the two out")
-    if arguments.system == "":
-        faults.append("--system: is empty; give a text, or leave it out")
-    for option, text in (("--prompt", arguments.prompt), ("--system", arguments.system)):
-        if any("\ud800" <= letter <= "\udfff" for letter in text or ""):
-            faults.append(f"{option}: is not UTF-8; give it in UTF-8 text")
-    if faults:
-        raise ConfigError(*faults)
+    prompt, prompts = arguments.prompt, arguments.prompts
+    raw, system = arguments.raw, arguments.system
+    lone = [name for name in ("out", "batch_size") if getattr(arguments, name) is not None and prompts is None]
+    faults = choose_lines(
+        (prompt == "" and not raw, "--prompt: is empty; give a text, or begin from nothing with --raw"),
+        (prompt is not None and prompts, "--prompt: --prompts has prompts already; leave one of the two out"),
+        (
+            prompts is not None and Path(prompts).suffix not in SUFFIXES,
+            f"--prompts: found {show(str(prompts))}, expected a file {' or '.join(SUFFIXES)}",
+        ),
+        (
+            raw and prompt is None and prompts is None,
+            "--raw: continues a text, and there is none; give it with --prompt",
+        ),
+        (raw and system is not None, "--system: --raw writes no messages; leave one of the two out"),
+        (system == "", "--system: is empty; give a text, or leave it out"),
+        (_is_broken(prompt or ""), "--prompt: is not UTF-8; give it in UTF-8 text"),
+        (_is_broken(system or ""), "--system: is not UTF-8; give it in UTF-8 text"),
+    )
+    low = find_low_numbers(arguments, **({} if lone else {"batch_size": 1}))
+    raise_faults(ConfigError, [*draw_faults(arguments), *tell_lone(lone, "--prompts"), *low, *faults])
+    arguments.batch_size = arguments.batch_size or 8
     if arguments.out is not None:
         out = str(Path(arguments.out).expanduser())
         check_place("--out", out, [("--prompts", arguments.prompts)], makes_folders=True)
-
-
-def prompts_faults(arguments: argparse.Namespace) -> list[str]:
-    """What is wrong with --prompts and what goes with it; the batch size gets its default."""
-    if arguments.prompts is None:
-        given = [
-            f"--{name.replace('_', '-')}" for name in ("out", "batch_size") if getattr(arguments, name) is not None
-        ]
-        return [f"{name}: is of --prompts, which is missing" for name in given]
-    faults = []
-    if arguments.prompt is not None:
-        faults.append("--prompt: --prompts has prompts already; leave one of the two out")
-    if Path(arguments.prompts).suffix not in SUFFIXES:
-        faults.append(f"--prompts: found {show(arguments.prompts)}, expected a file {' or '.join(SUFFIXES)}")
-    if arguments.batch_size is not None and arguments.batch_size < 1:
-        faults.append(f"--batch-size: found {arguments.batch_size}, expected a number >= 1")
-    arguments.batch_size = arguments.batch_size or 8
-    return faults
-
-
-def check_system(tokenizer: "Tokenizer", text: str) -> None:
-    """ConfigError for a template that has no place for a message of the system."""
-    from recipe_lib.data import system_fault
-
-    fault = system_fault(tokenizer, text)
-    if fault is not None:
-        raise ConfigError(f"--system: {fault}; leave it out, and put it into the question")
-
-
-def prompt_tokens(tokenizer: "Tokenizer", prompt: str, raw: bool, system: str | None = None) -> list[int]:
-    """The ids that the model reads first."""
-    if raw:
-        tokens = tokenizer.encode(prompt, add_bos=tokenizer.add_bos_by_default or not prompt)
-        if not tokens:
-            raise ConfigError("--prompt: is empty and the tokenizer has no BOS token to begin from; give a text")
-        return tokens
-    from recipe_lib.data import render_prompt
-
-    before = [] if system is None else [{"role": "system", "content": system}]
-    return render_prompt(tokenizer, [*before, {"role": "user", "content": prompt}])
-
-
-def complete(source: "GenerationSource", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
-    """Prints one answer."""
-    from recipe_lib.generation.sample import NO_ANSWER, check_prompt, generate, prompted
-    from recipe_lib.tokenizers import StreamDecoder
-
-    prompt = prompt_tokens(tokenizer, arguments.prompt, arguments.raw, arguments.system)
-    try:
-        check_prompt(prompt, source.spec, "--prompt")
-    except CheckpointError as error:
-        raise CheckpointError(f"{show(str(source.tokenizer))}: {error}") from error
-    text = StreamDecoder(tokenizer, prompt)
-    is_empty = True
-    with loaded(source, arguments) as (model, device):
-        tokens = generate(model, source.spec, prompt, **options(tokenizer, arguments, device))
-        for token in prompted(tokens, len(prompt)):
-            piece = text.push(token)
-            is_empty = is_empty and not piece
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-    last = text.finish()
-    print(last, flush=True)
-    if is_empty and not last:
-        get_logger().info("note: %s", NO_ANSWER)
-
-
-def answer_file(source: "GenerationSource", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
-    """Answers the prompts of a file."""
-    prompts = read_prompts(Path(arguments.prompts).expanduser())
-    tokens = prompts_as_tokens(prompts, source, tokenizer, raw=arguments.raw, system=arguments.system)
-    out = None if arguments.out is None else Path(arguments.out).expanduser()
-    answers = Answers(out, settings_digest(source, arguments, prompts))
-    with loaded(source, arguments) as (model, device):
-        answer_all(model, source, tokenizer, prompts, tokens, answers, arguments, device)
-
-
-def converse(source: "GenerationSource", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
-    """A conversation, until the lines end."""
-    from recipe_lib.generation.sample import Chat
-
-    with loaded(source, arguments) as (model, device):
-        chat = Chat(model, source.spec, tokenizer, arguments.system, options(tokenizer, arguments, device))
-        talk(chat, str(source.adapter or source.folder))
-
-
-def options(tokenizer: "Tokenizer", arguments: argparse.Namespace, device: "torch.device") -> dict[str, Any]:
-    """How tokens are chosen, as `generation.sample.generate` takes it."""
-    import torch
-
-    return {
-        "max_new_tokens": arguments.max_new_tokens,
-        "stop_ids": tokenizer.stop_ids,
-        "temperature": arguments.temperature,
-        "top_k": arguments.top_k,
-        "top_p": arguments.top_p,
-        "generator": torch.Generator(device).manual_seed(arguments.seed),
-    }
-
-
-@contextmanager
-def loaded(source: "GenerationSource", arguments: argparse.Namespace) -> Iterator[tuple["Decoder", "torch.device"]]:
-    """The model with its weights, and its device; what does not fit there is one line."""
-    import torch
-
-    from recipe_lib.cli.inference_device import DTYPES as NAMES
-    from recipe_lib.cli.inference_device import choose_device, choose_dtype
-    from recipe_lib.generation.source import load_source
-
-    device = choose_device(arguments.device)
-    trained = NAMES.get(source.dtype, "auto") if arguments.dtype == "auto" else arguments.dtype
-    storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
-    if source.adapter is not None:
-        kept = "" if storage == "none" else f", kept in {storage}"
-        get_logger().info("adapter: %s on %s%s", source.adapter, source.folder, kept)
-    elif source.folder == Path(arguments.checkpoint).expanduser() / MODEL_FOLDER:
-        get_logger().info("model: %s", source.folder)
-    try:
-        yield load_source(source, choose_dtype(trained, source.config), device, storage), device
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(
-            f"{show(str(source.folder))}: the model does not fit on {device}; try --dtype bf16, fewer "
-            "--max-new-tokens, or --device cpu"
-        ) from error
 
 
 def is_terminal() -> bool:
@@ -261,30 +130,27 @@ def talk(chat: "Chat", name: str) -> None:
     A line that cannot be answered is told at a terminal; in a pipe it ends the conversation (ConfigError, DataError).
     """
     if is_terminal():
-        tell(f"{name}; {HELP}")
-    for number, line in enumerate(lines(), start=1):
+        _tell(f"{name}; {HELP}")
+    for number, line in enumerate(_typed() if is_terminal() else _piped(), start=1):
         question = line.strip()
         if question == "/exit":
             return
         if question == "/reset":
             chat.reset()
-            tell("the conversation begins anew")
+            _tell("the conversation begins anew")
         elif question == "/help":
-            tell(HELP)
+            _tell(HELP)
         elif _is_broken(question):  # at a terminal
-            tell("note: this line is not UTF-8 and was left out; check the terminal's encoding")
-        elif question and not _is_misspelled(question):
+            _tell("note: this line is not UTF-8 and was left out; check the terminal's encoding")
+        elif (
+            is_terminal()
+            and question.startswith("/")
+            and " " not in question
+            and (hint := did_you_mean(question, _COMMANDS))
+        ):  # what is piped in may begin like a command
+            _tell(f"{question}: no such command{hint}")
+        elif question:
             _answer(chat, line, number)
-
-
-def _is_misspelled(question: str) -> bool:
-    """A command that is none; what is piped in may begin like one."""
-    if not is_terminal() or not question.startswith("/") or " " in question:
-        return False
-    hint = did_you_mean(question, _COMMANDS)
-    if hint:
-        tell(f"{question}: no such command{hint}")
-    return bool(hint)
 
 
 def _answer(chat: "Chat", question: str, number: int) -> None:
@@ -303,27 +169,22 @@ def _answer(chat: "Chat", question: str, number: int) -> None:
         if not is_terminal():
             again = "; a line /reset before it begins anew" if chat.messages else ""
             raise type(error)(*(f"standard input: line {number}: {fault}{again}" for fault in error.faults)) from error
-        tell(f"note: {error}; this line was left out, /reset begins anew")
+        _tell(f"note: {error}; this line was left out, /reset begins anew")
         return
     except KeyboardInterrupt:
         if not is_terminal():
             raise
         print(flush=True)
-        tell("stopped")
+        _tell("stopped")
         return
     print(flush=True)
     if chat.why_ended:
-        tell(f"note: {chat.why_ended}")
+        _tell(f"note: {chat.why_ended}")
 
 
 def _is_broken(line: str) -> bool:
     """Whether it had bytes that are not UTF-8, as `surrogateescape` keeps them."""
     return any("\ud800" <= letter <= "\udfff" for letter in line)
-
-
-def lines() -> Iterator[str]:
-    """The lines that are typed or piped in, without their ends. ConfigError for a piped one that is not UTF-8."""
-    return _typed() if is_terminal() else _piped()
 
 
 def _typed() -> Iterator[str]:
@@ -354,8 +215,5 @@ def _piped() -> Iterator[str]:
         yield line.rstrip("\r\n")
 
 
-def tell(line: str) -> None:
-    """A line for whoever sits at the terminal, broken between words there."""
-    if sys.stderr.isatty():
-        line = wrapped(line, shutil.get_terminal_size((80, 24)).columns)
-    print(line, file=sys.stderr, flush=True)
+def _tell(line: str) -> None:
+    print_wrapped(line, sys.stderr)

@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import Options, Parser, check_place
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand
 from recipe_lib.config.suggest import show
 from recipe_lib.config.torchtune import Imported, import_file
@@ -22,23 +22,19 @@ DESCRIPTION = """Turns a config of torchtune's into one of ours.
 The config goes to standard output, or to --out. Standard error has what became of each key of the file: carried, with
 another effect here, or dropped, and why."""
 
+OPTIONS: Options = {
+    "file": {"metavar": "FILE", "help": "a YAML file of torchtune's"},
+    "overrides": {"nargs": "*", "metavar": "key=value", "help": "keys of ours, which win"},
+    "--from": {"choices": ("torchtune",), "help": argparse.SUPPRESS},
+    "--out": {"metavar": "FILE", "help": "write the config there; no file is replaced"},
+    "--model": {"metavar": "MODEL", "help": "model.path: a folder, or a name on the hub"},
+    "--without": {"metavar": "KEY", "action": "append", "default": [], "help": "a key of the file to leave out"},
+}
+
 
 def parser() -> Parser:
     """Return the options of the verb."""
-    options = Parser("import", DESCRIPTION)
-    options.add_argument("file", metavar="FILE", help="a YAML file of torchtune's")
-    options.add_argument("overrides", nargs="*", metavar="key=value", help="keys of ours, which win")
-    options.add_argument("--from", choices=("torchtune",), help=argparse.SUPPRESS)  # there were others once
-    options.add_argument("--out", metavar="FILE", help="write the config there; no file is replaced")
-    options.add_argument("--model", metavar="MODEL", help="model.path: a folder, or a name on the hub")
-    options.add_argument(
-        "--without",
-        metavar="KEY",
-        action="append",
-        default=[],
-        help="a key of the file to leave out",
-    )
-    return options
+    return Parser("import", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:
@@ -64,8 +60,7 @@ def _place(name: str) -> Path:
         raise ConfigError(f"--out: {show(name)}: expected a file that ends in {' or '.join(CONFIG_SUFFIXES)}")
     if os.path.lexists(path):
         raise ConfigError(f"--out: {show(name)} is there already; choose another name")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--out: {show(str(path.parent))}: no such folder; make it, or choose another name")
+    check_place("--out", str(path))
     return path
 
 

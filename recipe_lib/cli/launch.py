@@ -110,7 +110,10 @@ class Launcher:
                 signal.signal(number, self._on_signal)
         try:
             with phase("starting the ranks", leaves_line=False):
-                parsed = parse_flags([*self._log_flags(), *self.flags, str(self.script), *self.arguments])
+                # Left to itself torchrun leaves an empty folder in /tmp for every launch.
+                given = any(flag.startswith(("--log-dir", "--log_dir")) for flag in self.flags)
+                logs = [] if given else ["--log-dir", str(self.folder / "logs")]
+                parsed = parse_flags([*logs, *self.flags, str(self.script), *self.arguments])
                 if self.received:
                     return 128 + self.received[0]
                 thread = threading.Thread(target=self._launch, args=(parsed,), name="torchrun")
@@ -123,11 +126,6 @@ class Launcher:
             for number, handler in former.items():
                 signal.signal(number, handler)
         return self._exit_code()
-
-    def _log_flags(self) -> list[str]:
-        # Left to itself torchrun leaves an empty folder in /tmp for every launch.
-        given = any(flag.startswith(("--log-dir", "--log_dir")) for flag in self.flags)
-        return [] if given else ["--log-dir", str(self.folder / "logs")]
 
     def _launch(self, parsed: Any) -> None:
         from torch.distributed import run

@@ -4,12 +4,9 @@ import csv
 import os
 import subprocess
 from functools import cache
-from typing import TYPE_CHECKING
 
+from recipe_lib.plan.hardware import HARDWARE, Hardware, reported_hardware
 from recipe_lib.units import MIB
-
-if TYPE_CHECKING:
-    from recipe_lib.plan.hardware import Hardware
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -41,13 +38,11 @@ def own_gpus() -> list[tuple[str, int]]:
     ]
 
 
-def own_device() -> "Hardware | None":
+def own_device() -> Hardware | None:
     """The first of them as a device to plan for; None without one.
 
     A card that is not in the table is planned with its own memory and the rates of a common card of that size.
     """
-    from recipe_lib.plan.hardware import HARDWARE, reported_hardware
-
     gpus = own_gpus()
     if not gpus:
         return None

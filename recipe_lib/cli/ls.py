@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import Options, Parser
 from recipe_lib.config.paths import configs_folder, find_recipe, list_configs, list_recipes
 from recipe_lib.config.suggest import did_you_mean, show
 from recipe_lib.errors import DONE, ConfigError
@@ -21,12 +21,14 @@ DESCRIPTION = """Lists the recipes and the configs of each, with the memory that
 _PLANNED = re.compile(r"Planned peak of a rank: [\d.]+ \w+ active, ([\d.]+ \w+) reserved \((\d+) ranks?,")
 _MEANT = re.compile(r"Meant for ([^:]+):")
 
+OPTIONS: Options = {
+    "words": {"nargs": "*", "metavar": "WORD", "help": "a recipe, a family, a size, a method"},
+}
+
 
 def parser() -> Parser:
-    """The options of the verb."""
-    options = Parser("ls", DESCRIPTION)
-    options.add_argument("words", nargs="*", metavar="WORD", help="a recipe, a family, a size, a method")
-    return options
+    """Return the options of the verb."""
+    return Parser("ls", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:

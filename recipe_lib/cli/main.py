@@ -13,6 +13,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from recipe_lib import __version__
 from recipe_lib.errors import DONE, ConfigError, StorageError, exit_code_of, say, send_nowhere
 from recipe_lib.logs import VERBOSITY, set_verbosity
 
@@ -107,7 +108,7 @@ def _run_verb(words: list[str]) -> int:
         return DONE
     verb, *rest = words
     if verb in ("-V", "--version"):
-        print(_version())
+        print(__version__)
         return DONE
     if verb in REMOVED:
         raise ConfigError(f"tune: {verb}: {REMOVED[verb]}")
@@ -151,15 +152,6 @@ def _help() -> str:
             "Start with: tune run demo/full",
         ]
     )
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("tune-recipes")
-    except PackageNotFoundError:
-        return "tune-recipes, from a checkout"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from recipe_lib.cli.arguments import put_json
 from recipe_lib.cli.launch import environment
 from recipe_lib.cli.plan_receipts import list_receipts, quote_receipt
 from recipe_lib.cli.plan_request import OFFLINE, explained, known_ranks, prepare, read, read_config
@@ -24,9 +25,9 @@ from recipe_lib.cli.start_checks import check_start
 from recipe_lib.config import load_config
 from recipe_lib.errors import DONE
 from recipe_lib.files import replace_text
+from recipe_lib.plan.result import DOES_NOT_FIT, Plan, read_plan
 
 if TYPE_CHECKING:
-    from recipe_lib.plan.result import Plan
     from recipe_lib.plan.search.fastest_settings import Search
     from recipe_lib.plan.trace import Trace
 
@@ -73,7 +74,7 @@ def run(words: list[str]) -> int:
     if arguments.json != "-":
         plan.seconds = process_seconds()
         print(text_of(plan, other, arguments), end="")
-    return exit_code(plan)
+    return NO_ROOM if plan.verdict == DOES_NOT_FIT else DONE
 
 
 @contextmanager
@@ -89,14 +90,7 @@ def quiet_libraries() -> Iterator[None]:
             logger.disabled = False
 
 
-def exit_code(plan: "Plan") -> int:
-    """Of the verdict."""
-    from recipe_lib.plan.result import DOES_NOT_FIT
-
-    return NO_ROOM if plan.verdict == DOES_NOT_FIT else DONE
-
-
-def text_of(plan: "Plan", other: "Plan | None", arguments: argparse.Namespace) -> str:
+def text_of(plan: Plan, other: Plan | None, arguments: argparse.Namespace) -> str:
     """The report; with another plan, what is different here."""
     from recipe_lib.plan.report import render
     from recipe_lib.report.terminal import wants_color
@@ -108,7 +102,7 @@ def text_of(plan: "Plan", other: "Plan | None", arguments: argparse.Namespace) -
     return render(plan, full=arguments.full, depth=arguments.depth, color=wants_color(sys.stdout))
 
 
-def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["Plan", "Trace"]:
+def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple[Plan, "Trace"]:
     """Return the plan of a recipe with a config, and the trace that it rests on."""
     planned, shaped, settings = prepare(recipe, cfg, arguments, decides=True)
     from recipe_lib.plan.build_plan import make_plan
@@ -137,11 +131,9 @@ def make(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple["
     return plan, trace
 
 
-def other_plan(recipe: RecipeFile, arguments: argparse.Namespace) -> "Plan":
+def other_plan(recipe: RecipeFile, arguments: argparse.Namespace) -> Plan:
     """Return the plan to compare with: a file's, or that of another config for the same device and processes."""
     if arguments.diff.endswith(".json"):
-        from recipe_lib.plan.result import read_plan
-
         return read_plan(Path(arguments.diff))
     wanted = argparse.Namespace(
         **vars(arguments) | {"config": arguments.diff, "overrides": [], "advice": False, "full": False}
@@ -170,14 +162,10 @@ def search(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> "Sear
         return find_settings(planned, shaped, settings, fixed=keys, splits=not cfg.compile)
 
 
-def write(plan: "Plan", trace: "Trace", arguments: argparse.Namespace) -> None:
+def write(plan: Plan, trace: "Trace", arguments: argparse.Namespace) -> None:
     """Write the files that were asked for, each whole or not at all."""
     if arguments.json:
-        text = json.dumps(plan.to_json(), indent=2) + "\n"
-        if arguments.json == "-":
-            sys.stdout.write(text)
-        else:
-            replace_text(Path(arguments.json), text)
+        put_json(arguments.json, plan.to_json())
     if arguments.html:
         from recipe_lib.plan.report import render_html
 

@@ -4,15 +4,14 @@ Whatever is wrong with the file is one line at most, and nothing to a run or a p
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipe_lib.cli.arguments import put_json
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import ConfigError
-from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger
 from recipe_lib.plan.receipts import (
     VARIABLE,
@@ -81,10 +80,9 @@ def list_receipts(arguments: argparse.Namespace) -> str:
             f"--receipts: {show(str(path))}: {error.strerror}; make it a readable file, or move it away"
         ) from error
     if arguments.json:
-        content = json.dumps(describe_receipts(receipts, unreadable, path), indent=2) + "\n"
+        put_json(arguments.json, describe_receipts(receipts, unreadable, path))
         if arguments.json == "-":
-            return content
-        replace_text(Path(arguments.json), content)
+            return ""
     return render_receipts(receipts, unreadable, path)
 
 

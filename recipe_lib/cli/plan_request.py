@@ -9,21 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers, read_numbers
 from recipe_lib.cli.local_gpus import VISIBLE, is_expandable, own_device, own_gpus
-from recipe_lib.cli.outputs import check_output
-from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, recipe_for
+from recipe_lib.cli.recipes import RecipeFile, check_is_known, is_config, load_module, open_config
 from recipe_lib.cli.torchrun_flags import check_launch, rank_count, take_flags, value_of
-from recipe_lib.config.load import load
 from recipe_lib.config.mesh import same_batch_ranks
-from recipe_lib.config.registry import load_plugin
-from recipe_lib.config.suggest import quote, show
-from recipe_lib.errors import ConfigError, UserError, lines_in
+from recipe_lib.config.suggest import show
+from recipe_lib.errors import ConfigError, UserError, lines_in, raise_faults
+from recipe_lib.plan.hardware import Hardware, find_hardware, parse_fit
+from recipe_lib.plan.world.sequence_choice import check_choice
 from recipe_lib.units import GIB
 
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
-    from recipe_lib.plan.hardware import Hardware
 
 DEFAULT_DEVICE = "24GB"
 ROOT = Path(__file__).parents[2]
@@ -42,9 +40,10 @@ Exit codes: 0 fits, or fits with little room to spare (risky); 3 does not fit; 2
 
 _DEVICES = "rtx4090, h100, ... or a size as 24GB; default: that of --calibration, else this machine's GPU, else 24GB"
 _STREAMS = "find races between streams, waits of the host and collectives that do not meet, in place of a plan"
-_SWITCH = {"action": "store_true"}
+# Memory outside of torch -> what it is.
+OUTSIDE = {"context": "CUDA's context", "nccl": "NCCL's buffers", "reserve": "other programs"}
 # Torchrun's are taken out before.
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "words": {
         "nargs": "*",
         "metavar": "CONFIG key=value",
@@ -55,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "CONFIG",
         "help": "a name of `tune ls`, or a path; of several the later win",
     },
-    "--nproc_per_node": {"metavar": "N", "help": "processes on each machine; default: 1"},
+    "--nproc_per_node --nproc-per-node": {"metavar": "N", "help": "processes on each machine; default: 1"},
     "--nnodes": {"metavar": "M", "help": "machines; default: 1"},
     "--device": {"metavar": "NAME", "help": _DEVICES},
     "--fit": {"metavar": "4x24GB", "help": "processes and device in one word"},
@@ -68,7 +67,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "R,...",
         "help": "ranks to plan; default: 0, or the first rank of each place in a pipeline",
     },
-    "--full": _SWITCH | {"help": "all tables: layers, communication, groups, times, what was assumed"},
+    "--full": SWITCH | {"help": "all tables: layers, communication, groups, times, what was assumed"},
     "--depth": {
         "type": int,
         "metavar": "N",
@@ -84,28 +83,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "OTHER",
         "help": "compare with the plan in a .json file, or of another config without overrides",
     },
-    "--advice": _SWITCH | {"help": "also try levers one by one, and fewer ranks"},
-    "--search": _SWITCH | {"help": "find the fastest settings that fit, in place of a plan"},
-    "--check-streams": _SWITCH | {"help": _STREAMS},
-    "--receipts": _SWITCH | {"help": "list the runs of this machine, planned and measured; makes no plan"},
+    "--advice": SWITCH | {"help": "also try levers one by one, and fewer ranks"},
+    "--search": SWITCH | {"help": "find the fastest settings that fit, in place of a plan"},
+    "--check-streams": SWITCH | {"help": _STREAMS},
+    "--receipts": SWITCH | {"help": "list the runs of this machine, planned and measured; makes no plan"},
     "--calibrate": {"metavar": "FILE", "help": "first measure this machine's device, write its rates, and use them"},
     "--calibration": {"metavar": "FILE", "help": "use the rates that --calibrate wrote"},
     "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
+    **{
+        f"--{name}-gib": {"type": float, "metavar": "X", "help": f"device memory for {what}, GiB; default: a table's"}
+        for name, what in OUTSIDE.items()
+    },
 }
-# Memory outside of torch -> what it is.
-OUTSIDE = {"context": "CUDA's context", "nccl": "NCCL's buffers", "reserve": "other programs"}
 
 
 def parser() -> Parser:
     """Return the reader of the options."""
-    options = Parser("plan", DESCRIPTION)
-    for name, settings in OPTIONS.items():
-        names = (name, "--nproc-per-node") if name == "--nproc_per_node" else (name,)
-        options.add_argument(*names, **settings)
-    for name, what in OUTSIDE.items():
-        note = f"device memory for {what}, GiB; default: a table's"
-        options.add_argument(f"--{name}-gib", type=float, metavar="X", help=note)
-    return options
+    return Parser("plan", DESCRIPTION, OPTIONS)
 
 
 def read(words: Sequence[str]) -> argparse.Namespace:
@@ -128,8 +122,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
         if names:
             check_is_known(names[0])
         raise ConfigError("tune plan: no config; expected: tune plan [RECIPE --config] CONFIG (see `tune ls`)")
-    if arguments.depth is not None and arguments.depth < 1:
-        raise ConfigError(f"--depth: found {arguments.depth}, expected a number >= 1")
+    raise_faults(ConfigError, find_low_numbers(arguments, depth=1))
     for name in OUTSIDE:
         size = getattr(arguments, f"{name}_gib")
         if size is not None and not 0 <= size < 2**20:
@@ -137,7 +130,10 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     if arguments.fit and (arguments.device or any(value_of(flags, name) for name in ("--nproc-per-node", "--nnodes"))):
         raise ConfigError("--fit: names processes and device; leave --device, --nproc_per_node and --nnodes out")
     _check_no_plan(arguments)
-    _check_values(arguments)
+    if arguments.device:
+        find_hardware(arguments.device)
+    check_choice(arguments.sequence)
+    read_ranks(arguments.rank, known_ranks(arguments))
     inputs = [(f"--{name}", getattr(arguments, name)) for name in ("calibration", "diff")]
     inputs += [("--plugin", path) for path in arguments.plugin]
     inputs += [("--config", path) for path in arguments.config or ()]
@@ -157,19 +153,6 @@ def _check_no_plan(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}: {what} and makes no plan; leave --{unused[0]} out")
 
 
-def _check_values(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for a device, length or rank that is none; needs no torch."""
-    from recipe_lib.plan.hardware import find_hardware
-    from recipe_lib.plan.world.sequence_choice import check_choice
-
-    if arguments.device:
-        find_hardware(arguments.device)
-    check_choice(arguments.sequence)
-    ranks = known_ranks(arguments)
-    if arguments.rank:
-        read_ranks(arguments.rank, ranks)
-
-
 def _check_receipts(arguments: argparse.Namespace) -> None:
     """ConfigError for what --receipts, which lists all runs, makes nothing of."""
     taken, options = ("help", "words", "receipts", "json", "quiet", "verbose"), parser()
@@ -185,10 +168,7 @@ def _check_receipts(arguments: argparse.Namespace) -> None:
 
 def read_config(arguments: argparse.Namespace) -> tuple[RecipeFile, Any]:
     """The recipe, and the config that the command line makes, with the plugins it names."""
-    for plugin in arguments.plugin:
-        load_plugin(plugin)
-    recipe = RecipeFile.find(arguments.recipe) if arguments.recipe else recipe_for(arguments.config)
-    loaded = load(arguments.config, arguments.overrides, recipe.schema())
+    recipe, loaded = open_config(arguments.config, arguments)
     arguments.notes = loaded.idle
     return recipe, loaded.cfg
 
@@ -210,18 +190,14 @@ def hide_gpus() -> bool:
 
 def known_ranks(arguments: argparse.Namespace) -> int:
     """Ranks of the run, as `device_for` gives them."""
-    from recipe_lib.plan.hardware import parse_fit
-
     if arguments.fit:
         return parse_fit(arguments.fit)[0]
     here, machines = rank_count(arguments.flags)
     return here * machines
 
 
-def device_for(arguments: argparse.Namespace) -> tuple[int, "Hardware", list[str]]:
+def device_for(arguments: argparse.Namespace) -> tuple[int, Hardware, list[str]]:
     """Return (ranks, device, what was assumed): what is named, else what --calibration is of, else this machine's."""
-    from recipe_lib.plan.hardware import find_hardware, parse_fit
-
     if arguments.fit:
         return *parse_fit(arguments.fit), []
     here, machines = rank_count(arguments.flags)
@@ -248,7 +224,7 @@ def settings_for(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) ->
     from recipe_lib.plan.world.sequence_lengths import planned_sequence
 
     ranks, hardware, assumed = device_for(arguments)
-    traced = read_ranks(arguments.rank, ranks) if arguments.rank else ()
+    traced = read_ranks(arguments.rank, ranks)
     from recipe_lib.plan.build_plan import PlanSettings  # torch from here on
 
     calibration = None
@@ -298,15 +274,12 @@ def prepare(
     return planned, shaped, dataclasses.replace(settings, assumptions=assumptions)
 
 
-def read_ranks(text: str, ranks: int) -> tuple[int, ...]:
-    """`0,3` as numbers."""
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and int(part) < ranks for part in parts):
-        raise ConfigError(f"--rank: found {quote(text)}, expected numbers below {ranks}, commas between them")
-    return tuple(dict.fromkeys(map(int, parts)))
+def read_ranks(text: str | None, ranks: int) -> tuple[int, ...]:
+    """Return `0,3` as numbers; none without a text."""
+    return read_numbers("--rank", text, range(ranks), f"numbers below {ranks}, commas between them") if text else ()
 
 
-def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: "Hardware", ranks: int) -> Any:
+def outside_for(cfg: Any, arguments: argparse.Namespace, hardware: Hardware, ranks: int) -> Any:
     """Memory outside of torch where the command line says something about it, else None."""
     given = {name: int(size * GIB) for name in OUTSIDE if (size := getattr(arguments, f"{name}_gib")) is not None}
     if not given:

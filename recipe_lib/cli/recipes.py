@@ -1,10 +1,11 @@
 """A recipe on the command line: its file, the class its config is checked against, and running it in this process."""
 
+import argparse
 import ast
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from recipe_lib.cli.torchrun_flags import WITH_VALUE, WITHOUT_VALUE
 from recipe_lib.config import parse_arguments
-from recipe_lib.config.load import known_part, refuse_repeated
+from recipe_lib.config.load import Loaded, known_part, load, refuse_repeated
 from recipe_lib.config.paths import (
     CONFIG_SUFFIXES,
     RECIPE_CONFIGS,
@@ -24,6 +25,7 @@ from recipe_lib.config.paths import (
     nearest_config,
     recipes_folder,
 )
+from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.suggest import did_you_mean, quote, show
 from recipe_lib.errors import ConfigError, exit_code_of
 from recipe_lib.reading import TEXT_LIMIT, read_bytes, read_text
@@ -118,6 +120,17 @@ def recipe_for(configs: str | Sequence[str], recipe: str | None = None) -> Recip
     return RecipeFile.find(next(iter(RECIPE_CONFIGS)))
 
 
+def open_config(configs: Sequence[str], arguments: argparse.Namespace) -> tuple[RecipeFile, Loaded]:
+    """Return the recipe of a verb's configs, and the config that they and its overrides make, plugins imported.
+
+    arguments: `recipe` (None: the one that a config names), `overrides` and `plugin`. Raises ConfigError.
+    """
+    for plugin in arguments.plugin:
+        load_plugin(plugin)
+    recipe = recipe_for(configs, arguments.recipe)
+    return recipe, load(configs, arguments.overrides, recipe.schema())
+
+
 def _is_shipped(path: Path) -> bool:
     return path.resolve().parent == recipes_folder().resolve()
 
@@ -165,15 +178,13 @@ def load_module(path: Path) -> ModuleType:
         with importing("torch" if "torch" not in sys.modules else path.name):
             _check_source(loader, name)
             loader.exec_module(module)
-    except SyntaxError as error:
+    except BaseException as error:
         del sys.modules[name]
-        place = f"{show(str(error.filename or path))}:{error.lineno or 1}"  # of one that could not be parsed
-        raise ConfigError(f"{place}: {error.msg}") from error
-    except SystemExit as error:  # its exit code would be taken for one of ours
-        del sys.modules[name]
-        raise ConfigError(f"{show(str(path))}: raised SystemExit: {show(str(error))}, expected a recipe") from error
-    except BaseException:
-        del sys.modules[name]
+        if isinstance(error, SyntaxError):
+            place = f"{show(str(error.filename or path))}:{error.lineno or 1}"  # of one that could not be parsed
+            raise ConfigError(f"{place}: {error.msg}") from error
+        if isinstance(error, SystemExit):  # its exit code would be taken for one of ours
+            raise ConfigError(f"{show(str(path))}: raised SystemExit: {show(str(error))}, expected a recipe") from error
         raise
     return module
 
@@ -218,7 +229,7 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
 
 
 def shipped_config_of(path: Path) -> type | None:
-    """The class of ours that a recipe's config is, or that it adds keys to; None for a recipe of another kind.
+    """Return the class of ours that a recipe's config is, or that it adds keys to; None for a recipe of another kind.
 
     The recipe has to begin as ours do, with `run_recipe(..., parse_arguments(argv, Config))` in `main(argv)`, so that
     what its command line, its model and its data have to be is known.
@@ -227,58 +238,58 @@ def shipped_config_of(path: Path) -> type | None:
         module = ast.parse(read_bytes(path, MAX_BYTES))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # importing says it
         return None
-    mains = [one for one in module.body if isinstance(one, ast.FunctionDef) and one.name == "main"]
-    name = _parsed_with(mains[0]) if len(mains) == 1 else None
-    return None if name is None else _resolved(module, name, 0)
+    bound: dict[str, list[ast.stmt]] = {}  # name at the top of the file -> what binds it
+    for line in module.body:
+        names: list[str] = []
+        match line:
+            case ast.ImportFrom(names=imported):
+                names = [one.asname or one.name for one in imported]
+            case ast.Assign(targets=targets):
+                names = [one.id for one in targets if isinstance(one, ast.Name)]
+            case ast.ClassDef(name=own) | ast.FunctionDef(name=own):
+                names = [own]
+        for name in names:
+            bound.setdefault(name, []).append(line)
+    return _follow(bound, _find_parsed_class(bound.get("main", [])))
 
 
-def _parsed_with(main: ast.FunctionDef) -> str | None:
-    """The name of the class that `main` reads its words with, as they are."""
-    if len(main.args.args) != 1:
-        return None
-    words = main.args.args[0].arg
-    if any(isinstance(one, ast.Name) and one.id == words and isinstance(one.ctx, ast.Store) for one in ast.walk(main)):
-        return None
-    for call in _calls(main, "run_recipe"):
-        match call.args:
-            case [_, ast.Call(func=ast.Name("parse_arguments"), args=[ast.Name(given), ast.Name(config)], keywords=[])]:
-                return config if given == words else None
+def _follow(bound: dict[str, list[ast.stmt]], name: str | None) -> type | None:
+    """Return the class of ours that a name stands for, through a few others at most, each bound once."""
+    bodies: list[ast.ClassDef] = []
+    for _ in range(8):
+        match bound.get(name or "", []):
+            case [ast.ImportFrom(module=str(source), names=names, level=0)] if source.startswith("recipe_lib.config"):
+                config = _CONFIGS.get(next(one.name for one in names if (one.asname or one.name) == name))
+                return config if config and all(_adds_only(body, config) for body in bodies) else None
+            case [ast.Assign(value=ast.Name(name))]:
+                continue
+            case [ast.ClassDef(bases=[ast.Name(name)], keywords=[]) as body]:
+                bodies.append(body)
+            case _:
+                return None
     return None
 
 
-def _calls(main: ast.FunctionDef, function: str) -> Iterator[ast.Call]:
-    """Calls of a function, by its name or as `training.NAME`."""
-    for call in ast.walk(main):
-        if isinstance(call, ast.Call):
-            called = call.func
-            if function in (getattr(called, "id", None), getattr(called, "attr", None)):
-                yield call
-
-
-def _resolved(module: ast.Module, name: str, depth: int) -> type | None:
-    """What a name at the top of a file stands for, if it is said once."""
-    said: list[type | None] = []
-    for line in module.body:
-        match line:
-            case ast.ImportFrom(module=str(source), names=names, level=0):
-                found = [one.name for one in names if (one.asname or one.name) == name]
-                said += [_CONFIGS.get(one) if source.startswith("recipe_lib.config") else None for one in found]
-            case ast.Assign(targets=targets, value=value):
-                if any(isinstance(one, ast.Name) and one.id == name for one in targets):
-                    said.append(_of_other(module, value, name, depth))
-            case ast.ClassDef(name=own, bases=[base], keywords=[]) if own == name:
-                parent = _of_other(module, base, name, depth)
-                said.append(parent if parent and _adds_only(line, parent) else None)
-            case ast.ClassDef(name=own) | ast.FunctionDef(name=own) if own == name:
-                said.append(None)
-    return said[0] if len(said) == 1 else None
-
-
-def _of_other(module: ast.Module, value: ast.expr, name: str, depth: int) -> type | None:
-    """What another name stands for, through a few at most."""
-    if not isinstance(value, ast.Name) or value.id == name or depth == 8:
+def _find_parsed_class(mains: list[ast.stmt]) -> str | None:
+    """Return the name of the class that `main` reads its words with, as they are."""
+    match mains:
+        case [ast.FunctionDef(args=ast.arguments(args=[ast.arg(arg=words)])) as main]:
+            nodes = list(ast.walk(main))
+        case _:
+            return None
+    if any(isinstance(one, ast.Name) and one.id == words and isinstance(one.ctx, ast.Store) for one in nodes):
         return None
-    return _resolved(module, value.id, depth + 1)
+    for node in nodes:
+        match node:
+            case ast.Call(
+                func=ast.Name("run_recipe") | ast.Attribute(attr="run_recipe"),
+                args=[
+                    _,
+                    ast.Call(func=ast.Name("parse_arguments"), args=[ast.Name(given), ast.Name(name)], keywords=[]),
+                ],
+            ) if given == words:
+                return name
+    return None
 
 
 def _adds_only(body: ast.ClassDef, parent: type) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import SWITCH, Options, Parser
 from recipe_lib.cli.launch import launch
 from recipe_lib.cli.local_gpus import is_expandable
 from recipe_lib.cli.plan_during_run import plan_beside, take_choice
@@ -60,22 +60,20 @@ SIGTERM or Ctrl-C saves a resumable state at the end of the current step. Exit c
 3 stopped and saved, 4 loss or gradients no longer finite, 5 out of memory, 6 the disk refuses a write, 7 a rank is
 gone, stopped or hangs."""
 
+OPTIONS: Options = {
+    "words": {"nargs": "*", "metavar": "CONFIG", "help": "a config, or a recipe before --config"},
+    "--config": {"action": "append", "metavar": "CONFIG", "help": "of several the later win, key by key"},
+    "--plugin": {"action": "append", "metavar": "FILE", "help": "a Python file of yours, imported first"},
+    **dict.fromkeys(("--plan", "--no-plan"), SWITCH | {"help": "whether to show the plan of the run"}),
+    **dict.fromkeys(sorted(WITH_VALUE - {"-r", "-t"}), {"metavar": "X", "help": "torchrun's"}),
+    **dict.fromkeys(sorted(WITHOUT_VALUE), SWITCH | {"help": "torchrun's"}),
+    "--nproc_per_node": {"metavar": "N", "help": "processes on each machine"},
+}
+
 
 def parser() -> Parser:
-    """The options, for a shell's completion; `run` takes them apart itself, since torchrun's go to it as they are."""
-    options = Parser("run", "Runs a recipe.")
-    add = options.add_argument
-    add("words", nargs="*", metavar="CONFIG", help="a config, or a recipe before --config")
-    add("--config", action="append", metavar="CONFIG", help="of several the later win, key by key")
-    add("--plugin", action="append", metavar="FILE", help="a Python file of yours, imported first")
-    for flag in ("--plan", "--no-plan"):
-        add(flag, action="store_true", help="whether to show the plan of the run")
-    for flag in sorted(WITH_VALUE - {"-r", "-t"}):
-        add(flag, metavar="X", help="torchrun's")
-    for flag in sorted(WITHOUT_VALUE):
-        add(flag, action="store_true", help="torchrun's")
-    add("--nproc_per_node", metavar="N", help="processes on each machine")
-    return options
+    """Return the options, for a shell's completion; `run` takes them apart itself, as torchrun's are handed on."""
+    return Parser("run", "Runs a recipe.", OPTIONS)
 
 
 def run(words: list[str]) -> int:
@@ -83,7 +81,10 @@ def run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return DONE
-    words, with_plan = take_choice(take_verbosity(words))
+    for word in words:
+        if word in VERBOSITY:
+            set_verbosity(VERBOSITY[word])  # for the ranks too
+    words, with_plan = take_choice([word for word in words if word not in VERBOSITY])
     flags, name, rest = split(words)
     check_launch(flags)
     recipe, rest = recipe_and_words(name, rest)
@@ -99,14 +100,6 @@ def run(words: list[str]) -> int:
         code = start(flags, recipe, rest)
         compare(code)
     return code
-
-
-def take_verbosity(words: list[str]) -> list[str]:
-    """The words without -q and -v, which hold for the ranks too."""
-    for word in words:
-        if word in VERBOSITY:
-            set_verbosity(VERBOSITY[word])
-    return [word for word in words if word not in VERBOSITY]
 
 
 def recipe_and_words(name: str, rest: list[str]) -> tuple[RecipeFile, list[str]]:

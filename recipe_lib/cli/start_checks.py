@@ -5,7 +5,7 @@ before torch is imported. Whether a model fits the ranks that share it, its shap
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,81 +29,76 @@ from recipe_lib.config.local_files import (
 )
 from recipe_lib.config.mesh import mesh_shape, same_batch_ranks
 from recipe_lib.config.schema_data import is_hub, sources_by_section
-from recipe_lib.errors import CheckpointError, ConfigError, UserError
+from recipe_lib.errors import CheckpointError, ConfigError, UserError, raise_faults
 
 
 def check_start(cfg: Any, *, ranks: int | None = None, starts: bool = False, plans: bool = False) -> list[str]:
-    """Notes on what has to be there before the run, if it is not: a model to download, or one that another run makes.
+    """Return notes on what has to be there before the run, if it is not: a model to download, or that of another run.
 
     ranks: of the run, None: not known. starts: the run starts now, and what would be a note is a fault. plans: only a
-    plan is made, perhaps for another machine: it does without what rows and kernels need, and an earlier run in
-    output_dir is a note. Raises ConfigError with all faults, a line each.
+    plan is made, perhaps for another machine: it does without what rows and kernels need, which is a note. Raises
+    ConfigError with all faults, a line each.
     """
-    notes: list[str] = []
-    faults: list[str] = []
-
-    def check(look: Callable[[], str | None]) -> None:
-        try:
-            note = look()
-        except UserError as error:
-            faults.extend(error.faults)
-            return
-        if note:
-            (faults if starts else notes).append(note)
-
-    folder = Path(cfg.output_dir)
-    check(lambda: check_folder(folder))
-    if not faults:
-        check(lambda: _note_earlier_run(cfg) if plans else check_earlier_run(cfg))
-    check(lambda: _check_model(cfg, with_weights=not plans))
-    for key in cfg.other_models:
-        check(lambda key=key: _check_other_model(cfg, key, with_weights=not plans))  # type: ignore[misc]
-    check(lambda: _check_adapter(cfg))
-    check(lambda: _check_resume(cfg))
-    for name in dict.fromkeys(cfg.log.trackers):
-        check(lambda name=name: check_tracker(name))  # type: ignore[misc]
+    looks: list[Callable[[], Any]] = [
+        partial(check_folder, Path(cfg.output_dir)) if plans else partial(_check_output, cfg),
+        partial(_check_model, cfg, with_weights=not plans),
+        *(partial(_check_other_model, cfg, key, with_weights=not plans) for key in cfg.other_models),
+        partial(_check_adapter, cfg),
+        partial(_check_resume, cfg),
+        *(partial(check_tracker, name) for name in dict.fromkeys(cfg.log.trackers)),
+    ]
     if ranks is not None:
-        check(lambda: _check_ranks(cfg, ranks))
+        looks.append(partial(mesh_shape, cfg.parallel, ranks))
+    sources = [partial(check_source, source, key) for key, source in _sources(cfg).items()]
     if plans:
-        notes.extend(_missing_on_this_machine(cfg))
+        found = _look(looks)
+        why = [
+            line
+            for line, is_fault in _look([partial(check_earlier_run, cfg), partial(_check_text, cfg), *sources])
+            if is_fault
+        ]
+        found += [(f"`tune run` refuses to start on this machine: {line}", False) for line in why]
     else:
-        check(lambda: _check_text(cfg))
-        check(lambda: _check_own_tokenizer(cfg))
-        for key, source in _sources(cfg).items():
-            check(lambda key=key, source=source: check_source(source, key))  # type: ignore[misc]
-    if faults:
-        raise ConfigError(*dict.fromkeys(faults))
-    return list(dict.fromkeys(notes))
+        found = _look([*looks, partial(_check_text, cfg), partial(_check_own_tokenizer, cfg), *sources])
+    raise_faults(ConfigError, dict.fromkeys(line for line, is_fault in found if is_fault or starts))
+    return list(dict.fromkeys(line for line, _ in found))
 
 
 def check_data(cfg: Any) -> None:
-    """What looking at samples needs: the samples, and a tokenizer. Raises ConfigError with all faults, a line each."""
-    faults: list[str] = []
-    name, needs_model = cfg.model.path, cfg.tokenizer.path is None
-    for key, source in _sources(cfg).items():
+    """Check what looking at samples needs: the samples, and a tokenizer. Raises ConfigError, a line for each fault."""
+    looks = [partial(check_source, source, key) for key, source in _sources(cfg).items()]
+    found = _look([*looks, partial(_check_tokenizer_of_model, cfg)])
+    raise_faults(ConfigError, dict.fromkeys(line for line, _ in found))
+
+
+def _look(looks: Iterable[Callable[[], Any]]) -> list[tuple[str, bool]]:
+    """Return the lines of all that is missing, and whether it is a fault: raised by a look, or a note that it gives."""
+    found: list[tuple[str, bool]] = []
+    for look in looks:
         try:
-            faults += [note] if (note := check_source(source, key)) else []
+            note = look()
         except UserError as error:
-            faults.extend(error.faults)
-    try:
-        if needs_model and name and model_folder(name) is None and downloaded_model(name) is None:
-            files = " ".join(f"'{pattern}'" for pattern in TOKENIZER_PATTERNS)
-            faults.append(
-                f"{name}: no such folder, and not in the hub cache; its tokenizer is enough to look at samples: "
-                f"`tune download {name} --include {files}`"
-            )
-    except UserError as error:
-        faults.extend(error.faults)
-    if faults:
-        raise ConfigError(*dict.fromkeys(faults))
+            found += [(fault, True) for fault in error.faults]
+            continue
+        if note and isinstance(note, str):
+            found.append((note, False))
+    return found
 
 
-def _note_earlier_run(cfg: Any) -> str | None:
-    try:
-        check_earlier_run(cfg)
-    except ConfigError as error:
-        return f"`tune run` refuses to start on this machine: {error}"
-    return None
+def _check_output(cfg: Any) -> None:
+    check_folder(Path(cfg.output_dir))
+    check_earlier_run(cfg)
+
+
+def _check_tokenizer_of_model(cfg: Any) -> str | None:
+    name = cfg.model.path
+    if cfg.tokenizer.path is not None or not name or model_folder(name) or downloaded_model(name):
+        return None
+    files = " ".join(f"'{pattern}'" for pattern in TOKENIZER_PATTERNS)
+    return (
+        f"{name}: no such folder, and not in the hub cache; its tokenizer is enough to look at samples: "
+        f"`tune download {name} --include {files}`"
+    )
 
 
 def _sources(cfg: Any) -> dict[str, str]:
@@ -114,18 +109,6 @@ def _sources(cfg: Any) -> dict[str, str]:
         if source and not (is_hub(source) and source in found.values()):
             found[key] = source
     return found
-
-
-def _missing_on_this_machine(cfg: Any) -> Iterator[str]:
-    """Why a run would not start here, in the notes of a plan; the plan does without samples and tokenizer."""
-    looks: list[Callable[[], Any]] = [lambda: _check_text(cfg)]
-    for key, source in _sources(cfg).items():
-        looks.append(lambda key=key, source=source: check_source(source, key))  # type: ignore[misc]
-    for look in looks:
-        try:
-            look()
-        except UserError as error:
-            yield from (f"`tune run` refuses to start on this machine: {fault}" for fault in error.faults)
 
 
 def _check_model(cfg: Any, with_weights: bool) -> str | None:
@@ -195,10 +178,6 @@ def _check_resume(cfg: Any) -> None:
         raise CheckpointError(no_whole_state(cfg.resume, "no such folder"))
 
 
-def _check_ranks(cfg: Any, ranks: int) -> None:
-    mesh_shape(cfg.parallel, ranks)
-
-
 def _check_text(cfg: Any) -> None:
     """The tokenizer and its template."""
     if cfg.tokenizer.path:
@@ -212,17 +191,13 @@ def _check_own_tokenizer(cfg: Any) -> str | None:
     name = cfg.model.path
     if not name or cfg.tokenizer.path or _is_made_by_a_run(name, MODEL_FOLDER):
         return None
-    folder = _folder_with_config(name)
-    return _as_note(name, lambda: find_tokenizer(folder)) if folder else None
-
-
-def _folder_with_config(name: str) -> Path | None:
-    """The folder of a model on this machine, if it is one; what is wrong with others is told elsewhere."""
     try:
         folder = model_folder(name) or downloaded_model(name)
-    except CheckpointError:
+    except CheckpointError:  # told elsewhere
         return None
-    return folder if folder and os.path.isfile(folder / "config.json") else None
+    if folder is None or not os.path.isfile(folder / "config.json"):
+        return None
+    return _as_note(name, partial(find_tokenizer, folder))
 
 
 def _as_note(name: str, look: Callable[[], Any]) -> str | None:

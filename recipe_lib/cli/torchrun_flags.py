@@ -23,67 +23,65 @@ RENDEZVOUS_VARIABLES = ("PET_NNODES", "PET_RDZV", "PET_NODE_RANK", "PET_MASTER",
 
 
 def split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """(torchrun's flags, RECIPE, its arguments). RECIPE is the first word that is no flag and no flag's value; empty
-    where --config comes first, whose config names it."""
+    """Return (torchrun's flags, RECIPE, its arguments).
+
+    RECIPE is the first word that is no flag and no flag's value; empty where --config comes first, whose config names
+    it.
+    """
     position = 0
     given: dict[str, str] = {}
     while position < len(words):
         word = words[position]
-        refuse_second(given, words[position : position + 2])
         if word.partition("=")[0] in ("--config", "--plugin"):
             return list(words[:position]), "", list(words[position:])
         if not word.startswith("-"):
             if "=" in word or word.startswith("~"):
                 raise ConfigError(f"tune run: {show(word)}: overrides come after CONFIG")
             return list(words[:position]), word, list(words[position + 1 :])
-        position += 1 + takes_next(word)
-        if position > len(words):
-            raise ConfigError(f"tune run: {show(word)}: expected a value")
+        position += _measure_flag(words[position:], given, "run") or _measure_unknown(word)
     raise ConfigError("tune run: no config; expected: tune run [torchrun flags] CONFIG (see `tune ls`)")
 
 
-def refuse_second(given: dict[str, str], words: Sequence[str]) -> None:
-    """Notes a flag of torchrun's with its value in `given`; ConfigError if it is there already."""
-    name, equals, value = words[0].partition("=")
-    flag = name.replace("_", "-")
+def _measure_flag(words: Sequence[str], given: dict[str, str], verb: str) -> int:
+    """Return the number of words that the flag of torchrun's takes which they begin with; 0 for any other word.
+
+    given: flags with their values so far, to which it is added. verb: of ours, for errors. Raises ConfigError for one
+    that is given already, has no value, or cannot be used.
+    """
+    word = words[0]
+    name, equals, value = word.partition("=")
+    flag = name.replace("_", "-") if name.startswith("-") else ""
+    if flag in REFUSED:
+        raise ConfigError(f"tune {verb}: {name} cannot be used: RECIPE is the name of a recipe or a .py file")
+    if flag in WITHOUT_VALUE or (word[:2] in ("-r", "-t") and len(word) > 2):  # `-t3`
+        return 1
     if flag not in WITH_VALUE:
-        return
+        return 0
     value = value if equals else "".join(words[1:2])
     if flag in given:
         raise ConfigError(
             f"command line: {name}: given twice, as {show(given[flag])} and {show(value)}; remove one of the two"
         )
     given[flag] = value
+    if not equals and len(words) < 2:
+        raise ConfigError(f"tune {verb}: {show(word)}: expected a value")
+    return 1 if equals else 2
 
 
-def takes_next(word: str) -> bool:
-    """True if the word after this torchrun flag is the flag's value."""
+def _measure_unknown(word: str) -> int:
+    """Return the number of words that a flag of torchrun's takes which is newer than our table."""
     name, equals, _ = word.partition("=")
     flag = name.replace("_", "-")
-    if flag in REFUSED:
-        raise ConfigError(f"tune run: {name} cannot be used: RECIPE is the name of a recipe or a .py file")
-    if flag in WITHOUT_VALUE:
-        return False
-    if flag in WITH_VALUE:
-        return not equals
-    if len(word) > 2 and word[:2] in ("-r", "-t"):  # `-t3`
-        return False
     known = sorted(WITH_VALUE | WITHOUT_VALUE)
     begun = [full for full in known if len(flag) > 3 and full.startswith(flag)]
     close = begun[0] if begun else nearest(flag, known, cutoff=0.75)
     if close:
-        hint = f"; did you mean {close}?"
-        raise ConfigError(f"tune run: unknown torchrun flag {show(name)}{hint}")
-    return _ask_torchrun(name) and not equals
-
-
-def _ask_torchrun(name: str) -> bool:
-    # A flag newer than our table: torchrun's own parser knows.
+        raise ConfigError(f"tune run: unknown torchrun flag {show(name)}; did you mean {close}?")
     from torch.distributed.run import get_args_parser
 
     for action in get_args_parser()._actions:
         if name in action.option_strings:
-            return action.nargs != 0
+            return 1 if action.nargs == 0 or equals else 2
     raise ConfigError(f"tune run: unknown torchrun flag {show(name)}; see `torchrun --help`")
 
 
@@ -134,28 +132,19 @@ def ranks_of(flags: Sequence[str]) -> int | None:
 
 
 def take_flags(words: Sequence[str], verb: str = "plan") -> tuple[list[str], list[str]]:
-    """(torchrun's flags, the other words): they may stand anywhere, unlike those of `tune run`. verb: of ours, for
-    errors."""
+    """Return (torchrun's flags, the other words): they may stand anywhere, unlike those of `tune run`.
+
+    verb: of ours, for errors.
+    """
     flags: list[str] = []
     others: list[str] = []
     given: dict[str, str] = {}
     position = 0
     while position < len(words):
-        word = words[position]
-        name, equals, _ = word.partition("=")
-        flag = name.replace("_", "-") if name.startswith("-") else ""
-        if flag in REFUSED:
-            raise ConfigError(f"tune {verb}: {name} cannot be used: RECIPE is the name of a recipe or a .py file")
-        taken = 0
-        if flag in WITHOUT_VALUE or (word[:2] in ("-r", "-t") and len(word) > 2):
-            taken = 1
-        elif flag in WITH_VALUE:
-            refuse_second(given, words[position : position + 2])
-            taken = 1 if equals else 2
-        if position + taken > len(words):
-            raise ConfigError(f"tune {verb}: {show(word)}: expected a value")
-        (flags if taken else others).extend(words[position : position + max(1, taken)])
-        position += max(1, taken)
+        taken = _measure_flag(words[position:], given, verb)
+        end = position + max(1, taken)
+        (flags if taken else others).extend(words[position:end])
+        position = end
     return flags, others
 
 

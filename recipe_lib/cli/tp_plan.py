@@ -3,17 +3,16 @@
 import argparse
 import contextlib
 import io
-import json
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.cli.arguments import Parser
-from recipe_lib.config.local_files import install_line
+from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers, put_json, read_numbers
+from recipe_lib.config.local_files import install_line, is_hub_id
+from recipe_lib.config.paths import list_presets
 from recipe_lib.config.suggest import nearest, show
-from recipe_lib.errors import DONE, ConfigError, SetupError
+from recipe_lib.errors import DONE, ConfigError, SetupError, raise_faults
 from recipe_lib.external.transformers_config import plain_numbers
 from recipe_lib.logs import silence_torchao
 
@@ -31,6 +30,13 @@ MODEL is a folder, a config.json, a hub id that was downloaded, or a preset of `
 
 Exit codes: 0 a plan for at least one of the sizes; 3 --certify did not prove one of them; 2 a mistake to correct,
 or no plan for any of the sizes."""
+OPTIONS: Options = {
+    "model": {"metavar": "MODEL", "help": "folder, config.json, hub id in the cache, or preset"},
+    "--tensor": {"default": "2,4,8", "metavar": "T,...", "help": "ranks of a group; default: 2,4,8"},
+    "--tokens": {"type": int, "default": 8192, "metavar": "N", "help": "tokens of a micro-batch, b x s; default: 8192"},
+    "--certify": SWITCH | {"help": "also prove the plan on a small copy with random weights"},
+    "--json": {"metavar": "FILE", "help": "also write the plan and its numbers as JSON; -: in place of the report"},
+}
 
 
 def run(words: list[str]) -> int:
@@ -49,54 +55,29 @@ def run(words: list[str]) -> int:
             if not any(proof["failures"] for proof in proven):
                 (whole, plans, illegal), proofs = without, proven
     if arguments.json:
-        from recipe_lib.files import replace_text
-
-        text = json.dumps(as_json(arguments, whole, plans, illegal, proofs), indent=2) + "\n"
-        if arguments.json == "-":
-            sys.stdout.write(text)
-        else:
-            replace_text(Path(arguments.json), text)
+        put_json(arguments.json, as_json(arguments, whole, plans, illegal, proofs))
     if arguments.json != "-":
         report(arguments.model, arguments.tokens, whole, plans, illegal, proofs)
     return NOT_CERTIFIED if any(proof["failures"] for proof in proofs) else DONE
 
 
 def parser() -> Parser:
-    """The options of the verb."""
-    options = Parser("tp-plan", DESCRIPTION)
-    add = options.add_argument
-    add("model", metavar="MODEL", help="folder, config.json, hub id in the cache, or preset")
-    add("--tensor", default="2,4,8", metavar="T,...", help="ranks of a group; default: 2,4,8")
-    add("--tokens", type=int, default=8192, metavar="N", help="tokens of a micro-batch, b x s; default: 8192")
-    add("--certify", action="store_true", help="also prove the plan on a small copy with random weights")
-    add("--json", metavar="FILE", help="also write the plan and its numbers as JSON; -: in place of the report")
-    return options
+    """Return the options of the verb."""
+    return Parser("tp-plan", DESCRIPTION, OPTIONS)
 
 
 def read(words: Sequence[str]) -> argparse.Namespace:
     """The command line, checked as far as it can be without torch."""
-    from recipe_lib.cli.outputs import check_output
-
     arguments = parser().parse(words)
-    arguments.tensor = read_sizes(arguments.tensor)
-    if arguments.tokens < 1:
-        raise ConfigError(f"--tokens: found {arguments.tokens}, expected a number >= 1")
+    expected = "numbers above 1, commas between them: 2,4,8"
+    arguments.tensor = read_numbers("--tensor", arguments.tensor, range(2, 2**20), expected)
+    raise_faults(ConfigError, find_low_numbers(arguments, tokens=1))
     check_output("--json", arguments.json, [("MODEL", arguments.model)])
     return arguments
 
 
-def read_sizes(text: str) -> tuple[int, ...]:
-    """`2,4` as numbers."""
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and 1 < int(part) < 2**20 for part in parts):
-        raise ConfigError(f"--tensor: found {show(text)!r}, expected numbers above 1, commas between them: 2,4,8")
-    return tuple(dict.fromkeys(map(int, parts)))
-
-
 def config_of(name: str) -> dict[str, Any]:
     """The contents of MODEL's config.json. Raises ConfigError where there is none on this machine."""
-    from recipe_lib.config.local_files import is_hub_id
-    from recipe_lib.config.paths import list_presets
     from recipe_lib.models.spec import preset_config, read_config
     from recipe_lib.plan.world.shape_only_model import in_hub_cache
 

@@ -4,12 +4,12 @@ import argparse
 import glob
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from recipe_lib.checkpoint.weight_files import exported_folder
-from recipe_lib.cli.arguments import Parser
+from recipe_lib.cli.arguments import SWITCH, Options, Parser
+from recipe_lib.cli.hub_refusals import one_line
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, CheckpointError, ConfigError, SetupError
@@ -34,18 +34,18 @@ _SENT = (
 _READ = (_CARD, "config.json", "generation_config.json", ADAPTER_CONFIG, "tokenizer_config.json", "chat_template.jinja")
 _LARGEST_READ = 16 * MIB
 
-Read = TypeVar("Read")
+OPTIONS: Options = {
+    "checkpoint": {"metavar": "WHAT", "help": "output_dir, or the folder of a model or an adapter"},
+    "repo": {"metavar": "REPO", "help": "OWNER/NAME on the hub; made if there is none"},
+    "--private": SWITCH | {"help": "a new repository is yours alone to see"},
+    "--revision": {"metavar": "BRANCH", "help": "the branch to put it on, made if there is none"},
+    "--dry-run": SWITCH | {"help": "list the files, send nothing and ask nothing"},
+}
 
 
 def parser() -> Parser:
-    """The options of the verb."""
-    options = Parser("upload", DESCRIPTION)
-    options.add_argument("checkpoint", metavar="WHAT", help="output_dir, or the folder of a model or an adapter")
-    options.add_argument("repo", metavar="REPO", help="OWNER/NAME on the hub; made if there is none")
-    options.add_argument("--private", action="store_true", help="a new repository is yours alone to see")
-    options.add_argument("--revision", metavar="BRANCH", help="the branch to put it on, made if there is none")
-    options.add_argument("--dry-run", action="store_true", help="list the files, send nothing and ask nothing")
-    return options
+    """Return the options of the verb."""
+    return Parser("upload", DESCRIPTION, OPTIONS)
 
 
 def run(words: list[str]) -> int:
@@ -95,7 +95,7 @@ def choose_files(folder: Path) -> list[str]:
     return names
 
 
-def _read(reader: Callable[[Path, int], Read], path: Path) -> Read:
+def _read(reader: Callable[[Path, int], Any], path: Path) -> Any:
     try:
         return reader(path, _LARGEST_READ)
     except (OSError, ValueError) as error:
@@ -130,7 +130,7 @@ def send(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
     if get_token() is None:
         raise SetupError(f"{repo}: there is no token to write with; `hf auth login`, or set HF_TOKEN")
     api: Any = HfApi()
-    with one_line_of_upload(repo):
+    with one_line(repo, uploads=True):
         api.create_repo(repo, private=arguments.private, exist_ok=True)
         if arguments.private and not api.model_info(repo).private:
             raise ConfigError(f"{repo}: is there already and is public; make it private on its page, or choose another")
@@ -144,42 +144,3 @@ def send(folder: Path, names: list[str], arguments: argparse.Namespace) -> str:
             commit_message=f"{'Adapter' if ADAPTER_CONFIG in names else 'Model'} trained with tune-recipes",
         )
     return str(done.commit_url)
-
-
-@contextmanager
-def one_line_of_upload(repo: str) -> Iterator[None]:
-    """Turns what the hub or the network refuses into one line with the remedy."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        yield
-    except HFValidationError as error:
-        raise ConfigError(f"{show(repo)}: is not a repository on the hub; expected OWNER/NAME") from error
-    except OfflineModeIsEnabled as error:
-        raise SetupError(f"{repo}: HF_HUB_OFFLINE is set; unset it to upload") from error
-    except RepositoryNotFoundError as error:
-        owner = repo.partition("/")[0]
-        raise SetupError(
-            f"{repo}: the token's account may not write to {show(owner)}; check REPO and the token"
-        ) from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        if status == 401:
-            raise SetupError(f"{repo}: the hub refused the token (401); renew it with `hf auth login`") from error
-        if status == 403:
-            owner = repo.partition("/")[0]
-            raise SetupError(
-                f"{repo}: the token may not write to {show(owner)} (403); take one with write access, or another REPO"
-            ) from error
-        raise SetupError(f"{repo}: {constants.ENDPOINT} answered {status}; try again later") from error
-    except HTTPError as error:
-        raise SetupError(
-            f"{repo}: cannot reach {constants.ENDPOINT}; check the network, a proxy, and HF_ENDPOINT"
-        ) from error

@@ -2,37 +2,35 @@
 
 from collections.abc import Sequence
 
-from recipe_lib.cli.arguments import Parser, add_configs, take_configs
-from recipe_lib.cli.recipes import recipe_for
+from recipe_lib.cli.arguments import Options, Parser, add_configs, take_configs
+from recipe_lib.cli.recipes import open_config
 from recipe_lib.cli.start_checks import check_shape, check_start
-from recipe_lib.config.load import load
 from recipe_lib.config.paths import list_recipes
-from recipe_lib.config.registry import load_plugin
 from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.errors import DONE
 from recipe_lib.logs import print_wrapped
 
+OPTIONS: Options = {
+    "--recipe": {"help": "check against this recipe (name or path), not the one that the config names"},
+    "--plugin": {"metavar": "FILE", "action": "append", "default": [], "help": "as for `tune run`"},
+}
+
 
 def parser(words: Sequence[str] = ()) -> Parser:
-    """The options of the verb."""
-    options = Parser("validate", "Checks a config against its recipe and reports every fault.")
+    """Return the options of the verb."""
+    options = Parser("validate", "Checks a config against its recipe and reports every fault.", OPTIONS)
     add_configs(options, words)
-    options.add_argument("--recipe", help="check against this recipe (name or path), not the one that the config names")
-    options.add_argument("--plugin", metavar="FILE", action="append", default=[], help="as for `tune run`")
     return options
 
 
 def run(words: list[str]) -> int:
     """Prints one line if the config is right; raises ConfigError with all its faults if not."""
     arguments = parser(words).parse(words)
-    for plugin in arguments.plugin:
-        load_plugin(plugin)
     configs = take_configs(arguments)
     if len(configs) > 1 and configs[0] in list_recipes():  # as it is typed after `tune run`
         arguments.recipe = arguments.recipe or configs[0]
         del configs[0]
-    recipe = recipe_for(configs, arguments.recipe)
-    loaded = load(configs, arguments.overrides, recipe.schema())
+    recipe, loaded = open_config(configs, arguments)
     notes = check_start(loaded.cfg)
     check_shape(loaded.cfg)
     print_wrapped(f"{', '.join(configs)}: a valid config of {recipe.name}")

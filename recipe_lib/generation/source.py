@@ -20,10 +20,12 @@ from recipe_lib.checkpoint.verify import model_of_adapter
 from recipe_lib.checkpoint.weight_files import exported_folder
 from recipe_lib.config.local_files import ADAPTER_CONFIG
 from recipe_lib.config.suggest import show
-from recipe_lib.errors import CheckpointError
+from recipe_lib.errors import CheckpointError, SetupError
 from recipe_lib.models import Decoder, build_meta, read_config, read_trained_spec
 from recipe_lib.models.meta_init import allocate
 from recipe_lib.models.spec import ModelSpec
+
+DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
 @dataclass(frozen=True)
@@ -106,3 +108,18 @@ def load_source(source: GenerationSource, dtype: torch.dtype, device: torch.devi
     allocate(model, device)
     load_weights(model, source.spec, source.folder)
     return model.eval()
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that `--device` means on this machine."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SetupError("--device: found cuda, but torch sees no CUDA device here; use --device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def choose_dtype(name: str, config: dict[str, Any]) -> torch.dtype:
+    """The dtype that `--dtype` means; `auto`: the one in config.json, fp32 if it names none."""
+    if name == "auto":
+        own = {**config, **config.get("text_config", {})}  # multimodal configs have a part for the text
+        name = DTYPE_NAMES.get(str(own.get("dtype") or own.get("torch_dtype")), "fp32")
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[name]

@@ -11,8 +11,6 @@ from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
-import jinja2
-
 from recipe_lib.report.view import Figure, Section
 
 WIDTH, HEIGHT = 400, 230  # of a line chart: as wide as its column of the page, so that its letters are as large
@@ -354,8 +352,10 @@ def strips(
 
 
 @cache
-def load_template(name: str) -> jinja2.Template:
+def load_template(name: str) -> Any:
     """Return a template of this folder."""
+    import jinja2  # which a plan on the terminal does without
+
     environment = jinja2.Environment(
         autoescape=True,
         loader=jinja2.PackageLoader("recipe_lib", "report"),

@@ -20,14 +20,6 @@ import textwrap  # noqa: F401
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-import jinja2
-import jinja2.constants
-import jinja2.debug
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-
 try:
     import resource
 except ImportError:  # a system without limits still has the sandbox and the time limit
@@ -57,42 +49,52 @@ class TemplateFault(Exception):  # noqa: N818  (an outcome, turned into a DataEr
     """A template that is not valid Jinja or has failed; str(): one line, without the template's place."""
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` renders as what is between, in its own scope as transformers has
-    it; the environment's `marks` stand around it, a letter each or nothing."""
+def _make_sandbox() -> Any:
+    """Return an environment of Jinja's, which is imported here: tokenizers are, where no template is rendered."""
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.parser
+    import jinja2.sandbox
 
-    tags = {"generation"}
+    class GenerationTag(jinja2.ext.Extension):
+        """`{% generation %} ... {% endgeneration %}` renders as what is between, in its own scope as transformers has
+        it; the environment's `marks` stand around it, a letter each or nothing."""
 
-    def __init__(self, environment: jinja2.Environment) -> None:
-        super().__init__(environment)
-        environment.extend(marks=("", ""))
+        tags = {"generation"}
 
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        def __init__(self, environment: jinja2.Environment) -> None:
+            super().__init__(environment)
+            environment.extend(marks=("", ""))
 
-    def _marked(self, caller: Callable[[], str]) -> str:
-        begin, end = self.environment.marks  # type: ignore[attr-defined]
-        return f"{begin}{caller()}{end}"
+        def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
+        def _marked(self, caller: Callable[[], str]) -> str:
+            begin, end = self.environment.marks  # type: ignore[attr-defined]
+            return f"{begin}{caller()}{end}"
 
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Also refuses the products that would fill the memory in one expression."""
+    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        """Also refuses the products that would fill the memory in one expression."""
 
-    intercepted_binops = frozenset({"*", "**"})
-    largest = SPARE_CHARACTERS
+        intercepted_binops = frozenset({"*", "**"})
+        largest = SPARE_CHARACTERS
 
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" or not all(isinstance(side, (int, float)) for side in (left, right)):
-            size = [len(side) if hasattr(side, "__len__") else abs(side) for side in (left, right)]
-            if operator == "**" or size[0] * size[1] > self.largest:
-                raise jinja2.sandbox.SecurityError(f"{operator} is too large here")
-        return super().call_binop(context, operator, left, right)
+        def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+            if operator == "**" or not all(isinstance(side, (int, float)) for side in (left, right)):
+                size = [len(side) if hasattr(side, "__len__") else abs(side) for side in (left, right)]
+                if operator == "**" or size[0] * size[1] > self.largest:
+                    raise jinja2.sandbox.SecurityError(f"{operator} is too large here")
+            return super().call_binop(context, operator, left, right)
+
+    return Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
@@ -106,16 +108,16 @@ class Renderer:
     def __init__(self, source: str, tokens: Mapping[str, str], remedy: str = "") -> None:
         """remedy: what else than to correct it helps. Raises TemplateFault for a source that is not Jinja."""
         self._tokens, self._length = dict(tokens), len(source)
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-        )
+        from jinja2 import TemplateSyntaxError
+
+        environment = _make_sandbox()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = DATE.strftime
         self._environment = environment
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
+        except TemplateSyntaxError as error:
             said = " ".join((error.message or "").split())
             raise TemplateFault(
                 f"line {error.lineno}: the chat template is not valid Jinja ({said}); correct it, or {remedy}"
@@ -149,7 +151,7 @@ class Renderer:
                 parts.append(part)
                 length += len(part)
                 if length > room:
-                    raise jinja2.TemplateError(f"it renders more than {room} characters")
+                    _raise_exception(f"it renders more than {room} characters")
         except RecursionError:
             raise TemplateFault("the chat template failed (it calls itself without end)") from None
         except MemoryError:
@@ -165,6 +167,9 @@ class Renderer:
 
 def _warm_up() -> None:
     """Imports what is imported only when it is used: afterwards no file can be opened."""
+    import jinja2.constants
+    import jinja2.debug  # noqa: F401
+
     warm = Renderer("{{ 'a\\n\u00e9' | tojson }}{{ strftime_now('%d %b') }}{{ ''.a.b }}", {})
     with contextlib.suppress(TemplateFault):
         warm.render([], RenderRequest(0))

@@ -4,6 +4,7 @@ import atexit
 import codecs
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -18,9 +19,6 @@ from functools import cached_property, lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
-
-import jinja2
-import markupsafe
 
 from recipe_lib.config.local_files import OTHER_TEMPLATE, TEMPLATE_IN_FOLDER, find_tokenizer
 from recipe_lib.errors import DataError
@@ -397,7 +395,8 @@ class _TemplateProcess:
 
 def _start() -> subprocess.Popen[bytes]:
     """Return the process. Raises _Stopped."""
-    folders = sorted({str(Path(module.__file__ or "").parents[1]) for module in (jinja2, markupsafe)})
+    specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]  # imported there alone
+    folders = sorted({str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin})
     program = "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH") if name in os.environ}
     try:

@@ -15,14 +15,14 @@ def links(backend: str = "nccl", ranks: int = 2, **changes: Any) -> dict[str, An
         for size in (4096, 2**20)
         for name in RANGE
     ]
-    return {"backend": backend, "ranks": ranks, "points": points, "failed": [], "hung": False, "said": []} | changes
+    return {"backend": backend, "ranks": ranks, "points": points, "failed": [], "said": []} | changes
 
 
 def gpu(**changes: Any) -> dict[str, Any]:
     """An RTX 4090 as torch describes it."""
     size = int(23.5 * GIB)
     card = {"name": "NVIDIA GeForce RTX 4090", "memory": size, "free": size - GIB // 2, "capability": [8, 9]}
-    return card | {"supported": True} | changes
+    return card | changes
 
 
 def ways(**changes: Any) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def ways(**changes: Any) -> list[dict[str, Any]]:
 def healthy() -> dict[str, Any]:
     """A machine with two RTX 4090 on which all is well."""
     folder = {
-        "path": "/runs", "exists": True, "file_system": "ext4", "shared": False, "total": 900 * GIB,
+        "path": "/runs", "exists": True, "total": 900 * GIB,
         "free": 500 * GIB, "write_rate": 1e9, "fault": None,
     }  # fmt: skip
     calibration = {
@@ -59,25 +59,20 @@ def healthy() -> dict[str, Any]:
             "listed_gpus": [{"name": "NVIDIA GeForce RTX 4090", "memory": 24 * GIB}] * 2,
             "environment": {"OMP_NUM_THREADS": "8"},
             "memory": {"total": 256 * GIB, "free": 200 * GIB, "what": "free on this machine"},
-            "locked_memory": 8 * 2**20,
             "shared_memory": {"total": 128 * GIB, "free": 127 * GIB},
-            "infiniband": [],
             "folders": [{"use": use, **folder} for use in ("output_dir", "models", "data.cache_dir")],
         },
         "steps": {
             "torch": {
-                "version": "2.13.0+cu130", "cuda": "13.0", "hip": None, "nccl": "2.28.9",
-                "built_for": ["sm_89", "sm_90"], "gpus": [gpu(), gpu()], "error": None,
+                "version": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "gpus": [gpu(), gpu()], "error": None,
             },
             "int8 matmuls": 2.8e14,
             "fp8 matmuls": 2.7e14,
             "calibration": calibration,
         },
         "failed": {},
-        "torchao_said": [],
         "peers": ways(),
         "links": links(),
-        "links_without_p2p": None,
     }  # fmt: skip
     for number in (0, 1):
         facts["steps"][f"matmuls of GPU {number}"] = 1.4e14 + number * 1e12

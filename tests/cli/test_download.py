@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli.download import one_line
+from recipe_lib.cli.hub_refusals import one_line
 from recipe_lib.errors import StorageError
 from tests.cli.commands import tune
 from tests.cli.hub import COMMIT, SAFE, Hub, running_hub

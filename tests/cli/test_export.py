@@ -15,7 +15,7 @@ from recipe_lib.checkpoint.adapter_out import export_adapter
 from recipe_lib.checkpoint.rank_agreement import SingleRank
 from recipe_lib.checkpoint.state import save_state
 from recipe_lib.checkpoint.verify import compare
-from recipe_lib.cli import main
+from recipe_lib.cli import export_trained, main
 from recipe_lib.config.describe import to_yaml
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, LoraConfig, ModelConfig
@@ -161,7 +161,7 @@ def test_an_export_that_differs_is_an_error(
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         return real(folder, *args)
 
-    monkeypatch.setattr(verify, "model_of_adapter", changed)
+    monkeypatch.setattr(export_trained, "model_of_adapter", changed)
     code, out, err = call(capsys, tmp_path / "run", "--adapter")
     assert code == 2
     assert err.startswith(

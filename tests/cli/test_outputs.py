@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from recipe_lib.cli.arguments import check_output
 from recipe_lib.cli.main import main
-from recipe_lib.cli.outputs import check_output
 from recipe_lib.errors import ConfigError
 
 

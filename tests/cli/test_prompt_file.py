@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli.prompt_file import Answers, read_prompts
+from recipe_lib.cli.answer import Answers, read_prompts
 from recipe_lib.errors import ConfigError, DataError, UserError
 from tests.forked import call_forked
 

@@ -23,7 +23,7 @@ import pytest
 import recipe_lib
 from recipe_lib.cli import data as data_verb
 from recipe_lib.cli import doctor as doctor_verb
-from recipe_lib.cli import eval_options, plan_request, torchrun_flags
+from recipe_lib.cli import eval, plan_request, torchrun_flags
 from recipe_lib.cli import export as export_verb
 from recipe_lib.cli import generate as generate_verb
 from recipe_lib.cli import plan as plan_verb
@@ -139,7 +139,7 @@ def check_tune(words: list[str]) -> None:
     if verb == "download":
         assert re.fullmatch(r"[\w-]+/[\w.-]+", rest[0]) and len(rest) == 1, line
     elif verb == "generate":
-        generate_verb.check(generate_verb.read(rest))
+        generate_verb.check(generate_verb.parser().parse(rest))
         if Path(rest[0]).is_dir():
             assert tune(words) == 0, line
     elif verb == "run":
@@ -154,7 +154,7 @@ def check_tune(words: list[str]) -> None:
         export_verb.read(rest)
     elif verb == "eval":
         _, own = torchrun_flags.take_flags(rest, verb)
-        arguments = eval_options.read(own)
+        arguments = eval.parser().parse(own)
         if Path(arguments.what).is_dir():
             assert tune(words) == 0, line
     elif verb == "upload":

@@ -62,7 +62,7 @@ def evaluate(ranks: Ranks, folder: Path, model: Path, stopped: int | None = None
     """Measure a model, with answers."""
     words = [str(model), "--data", "examples/demo/heldout.jsonl", "--max-samples", "4", "--max-new-tokens", "2",
              "device=cpu", KEY]  # fmt: skip
-    return ranks.run(folder / "launch", ROOT / "recipe_lib" / "cli" / "eval_ranks.py", words, stopped, at)
+    return ranks.run(folder / "launch", ROOT / "recipe_lib" / "cli" / "eval.py", words, stopped, at)
 
 
 @pytest.fixture(scope="module")

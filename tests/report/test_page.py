@@ -1,5 +1,8 @@
 """The page: every text is escaped, a section without anything is left out."""
 
+import subprocess
+import sys
+
 from recipe_lib.report.chart import render_page
 from recipe_lib.report.view import Figure, Section, TreeLine
 
@@ -18,3 +21,9 @@ def test_every_text_is_escaped_and_drawings_are_not():
 def test_empty_sections_are_left_out():
     page = render_page("run", "t", "n", "h", [Section("empty"), Section("held", items=["one"])])
     assert "empty" not in page and "<h2>held</h2>" in page and "<li>one</li>" in page
+
+
+def test_only_a_page_imports_jinja() -> None:
+    """A plan on the terminal has neither a page nor a chat template to render."""
+    program = "import sys, recipe_lib.plan.report, recipe_lib.tokenizers; assert 'jinja2' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

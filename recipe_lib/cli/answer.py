@@ -1,4 +1,6 @@
-"""`tune generate --prompts FILE`: many prompts, answered in batches, one JSON object a line.
+"""What `tune generate` does with a model: answers a prompt, the prompts of a file, or a conversation.
+
+Of --prompts FILE many prompts are answered in batches, one JSON object a line.
 
 FILE has a prompt a line (.txt), or a JSON object a line (.jsonl) with `prompt` (a text) or `messages` (a conversation
 that ends with the user's turn). With --out the answers go to a file that a second start goes on with; each line there
@@ -10,31 +12,64 @@ import hashlib
 import io
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from recipe_lib.config.local_files import MODEL_FOLDER
 from recipe_lib.config.suggest import show
-from recipe_lib.errors import ConfigError, DataError
+from recipe_lib.data import render_prompt, system_fault
+from recipe_lib.data.messages import check_order, read_turns
+from recipe_lib.data.sample_files import parse_sample
+from recipe_lib.data.samples import SampleFault, SamplePlaces, kind_of
+from recipe_lib.errors import CheckpointError, ConfigError, DataError, OutOfMemoryError
 from recipe_lib.files import LineFile, storage_faults
+from recipe_lib.generation.sample import NO_ANSWER, Chat, Generated, check_prompt, generate, generate_batch, prompted
+from recipe_lib.generation.source import (
+    DTYPE_NAMES,
+    GenerationSource,
+    choose_device,
+    choose_dtype,
+    find_source,
+    load_source,
+)
 from recipe_lib.logs import get_logger
+from recipe_lib.models import Decoder
+from recipe_lib.parallel.world import derive_seed
 from recipe_lib.reading import JSON_LIMIT, open_regular, parse_json, read_text
-
-if TYPE_CHECKING:
-    import torch
-
-    from recipe_lib.generation.sample import Generated
-    from recipe_lib.generation.source import GenerationSource
-    from recipe_lib.tokenizers import Tokenizer
+from recipe_lib.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 
 Prompt = str | list[Mapping[str, Any]]
 
-SUFFIXES = (".txt", ".jsonl")
 # Keys of a row that change nothing in its answer.
 _UNREAD = ("category", "id", "index", "source")
 _EXPECTED = 'expected {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
 _MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
 _DRAWN = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "system", "raw", "dtype", "quantize_base")
+
+
+def answer(arguments: argparse.Namespace, talk: Callable[[Chat, str], None]) -> None:
+    """Load the model, and print one answer, those of a file, or those of a conversation.
+
+    talk: holds a conversation with a model, by its name. Raises UserError.
+    """
+    source = find_source(arguments.checkpoint, arguments.base)
+    if source.adapter is None and arguments.quantize_base != "auto":
+        raise ConfigError("--quantize-base: the base of an adapter can be quantized; this is a model, leave it out")
+    tokenizer = load_tokenizer(source.tokenizer, by_key=False)
+    if arguments.system is not None and (fault := system_fault(tokenizer, arguments.system)) is not None:
+        raise ConfigError(f"--system: {fault}; leave it out, and put it into the question")
+    if arguments.prompts is not None:
+        answer_file(source, tokenizer, arguments)
+    elif arguments.prompt is None:
+        with loaded(source, arguments) as (model, device):
+            chat = Chat(model, source.spec, tokenizer, arguments.system, options(tokenizer, arguments, device))
+            talk(chat, str(source.adapter or source.folder))
+    else:
+        complete(source, tokenizer, arguments)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -67,9 +102,6 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def _read_row(line: str, location: str) -> dict[str, Any]:
     """Return the JSON object of a line, all of its text encodable. Raises DataError."""
-    from recipe_lib.data.sample_files import parse_sample
-    from recipe_lib.data.samples import SampleFault
-
     row = parse_sample(line.encode())
     if isinstance(row, SampleFault):
         raise DataError(f"{location}: {row}; correct the line")
@@ -82,9 +114,6 @@ def _read_row(line: str, location: str) -> dict[str, Any]:
 
 def _read_prompt(row: dict[str, Any], location: str) -> Prompt:
     """Return what a row asks. Raises DataError for a row that asks nothing or two things, or has an unknown key."""
-    from recipe_lib.data.messages import check_order, read_turns
-    from recipe_lib.data.samples import SampleFault, SamplePlaces, kind_of
-
     prompt_keys = [name for name in ("prompt", "messages") if name in row]
     unknown_keys = [name for name in row if name not in ("prompt", "messages", *_UNREAD)]
     if len(prompt_keys) != 1:
@@ -114,32 +143,19 @@ def _read_prompt(row: dict[str, Any], location: str) -> Prompt:
     return turns.messages
 
 
-def prompts_as_tokens(
-    prompts: Sequence[Prompt], source: "GenerationSource", tokenizer: "Tokenizer", *, raw: bool, system: str | None
-) -> list[list[int]]:
-    """Return the token ids of each prompt. Raises DataError for one that the model cannot take, by its number.
-
-    raw: without the chat template. system: the text that goes before each, if any.
-    """
-    from recipe_lib.data import render_prompt
-    from recipe_lib.generation.sample import check_prompt
-
+def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt, raw: bool, system: str | None = None) -> list[int]:
+    """Return the ids that the model reads first. raw: without the chat template. system: the text before, if any."""
+    if raw:
+        tokens = tokenizer.encode(str(prompt), add_bos=tokenizer.add_bos_by_default or not prompt)
+        if not tokens:
+            raise ConfigError("--prompt: is empty and the tokenizer has no BOS token to begin from; give a text")
+        return tokens
     before: list[Mapping[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-    token_ids = []
-    for number, prompt in enumerate(prompts, start=1):
-        if raw:
-            if not isinstance(prompt, str):
-                raise DataError(f"--raw: prompt {number} is a conversation; leave --raw out")
-            tokens = tokenizer.encode(prompt, add_bos=tokenizer.add_bos_by_default)
-        else:
-            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            tokens = render_prompt(tokenizer, [*before, *turns])
-        check_prompt(tokens, source.spec, f"prompt {number}")
-        token_ids.append(tokens)
-    return token_ids
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return render_prompt(tokenizer, [*before, *turns])
 
 
-def settings_digest(source: "GenerationSource", arguments: argparse.Namespace, prompts: Sequence[Any]) -> str:
+def settings_digest(source: GenerationSource, arguments: argparse.Namespace, prompts: Sequence[Any]) -> str:
     """Return a digest of what answers follow from.
 
     That is the weights' files by name, size and time, the prompts, and how tokens are drawn.
@@ -224,41 +240,91 @@ def _check_answer(line: bytes, number: int, settings: str, location: str) -> Non
         raise ConfigError(f"{location}: ends in the midst of a line; choose another --out")
 
 
-def answer_all(
-    model: Any,
-    source: "GenerationSource",
-    tokenizer: "Tokenizer",
-    prompts: Sequence[Prompt],
-    tokens: Sequence[list[int]],
-    answers: Answers,
-    arguments: argparse.Namespace,
-    device: "torch.device",
-) -> None:
-    """Answer the prompts that have no answer yet, and write a line for each, batch by batch."""
-    from recipe_lib.generation.sample import generate_batch
-    from recipe_lib.parallel.world import derive_seed
-
-    if answers.count:
-        get_logger().info("resume: %d of %d prompts are answered", answers.count, len(prompts))
+def answer_file(source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
+    """Answer the prompts of a file that have no answer yet, and write a line for each, batch by batch."""
+    prompts = read_prompts(Path(arguments.prompts).expanduser())
+    tokens = []
+    for number, prompt in enumerate(prompts, start=1):
+        if arguments.raw and not isinstance(prompt, str):
+            raise DataError(f"--raw: prompt {number} is a conversation; leave --raw out")
+        tokens.append(prompt_tokens(tokenizer, prompt, arguments.raw, arguments.system))
+        check_prompt(tokens[-1], source.spec, f"prompt {number}")
+    out = None if arguments.out is None else Path(arguments.out).expanduser()
+    answers = Answers(out, settings_digest(source, arguments, prompts))
     options = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
-    for start in range(answers.count, len(prompts), arguments.batch_size):
-        batch = range(len(prompts))[start : start + arguments.batch_size]
-        generated = generate_batch(
-            model, source.spec, [tokens[number] for number in batch], stop_ids=tokenizer.stop_ids,
-            device=device, seeds=[derive_seed(arguments.seed, f"answer {number}") for number in batch], **options,
-        )  # fmt: skip
-        pairs = zip(batch, generated, strict=True)
-        answers.write([_describe(prompts[number], tokens[number], answer, tokenizer) for number, answer in pairs])
-        if answers.path is not None:
-            get_logger().info("%d of %d prompts answered", answers.count, len(prompts))
+    with loaded(source, arguments) as (model, device):
+        if answers.count:
+            get_logger().info("resume: %d of %d prompts are answered", answers.count, len(prompts))
+        for start in range(answers.count, len(prompts), arguments.batch_size):
+            batch = range(len(prompts))[start : start + arguments.batch_size]
+            generated = generate_batch(
+                model, source.spec, [tokens[number] for number in batch], stop_ids=tokenizer.stop_ids,
+                device=device, seeds=[derive_seed(arguments.seed, f"answer {number}") for number in batch], **options,
+            )  # fmt: skip
+            pairs = zip(batch, generated, strict=True)
+            answers.write([_describe(prompts[number], tokens[number], answer, tokenizer) for number, answer in pairs])
+            if answers.path is not None:
+                get_logger().info("%d of %d prompts answered", answers.count, len(prompts))
     answers.close()
 
 
-def _describe(prompt: Prompt, tokens: list[int], answer: "Generated", tokenizer: "Tokenizer") -> dict[str, Any]:
+def _describe(prompt: Prompt, tokens: list[int], answer: Generated, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return what a line says of an answer. tokens: of the prompt."""
-    from recipe_lib.tokenizers import StreamDecoder
-
     decoder = StreamDecoder(tokenizer, tokens)
     text = "".join(map(decoder.push, answer.tokens)) + decoder.finish()
     key = "prompt" if isinstance(prompt, str) else "messages"
     return {key: prompt, "answer": text, "tokens": len(answer.tokens), "ended_by": answer.ended}
+
+
+def complete(source: GenerationSource, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
+    """Prints one answer."""
+    prompt = prompt_tokens(tokenizer, arguments.prompt, arguments.raw, arguments.system)
+    try:
+        check_prompt(prompt, source.spec, "--prompt")
+    except CheckpointError as error:
+        raise CheckpointError(f"{show(str(source.tokenizer))}: {error}") from error
+    text = StreamDecoder(tokenizer, prompt)
+    is_empty = True
+    with loaded(source, arguments) as (model, device):
+        tokens = generate(model, source.spec, prompt, **options(tokenizer, arguments, device))
+        for token in prompted(tokens, len(prompt)):
+            piece = text.push(token)
+            is_empty = is_empty and not piece
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    last = text.finish()
+    print(last, flush=True)
+    if is_empty and not last:
+        get_logger().info("note: %s", NO_ANSWER)
+
+
+def options(tokenizer: Tokenizer, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """How tokens are chosen, as `generation.sample.generate` takes it."""
+    return {
+        "max_new_tokens": arguments.max_new_tokens,
+        "stop_ids": tokenizer.stop_ids,
+        "temperature": arguments.temperature,
+        "top_k": arguments.top_k,
+        "top_p": arguments.top_p,
+        "generator": torch.Generator(device).manual_seed(arguments.seed),
+    }
+
+
+@contextmanager
+def loaded(source: GenerationSource, arguments: argparse.Namespace) -> Iterator[tuple[Decoder, torch.device]]:
+    """The model with its weights, and its device; what does not fit there is one line."""
+    device = choose_device(arguments.device)
+    trained = DTYPE_NAMES.get(source.dtype, "auto") if arguments.dtype == "auto" else arguments.dtype
+    storage = source.storage if arguments.quantize_base == "auto" else arguments.quantize_base
+    if source.adapter is not None:
+        kept = "" if storage == "none" else f", kept in {storage}"
+        get_logger().info("adapter: %s on %s%s", source.adapter, source.folder, kept)
+    elif source.folder == Path(arguments.checkpoint).expanduser() / MODEL_FOLDER:
+        get_logger().info("model: %s", source.folder)
+    try:
+        yield load_source(source, choose_dtype(trained, source.config), device, storage), device
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"{show(str(source.folder))}: the model does not fit on {device}; try --dtype bf16, fewer "
+            "--max-new-tokens, or --device cpu"
+        ) from error
