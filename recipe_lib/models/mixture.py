@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from recipe_lib.models.spec import DecoderSpec, MixtureSpec
 from recipe_lib.ops.deferred import linear_in
-from recipe_lib.ops.fused_kernels import Node
+from recipe_lib.ops.fused_kernels import GradientNode
 from recipe_lib.ops.gated import Gate, scored_product
 from recipe_lib.ops.gathered import Group, all_reduce
 from recipe_lib.ops.grouped import Groups, count_rows, group_tokens, grouped_linear, rows_of_choices, sum_choices
@@ -79,7 +79,7 @@ class Experts(nn.Module):
 
 def bias_of_rows(bias: Tensor, groups: Groups) -> Tensor:
     """The bias of each row's expert: `[m, o]` of `[E, o]`."""
-    return cast(Tensor, Node.apply(_take_biases, _add_biases, (1, 2), bias, groups.experts, bias.shape[0]))
+    return cast(Tensor, GradientNode.apply(_take_biases, _add_biases, (1, 2), bias, groups.experts, bias.shape[0]))
 
 
 def _take_biases(bias: Tensor, experts: Tensor, count: int) -> Tensor:
@@ -203,7 +203,9 @@ class Mixture(nn.Module):
                 probabilities = probabilities.masked_fill(is_padding.unsqueeze(1), 0)
             shares = shared / tokens
             loss = logits.shape[1] * (shares * probabilities.sum(dim=0)).sum() / tokens
-            scores = cast(Tensor, Node.apply(_keep_scores, _differentiate_loss, (2,), scores, loss, self.balance))
+            scores = cast(
+                Tensor, GradientNode.apply(_keep_scores, _differentiate_loss, (2,), scores, loss, self.balance)
+            )
         if self.load is not None:
             count = groups.tokens.shape[0] if real is None else real.total * groups.choices
             self.load.add(rows, loss, count)

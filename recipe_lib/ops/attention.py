@@ -18,7 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from recipe_lib.config.card_limits import VARLEN_CAPABILITY
 from recipe_lib.ops.device import capability_of, kernels_of
-from recipe_lib.ops.fused_kernels import Node, follows_from_shapes, fused, fuses
+from recipe_lib.ops.fused_kernels import GradientNode, follows_from_shapes, fused, fuses
 from recipe_lib.ops.real_tokens import RealTokens
 
 _VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
@@ -429,7 +429,7 @@ def capped_attention(
     Scores are `softcap * tanh(scores * scale / softcap)`. documents: int32 `[b, t]`, see `reaches`.
     """
     settings = (documents, window, softcap, scale)
-    return cast(Tensor, Node.apply(_attended, _gradients, range(7), q, k, v, *settings))
+    return cast(Tensor, GradientNode.apply(_attended, _gradients, range(7), q, k, v, *settings))
 
 
 @follows_from_shapes()

@@ -102,7 +102,7 @@ def fused(
     return decorate
 
 
-class Node(torch.autograd.Function):
+class GradientNode(torch.autograd.Function):
     """A function, and the function that gives its gradients, which keeps for backward what this one takes alone."""
 
     @staticmethod
@@ -152,7 +152,7 @@ def make_opaque_node(
     gradient_shapes: Callable[..., Any],
     kept: Sequence[int],
 ) -> Callable[..., Any]:
-    """Return a `Node` of a gradient of its first argument, in code that is compiled an operator.
+    """Return a `GradientNode` of a gradient of its first argument, in code that is compiled an operator.
 
     A compiler that looked into it would see that forward and backward make the same tensors, and keep these in between.
     """
@@ -173,7 +173,7 @@ def make_opaque_node(
     def call(*arguments: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return operator(*arguments)  # type: ignore[no-any-return]
-        return cast(Tensor, Node.apply(function, gradient, kept, *arguments))
+        return cast(Tensor, GradientNode.apply(function, gradient, kept, *arguments))
 
     return call
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_lib.ops.fused_kernels import Node, fused
+from recipe_lib.ops.fused_kernels import GradientNode, fused
 
 _Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 # An activation, and its backward `(gradient, input)`, by the kernels that autograd takes.
@@ -29,7 +29,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return gated_product(gate, up, activation)
-    return cast(Tensor, Node.apply(gated_product, gated_gradients, range(3), gate, up, activation))
+    return cast(Tensor, GradientNode.apply(gated_product, gated_gradients, range(3), gate, up, activation))
 
 
 def _like(gate: Tensor, *others: Any) -> Tensor:
@@ -84,7 +84,7 @@ def scored_product(inner: Tensor, scores: Tensor, gate: Gate) -> Tensor:
     settings = (gate.activation, gate.interleaved, gate.alpha, gate.limit)
     if torch.compiler.is_compiling():
         return scored_products(inner, scores, *settings)
-    return cast(Tensor, Node.apply(scored_products, scored_gradients, range(6), inner, scores, *settings))
+    return cast(Tensor, GradientNode.apply(scored_products, scored_gradients, range(6), inner, scores, *settings))
 
 
 def _parts(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

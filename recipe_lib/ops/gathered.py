@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import deferred
-from recipe_lib.ops.fused_kernels import Node, fuses, make_operator
+from recipe_lib.ops.fused_kernels import GradientNode, fuses, make_operator
 from recipe_lib.ops.gated import ACTIVATIONS, gated_gradients, gated_product
 from recipe_lib.ops.norm import offset_rms_norm, rms_norm
 
@@ -71,7 +71,7 @@ def wait(tensor: Tensor) -> Tensor:
 
 def gather(shard: Tensor, group: Group) -> Tensor:
     """`[n, ...]` of each rank to `[N, ...]` on all; its backward sums, and gives each rank its part. Keeps nothing."""
-    return cast(Tensor, Node.apply(_gather, _scatter, (1,), shard, group))
+    return cast(Tensor, GradientNode.apply(_gather, _scatter, (1,), shard, group))
 
 
 def scatter(partial: Tensor, group: Group) -> Tensor:
@@ -79,7 +79,7 @@ def scatter(partial: Tensor, group: Group) -> Tensor:
 
     A separate autograd node, so that a checkpointed layer's second forward can end before it.
     """
-    return cast(Tensor, Node.apply(_scatter, _gather, (1,), partial, group))
+    return cast(Tensor, GradientNode.apply(_scatter, _gather, (1,), partial, group))
 
 
 def gather_linears(
@@ -403,25 +403,25 @@ def to_heads(
     heads = k.shape[1]
     if heads % group.size:
         k, v = (tensor.repeat_interleave(group.size // heads, dim=1) for tensor in (k, v))
-    q, k, v = cast(tuple[Tensor, Tensor, Tensor], Node.apply(_send_heads, _send_tokens, (3,), q, k, v, group))
+    q, k, v = cast(tuple[Tensor, Tensor, Tensor], GradientNode.apply(_send_heads, _send_tokens, (3,), q, k, v, group))
     return q, k, v, None if sinks is None else sinks.chunk(group.size)[group.rank]
 
 
 def to_tokens(attended: Tensor, *, group: Group) -> Tensor:
     """`[b, h / c, s, e]` of this rank's heads: `[b, h, n, e]` of its tokens."""
-    (found,) = cast(tuple[Tensor], Node.apply(_send_tokens, _send_heads, (1,), attended, group))
+    (found,) = cast(tuple[Tensor], GradientNode.apply(_send_tokens, _send_heads, (1,), attended, group))
     return found
 
 
 def sum_over_ranks(part: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' `[]`, which all have then. Backward is that of one sum, to which each rank gave its part:
     the gradient as it is, whatever number of ranks goes backward from it."""
-    return cast(Tensor, Node.apply(_sum, lambda gradient: gradient, (), part, group))
+    return cast(Tensor, GradientNode.apply(_sum, lambda gradient: gradient, (), part, group))
 
 
 def gather_tokens(part: Tensor, group: Group) -> Tensor:
     """`[b, n, ...]` of each rank as `[b, s, ...]` on all; backward gives each rank its part of the gradient."""
-    return cast(Tensor, Node.apply(_gather_rows, _own_rows, (1,), part, group))
+    return cast(Tensor, GradientNode.apply(_gather_rows, _own_rows, (1,), part, group))
 
 
 def _exchange(blocks: Tensor, group: Group) -> Tensor:

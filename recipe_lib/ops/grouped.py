@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipe_lib.ops import deferred
-from recipe_lib.ops.fused_kernels import Node, make_operator
+from recipe_lib.ops.fused_kernels import GradientNode, make_operator
 from recipe_lib.ops.real_tokens import RealTokens
 
 _ALIGNED = 16  # bytes that rows of a grouped matmul's operands begin at multiples of
@@ -50,7 +50,7 @@ def count_rows(groups: Groups, real: RealTokens | None) -> Tensor:
 
 def rows_of_choices(values: Tensor, groups: Groups) -> Tensor:
     """Numbers `[n, k]` of each token's choices in the order of rows `[m]`."""
-    return cast(Tensor, Node.apply(_permute, _permute_back, (1,), values.flatten(), groups.places))
+    return cast(Tensor, GradientNode.apply(_permute, _permute_back, (1,), values.flatten(), groups.places))
 
 
 def _permute(values: Tensor, places: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def sum_of_rows(rows: Tensor, places: Tensor, choices: int, tokens: Tensor | Non
 def sum_choices(rows: Tensor, groups: Groups) -> Tensor:
     """Rows `[m, d]` summed over the choices of each token: `[n, d]`. Keeps nothing of them."""
     places = (groups.places, groups.choices, groups.tokens)
-    return cast(Tensor, Node.apply(sum_of_rows, _permute_back, (3,), rows, *places))
+    return cast(Tensor, GradientNode.apply(sum_of_rows, _permute_back, (3,), rows, *places))
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:

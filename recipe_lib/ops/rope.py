@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from recipe_lib.ops.fused_kernels import Node, fused, fuses
+from recipe_lib.ops.fused_kernels import GradientNode, fused, fuses
 
 
 def default_frequencies(width: int, base: float, positions: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def apply_rotation(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     Cosines and sines get no gradient.
     """
     if fuses(heads.device):
-        return cast(Tensor, Node.apply(_rotate, _rotate_back, (1, 2), heads, cosines, sines, False))
+        return cast(Tensor, GradientNode.apply(_rotate, _rotate_back, (1, 2), heads, cosines, sines, False))
     if torch.compiler.is_compiling():
         return _rotate(heads, cosines, sines, False)
     half = cosines.shape[-1]
