@@ -21,6 +21,7 @@ from tests.checkpoint.tiny import CONFIG, OPTIMIZERS, fingerprint, tiny_model, t
 from tests.selection import slow_except
 
 STEPS, KILLS, FEW_KILLS = 12, 50, 5
+DISK_SECONDS = 0.002  # that each change of the disk takes: in memory hardly a kill would fall into a save
 
 
 def run(root: Path) -> None:
@@ -52,6 +53,7 @@ def start(root: Path) -> int:
     child = os.fork()
     if child == 0:
         gc.freeze()  # what is the parent's must not be collected here
+        files.before_operation = lambda operation, path: time.sleep(DISK_SECONDS)
         code = 1
         try:
             run(root)
