@@ -90,8 +90,10 @@ class Links:
         points = self.points.get(operation) or self.points.get("all_gather")
         if not points:
             return None
-        largest, slowest = points[-1]
-        return slowest * sent / largest if sent > largest else float(np.interp(sent, *zip(*points, strict=True)))
+        sizes, seconds = zip(*points, strict=True)
+        if sent > sizes[-1]:
+            return float(seconds[-1] * sent / sizes[-1])
+        return float(np.interp(sent, sizes, seconds))
 
 
 @dataclass(frozen=True)
