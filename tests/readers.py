@@ -105,13 +105,6 @@ def put_adapter(folder: Path) -> None:
         (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
-def put_import(folder: Path) -> None:
-    """A config of LLaMA-Factory that names a dataset of its list."""
-    (folder / "c.yaml").write_text(
-        f"model_name_or_path: a/b\ndataset: x\ndataset_dir: {folder}\nstage: sft\nfinetuning_type: full\n"
-    )
-
-
 # Samples by the kind of their file.
 WHOLE = {".jsonl": SAMPLE, ".json": f"[{SAMPLE}]", ".txt": "a text", ".csv": "prompt,completion\na,b\n",
          ".tsv": "prompt\tcompletion\na\tb\n"}  # fmt: skip
@@ -124,7 +117,7 @@ READERS: Sequence[Reader] = (
     Reader("cat --config", "c.yaml", "cat {config} --config {file} --resolved", "seed: 1\n", ("empty",)),
     Reader("cat --plugin", "p.py", "cat {config} --plugin {file}", "a = 1\n", ("empty",)),
     Reader("cp source", "c.yaml", "cp {file} {out}.yaml", "seed: 1\n", (*ANY_TEXT, "not UTF-8")),
-    Reader("import file", "c.yaml", "import {file} --from axolotl", "base_model: a/b\ndatasets: [{path: x.jsonl}]\n"),
+    Reader("import file", "c.yaml", "import {file}", "model: {_component_: torchtune.models.llama3.llama3_8b}\n"),
     Reader("validate config", "c.yaml", "validate {file}", CONFIG.format(source="x.jsonl"), ()),
     Reader("validate --config", "c.yaml", "validate {config} --config {file}", "seed: 1\n", ("empty",)),
     Reader("validate --plugin", "p.py", "validate {config} --plugin {file}", "a = 1\n", ("empty",)),
@@ -189,7 +182,5 @@ READERS: Sequence[Reader] = (
         for name in ("config.yaml", "summary.json", "report.html")
     ),
     Reader("output_dir", "metrics.jsonl", "run {config} output_dir={folder}", None, ("missing", "empty")),
-    Reader("import file", "dataset_info.json", "import {folder}/c.yaml --from llama-factory", None, ("missing",),
-           beside=put_import),
     Reader("resume", "manifest.json", "run {config} resume={folder} output_dir={out}"),
 )  # fmt: skip

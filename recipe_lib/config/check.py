@@ -403,7 +403,8 @@ def _anywhere(plain: str, valid: list[str]) -> list[str]:
 
 def near(found: str, valid: Iterable[str]) -> str | None:
     """Return the valid name that `found` is a misspelling of: nearer than for a choice, as there are many keys."""
-    return nearest(found, valid, cutoff=0.85 if len(found) > 4 else 0.8)  # of three letters one may be too many
+    swapped = [name for name in valid if sorted(name) == sorted(found)]  # which difflib takes for two mistakes
+    return swapped[0] if swapped else nearest(found, valid, cutoff=0.85 if len(found) > 4 else 0.8)
 
 
 def _plain(name: str) -> str:

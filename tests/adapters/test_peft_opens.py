@@ -66,6 +66,7 @@ def list_cases() -> list[str]:
             kinds -= {"DoRA"}  # is refused, see below
         left = [kind for kind in KINDS if kind in kinds]
         cases += [f"{base}: {left[place % len(left)]}" for place in (number, number + len(left) // 2)]
+    cases += [f"mixtral: {kind}" for kind in sorted(OF_MIXTURES)]
     return list(dict.fromkeys([*cases, *QUICK]))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from recipe_lib.cli import answer as answering
 from recipe_lib.cli import export, generate
 from tests.recipes.external_kinds import settings_of
 from tests.recipes.runs import FULL, LORA, ROOT, arguments, probe, run_here
@@ -61,7 +62,7 @@ def said_by(model: Any, folder: Path, count: int = 20) -> str:
     from recipe_lib.tokenizers import StreamDecoder, load_tokenizer
 
     tokenizer = load_tokenizer(folder)
-    prompt = torch.tensor([generate.prompt_tokens(tokenizer, QUESTION, raw=True)])
+    prompt = torch.tensor([answering.prompt_tokens(tokenizer, QUESTION, raw=True)])
     found = model.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=list(tokenizer.stop_ids))
     answer = found[0, prompt.shape[1] :].tolist()
     if answer and answer[-1] in tokenizer.stop_ids:

@@ -237,7 +237,7 @@ class Pipeline:
         """What this rank may keep at once: by stage, the micro-batches between their forward and their backward."""
         moments: list[dict[int, int]] = []
         for counts in count_moments(compute_orders(self._parallel, micro_batches)[self._place]):
-            moment = {stage: ahead for stage, (ahead, _) in counts.items()}
+            moment = {stage: counts.get(stage, (0, 0))[0] for stage in self.layers}
             if moment not in moments:
                 moments.append(moment)
         return moments

@@ -198,6 +198,8 @@ def _tokenizer(cfg: Any) -> "Tokenizer":
 
 def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
     """The dataset as a run has left them in the cache, or does within `wait` seconds; nothing is tokenized here."""
+    if not cfg.data.cache:
+        return None
     builder = DatasetBuilder(cfg.data, tokenizer, cfg.max_seq_len)
     key = builder.find_key()
     if key is None:

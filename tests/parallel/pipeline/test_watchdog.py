@@ -155,6 +155,7 @@ def test_a_stopped_process_that_holds_the_store_too() -> None:
 def test_a_killed_process_is_named() -> None:
     def trouble(world: World, what: str, number: int) -> None:
         if world.rank == 1 and what == "loss" and number == 1:
+            time.sleep(0.5)  # its stage is told with its beats
             os.kill(os.getpid(), signal.SIGKILL)
 
     found = ended(trouble)
