@@ -35,6 +35,7 @@ def by_formula(module: AdaptedLinear, hidden: Tensor) -> Tensor:
     return hidden @ weight.t() + module.bias
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True])
 @in_a_fork
 def test_compiled_adapters_are_the_formula(dora: bool) -> None:

@@ -48,6 +48,7 @@ def write(model: Any, folder: Path, cfg: LoraConfig, out: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ours_loads_in_peft_and_in_ours(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     folder, cfg = folders[family], config()

@@ -70,6 +70,7 @@ def test_parameters_gradients_and_states_of_a_rank() -> None:
             assert 0 < unreduced <= FP32 * (ONE_MATRIX + VOCABULARY if "head" in lora.target_modules else RANK * SIDES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_adapted_head_is_not_gathered_for_backward(tied: bool) -> None:
     """Neither is an adapted embedding: their backward passes need tokens, and what forward has made."""

@@ -113,6 +113,7 @@ def whole(model: Decoder) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_adapters_begin_alike_on_any_number_of_ranks() -> None:
     def work(ranks: int) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -134,6 +135,7 @@ def test_adapters_begin_alike_on_any_number_of_ranks() -> None:
             assert torch.equal(value, one[name]), name
 
 
+@pytest.mark.slow
 def test_reference_without_adapters_then_a_step_with_them(expected: Reference) -> None:
     """What preference optimization does: the frozen model without gradients, then the adapted one with them."""
 
@@ -197,6 +199,7 @@ def test_logits_can_be_trained_on_too() -> None:
                 assert float((mine[name] - grad).abs().max() / grad.abs().max()) < 1e-11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_log_probabilities_of_tokens(tied: bool) -> None:
     """Preference optimization: an adapted head projects again in backward, with a weight that is gathered again."""

@@ -124,6 +124,7 @@ def test_rows_of_a_linear_are_merged_or_refused(
         assert relative(read_merged(tmp_path / "out")[0], ask_peft(base, adapter, None)[0]) < 1e-5
 
 
+@pytest.mark.slow
 def test_what_was_tied_stays_one_matrix_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     kinds = {"both, tied again": True, "more tokens alone": True, "rows of tokens": True, "both": False}
     for kind, tied in kinds.items():
@@ -145,6 +146,7 @@ def test_the_base_alone_is_still_the_base(tmp_path: Path) -> None:
         assert not torch.equal(model(make_tokens()), plain(base)(make_tokens()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["both", "rows of tokens", "biases of adapters"])
 def test_such_an_adapter_is_merged_before_it_is_trained_on(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture

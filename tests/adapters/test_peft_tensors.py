@@ -146,6 +146,7 @@ def test_training_says_so_too(tmp_path: Path) -> None:
         check_adapter(adapter, spec_of(base), LoraConfig(rank=4, alpha=6.0, target_modules=["q"]), base)
 
 
+@pytest.mark.slow
 def test_what_peft_s_file_has_is_all_read(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The cases above would pass with a file that is refused as it is."""
     for kind in ADAPTERS:

@@ -170,6 +170,7 @@ def test_any_number_of_ranks_makes_the_same_bits(kind: str, shape: tuple[int, in
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_bytes_per_rank_are_those_of_the_formula(realdata: Path) -> None:
     """Two ranks, stories260K: 5 layers of width 64, keys 32, MLP 172, vocabulary 512, tied; rank 4, AdamW, fp32."""
     matrices = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64)}
@@ -228,6 +229,7 @@ def wide(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_loading_reads_a_ranks_blocks_in_pieces(wide: Path, quantize: str) -> None:
     piece = 2**12  # elements

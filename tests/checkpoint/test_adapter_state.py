@@ -77,6 +77,7 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(memory_path: Path) -> None:
     assert resume(memory_path / "state" / "step_2") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved_by", "read_by"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("kind", [{}, {"quantize_base": "nf4"}], ids=["plain", "nf4"])
 def test_any_number_of_ranks_reads_it(saved_by: int, read_by: int, kind: dict, memory_path: Path) -> None:

@@ -191,6 +191,7 @@ def test_a_newer_format_says_so(saved: tuple[Path, str], tmp_path: Path, world: 
         find_state(tmp_path, "latest", world)
 
 
+@pytest.mark.slow
 def test_ranks_share_the_check_and_agree(tmp_path: Path) -> None:
     """Either rank's file may be the damaged one; both ranks take the older state."""
 

@@ -251,6 +251,7 @@ def check_each(folder: Path, implementation: str, tmp_path: Path) -> list[str]:
     return bad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama3.1", "qwen3-moe"])
 def test_each_tensor(case: str, models: Callable[[str], Path], tmp_path: Path) -> None:
     assert not check_each(models(case), "native", tmp_path)

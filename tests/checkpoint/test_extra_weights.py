@@ -56,6 +56,7 @@ def in_and_out(root: Path, name: str) -> dict[str, torch.Tensor]:
         return {key: full(tensor.detach()) for key, tensor in extra_tensors(model).items()}
 
 
+@pytest.mark.slow
 def test_round_trip(memory_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     with world_of("one") as (cfg, world):
         export(build(cfg, world, spec_of(CONFIG)), memory_path / "plain", world, save=False)

@@ -162,6 +162,7 @@ def tensors(folder: Path) -> tuple[set[str], int]:
     return {name for header in headers for name in header}, sum(entry.end - entry.start for entry in entries)
 
 
+@pytest.mark.slow
 def test_names_are_in_the_order_of_the_whole_model() -> None:
     with staged("one", spec_of(CONFIG)) as (model, _):
         order = [name for name, _ in model.named_parameters()]

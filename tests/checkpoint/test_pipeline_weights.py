@@ -117,6 +117,7 @@ def test_no_rank_holds_more_than_a_parameter_or_a_piece(memory_path: Path, monke
     assert second == fourth[:2] + (0,) == (1, 0, 0)
 
 
+@pytest.mark.slow
 def test_each_rank_reads_what_its_stages_have(memory_path: Path) -> None:
     for case in ("untied", "tied"):
         with staged("one", spec_of(CONFIGS[case])) as (model, world):
@@ -142,6 +143,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 def test_faults_of_any_stage_are_told_by_every_rank_as_by_one_process(memory_path: Path) -> None:
     with staged("one", spec_of(CONFIG)) as (model, world):
         export_model(

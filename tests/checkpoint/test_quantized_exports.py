@@ -146,6 +146,7 @@ def test_untrained_rows_of_an_embedding_in_fp8(folders: Callable[[str], Path], t
     assert untrained_embeddings(spec_of(folder), folder, [4, 5, 9, 11], [5]) == [5, 9]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mxfp4", "qwen3"])
 def test_tune_export_merges_and_checks(
     folders: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture, name: str

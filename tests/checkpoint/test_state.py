@@ -88,6 +88,7 @@ def test_momentum_is_resharded_too(tmp_path: Path) -> None:
     assert load_and_continue(tmp_path, "momentum")[0] == saved[0][0] == saved[1][0]
 
 
+@pytest.mark.slow
 def test_a_rank_writes_its_share_and_replicas_write_once(tmp_path: Path) -> None:
     for size, replicate in [(1, 1), (2, 1), (4, 2)]:
         run_ranks(save_after, size, tmp_path / f"{size}-{replicate}", 1, "adamw", replicate)
@@ -134,6 +135,7 @@ def test_no_file_of_a_state_is_anything_but_tensors_and_json(tmp_path: Path) -> 
         json.loads((tmp_path / "step_1" / name).read_text())
 
 
+@pytest.mark.slow
 def test_after_a_forward_without_backward_the_shards_are_saved(tmp_path: Path) -> None:
     """FSDP keeps the root's parameters gathered after an evaluation; what is saved are still the shards."""
 
@@ -274,6 +276,7 @@ def test_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert tree(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_write_stops_all_and_nothing_changes(tmp_path: Path) -> None:
     run_ranks(save_after, 2, tmp_path, 1)
     before = tree(tmp_path)

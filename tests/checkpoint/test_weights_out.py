@@ -160,6 +160,7 @@ def test_template_and_stop_tokens_are_those_of_the_training(tmp_path: Path) -> N
     assert json.loads((tmp_path / "out2" / "generation_config.json").read_text()) == {"eos_token_id": [3]}
 
 
+@pytest.mark.slow
 def test_ranks_write_what_one_process_writes_and_hold_one_parameter_at_a_time(tmp_path: Path) -> None:
     spec = tiny_spec(tie_word_embeddings=True)
 

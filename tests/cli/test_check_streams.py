@@ -41,6 +41,7 @@ def test_a_shipped_recipe_is_in_order() -> None:
     assert last.startswith("collectives: ") and last.endswith("meet, without a circle of waits")
 
 
+@pytest.mark.slow
 def test_the_lines_of_a_recipe_that_races_and_waits_are_reported(tmp_path: Path) -> None:
     text = RECIPE.read_text(encoding="utf-8")
     assert STEP in text

@@ -51,6 +51,7 @@ def names(folder: Path) -> set[str]:
     return {name for name in files if not name.startswith(".cache/")}
 
 
+@pytest.mark.slow
 def test_a_file_that_was_changed_is_not_fetched_over(download: Download, tmp_path: Path):
     output = tmp_path / "good"
     assert download("owner/good", "--output-dir", output).returncode == 0
@@ -113,6 +114,7 @@ def test_a_second_download_completes_the_first(download: Download, tmp_path: Pat
     assert names(tmp_path / "a") == set(SAFE)
 
 
+@pytest.mark.slow
 def test_gated(download: Download, hub: Hub, tmp_path: Path):
     page = f"{hub.address}/owner/gated"
     result = download("owner/gated", "--output-dir", tmp_path / "a")

@@ -89,6 +89,7 @@ def test_an_adapter_that_peft_made(base: Path, tmp_path: Path, capsys: pytest.Ca
     assert difference(plain(tmp_path / "a-model"), model) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_an_adapter_of_some_layers_is_checked_and_merged(
     dora: bool, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture

@@ -56,6 +56,7 @@ def test_linears_are_rounded_and_the_rest_is_kept(kind: str, group: int, tmp_pat
     torch.testing.assert_close(opened(ids).logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters_and_generate_on_what_comes_out(
     realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ):

@@ -128,6 +128,7 @@ def test_peft_opens_its_own_adapters_as_they_are_written_anew(
 AS_BEFORE = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]  # what older releases wrote
 
 
+@pytest.mark.slow
 def test_an_older_adapter_is_named_and_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     _, adapter = make_adapter(tmp_path)
     change_config(adapter, target_modules=AS_BEFORE, target_parameters=None)

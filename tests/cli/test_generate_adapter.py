@@ -49,6 +49,7 @@ def refused(capsys: pytest.CaptureFixture, *words: object) -> str:
     return printed.err
 
 
+@pytest.mark.slow
 def test_run_adapter_and_merged_model_say_the_same(
     run: Path, realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -150,6 +150,7 @@ def test_a_closed_pipe_is_no_traceback():
         assert result.stdout == "141\n"
 
 
+@pytest.mark.slow
 def test_a_pipe_that_is_closed_while_rich_prints_ends_as_any_other(monkeypatch: pytest.MonkeyPatch):
     """rich would end the process with 1 by itself."""
     read, write = os.pipe()
@@ -202,6 +203,7 @@ def test_a_stream_that_takes_nothing_changes_no_exit_code(line: str, code: int):
         assert (result.returncode, result.stderr) == (code, "")
 
 
+@pytest.mark.slow
 def test_a_letter_without_a_code_in_the_output_is_written_out():
     result = tune("data", "show", "demo/full", "--limit", "1", PYTHONIOENCODING="ascii")
     assert result.returncode == 0, result.stderr

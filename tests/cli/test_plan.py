@@ -59,6 +59,7 @@ def from_the_root(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.slow
 def test_all_that_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     """The report quotes a run that was measured, and so does the JSON."""
     monkeypatch.delenv("TUNE_RECEIPTS")
@@ -95,6 +96,7 @@ def test_exit_code_and_nothing_but_json(capsys: pytest.CaptureFixture):
     assert plan.sequence["tokens"] == 128
 
 
+@pytest.mark.slow
 def test_a_change_in_a_copied_recipe_is_in_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture):
     """And --diff shows it; what the copy may not do is told with its line."""
     text = (ROOT / "recipes" / f"{RECIPE}.py").read_text(encoding="utf-8")
@@ -207,6 +209,7 @@ def beside(figures: Path, *, before: str = "", stdin: int = subprocess.PIPE) -> 
     return said, process.wait()
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_run(tmp_path: Path):
     said, code = beside(tmp_path / "figures.json")
     assert said.startswith(f"plan: {FITS} (2 x ")

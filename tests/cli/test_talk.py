@@ -48,6 +48,7 @@ def told(err: str) -> list[str]:
     return [line for line in err.splitlines() if not line.startswith(("adapter:", "note: stopped after"))]
 
 
+@pytest.mark.slow
 def test_a_pipe_is_answered_line_by_line(
     run: Path, realdata: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -152,6 +153,7 @@ class Terminal:
         os.write(self.side, text.encode())
 
 
+@pytest.mark.slow
 def test_at_a_terminal(run: Path) -> None:
     """Rows of what goes on are gone before the first token; Ctrl-C stops an answer and no more, Ctrl-D ends."""
     terminal = Terminal("generate", str(run), "--max-new-tokens", "400")

@@ -144,6 +144,7 @@ def full_gradients(held):
     return "the gradient of model.layers.0.input_layernorm.weight is off by"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [other_rows, full_gradients])
 def test_a_certificate_that_fails_is_exit_code_3(spoil, tmp_path, capsys, monkeypatch):
     from recipe_lib.external.tensor_plan import transformers_models

@@ -34,6 +34,7 @@ def check_changes(text: str, path: Path, count: int) -> None:
         imported(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLANNED)
 def test_changed_configs(kind: str, tmp_path: Path):
     check_changes(PLANNED[kind], tmp_path / "theirs.yaml", 100)

@@ -354,6 +354,7 @@ def planned(*words: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLANNED)
 def test_what_is_imported_can_be_planned(kind: str, tmp_path: Path):
     ours = tmp_path / "ours.yaml"

@@ -149,6 +149,7 @@ def test_dropout_does_not_disturb_it():
     assert model.model.layers[1].mlp[1].training
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_compiled_for_training_afterwards(monkeypatch):
     shapes = []
 

@@ -55,6 +55,7 @@ def faults(path: Path, tokenizer: Any, **settings: Any) -> list[str]:
     return [line.removeprefix(f"{path}:") for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lines", "list", "data"])
 def test_every_fault_has_the_path_that_jq_takes(kind: str, tmp_path: Path, chatml: Any) -> None:
     rows = [row(ASK, GOOD), *(sample for sample, _, _ in FAULTS)]

@@ -34,6 +34,7 @@ MESSAGE = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(MESSAGE, max_size=5),

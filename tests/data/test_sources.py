@@ -136,6 +136,7 @@ def test_files_serve_forked_processes_and_pickles(name, tmp_path):
     assert list(copy.deepcopy(file).read(7, 9)) == list(file.read(7, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 def test_memory_does_not_grow_with_the_file(name, tmp_path):
     """15 MB of rows are indexed, hashed and read in less than 10 MB."""

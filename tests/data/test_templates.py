@@ -81,6 +81,7 @@ def test_real_templates_train_the_answers_and_their_end(name, encoder_of, realda
         assert bos is None or encoded.ids.count(bos) <= 1 or name in ("smollm2", "plain_gpt2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama3_1", "qwen2_5", "gemma2", "smollm2"])
 def test_ids_are_those_of_transformers(name, encoder_of, real_folder):
     transformers = pytest.importorskip("transformers")

@@ -124,6 +124,7 @@ def test_no_key_of_a_message_is_passed_over(form: str, role: str, qwen3: Tokeniz
         assert (f"{text} {trained}", dict(report.idle_names), dict(report.bad_samples)) == (bare, {}, {}), nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
 def test_no_key_of_a_part_is_passed_over(role: str, qwen3: Tokenizer) -> None:
     """Of a content that is a list of parts: what changes nothing is named, the rest is a fault."""

@@ -71,6 +71,7 @@ def test_a_crash_is_a_failure_that_shows_its_stack() -> None:
     assert "in crash" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_ranks_have_no_group_of_the_test_process() -> None:
     """That a circle of objects of an earlier run still holds; a fork that takes it down crashes or hangs."""
 

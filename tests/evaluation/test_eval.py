@@ -43,6 +43,7 @@ def load(folder: Path):
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
 
 
+@pytest.mark.slow
 def test_likelihoods_and_answers_are_those_of_transformers(folder: Path, rows: Path, tmp_path: Path) -> None:
     plugin = tmp_path / "plugin.py"
     plugin.write_text(PLUGIN)

@@ -171,6 +171,7 @@ def adapted(mesh: Any) -> tuple[float, dict[str, Tensor]]:
     return float(norm.full_tensor()), {name: each.full_tensor() for name, each in gradients.items()}
 
 
+@pytest.mark.slow
 def test_a_plain_loop_trains_adapters_of_peft() -> None:
     """Two micro-batches of one step, clipped, against one process."""
     norm, gradients = adapted(None)

@@ -201,6 +201,7 @@ def compare(cases: list[Case], tensor: int = 1) -> list[str]:
     return faults
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_gradients_of_the_plain_class() -> None:
     cases = [Case("llama", "zbv"), Case("gpt2", "1f1b", "full"), Case("bloom", "interleaved_zero_bubble")]
     cases.append(Case("qwen3", "1f1b", packed=True))

@@ -193,6 +193,7 @@ def compare(cases: list[tuple[str, dict[str, Any], str]]) -> list[str]:
     return faults
 
 
+@pytest.mark.slow
 def test_a_few_models_on_two_ranks() -> None:
     """Of the cases of the next test: fused matrices, a model of a user's own."""
     cases = [("phi3", {"tensor": 2}, "packed full"), ("own", {"tensor": 2}, "full")]
@@ -212,6 +213,7 @@ def without_modules() -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_modules_that_are_not_run_are_reported() -> None:
     for said in run_ranks(without_modules, 2):
         assert "model.layers.*.mlp.down_proj: its forward went another way" in said
@@ -252,6 +254,7 @@ def cut_through(plan: ShardingPlan) -> ShardingPlan:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mistake", "said"),
     [

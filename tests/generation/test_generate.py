@@ -121,6 +121,7 @@ def test_logits_of_the_whole_prompt_are_never_made(llama: tuple):
     assert shapes == [(1, 1, spec.vocab_size)] * 3
 
 
+@pytest.mark.slow
 def test_stories_go_on_as_in_transformers(realdata: Path):
     folder = realdata / "stories260K-hf"
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -18,6 +18,7 @@ BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve"
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
 
+@pytest.mark.slow
 def test_nothing_is_executed_or_unpickled():
     for path in python_files():
         for node in ast.walk(tree(path)):

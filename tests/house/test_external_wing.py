@@ -4,6 +4,8 @@ import ast
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests.house.files import ROOT, place, python_files, tree
 
 WING = "recipe_lib.external"
@@ -19,6 +21,7 @@ def test_one_registry_entry_names_the_wing():
     assert len(found) == 1 and found[0].startswith("recipe_lib/config/registry.py:"), found
 
 
+@pytest.mark.slow
 def test_no_import_circle():
     """Of modules, imports inside functions counted."""
     needs = {module: own_imports(path) - {module} for module, path in modules().items()}

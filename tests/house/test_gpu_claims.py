@@ -68,6 +68,7 @@ def prose_of_code() -> Iterator[tuple[Path, str]]:
             yield path, " ".join(comments.replace("#", " ").split())
 
 
+@pytest.mark.slow
 def test_docstrings_about_a_gpu_name_what_was_measured() -> None:
     loose = [
         f"{path.relative_to(ROOT)}: {sentence}"

@@ -151,6 +151,7 @@ def bang(*_: Any) -> None:
     raise _Bang
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["no backward", "in forward", "in backward", "no gradients"])
 def test_nothing_is_held_when_backward_does_not_come(ends: str) -> None:
     layers = 3

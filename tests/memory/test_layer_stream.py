@@ -140,6 +140,7 @@ def watched(stream: LayerStream) -> list[tuple[int, int]]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["none", "nf4", "int8"])
 def test_frozen_layers_give_the_same_bits(kind: str, mode: str) -> None:
@@ -172,6 +173,7 @@ def test_a_head_that_backward_needs_is_there_again(mode: str) -> None:
     assert same(found, expected) and max(count for count, _ in seen) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "head_loss"), [*((mode, None) for mode in MODES), ("none", TokenLogProbs(2))])
 def test_trained_layers_are_stepped_to_the_same_bits(mode: str, head_loss: Any) -> None:
     """So are embedding and output head, whose gradients are there before backward or, of log-probabilities, in it."""

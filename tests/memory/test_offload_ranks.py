@@ -62,6 +62,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(losses_of_each, 2, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_losses_are_those_of_the_same_ranks_without_it(name: str, results: list[dict[str, Any]]) -> None:
     found = results[0]

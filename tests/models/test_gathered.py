@@ -15,6 +15,7 @@ from tests.distributed.ranks import run_ranks
 PLACEMENTS = (Shard(0), Shard(1), Replicate())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [(1, 2, 2), (2, 1, 2)], ids=str)
 def test_parts_make_the_whole(dims: tuple[int, int, int]) -> None:
     """Rows that divide evenly and not, and ranks that have none of them; two copies, and two shards."""

@@ -83,6 +83,7 @@ def test_one_process(alone: Any) -> None:
     assert max(most) == max(parameter.nbytes for parameter in model.parameters())  # one at a time
 
 
+@pytest.mark.slow
 def test_two_ranks(alone: Any) -> None:
     tied, norms, expected = alone
 

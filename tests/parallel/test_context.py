@@ -198,6 +198,7 @@ FEW = ["llama3.1", "qwen2.5-window", "qwen3", "gemma2", "gemma3", "phi3.5-long",
 FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "selective"))
 
 
+@pytest.mark.slow
 def test_one_family_of_each_kind_of_attention_on_two_ranks() -> None:
     cases = [
         Case(family, 1 + number % 2, packed=number % 2 == 1, parallel={"context": 2})
@@ -310,6 +311,7 @@ def exchanged(family: str, context: int, rows: int) -> tuple[list[int], list[int
     return forward.found, behind.found, sum(isinstance(module, Attention) for module in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [2, 4])
 def test_an_attention_exchanges_twice_in_each_direction_and_as_much_as_its_heads_are(context: int) -> None:
     spec = Case("llama3").shape()
@@ -352,6 +354,7 @@ def kept_by_a_layer(context: int, rows: int) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [1, 2, 4])
 def test_a_layer_keeps_its_part_of_the_tokens(context: int) -> None:
     """Of each token norms keep three vectors and a number, attention queries, keys, values, what it gives and a number

@@ -273,6 +273,7 @@ def test_logits_can_be_trained_on_too() -> None:
         assert max(errors) < 1e-12
 
 
+@pytest.mark.slow
 def test_training_keeps_tied_weights_one_parameter() -> None:
     def work() -> list[object]:
         found: list[object] = []

@@ -174,6 +174,7 @@ def test_a_policy_without_layers_is_refused() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_stays_gathered_under_tensor_parallel(tied: bool) -> None:
     """Of four ranks, two by two: a rank's half of embedding and output, and the last norm, which no unit holds."""

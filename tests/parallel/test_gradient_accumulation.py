@@ -194,6 +194,7 @@ def test_one_reduction_for_each_unit_and_step(replicas: int):
         assert [found.get("allreduce", 0) for found, _ in (each, once, zero_1)] == reductions
 
 
+@pytest.mark.slow
 def test_a_pipeline_reduces_once_for_each_unit_and_step_too():
     """Layers and what is at each end; a unit of the root's own on each stage, which on the first one has nothing."""
     cases = [STEP | {"pipeline": 2, "pipeline_schedule": schedule} for schedule in ("1f1b", "zbv")]

@@ -166,6 +166,7 @@ def test_a_store_that_does_not_answer_is_told_before_the_ranks_meet(store: str) 
     ), lines
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_known_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not another run's, and not one that only sleeps."""
     for name, value in {"MASTER_ADDR": "here", "MASTER_PORT": "1", "GROUP_RANK": "0"}.items():

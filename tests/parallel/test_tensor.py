@@ -200,6 +200,7 @@ def cases(tensor: int, **parallel: Any) -> list[Case]:
     return found
 
 
+@pytest.mark.slow
 def test_each_kind_of_model_on_two_ranks() -> None:
     """Of the cases of the next test few."""
     run_cases(2, cases(2)[::3])

@@ -38,6 +38,7 @@ def each(limit: tuple[int, int], *overrides: str) -> dict[str, list[str] | str]:
     return {f"sm{one}": operators(f"sm{one}", *overrides) for one in sorted(wanted)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", CARD_LIMITS, ids=lambda limit: f"{limit.key}={limit.value}")
 def test_each_limit_is_refused_below_it_and_planned_from_it_on(limit: Any) -> None:
     override = f"{limit.key}={limit.value}"

@@ -56,6 +56,7 @@ def ring(num_bytes: int, ranks: int) -> int:
     return num_bytes * (ranks - 1) // ranks
 
 
+@pytest.mark.slow
 def test_members_of_all_groups(plans: dict[str, Plan]):
     """Rank r is at place (r // 8, r // 2 % 4, r % 2) of pipeline 2, data_shard 4, tensor 2."""
     expected: dict[str, list[list[int]]] = {"pipeline": [], "data_shard": [], "tensor": [], "world": []}

@@ -18,6 +18,7 @@ def planned(allowed: float) -> tuple[str, int, str]:
     return plan.verdict, plan.margin, reason_text(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("allowed", "verdict"), [(0.001, "does not fit"), (1.0, "fits")])
 def test_what_the_config_allows_decides(allowed: float, verdict: str):
     """Two states of half a million weights in fp32 are 4 MB on both ranks together."""

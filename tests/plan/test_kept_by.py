@@ -59,6 +59,7 @@ def kept(rows: dict[str, LayerRow], layer: int, module: str) -> int:
     return rows[f"model.layers.{layer}{f'.{module}' if module else ''}"].kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sharded", "both", "biased"])
 def test_each_projection_keeps_its_output_or_input(layers: dict[str, dict[str, LayerRow]], name: str):
     """(2 d + 2 q + 2 k + 2 f) N / t: queries, keys and values are the outputs of q, k and v, the attended tokens the

@@ -32,6 +32,7 @@ def planned(folder: Path, *more: str, device: str = "rtx4090", ranks: int = 1, *
     return found
 
 
+@pytest.mark.slow
 def test_operations_are_those_of_the_experts_that_compute_a_token(tmp_path: Path) -> None:
     """Twice as many experts are more work for the router alone; twice as many choices are two more experts a token.
     Forward once, backward twice."""
@@ -49,6 +50,7 @@ def lines_of(plan: Plan) -> list[str]:
     return [line for line in plan.assumptions if "router" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "more"), [("rtx4090", ()), ("h100", ("parallel.pipeline=2", "gradient_accumulation_steps=2"))]
 )

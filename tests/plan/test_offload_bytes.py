@@ -110,6 +110,7 @@ def copies(trace: Trace) -> list[list[Any]]:
     return [[*key, size] for key, size in sums.items()]
 
 
+@pytest.mark.slow
 def test_the_formula_is_what_layers_keep_without_it(found: dict[str, dict[str, Any]]) -> None:
     assert found["none"]["at head"] == found["none"]["kept"] == LAYERS * (sum(TENSORS) + SMALL)
     assert found["full"]["at head"] == LAYERS * INPUT

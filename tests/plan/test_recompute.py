@@ -85,6 +85,7 @@ def read(trace: Trace) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gib", BUDGETS)
 def test_layers_keep_what_the_budget_has_room_for(found: dict[str, dict[str, int]], gib: float) -> None:
     model = build_meta(spec_from_config(MODEL, "few"), DTYPES["bf16"])

@@ -79,6 +79,7 @@ def pick(found: dict[str, int]) -> dict[str, int]:
     return {phase: found[phase] for phase in (FIRST, STEADY)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_peaks_are_the_same_whatever_the_router_chooses(name: str, tmp_path: Path) -> None:
     case = CASES[name]

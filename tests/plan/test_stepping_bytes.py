@@ -38,6 +38,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     return {name: Found(**fields) for name, fields in run_ranks(work, 1, process_group=False)[0].items()}
 
 
+@pytest.mark.slow
 def test_one_gradient_at_a_time(found: dict[str, Found]) -> None:
     """On one rank a parameter's; on two those that FSDP reduces together, of which a rank keeps half."""
     assert found["plain"].most["gradients"] == part(model(), 1) * BF16

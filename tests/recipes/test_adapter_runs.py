@@ -38,6 +38,7 @@ def logits_here(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return model.eval()(tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_adapter_and_merged_model_load_elsewhere(realdata: Path, tmp_path: Path, kind: str):
     from peft import PeftModel
@@ -59,6 +60,7 @@ def test_adapter_and_merged_model_load_elsewhere(realdata: Path, tmp_path: Path,
             assert (other(tokens).logits - own).abs().max() <= 1e-5 * max(1, largest)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_gone_on_with(realdata: Path, tmp_path: Path):
     """Its first loss is that of the trained model, on the rows of the second run's first step."""
     first = run_here(arguments(realdata, tmp_path / "first"), recipe=LORA)

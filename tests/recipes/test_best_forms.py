@@ -92,6 +92,7 @@ def test_what_is_exported_is_the_best_step(trained: dict[str, dict[str, Any]], f
     assert found["step"] < STEPS and found["is_best"], found["step"]
 
 
+@pytest.mark.slow
 def test_two_ranks_keep_what_one_goes_on_with(trained: dict[str, dict[str, Any]], tmp_path: Path):
     """Stopped after the best step of two ranks; one rank has the same, and exports it."""
     best = trained["fsdp"]["step"]

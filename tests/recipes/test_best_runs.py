@@ -90,6 +90,7 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_the_best_of_the_validations_is_exported(quiet: Path, tmp_path: Path):
     found = validations(quiet)
     assert min(found)[1] == BEST and [step for _, step in found] == [2, 4, 6, 8, LAST]

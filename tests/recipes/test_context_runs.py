@@ -113,6 +113,7 @@ def written(folder: Path, cases: list[Case]) -> None:
         dist.barrier()
 
 
+@pytest.mark.slow
 def test_transformers_opens_what_ranks_write(tmp_path: Path) -> None:
     """Models and adapters of two ranks that share sequences are those of one process."""
     write_models(tmp_path)

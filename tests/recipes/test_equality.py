@@ -178,6 +178,7 @@ def mean_of_micro_batches(recipe: Any) -> None:
     recipe.summed_loss = summed_loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("division", "mistake"),
     [(Division(2, 4, 1), mean_of_own_tokens), (Division(1, 1, 8), mean_of_micro_batches)],

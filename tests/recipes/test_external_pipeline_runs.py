@@ -74,6 +74,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]
     return folder, logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full-2", "1-to-2", "2-to-1", "lora-2"])
 def test_stages_record_the_losses_of_one_process(found: tuple[Path, Any], name: str) -> None:
     folder, _ = found

@@ -94,6 +94,7 @@ def runs(
     return folder, {ranks: run_ranks(train, ranks, folder, ranks, kinds, timeout=300)[0] for ranks in worlds}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks"), CASES)
 def test_several_ranks_give_the_losses_of_one(runs: tuple[Path, Any], kind: str, ranks: int):
     folder, _ = runs

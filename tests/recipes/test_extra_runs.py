@@ -140,6 +140,7 @@ def test_several_ranks_and_a_resumed_run_do_as_one(realdata: Path, tmp_path: Pat
     assert any("model.layers.4" in name for name in ranks[1]) and NAMES[0] in ranks[0] and len(ranks[1]) < 5
 
 
+@pytest.mark.slow
 def test_what_ranks_could_not_run_is_refused(realdata: Path, tmp_path: Path, copies: Any) -> None:
     def outside(model: Any, dtype: torch.dtype) -> None:
         model.model.extra = nn.Linear(64, 64, device="meta", dtype=dtype)
@@ -185,6 +186,7 @@ def test_what_ranks_could_not_run_is_refused(realdata: Path, tmp_path: Path, cop
             assert line in run_ranks(refused, 2, name, lever)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [True, False])
 def test_adapters_with_added_layers(realdata: Path, tmp_path: Path, copies: Any, trained: bool) -> None:
     """PEFT opens the folder without the layers, and with them computes what was trained; the recipe goes on from it."""
@@ -277,6 +279,7 @@ def test_preferences(realdata: Path, tmp_path: Path, copies: Any) -> None:
     assert lines[0]["reward_margin"] == 0 and lines[-1]["reward_margin"] != 0
 
 
+@pytest.mark.slow
 def test_models_of_transformers(realdata: Path, tmp_path: Path, copies: Any) -> None:
     """Added layers have no adapter, and are exported and read under their own names."""
     copies(FULL)

@@ -35,6 +35,7 @@ def type_in(found: list[list[str]], capsys: pytest.CaptureFixture) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["run", "a run's own $folder"])
 def test_after_an_adapter(folder: str, realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     output = tmp_path / folder
@@ -81,6 +82,7 @@ def test_after_full_training(realdata: Path, tmp_path: Path, capsys: pytest.Capt
     assert type_in(after, capsys) == [answer]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["--base"]])
 def test_after_an_adapter_alone(
     words: list[str], realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -98,6 +100,7 @@ def test_after_an_adapter_alone(
     type_in(found, capsys)
 
 
+@pytest.mark.slow
 def test_a_recipe_of_ones_own_with_keys_of_its_own(
     realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +152,7 @@ def test_what_vllm_serves() -> None:
     assert merge_command(Path("r"), "b c", "m.py") == "tune export r --merge --base 'b c' --recipe m.py"
 
 
+@pytest.mark.slow
 def test_the_card_of_a_run(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     base = shutil.copytree(realdata / "stories260K-hf", tmp_path / "base")
     (base / "README.md").write_text("---\nlicense: mit\n---\n")
@@ -179,6 +183,7 @@ def test_the_card_of_a_run(realdata: Path, tmp_path: Path, capsys: pytest.Captur
     assert again.code == 0
 
 
+@pytest.mark.slow
 def test_a_base_is_found_from_any_folder_and_not_taken_for_one_of_the_hub(
     realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"folder": folder, **run_ranks(train, RANKS)[0]}
 
 
+@pytest.mark.slow
 def test_the_folder_holds_these_files(runs: dict[str, Any]):
     assert runs["fp32"]["code"] == 0, runs["fp32"]["said"]
     found = sorted(path.name for path in (runs["folder"] / "fp32").iterdir())
@@ -264,6 +265,7 @@ def probe() -> torch.Tensor:
     return torch.randint(3, 512, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 def test_validation_loss_is_that_of_transformers(real_runs: dict[str, Any]):
     folder = real_runs["folder"] / "fp32"
     cfg = load_config(folder / "config.yaml")

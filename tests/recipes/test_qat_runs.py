@@ -31,6 +31,7 @@ def quantized(folder: Path, kind: str, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=rounding, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_what_transformers_loads_quantized_computes_what_training_computed(realdata: Path, tmp_path: Path, name: str):
     rows = f"data.source={realdata / 'datasets' / 'text' / 'tinyshakespeare.txt'}"
@@ -66,6 +67,7 @@ def validations(output: Path) -> list[float]:
     return [line["validation_loss"] for line in metrics(output) if "validation_loss" in line]
 
 
+@pytest.mark.slow
 def test_rounding_begins_at_its_step_and_a_run_goes_on_bitwise_across_it(tmp_path: Path):
     late = ("qat=int4", f"qat_start_step={START}")
     for name, overrides in {"plain": (), "rounded": ("qat=int4",), "late": late}.items():
@@ -87,6 +89,7 @@ def test_rounding_begins_at_its_step_and_a_run_goes_on_bitwise_across_it(tmp_pat
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in everything(gone_on.recipe).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4", "int4, adapters"])
 def test_an_evaluation_of_a_run_rounds_as_its_validations_did(
     realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture, name: str

@@ -335,6 +335,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_state_is_passed_over(runs: dict[str, Any], tmp_path: Path):
     source = tmp_path / "source"
     assert alone(command(source, 1, "checkpoint.save_every_n_steps=2"), stop_after(STOP))[0] == 3

@@ -81,6 +81,7 @@ def scores_of(run: Any, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(own), found
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["pairs", "classes"])
 def test_transformers_opens_the_model_with_equal_scores(kind: str, realdata: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import arguments, run_here
 
@@ -14,6 +16,7 @@ def train(folder: Path, strategies: list[str]) -> tuple[int, list[str]]:
     return run.code, run.said
 
 
+@pytest.mark.slow
 def test_settings_that_differ_are_named_and_paths_may(tmp_path: Path) -> None:
     found = run_ranks(train, 2, tmp_path, ["fsdp", "ddp"], process_group=False, timeout=60)
     remedy = "expected the same on all ranks; start every machine with the same config and overrides"

@@ -144,6 +144,7 @@ def test_preference(trainable: str, realdata: Path, tmp_path: Path) -> None:
     check(tmp_path / "run" / ("model" if trainable == "all" else "adapter"), run, "preference", begins="<s>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["merge", "adapter"])
 def test_exports_of_a_state(how: str, realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     saves = ["checkpoint.save_every_n_steps=1", "checkpoint.save_model=false"]
@@ -159,6 +160,7 @@ def test_the_model_of_a_state(realdata: Path, tmp_path: Path, capsys: pytest.Cap
     check(tmp_path / "out", run, "messages", begins="<s>")
 
 
+@pytest.mark.slow
 def test_an_adapter_without_its_run_keeps_it(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = train(realdata, tmp_path, "messages", LORA)
     (tmp_path / "run" / "adapter").rename(tmp_path / "alone")
@@ -166,6 +168,7 @@ def test_an_adapter_without_its_run_keeps_it(realdata: Path, tmp_path: Path, cap
     check(tmp_path / "out", run, "messages", begins="<s>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["messages", "sharegpt", "alpaca"])
 def test_a_template_of_ones_own(form: str, realdata: Path, tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"

@@ -140,6 +140,7 @@ def test_silence(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert terminal.getvalue() == ""
 
 
+@pytest.mark.slow
 def test_a_fork_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
     reader, writer = os.pipe()

@@ -36,6 +36,7 @@ def test_one_process_serves_all_templates():
     assert child() == number != os.getpid()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [ENDLESS, "{{ messages | join }}" + ENDLESS])
 def test_a_template_that_does_not_end_is_stopped(source, monkeypatch):
     monkeypatch.setattr(tokenizer, "TIMEOUT_SECONDS", 0.4)

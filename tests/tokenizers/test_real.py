@@ -141,6 +141,7 @@ def test_special_token_in_ordinary_text_stays_text(real):
     assert mistral.decode(mistral.encode("[INST]")) == "[INST]" and 3 not in mistral.encode("[INST]")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "stops"),
     [

@@ -22,6 +22,7 @@ def written(tokenizer: Tokenizer, folder: Path) -> transformers.PreTrainedTokeni
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama2", "mistral/tokenizer.model.v1", "stories260K-hf"])
 def test_real_models(name: str, realdata: Path, tmp_path: Path) -> None:
     ours = load_tokenizer(realdata / name if name.startswith("stories") else realdata / "tokenizers" / name)

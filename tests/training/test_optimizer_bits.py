@@ -224,6 +224,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", CUTS)
 def test_ranks_have_the_numbers_of_one(ranks: int) -> None:
     """Weights and every state, to the bit."""

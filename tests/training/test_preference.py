@@ -176,6 +176,7 @@ def test_two_ranks_with_every_lever_equal_the_formulas(kind: str, tied: bool) ->
     run_ranks(work, 2)
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_on_two_by_two_ranks() -> None:
     wanted = expected("full", True, "sigmoid")
     parallel = ParallelConfig(fsdp_wrap_policy="memory_efficient", data_replicate=2, data_shard=2)

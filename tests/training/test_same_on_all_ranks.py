@@ -3,6 +3,7 @@ when resumed."""
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -54,6 +55,7 @@ def test_rows_may_differ_between_groups_and_not_within_one() -> None:
         assert piped.startswith(MESSAGE.format("of a pipeline", 1))
 
 
+@pytest.mark.slow
 def test_a_run_and_a_resumed_run_are_refused_on_every_rank(tmp_path: Path) -> None:
     def changed(recipe: object) -> None:
         """Rank 1 has read something else."""

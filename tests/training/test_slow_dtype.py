@@ -76,6 +76,7 @@ print(missed, (time.process_time() - began) / 10)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the variables are those of x86")
 def test_a_busy_machine_hides_nothing() -> None:
     """A CPU without the instructions, whose cores all have something else to do."""

@@ -191,6 +191,7 @@ def test_halves_are_the_sources_bits(kind: str, tmp_path: Path):
 MORE_BITS = (0, 3, 6, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama3.1", "phi3"])
 def test_the_mixture_of_types(case: str, tmp_path: Path):
     save_model(case, tmp_path / "model", num_hidden_layers=8)

@@ -244,6 +244,7 @@ KINDS = ("full", "lora", "early", "late")
 CHECKPOINTING = ("none", "full", "selective")
 
 
+@pytest.mark.slow
 def test_every_schedule_on_two_ranks() -> None:
     """Of the cases of the next test each schedule with two kinds, and each kind."""
     every = [Case(*each) for each in product(SCHEDULES, KINDS, CHECKPOINTING)]
@@ -309,6 +310,7 @@ def test_gradients_reduced_once_a_step_on_four_ranks() -> None:
         assert not faults
 
 
+@pytest.mark.slow
 def test_gradients_reduced_once_a_step_in_two_schedules() -> None:
     zero_1 = {"reduce_gradients": "step", "reshard_after_forward": False}
     for faults in compared([Case("1f1b", parallel=zero_1), Case("zbv", parallel=zero_1, checkpointing="full")], 4):

@@ -26,6 +26,7 @@ def _run(schedule, mode):
     return run_ours(config(schedule, RANKS, COUNT, mode), SPEC, COUNT).as_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", QUICK, ids="-".join)
 def test_what_is_alive_after_each_action_is_what_theory_says_to_the_byte(traced, job):
     schedule, mode = job
@@ -82,6 +83,7 @@ def _run_spoilt():
     return found
 
 
+@pytest.mark.slow
 def test_a_driver_that_held_its_outputs_or_what_it_sent_would_be_noticed():
     spoilt = run_ranks(_run_spoilt, RANKS)
     for number in range(2):

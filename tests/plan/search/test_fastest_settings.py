@@ -90,6 +90,7 @@ def candidate(changes: Changes, active: int, room: int, seconds: float = 1.0, **
     return Candidate(changes, quick, active - room, active <= room)
 
 
+@pytest.mark.slow
 def test_what_was_typed_stays():
     """Neither the micro-batch nor what is tried outside of the layers replaces a key that is fixed."""
     fixed = {"batch_size", "parallel.fsdp_wrap_policy", "memory.loss_chunks"}

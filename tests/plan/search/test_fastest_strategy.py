@@ -76,6 +76,7 @@ def elements(shapes: forms.Shapes) -> int:
     return sum(rows * columns for rows, columns in shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "trained"), [("whole", 2, SHAPES), ("wide", 4, SHAPES), ("adapters", 2, forms.ADAPTERS * 2)]
 )

@@ -90,6 +90,7 @@ def faults_of(overrides: tuple[str, ...], ranks: int, step: Callable[[Any], None
     return order_faults(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
     [
@@ -101,6 +102,7 @@ def test_shipped_recipes_meet(overrides: tuple[str, ...], ranks: int) -> None:
     assert apart(faults_of, overrides, ranks) == []
 
 
+@pytest.mark.slow
 def test_planted_faults_are_found() -> None:
     mismatch = apart(faults_of, (), 4, one_rank_more)
     assert len(mismatch) == 1 and "rank 3" in mismatch[0] and "test_collective_order.py" in mismatch[0]

@@ -80,6 +80,7 @@ def test_each_line_that_waits_is_named() -> None:
     assert found[-1][1].endswith("training/loop.py")
 
 
+@pytest.mark.slow
 def test_shipped_runs_wait_once_a_step() -> None:
     for name in ("optimizer offload, stepping in backward", "pipeline, zbv"):
         case = CASES[name]
@@ -87,6 +88,7 @@ def test_shipped_runs_wait_once_a_step() -> None:
         assert [Path(file).name for _, file, _ in found] == ["loop.py"], name
 
 
+@pytest.mark.slow
 def test_the_host_waits_for_gradients_that_it_steps_and_no_more() -> None:
     found = apart(waits_of, CASES["FSDP, CPU offload"])
     assert Counter(Path(file).name for _, file, _ in found) == {"host_copies.py": 1}
@@ -107,6 +109,7 @@ def uncached() -> list[tuple[str, str, int]]:
     return waits_of(replace(case, overrides=(*case.overrides, "fused_kernels=false")))
 
 
+@pytest.mark.slow
 def test_a_table_that_is_copied_for_each_matrix_would_wait_for_each() -> None:
     found = apart(uncached)
     layers, projections = 4, 7

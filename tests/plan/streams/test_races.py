@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from recipe_lib.plan.streams.stream_checker import StreamChecker
@@ -38,6 +39,7 @@ def find_races(waits: bool) -> list[str]:
     return checker.faults()
 
 
+@pytest.mark.slow
 def test_what_another_stream_still_reads_is_not_written() -> None:
     (race,) = apart(find_races, False)
     assert " aten::zero_ " in race and " writes what aten::exp on stream 1 " in race

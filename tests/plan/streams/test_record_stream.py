@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from recipe_lib.plan.allocation import caching_allocator
@@ -46,6 +47,7 @@ def found(recorded: bool, queue: int = 0) -> tuple[list[str], int, list[str]]:
     return checker.faults(), active, make_plan(own, cfg, wanted)[0].not_modeled
 
 
+@pytest.mark.slow
 def test_it_is_no_race_and_its_memory_is_held_as_long_as_a_host_can_be_ahead() -> None:
     """Which is to the end of the step, as that other stream's queue never fills; in one of two kernels a block is held
     until the second one after it."""

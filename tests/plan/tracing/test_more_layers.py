@@ -147,6 +147,7 @@ def named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, weight) for name, weight in model.named_parameters() if "layers." in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("freeze", "note"),
     [(freeze_the_tenth, "goes by single layers"), (freeze_the_lower_half, "do not compute the same")],

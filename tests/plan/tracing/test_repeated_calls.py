@@ -125,6 +125,7 @@ def sums(trace: Trace) -> dict[str, Any]:
     return {"issued": dict(issued), "flops": dict(flops), "moved": dict(moved)}
 
 
+@pytest.mark.slow
 def test_notes_give_the_peaks_of_the_whole(traced: tuple[dict[str, Any], dict[str, Any]]) -> None:
     noted, whole = traced
     assert noted["events"] < whole["events"]

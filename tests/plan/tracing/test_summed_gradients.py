@@ -85,6 +85,7 @@ def loss_of(seed: int) -> Tensor:
     return torch.stack([value.sum() for value in values[-3:]]).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begin", range(0, 200, 50))
 def test_sums_are_in_place_where_they_are_without_a_mode(begin: int) -> None:
     both = [0, 0]

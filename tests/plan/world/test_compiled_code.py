@@ -42,6 +42,7 @@ def test_kernels_are_fused_and_buffers_are_inductors() -> None:
     assert [note.partition(":")[0] for note in compiled[3]] == ["compiled code"]
 
 
+@pytest.mark.slow
 def test_what_has_no_code_is_planned_uncompiled_and_says_so() -> None:
     found = apart(lambda: facts(broken=True))
     assert found["compiled"][:3] == found["eager"][:3]
