@@ -15,6 +15,21 @@ def slow_except(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def slow_but(values: Iterable[Any], count: int) -> list[Any]:
+    """Values for `parametrize`, all marked slow but `count` of them, evenly spread."""
+    values = list(values)
+    kept = {round(place * (len(values) - 1) / max(1, count - 1)) for place in range(count)}
+    return [
+        value if at in kept else pytest.param(*_arguments(value), marks=pytest.mark.slow)
+        for at, value in enumerate(values)
+    ]
+
+
+def _arguments(value: Any) -> tuple[Any, ...]:
+    """Return a value of one argument, or the values of several, as `pytest.param` takes them."""
+    return value if isinstance(value, tuple) else (value,)
+
+
 def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
     """Each value of a parameter in the tests of this file that are to run; for fixtures that make many things at once.
 

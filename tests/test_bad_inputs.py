@@ -12,6 +12,7 @@ import pytest
 
 from recipe_lib.cli.main import main
 from recipe_lib.config.suggest import show
+from tests.selection import slow_but
 
 CASES = Path(__file__).parent / "bad_inputs"
 ROOT = CASES.parent.parent
@@ -30,7 +31,7 @@ def name_of(case: Path) -> str:
     return f"{case.parent.name}/{case.name}"
 
 
-@pytest.mark.parametrize("case", sorted(path.parent for path in CASES.glob("*/*/command")), ids=name_of)
+@pytest.mark.parametrize("case", slow_but(sorted(path.parent for path in CASES.glob("*/*/command")), 80), ids=name_of)
 def test_one_clean_line(case: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     name = str(case.relative_to(ROOT))

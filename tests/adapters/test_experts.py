@@ -24,6 +24,7 @@ from recipe_lib.ops.grouped import group_tokens
 from recipe_lib.units import GIB
 from tests.adapters.hugging_face import difference, ours, plain, save_with_peft, spec_of, theirs, with_peft
 from tests.models.reference import reference_model
+from tests.selection import slow_but
 
 FAMILIES = ["mixtral", "qwen3-moe", "olmoe", "gpt-oss"]
 PARAMETERS = {"gpt-oss": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.router.weight"]}
@@ -101,7 +102,7 @@ def test_ranks_and_alphas_of_parameters_are_pefts(
 
 
 @pytest.mark.parametrize("storage", ["none", "nf4", "int8"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, 1))
 def test_merged_models_load_in_transformers(
     family: str, storage: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:

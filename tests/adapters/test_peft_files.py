@@ -21,7 +21,7 @@ from tests.adapters.adapted import EVERYWHERE, LINEARS, Setting, adapted
 from tests.adapters.hugging_face import VARIANTS, config, difference, ours, save_with_peft, tiny_folder, with_peft
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import small_spec
-from tests.selection import slow_except
+from tests.selection import slow_but, slow_except
 
 
 def write(model: Any, folder: Path, cfg: LoraConfig, out: Path, **more: Any) -> Path:
@@ -76,7 +76,9 @@ def test_pefts_loads_in_ours(theirs: dict, mine: dict, realdata: Path, tmp_path:
     assert difference(own, with_peft(folder, out)) < 1e-5
 
 
-@pytest.mark.parametrize("targets", [LINEARS, ["q", "v", "up"], ["o"], ["k"]], ids=lambda targets: "-".join(targets))
+@pytest.mark.parametrize(
+    "targets", slow_but([LINEARS, ["q", "v", "up"], ["o"], ["k"]], 1), ids=lambda targets: "-".join(targets)
+)
 @pytest.mark.parametrize("kind", [{}, {"rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"])
 def test_fused_projections_are_stacked_exactly(targets: list[str], kind: dict, phi: Path, tmp_path: Path) -> None:
     cfg = config(target_modules=targets, **kind)

@@ -13,7 +13,7 @@ from recipe_lib.models import read_config, read_spec
 from recipe_lib.models.weight_names import weight_map
 from tests.checkpoint.tensor_faults import SINGLE, Fault, Tensors, load, load_theirs, make_folder, why_not_accounted
 from tests.models.reference import reference_model
-from tests.selection import slow_except
+from tests.selection import slow_but, slow_except
 
 LAYER = "model.layers.0"
 ATTENTION = f"{LAYER}.self_attn"
@@ -226,7 +226,7 @@ LISTED: dict[str, tuple[str, Fault]] = {
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize("name", slow_but(LISTED, 10))
 def test_what_files_may_hold_besides(
     name: str, implementation: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:

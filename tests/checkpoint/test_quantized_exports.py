@@ -20,6 +20,7 @@ from recipe_lib.errors import CheckpointError
 from recipe_lib.models import read_config
 from tests.adapters.hugging_face import difference, ours, plain, spec_of, theirs, with_peft
 from tests.checkpoint.quantized_folders import Tensors, copy, fp8_folder, mxfp4_folder, rewrite, twin
+from tests.selection import slow_but
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"block": (24, 40), "left": ("layernorm",)}),
@@ -71,7 +72,7 @@ TARGETS = {"qwen3": ["q", "down", "head"], "phi3": ["v", "gate", "down"]}
 
 
 @pytest.mark.parametrize("storage", ["none", "nf4", "int8"])
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", slow_but(FOLDERS, 1))
 def test_adapters_are_merged_into_what_codes_stand_for(
     folders: Callable[[str], Path], tmp_path: Path, name: str, storage: str
 ) -> None:

@@ -12,6 +12,7 @@ from recipe_lib.__main__ import start
 from recipe_lib.cli.main import VERBS, main
 from recipe_lib.config.paths import list_configs
 from tests.cli.commands import ROOT, TUNE, environment, tune
+from tests.selection import slow_but
 
 CONFIG = "llama3/8B_full"
 CHEAP = [
@@ -61,7 +62,7 @@ json.dump({"code": code, "heavy": heavy, "seconds": times.user + times.system}, 
 """
 
 
-@pytest.mark.parametrize("words", CHEAP, ids=" ".join)
+@pytest.mark.parametrize("words", slow_but(CHEAP, 7), ids=" ".join)
 def test_no_torch_and_little_time(words: list[str], tmp_path, record_property):
     with open(tmp_path / "report", "w") as report:
         result = subprocess.run(

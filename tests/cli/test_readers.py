@@ -15,6 +15,7 @@ from recipe_lib.config.keys import read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
 from tests.forked import call_forked
 from tests.readers import CONFIG, KINDS, READERS, SAMPLE, Reader, make_whole_model, put_whole_model
+from tests.selection import slow_but
 
 SECONDS = 60  # that a verb may take, its imports included; one that waits takes for ever
 MEMORY = 6 * 2**30  # bytes more than the process has
@@ -105,7 +106,7 @@ def check_refused(reader: Reader, kind: str, folder: Path, config: Path, capsys:
     assert max(map(len, said.splitlines())) < 2000, f"{reader}: {kind}: a line without end"
 
 
-@pytest.mark.parametrize("reader", READERS, ids=str)
+@pytest.mark.parametrize("reader", slow_but(READERS, 9), ids=str)
 def test_what_would_not_end_is_refused(reader: Reader, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     for number, kind in enumerate(AT_ONCE):
         if kind not in reader.accepts:

@@ -103,7 +103,7 @@ def refused(writer: Writer, material: Material, folder: Path, out: Path, **limit
     return said
 
 
-@pytest.mark.parametrize("trouble", slow_except(TROUBLES, ("folder", "FIFO", "null device")))
+@pytest.mark.parametrize("trouble", slow_except(TROUBLES, ("folder", "FIFO")))
 @pytest.mark.parametrize("writer", parameters(slow=False))
 def test_what_is_no_file_stays_in_its_place(writer: Writer, trouble: str, material: Material, out_folder: Path) -> None:
     out = out_folder / f"out{writer.ending}"
@@ -123,6 +123,7 @@ def test_what_is_no_file_stays_in_its_place(writer: Writer, trouble: str, materi
     assert refused(writer, material, out_folder, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", parameters(slow=False))
 def test_a_place_under_a_file_or_without_permission(writer: Writer, material: Material, out_folder: Path) -> None:
     (out_folder / "file").write_bytes(b"mine")
@@ -134,6 +135,7 @@ def test_a_place_under_a_file_or_without_permission(writer: Writer, material: Ma
 
 
 # With --force `cp` replaces what is there, as it is told.
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", parameters([row for row in FILES if row.note != "--force"], slow=False))
 def test_a_file_of_the_users_stays_as_it_is(writer: Writer, material: Material, out_folder: Path) -> None:
     out = out_folder / f"out{writer.ending}"

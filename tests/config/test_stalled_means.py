@@ -19,6 +19,7 @@ from recipe_lib.optim.optimizers import build_optimizer
 from recipe_lib.plan.tables import say_stalled_means
 from tests.cli.commands import ROOT
 from tests.plan.plans import hand_made, layer_rows
+from tests.selection import slow_but
 from tests.training.formulas import dynamic_levels
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -135,7 +136,7 @@ def check_remedies(cfg: Any, lines: list[str]) -> None:
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize(("dtype", "settings"), KINDS, ids=str)
+@pytest.mark.parametrize(("dtype", "settings"), slow_but(KINDS, 6), ids=str)
 def test_a_config_is_told_exactly_where_its_optimizer_stands_still(
     dtype: str, settings: dict[str, Any], adapters: bool
 ) -> None:

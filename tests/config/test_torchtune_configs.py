@@ -22,6 +22,7 @@ from recipe_lib.errors import ConfigError
 from recipe_lib.optim.optimizers import learning_rate
 from tests.cli.commands import ROOT
 from tests.plan.apart import apart
+from tests.selection import slow_but
 
 WHEEL = torchtune_configs()
 needs_wheel = pytest.mark.skipif(
@@ -355,7 +356,7 @@ def planned(*words: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", PLANNED)
+@pytest.mark.parametrize("kind", slow_but(PLANNED, 1))
 def test_what_is_imported_can_be_planned(kind: str, tmp_path: Path):
     ours = tmp_path / "ours.yaml"
     ours.write_text(read(PLANNED[kind], tmp_path).yaml("ours.yaml"), encoding="utf-8")

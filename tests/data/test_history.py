@@ -22,6 +22,7 @@ from tests.data.template_cases import (
     source_of,
     write_tokenizer,
 )
+from tests.selection import slow_but
 
 transformers = pytest.importorskip("transformers")
 chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
@@ -79,7 +80,7 @@ def refusal(template: Template, kind: str) -> str | None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [template.name for template in TEMPLATES])
+@pytest.mark.parametrize("name", slow_but([template.name for template in TEMPLATES], 8))
 def test_every_sequence_is_the_prompt_of_inference_and_what_has_to_follow(
     name: str, kind: str, made: Callable[[str], tuple[Encoder, Oracle]]
 ) -> None:

@@ -11,7 +11,7 @@ from recipe_lib.data.samples import Conversation
 from recipe_lib.data.templates import Encoder
 from tests.data import masks_cases
 from tests.data.masks_cases import CASES, HOT, MILD, ROWS, THOUGHT
-from tests.selection import slow_except
+from tests.selection import slow_but, slow_except
 from tests.tokenizers.made import render
 
 NAMES = [case.name for case in CASES]
@@ -80,7 +80,7 @@ def encoder_of(folder_of: Callable[[str], Path]) -> Callable[..., Encoder]:
     return get
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, 5))
 def test_what_is_trained(name: str, encoder_of: Callable[..., Encoder]):
     written, tools, others = EXPECTED[name]
     expected: dict[str, list[str] | str] = {

@@ -139,7 +139,7 @@ def test_a_text_is_what_transformers_reads(case_of, rows_file, name):
         check_counts(classified, parses, *met)
 
 
-@pytest.mark.parametrize("name", slow_except(NAMES, ["qwen2_5", "gemma2", "own"]))
+@pytest.mark.parametrize("name", slow_except(NAMES, ["own"]))
 def test_a_completion_is_what_transformers_reads_from_its_border_on(case_of, rows_file, name):
     case = case_of(name)
     pairs = [(text, " of a cat") for text in write_texts(case)]

@@ -14,6 +14,7 @@ from recipe_lib.data.templates import Encoder
 from recipe_lib.errors import DataError
 from recipe_lib.tokenizers import load_tokenizer
 from tests.data.masks_cases import trained_texts
+from tests.selection import slow_but
 from tests.tokenizers.made import write_json
 
 # tokenizer, template (None: its own), what ends a turn, what the template puts before the answer's first letter
@@ -62,7 +63,7 @@ def answers(encoder: Encoder, sample) -> list[str]:
     return trained_texts(encoder, encoder.encode(sample))
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", slow_but(REAL, 3))
 def test_real_templates_train_the_answers_and_their_end(name, encoder_of, realdata):
     encoder, (_, _, end, space) = encoder_of(name), REAL[name]
     assert answers(encoder, FOUR_TURNS) == [space + "Hello, 你好 😀" + end, space + "user\n\nassistant" + end]

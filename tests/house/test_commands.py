@@ -36,7 +36,7 @@ from tests.house.documents import Block, blocks, documents
 from tests.house.files import ROOT
 from tests.house.test_imports import PROJECT, distribution
 from tests.plan.apart import apart
-from tests.selection import slow_except
+from tests.selection import slow_but
 
 # Set where recipe_lib is the one of a wheel, and no clone is around; tests/house/test_package.py does it.
 IN_A_WHEEL = "TUNE_TEST_WHEEL"
@@ -64,7 +64,7 @@ SECONDS = [ROOT / "docs" / name for name in ("your_data.md", "plan.md")]  # what
 
 @pytest.mark.parametrize(
     "path",
-    slow_except(WITH_COMMANDS, [path for path in WITH_COMMANDS if path not in SECONDS]),
+    slow_but(WITH_COMMANDS, 8),
     ids=lambda path: path.relative_to(ROOT).as_posix(),
 )
 def test_commands(path: Path, clone: Path, capfd: pytest.CaptureFixture[str]):

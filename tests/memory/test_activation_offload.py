@@ -18,6 +18,7 @@ from recipe_lib.ops.head_losses import CrossEntropy
 from tests.memory.late_copies import LateCopies
 from tests.memory.live_bytes import LiveBytes
 from tests.parallel.small_models import LENGTH, ROWS, WIDTH, gradients, small_batch, small_spec
+from tests.selection import slow_but
 
 LAYERS = 5
 CPU = torch.device("cpu")
@@ -152,7 +153,7 @@ def bang(*_: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ends", ["no backward", "in forward", "in backward", "no gradients"])
+@pytest.mark.parametrize("ends", slow_but(["no backward", "in forward", "in backward", "no gradients"], 1))
 def test_nothing_is_held_when_backward_does_not_come(ends: str) -> None:
     layers = 3
     model, window = decoder("none", 1, layers)

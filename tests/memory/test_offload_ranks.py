@@ -9,6 +9,7 @@ import pytest
 from recipe_lib.memory import activation_offload
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, arguments, done, run_here, steps
+from tests.selection import slow_but
 
 CASES: dict[str, tuple[str, ...]] = {
     "fsdp": (FULL, "gradient_accumulation_steps=2"),
@@ -63,7 +64,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, 1))
 def test_losses_are_those_of_the_same_ranks_without_it(name: str, results: list[dict[str, Any]]) -> None:
     found = results[0]
     assert len(found[f"{name} true"]) == 2

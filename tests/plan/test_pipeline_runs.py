@@ -14,7 +14,7 @@ from recipe_lib.plan.tracing.simulate import FIRST, STEADY, simulate, trace_real
 from tests.distributed.ranks import run_ranks
 from tests.plan.test_real_runs import BASE, PAIRS, TIED, collectives_let_go
 from tests.recipes.runs import DPO, FULL, LORA, PLAIN, recipe_class, recipe_module
-from tests.selection import selected, slow_except
+from tests.selection import selected, slow_but
 
 ZBV = "parallel.pipeline_schedule=zbv"
 ONCE, KEPT = "parallel.reduce_gradients=step", "parallel.reshard_after_forward=false"
@@ -76,7 +76,7 @@ def run(case: str, folder: Path, rank: int | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rank", range(2))
-@pytest.mark.parametrize("name", slow_except(CASES, ["zbv, adapters, recomputed"]))
+@pytest.mark.parametrize("name", slow_but(CASES, 0))
 def test_peaks_of_both_ranks_are_those_of_the_real_run(
     runs: tuple[list[dict[str, Any]], list[dict[str, Any]]], name: str, rank: int
 ) -> None:

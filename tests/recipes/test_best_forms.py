@@ -29,7 +29,7 @@ FORMS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "adapters on nf4": (LORA, 1, ("lora.quantize_base=nf4", "memory.stream_layers=true", "device=auto")),
     "pairs": (DPO, 2, ("dpo.trainable=all", TWO, "checkpoint.best_metric=validation_reward_accuracy")),
 }
-QUICK = ["fsdp", "adapters"]
+QUICK = ["fsdp"]
 STEPS = 6
 
 

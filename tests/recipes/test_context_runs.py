@@ -56,7 +56,7 @@ CASES = [
     Case("llama", "dpo of all", 4, (*TWO, *TENSOR, *RECOMPUTE)),
     Case("llama", "packed", 4, (*TWO, *ZERO_BUBBLE)),
 ]
-QUICK = CASES[:3]
+QUICK = CASES[:1]
 
 
 @pytest.fixture(scope="module")

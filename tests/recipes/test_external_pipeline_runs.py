@@ -11,6 +11,7 @@ import transformers
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, arguments, done, furthest, latest, run_here, steps, whole
+from tests.selection import slow_but
 
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "n_embd": 32,
@@ -75,7 +76,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["full-2", "1-to-2", "2-to-1", "lora-2"])
+@pytest.mark.parametrize("name", slow_but(["full-2", "1-to-2", "2-to-1", "lora-2"], 1))
 def test_stages_record_the_losses_of_one_process(found: tuple[Path, Any], name: str) -> None:
     folder, _ = found
     alone, divided = steps(folder / ("lora-1" if "lora" in name else "full-1")), steps(folder / name)

@@ -106,7 +106,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
-@pytest.mark.parametrize("ranks", slow_except(WORLDS, [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", WORLDS)
 def test_a_signal_saves_at_the_step_boundary(runs: dict[str, Any], ranks: int):
     output = runs["folder"] / f"stopped{ranks}"
     assert runs[str(ranks)]["halted"] == 3

@@ -136,7 +136,7 @@ def found(
     return runs.folder, logits
 
 
-@pytest.mark.parametrize("name", slow_except(FULL_RUNS, ["full 2", "1 to 2"]))
+@pytest.mark.parametrize("name", slow_except(FULL_RUNS, ["full 2"]))
 def test_a_group_records_what_one_process_does(found: tuple[Path, Any], name: str) -> None:
     folder, _ = found
     alone = steps(folder / "full 1")

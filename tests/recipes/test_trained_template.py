@@ -10,6 +10,7 @@ import transformers
 
 from recipe_lib.cli.main import main
 from tests.recipes.runs import DPO, FULL, LORA, run_here, stories
+from tests.selection import slow_but
 from tests.tokenizers.made import CHATML
 
 FILE = (
@@ -102,7 +103,7 @@ def plain(turns: list[tuple[str, str]]) -> str:
     return "<s>" + "".join(shown[role].replace("{}", text) for role, text in turns)
 
 
-@pytest.mark.parametrize("form", ["messages", "sharegpt", "alpaca"])
+@pytest.mark.parametrize("form", slow_but(["messages", "sharegpt", "alpaca"], 1))
 @pytest.mark.parametrize("recipe", [FULL, LORA])
 def test_plain(recipe: str, form: str, realdata: Path, tmp_path: Path) -> None:
     more = ["lora.merge_on_save=true"] if recipe == LORA else []

@@ -28,6 +28,7 @@ from tests.adapters.adapted import EVERYWHERE, Setting, adapted
 from tests.distributed.ranks import run_ranks
 from tests.parallel.gathered import gathered_bytes
 from tests.parallel.small_models import VOCABULARY, gradients, small_spec
+from tests.selection import slow_but
 from tests.training.pairs import LOSSES, pairs, plain_loss
 
 LORA = LoraConfig(rank=3, alpha=5, target_modules=EVERYWHERE, dora=True)
@@ -131,7 +132,7 @@ def assert_same(found: Found, wanted: Found) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "full"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", slow_but(LOSSES, 2))
 def test_loss_rewards_and_gradients_equal_the_formulas(loss: str, kind: str, packed: bool) -> None:
     wanted = expected(kind, False, loss)
     assert len({round(number, 6) for number in wanted[0]}) == 4

@@ -22,6 +22,7 @@ from recipe_lib.external.tensor_plan.transformers_models import (
     transformers_model,
 )
 from tests.external.tensor_plan.stored_plan import plan_from
+from tests.selection import slow_but
 
 _place = Path(__file__).with_name("hostile.py")
 _spec = importlib.util.spec_from_file_location("hostile", _place)
@@ -62,7 +63,7 @@ def random_model(config):
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, 4))
 def test_a_plan_is_proven_and_misses_nothing_of_transformers_own(name):
     config = small_config(name)
     plan, mask = plan_and_mask(config)
