@@ -24,6 +24,7 @@ from recipe_lib.external.tensor_plan.transformers_models import (
     shrink,
     transformers_model,
 )
+from tests.plan.apart import apart
 
 WIDTH, ROWS, LENGTH, WORDS = 16, 2, 8, 32
 
@@ -153,8 +154,9 @@ def test_rows_that_ranks_do_not_divide_are_told_where_gradients_are_wanted():
 def test_a_llama_layer_keeps_what_the_native_plan_keeps(size):
     pytest.importorskip("transformers")
     native = formula(layers_of("llama3/8B"), size, OURS)
-    assert 0.99 < kept("llama3/8B", size, "transformers") / native < 1.01
-    assert kept("llama3/8B", size, "transformers", "false") > 2 * native
+    # In processes of their own: a simulated device gives autograd threads, which no fork of this process would have.
+    assert 0.99 < apart(kept, "llama3/8B", size, "transformers") / native < 1.01
+    assert apart(kept, "llama3/8B", size, "transformers", "false") > 2 * native
 
 
 def test_the_fewest_bytes_are_kept_and_of_equal_ones_those_that_cost_least():
