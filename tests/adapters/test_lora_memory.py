@@ -128,6 +128,7 @@ def test_units_hold_the_adapters_of_their_matrices(wrapping: str, tied: bool) ->
     assert units == layers | outside
 
 
+@pytest.mark.slow
 def test_a_step_moves_adapters_and_leaves_every_frozen_bit() -> None:
     def work() -> list[float]:
         lora = LoraConfig(rank=RANK, target_modules=EVERYWHERE, dora=True)

@@ -176,6 +176,7 @@ def test_a_model_that_is_sharded_gets_no_adapters() -> None:
     assert run_ranks(work, 2) == [said, said]
 
 
+@pytest.mark.slow
 def test_logits_can_be_trained_on_too() -> None:
     """Without labels the head's weights are needed in backward, and gathered for it."""
 
@@ -222,6 +223,7 @@ def test_log_probabilities_of_tokens(tied: bool) -> None:
             assert float((found[name] - grad).abs().max() / grad.abs().max()) < 1e-11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_dora_beside_quantized_weights(quantize: str) -> None:
     """Lengths begin as those of the weights that are in use, the quantized ones; and two ranks equal one."""
@@ -265,6 +267,7 @@ def test_fp32_adapters_over_a_bf16_base() -> None:
             assert float((two[name] - grad).norm() / grad.norm()) < 2e-2, name
 
 
+@pytest.mark.slow
 def test_new_adapters_do_not_change_the_model() -> None:
     def work() -> list[float]:
         found = []

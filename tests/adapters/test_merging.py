@@ -55,6 +55,7 @@ def test_merging_is_exact_in_fp64(variant: str, realdata: Path, tmp_path: Path) 
     assert difference(model, plain(out, torch.float64)) < 1e-13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_a_quantized_base_is_merged_as_it_was_trained(kind: str, family: str, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", BLOCKS)
 def test_a_router_of_transformers_4_is_the_one_of_transformers_5(
     family: str, bases: dict[str, Path], tmp_path: Path

@@ -114,6 +114,7 @@ ADDED = [
 ]
 
 
+@pytest.mark.slow
 def test_each_kind_of_tensor_added(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     base = make_base(tmp_path / "base", "llama")
     case = base, train_with_peft(base, tmp_path / "adapter"), None

@@ -171,6 +171,7 @@ def test_faults_of_any_stage_are_told_by_every_rank_as_by_one_process(memory_pat
     assert run_ranks(told, 2, "stages") == [expected] * 2
 
 
+@pytest.mark.slow
 def test_the_room_that_is_looked_for_is_that_of_the_whole_model(memory_path: Path) -> None:
     def told(name: str) -> str:
         def tell(folder: Path, needed: int, purpose: str) -> None:

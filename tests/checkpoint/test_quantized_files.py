@@ -215,6 +215,7 @@ def count_slices() -> list[tuple[str, int]]:
     return read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "int8", "nf4"])
 @pytest.mark.parametrize("name", slow_but(["mxfp4", "qwen3, smaller last blocks", "qwen3-moe"], 1))
 def test_each_of_two_ranks_reads_its_own_part(folders: Callable[[str], Path], name: str, kind: str) -> None:

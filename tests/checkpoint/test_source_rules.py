@@ -36,6 +36,7 @@ def faults(source: str) -> list[str]:
     return [f"{line}: {what}" for line, what in found]
 
 
+@pytest.mark.slow
 def test_no_source_does() -> None:
     files = [path for folder in ("recipe_lib", "recipes") for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(files) > 20

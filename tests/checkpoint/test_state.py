@@ -153,6 +153,7 @@ def test_after_a_forward_without_backward_the_shards_are_saved(tmp_path: Path) -
     assert {found for found, *_ in run_ranks(load_and_continue, 2, tmp_path)} == set(saved)
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_saved_once_and_stays_tied(tmp_path: Path) -> None:
     spec = tiny_spec(tie_word_embeddings=True)
 
@@ -297,6 +298,7 @@ def test_a_rank_that_cannot_write_stops_all_and_nothing_changes(tmp_path: Path) 
     assert tree(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_folder_that_other_ranks_do_not_see(tmp_path: Path) -> None:
     def save_apart() -> str:
         import os

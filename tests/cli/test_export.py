@@ -52,6 +52,7 @@ def make_run(folder: Path, base: Path, lora: LoraConfig = LORA, finished: bool =
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["", "state/step_3"])
 def test_the_adapter_of_a_state(which: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = make_run(tmp_path / "run", base)
@@ -66,6 +67,7 @@ def test_the_adapter_of_a_state(which: str, base: Path, tmp_path: Path, capsys: 
     assert (tmp_path / "run" / "adapter_step_3" / "tokenizer.model").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
 def test_the_merged_model_of_a_run(quantize: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     lora = LoraConfig(rank=4, alpha=8.0, target_modules=["q", "v"], quantize_base=quantize)
@@ -79,6 +81,7 @@ def test_the_merged_model_of_a_run(quantize: str, base: Path, tmp_path: Path, ca
     assert err == f"error: {tmp_path / 'run' / 'model'}: exists; choose another folder with --out, or remove it\n"
 
 
+@pytest.mark.slow
 def test_an_adapter_that_peft_made(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = save_with_peft(base, tmp_path / "a", r=4, target_modules=["k_proj", "lm_head"], use_dora=True)
     code, out, err = call(capsys, tmp_path / "a", "--adapter")
@@ -104,6 +107,7 @@ def test_an_adapter_of_some_layers_is_checked_and_merged(
     assert difference(plain(tmp_path / "a-model"), model) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_state_newer_than_the_adapter_is_named(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = tmp_path / "run"
     make_run(run, base, finished=True)

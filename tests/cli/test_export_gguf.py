@@ -49,6 +49,7 @@ def test_a_model_folder(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert call(capsys, tmp_path / "stories", "--gguf", "q4_k_m", "--out", tmp_path / "x.gguf")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters_is_merged_on_the_way(adapted: Path, capsys: pytest.CaptureFixture):
     code, out, err = call(capsys, adapted, "--gguf", "f32")
     assert (code, err) == (0, "")
@@ -80,6 +81,7 @@ def test_an_adapter_by_itself(adapted: Path, capsys: pytest.CaptureFixture):
     assert contents(file, "adapter.lora.alpha") == config["lora_alpha"]
 
 
+@pytest.mark.slow
 def test_what_an_adapters_file_cannot_be(adapted: Path, realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     adapter = adapted / "adapter"
     assert refused(capsys, adapter, "--gguf", "q4_k_m") == (

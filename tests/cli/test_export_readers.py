@@ -173,6 +173,7 @@ def test_memory_that_is_not_there_is_not_taken(
     assert code == 0 and any("of host memory, 1000 B free on this machine" in line for line in lines), lines
 
 
+@pytest.mark.slow
 def test_a_pattern_without_end_does_not_reach_peft(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

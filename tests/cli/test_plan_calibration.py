@@ -90,6 +90,7 @@ def test_of_a_cpu_the_memory_is_this_machines(tmp_path: Path) -> None:
     assert assumed == "the device is that of --calibration, cpu; its memory is this machine's; --device names another"
 
 
+@pytest.mark.slow
 def test_the_measured_h200_is_planned_as_one(tmp_path: Path) -> None:
     words = [*CONFIG, "--calibration", str(MEASURED), "--sequence", "16", "--json", str(tmp_path / "plan.json")]
     assert apart(main, ["plan", *words]) == 0

@@ -297,6 +297,7 @@ def rows_of(folder: Path, count: int, **fields: Any) -> str:
     return f"data.source={folder}/own.jsonl"
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_faults_that_rows_have(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the words of the run, of which data.order says the first: too few packs for a step of all ranks."""
     monkeypatch.undo()

@@ -69,6 +69,7 @@ def test_a_pipe_is_answered_line_by_line(
     assert out == first + tokenizer.decode(answer, skip_special_tokens=True) + "\n"
 
 
+@pytest.mark.slow
 def test_commands_of_a_pipe(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     answer = piped(monkeypatch, capsys, "Hi\n", run, *LONG)[0]
     out, err = piped(monkeypatch, capsys, "Hi\n/reset\nHi\n/exit\nHi\n", run, *LONG)

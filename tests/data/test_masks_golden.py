@@ -149,6 +149,7 @@ def test_the_whole_rendering_is_that_of_transformers(name, encoder_of, folder_of
     assert compared >= 4
 
 
+@pytest.mark.slow
 def test_the_table_of_the_documentation_is_up_to_date(encoder_of: Callable[..., Encoder]):
     written = (Path(masks_cases.__file__).parents[2] / "docs" / "masks.md").read_text()
     made = masks_cases.page(encoder_of(name) for name in NAMES)

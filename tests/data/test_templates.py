@@ -98,6 +98,7 @@ def test_ids_are_those_of_transformers(name, encoder_of, real_folder):
     assert reference.decode(expected[len(encoded.ids) :]).strip() == ""
 
 
+@pytest.mark.slow
 def test_sharegpt_sample_with_real_templates(encoder_of, realdata):
     file = realdata / "datasets" / "chat" / "axolotl_sharegpt_conversation.json"
     turns = json.loads(file.read_text())["conversations"]

@@ -281,6 +281,7 @@ def test_a_wrong_plan_is_not_run(
         plan_proof.proof(model, mistake(plan), 2)
 
 
+@pytest.mark.slow
 def test_fewer_key_heads_than_ranks_are_proven_on_a_model_that_has_fewer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

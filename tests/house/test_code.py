@@ -38,6 +38,7 @@ def test_nothing_is_executed_or_unpickled():
                 raise AssertionError(f"{place(path, node)}: {ast.unparse(node.func)} can run or write code")
 
 
+@pytest.mark.slow
 def test_no_remote_code():
     for path in python_files():
         for node in ast.walk(tree(path)):

@@ -43,6 +43,7 @@ def test_no_verb_imports_another():
             assert not found, f"{place(path, node)}: imports the verb {found}"
 
 
+@pytest.mark.slow
 def test_recipes_are_not_imported():
     """recipe_lib loads a recipe by its path; nothing imports one by name, and no recipe imports another."""
     names = {path.stem for path in python_files("recipes")} | {"recipes"}

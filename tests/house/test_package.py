@@ -47,6 +47,7 @@ def test_the_image_is_built_from_all_that_the_wheel_needs(wheel: list[str], tmp_
     assert sorted(build_wheel(tmp_path, tmp_path / "out")) == sorted(wheel)
 
 
+@pytest.mark.slow
 def test_the_source_distribution_has_all_that_the_wheel_and_the_image_need(tmp_path: Path):
     pytest.importorskip("hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]

@@ -161,6 +161,7 @@ def test_frozen_layers_give_the_same_bits(kind: str, mode: str) -> None:
     assert device.copied == 2 * (sum(sizes) + sum(sizes[1:-2]) + sum(sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_head_that_backward_needs_is_there_again(mode: str) -> None:
     """Log-probabilities of single tokens project again in backward."""

@@ -62,6 +62,7 @@ def test_they_come_when_they_are_asked_for_and_are_the_same(mode: str, dtype: to
         later[0].run()
 
 
+@pytest.mark.slow
 def test_nothing_is_held_once_they_are_added() -> None:
     hidden, parameters = made()
     inner = hidden.clone()

@@ -66,6 +66,7 @@ def sharded(spec: DecoderSpec) -> dict[str, Any]:
         return {"loss": world.all_reduce_sum(loss.detach()), **gradients}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_function_of_ones_own_on_one_and_on_two_ranks(tied: bool) -> None:
     spec = small_spec(tied=tied)

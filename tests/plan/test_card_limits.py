@@ -54,6 +54,7 @@ def test_each_limit_is_refused_below_it_and_planned_from_it_on(limit: Any) -> No
         assert isinstance(result, str) == (refused or (bool(more) and number < 80))
 
 
+@pytest.mark.slow
 def test_packed_rows_take_a_mask_where_the_flash_kernel_is_missing() -> None:
     assert "packing and sliding windows through the varlen flash kernel | 8.0, in bf16 |" in PAGE
     flash = apart(operators, "sm80", "dtype=bf16", "data.packing=true")

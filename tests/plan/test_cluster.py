@@ -79,6 +79,7 @@ def test_members_of_all_groups(plans: dict[str, Plan]):
     assert copies["data_shard"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
+@pytest.mark.slow
 def test_groups_are_those_that_ranks_communicate_in(plans: dict[str, Plan]):
     """The traced ranks' own groups, which torch made, are among them."""
     for plan in plans.values():

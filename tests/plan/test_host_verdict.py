@@ -40,6 +40,7 @@ def peaks(*overrides: str) -> tuple[int, int]:
     return plan.heaviest.peak.active, plan.heaviest.host
 
 
+@pytest.mark.slow
 def test_a_cpu_has_no_host_beside_it():
     assert apart(peaks, "memory.optimizer_offload=true") == apart(peaks)
 

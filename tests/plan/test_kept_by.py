@@ -81,6 +81,7 @@ def test_each_projection_keeps_its_output_or_input(layers: dict[str, dict[str, L
         assert kept(rows, layer, "") == everything
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "one by one"])
 def test_without_tensor_parallel(layers: dict[str, dict[str, LayerRow]], name: str):
     """Each norm also keeps what it gives q, k and v; gate its output, and where no chain is fused what the activation

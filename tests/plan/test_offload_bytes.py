@@ -117,6 +117,7 @@ def test_the_formula_is_what_layers_keep_without_it(found: dict[str, dict[str, A
     assert found["none"]["host"] == found["full"]["host"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_the_device_holds_the_present_layer_and_those_ahead(ahead: int, found: dict[str, dict[str, Any]]) -> None:
     case = found[f"none, {ahead}"]

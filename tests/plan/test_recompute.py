@@ -97,6 +97,7 @@ def test_layers_keep_what_the_budget_has_room_for(found: dict[str, dict[str, int
     assert 0.9 * gib * GIB < choice.bytes <= gib * GIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", [2, 8])
 def test_an_mlp_in_pieces_holds_one(found: dict[str, dict[str, int]], pieces: int) -> None:
     """With frozen weights, in backward: gate, up, gradients of their product and of both; and a piece's result."""

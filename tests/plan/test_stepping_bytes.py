@@ -47,6 +47,7 @@ def test_one_gradient_at_a_time(found: dict[str, Found]) -> None:
     assert part(LAYER, 2) * BF16 < MATRIX // 2
 
 
+@pytest.mark.slow
 def test_states_of_three_parameters_at_most(found: dict[str, Found]) -> None:
     """One leaving, one stepped, one arriving: behind the embedding q and k, in backward behind the output projection
     the last norm and the last layer's down. Muon has one state of that one."""

@@ -185,6 +185,7 @@ def test_a_run_that_is_killed_has_the_same_best_step(
 # --- stopped, and gone on with otherwise
 
 
+@pytest.mark.slow
 def test_a_signal_at_the_best_step_or_at_the_end_changes_nothing(quiet: Path, tmp_path: Path):
     """SIGTERM in steps whose validation makes them the best, or makes the run end."""
     output = tmp_path / "run"
@@ -196,6 +197,7 @@ def test_a_signal_at_the_best_step_or_at_the_end_changes_nothing(quiet: Path, tm
     assert tree(output / "model") == tree(quiet / "model")
 
 
+@pytest.mark.slow
 def test_a_best_step_after_the_state_that_is_gone_on_from_is_forgotten(tmp_path: Path):
     """A run that gets better all the time, resumed from an early state at a rate that makes it worse."""
     calm = ("checkpoint.keep_best=true", "optimizer.lr=1e-3", "max_steps=8", "checkpoint.keep_last_n=9")

@@ -161,6 +161,7 @@ def hand_divergence(own: torch.Tensor, other: torch.Tensor, kind: str) -> torch.
     return heat**2 * (0.3 * (p * (p / mixture).log()).sum() + 0.7 * (q * (q / mixture).log()).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jensen shannon"])
 def test_steps_are_those_of_a_plain_loop_over_transformers(folder: Path, kind: str) -> None:
     output = folder / f"hand {kind}"

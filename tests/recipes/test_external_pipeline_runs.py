@@ -87,6 +87,7 @@ def test_stages_record_the_losses_of_one_process(found: tuple[Path, Any], name: 
         assert furthest([each[column] for each in divided], [each[column] for each in wanted]) <= most
 
 
+@pytest.mark.slow
 def test_transformers_opens_what_stages_exported(found: tuple[Path, torch.Tensor]) -> None:
     folder, logits = found
     for name in ("full-2", "1-to-2"):

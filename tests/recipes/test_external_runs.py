@@ -105,6 +105,7 @@ def test_several_ranks_give_the_losses_of_one(runs: tuple[Path, Any], kind: str,
         assert furthest([norm for _, _, norm in two], [norm for _, _, norm in one]) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks"), CASES)
 def test_transformers_opens_the_model(runs: tuple[Path, Any], kind: str, ranks: int):
     folder, logits = runs

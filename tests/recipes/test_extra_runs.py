@@ -75,6 +75,7 @@ def test_a_run_that_would_lose_them_is_refused_before_weights_are_read(
     assert run_here(full(realdata, tmp_path / "no", "checkpoint.save_model=false", "max_steps=1")).code == 0
 
 
+@pytest.mark.slow
 def test_export_and_round_trip(realdata: Path, tmp_path: Path, copies: Any) -> None:
     """Started with finite numbers, said, trained, written, read by the recipe, refused by others but transformers."""
     from transformers import AutoModelForCausalLM

@@ -59,6 +59,7 @@ def test_after_an_adapter(folder: str, realdata: Path, tmp_path: Path, capsys: p
     assert type_in(after, capsys) == [answer]
 
 
+@pytest.mark.slow
 def test_after_an_adapter_that_was_merged(realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = adapter_run(realdata, tmp_path / "run", "lora.merge_on_save=true", "lora.dora=true")
     found = commands(run.said)

@@ -81,6 +81,7 @@ def test_the_folder_holds_these_files(runs: dict[str, Any]):
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= model
 
 
+@pytest.mark.slow
 def test_metrics_of_every_step(runs: dict[str, Any]):
     lines = metrics(runs["folder"] / "fp32")
     trained = [line for line in lines if "loss" in line]
@@ -285,6 +286,7 @@ def test_validation_loss_is_that_of_transformers(real_runs: dict[str, Any]):
     assert last["validation_loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_in_bf16(real_runs: dict[str, Any]):
     fp32, bf16 = (losses(real_runs["folder"] / name) for name in ("fp32", "bf16"))
     assert furthest(bf16, fp32) <= 0.03 and bf16 != fp32

@@ -112,6 +112,7 @@ def test_the_model_is_there_however_the_run_ends(finished: Path, capfd: pytest.C
     assert not list(finished.glob("earlier*")) and not (finished / "state").exists()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_takes_the_place_when_it_has_gone_on_to_its_end(finished: Path) -> None:
     model = tree(finished / "model")
     again = [*arguments(finished), *SMALL, "seed=5"]

@@ -203,6 +203,7 @@ def test_a_step_has_the_gradient_of_the_mean_over_its_pairs(tmp_path: Path) -> N
     assert step["grad_norm"] == pytest.approx(float(norm), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_accuracy_rises(realdata: Path, tmp_path: Path) -> None:
     data = write_classes(tmp_path)
     own = (

@@ -35,6 +35,7 @@ def train_in_own_folder(folder: Path) -> tuple[int, list[str]]:
     return run.code, run.said
 
 
+@pytest.mark.slow
 def test_what_one_rank_alone_finds_wrong_is_what_is_said(tmp_path: Path) -> None:
     """And not that the others have found the format of their data by then."""
     (tmp_path / "of rank 1").touch()

@@ -121,6 +121,7 @@ DATED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [False, True])
 def test_the_date_of_training_stays(given: bool, realdata: Path, tmp_path: Path) -> None:
     """Whether the template is the tokenizer's own or a file."""

@@ -52,6 +52,7 @@ def test_a_template_that_does_not_end_is_stopped(source, monkeypatch):
     assert render(template().render_many, MESSAGES, False) == "a", "a new process goes on with other templates"
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_even_answer_is_ended(monkeypatch):
     monkeypatch.setattr(tokenizer, "TIMEOUT_SECONDS", 0.2)
     ours = template()

@@ -70,6 +70,7 @@ def theirs() -> Any:
     return low_bit_adamw()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_steps_are_torchaos(theirs: Any, bits: int, dtype: torch.dtype) -> None:

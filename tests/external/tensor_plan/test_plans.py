@@ -63,6 +63,7 @@ def random_model(config):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(MODELS, 4))
 def test_a_plan_is_proven_and_misses_nothing_of_transformers_own(name):
     config = small_config(name)
@@ -221,6 +222,7 @@ def test_a_size_that_would_send_the_forward_another_way_is_not_legal():
 ONE_KEY_HEAD = {"falcon": "self_attention.query_key_value", "gpt_bigcode": "attn.c_attn"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_KEY_HEAD)
 def test_of_a_fused_matrix_the_queries_are_cut_and_the_key_head_is_whole(name):
     config = small_config(name)

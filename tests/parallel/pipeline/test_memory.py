@@ -36,6 +36,7 @@ def test_what_is_alive_after_each_action_is_what_theory_says_to_the_byte(traced,
         assert max(bytes_ for _, bytes_ in wanted) > 4 * min(bytes_ for _, bytes_ in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", QUICK, ids="-".join)
 def test_nothing_but_parameters_and_gradients_is_alive_after_a_step(traced, job):
     assert [found["left"] for found in traced[job]] == [0] * RANKS

@@ -112,6 +112,7 @@ def test_what_was_typed_stays():
     assert set(seen) == {(32, 2, "auto", 1)}
 
 
+@pytest.mark.slow
 def test_the_smallest_micro_batch_is_tried_first():
     """Of sizes that fit up to 8 rows the search finds 8, and tries few others."""
     trials, _ = trials_of()

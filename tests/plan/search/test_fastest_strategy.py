@@ -102,6 +102,7 @@ def test_a_rank_holds_everything_and_sums_what_is_trained_once_a_step(
     assert here["buckets"] == most if name == "wide" else 0 < here["buckets"] <= most
 
 
+@pytest.mark.slow
 def test_matmuls_in_8_bits_are_counted_as_such(found: dict[str, dict[str, Any]]):
     """Tokens times weights: forward, again, two gradients; of a frozen weight one, and none of the first layer's
     inputs, whose embedding is frozen too."""

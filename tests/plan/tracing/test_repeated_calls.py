@@ -134,6 +134,7 @@ def test_notes_give_the_peaks_of_the_whole(traced: tuple[dict[str, Any], dict[st
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("figure", ["issued", "flops", "moved"])
 def test_notes_count_all_of_the_work(traced: tuple[dict[str, Any], dict[str, Any]], figure: str) -> None:
     noted, whole = traced

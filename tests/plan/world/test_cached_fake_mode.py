@@ -183,6 +183,7 @@ def test_another_default_dtype_is_another_call(mode: FakeTensorMode) -> None:
     assert found == [torch.float32, torch.bfloat16] * 2
 
 
+@pytest.mark.slow
 def test_a_mode_ends_with_the_next_one() -> None:
     first = FakeTensorMode()
     gone = weakref.ref(first)

@@ -54,6 +54,7 @@ def widest(cfg, ranks: int) -> tuple[int, int, int]:
     return plan.total_steps(cfg.epochs, cfg.max_steps), max(width for _, width in shapes), shapes[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_longest_row_is_the_width_of_the_widest_batch(tmp_path: Path, packing: str, ranks: int):

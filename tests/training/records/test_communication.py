@@ -98,6 +98,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     return found | {"said": [line for line in run.said if "communication" in line]}
 
 
+@pytest.mark.slow
 def test_a_step_of_two_ranks(tmp_path: Path):
     first, second = run_ranks(two_ranks, 2, tmp_path)
     assert second["waits"][0] == second["works"][0] == {} and second["said"] == []
