@@ -251,12 +251,7 @@ def _describe_gpus(facts: dict[str, Any]) -> list[Row]:
             parts.append(f"to it {per_second(copies['copy_to_device'])}")
             parts.append(f"from it {per_second(copies['copy_to_host'])}")
         rows.append((f"GPU {number}", ", ".join(parts)))
-    if not rows:
-        error = steps.get("torch", {}).get("error")
-        said = f" (torch says: {error})" if error else ""
-        listed = len(facts["machine"]["listed_gpus"])
-        unseen = ("unseen", f"{listed} that torch does not see{said}")
-        rows = [unseen if listed else ("none", f"what follows is the CPU's{said}")]
+    rows = rows or [("none", "what follows is the CPU's")]  # a finding says why torch sees none
     measured = steps.get("calibration")
     if measured:
         rows.append(_describe_rates_for_plans(measured))

@@ -2,14 +2,12 @@
 
 import argparse
 import ast
-import importlib.util
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from recipe_lib.cli.torchrun_flags import WITH_VALUE, WITHOUT_VALUE
@@ -135,26 +133,15 @@ def _is_shipped(path: Path) -> bool:
     return path.resolve().parent == recipes_folder().resolve()
 
 
-class _ProgramLoader(SourceFileLoader):
-    """Imports a file as a program is run: nothing is written next to it."""
+def _compile(path: Path) -> CodeType:
+    """Return the code of a recipe's file.
 
-    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
-        """Python would keep the compiled file in `__pycache__`."""
-
-    def get_data(self, path: str) -> bytes:
-        """Reads the file, as far as it has a recipe's size."""
-        try:
-            return read_bytes(path, TEXT_LIMIT)
-        except OSError as error:
-            if path != self.path:  # of a compiled file, which need not be there
-                raise
-            raise SyntaxError(str(error.strerror)) from error
-
-
-def _check_source(loader: _ProgramLoader, name: str) -> None:
-    """Raise SyntaxError for a file that Python cannot even parse, told apart from one that fails while it is run."""
+    Raises SyntaxError for a file that Python cannot even parse, told apart from one that fails while it is run.
+    """
     try:
-        loader.get_code(name)
+        return compile(read_bytes(path, TEXT_LIMIT), str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        raise SyntaxError(str(error.strerror)) from error
     except (ValueError, RecursionError, MemoryError) as error:  # a NUL, or nested too deep
         raise SyntaxError(f"cannot be read as Python ({str(error) or type(error).__name__})") from error
 
@@ -168,16 +155,12 @@ def load_module(path: Path) -> ModuleType:
     folder = str(path.parent.resolve())
     if not _is_shipped(path) and folder not in sys.path:
         sys.path.append(folder)  # last, so that a file there cannot take an installed package's place
-    loader = _ProgramLoader(name, str(path))
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    if spec is None:
-        raise ConfigError(f"{show(str(path))}: is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(name)
+    module.__file__ = str(path)
     sys.modules[name] = module  # dataclasses look their module up there
     try:
         with importing("torch" if "torch" not in sys.modules else path.name):
-            _check_source(loader, name)
-            loader.exec_module(module)
+            exec(_compile(path), vars(module))  # noqa: S102  (nothing is written next to it, as of a program)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SyntaxError):
