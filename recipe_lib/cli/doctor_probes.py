@@ -31,6 +31,7 @@ from typing import Any
 
 from recipe_lib.cli.launch import cores, end_with_parent
 from recipe_lib.cli.local_gpus import own_gpus
+from recipe_lib.errors import first_line
 from recipe_lib.units import MIB
 
 GRACE_SECONDS = 3.0  # how long the others may go on after one rank has failed
@@ -191,7 +192,7 @@ def describe_torch() -> dict[str, Any]:
     try:
         module.init()
     except (RuntimeError, AssertionError) as error:
-        described["error"] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        described["error"] = first_line(error)
         return described
     for number in range(module.device_count()):
         free, total = module.mem_get_info(number)
