@@ -2,10 +2,12 @@
 
 import argparse
 import ast
+import importlib.util
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -133,17 +135,21 @@ def _is_shipped(path: Path) -> bool:
     return path.resolve().parent == recipes_folder().resolve()
 
 
-def _compile(path: Path) -> CodeType:
-    """Return the code of a recipe's file.
+class _ProgramLoader(SourceFileLoader):
+    """Imports a file as a program is run: nothing is written next to it."""
 
-    Raises SyntaxError for a file that Python cannot even parse, told apart from one that fails while it is run.
-    """
-    try:
-        return compile(read_bytes(path, TEXT_LIMIT), str(path), "exec", dont_inherit=True)
-    except OSError as error:
-        raise SyntaxError(str(error.strerror)) from error
-    except (ValueError, RecursionError, MemoryError) as error:  # a NUL, or nested too deep
-        raise SyntaxError(f"cannot be read as Python ({str(error) or type(error).__name__})") from error
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the file's code.
+
+        Raises SyntaxError for a file that Python cannot even parse, told apart from one that fails while it is run.
+        """
+        try:
+            code: CodeType = self.source_to_code(read_bytes(Path(self.path), TEXT_LIMIT), self.path)
+        except OSError as error:
+            raise SyntaxError(str(error.strerror)) from error
+        except (ValueError, RecursionError, MemoryError) as error:  # a NUL, or nested too deep
+            raise SyntaxError(f"cannot be read as Python ({str(error) or type(error).__name__})") from error
+        return code
 
 
 def load_module(path: Path) -> ModuleType:
@@ -155,12 +161,15 @@ def load_module(path: Path) -> ModuleType:
     folder = str(path.parent.resolve())
     if not _is_shipped(path) and folder not in sys.path:
         sys.path.append(folder)  # last, so that a file there cannot take an installed package's place
-    module = ModuleType(name)
-    module.__file__ = str(path)
+    loader = _ProgramLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    if spec is None:
+        raise ConfigError(f"{show(str(path))}: is not a Python file")
+    module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     try:
         with importing("torch" if "torch" not in sys.modules else path.name):
-            exec(_compile(path), vars(module))  # noqa: S102  (nothing is written next to it, as of a program)
+            loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SyntaxError):
