@@ -71,6 +71,11 @@ def _escape(letter: str) -> str:
     return escaped if escaped != letter else letter.encode("unicode_escape").decode("ascii")
 
 
+def first_line(error: BaseException, most: int = 200) -> str:
+    """Return the first line of what an error says, so many letters of it; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
+
+
 def lines_in(error: BaseException, file: str | os.PathLike[str]) -> list[int]:
     """The lines of a Python file that an error came through, outermost first, however the file's path was written."""
     wanted = os.path.abspath(file)

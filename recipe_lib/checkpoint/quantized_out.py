@@ -20,12 +20,12 @@ from recipe_lib import files
 from recipe_lib.checkpoint.model_card import CARD
 from recipe_lib.checkpoint.run_files import publish
 from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
-from recipe_lib.checkpoint.verify import compute_logits, first_line, open_model, quiet_transformers
+from recipe_lib.checkpoint.verify import compute_logits, open_model, quiet_transformers
 from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.checkpoint.weights_in import unknown_extras
 from recipe_lib.checkpoint.weights_out import spell_config
 from recipe_lib.config.local_files import install_line
-from recipe_lib.errors import CheckpointError, SetupError, StorageError
+from recipe_lib.errors import CheckpointError, SetupError, StorageError, first_line
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.qat import base_config
 from recipe_lib.models import read_config, read_trained_spec

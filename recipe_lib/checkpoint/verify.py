@@ -21,7 +21,7 @@ from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.checkpoint.weights_in import load_weights
 from recipe_lib.config.local_files import has_package, install_line
 from recipe_lib.config.schema import LoraConfig
-from recipe_lib.errors import CheckpointError
+from recipe_lib.errors import CheckpointError, first_line
 from recipe_lib.logs import silence_torchao
 from recipe_lib.memory.peaks import free_host_memory
 from recipe_lib.models import Decoder, build_meta, read_config
@@ -272,11 +272,6 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of what another library says."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _why_not_opened(

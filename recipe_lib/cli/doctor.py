@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from recipe_lib.report.phases import phase
 
 FOUND = 1  # exit code
 STEP_SECONDS = 60.0  # for one step of a process; the slowest takes some seconds
-VERSION = 1  # of what --json writes
+VERSION = 2  # of what --json writes
 RANKS_PER_CORE = 4  # without GPUs: more would stand in each other's way, and a process takes some 200 MB
 DESCRIPTION = """Looks at this machine as a run would use it: versions, GPUs and whether copies between them arrive
 whole, collectives by size, copies to the host, rates of matrix products, memory, limits, disks. Says in a line each
@@ -101,7 +100,7 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
         device = run_isolated(doctor_probes.device_steps, seconds=STEP_SECONDS)[0]
     facts["failed"] = device.failed
     for name, value in device.values.items():
-        if name.startswith(("copies from", "copies between")):
+        if name.startswith("copies from"):
             facts["peers"].append(value)
         else:
             facts["steps"][name] = value
@@ -124,7 +123,7 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
     """Time collectives among ranks on this machine.
 
     Return backend, ranks, points (operation, bytes, seconds of the slowest rank, wrong numbers over all ranks), failed
-    (what hung or broke: "rank 1: all_reduce of 1.00 MiB: why"), said (what NCCL warned of).
+    (what hung or broke: "rank 1: all_reduce of 1.00 MiB: why").
     """
     outcomes = run_isolated(partial(link_steps, ranks, on_gpu), ranks, STEP_SECONDS)
     points = []
@@ -136,19 +135,16 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
     failed = [
         f"rank {rank}: {name}: {why}" for rank, outcome in enumerate(outcomes) for name, why in outcome.failed.items()
     ]
-    warned = [line.strip() for outcome in outcomes for line in outcome.said.splitlines() if "NCCL WARN" in line]
-    said = list(dict.fromkeys(warned))[:5]
-    return {"backend": "nccl" if on_gpu else "gloo", "ranks": ranks, "points": points, "failed": failed, "said": said}
+    backend = "nccl" if on_gpu else "gloo"
+    return {"backend": backend, "ranks": ranks, "points": points, "failed": failed}
 
 
 def link_steps(ranks: int, on_gpu: bool, rank: int, folder: Path) -> Any:
     """Return the steps of one rank, in its own process and environment."""
     import torch
 
-    from recipe_lib.cli.launch import cores
     from recipe_lib.plan.timing.calibrate import CPU_SIZES, GPU_SIZES, collective_steps
 
-    os.environ.setdefault("NCCL_DEBUG", "WARN")
     torch.set_num_threads(max(1, cores() // ranks))
     sizes = GPU_SIZES if on_gpu else CPU_SIZES
     return collective_steps(rank, ranks, folder, on_gpu=on_gpu, sizes=sizes, seconds=2 * STEP_SECONDS)

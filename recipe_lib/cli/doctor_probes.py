@@ -18,21 +18,20 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import combinations, permutations
-from multiprocessing import Pipe
+from itertools import permutations
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any
 
 from recipe_lib.cli.launch import cores, end_with_parent
 from recipe_lib.cli.local_gpus import own_gpus
-from recipe_lib.redaction import redact
+from recipe_lib.errors import first_line
 from recipe_lib.units import MIB
 
 GRACE_SECONDS = 3.0  # how long the others may go on after one rank has failed
@@ -166,11 +165,8 @@ def device_steps(rank: int, folder: Path) -> Iterator[Step]:
     yield "calibration", partial(calibrate, "cuda" if gpus else "cpu")
     if find_version("torchao"):
         yield "torchao", import_torchao
-    for first, second in permutations(range(len(gpus)), 2):
-        yield f"copies from GPU {first} to GPU {second}", partial(copy_between, first, second, both=False)
-    for first, second in combinations(range(len(gpus)), 2):
-        name = f"copies between GPU {first} and GPU {second} both ways at once"
-        yield name, partial(copy_between, first, second, both=True)
+    for source, target in permutations(range(len(gpus)), 2):
+        yield f"copies from GPU {source} to GPU {target}", partial(copy_between, source, target)
 
 
 def import_torchao() -> str:
@@ -196,7 +192,7 @@ def describe_torch() -> dict[str, Any]:
     try:
         module.init()
     except (RuntimeError, AssertionError) as error:
-        described["error"] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        described["error"] = first_line(error)
         return described
     for number in range(module.device_count()):
         free, total = module.mem_get_info(number)
@@ -213,24 +209,28 @@ def on_device(device: str, measure: Callable[[], Any]) -> Any:
         return measure()
 
 
-def copy_between(first: int, second: int, *, both: bool) -> dict[str, Any]:
-    """{"from", "to", "both", "access": whether the driver says that the second can read the first's memory, "wrong",
-    "rate"}, the last two of `verify_copies`."""
+def copy_between(source: int, target: int) -> dict[str, Any]:
+    """Copy from one GPU to another; return "from", "to", "access" and what `verify_copies` gives.
+
+    access: the driver says that the target can read the source's memory.
+    """
     import torch
 
-    access = torch.get_device_module("cuda").can_device_access_peer(second, first)
-    there, back = (f"cuda:{first}", f"cuda:{second}"), (f"cuda:{second}", f"cuda:{first}")
-    found = verify_copies([there, back] if both else [there])
-    return {"from": first, "to": second, "both": both, "access": access, **found}
+    access = torch.get_device_module("cuda").can_device_access_peer(target, source)
+    arrived = verify_copies(f"cuda:{source}", f"cuda:{target}")
+    return {"from": source, "to": target, "access": access, **arrived}
 
 
 def verify_copies(
-    ways: list[tuple[str, str]], copy: Callable[[Any, Any], None] | None = None, sizes: tuple[int, ...] = COPIED
+    source: str,
+    target: str,
+    copy: Callable[[Any, Any], None] | None = None,
+    sizes: tuple[int, ...] = COPIED,
 ) -> dict[str, Any]:
-    """Copies between devices, all of the ways at once, in several sizes and patterns, each compared on the host.
+    """Copy between devices in several sizes and patterns, and compare each on the host.
 
     copy(target, source): torch's own if None; tests plant another. Returns {"wrong": of each size and pattern that
-    arrived otherwise, a line, "rate": bytes a second of the largest, all ways together}.
+    arrived otherwise, a line, "rate": bytes a second of the largest}.
     """
     import torch
 
@@ -238,23 +238,22 @@ def verify_copies(
     wrong: list[str] = []
     rate = 0.0
     for size in sizes:
-        for name, sent in patterns(size // 4):
+        for name, words in patterns(size // 4):
             # What is there before is neither what is sent nor zeros: copies that never happen are seen.
-            pairs = [(torch.full_like(sent, 0x5A5A5A5A).to(to), sent.to(where, copy=True)) for where, to in ways]
-            _settle(ways)
+            received = torch.full_like(words, 0x5A5A5A5A).to(target)
+            sent = words.to(source, copy=True)
+            _synchronize(source, target)
             start = time.perf_counter()
-            for target, source in pairs:
-                copy(target, source)
-            _settle(ways)
-            rate = len(ways) * size / (time.perf_counter() - start)
-            for target, _ in pairs:
-                arrived = target.cpu()
-                if not torch.equal(arrived, sent):
-                    other = (arrived != sent).nonzero().flatten()
-                    wrong.append(
-                        f"{size} bytes of {name}: {len(other)} of {len(sent)} words are others, the first is "
-                        f"{int(arrived[other[0]])} where {int(sent[other[0]])} was sent"
-                    )
+            copy(received, sent)
+            _synchronize(source, target)
+            rate = size / (time.perf_counter() - start)
+            arrived = received.cpu()
+            if not torch.equal(arrived, words):
+                other = (arrived != words).nonzero().flatten()
+                wrong.append(
+                    f"{size} bytes of {name}: {len(other)} of {len(words)} words are others, the first is "
+                    f"{int(arrived[other[0]])} where {int(words[other[0]])} was sent"
+                )
     return {"wrong": wrong, "rate": rate}
 
 
@@ -273,13 +272,12 @@ def patterns(words: int) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def _settle(ways: list[tuple[str, str]]) -> None:
-    """Waits for all devices that take part."""
+def _synchronize(*devices: str) -> None:
+    """Wait for all devices that take part."""
     import torch
 
-    for device in {device for way in ways for device in way}:
-        if torch.device(device).type != "cpu":
-            torch.get_device_module("cuda").synchronize(device)
+    for device in devices:
+        torch.get_device_module(device).synchronize(device)
 
 
 @dataclass
@@ -288,8 +286,11 @@ class Outcome:
 
     values: dict[str, Any] = field(default_factory=dict)  # by step
     failed: dict[str, str] = field(default_factory=dict)  # step -> why, in a few words
-    said: str = ""  # the end of what it printed
     begun: str = "start"  # the last step
+
+
+# The pipe from a process that has not ended -> it, and what became of it so far.
+Running = dict[Any, tuple[ForkProcess, Outcome]]
 
 
 def run_isolated(work: Callable[[int, Path], Iterable[Step]], ranks: int = 1, seconds: float = 60.0) -> list[Outcome]:
@@ -298,70 +299,55 @@ def run_isolated(work: Callable[[int, Path], Iterable[Step]], ranks: int = 1, se
     folder: empty at first, shared by the ranks. seconds: how long no rank may come further; then all are killed. One
     process goes on after a step that failed; of several, the one that failed ends, as the others wait for it.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
     outcomes = [Outcome() for _ in range(ranks)]
-    parent = os.getpid()
-    pids: list[int] = []
-    running: dict[Any, int] = {}  # the pipe from a process that has not ended -> its rank
+    running: Running = {}
+    why = ""
     with TemporaryDirectory(prefix="tune-doctor-", ignore_cleanup_errors=True) as name:
         try:
-            for rank in range(ranks):
+            for rank, outcome in enumerate(outcomes):
                 mine, theirs = Pipe(duplex=False)
-                pids.append(os.fork())
-                if pids[rank] == 0:
-                    _live(work, rank, Path(name), theirs, parent, goes_on=ranks == 1)
+                arguments = (work, rank, Path(name), theirs, os.getpid(), ranks == 1)
+                process = get_context("fork").Process(target=_live, args=arguments)
+                process.start()
                 theirs.close()
-                running[mine] = rank
-            why = _listen(running, pids, outcomes, seconds)
+                running[mine] = process, outcome
+            why = _listen(running, seconds)
         finally:
-            for rank in running.values():
-                with suppress(ProcessLookupError):
-                    os.kill(pids[rank], signal.SIGKILL)
-            codes = {rank: _wait_for_end(pids[rank]) for rank in running.values()}
-        for rank, code in codes.items():
-            outcomes[rank].failed.setdefault(outcomes[rank].begun, STUCK if code is None else why)
-        for rank, outcome in enumerate(outcomes):
-            output = Path(name, f"output{rank}")
-            outcome.said = output.read_text(encoding="utf-8", errors="replace")[-4000:] if output.exists() else ""
+            for process, _ in running.values():
+                process.kill()
+            for process, outcome in running.values():
+                process.join(KILL_SECONDS)
+                outcome.failed.setdefault(outcome.begun, why if process.exitcode else STUCK)
     return outcomes
 
 
 def _live(
-    work: Callable[[int, Path], Iterable[Step]], rank: int, folder: Path, pipe: Connection, parent: int, *,
+    work: Callable[[int, Path], Iterable[Step]],
+    rank: int,
+    folder: Path,
+    pipe: Connection,
+    parent: int,
     goes_on: bool,
-) -> NoReturn:  # fmt: skip
-    """Live as one process, which leaves through os._exit: what the parent does at its end is not its own."""
-    code = 1
-    try:
-        gc.freeze()  # what the parent has thrown away is not to be taken down here: it may wait for threads
-        end_with_parent(parent)
-        output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-        for name, step in work(rank, folder):
-            pipe.send(("begun", name, None))
-            try:
-                pipe.send(("done", name, step()))
-            except Exception as error:  # noqa: BLE001  (whatever a machine does wrong is to be reported)
-                print(redact(traceback.format_exc()), file=sys.stderr)
-                first = (str(error).strip().splitlines() or [""])[0]
-                pipe.send(("failed", name, f"{type(error).__name__}: {first}"[:300]))
-                if not goes_on:
-                    break
-        else:
-            code = 0
-    except BaseException:  # noqa: BLE001  (nothing of the parent's may run here)
-        print(redact(traceback.format_exc()), file=sys.stderr)
-    finally:
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+) -> None:
+    """Live as one process, which prints nothing. goes_on: also after a step that failed."""
+    gc.freeze()  # what the parent has thrown away is not to be taken down here: it may wait for threads
+    end_with_parent(parent)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    sys.stdout = sys.stderr = os.fdopen(nowhere, "w")
+    for name, step in work(rank, folder):
+        pipe.send(("begun", name, None))
+        try:
+            pipe.send(("done", name, step()))
+        except Exception as error:  # noqa: BLE001  (whatever a machine does wrong is to be reported)
+            first = (str(error).strip().splitlines() or [""])[0]
+            pipe.send(("failed", name, f"{type(error).__name__}: {first}"[:300]))
+            if not goes_on:
+                sys.exit(1)
 
 
-def _listen(running: dict[Any, int], pids: list[int], outcomes: list[Outcome], seconds: float) -> str:
+def _listen(running: Running, seconds: float) -> str:
     """Take in what the processes send; return why those that are left in `running` are to be killed.
 
     Until all have ended, or for `seconds` without a word from any, or for a short while after the first failure.
@@ -373,13 +359,14 @@ def _listen(running: dict[Any, int], pids: list[int], outcomes: list[Outcome], s
         if not ready:
             return "ended, as another rank had failed" if failed else f"not done after {seconds:.0f} s"
         for pipe in ready:
-            outcome = outcomes[running[pipe]]
+            process, outcome = running[pipe]
             try:
                 kind, name, value = pipe.recv()
             except (EOFError, OSError):  # it has ended
-                code = _wait_for_end(pids[running.pop(pipe)])
-                if code != 0:
-                    outcome.failed.setdefault(outcome.begun, _describe_end(code))
+                del running[pipe]
+                process.join(KILL_SECONDS)
+                if process.exitcode != 0:
+                    outcome.failed.setdefault(outcome.begun, _describe_end(process.exitcode))
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                     failed = True
                 continue
@@ -390,17 +377,6 @@ def _listen(running: dict[Any, int], pids: list[int], outcomes: list[Outcome], s
             if not failed:
                 deadline = time.monotonic() + seconds
     return ""
-
-
-def _wait_for_end(pid: int) -> int | None:
-    """Return the exit code of a process that is ending; None for one that does not go."""
-    deadline = time.monotonic() + KILL_SECONDS
-    while time.monotonic() < deadline:
-        gone, status = os.waitpid(pid, os.WNOHANG)
-        if gone:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    return None
 
 
 def _describe_end(code: int | None) -> str:

@@ -1,12 +1,9 @@
 """What `tune doctor` makes of the facts: what is wrong, what is worth knowing, and the text that it prints."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 from recipe_lib.cli.doctor_probes import LOW_PRECISION, RANGES, in_range
-from recipe_lib.errors import ConfigError
-from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.timing.calibration import LARGE_MATMUL
 from recipe_lib.plan.timing.cost import OPERATIONS, wire_bytes
 from recipe_lib.report.terminal import heading, open_console, put, put_section, terminal_width, text_of
@@ -18,7 +15,6 @@ Finding = dict[str, str]
 
 IN_USE = GIB  # of a GPU by others; a desktop takes less
 SLOW_GPU = 0.8  # of the fastest like it
-SLOW_MATMUL = 0.4  # of the data sheet's rate; kernels reach 0.65
 SHARED_MEMORY = 512 * MIB  # for NCCL among GPUs that cannot reach each other
 MEMORY = 2 * GIB  # of the host, for torch alone
 DISK = 5 * GIB
@@ -61,7 +57,6 @@ _BROKEN = {
     "matmuls of GPU": "gpu-broken",
     "copies of GPU": "gpu-broken",
     "copies from GPU": "peer-copies-hang",
-    "copies between GPU": "peer-copies-hang",
 }
 
 
@@ -116,21 +111,16 @@ def _judge_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _judge_speed(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """GPUs that are slower than others like them, or than their data sheet; slow copies to and from the host."""
+    """GPUs that are slower than others like them; slow copies to and from the host."""
     steps = facts["steps"]
     gpus = _list_gpus(facts)
     rates = {number: steps[name] for number in range(len(gpus)) if (name := f"matmuls of GPU {number}") in steps}
     for number, rate in rates.items():
         name = gpus[number]["name"]
         best = max(rates[other] for other in rates if gpus[other]["name"] == name)
-        bars = [(SLOW_GPU * best, f"another {name} here at {best / 1e12:.0f}; all ranks wait for the slowest")]
-        with suppress(ConfigError):  # a card of no table
-            known = find_hardware(name)
-            sheet = known.rate("bf16")
-            bars.append((SLOW_MATMUL * sheet, f"the data sheet of {known.name} says {sheet / 1e12:.0f}"))
-        slower = [what for bar, what in bars if rate < bar]
-        if slower:
-            yield "gpu-slow", f"GPU {number}: bf16 matmuls at {rate / 1e12:.0f} TFLOP/s, {slower[0]}"
+        if rate < SLOW_GPU * best:
+            line = f"another {name} here at {best / 1e12:.0f}; all ranks wait for the slowest"
+            yield "gpu-slow", f"GPU {number}: bf16 matmuls at {rate / 1e12:.0f} TFLOP/s, {line}"
     slowest = min(
         (min(rate.values()) for name, rate in steps.items() if name.startswith("copies of")), default=SLOW_COPY
     )
@@ -143,27 +133,24 @@ def _judge_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     wrong_ways = [way for way in facts["peers"] if way["wrong"]]
     if wrong_ways:
         first = wrong_ways[0]
-        both = " both ways at once" if first["both"] else ""
-        access = "; the driver reports peer access all the same" if any(way.get("access") for way in wrong_ways) else ""
+        access = "; the driver reports peer access all the same" if any(way["access"] for way in wrong_ways) else ""
         line = f"copies between GPUs arrive wrong, {len(wrong_ways)} of {len(facts['peers'])} ways; GPU"
-        line += f" {first['from']} to GPU {first['to']}{both}: {first['wrong'][0]}{access}"
+        line += f" {first['from']} to GPU {first['to']}: {first['wrong'][0]}{access}"
         yield "peer-copies-wrong", line
-    one_way = [way for way in facts["peers"] if not way["both"]]
-    if one_way and not any(way["access"] for way in one_way):
+    if facts["peers"] and not any(way["access"] for way in facts["peers"]):
         yield "no-peer-access", "GPUs cannot read each other's memory, so exchange goes through the host"
     links = facts["links"]
     if links is None:
         return
-    warned = f"; NCCL says: {links['said'][0]}" if links["said"] else ""
     if links["failed"]:
         # of ranks that ended because of another one, the cause is not theirs
         causes = [line for line in links["failed"] if not line.endswith("another rank had failed")]
         line = f"collectives among {links['ranks']} ranks ({links['backend']}): {(causes or links['failed'])[0]}"
-        yield "collectives-fail", line + warned
+        yield "collectives-fail", line
     wrong = [row for row in links["points"] if row["wrong"]]
     if wrong:
         line = f"{wrong[0]['operation']} of {format_bytes(wrong[0]['bytes'])} among {links['ranks']} ranks gives"
-        yield "collectives-wrong", f"{line} {wrong[0]['wrong']} wrong numbers{warned}"
+        yield "collectives-wrong", f"{line} {wrong[0]['wrong']} wrong numbers"
 
 
 def _judge_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -198,8 +185,7 @@ def report(facts: dict[str, Any], faults: list[Finding], hints: list[Finding]) -
     console = open_console(terminal_width(WIDTH))
     for title, rows in (
         ("software", _list_software(facts)),
-        ("GPUs", _describe_gpus(facts)),
-        ("rates", _list_rates(facts["steps"])),
+        ("GPUs and rates", _describe_gpus(facts)),
         ("links", _describe_peers(facts["peers"])),
     ):
         put_section(console, _section(title, rows))
@@ -249,36 +235,30 @@ def _list_software(facts: dict[str, Any]) -> list[Row]:
 
 
 def _describe_gpus(facts: dict[str, Any]) -> list[Row]:
-    """A line for each."""
+    """Return a line for each GPU, then what plans take: matrix products, memory, operators."""
+    steps = facts["steps"]
     rows = []
     for number, gpu in enumerate(_list_gpus(facts)):
-        memory = f"{format_bytes(gpu['memory'])}, {format_bytes(gpu['free'])} free"
-        rows.append((f"GPU {number}", f"{gpu['name']}, sm_{''.join(map(str, gpu['capability']))}, {memory}"))
-    error = facts["steps"].get("torch", {}).get("error")
-    said = f" (torch says: {error})" if error else ""
-    listed = facts["machine"]["listed_gpus"]
-    unseen = ("unseen", f"{len(listed)} that torch does not see{said}")
-    return rows or [unseen if listed else ("none", f"what follows is the CPU's{said}")]
-
-
-def _list_rates(steps: dict[str, Any]) -> list[Row]:
-    """Matrix products, memory, and copies to and from the host."""
-    rows = []
-    for number in range(len(steps.get("torch", {}).get("gpus", []))):
-        copies = steps.get(f"copies of GPU {number}")
+        parts = [gpu["name"], f"sm_{''.join(map(str, gpu['capability']))}"]
+        parts += [format_bytes(gpu["memory"]), f"{format_bytes(gpu['free'])} free"]
         products = steps.get(f"matmuls of GPU {number}")
-        parts = [f"bf16 matmuls {products / 1e12:.1f} TFLOP/s"] if products else []
+        parts.append(f"bf16 matmuls {products / 1e12:.1f} TFLOP/s" if products else "not measured")
         if number == 0:
             low = {name: steps.get(f"{name} matmuls") for name in LOW_PRECISION}
             parts += [f"{name} {rate / 1e12:.1f}" for name, rate in low.items() if rate]
+        copies = steps.get(f"copies of GPU {number}")
         if copies:
-            parts.append(f"to it {per_second(copies['copy_to_device'])}, from it {per_second(copies['copy_to_host'])}")
-        rows.append((f"GPU {number}", ", ".join(parts) or "not measured"))
+            parts.append(f"to it {per_second(copies['copy_to_device'])}")
+            parts.append(f"from it {per_second(copies['copy_to_host'])}")
+        rows.append((f"GPU {number}", ", ".join(parts)))
+    rows = rows or [("none", "what follows is the CPU's")]  # a finding says why torch sees none
     measured = steps.get("calibration")
     if measured:
         rows.append(_describe_rates_for_plans(measured))
-        rows.append(("its memory", f"{per_second(measured['bandwidth'])} read and written by an addition"))
-        rows.append(("an operator", f"{1e6 * measured['host_seconds']:.1f} us for the host to issue"))
+        memory = f"{per_second(measured['bandwidth'])} read and written by an addition"
+        rows.append(("its memory", memory))
+        operator = f"{1e6 * measured['host_seconds']:.1f} us for the host to issue"
+        rows.append(("an operator", operator))
     return rows
 
 
@@ -297,15 +277,15 @@ def _describe_rates_for_plans(measured: dict[str, Any]) -> Row:
 
 def _describe_peers(ways: list[dict[str, Any]]) -> list[Row]:
     """Copies between GPUs."""
-    one_way = [way for way in ways if not way["both"]]
-    if not one_way:
+    if not ways:
         return []
-    speeds = [way["rate"] for way in one_way]
+    speeds = [way["rate"] for way in ways]
     whole = sum(not way["wrong"] for way in ways)
+    reached = sum(bool(way["access"]) for way in ways)
     span = f"{per_second(min(speeds))} to {per_second(max(speeds))}"
     return [
-        ("peer access", f"{sum(bool(way['access']) for way in one_way)} of {len(one_way)} ways, as the driver says"),
-        ("peer copies", f"{whole} of {len(ways)} arrive whole; one way {span}"),
+        ("peer access", f"{reached} of {len(ways)} ways, as the driver says"),
+        ("peer copies", f"{whole} of {len(ways)} arrive whole; {span}"),
     ]
 
 

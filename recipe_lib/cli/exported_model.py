@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe_lib.checkpoint.gguf import write_gguf_adapter, write_gguf_model
+from recipe_lib.checkpoint.gguf.gguf_adapter import write_gguf_adapter, write_gguf_model
 from recipe_lib.checkpoint.gguf.gguf_file import package
 from recipe_lib.checkpoint.quantized_out import check_quantizable, write_quantized
 from recipe_lib.checkpoint.weight_accounts import tell_left_out

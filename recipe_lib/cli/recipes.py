@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from recipe_lib.cli.torchrun_flags import WITH_VALUE, WITHOUT_VALUE
@@ -138,25 +138,18 @@ def _is_shipped(path: Path) -> bool:
 class _ProgramLoader(SourceFileLoader):
     """Imports a file as a program is run: nothing is written next to it."""
 
-    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
-        """Python would keep the compiled file in `__pycache__`."""
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the file's code.
 
-    def get_data(self, path: str) -> bytes:
-        """Reads the file, as far as it has a recipe's size."""
+        Raises SyntaxError for a file that Python cannot even parse, told apart from one that fails while it is run.
+        """
         try:
-            return read_bytes(path, TEXT_LIMIT)
+            code: CodeType = self.source_to_code(read_bytes(Path(self.path), TEXT_LIMIT), self.path)
         except OSError as error:
-            if path != self.path:  # of a compiled file, which need not be there
-                raise
             raise SyntaxError(str(error.strerror)) from error
-
-
-def _check_source(loader: _ProgramLoader, name: str) -> None:
-    """Raise SyntaxError for a file that Python cannot even parse, told apart from one that fails while it is run."""
-    try:
-        loader.get_code(name)
-    except (ValueError, RecursionError, MemoryError) as error:  # a NUL, or nested too deep
-        raise SyntaxError(f"cannot be read as Python ({str(error) or type(error).__name__})") from error
+        except (ValueError, RecursionError, MemoryError) as error:  # a NUL, or nested too deep
+            raise SyntaxError(f"cannot be read as Python ({str(error) or type(error).__name__})") from error
+        return code
 
 
 def load_module(path: Path) -> ModuleType:
@@ -176,7 +169,6 @@ def load_module(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up there
     try:
         with importing("torch" if "torch" not in sys.modules else path.name):
-            _check_source(loader, name)
             loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]

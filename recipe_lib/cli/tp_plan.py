@@ -1,15 +1,12 @@
 """`tune tp-plan`: how tensor parallel would shard a model, from its config.json alone."""
 
 import argparse
-import contextlib
-import io
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers, put_json, read_numbers
-from recipe_lib.config.local_files import install_line, is_hub_id
+from recipe_lib.config.local_files import has_package, install_line, is_hub_id
 from recipe_lib.config.paths import list_presets
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import DONE, ConfigError, SetupError, raise_faults
@@ -43,7 +40,12 @@ def run(words: list[str]) -> int:
     """Prints the plan, and writes it where asked to."""
     arguments = read(words)
     held = config_of(arguments.model)
-    with quiet():
+    if not has_package("transformers"):
+        raise SetupError(f"tune tp-plan: found no package transformers; {install_line('transformers')}")
+    silence_torchao()
+    from recipe_lib.checkpoint.verify import quiet_transformers
+
+    with quiet_transformers():
         from recipe_lib.cli.tp_plan_report import as_json, certificates, plans_for, report
 
         config = transformers_config(held, arguments.model)
@@ -102,11 +104,8 @@ def config_of(name: str) -> dict[str, Any]:
 
 def transformers_config(held: dict[str, Any], name: str) -> Any:
     """transformers' config of a config.json's contents. Raises SetupError where transformers has none."""
-    silence_torchao()
-    try:
-        import transformers
-    except ImportError:
-        raise SetupError(f"tune tp-plan: found no package transformers; {install_line('transformers')}") from None
+    import transformers
+
     kind = str(held.get("model_type"))
     rest = {key: plain_numbers(value) for key, value in held.items() if key not in (*STORED, "model_type")}
     try:
@@ -117,16 +116,3 @@ def transformers_config(held: dict[str, Any], name: str) -> Any:
             f"{show(name)}: transformers {transformers.__version__} makes no config of model_type={show(kind)}"
             f" ({type(error).__name__}: {show(line, 200)}); expected one of its causal language models"
         ) from error
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps what transformers says while it builds models off the terminal; errors come as exceptions."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)

@@ -35,7 +35,7 @@ from recipe_lib.data.sample_files import (
     opened,
 )
 from recipe_lib.data.samples import SampleFault, is_idle_beside, kind_of, says_nothing
-from recipe_lib.errors import DataError, StorageError
+from recipe_lib.errors import DataError, StorageError, first_line
 from recipe_lib.files import discard_idle, write_aside
 from recipe_lib.reading import open_regular, suggest_remedy
 from recipe_lib.report.phases import phase
@@ -342,8 +342,9 @@ def _parquet(path: Path) -> Iterator[Any]:
         with parquet.ParquetFile(path, pre_buffer=False) as file:
             yield file
     except (ArrowException, OSError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{path}: the Parquet file cannot be read ({said}); write or download it again") from None
+        raise DataError(
+            f"{path}: the Parquet file cannot be read ({first_line(error)}); write or download it again"
+        ) from None
 
 
 def _read_batch(file: SampleFile, batch: Any) -> Iterator[dict[str, Any] | SampleFault]:
@@ -417,8 +418,9 @@ class HubSamples(SampleFile):
         try:
             return load_dataset(name, subset or None, split=self.split).with_format("arrow")
         except (OSError, ValueError, DatasetsError, HTTPError) as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise DataError(f"data.source: {self.place}: the hub dataset cannot be loaded ({said})") from None
+            raise DataError(
+                f"data.source: {self.place}: the hub dataset cannot be loaded ({first_line(error)})"
+            ) from None
 
 
 _KINDS: dict[str, Callable[[Path, int, str], SampleFile]] = {

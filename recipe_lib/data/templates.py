@@ -151,116 +151,6 @@ class TextRow:
     beside: str  # a column that the row has besides, which a rendered text would hold; empty: none
 
 
-class TextEncoder:
-    """Encodes texts.
-
-    add_bos, add_eos: put BOS before a text, and EOS behind it. parses: special tokens that they spell out become
-    tokens, which `template.special` counts.
-    """
-
-    def __init__(self, template: Template, add_bos: bool, add_eos: bool, parses: bool) -> None:
-        self._template = template
-        self.tokenizer = template.tokenizer
-        self.special = template.special
-        self.add_bos = add_bos
-        self._add_eos = add_eos
-        self._parses_texts = parses
-        self._ends = template.stops & set(self.tokenizer.special_texts)
-
-    def encode_text(self, text: str) -> list[int]:
-        """Return ids of a text, without an end token."""
-        self.special.note([text], self._parses_texts)
-        return self.tokenizer.encode(text, add_bos=self.add_bos, allow_special=self._parses_texts)
-
-    def encode_document(self, text: str) -> list[int]:
-        """Return ids of a text, and EOS unless it ends with an end token."""
-        ids = self.encode_text(text)
-        eos = self.tokenizer.eos_id
-        is_ended = self._parses_texts and self.find_end(text)
-        return ids if is_ended or eos is None or not self._add_eos else [*ids, eos]
-
-    def encode_completion(self, sample: Completion, with_prompt: bool = False) -> Encoded:
-        """Return prompt and completion as they stand, and EOS unless they end with an end token; the completion is
-        trained.
-
-        with_prompt: all of it is. Raises DataError: there is no EOS. Raises SampleFault: nothing is trained."""
-        texts = [sample.prompt, sample.completion]
-        escape = Escape()
-        if self._parses_texts:
-            self.special.note(texts, parses=True)
-        else:
-            texts, escape = self.special.escape(texts)
-        is_ended = self._parses_texts and self.find_end(sample.completion)
-        whole_text = "".join(texts) + (eos_text(self.tokenizer) if self._add_eos and not is_ended else "")
-        span = Span(0 if with_prompt else len(texts[0]), len(whole_text))
-        return encode_spans(self.tokenizer, whole_text, [span], escape, self.add_bos)
-
-    def find_end(self, text: str) -> str:
-        """Return the special token at the end of a text, white space left out, that generation stops at; empty:
-        none."""
-        bare = text.rstrip()
-        return max((end for end in self._ends if bare.endswith(end)), key=len, default="")
-
-    def take_end(self, text: str) -> str:
-        """Return the text without the end token at its end, if it has one."""
-        end = self.find_end(text)
-        return text.rstrip().removesuffix(end) if end else text
-
-    def is_rendered(self, row: TextRow) -> bool:
-        """Return whether the texts hold special tokens of a template; an end token behind an answer is none.
-
-        Raises SampleFault where something stands beside them that they would have to hold."""
-        turns = self._turn_tokens
-        if turns is None or not any(map(turns.search, [row.prompt, *map(self.take_end, row.answers)])):
-            self.special.note_foreign([row.prompt, *row.answers])
-            return False
-        if row.beside:
-            raise SampleFault(
-                f"{row.beside} beside a rendered text",
-                f".{row.beside}: found {row.beside} beside texts that spell out the chat template's special tokens and "
-                "are not rendered again, expected it within them",
-            )
-        self.special.spelled.rendered = 1
-        return True
-
-    def encode_rendered(self, row: TextRow) -> list[Encoded]:
-        """Return each answer behind the prompt, as they stand. Raises SampleFault: two texts that share no beginning.
-
-        The prompt of a pair without one is what the ids of both begin with."""
-        prompt = row.prompt
-        if prompt or len(row.answers) == 1:
-            are_whole = all(answer.startswith(prompt) for answer in row.answers)
-            answers = [answer.removeprefix(prompt) for answer in row.answers] if are_whole else row.answers
-            encoded = [self.encode_completion(Completion(prompt, answer)) for answer in answers]
-            self.special.note_once([prompt] * (len(encoded) - 1), parses=True)
-            return encoded
-        both = [self.encode_document(answer) for answer in row.answers]
-        shared = len(list(takewhile(lambda ids: ids[0] == ids[1], zip(*both, strict=False))))
-        if not shared:
-            raise SampleFault(
-                "no prompt",
-                "found two rendered texts that differ from their first token on, expected them to begin alike",
-            )
-        return [
-            Encoded(ids, [False] * shared + [True] * (len(ids) - shared), answers=((shared, len(ids)),)) for ids in both
-        ]
-
-    @cached_property
-    def _turn_tokens(self) -> re.Pattern[str] | None:
-        """Return what finds the special tokens that make a text a rendered one: those that the template writes, BOS,
-        and those that end an answer; without a template any. None: there are none."""
-        any_special = self.special.pattern
-        if not self._template.is_chat or any_special is None:
-            return any_special
-        bos = self.tokenizer.bos_id
-        turn_tokens = set(self._ends) if bos is None else {*self._ends, self.tokenizer.token_bytes(bos).decode()}
-        for messages in _PROBES:
-            prompt = RenderRequest(len(messages) - 1, add_generation_prompt=True)
-            for text in self._template.render(messages, [RenderRequest(len(messages)), prompt]):
-                turn_tokens.update(any_special.findall(text) if isinstance(text, str) else ())
-        return compile_alternation(token for token in turn_tokens - set(TAGS) if len(token) > 1)
-
-
 def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow | None:
     """Return the texts of a row; None: something in it is a message."""
     chats = sample.conversations()
@@ -280,7 +170,7 @@ def read_text_row(sample: Conversation | Preference | LabeledAnswer) -> TextRow 
     )
 
 
-class Encoder(TextEncoder):
+class Encoder:
     """Encodes samples for one tokenizer and template.
 
     template: `chat`, `plain`, or `auto` (chat if the tokenizer has a template). train_on: `assistant`, `last`, `all`,
@@ -310,12 +200,13 @@ class Encoder(TextEncoder):
             )
         self.template = "plain" if template == "plain" or tokenizer.chat_template is None else "chat"
         is_chat = self.template == "chat"
-        super().__init__(
-            Template(tokenizer, SpecialTokens(tokenizer), is_chat, add_bos),
-            add_bos=add_bos and tokenizer.bos_id is not None and tokenizer.add_bos_by_default,
-            add_eos=add_eos,
-            parses=parse_special is not False,
-        )
+        self._template = Template(tokenizer, SpecialTokens(tokenizer), is_chat, add_bos)
+        self.tokenizer = tokenizer
+        self.special = self._template.special
+        self.add_bos = add_bos and tokenizer.bos_id is not None and tokenizer.add_bos_by_default
+        self._add_eos = add_eos
+        self._parses_texts = parse_special is not False
+        self._ends = self._template.stops & set(tokenizer.special_texts)
         self._puts_bos = self.add_bos and not is_chat  # before a rendering
         self._parses = parse_special is True  # in messages
         self.fields = TemplateFields(tokenizer if is_chat else None)
@@ -475,6 +366,99 @@ class Encoder(TextEncoder):
             prepare_message(message, sample.places.at(number), habits) for number, message in enumerate(sample.messages)
         ]
         return [messages, list(sample.tools) if sample.tools else None, dict(sample.variables)]
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return ids of a text, without an end token."""
+        self.special.note([text], self._parses_texts)
+        return self.tokenizer.encode(text, add_bos=self.add_bos, allow_special=self._parses_texts)
+
+    def encode_document(self, text: str) -> list[int]:
+        """Return ids of a text, and EOS unless it ends with an end token."""
+        ids = self.encode_text(text)
+        eos = self.tokenizer.eos_id
+        is_ended = self._parses_texts and self.find_end(text)
+        return ids if is_ended or eos is None or not self._add_eos else [*ids, eos]
+
+    def encode_completion(self, sample: Completion, with_prompt: bool = False) -> Encoded:
+        """Return prompt and completion as they stand, and EOS unless they end with an end token; the completion is
+        trained.
+
+        with_prompt: all of it is. Raises DataError: there is no EOS. Raises SampleFault: nothing is trained."""
+        texts = [sample.prompt, sample.completion]
+        escape = Escape()
+        if self._parses_texts:
+            self.special.note(texts, parses=True)
+        else:
+            texts, escape = self.special.escape(texts)
+        is_ended = self._parses_texts and self.find_end(sample.completion)
+        whole_text = "".join(texts) + (eos_text(self.tokenizer) if self._add_eos and not is_ended else "")
+        span = Span(0 if with_prompt else len(texts[0]), len(whole_text))
+        return encode_spans(self.tokenizer, whole_text, [span], escape, self.add_bos)
+
+    def find_end(self, text: str) -> str:
+        """Return the special token at the end of a text, white space left out, that generation stops at; empty:
+        none."""
+        bare = text.rstrip()
+        return max((end for end in self._ends if bare.endswith(end)), key=len, default="")
+
+    def take_end(self, text: str) -> str:
+        """Return the text without the end token at its end, if it has one."""
+        end = self.find_end(text)
+        return text.rstrip().removesuffix(end) if end else text
+
+    def is_rendered(self, row: TextRow) -> bool:
+        """Return whether the texts hold special tokens of a template; an end token behind an answer is none.
+
+        Raises SampleFault where something stands beside them that they would have to hold."""
+        turns = self._turn_tokens
+        if turns is None or not any(map(turns.search, [row.prompt, *map(self.take_end, row.answers)])):
+            self.special.note_foreign([row.prompt, *row.answers])
+            return False
+        if row.beside:
+            raise SampleFault(
+                f"{row.beside} beside a rendered text",
+                f".{row.beside}: found {row.beside} beside texts that spell out the chat template's special tokens and "
+                "are not rendered again, expected it within them",
+            )
+        self.special.spelled.rendered = 1
+        return True
+
+    def encode_rendered(self, row: TextRow) -> list[Encoded]:
+        """Return each answer behind the prompt, as they stand. Raises SampleFault: two texts that share no beginning.
+
+        The prompt of a pair without one is what the ids of both begin with."""
+        prompt = row.prompt
+        if prompt or len(row.answers) == 1:
+            are_whole = all(answer.startswith(prompt) for answer in row.answers)
+            answers = [answer.removeprefix(prompt) for answer in row.answers] if are_whole else row.answers
+            encoded = [self.encode_completion(Completion(prompt, answer)) for answer in answers]
+            self.special.note_once([prompt] * (len(encoded) - 1), parses=True)
+            return encoded
+        both = [self.encode_document(answer) for answer in row.answers]
+        shared = len(list(takewhile(lambda ids: ids[0] == ids[1], zip(*both, strict=False))))
+        if not shared:
+            raise SampleFault(
+                "no prompt",
+                "found two rendered texts that differ from their first token on, expected them to begin alike",
+            )
+        return [
+            Encoded(ids, [False] * shared + [True] * (len(ids) - shared), answers=((shared, len(ids)),)) for ids in both
+        ]
+
+    @cached_property
+    def _turn_tokens(self) -> re.Pattern[str] | None:
+        """Return what finds the special tokens that make a text a rendered one: those that the template writes, BOS,
+        and those that end an answer; without a template any. None: there are none."""
+        any_special = self.special.pattern
+        if not self._template.is_chat or any_special is None:
+            return any_special
+        bos = self.tokenizer.bos_id
+        turn_tokens = set(self._ends) if bos is None else {*self._ends, self.tokenizer.token_bytes(bos).decode()}
+        for messages in _PROBES:
+            prompt = RenderRequest(len(messages) - 1, add_generation_prompt=True)
+            for text in self._template.render(messages, [RenderRequest(len(messages)), prompt]):
+                turn_tokens.update(any_special.findall(text) if isinstance(text, str) else ())
+        return compile_alternation(token for token in turn_tokens - set(TAGS) if len(token) > 1)
 
 
 def _only(sample: EncodedSample) -> Encoded:

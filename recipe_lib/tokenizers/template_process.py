@@ -1,4 +1,4 @@
-"""Renders chat templates in a sandbox; as a program, in a separate process.
+"""Renders chat templates in a sandbox, and matches patterns; as a program, in a separate process.
 
 Templates see what they see elsewhere: `messages`, `add_generation_prompt`, `tools`, the special tokens by name,
 `raise_exception`, `strftime_now`, `tojson`, `{% break %}`, and `{% generation %}` (which marks what an answer is).
@@ -165,6 +165,26 @@ class Renderer:
         return text
 
 
+def match_patterns(patterns: Sequence[str], names: Sequence[str], whole: bool) -> list[int | None] | str:
+    """Return for each name the number of the first pattern that matches it, None without one.
+
+    whole: a pattern takes all of a name, not its end after a dot. Returns a text, the end of a
+    sentence about it, for a pattern that is no regular expression.
+    """
+    compiled = []
+    for pattern in patterns:
+        try:
+            # As `peft.utils.other.get_pattern_key` has it: no other spelling is the same for `a)|(b`.
+            compiled.append(re.compile(pattern if whole else rf"(.*\.)?({pattern})$"))
+        except (re.error, OverflowError, RecursionError) as error:
+            return f"is no regular expression ({error})"
+    pattern_numbers: list[int | None] = []
+    for name in names:
+        matches = (regex.fullmatch(name) if whole else regex.match(name) for regex in compiled)
+        pattern_numbers.append(next((number for number, match in enumerate(matches) if match), None))
+    return pattern_numbers
+
+
 def _warm_up() -> None:
     """Imports what is imported only when it is used: afterwards no file can be opened."""
     import jinja2.constants
@@ -189,8 +209,10 @@ def _limit_process() -> None:
 
 
 def _answer(request: Any, known: dict[str, Renderer]) -> Any:
-    """Compiles (`source`, `tokens`, `remedy`) or renders (`messages`, `wanted`, `tools`, `options`) with the template
-    `name`."""
+    """Matches (`patterns`, `names`, `whole`); compiles (`source`, `tokens`, `remedy`) or renders (`messages`, `wanted`,
+    `tools`, `options`) with the template `name`."""
+    if "patterns" in request:
+        return match_patterns(request["patterns"], request["names"], request["whole"])
     if "source" in request:
         try:
             known[request["name"]] = Renderer(request["source"], request["tokens"], request["remedy"])

@@ -344,7 +344,7 @@ _TODAY = re.compile(r"""strftime_now\(\s*(["'])([^"'\\{}]*)\1\s*\)""")
 Messages = Sequence[Mapping[str, Any]]
 
 
-class _Stopped(Exception):  # noqa: N818  (turned into a DataError)
+class Stopped(Exception):  # noqa: N818  (turned into a DataError)
     """The process is gone; str(): why, as the end of a sentence about the template."""
 
 
@@ -356,19 +356,19 @@ class _TemplateProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._known = set[str]()  # names of the templates that it has compiled
 
-    def ask(self, template: Mapping[str, Any], request: Mapping[str, Any] | None) -> Any:
-        """Make the template known, then put the request. Raises _Stopped; the process is gone then."""
+    def ask(self, request: Mapping[str, Any] | None, template: Mapping[str, Any] | None = None) -> Any:
+        """Make the template known, if there is one, then put the request. Raises Stopped; the process is gone then."""
         with self._lock:
             try:
-                if self._child is None:
-                    self._child = _start()
-                if template["name"] not in self._known:
+                more = 0.0 if self._child else START_SECONDS
+                self._child = self._child or _start()
+                if template is not None and template["name"] not in self._known:
                     fault = _exchange(self._child, template, START_SECONDS)
                     if fault is not None:
                         return fault
                     self._known.add(template["name"])
-                return None if request is None else _exchange(self._child, request)
-            except _Stopped:
+                return None if request is None else _exchange(self._child, request, more)
+            except Stopped:
                 self.drop(kill=True)
                 raise
 
@@ -394,7 +394,7 @@ class _TemplateProcess:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """Return the process. Raises _Stopped."""
+    """Return the process. Raises Stopped."""
     specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]  # imported there alone
     folders = sorted({str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin})
     program = "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
@@ -410,11 +410,11 @@ def _start() -> subprocess.Popen[bytes]:
             start_new_session=True,  # Ctrl-C is for us; without us its input ends, and so does it
         )
     except OSError as error:
-        raise _Stopped(f"could not be started in a separate process ({error.strerror})") from None
+        raise Stopped(f"could not be started in a separate process ({error.strerror})") from None
 
 
 def _exchange(child: subprocess.Popen[bytes], request: Mapping[str, Any], more: float = 0.0) -> Any:
-    """Return what the process answers, within the request's seconds and `more`. Raises _Stopped."""
+    """Return what the process answers, within the request's seconds and `more`. Raises Stopped."""
     assert child.stdin and child.stdout
     try:
         child.stdin.write(json.dumps(request, default=str).encode("ascii") + b"\n")
@@ -422,10 +422,10 @@ def _exchange(child: subprocess.Popen[bytes], request: Mapping[str, Any], more: 
         waiter = select.poll()
         waiter.register(child.stdout, select.POLLIN)
         if not waiter.poll(1000 * (request["seconds"] + more)):  # it watches the time itself, and does not even do that
-            raise _Stopped(_TOO_LONG.format(TIMEOUT_SECONDS))
+            raise Stopped(_TOO_LONG.format(TIMEOUT_SECONDS))
         return json.loads(child.stdout.readline(MAX_ANSWER_BYTES))
     except (OSError, ValueError):  # no answer, or a part of one
-        raise _Stopped(_why_ended(child)) from None
+        raise Stopped(_why_ended(child)) from None
 
 
 def _why_ended(child: subprocess.Popen[bytes]) -> str:
@@ -444,6 +444,13 @@ def _why_ended(child: subprocess.Popen[bytes]) -> str:
 _process = _TemplateProcess()
 os.register_at_fork(after_in_child=_process.after_fork)
 atexit.register(_process.drop, kill=True)
+
+
+def match_apart(patterns: Sequence[str], names: Sequence[str], whole: bool, seconds: float) -> list[int | None] | str:
+    """Return what `template_process.match_patterns` does, from the process that renders. Raises Stopped."""
+    request = {"patterns": patterns, "names": names, "whole": whole, "seconds": seconds}
+    answer: list[int | None] | str = _process.ask(request)
+    return answer
 
 
 def with_date_of_training(source: str) -> str:
@@ -498,8 +505,8 @@ class ChatTemplate:
 
     def _ask(self, request: Mapping[str, Any] | None) -> Any:
         try:
-            return _process.ask(self._template, request)
-        except _Stopped as stopped:
+            return _process.ask(request, self._template)
+        except Stopped as stopped:
             raise DataError(f"{self.place}: the chat template {stopped}; {self._remedy}") from None
 
 

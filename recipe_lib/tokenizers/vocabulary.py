@@ -23,7 +23,7 @@ import tiktoken
 import tokenizers
 from sentencepiece import SentencePieceProcessor
 
-from recipe_lib.errors import DataError
+from recipe_lib.errors import DataError, first_line
 from recipe_lib.reading import parse_json
 from recipe_lib.tokenizers.special_tokens import MAX_VOCABULARY, AddedToken
 
@@ -82,7 +82,7 @@ class SentencePieceVocabulary(Vocabulary):
             self._first = SentencePieceProcessor(model_proto=model)
             self._inner = SentencePieceProcessor(model_proto=model + self.NO_PREFIX)
         except RuntimeError as error:
-            said = _first_line(error)
+            said = first_line(error, 160)
             raise DataError(f"{path}: found no sentencepiece model ({said}); copy the file again") from None
         self.size = len(self._first)
         self.bos_id, self.eos_id = (i if i >= 0 else None for i in (self._first.bos_id(), self._first.eos_id()))
@@ -174,7 +174,7 @@ class JsonVocabulary(Vocabulary):
         except DataError:
             raise
         except Exception as error:  # noqa: BLE001  (the library raises nothing narrower)
-            raise DataError(f"{path}: found no tokenizer ({_first_line(error)}); copy the file again") from None
+            raise DataError(f"{path}: found no tokenizer ({first_line(error, 160)}); copy the file again") from None
         self.added = tuple(AddedToken.read(entry, str(path)) for entry in content.get("added_tokens") or [])
         self._after_special = self._variant(content, keep_always=True)
         self._variants = {
@@ -342,12 +342,8 @@ def _no_panic(path: Path) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise DataError(
-            f"{path}: the tokenizers library gave up on it ({_first_line(error)}); copy the file again"
+            f"{path}: the tokenizers library gave up on it ({first_line(error, 160)}); copy the file again"
         ) from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
 # Bounds what a tokenizer.json makes of a text, before the tokenizers library takes the memory for

@@ -20,7 +20,7 @@ from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.config.local_files import STATE_FOLDER
 from recipe_lib.config.schema import FullFinetuneConfig, LogConfig
 from recipe_lib.data import StepBatches
-from recipe_lib.errors import CheckpointError, ConfigError, DivergedError, StoppedAndSaved
+from recipe_lib.errors import CheckpointError, ConfigError, DivergedError, StoppedAndSaved, first_line
 from recipe_lib.logs import get_logger
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
 from recipe_lib.memory.peaks import Peaks
@@ -467,7 +467,7 @@ class CommunicationProbe:
             profiler = torch.autograd.profiler.profile(use_cpu=on_cpu, use_device=device, use_kineto=True)
             profiler.__enter__()
         except Exception as error:  # noqa: BLE001
-            _say_none(_first_line(error))
+            _say_none(first_line(error))
             return
         self._profiler = profiler
 
@@ -480,7 +480,7 @@ class CommunicationProbe:
             profiler.__exit__(None, None, None)
             communication, computation = spans_of(profiler.kineto_results.events(), self._device)
         except Exception as error:  # noqa: BLE001
-            _say_none(_first_line(error))
+            _say_none(first_line(error))
             return {}
         if not computation:  # no permission to look at the device, say
             _say_none("the profiler saw nothing run")
@@ -542,10 +542,6 @@ def measure_covered(spans: Spans) -> int:
         covered += max(0, end - max(begin, until))
         until = max(until, end)
     return covered
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _say_none(reason: str) -> None:

@@ -15,7 +15,7 @@ def links(backend: str = "nccl", ranks: int = 2, **changes: Any) -> dict[str, An
         for size in (4096, 2**20)
         for name in RANGE
     ]
-    return {"backend": backend, "ranks": ranks, "points": points, "failed": [], "said": []} | changes
+    return {"backend": backend, "ranks": ranks, "points": points, "failed": []} | changes
 
 
 def gpu(**changes: Any) -> dict[str, Any]:
@@ -27,12 +27,8 @@ def gpu(**changes: Any) -> dict[str, Any]:
 
 def ways(**changes: Any) -> list[dict[str, Any]]:
     """Copies between two GPUs."""
-    one = {"from": 0, "to": 1, "both": False, "access": True, "wrong": [], "rate": 2e10}
-    return [
-        {**one, **changes},
-        {**one, "from": 1, "to": 0},
-        {"from": 0, "to": 1, "both": True, "wrong": [], "rate": 4e10},
-    ]
+    one = {"from": 0, "to": 1, "access": True, "wrong": [], "rate": 2e10}
+    return [{**one, **changes}, {**one, "from": 1, "to": 0}]
 
 
 def healthy() -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 from recipe_lib.cli import doctor, doctor_probes, doctor_report
 from recipe_lib.cli.doctor_report import judge, report
 from recipe_lib.cli.main import main
+from recipe_lib.plan.hardware import find_hardware
 from recipe_lib.plan.timing import calibrate, calibration
 from recipe_lib.units import GIB, MIB
 from tests.cli.commands import ROOT
@@ -59,8 +60,9 @@ def test_of_a_healthy_machine_nothing_is_found() -> None:
     text = report(facts, [], [])
     assert text.endswith("findings\n  none: all is well\n")
     assert "NVIDIA GeForce RTX 4090, sm_89, 23.50 GiB, 23.00 GiB free" in text
-    assert "bf16 matmuls 140.0 TFLOP/s, int8 280.0, fp8 270.0, to it 24.0 GB/s, from it 25.0 GB/s" in text
-    assert "2 of 2 ways, as the driver says" in text and "3 of 3 arrive whole; one way 20.0 GB/s to 20.0 GB/s" in text
+    rates = "bf16 matmuls 140.0 TFLOP/s, int8 280.0, fp8 270.0, to it 24.0 GB/s, from it 25.0 GB/s"
+    assert rates in " ".join(text.split())
+    assert "2 of 2 ways, as the driver says" in text and "2 of 2 arrive whole; 20.0 GB/s to 20.0 GB/s" in text
     # 4096 bytes in 10.4 us: each of two ranks sends all of them in an all-reduce, half of them in an all-gather
     assert re.search(r"4 KiB +10\.4 us +393 MB/s +10\.4 us +197 MB/s", text)
 
@@ -115,15 +117,6 @@ def test_gpus_that_torch_does_not_see(cuda: str | None, error: str | None, told:
     assert told in f"{found['line']}; {found['remedy']}"
 
 
-def test_a_card_alone_is_held_against_its_data_sheet() -> None:
-    facts = healthy()
-    for number in (0, 1):
-        facts["steps"][f"matmuls of GPU {number}"] = 5e13
-    faults, _ = judge(facts)
-    assert [each["name"] for each in faults] == ["gpu-slow"] * 2
-    assert "the data sheet of rtx4090 says 165" in faults[0]["line"]
-
-
 def faked(found: dict[str, Any]) -> Any:
     """Steps that give what is said, in place of a GPU's."""
     return lambda rank, folder: [(name, lambda value=value: value) for name, value in found.items()]
@@ -132,10 +125,7 @@ def faked(found: dict[str, Any]) -> Any:
 def test_what_two_cards_give_is_told_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     """Two cards whose copies deliver zeros: NCCL stands still, so that no links are written."""
     facts, tried = healthy(), []
-    steps = facts["steps"] | {
-        f"copies between GPU {at}" if way["both"] else f"copies from GPU {at}": way
-        for at, way in enumerate(ways(wrong=ZEROS))
-    }
+    steps = facts["steps"] | {f"copies from GPU {at}": way for at, way in enumerate(ways(wrong=ZEROS))}
     outcomes = [HANGS, collectives()]
 
     def measured(ranks: int, on_gpu: bool) -> dict[str, Any]:
@@ -151,10 +141,10 @@ def test_what_two_cards_give_is_told_and_written(monkeypatch: pytest.MonkeyPatch
     told = json.loads(capsys.readouterr().out)
     assert not told["healthy"] and told["peers"] == ways(wrong=ZEROS) and told["steps"] == facts["steps"]
     assert [each["name"] for each in told["findings"]] == ["peer-copies-wrong", "collectives-fail"]
-    assert calibration.read_calibration(path, doctor_report.find_hardware("rtx4090")).links is None
+    assert calibration.read_calibration(path, find_hardware("rtx4090")).links is None
     assert main(["doctor", "--json", "--write", str(path)]) == doctor.FOUND
     capsys.readouterr()
-    read = calibration.read_calibration(path, doctor_report.find_hardware("rtx4090"))
+    read = calibration.read_calibration(path, find_hardware("rtx4090"))
     assert read.links and read.links.points["all_gather"][-1] == (2**19, 1e-5 + 2**20 / 1e10)
     assert read.matmul["fp8"][0][1] == 2.7e14 and read.copy_to_host == 2.5e10
     assert main(["doctor", "--nproc_per_node", "3"]) == 2

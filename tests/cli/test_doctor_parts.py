@@ -40,11 +40,10 @@ def test_a_process_goes_on_after_a_step_that_failed() -> None:
     def work(rank: int, folder: Path) -> Iterator[Step]:
         yield "one", lambda: 1
         yield "two", lambda: 1 // 0
-        yield "three", lambda: print("said") or [3]
+        yield "three", lambda: print("nobody reads it") or [3]
 
     (found,) = run_isolated(work)
     assert found.values == {"one": 1, "three": [3]} and found.failed == {"two": "ZeroDivisionError: " + str_of_zero()}
-    assert "said" in found.said and "Traceback" in found.said
 
 
 def str_of_zero() -> str:
@@ -83,7 +82,7 @@ def test_a_process_that_breaks_off_is_told_by_its_signal_or_code() -> None:
         yield
 
     (found,) = run_isolated(unwritten)
-    assert found.failed == {"start": "ended with exit code 1"} and "before the first step" in found.said
+    assert found.failed == {"start": "ended with exit code 1"}
 
 
 def test_of_several_the_one_that_fails_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +100,7 @@ def test_of_several_the_one_that_fails_is_the_cause(monkeypatch: pytest.MonkeyPa
 
 
 def test_copies_that_arrive_are_right() -> None:
-    found = verify_copies([("cpu", "cpu"), ("cpu", "cpu")], sizes=SIZES)
+    found = verify_copies("cpu", "cpu", sizes=SIZES)
     assert found["wrong"] == [] and found["rate"] > 0
 
 
@@ -125,7 +124,7 @@ def shifted(target: torch.Tensor, source: torch.Tensor) -> None:
     ids=["zeros", "never", "backwards", "ragged", "shifted"],
 )
 def test_copies_that_arrive_otherwise_are_seen(copy: Any, faults: int) -> None:
-    wrong = verify_copies([("cpu", "cpu")], copy, SIZES)["wrong"]
+    wrong = verify_copies("cpu", "cpu", copy, SIZES)["wrong"]
     assert len(wrong) == faults
     if copy is ragged:
         assert wrong[1] == (
@@ -173,13 +172,12 @@ def test_cards_are_described_and_every_way_between_them_is_tried(monkeypatch: py
         common | {"name": "card 1", "capability": [9, 0]},
     ]
     monkeypatch.setattr(
-        doctor_probes, "verify_copies", lambda ways: {"wrong": [f"{a} {b}" for a, b in ways], "rate": 1.0}
+        doctor_probes, "verify_copies", lambda source, target: {"wrong": [f"{source} {target}"], "rate": 1.0}
     )
-    found = [step() for name, step in device_steps(0, Path()) if name.startswith(("copies from", "copies between"))]
-    assert [(way["from"], way["to"], way["both"], way["access"], way["wrong"]) for way in found] == [
-        (0, 1, False, False, ["cuda:0 cuda:1"]),
-        (1, 0, False, True, ["cuda:1 cuda:0"]),
-        (0, 1, True, False, ["cuda:0 cuda:1", "cuda:1 cuda:0"]),
+    found = [step() for name, step in device_steps(0, Path()) if name.startswith("copies from")]
+    assert [(way["from"], way["to"], way["access"], way["wrong"]) for way in found] == [
+        (0, 1, False, ["cuda:0 cuda:1"]),
+        (1, 0, True, ["cuda:1 cuda:0"]),
     ]
 
 
@@ -191,9 +189,7 @@ def test_each_card_is_measured_and_what_it_cannot_is_left_out(monkeypatch: pytes
     assert done.pop("torch")()["gpus"] == [card, card]
     assert done.pop("torchao") is doctor_probes.import_torchao
     copies = ["copies from GPU 0 to GPU 1", "copies from GPU 1 to GPU 0"]
-    assert [name for name in list(done) if "GPU 1" in name and "of" not in name and done.pop(name)] == [
-        *copies, "copies between GPU 0 and GPU 1 both ways at once"
-    ]  # fmt: skip
+    assert [name for name in list(done) if "GPU 1" in name and "of" not in name and done.pop(name)] == copies
     assert done.pop("calibration").args == ("cuda",)
     assert {name: step() for name, step in done.items()} == {
         "copies of GPU 0": ("cuda:0", calibrate.copy_rates, "cuda:0"),

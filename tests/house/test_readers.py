@@ -21,7 +21,6 @@ _SYSTEM = "a pseudo-file of the system"
 _HEADER = "read_header has opened the file before, and found it regular"
 # file -> what is read there in another way -> why.
 ELSEWHERE: dict[str, dict[str, str]] = {
-    "recipe_lib/adapters/peft_patterns.py": {"json.load": _PIPE, "json.loads": _PIPE},
     "recipe_lib/checkpoint/adapter_files.py": {"safe_open": _HEADER},
     "recipe_lib/checkpoint/adapter_in.py": {"safe_open": _HEADER},
     "recipe_lib/checkpoint/tensor_files.py": {"safe_open": _HEADER},

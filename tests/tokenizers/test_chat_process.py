@@ -152,7 +152,9 @@ def test_the_users_own_file_is_rendered_there_too(tmp_path, monkeypatch):
     asked = []
     ask = tokenizer._process.ask
     monkeypatch.setattr(
-        tokenizer._process, "ask", lambda template, *rest: asked.append(template["source"]) or ask(template, *rest)
+        tokenizer._process,
+        "ask",
+        lambda request, template: asked.append(template["source"]) or ask(request, template),
     )
     assert render(load_tokenizer(folder, tmp_path / "own.jinja").render_chats, MESSAGES, False) == "ours"
     assert set(asked) == {"ours"}

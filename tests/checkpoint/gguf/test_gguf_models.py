@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipe_lib.checkpoint.gguf import write_gguf_model
+from recipe_lib.checkpoint.gguf.gguf_adapter import write_gguf_model
 from recipe_lib.checkpoint.gguf.gguf_file import choose_types
 from recipe_lib.errors import CheckpointError
 from tests.checkpoint.gguf.made_models import CASES, save_model

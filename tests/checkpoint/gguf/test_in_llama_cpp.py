@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipe_lib.checkpoint.gguf import write_gguf_adapter, write_gguf_model
+from recipe_lib.checkpoint.gguf.gguf_adapter import write_gguf_adapter, write_gguf_model
 from tests.checkpoint.gguf.made_models import CASES, llama_cpp, llama_logits, save_model, tokens
 from tests.selection import slow_except
 
