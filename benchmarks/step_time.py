@@ -4,16 +4,20 @@ python -m benchmarks.step_time --output docs/measurements/step_time.md
 """
 
 import argparse
+import re
+from collections import Counter
 from pathlib import Path
 
 import torch
 
 from recipe_lib.plan.hardware import find_hardware
+from recipe_lib.plan.timing.cost import op_seconds
 from recipe_lib.plan.timing.stream_schedule import (
+    ATTENTION,
     KINDS,
+    MATMULS,
     MEMORY_BOUND,
-    kernel_overhead,
-    memory_bound_by_module,
+    kind_of,
     operators_launched,
     schedule,
     time_by_kind,
@@ -87,16 +91,23 @@ def rows_of(method: str, tokens: int) -> tuple[list[str], list[str], list[str]]:
             idle = timing.step - timing.compute - timing.exposed - timing.copies_exposed
             cells = [f"{times[kind]:.3f}" for kind in KINDS if kind != "copies"]
             cells += [f"{timing.exposed + timing.copies_exposed:.3f}", f"{max(0.0, idle):.3f}", f"{timing.step:.3f}"]
-            cells += [f"{operators_launched(trace, STEADY):,}", f"{kernel_overhead(times):.2f}"]
+            kernels, useful = sum(times[kind] for kind in KINDS[:3]), times[MATMULS] + times[ATTENTION]
+            cells += [f"{operators_launched(trace, STEADY):,}", f"{kernels / useful:.2f}"]
             kinds.append(f"| {method} | {tokens} | {card} | {name} | {' | '.join(cells)} |")
-        if kernel_overhead(times) > AIM:
-            beyond.append(f"{method}, {tokens} tokens, {card}: {kernel_overhead(times):.2f}")
-        kernels = sum(times[kind] for kind in KINDS[:3])
-        for row in memory_bound_by_module(trace, STEADY, hardware):
-            if row.seconds >= SHARE * kernels:
-                cells = [f"{row.kernels:,}", f"{row.seconds:.3f}", f"{row.seconds / kernels:.1%}"]
-                reason = next((why for module, of, why in REASONS if row.module == module and of in ("", method)), "")
-                modules.append(f"| {method} | {tokens} | {card} | `{row.module}` | {' | '.join([*cells, reason])} |")
+        if kernels / useful > AIM:
+            beyond.append(f"{method}, {tokens} tokens, {card}: {kernels / useful:.2f}")
+        count: Counter[str] = Counter()
+        seconds: Counter[str] = Counter()
+        for op in trace.phase_ops(STEADY):
+            if kind_of(op) == MEMORY_BOUND:
+                module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", op.module) or f"({op.part})"
+                count[module] += op.repeats
+                seconds[module] += op.repeats * op_seconds(op, hardware)
+        for module, together in seconds.most_common():
+            if together >= SHARE * kernels:
+                cells = [f"{count[module]:,}", f"{together:.3f}", f"{together / kernels:.1%}"]
+                reason = next((why for named, of, why in REASONS if module == named and of in ("", method)), "")
+                modules.append(f"| {method} | {tokens} | {card} | `{module}` | {' | '.join([*cells, reason])} |")
         cells = ["", f"{times[MEMORY_BOUND]:.3f}", f"{times[MEMORY_BOUND] / kernels:.1%}", ""]
         modules.append(f"| {method} | {tokens} | {card} | all together | {' | '.join(cells)} |")
     return kinds, modules, beyond

@@ -10,7 +10,7 @@ bf16, so that a number which changes while a larger one of its block stays rests
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,33 +24,36 @@ FOUR_BITS = (
 FARTHEST = 2.0  # times too large or too small that a mean may stay before it is told
 
 
-@dataclass(frozen=True)
-class _Mean:
-    """A state that is a mean. key: of its decay, in the section `optimizer`; index: in that key's list. roundings: of a
-    step by torch's kernels that are not fused. scales_steps: a step is divided by its root."""
-
-    name: str
-    key: str
-    index: int | None
-    roundings: int
-    scales_steps: bool = False
-
-    def decay(self, optimizer: Any) -> float:
-        """Return the decay; 0 for none."""
-        value = getattr(optimizer, self.key)
-        return float((value if self.index is None else value[self.index]) or 0)
-
-    def setting(self, optimizer: Any) -> str:
-        """Return `optimizer.betas[1]=0.999`."""
-        index = "" if self.index is None else f"[{self.index}]"
-        return f"optimizer.{self.key}{index}={self.decay(optimizer):g}"
-
-
-_MEANS = {  # by the state's name; of a plugin's optimizer too
-    "exp_avg": _Mean("the gradients' mean", "betas", 0, 1),
-    "exp_avg_sq": _Mean("the second moment", "betas", 1, 2, scales_steps=True),
-    "momentum_buffer": _Mean("the momentum", "momentum", None, 2),
+# A state that is a mean, of a plugin's optimizer too -> what it is called, the setting that is its decay, the roundings
+# of a step by torch's kernels that are not fused.
+_MEANS = {
+    "exp_avg": ("the gradients' mean", "betas[0]", 1),
+    "exp_avg_sq": ("the second moment", "betas[1]", 2),
+    "momentum_buffer": ("the momentum", "momentum", 2),
 }
+_SQUARES = "exp_avg_sq"  # a step is divided by its root
+
+
+@dataclass(frozen=True)
+class _StalledMean:
+    """A mean that may stay far off."""
+
+    state: str
+    setting: str  # its decay, as it is typed
+    lowest: float  # multiple of the mean down to which what it averages may be
+    highest: float
+
+    def describe(self, bits: int | None) -> str:
+        """Return what is lost. bits: of the state's numbers, where the optimizer says it."""
+        low = f"stop at {1 / self.highest:.2g} of its value"
+        high = f"or stay at {1 / self.lowest:.2g} times of it" if self.lowest else "and never comes down again"
+        if self.state == _SQUARES:
+            low += f" (steps {math.sqrt(self.highest):.2g} times too long)"
+            short = f"steps of {math.sqrt(self.lowest):.2g} of their length"
+            high += f" ({short if self.lowest else 'steps too short'})"
+        name = _MEANS[self.state][0]
+        what = f"in 8 bits {name}, beside one twice as large in its block," if bits == 8 else f"in bf16 {name}"
+        return f"{self.setting}: {what} may {low} {high}"
 
 
 def resting_range(decay: float, roundings: int = 1) -> tuple[float, float]:
@@ -70,13 +73,6 @@ def resting_range(decay: float, roundings: int = 1) -> tuple[float, float]:
     return max(0.0, lowest), highest
 
 
-def resting_range_in_block(decay: float, is_signed: bool) -> tuple[float, float]:
-    """Return the same of a mean in 8 bits that is half of its block's largest number, while that one stays."""
-    level_distance = 0.9 / (64 if is_signed else 128)  # in multiples of the largest
-    off = level_distance / (1 - decay)  # half a distance, in multiples of a half
-    return max(0.0, 1 - off), 1 + off
-
-
 def describe_stalled_means(
     cfg: Any, format_size: Callable[[Any], str] | None = None, size: str = "bytes a parameter"
 ) -> list[str]:
@@ -90,49 +86,41 @@ def describe_stalled_means(
     format_size = format_size or (lambda optimizer: f"{state_bytes(optimizer, width, in_layer=False):.3g}")
     facts = optimizer_facts(cfg.optimizer.name)
     bits = None if facts is None else facts.state_bits(cfg.optimizer)
-    lines = []
-    for mean, lowest, highest in _stalled_means(cfg, cfg.optimizer):
-        low = f"stop at {1 / highest:.2g} of its value"
-        high = f"or stay at {1 / lowest:.2g} times of it" if lowest else "and never comes down again"
-        if mean.scales_steps:
-            low += f" (steps {math.sqrt(highest):.2g} times too long)"
-            high += f" (steps of {math.sqrt(lowest):.2g} of their length)" if lowest else " (steps too short)"
-        what = f"in bf16 {mean.name}"
-        if bits == 8:
-            what = f"in 8 bits {mean.name}, beside one twice as large in its block,"
-        remedy = _remedy(cfg, format_size, size)
-        lines.append(f"{mean.setting(cfg.optimizer)}: {what} may {low} {high}; {remedy}")
+    lines = [mean.describe(bits) for mean in _list_stalled_means(cfg, cfg.optimizer)]
     if bits == 4:
-        lines.append(f"optimizer.state_bits=4: {FOUR_BITS}; {_remedy(cfg, format_size, size)}")
-    return lines
+        lines.append(f"optimizer.state_bits=4: {FOUR_BITS}")
+    return [f"{line}; {_name_remedies(cfg, format_size, size)}" for line in lines]
 
 
-def _stalled_means(cfg: Any, optimizer: Any) -> Iterator[tuple[_Mean, float, float]]:
-    """Yield the means of a section `optimizer` that may stay FARTHEST times off, and their resting ranges."""
+def _list_stalled_means(cfg: Any, optimizer: Any) -> list[_StalledMean]:
+    """Return the means of a section `optimizer` that may stay FARTHEST times off."""
     dtype = trained_dtype(cfg)
     facts = optimizer_facts(optimizer.name)
-    if facts is None:
-        return
-    bits = facts.state_bits(optimizer) or 8 * BYTES[dtype]
-    if bits != 8 and (bits != 16 or optimizer.stochastic_rounding):
-        return
+    bits = 0 if facts is None else facts.state_bits(optimizer) or 8 * BYTES[dtype]
+    if facts is None or (bits != 8 and (bits != 16 or optimizer.stochastic_rounding)):
+        return []
     # Of torch's SGD in bf16 `auto` is fused on a single GPU alone.
     is_fused = optimizer.implementation == "fused" or (optimizer.implementation == "auto" and optimizer.name != "sgd")
     has_own_step = facts.torch_class is None or optimizer.master_weights or dtype != "bf16"
+    decays = {"betas[0]": optimizer.betas[0], "betas[1]": optimizer.betas[1], "momentum": optimizer.momentum}
+    stalled = []
     for state in dict.fromkeys((*facts.states, *(facts.layer_matrix_states or ()))):
-        mean = _MEANS.get(state)
-        if mean is None or mean.key not in facts.keys or not mean.decay(optimizer):
+        _, key, roundings = _MEANS.get(state, ("", "", 0))
+        decay = float(decays.get(key) or 0)
+        if key.partition("[")[0] not in facts.keys or not decay:
             continue
         if bits == 8:
-            lowest, highest = resting_range_in_block(mean.decay(optimizer), is_signed=not mean.scales_steps)
+            # Of half of a block's largest number, which stays: half a distance of levels, in multiples of that half.
+            off = 0.9 / (128 if state == _SQUARES else 64) / (1 - decay)
+            lowest, highest = max(0.0, 1 - off), 1 + off
         else:
-            roundings = 1 if is_fused or has_own_step else mean.roundings
-            lowest, highest = resting_range(mean.decay(optimizer), roundings)
+            lowest, highest = resting_range(decay, 1 if is_fused or has_own_step else roundings)
         if lowest <= 1 / FARTHEST or highest >= FARTHEST:
-            yield mean, lowest, highest
+            stalled.append(_StalledMean(state, f"optimizer.{key}={decay:g}", lowest, highest))
+    return stalled
 
 
-def _remedy(cfg: Any, format_size: Callable[[Any], str], size: str) -> str:
+def _name_remedies(cfg: Any, format_size: Callable[[Any], str], size: str) -> str:
     """`set optimizer.state_bits=32 (8) or ...; in brackets the states' bytes a parameter, now 4`"""
     optimizer = cfg.optimizer
     dtype = trained_dtype(cfg)
@@ -142,18 +130,12 @@ def _remedy(cfg: Any, format_size: Callable[[Any], str], size: str) -> str:
     tried: list[dict[str, Any]] = [{"state_bits": 32}, {"state_bits": 8}]
     if dtype == "bf16" and not optimizer.master_weights:
         tried.insert(1, {"state_bits": 16, "stochastic_rounding": True})
-    present = {"state_bits": optimizer.state_bits or 8 * BYTES[dtype]}
+    present = vars(optimizer) | {"state_bits": optimizer.state_bits or 8 * BYTES[dtype]}
     choices = []
     for settings in tried:
         changed = replace(optimizer, **settings)
-        if next(_stalled_means(cfg, changed), None) is not None:
-            continue
-        words = [
-            f"optimizer.{key}={str(value).lower()}"
-            for key, value in settings.items()
-            if value != present.get(key, getattr(optimizer, key))
-        ]
-        if words:
+        words = [f"optimizer.{key}={str(value).lower()}" for key, value in settings.items() if value != present[key]]
+        if words and not _list_stalled_means(cfg, changed):
             choices.append(f"{' '.join(words)} ({format_size(changed)})")
-    remedies = " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
+    remedies = " or ".join(filter(None, [", ".join(choices[:-1]), *choices[-1:]]))
     return f"set {remedies}; in brackets the states' {size}, now {format_size(optimizer)}"

@@ -64,7 +64,7 @@ from recipe_lib.plan.timing.stream_schedule import (
     schedule,
     time_by_kind,
 )
-from recipe_lib.plan.trace import ALLOC, Collective, Storage, Trace
+from recipe_lib.plan.trace import ALLOC, Collective, Trace
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated, simulate
 from recipe_lib.plan.tracing.simulate_deep import simulate_deep
 from recipe_lib.plan.verdict import HOST_ALLOWS
@@ -522,21 +522,16 @@ LIMIT = 2**31
 _KINDS = ("activations", "temporary", "logits", "communication", "gradients")
 
 
-def largest_tensor(trace: Trace, itemsize: int) -> Storage | None:
-    """The largest tensor that is computed from tokens, if it may have LIMIT elements. itemsize: bytes of an element."""
+def large_tensor_notes(trace: Trace, itemsize: int) -> list[str]:
+    """What to know of a plan whose largest tensor that is computed from tokens may have LIMIT elements. itemsize: bytes
+    of one."""
     made = (trace.storages[number] for kind, number in trace.events if kind == ALLOC)
     of_tokens = (one for one in made if one.device and one.kind in _KINDS and not one.label)
     largest = max(of_tokens, key=lambda one: one.bytes, default=None)
-    return largest if largest is not None and largest.bytes >= LIMIT * itemsize else None
-
-
-def large_tensor_notes(trace: Trace, itemsize: int) -> list[str]:
-    """What to know of a plan with such a tensor."""
-    found = largest_tensor(trace, itemsize)
-    if found is None:
+    if largest is None or largest.bytes < LIMIT * itemsize:
         return []
     return [
-        f"{found.module or 'the step'} makes a tensor of {found.bytes // itemsize:,} elements "
-        f"({format_bytes(found.bytes)}): kernels that count in 32 bits, such as FlashAttention 2, fail from {LIMIT:,} "
-        "on; share sequences among more ranks (parallel.context), or set max_seq_len lower"
+        f"{largest.module or 'the step'} makes a tensor of {largest.bytes // itemsize:,} elements "
+        f"({format_bytes(largest.bytes)}): kernels that count in 32 bits, such as FlashAttention 2, fail from "
+        f"{LIMIT:,} on; share sequences among more ranks (parallel.context), or set max_seq_len lower"
     ]

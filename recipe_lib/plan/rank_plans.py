@@ -27,9 +27,9 @@ from recipe_lib.plan.result import (
 )
 from recipe_lib.plan.tables import outermost
 from recipe_lib.plan.timing.cost import Calibration
-from recipe_lib.plan.timing.pipeline_time import PipelineTime, pipeline_time, whole_step
-from recipe_lib.plan.timing.stream_schedule import StepTime, is_transfer, schedule
-from recipe_lib.plan.trace import ACTION, ALLOC, FREE, OP, PHASE, STORAGE_KINDS, Storage, Trace
+from recipe_lib.plan.timing.pipeline_time import pipeline_time, whole_step
+from recipe_lib.plan.timing.stream_schedule import StepTime, schedule
+from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, STORAGE_KINDS, Storage, Trace
 from recipe_lib.plan.tracing.pipeline_actions import orders_of, traced_micro_batches
 from recipe_lib.plan.tracing.simulate import MAKING_STATES, STEADY, Simulated
 from recipe_lib.plan.world.shape_only_model import spec_of
@@ -110,11 +110,9 @@ def most_of_each_kind(trace: Trace, phase: str) -> dict[str, int]:
     traced."""
     held: dict[str, int] = defaultdict(int)
     most: dict[str, int] = {}
-    current = ""
-    for kind, number in trace.events:
-        if kind == PHASE:
-            current = trace.phases[number]
-            most |= held if current == phase else {}
+    for _, kind, number, current, *_ in trace.walk():
+        if kind == PHASE and current == phase:
+            most |= held
         elif kind in (ALLOC, FREE) and trace.storages[number].device:
             storage = trace.storages[number]
             held[storage.kind] += storage.bytes if kind == ALLOC else -storage.bytes
@@ -148,27 +146,20 @@ def layer_rows(found: Simulated) -> list[LayerRow]:
 def _kept_for_backward(trace: Trace) -> dict[str, int]:
     """By module the bytes of activations that are live when a backward of the steady step begins, where the most are;
     of equal ones the last."""
-    alive: dict[int, None] = {}
     before = ""
-    found: dict[str, int] = {}
-    current = ""
-    for kind, number in trace.events:
-        if kind == PHASE:
-            current = trace.phases[number]
-        elif kind == ALLOC:
-            alive[number] = None
-        elif kind == FREE:
-            alive.pop(number, None)
-        elif kind == OP and current == STEADY:
-            part = trace.ops[number].part
-            if part == "backward" and before == "forward":
-                kept: dict[str, int] = defaultdict(int)
-                for storage in map(trace.storages.__getitem__, alive):
-                    if storage.kind == "activations" and storage.device:
-                        kept[storage.module] += storage.bytes
-                found = kept if sum(kept.values()) >= sum(found.values()) else found
-            before = part if part in ("forward", "backward") else before
-    return found
+    most: dict[str, int] = {}
+    for _, kind, number, phase, _, alive in trace.walk():
+        if kind != OP or phase != STEADY:
+            continue
+        part = trace.ops[number].part
+        if part == "backward" and before == "forward":
+            kept: dict[str, int] = defaultdict(int)
+            for storage in alive.values():
+                if storage.kind == "activations":
+                    kept[storage.module] += storage.bytes
+            most = kept if sum(kept.values()) >= sum(most.values()) else most
+        before = part if part in ("forward", "backward") else before
+    return most
 
 
 # What a plan says of a pipeline: the stages of each place, what they exchange, and when they do
@@ -222,30 +213,27 @@ def staged(
         return Staged(plan)
     traces = {place: simulated[rank].trace for place, rank in firsts.items()}
     own = {place: timings[rank] for place, rank in firsts.items()}
-    time = pipeline_time(cfg.parallel, count, traces, own, STEADY, hardware, calibration)
-    _with_times(plan, time)
+    line, step = pipeline_time(cfg.parallel, count, traces, own, STEADY, hardware, calibration)
+    plan.seconds = float(line.total)
+    plan.bubble = float(line.bubble)
+    for place in plan.places:
+        place.compute = float(line.busy(place.place))
+        place.idle = float(line.idle_share(place.place))
+    for span in line.spans:
+        action = span.action
+        plan.spans.append(
+            ActionSpan(
+                place=span.rank,
+                stage=action.stage,
+                kind=action.kind,
+                micro_batch=action.micro_batch,
+                start=float(span.start),
+                end=float(span.end),
+            )
+        )
     busiest = max(firsts, key=lambda place: places[place].compute)
     sums = whole_step(traces[busiest], own[busiest], STEADY, hardware, calibration)
-    return Staged(plan, sums, time.step, traces[busiest])
-
-
-def _with_times(plan: PipelinePlan, time: PipelineTime) -> None:
-    """Puts the time line into the plan."""
-    line = time.timeline
-    plan.seconds, plan.bubble = float(line.total), float(line.bubble)
-    for place in plan.places:
-        place.compute, place.idle = float(line.busy(place.place)), float(line.idle_share(place.place))
-    plan.spans = [
-        ActionSpan(
-            span.rank,
-            span.action.stage,
-            span.action.kind,
-            span.action.micro_batch,
-            float(span.start),
-            float(span.end),
-        )
-        for span in line.spans
-    ]
+    return Staged(plan, sums, step, traces[busiest])
 
 
 def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -> StagePlan:
@@ -275,14 +263,10 @@ def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -
 def _exchanged(trace: Trace, operation: str) -> tuple[int, int]:
     """(tensors, bytes) that a steady step's actions send or receive."""
     tensors = num_bytes = 0
-    inside = False
-    for kind, number in trace.phase_events(STEADY):
-        if kind == ACTION:
-            inside = bool(trace.actions[number].kind)
-        elif kind == OP and inside and is_transfer(trace.ops[number]):
-            op = trace.ops[number]
-            if op.collective is not None and op.collective.operation == operation:
-                tensors, num_bytes = tensors + op.repeats, num_bytes + op.repeats * op.collective.bytes
+    for action, _, op in trace.action_ops(STEADY):
+        if action.kind and op.collective is not None and op.collective.operation == operation:
+            tensors += op.repeats
+            num_bytes += op.repeats * op.collective.bytes
     return tensors, num_bytes
 
 

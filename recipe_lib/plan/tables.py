@@ -1,6 +1,7 @@
 """Tables of a plan (phases, ranks, stages of a pipeline, modules, levers), and its tree. No torch in here."""
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -214,6 +215,7 @@ def say_stalled_means(plan: Plan, cfg: Any) -> None:
 # Groups with more members are written as ranges; of more groups than these the first ones and the last are shown.
 _MOST_MEMBERS, _MOST_GROUPS, _FIRST_GROUPS = 8, 16, 4
 _COLUMNS = 74  # of a line of groups, so that it fits into 80
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def sum_traffic(rows: Iterable[CommunicationRow]) -> tuple[int, Bytes, Bytes, Seconds]:
@@ -339,26 +341,17 @@ def groups_table(plan: Plan) -> Table | None:
         size = len(dimension.groups[0])
         along = "" if dimension.along == [dimension.dim] else f", along {' and '.join(dimension.along)}"
         rows.append([f"{dimension.dim}: {counted(len(dimension.groups), 'group')} of {size}{along}"])
-        texts = [f"[{_members_text(plan, group)}]" for group in dimension.groups]
+        # A group stays in one line.
+        texts = [f"[{_members_text(plan, group)}]".replace(" ", _NO_BREAK) for group in dimension.groups]
         if len(texts) > _MOST_GROUPS:
             texts = [*texts[:_FIRST_GROUPS], "...", texts[-1]]
-        rows += [[f"  {line}"] for line in _fill_lines(texts)]
+        lines = textwrap.wrap(" ".join(texts), _COLUMNS, break_long_words=False, break_on_hyphens=False)
+        rows += [[f"  {line.replace(_NO_BREAK, ' ')}"] for line in lines]
     each = plan.ranks_per_node or plan.ranks
     note = f"n0_g1: machine 0, its GPU 1; rank r is GPU r % {each} of machine r // {each}."
     if any(len(dimension.groups) > _MOST_GROUPS for dimension in plan.dimensions):
         note += " --json has all groups."
     return Table("groups of ranks", ["members"], rows, ("members",), notes=(note,), headed=False, fold=True)
-
-
-def _fill_lines(texts: list[str]) -> list[str]:
-    """Return lines of as many texts as fit."""
-    lines = [texts[0]]
-    for text in texts[1:]:
-        if len(lines[-1]) + 1 + len(text) <= _COLUMNS:
-            lines[-1] += f" {text}"
-        else:
-            lines.append(text)
-    return lines
 
 
 def _members_text(plan: Plan, ranks: Sequence[int]) -> str:

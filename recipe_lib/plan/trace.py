@@ -150,27 +150,40 @@ class Trace:
         """Yield the operators of one phase, in order; ValueError if it was not traced."""
         return (self.ops[number] for kind, number in self.phase_events(phase) if kind == OP)
 
+    def walk(self, device: bool = True) -> Iterator[tuple[int, int, int, str, int, dict[int, Storage]]]:
+        """Yield of each event its place, kind and number, the phase that it is in, and the memory on the accelerator
+        or on the host after it: bytes, and the storages by number, in a dict that goes on changing."""
+        phase = ""
+        held = 0
+        alive: dict[int, Storage] = {}
+        for place, (kind, number) in enumerate(self.events):
+            if kind == PHASE:
+                phase = self.phases[number]
+            elif kind == ALLOC and self.storages[number].device == device:
+                alive[number] = self.storages[number]
+                held += alive[number].bytes
+            elif kind == FREE and number in alive:
+                held -= alive.pop(number).bytes
+            yield place, kind, number, phase, held, alive
+
+    def action_ops(self, phase: str) -> Iterator[tuple[ActionMark, int, Op]]:
+        """Yield the operators of one phase with their numbers, and what a rank of a pipeline does meanwhile."""
+        action = ActionMark()
+        for kind, number in self.phase_events(phase):
+            if kind == ACTION:
+                action = self.actions[number]
+            elif kind == OP:
+                yield action, number, self.ops[number]
+
     def peaks(self, device: bool = True) -> dict[str, tuple[int, int]]:
         """By phase the most bytes live at a time, on the accelerator or on the host, before any rounding; and the
         number of the event that led there, -1 if it was before the phase."""
         peaks: dict[str, tuple[int, int]] = {}
-        storages = self.storages
-        phase, alive, most = "", 0, 0
-        for index, (kind, number) in enumerate(self.events):
-            if kind == ALLOC:
-                storage = storages[number]
-                if storage.device == device:
-                    alive += storage.bytes
-                    if phase and alive > most:
-                        most = alive
-                        peaks[phase] = (alive, index)
-            elif kind == FREE:
-                storage = storages[number]
-                if storage.device == device:
-                    alive -= storage.bytes
-            elif kind == PHASE:
-                phase, most = self.phases[number], alive
-                peaks[phase] = (alive, -1)
+        for place, kind, _, phase, held, _ in self.walk(device):
+            if kind == PHASE:
+                peaks[phase] = (held, -1)
+            elif phase and held > peaks[phase][0]:
+                peaks[phase] = (held, place)
         return peaks
 
     def active_peaks(self, device: bool = True) -> dict[str, int]:
@@ -182,10 +195,4 @@ class Trace:
         at = self.peaks(device)[phase][1]
         if at < 0:  # where the phase begins
             at = self.events.index((PHASE, self.phases.index(phase)))
-        alive: dict[int, None] = {}
-        for kind, number in self.events[: at + 1]:
-            if kind == ALLOC and self.storages[number].device == device:
-                alive[number] = None
-            elif kind == FREE:
-                alive.pop(number, None)
-        return list(alive)
+        return next(list(alive) for place, *_, alive in self.walk(device) if place == at)

@@ -3,16 +3,19 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.plan.describe import classes, descriptions, markdown
+from recipe_lib.plan import result
 from recipe_lib.plan.result import SCHEMA_VERSION, DimensionPlan, NearestReceipt, Plan, Volume, read_plan
 from tests.plan.made_receipts import made_receipt
 from tests.plan.plans import hand_made, hand_made_pipeline
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan_json.md"
+# Types in words of JSON.
+WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything"}
 
 
 def as_json(plan: Plan) -> dict:
@@ -95,24 +98,42 @@ def test_files_that_are_no_plan(text: str, tmp_path: Path):
         read_plan(tmp_path / "missing.json")
 
 
-def test_the_page_is_up_to_date():
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == markdown(), "run `python -m recipe_lib.plan.describe > docs/plan_json.md`"
+def read_page() -> dict[str, dict[str, str]]:
+    """Return the types of the page by class and key."""
+    sections = {}
+    for part in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
+        rows = [line.split(" | ") for line in part.splitlines() if line.startswith("| `")]
+        assert all(len(row) == 3 and row[2] != "|" for row in rows), "a key without a description"
+        sections[part.partition("\n")[0]] = {row[0].strip("| `"): row[1] for row in rows}
+    return sections
+
+
+def find_innermost(declared: Any) -> Any:
+    """Return of `list[dict[str, int]] | None` int."""
+    inside = [part for part in get_args(declared) if part is not type(None)]
+    return find_innermost(inside[-1]) if inside else declared
 
 
 def test_the_page_describes_every_key():
-    page = markdown()
-    for found in classes():
-        about, told = descriptions(found)
-        assert f"## {found.__name__}\n\n{about}\n" in page and about.endswith(".")
-        for entry in dataclasses.fields(found):
-            assert told.get(entry.name), f"{found.__name__}.{entry.name}: its docstring says nothing about it"
-            assert f"| `{entry.name}` | " in page
+    """In the order of the fields; what may be null or left out is said."""
+    for name, keys in read_page().items():
+        described = getattr(result, name)
+        declared = get_type_hints(described)
+        entries = [entry for entry in dataclasses.fields(described) if entry.compare]
+        assert list(keys) == [entry.name for entry in entries]
+        for entry in entries:
+            words = keys[entry.name]
+            may_be_left_out = {entry.default, entry.default_factory} != {dataclasses.MISSING}
+            assert words.endswith("(may be left out)") == may_be_left_out, entry.name
+            assert (" or null" in words) == (type(None) in get_args(declared[entry.name])), entry.name
+            innermost = find_innermost(declared[entry.name])
+            word = WORDS.get(innermost) or f"[{innermost.__name__}](#{innermost.__name__.lower()})"
+            assert word in words, entry.name
 
 
 def test_the_page_describes_what_is_written():
     """Every object of a plan with all its parts has a section with just its keys."""
-    sections = {part.partition("\n")[0]: part for part in markdown().split("\n## ")[1:]}
+    sections = read_page()
     traffic = DimensionPlan("data_shard", ["data_shard"], [[0, 1, 2, 3]], [Volume(1, 8, 6)], [Volume(1, 8, 6)])
     plan = as_json(hand_made(pipeline=hand_made_pipeline(), dimensions=[traffic], receipt=QUOTED))
     pipeline, receipt = plan["pipeline"], plan["receipt"]["receipt"]
@@ -127,5 +148,4 @@ def test_the_page_describes_what_is_written():
                "ReceiptFigures": receipt["measured"]}  # fmt: skip
     assert set(objects) == set(sections)
     for name, content in objects.items():
-        keys = [line.split("`")[1] for line in sections[name].splitlines() if line.startswith("| `")]
-        assert keys == list(content)
+        assert list(sections[name]) == list(content)

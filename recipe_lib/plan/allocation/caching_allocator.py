@@ -139,25 +139,6 @@ def join_neighbors(block: Block) -> None:
             after.next.previous = block
 
 
-def check_blocks(blocks: list[Block], pools: list[Pool]) -> None:
-    """AssertionError if blocks (all of them, by address) overlap, are wrongly linked, or are not in the pool where they
-    belong, or if two of a kind lie side by side unmerged."""
-    for block, above in zip(blocks, blocks[1:], strict=False):
-        assert block.address + block.size <= above.address
-    for block in blocks:
-        assert block.size > 0 and block.size % ROUNDING == 0 and block.address % ROUNDING == 0
-        assert (block.pool.blocks.get(block.address) is block) == block.idle
-        assert not block.allocated or 0 < block.requested <= block.size
-        assert block.mapped or block.idle and block.size % block.pool.page == 0
-        if block.next:
-            assert block.next.previous is block and block.address + block.size == block.next.address
-            assert block.next.pool is block.pool
-            assert not (block.idle and block.next.idle and block.mapped == block.next.mapped)
-    for pool in pools:
-        assert pool.free == sorted((block.size, at) for at, block in pool.blocks.items() if block.mapped)
-        assert pool.unmapped == sorted(at for at, block in pool.blocks.items() if not block.mapped)
-
-
 # Like a device's: above 32 bits, so that viewers read every address as one type.
 _FIRST_ADDRESS = 0x7000_0000_0000 // LARGE_SEGMENT * LARGE_SEGMENT
 _ADDRESS_SPACE = 1024**4 // LARGE_SEGMENT * LARGE_SEGMENT  # of an expandable segment: more than any device has
@@ -178,15 +159,9 @@ class AllocatorSettings:
 
 
 class OutOfMemory(Exception):  # noqa: N818 - what it is called everywhere
-    """No segment can be had, even after all unused ones were given back.
+    """No segment can be had, even after all unused ones were given back."""
 
-    requested: bytes asked for. segment: bytes the device would have had to give. reserved, allocated: bytes held when
-    it failed. cap: the most that may be held.
-    """
-
-    def __init__(self, requested: int, segment: int, reserved: int, allocated: int, cap: int):
-        self.requested, self.segment = requested, segment
-        self.reserved, self.allocated, self.cap = reserved, allocated, cap
+    def __init__(self, requested: int, reserved: int, allocated: int, cap: int):
         super().__init__(
             f"{format_bytes(requested)} requested, {format_bytes(reserved)} of {format_bytes(cap)} reserved, "
             f"{format_bytes(allocated)} of it allocated"
@@ -298,19 +273,6 @@ class CachingAllocator:
         found = [block for pool in self._pools.values() for block in pool.blocks.values() if block.mapped]
         return sorted([*found, *self._active], key=lambda block: block.address)
 
-    def check(self) -> None:
-        """AssertionError if the books are wrong: overlaps, unmerged neighbors, numbers that do not add up."""
-        blocks, pools = self.blocks(), list(self._pools.values())
-        assert sum(block.size for block in blocks) == self.reserved <= self.peak_reserved
-        assert sum(block.size for block in self._active) == self.active <= self.peak_active
-        assert sum(block.requested for block in self._active) == self.requested <= self.peak_requested
-        assert sum(block.size for block in blocks if block.allocated) == self.allocated <= self.peak_allocated
-        if self.settings.cap is not None and not (self.settings.by_fraction and self.settings.expandable):
-            assert self.reserved <= self.settings.cap
-        assert not any(block.idle for block in self._active)
-        unmapped = [pool.blocks[address] for pool in pools for address in pool.unmapped]
-        check_blocks(sorted([*blocks, *unmapped], key=lambda block: block.address), pools)
-
     def _new_pool(self, size: int, stream: int) -> Pool:
         small = size <= SMALL_SIZE
         return self._pools.setdefault((small, stream), Pool(small, stream))
@@ -342,7 +304,7 @@ class CachingAllocator:
             return block
         if self.log is not None:
             self.log.append(("oom", 0, size, pool.stream))
-        raise OutOfMemory(requested, segment_size(size), self.reserved, self.allocated, self.settings.cap or 0)
+        raise OutOfMemory(requested, self.reserved, self.allocated, self.settings.cap or 0)
 
     def _new_segment(self, pool: Pool, size: int) -> Block | None:
         """A block of at least `size` from the device, or None if the cap does not allow it (`alloc_block`)."""

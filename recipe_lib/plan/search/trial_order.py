@@ -387,25 +387,9 @@ def _least_bytes(trials: Trials, changes: Changes, cfg: Any) -> int:
     if known is None:
         return 0
     try:
-        least = least_bytes(cfg, trials.settings, known.quick, trials.config(known.changes), _like(trials, cfg))
+        return least_bytes(cfg, trials.settings, known.quick, trials.config(known.changes), _like(trials, cfg))
     except UserError:  # a pipeline that the model cannot be divided for: its trial says so
         return 0
-    return max(least, _least_without_states(trials, changes, known))
-
-
-def _least_without_states(trials: Trials, changes: Changes, known: Candidate) -> int:
-    """With optimizer states in host memory: what the same takes with them, but for the states, which both leanest
-    settings tell; 0 where it is not known, or the peak was in the optimizer's step."""
-    if not changes.get(OFFLOAD_KEY):
-        return 0
-    without = {key: value for key, value in changes.items() if key != OFFLOAD_KEY}
-    before, other = trials.leanest.get(variant_key(without)), trials.tried.get(key_of(without))
-    if before is None or other is None or other.quick.part == "optimizer":
-        return 0
-    states = before.quick.held - known.quick.held
-    meshes = [mesh_shape(trials.config(one.changes).parallel, trials.settings.ranks) for one in (known, other)]
-    parts = [mesh["pipeline"] * mesh["data_shard"] for mesh in meshes]
-    return int(other.quick.reserved_expandable - states * parts[0] / parts[1])
 
 
 def variant_key(changes: Changes) -> str:

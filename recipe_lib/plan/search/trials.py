@@ -29,7 +29,7 @@ from recipe_lib.plan.build_plan import PlanSettings, plan_ranks
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.tables import outermost
 from recipe_lib.plan.timing.cost import Calibration, least_op_seconds, wire_bytes
-from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Storage, Trace
+from recipe_lib.plan.trace import OP, PHASE, Storage, Trace
 from recipe_lib.plan.tracing.pipeline_actions import peers_of
 from recipe_lib.plan.tracing.simulate import STEADY, list_short_steps
 from recipe_lib.plan.world.simulated_device import NAME
@@ -132,18 +132,11 @@ def traffic(trace: Trace) -> tuple[int, int]:
 
 def _list_alive(trace: Trace) -> tuple[list[Storage], list[Storage]]:
     """Return what is on the device as the steady step begins, and as its first backward does."""
-    alive: dict[int, Storage] = {}
     held: list[Storage] = []
-    is_steady = False
-    for kind, number in trace.events:
-        if kind == PHASE:
-            is_steady = trace.phases[number] == STEADY
-            held = list(alive.values()) if is_steady else held
-        elif kind == ALLOC and trace.storages[number].device:
-            alive[number] = trace.storages[number]
-        elif kind == FREE:
-            alive.pop(number, None)
-        elif kind == OP and is_steady and trace.ops[number].part in ("recompute", "backward"):
+    for _, kind, number, current, _, alive in trace.walk():
+        if kind == PHASE and current == STEADY:
+            held = list(alive.values())
+        elif kind == OP and current == STEADY and trace.ops[number].part in ("recompute", "backward"):
             return held, list(alive.values())
     return held, []
 

@@ -6,7 +6,7 @@ norms, the optimizer) each rank waits for the slowest.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import Action
@@ -14,18 +14,10 @@ from recipe_lib.parallel.pipeline.simulation import Timeline, simulate
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.timing.cost import Calibration, collective_seconds, launch_seconds
 from recipe_lib.plan.timing.stream_schedule import StepTime, is_kernel, is_transfer
-from recipe_lib.plan.trace import ACTION, OP, Trace
+from recipe_lib.plan.trace import Trace
 from recipe_lib.plan.tracing.pipeline_actions import orders_of, stand_ins
 
 _Seconds = dict[Action, float]
-
-
-@dataclass(frozen=True)
-class PipelineTime:
-    """timeline: of forwards and backwards, places in the pipeline as its ranks. step: seconds of the whole step."""
-
-    timeline: Timeline
-    step: float
 
 
 def pipeline_time(
@@ -36,8 +28,9 @@ def pipeline_time(
     phase: str,
     hardware: Hardware,
     calibration: Calibration | None = None,
-) -> PipelineTime:
-    """A step of `count` micro-batches. traces, timings: of a rank for each place in the pipeline, of one phase."""
+) -> tuple[Timeline, float]:
+    """Return the forwards and backwards, places in the pipeline as their ranks, and the seconds of a whole step of
+    `count` micro-batches. traces, timings: of a rank for each place in the pipeline, of one phase."""
     parts = {place: parts_of(traces[place], timings[place]) for place in timings}
     messages: dict[tuple[int, str], float] = {}
     for trace in traces.values():
@@ -60,7 +53,7 @@ def pipeline_time(
         if trained is None or training:
             trained = timeline
     assert trained is not None
-    return PipelineTime(trained, step)
+    return trained, step
 
 
 def parts_of(trace: Trace, timing: StepTime) -> tuple[list[float], list[_Seconds]]:
@@ -95,16 +88,11 @@ def messages_of(
     trace: Trace, phase: str, hardware: Hardware, calibration: Calibration | None
 ) -> dict[tuple[int, str], float]:
     """By stage and kind of sending the seconds that it takes; what a stage does not send is not in it."""
-    found: dict[tuple[int, str], float] = {}
-    at = (-1, "")
-    for kind, number in trace.phase_events(phase):
-        if kind == ACTION:
-            at = (trace.actions[number].stage, trace.actions[number].kind)
-        elif kind == OP and at[1] in ("SF", "SB"):
-            collective = trace.ops[number].collective
-            if collective is not None and collective.operation == "send":
-                found[at] = collective_seconds(collective, hardware, calibration)
-    return found
+    seconds: dict[tuple[int, str], float] = {}
+    for action, _, op in trace.action_ops(phase):
+        if action.kind in ("SF", "SB") and op.collective is not None and op.collective.operation == "send":
+            seconds[action.stage, action.kind] = collective_seconds(op.collective, hardware, calibration)
+    return seconds
 
 
 def whole_step(
@@ -112,17 +100,12 @@ def whole_step(
 ) -> StepTime:
     """Return the time of a rank's own step with the sums of all micro-batches, of which a trace has some."""
     counted: dict[int, int] = {}
-    repeats, transfers = 1, 0.0
-    launch = 0.0
-    for kind, number in trace.phase_events(phase):
-        if kind == ACTION:
-            repeats = trace.actions[number].repeats
-        elif kind == OP:
-            op = trace.ops[number]
-            counted[number] = repeats
-            launch += op.repeats * launch_seconds(op, calibration, hardware.architecture)
-            if op.collective is not None and is_transfer(op):
-                transfers += op.repeats * collective_seconds(op.collective, hardware, calibration)
+    transfers = launch = 0.0
+    for action, number, op in trace.action_ops(phase):
+        counted[number] = action.repeats
+        launch += op.repeats * launch_seconds(op, calibration, hardware.architecture)
+        if op.collective is not None and is_transfer(op):
+            transfers += op.repeats * collective_seconds(op.collective, hardware, calibration)
     kernels = [entry for entry in timing.timeline if is_kernel(trace.ops[entry[0]])]
     alone = sum(end - start for _, start, end in kernels)
     scale = sum((end - start) * counted[number] for number, start, end in kernels) / alone if alone else 1.0

@@ -47,10 +47,11 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
     treats_all_alike,
 )
 from recipe_lib.plan.tracing.tracer import KernelMemory, Tracer
+from recipe_lib.plan.world import sequence_lengths
 from recipe_lib.plan.world.cached_fake_mode import CachedFakeMode
 from recipe_lib.plan.world.compiled_code import compiling
 from recipe_lib.plan.world.patches import apply_patches, find_documents, follow_works
-from recipe_lib.plan.world.planned_batches import PlannedData, SequenceShape, batch_tensors
+from recipe_lib.plan.world.planned_batches import PlannedData, batch_tensors
 from recipe_lib.plan.world.simulated_device import NAME
 from recipe_lib.plan.world.simulated_world import connect_streams, simulated_world, tensors_without_bytes
 
@@ -91,7 +92,7 @@ class Simulated:
 def simulate(
     recipe_class: type,
     cfg: FullFinetuneConfig,
-    shape: SequenceShape,
+    shape: sequence_lengths.Sequence,
     *,
     rank: int = 0,
     ranks: int = 1,
@@ -148,7 +149,11 @@ def simulate(
 
 
 def trace_real_run(
-    recipe_class: type, cfg: FullFinetuneConfig, world: World, shape: SequenceShape, phases: Sequence[str] = ()
+    recipe_class: type,
+    cfg: FullFinetuneConfig,
+    world: World,
+    shape: sequence_lengths.Sequence,
+    phases: Sequence[str] = (),
 ) -> Simulated:
     """The same phases run for real on `world`, a CPU's, with values; what a simulation is compared with."""
     tracer = Tracer(world.device.type)
@@ -160,7 +165,7 @@ def _run(
     recipe_class: type,
     cfg: FullFinetuneConfig,
     world: World,
-    shape: SequenceShape,
+    shape: sequence_lengths.Sequence,
     tracer: Tracer,
     phases: Sequence[str],
     steps: Sequence[str] = (FIRST, STEADY),

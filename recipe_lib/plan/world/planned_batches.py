@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,18 +17,7 @@ from recipe_lib.data.dataset import Dataset, as_trained
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.parallel import World
 from recipe_lib.plan.tracing.simulated_micro_batches import Passes
-
-
-class SequenceShape(Protocol):
-    """What sequences to make. tokens: of one. documents: of them in a packed one."""
-
-    @property
-    def tokens(self) -> int:
-        """Length of a sequence."""
-
-    @property
-    def documents(self) -> int:
-        """Documents in a packed sequence."""
+from recipe_lib.plan.world.sequence_lengths import Sequence
 
 
 class PlannedData:
@@ -45,7 +34,7 @@ class PlannedData:
         self,
         cfg: FullFinetuneConfig,
         world: World,
-        shape: SequenceShape,
+        shape: Sequence,
         traced_micro_batches: int | None = None,
         passes: Passes | None = None,
         others: Passes | None = None,
@@ -135,7 +124,7 @@ def _without_bytes(step: StepBatches) -> StepBatches:
     return replace(step, micro_batches=each(step.micro_batches), mismatched=each(step.mismatched))
 
 
-def _dataset(cfg: FullFinetuneConfig, shape: SequenceShape) -> Dataset:
+def _dataset(cfg: FullFinetuneConfig, shape: Sequence) -> Dataset:
     """The items of a packed sequence, or one item."""
     group = 2 if cfg.trains_on_pairs else 1
     documents = max(1, min(shape.documents, shape.tokens // 2)) if cfg.data.packing else 1

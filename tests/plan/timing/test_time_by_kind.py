@@ -10,8 +10,6 @@ from recipe_lib.plan.timing.stream_schedule import (
     COPIES,
     MATMULS,
     MEMORY_BOUND,
-    kernel_overhead,
-    memory_bound_by_module,
     operators_launched,
     time_by_kind,
 )
@@ -42,10 +40,7 @@ def test_each_operator_counts_for_its_kind_as_often_as_it_stands_for() -> None:
         assert found[kind] == pytest.approx(ops[kind].repeats * op_seconds(ops[kind], CARD))
     # 1, 2 and 2 GB, and 0.1 GB of the optimizer's, at 0.85 of 3350 GB/s.
     assert found[MEMORY_BOUND] == pytest.approx(5.1 / (0.85 * 3350))
-    rows = memory_bound_by_module(trace, "step", CARD)
-    assert [(row.module, row.kernels) for row in rows] == [("model.layers.*.mlp", 3), ("(optimizer)", 1)]
-    assert rows[0].seconds == pytest.approx(5 / (0.85 * 3350))
     assert operators_launched(trace, "step") == 3 + 1 + 1 + 1 + 1 + 2 + 1 + 1  # waits are none
     # 30 TFLOP of matmuls, 1 TFLOP of attention whose shape is not known.
     useful = (30 / 0.73 + 1) / 989.4
-    assert kernel_overhead(found) == pytest.approx(1 + 5.1 / (0.85 * 3350) / useful, rel=1e-6)
+    assert found[MATMULS] + found[ATTENTION] == pytest.approx(useful, rel=1e-6)

@@ -1,0 +1,35 @@
+"""The books of the allocator's model, checked from its blocks: overlaps, unmerged neighbors, numbers that do not add
+up."""
+
+from recipe_lib.plan.allocation.caching_allocator import ROUNDING, CachingAllocator
+
+
+def check_books(allocator: CachingAllocator) -> None:
+    """Raise AssertionError if they are wrong."""
+    mapped = allocator.blocks()
+    active = [block for block in mapped if not block.idle]
+    assert sum(block.size for block in mapped) == allocator.reserved <= allocator.peak_reserved
+    assert sum(block.size for block in active) == allocator.active <= allocator.peak_active
+    assert sum(block.requested for block in active) == allocator.requested <= allocator.peak_requested
+    handed_out = sum(block.size for block in mapped if block.allocated)
+    assert handed_out == allocator.allocated <= allocator.peak_allocated
+    settings = allocator.settings
+    if settings.cap is not None and not (settings.by_fraction and settings.expandable):
+        assert allocator.reserved <= settings.cap
+    pools = {id(block.pool): block.pool for block in mapped}
+    unmapped = [pool.blocks[address] for pool in pools.values() for address in pool.unmapped]
+    blocks = sorted([*mapped, *unmapped], key=lambda block: block.address)
+    for block, above in zip(blocks, blocks[1:], strict=False):
+        assert block.address + block.size <= above.address
+    for block in blocks:
+        assert block.size > 0 and block.size % ROUNDING == 0 and block.address % ROUNDING == 0
+        assert (block.pool.blocks.get(block.address) is block) == block.idle
+        assert not block.allocated or 0 < block.requested <= block.size
+        assert block.mapped or block.idle and block.size % block.pool.page == 0
+        if block.next:
+            assert block.next.previous is block and block.address + block.size == block.next.address
+            assert block.next.pool is block.pool
+            assert not (block.idle and block.next.idle and block.mapped == block.next.mapped)
+    for pool in pools.values():
+        assert pool.free == sorted((block.size, at) for at, block in pool.blocks.items() if block.mapped)
+        assert pool.unmapped == sorted(at for at, block in pool.blocks.items() if not block.mapped)
