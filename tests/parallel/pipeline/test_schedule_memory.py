@@ -17,7 +17,6 @@ from recipe_lib.parallel.pipeline.schedules import (
 from recipe_lib.parallel.pipeline.simulation import (
     StageBytes,
     counted_in_flight,
-    in_flight,
     live_bytes,
     partner_of,
     simulate,
@@ -25,6 +24,7 @@ from recipe_lib.parallel.pipeline.simulation import (
     taken_in,
     with_transfers,
 )
+from tests.parallel.pipeline.formulas import in_flight
 
 SCHEDULE_NAMES = pytest.mark.parametrize("schedule", SCHEDULES)
 
