@@ -22,8 +22,8 @@ from recipe_lib.parallel.pipeline.driver import Pipeline
 from recipe_lib.units import GIB
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
-from tests.parallel.pipeline.formulas import in_flight
 from tests.memory.test_mlp_tiles import LORA, assert_close, backward, filled
+from tests.parallel.pipeline.formulas import in_flight
 from tests.parallel.small_models import LENGTH, ROWS, gradients, small_batch, small_spec
 from tests.parallel.test_tensor import BIASES, GEMMA
 from tests.selection import slow_except

@@ -13,7 +13,6 @@ from itertools import zip_longest
 from recipe_lib.config.mesh import rank_of_stage, stage_count
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import (
-    BACKWARD,
     COMPUTE,
     FORWARD,
     INPUT,
@@ -296,38 +295,17 @@ def _idle(schedule: str, ranks: int, micro_batches: int, stages: int) -> int | N
 @dataclass(frozen=True)
 class StageBytes:
     """Of one micro-batch. kept: after its forward, the stage's input included, of the last stage its output too.
-    deferred: after its input gradient, until its weight gradients are made. Each storage counts once.
-
-    forward_work, backward_work, input_work, weight_work: the most bytes that an F, B, I or W has alive at once beyond
-    what was alive before it.
-    """
+    deferred: after its input gradient, until its weight gradients are made. Each storage counts once."""
 
     kept: int
     deferred: int = 0
-    forward_work: int = 0
-    backward_work: int = 0
-    input_work: int = 0
-    weight_work: int = 0
-
-    def work(self, kind: str) -> int:
-        """Of an action; transfers need none."""
-        works = {
-            FORWARD: self.forward_work,
-            BACKWARD: self.backward_work,
-            INPUT: self.input_work,
-            WEIGHT: self.weight_work,
-        }
-        return works.get(kind, 0)
 
 
 @dataclass(frozen=True)
 class Live:
     """Bytes after an action. kept, deferred: of the stages, see `StageBytes`. received: of tensors from other ranks,
     not used yet. handed: between two stages of this rank. waiting: made for another rank, not sent yet. sent: on
-    their way, counted until the other rank has taken them; it may be sooner.
-
-    most: alive at once during the action, `StageBytes.work` counted.
-    """
+    their way, counted until the other rank has taken them; it may be sooner."""
 
     action: Action
     kept: int
@@ -336,7 +314,6 @@ class Live:
     handed: int
     waiting: int
     sent: int
-    most: int
 
     @property
     def total(self) -> int:
@@ -368,13 +345,9 @@ def live_bytes(
     received, handed = set[Action](), set[Action]()  # receives; those that need no transfer
     waiting, sent = set[Action](), set[Action]()  # sends
 
-    def count_alive() -> int:
-        return kept + deferred + boundary * sum(map(len, (received, handed, waiting, sent)))
-
     found = []
     for number, action in enumerate(order):
         sent -= {send for send in sent if taken[send] <= number}
-        work = count_alive() + stages[action.stage].work(action.kind)
         if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
             received.add(action)
         elif action.kind not in COMPUTE:
@@ -404,7 +377,6 @@ def live_bytes(
                 handed=len(handed) * boundary,
                 waiting=len(waiting) * boundary,
                 sent=len(sent) * boundary,
-                most=max(work, count_alive()),
             )
         )
     return found
