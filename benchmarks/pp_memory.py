@@ -20,7 +20,7 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks.pp_7b import section  # noqa: E402
 from benchmarks.pp_stock import run_stock  # noqa: E402
-from benchmarks.pp_traced import boundary_bytes, config, expected, expected_held, run_ours, small_spec, work_bytes  # noqa: E402
+from benchmarks.pp_traced import boundary_bytes, config, expected_held, expected_most, run_ours, small_spec  # noqa: E402
 from recipe_lib.config.mesh import SCHEDULES  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
@@ -69,7 +69,7 @@ def _check(job: Job, rank: int, ours: dict[str, Any]) -> int:
     for (name, held), (wanted, bytes_) in zip(ours["held"], expected_held(cfg, spec, rank, COUNT), strict=True):
         if held != bytes_ or name != wanted:
             raise ValueError(f"{schedule}, {mode}, rank {rank}: {held} bytes after {name}, {bytes_} in theory")
-    return max(entry.most for entry in expected(cfg, spec, rank, COUNT, work_bytes(cfg, spec)))
+    return expected_most(cfg, spec, rank, COUNT)
 
 
 def _row(job: Job, rank: int, ours: dict[str, Any], stock: dict[str, Any]) -> list[str]:

@@ -5,9 +5,9 @@ them, so that what is alive is known whoever holds it.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -28,7 +28,15 @@ from recipe_lib.parallel import split_pipeline, start_world
 from recipe_lib.parallel.pipeline import driver
 from recipe_lib.parallel.pipeline.balance import deferred_of_layer
 from recipe_lib.parallel.pipeline.driver import Pipeline
-from recipe_lib.parallel.pipeline.schedules import UNITS, Action, compute_orders
+from recipe_lib.parallel.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    UNITS,
+    WEIGHT,
+    Action,
+    compute_orders,
+)
 from recipe_lib.parallel.pipeline.simulation import Live, StageBytes, live_bytes, simulate, taken_in, with_transfers
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, MLP_WIDTH = 64, 32, 4, 2, 48
@@ -155,24 +163,15 @@ def config(schedule: str, ranks: int, count: int, checkpointing: str, stages: in
     return cfg
 
 
-def expected(
-    cfg: FullFinetuneConfig,
-    spec: DecoderSpec,
-    rank: int,
-    count: int,
-    work: Mapping[int, dict[str, int]] | None = None,
-) -> list[Live]:
-    """What a rank holds after each action, by theory; layers are even. work: by stage, see `work_bytes`."""
+def expected(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> list[Live]:
+    """What a rank holds after each action, by theory; layers are even."""
     parallel = cfg.parallel
     stages, each = stage_count(parallel), spec.num_layers // stage_count(parallel)
     order, taken = taken_sends(cfg, rank, count)
     splits, mode = SCHEDULES[parallel.pipeline_schedule].splits, cfg.memory.activation_checkpointing
     sizes = {}
     for stage in {action.stage for action in order}:
-        size = stage_bytes(spec, each, mode, last=stage == stages - 1, splits=splits)
-        if work is not None:
-            size = replace(size, **work[stage])
-        sizes[stage] = size
+        sizes[stage] = stage_bytes(spec, each, mode, last=stage == stages - 1, splits=splits)
     return live_bytes(order, parallel, sizes, boundary_bytes(), taken=taken)
 
 
@@ -189,8 +188,18 @@ def expected_held(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: 
     return [(str(live.action), live.total - gone[number + 1] * boundary_bytes()) for number, live in enumerate(lives)]
 
 
+def expected_most(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> int:
+    """The most bytes that are alive at once, during an action or after it."""
+    work, before, most = work_bytes(cfg, spec), 0, 0
+    lives = expected(cfg, spec, rank, count)
+    for live, (_, held) in zip(lives, expected_held(cfg, spec, rank, count), strict=True):
+        needs = work[live.action.stage].get(live.action.kind, 0)
+        most, before = max(most, before + needs, live.total), held
+    return most
+
+
 def work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, dict[str, int]]:
-    """By stage and field of `StageBytes`: the most bytes that its actions have alive beyond what is there before.
+    """By stage and kind of action: the most bytes that it has alive beyond what is there before.
 
     Measured on each stage by itself, without a pipeline; of the second micro-batch, when gradients are there already.
     """
@@ -212,7 +221,7 @@ def work_bytes(cfg: FullFinetuneConfig, spec: DecoderSpec) -> dict[int, dict[str
             for defers in (False, True) if splits else (False,):
                 for rows in micro_batches(2):
                     sizes = alone.work(rows, layers, defers, first=stage == 0, last=stage == stages - 1)
-                names = ("forward_work", "input_work" if defers else "backward_work", "weight_work")
+                names = (FORWARD, INPUT if defers else BACKWARD, WEIGHT)
                 found[stage] |= dict(zip(names, sizes, strict=True))
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from recipe_lib.errors import ConfigError
-from recipe_lib.external.plan_proof import certify
+from recipe_lib.external.plan_proof import certify, plan_differences
 from recipe_lib.external.tensor_plan import transformers_models
 from recipe_lib.external.tensor_plan.sharding_plan import (
     BYTES,
@@ -17,7 +17,6 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     boundary_counts,
     cut_share,
     exchanges,
-    held_differently,
     held_elements,
     layers_of,
     parameter_groups,
@@ -80,9 +79,10 @@ def certificates(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, 
     inputs = transformers_models.example_inputs(small, device="cpu", mask=mask)
     found: list[dict[str, Any]] = []
     for size, plan in plans.items():
-        unlike = held_differently(plan, whole)
+        unlike = plan_differences(plan, whole)
         copied = transformers_models.plan_and_mask(small, size, tokens)[0] if unlike else whole
-        failures = held_differently(plan, copied)
+        difference = plan_differences(plan, copied)
+        failures = [f"the small copy has another plan: {difference}"] if difference else []
         ranks = max((legal for legal in copied.legal_sizes if legal <= size), default=0)
         if not ranks:
             failures.append(f"no {size} ranks or fewer can share the small copy")

@@ -109,12 +109,10 @@ class ExternalModel(LanguageModel):
         return cast(ExternalModel, model)
 
     def stage_parts(self) -> StageParts:
-        """See `LanguageModel.stage_parts`."""
         parts: StageParts = self.spec.stage_parts()
         return parts
 
     def keep_stages(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        """See `LanguageModel.keep_stages`."""
         self._division.dtype = _dtype(self)  # the parameter that says so may be left out
         found = keep_parts(self, self.stage_parts(), layers, first=first, last=last)
         self.elsewhere, self.modules_elsewhere = found
@@ -127,7 +125,6 @@ class ExternalModel(LanguageModel):
         attention: AttentionInfo | None,
         layers: Iterable[int],
     ) -> Tensor:
-        """See `LanguageModel.run_stage`."""
         inputs = self.inputs_of(tokens, positions, attention)
         run = partial(run_alone, self, self.stage_parts(), hidden, inputs, list(layers))
         # With gradients if they are wanted: without, hidden states are of another shape where ranks share tokens.
@@ -142,7 +139,6 @@ class ExternalModel(LanguageModel):
     def run_head(
         self, hidden: Tensor, tokens: Tensor, *, labels: Tensor | None = None, head_loss: HeadLoss | None = None
     ) -> Tensor:
-        """See `LanguageModel.run_head`."""
         with only(self, self.stage_parts(), hidden, tokens, None):
             return ExternalModel.forward(self, tokens, labels=labels, head_loss=head_loss)
 
@@ -152,7 +148,6 @@ class ExternalModel(LanguageModel):
         return division.head if division.owner._modules.get(division.name) is division.head else None
 
     def hidden_shape(self, tokens: torch.Size, ranks: int) -> tuple[int, ...]:
-        """See `LanguageModel.hidden_shape`."""
         parts = self.stage_parts()
         return self.output_shape(parts.layers[0], tokens, parts.width)
 

@@ -119,7 +119,9 @@ class CompiledLayers:
         given = [each for each in leaves if isinstance(each, Tensor)]
         held = [local(tensors[name]) for tensors, name in self.places[path]]
         try:
-            key = self._key_of(self._traced_as(path, layer), layer, leaves, spec, given[0])
+            like = self.like[path]
+            traced_as = like if _state_of(self.layers[like]) == _state_of(layer) else path
+            key = self._key_of(traced_as, layer, leaves, spec, given[0])
             found = self._run(key, given, held)
         except _LayerNumberIsReadError:
             self.like = {name: name for name in self.like}
@@ -129,10 +131,6 @@ class CompiledLayers:
         assert call.outputs_spec is not None
         made = [next(tensors) if each is _TENSOR else each for each in call.outputs]
         return pytree.tree_unflatten(made, call.outputs_spec)
-
-    def _traced_as(self, path: str, layer: nn.Module) -> str:
-        like = self.like[path]
-        return like if like == path or _state_of(self.layers[like]) == _state_of(layer) else path
 
     def _run(self, key: str, given: list[Tensor], held: list[Tensor]) -> list[Tensor]:
         path = self.calls[key].path
@@ -163,13 +161,14 @@ class CompiledLayers:
         """The forward of a layer. tensors: what it holds, and what it is called with."""
         call = self.calls[key]
         places = self.places[call.path]
-        held, given = tensors[: len(places)], iter(tensors[len(places) :])
+        own, given = tensors[: len(places)], iter(tensors[len(places) :])
         leaves = [next(given) if each is _TENSOR else each for each in call.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, call.spec)
         length = call.times * tensors[len(places)].shape[1] if call.times else call.length
-        entries = [(tensors_of, name, tensor) for (tensors_of, name), tensor in zip(places, held, strict=True)]
+        entries: list[Entry] = [(*place, tensor) for place, tensor in zip(places, own, strict=True)]
         if list(self.like.values()).count(call.path) > 1:  # it is traced for others, too
-            entries += _number_entries(self.layers[call.path])
+            attributes = [vars(module) for module in self.layers[call.path].modules()]
+            entries += [(held, name, _NoNumber()) for held in attributes for name in NUMBERS if name in held]
         with replaced_entries(entries), self.alone(rank, length):
             found, call.outputs_spec = pytree.tree_flatten(self.forwards[call.path](*args, **kwargs))
         call.outputs = [_TENSOR if isinstance(each, Tensor) else each for each in found]
@@ -194,12 +193,6 @@ class _NoNumber:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __float__ = _read
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __floordiv__ = _read
     __truediv__ = __rtruediv__ = __neg__ = __str__ = __repr__ = __format__ = __hash__ = __getattr__ = _read
-
-
-def _number_entries(layer: nn.Module) -> list[Entry]:
-    """What takes a layer's number away from its modules."""
-    held = [vars(module) for module in layer.modules()]
-    return [(attributes, name, _NoNumber()) for attributes in held for name in NUMBERS if name in attributes]
 
 
 @contextlib.contextmanager

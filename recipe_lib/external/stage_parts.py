@@ -151,12 +151,9 @@ def keep_parts(
         held, child = _owner_and_child(model, name)
         elsewhere[name] = held[child]
         held[child] = module
-    here = {name for name, _ in model.named_modules()} - {name for name in absent if not _has_weights(model, name)}
+    empty = {name for name in absent if next(model.get_submodule(name).parameters(), None) is None}
+    here = {name for name, _ in model.named_modules()} - empty
     return elsewhere, frozenset(whole - here)
-
-
-def _has_weights(model: Any, name: str) -> bool:
-    return next(model.get_submodule(name).parameters(), None) is not None
 
 
 def _holder(embedding: Any) -> nn.Embedding:

@@ -31,7 +31,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, Shardin
 from recipe_lib.logs import get_logger
 from recipe_lib.models.decoder import LogitsAfter
 from recipe_lib.ops.device import holds_values
-from recipe_lib.ops.dtensor_shards import Runs, local
+from recipe_lib.ops.dtensor_shards import local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, wait
 from recipe_lib.ops.head_losses import HeadLoss, run_head_loss
 from recipe_lib.parallel.tensor import as_placed
@@ -56,7 +56,11 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     stored = _take_parts(model, plan, group) | share_lengths(model, plan, group)
     place_parameters(model, plan, world.mesh["tensor"], stored)
     runs = {each.name: (each.dim, cut) for each in plan.parameters if (cut := plan_runs(each, group.size))}
-    model.runs = runs | runs_of_lengths(runs, stored)
+    for name in stored:  # lengths are cut as the rows of their matrix, which may hold several
+        rows = f"{name.removesuffix(_LENGTHS)}lora_B.weight"
+        if name.endswith(_LENGTHS) and rows in runs:
+            runs[name] = runs[rows]
+    model.runs = runs
     if head is not None:
         head.forward = partial(project, head, group, columns)
     run_by_plan(model, plan, ranks_of(group), head, parallel.tensor_regather_in_backward != "false")
@@ -114,8 +118,11 @@ def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> ShardingP
     held = all_modules(model).values()
     lengths = [module for module in held if getattr(module, "lora_magnitude_vector", None) is not None]
     plan = plan_of_model(model, parallel.tensor, tokens=not lengths)  # which DoRA's calls are none of
-    if world.pipeline is not None and not _alike_between_stages(model, plan):
-        plan = plan_of_model(model, parallel.tensor, tokens=False)
+    if world.pipeline is not None:
+        # What layers give has to be a rank's tokens after each of them, or after none; the last gives to the head.
+        *before, _ = model.stage_parts().layers
+        if len({name in plan.local_outputs for name in before}) > 1:
+            plan = plan_of_model(model, parallel.tensor, tokens=False)
     check_plan(model, plan, parallel)
     if not holds_values(world.device):
         return plan
@@ -130,12 +137,6 @@ def proven_plan(model: Any, parallel: ParallelConfig, world: World) -> ShardingP
         said = prove(model, plan, world)
     log.info("tensor plan of %s: %s", model.spec.family, said)
     return plan
-
-
-def _alike_between_stages(model: Any, plan: ShardingPlan) -> bool:
-    """Whether what layers give is a rank's tokens after each of them, or after none; the last gives to the head."""
-    *before, _ = model.stage_parts().layers
-    return len({name in plan.local_outputs for name in before}) < 2
 
 
 def check_plan(model: Any, plan: ShardingPlan, parallel: ParallelConfig) -> None:
@@ -279,12 +280,6 @@ def share_lengths(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[st
         module.relative_lengths = partial(_relative, module, group, first.dim)  # type: ignore[method-assign]
         found[f"{name}.{_LENGTHS}"] = Shard(0) if second.dim == 0 else Replicate()
     return found
-
-
-def runs_of_lengths(runs: Mapping[str, Runs], stored: Mapping[str, Placement]) -> dict[str, Runs]:
-    """Those of lengths that are cut as the rows of their matrix, which holds several."""
-    owners = {name: name.removesuffix(_LENGTHS) for name in stored if name.endswith(_LENGTHS)}
-    return {name: runs[f"{owner}lora_B.weight"] for name, owner in owners.items() if f"{owner}lora_B.weight" in runs}
 
 
 def _relative(module: AdaptedMatrix, group: Group, cut: int) -> Tensor:

@@ -178,14 +178,12 @@ def check_needs(needs: Mapping[str, int], allowed: float | None, ranks: int, fre
 def free_host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> tuple[int, str]:
     """Bytes that can still be taken, and what limits them: the machine, or a control group (a container's, a job's)
     whose limit is nearer."""
-    found = [(_free_of_machine(proc), "free on this machine")]
+    free = _read_kib(proc / "meminfo", "MemAvailable:")
+    if free is None:  # not Linux: all there is
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = [(free, "free on this machine")]
     found += [(limit, "left in this process's control group") for limit in _free_of_groups(proc, groups)]
     return min(found)
-
-
-def _free_of_machine(proc: Path) -> int:
-    free = _read_kib(proc / "meminfo", "MemAvailable:")
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if free is None else free  # not Linux: all there is
 
 
 def _free_of_groups(proc: Path, groups: Path) -> list[int]:

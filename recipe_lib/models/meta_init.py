@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.errors import SetupError
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.language_model import LanguageModel, own_parts, own_tensors
+from recipe_lib.models.language_model import LanguageModel, note_unwritten, own_parts, own_tensors
 from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
 from recipe_lib.ops.device import holds_values
 
@@ -35,17 +35,19 @@ def build_meta(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     return model
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device, empty: Callable[[Tensor], Tensor] | None = None) -> None:
     """Gives a meta model uninitialized memory, for a process that has all of it; tied parameters stay tied.
 
-    Buffers of an external model get the values that its class gave them. A rank of several calls `materialize`.
+    Buffers of an external model get the values that its class gave them. A rank of several calls `materialize`. empty:
+    memory for one tensor; None: on the device.
     """
     ties = shared_parameters(model)
-    model.to_empty(device=device)
+    model._apply(empty or (lambda tensor: torch.empty_like(tensor, device=device)))
     for (owner, name), *others in ties:
         for other, other_name in others:
             setattr(other, other_name, getattr(owner, name))
-    if isinstance(model, LanguageModel):
+    if isinstance(model, LanguageModel) and holds_values(device):
+        note_unwritten(model)
         for name, buffer in model.named_buffers():
             if name in model.computed_buffers:
                 buffer.copy_(model.computed_buffers[name])

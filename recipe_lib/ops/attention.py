@@ -162,7 +162,8 @@ def attention(
     if sinks is not None:
         mask = info.masks.get(window) if info.masks else None
         ends = info.boundaries if info.flattened else None
-        return sink_attention(q, k, v, sinks, (ends, info.longest, mask, info.documents), window, scale)
+        settings = (ends, info.longest, mask, info.documents, window, scale)
+        return cast(Tensor, _SinkAttention.apply(q, k, v, sinks, *settings))
     if info.flattened:
         return _flattened_attention(q, k, v, info, window, scale)
     return scaled_dot_product(q, k, v, info.masks[window], scale)
@@ -220,22 +221,10 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 # exp(score - L'). So kernels that know of no sink serve.
 
 
-# (documents' ends, the longest one), a mask, or neither: what `prepare_attention` has settled.
-Settled = tuple[Tensor | None, int, Tensor | None, Tensor | None]
-
-
-def sink_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, settled: Settled, window: int | None, scale: float
-) -> Tensor:
-    """Causal attention of q `[b, h, s, e]` over k, v `[b, k, t, e]` with a sink `[h]`; returns `[b, h, s, e]`.
-
-    settled: (boundaries of flattened documents or None, the longest, mask or None, documents or None), see
-    `AttentionInfo`.
-    """
-    return cast(Tensor, _SinkAttention.apply(q, k, v, sinks, *settled, window, scale))
-
-
 class _SinkAttention(torch.autograd.Function):
+    """settings: ends of flattened documents or None, tokens of the longest, mask or None, documents or None (see
+    `AttentionInfo`), window, scale."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *settings: Any) -> Tensor:
         ends, longest, mask, documents, window, scale = settings

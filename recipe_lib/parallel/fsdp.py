@@ -25,10 +25,9 @@ from recipe_lib.config.suggest import did_you_mean, nearest, quote
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.memory.layer_stream import streamed_parameters
 from recipe_lib.models.decoder import Decoder, LinearHead, OutputHead, ScaledEmbedding
-from recipe_lib.models.language_model import LanguageModel, layer_names, modules_elsewhere, note_unwritten
-from recipe_lib.models.meta_init import extra_tensors, shared_parameters
+from recipe_lib.models.language_model import LanguageModel, layer_names, modules_elsewhere
+from recipe_lib.models.meta_init import allocate, extra_tensors
 from recipe_lib.models.mixture import Experts
-from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.parallel.ddp import DTYPES
@@ -323,32 +322,18 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
     would differ from rank to rank.
     """
     _refuse_values(model)
-    ties = shared_parameters(model)
-    known = isinstance(model, LanguageModel)
-    if known:
+    if isinstance(model, LanguageModel):
         model.computed_buffers = {**model.computed_buffers, **_computed_buffers(model)}
     place: str | torch.device = "cpu" if memory.cpu_offload else device
     hosted = {id(parameter) for parameter in streamed_parameters(model)}
-    model._apply(
-        lambda tensor: _pinned(tensor, device) if id(tensor) in hosted else torch.empty_like(tensor, device=place)
-    )
-    for (owner, name), *others in ties:
-        for other, other_name in others:
-            setattr(other, other_name, getattr(owner, name))
-    if memory.cpu_offload:
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
-    if known and holds_values(device):
-        note_unwritten(model)
-        for name, buffer in model.named_buffers():
-            if name in model.computed_buffers:
-                buffer.copy_(model.computed_buffers[name])
+    buffers = {id(buffer) for buffer in model.buffers()}
 
+    def empty(tensor: Tensor) -> Tensor:
+        if id(tensor) in hosted:  # pinned, so that copies from it do not wait
+            return torch.empty_like(tensor, device="cpu", pin_memory=device.type != "cpu")
+        return torch.empty_like(tensor, device=device if id(tensor) in buffers else place)
 
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for a parameter on the host, from which copies do not wait."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=device.type != "cpu")
+    allocate(model, device, empty)
 
 
 def _refuse_values(model: nn.Module) -> None:
@@ -376,17 +361,12 @@ def _reduce_dtype(parallel: ParallelConfig) -> torch.dtype | None:
 
 def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[str, Any]) -> None:
     """Makes one module a unit; the embedding and the output projection get what their size deserves."""
-    is_head, is_embedding = _is_head(module), type(module) in _EMBEDDINGS
+    is_head, is_embedding = type(module) in _HEADS, type(module) in _EMBEDDINGS
     fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
     if is_head:
         module.register_forward_pre_hook(_plan_backward_gather, with_kwargs=True)
     if is_head or is_embedding:
         module.register_forward_pre_hook(_gather_now, prepend=True)
-
-
-def _is_head(module: nn.Module) -> bool:
-    """Whether a module is called as an output head is."""
-    return type(module) in _HEADS
 
 
 def _plan_backward_gather(unit: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -457,7 +437,7 @@ def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 def _is_tied_pair(members: list[nn.Module]) -> bool:
     """An embedding and the output head that uses the same matrix, and nothing else but adapters."""
-    if len(members) != 2 or type(members[0]) not in _EMBEDDINGS or not _is_head(members[1]):
+    if len(members) != 2 or type(members[0]) not in _EMBEDDINGS or type(members[1]) not in _HEADS:
         return False
     named = [pair for member in members for pair in member.named_parameters()]
     return {id(parameter) for name, parameter in named if not is_adapter(name)} == {id(members[0].weight)}

@@ -273,7 +273,11 @@ class DeferredReduction:
         self._once = accumulation if accumulation is not None and accumulation.once else None
         self.is_last = False
         units = _units_in([model])
-        self._units = [unit for unit in units if any(_is_deferred(entry) for entry in entries_of(unit))]
+        self._units = []
+        for unit in units:
+            linears = [one for one in entries_of(unit) if isinstance(one._module_info.module, nn.Linear)]
+            if any(one.sharded_param.requires_grad for one in linears):
+                self._units.append(unit)
 
     @contextmanager
     def unreduced(self) -> Iterator[None]:
@@ -340,11 +344,6 @@ class DeferredReduction:
 
 def _units_in(modules: Sequence[nn.Module]) -> list[FSDPModule]:
     return [unit for module in modules for unit in module.modules() if isinstance(unit, FSDPModule)]
-
-
-def _is_deferred(entry: Any) -> bool:
-    """Whether a parameter of FSDP's is the trained weight of a linear."""
-    return entry.sharded_param.requires_grad and isinstance(entry._module_info.module, nn.Linear)
 
 
 def _parameter_of(weight: Tensor) -> Any:

@@ -165,32 +165,25 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(names) > 1 else ''} {together}"
 
 
-def start_heartbeat(store: dist.Store, rank: int, size: int, timeout: float) -> "Heartbeat":
-    """Return the heartbeat of the ranks that meet at a store, to be entered; of one rank an idle one.
-
-    timeout: seconds, see `parallel.heartbeat_timeout_seconds`.
-    """
-    if size == 1:
-        return Heartbeat()
-    own_store = dist.PrefixStore(f"heartbeat {next(_heartbeat_numbers)}", store.clone())
-    return Heartbeat(own_store, rank, size, timeout)
-
-
 class Heartbeat:
     """Says that this rank lives and where it is, and hears it of the others.
 
-    with start_heartbeat(store, rank, size, 60.0) as heartbeat:
+    with Heartbeat(store, rank, size, 60.0) as heartbeat:
         heartbeat.enter("step 1", STEP_SECONDS)
 
-    What is raised inside the block ends the other ranks too. Without a store nothing runs, and nothing is watched.
+    What is raised inside the block ends the other ranks too. Of one rank, or without a store, nothing runs, and nothing
+    is watched.
     """
 
     def __init__(self, store: dist.Store | None = None, rank: int = 0, size: int = 1, timeout: float = 60.0) -> None:
-        """store: a separate connection to where the ranks have met; timeout: seconds."""
+        """store: where the ranks have met. timeout: seconds, see `parallel.heartbeat_timeout_seconds`."""
         self.is_ending = False  # an exception is on its way out
         self.stages = ""  # of a pipeline, that this rank has or is at
         self.action = ""  # of a pipeline's schedule, that it is at
-        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._store: dist.Store | None = None  # a separate connection
+        if store is not None and size > 1:
+            self._store = dist.PrefixStore(f"heartbeat {next(_heartbeat_numbers)}", store.clone())
+        self._rank, self._size, self._timeout = rank, size, timeout
         self._node = name_node()
         self._folder = os.environ.get(errors.FOLDER_VARIABLE)
         self._main = this_thread()

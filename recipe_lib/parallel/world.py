@@ -21,7 +21,7 @@ from recipe_lib.config.mesh import DATA_DIMS, MESH_DIMS, mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
-from recipe_lib.parallel.heartbeat import LONG_SECONDS, Heartbeat, PeerFailedError, name_node, start_heartbeat
+from recipe_lib.parallel.heartbeat import LONG_SECONDS, Heartbeat, PeerFailedError, name_node
 
 # The processes of a run before they are a process group: what torchrun says of them, where they
 # meet, how they end.
@@ -73,7 +73,7 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
         local_rank = _read_integer("LOCAL_RANK", default=0)
         is_simulated = dist.get_backend() == "fake"
         store = dist.distributed_c10d._get_default_store()
-        with Heartbeat() if is_simulated else start_heartbeat(store, rank, size, timeout) as heartbeat:
+        with Heartbeat(None if is_simulated else store, rank, size, timeout) as heartbeat:
             yield Meeting(rank, size, local_rank, heartbeat)
         return
     rank, size, local_rank = _read_environment()
@@ -81,7 +81,7 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
     store = _connect_store(rank, size, timeout)
     healthy = size == 1
     try:
-        with start_heartbeat(store, rank, size, timeout) as heartbeat:
+        with Heartbeat(store, rank, size, timeout) as heartbeat:
             yield Meeting(rank, size, local_rank, heartbeat, store)
         healthy = True
     except StoppedAndSaved:
@@ -160,12 +160,6 @@ def join_group(cfg: WorldConfig, ranks: Meeting) -> torch.device:
             backend, store=ranks.store, rank=ranks.rank, world_size=ranks.size, timeout=_group_limit(cfg)
         )
     return torch.device(device_type, ranks.local_rank) if device_type != "cpu" else torch.device("cpu")
-
-
-def set_group_limits(cfg: WorldConfig) -> None:
-    """Set the limits of all process groups, ten minutes by default, to what the heartbeat comes before."""
-    for group in list(dist.distributed_c10d._world.pg_names):
-        dist.distributed_c10d._set_pg_timeout(_group_limit(cfg), group)
 
 
 def _group_limit(cfg: WorldConfig) -> timedelta:
@@ -353,7 +347,8 @@ def make_world(cfg: WorldConfig, ranks: Meeting) -> World:
     shape = tuple(mesh_shape(cfg.parallel, ranks.size).values())
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_DIMS)
     if ranks.store is not None:
-        set_group_limits(cfg)
+        for group in list(dist.distributed_c10d._world.pg_names):  # their limits are ten minutes by default
+            dist.distributed_c10d._set_pg_timeout(_group_limit(cfg), group)
     world = world_of(
         mesh,
         rank=ranks.rank,

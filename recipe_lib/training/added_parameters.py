@@ -12,7 +12,7 @@ from recipe_lib.checkpoint.weights_out import refused_extra
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.logs import warn_on_first_rank
-from recipe_lib.models.language_model import LanguageModel, check_written
+from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import check_extra, extra_tensors
 from recipe_lib.parallel.world import World
 
@@ -31,16 +31,11 @@ def check_models(recipe: Any, cfg: FullFinetuneConfig, world: World) -> None:
 
     Collective. Raises SetupError, and ConfigError for `checkpoint.extra_parameters: error`.
     """
-    _check_each(recipe, world, check_extra)
+    check_each(recipe, world, check_extra)
     for model in models_of(recipe).values():
         fault = refused_extra(cfg.checkpoint, _merged(world, _sizes(model)))
         if fault is not None:
             raise ConfigError(fault)
-
-
-def check_values(recipe: Any, world: World) -> None:
-    """Raises SetupError, on all ranks, if a parameter or buffer of any model has no values yet. Collective."""
-    _check_each(recipe, world, check_written)
 
 
 def check_trained(recipe: Any, world: World) -> None:
@@ -58,15 +53,14 @@ def check_trained(recipe: Any, world: World) -> None:
                     "requires one, or freeze it by requires_grad_(False)"
                 )
 
-    _check_each(recipe, world, check)
+    check_each(recipe, world, check)
 
 
-def _check_each(recipe: Any, world: World, check: Callable[[nn.Module], None]) -> None:
-    def check_all() -> None:
+def check_each(recipe: Any, world: World, check: Callable[[nn.Module], None]) -> None:
+    """Raise on all ranks what a check raises of any model of the recipe. Collective."""
+    with world.raise_together():
         for model in models_of(recipe).values():
             check(model)
-
-    world.agree(check_all)
 
 
 def describe_extra(model: nn.Module, world: World) -> list[str]:

@@ -34,7 +34,7 @@ def check_host_memory(
     check_needs(needs, cfg.memory.host_memory_limit_gib, ranks, free)
     if parallel.levers.offload is not None:
         calls = calls_at_once(parallel, cfg, parallel.levers.offload)
-        longest = longest_tokens(cfg)
+        longest = micro_batches(cfg)[0] * cfg.sequences_per_item * cfg.max_seq_len // token_ranks(cfg.parallel)
 
         def judge(num_bytes: int, tokens: int) -> None:
             kept = calls * num_bytes
@@ -92,9 +92,3 @@ def calls_at_once(parallel: Parallel, cfg: FullFinetuneConfig, window: Window) -
         return max(window.sent, 0)
     moments = pipeline.in_flight(micro_batches(cfg)[1])
     return max(sum(count * len(pipeline.layers[stage]) for stage, count in moment.items()) for moment in moments)
-
-
-def longest_tokens(cfg: FullFinetuneConfig) -> int:
-    """Tokens that a layer of this rank is given in the longest micro-batch."""
-    sequences = micro_batches(cfg)[0] * cfg.sequences_per_item
-    return sequences * cfg.max_seq_len // token_ranks(cfg.parallel)

@@ -82,7 +82,11 @@ class TrainingLoop:
         self._peak = PeakMemory(world.device)
         self._probe = CommunicationProbe(cfg.log.communication_step, world)
         self._probe.check(self.total_steps)
-        _check_start(cfg, self.total_steps)
+        if cfg.qat is not None and cfg.qat_start_step >= self.total_steps:
+            raise ConfigError(
+                f"qat_start_step: found {cfg.qat_start_step} for a run of {self.total_steps} steps, none of which "
+                f"would train in {cfg.qat}; choose less, or remove qat"
+            )
         self._began = 0.0
         self._told_of_zero = False
 
@@ -169,9 +173,10 @@ class TrainingLoop:
         self._world.heartbeat.enter(f"recording step {self.step}")
         peak, of_places = _peaks_of_places(self._peak.read(), self._world)
         shares = self._probe.end(seconds)
+        epoch, steps = self._data.plan.locate(self.step)
         line = step_metrics(
             step=self.step,
-            epoch=self._epochs_done(),
+            epoch=epoch + steps / self._data.plan.steps(epoch),
             loss=loss,
             grad_norm=grad_norm,
             lr=self._lr,
@@ -183,7 +188,11 @@ class TrainingLoop:
         )
         self._log.step(line | of_places | shares | own, tuple(own))
         if shares:
-            get_logger().info(describe_communication(self.step, shares))
+            get_logger().info(
+                f"step {self.step}: {shares['communication_share']:.1%} of its time in communication, "
+                f"{shares['communication_exposed_share']:.1%} not hidden by computation; scaling efficiency "
+                f"{shares['scaling_efficiency']:.1%} (1 - what is not hidden)"
+            )
         if grad_norm == 0.0 and batches.trained_tokens and not self._told_of_zero:
             self._told_of_zero = True
             get_logger().warning(
@@ -219,25 +228,12 @@ class TrainingLoop:
             f"({self._cfg.optimizer.lr:g}) or clip_grad_norm, and resume=latest from a saved state"
         )
 
-    def _epochs_done(self) -> float:
-        epoch, steps = self._data.plan.locate(self.step)
-        return epoch + steps / self._data.plan.steps(epoch)
-
     def _validation_is_due(self) -> bool:
         if self._cfg.validation.source is None:
             return False
         every = self._cfg.validation.every_n_steps
         due = self.step % every == 0 if every else self._data.plan.locate(self.step)[1] == 0
         return due or self.step == self.total_steps
-
-
-def _check_start(cfg: FullFinetuneConfig, total_steps: int) -> None:
-    """ConfigError for a run that would end before what it asks for begins."""
-    if cfg.qat is not None and cfg.qat_start_step >= total_steps:
-        raise ConfigError(
-            f"qat_start_step: found {cfg.qat_start_step} for a run of {total_steps} steps, none of which would train "
-            f"in {cfg.qat}; choose less, or remove qat"
-        )
 
 
 def _peaks_of_places(own: Peaks, world: World) -> tuple[Peaks, dict[str, float]]:
@@ -361,7 +357,14 @@ def resume_run(
     found = find_state(root, cfg.resume, world) if cfg.resume else None
     if found is None:
         return 0
-    check_steps_left(read_manifest(found).step, data.total_steps, found)
+    done, total = read_manifest(found).step, data.total_steps
+    # A run that is as long as what is done trains nothing and exports; a shorter one would pass the later weights off
+    # as those of its own last step.
+    if done > total:
+        raise CheckpointError(
+            f"{found}: was saved after step {done}, found a run of {total} steps (epochs, max_steps); set max_steps to "
+            f"{done} or more, or resume from an earlier state"
+        )
     saved = load_state(found, model, optimizer, world, levers.place_state)
     set_numbers(optimizer, cfg.optimizer)  # a changed config is what the run goes on with
     check_same_data(saved, data.identity(), found)
@@ -372,19 +375,6 @@ def resume_run(
     elif saved["step"] == data.total_steps:
         get_logger().info("resume: no step is left to train; the model of that state is exported as it is")
     return saved["step"]
-
-
-def check_steps_left(saved: int, total: int, path: Path) -> None:
-    """CheckpointError if the state at `path` is of a later step than the run has.
-
-    A run that is as long as what is done trains nothing and exports; a shorter one would pass the later weights off
-    as those of its own last step.
-    """
-    if saved > total:
-        raise CheckpointError(
-            f"{path}: was saved after step {saved}, found a run of {total} steps (epochs, max_steps); set max_steps to "
-            f"{saved} or more, or resume from an earlier state"
-        )
 
 
 def save_run(
@@ -486,15 +476,6 @@ class CommunicationProbe:
             _say_none("the profiler saw nothing run")
             return {}
         return shares(communication, computation, seconds)
-
-
-def describe_communication(step: int, found: dict[str, float]) -> str:
-    """The numbers as a line."""
-    return (
-        f"step {step}: {found['communication_share']:.1%} of its time in communication, "
-        f"{found['communication_exposed_share']:.1%} not hidden by computation; scaling efficiency "
-        f"{found['scaling_efficiency']:.1%} (1 - what is not hidden)"
-    )
 
 
 def spans_of(events: Iterable[Any], device: torch.device) -> tuple[Spans, Spans]:

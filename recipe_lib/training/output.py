@@ -24,19 +24,16 @@ from typing import Any
 from recipe_lib import files
 from recipe_lib.checkpoint.run_files import (
     RECORD,
-    Listing,
     OutputRecord,
     describe,
     free_names,
     is_as_listed,
-    list_files,
     read_record,
     unrecorded_file,
+    unrecorded_in,
     unrecorded_states,
     write_record,
 )
-from recipe_lib.checkpoint.tokenizer_out import SETTINGS_FILES, TOKENIZER_FILES
-from recipe_lib.checkpoint.weight_files import INDEX
 from recipe_lib.config.describe import to_yaml
 from recipe_lib.config.keys import read_schema
 from recipe_lib.config.load import check_no_secrets
@@ -63,8 +60,6 @@ CONFIG_FILE = "config.yaml"
 PUBLISHED = (MODEL_FOLDER, ADAPTER_FOLDER)
 FILES = (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, REPORT_FILE)
 
-_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
-_EXPORTED = {"config.json", "adapter_config.json", INDEX, *TOKENIZER_FILES, *SETTINGS_FILES}
 _TRACKED = re.compile(r"tensorboard/events\.out\.tfevents\.[^/]+|wandb/(offline-)?run-.+|wandb/(latest-run|debug[^/]*)")
 _CONFIG_KEYS = {
     "recipe",
@@ -254,7 +249,7 @@ def first_unrecorded(root: Path, *, replaced: bool) -> Path | None:
         if is_changed or not is_record(root / name):
             return root / name
     for name in PUBLISHED:
-        found = unrecorded_file(root / name, _published(root).get(name, []))
+        found = unrecorded_in(root, name)
         if found is not None:
             return found
     if not replaced:
@@ -295,30 +290,6 @@ def _table(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _published(root: Path) -> dict[str, list[Listing]]:
-    """Return what runs have published, by folder; of a run that kept no record what is surely that run's."""
-    record = read_record(root)
-    return record.folders if record else {name: _listings_without_record(root, name) for name in PUBLISHED}
-
-
-def _listings_without_record(root: Path, name: str) -> list[Listing]:
-    """Of a run that has ended well: files with names of ours, each from between its first file and its last."""
-    folder, begun, ended = root / name, root / CONFIG_FILE, root / SUMMARY_FILE
-    if not folder.is_dir() or not (begun.is_file() and ended.is_file() and is_record(begun) and is_record(ended)):
-        return []
-    if find_object(ended)["status"] != "done":
-        return []
-    first, last = begun.stat().st_mtime_ns, ended.stat().st_mtime_ns
-    if all(
-        (path.name in _EXPORTED or _WEIGHTS.fullmatch(path.name))
-        and path.is_file()
-        and first <= path.stat().st_mtime_ns <= last
-        for path in folder.iterdir()
-    ):
-        return [list_files(folder)]
-    return []
-
-
 def _unrecorded_tracked(root: Path, folder: Path) -> Path | None:
     """The first file in `trackers/` that no tracker is known to have written."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
@@ -333,9 +304,10 @@ def _unrecorded_tracked(root: Path, folder: Path) -> Path | None:
 
 
 def begin_record(root: Path) -> None:
-    """Makes the record of a new output folder, or of one whose run kept none; takes out what is no longer there."""
+    """Makes the record of a new output folder, or takes out of an old one what is no longer there."""
     record = read_record(root)
-    there = {name: listings for name, listings in _published(root).items() if listings and (root / name).exists()}
+    listed = record.folders if record else {}
+    there = {name: listings for name, listings in listed.items() if listings and (root / name).exists()}
     if record is None or there != record.folders or record.records:
         write_record(root, replace(record or OutputRecord(), folders=there, records={}))
 

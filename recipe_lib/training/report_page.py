@@ -82,8 +82,12 @@ def _charts(lines: list[dict[str, Any]]) -> list[Figure]:
     ]  # fmt: skip
     charts = []
     for title, unit, series, how in shown:
-        if curves := _curves(lines, series):
-            charts.append(line_figure(title, unit, _without_copies(curves), **how))
+        curves = _curves(lines, series)
+        # Of several that are equal (on a CPU all kinds of memory are) only the last.
+        last = {tuple(curve.points): curve for curve in curves}
+        unlike = [curve for curve in curves if last[tuple(curve.points)] is curve]
+        if unlike:
+            charts.append(line_figure(title, unit, unlike, **how))
     return charts
 
 
@@ -120,11 +124,6 @@ def _drawable(value: Any) -> float | None:
     if not _is_number(value) or not abs(value) < _LARGEST or not math.isfinite(value):
         return None
     return float(value) if abs(value) > 1 / _LARGEST else 0.0
-
-
-def _without_copies(curves: list[Curve]) -> list[Curve]:
-    """The curves, of several that are equal (on a CPU all kinds of memory are) only the last."""
-    return [curve for at, curve in enumerate(curves) if all(curve.points != later.points for later in curves[at + 1 :])]
 
 
 def _planned(summary: Mapping[str, Any], lines: list[dict[str, Any]]) -> Section:

@@ -14,10 +14,11 @@ from recipe_lib.data import PreparedData, StepBatches
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.memory import PeakMemory, explain_out_of_memory
+from recipe_lib.models.language_model import check_written
 from recipe_lib.ops.device import capability_of
 from recipe_lib.parallel import DTYPES, World, make_world, meet_ranks
 from recipe_lib.parallel.world import set_seeds
-from recipe_lib.training.added_parameters import check_models, check_trained, check_values
+from recipe_lib.training.added_parameters import check_each, check_models, check_trained
 from recipe_lib.training.training_data import prepare, prepared_or_raised
 from recipe_lib.units import format_count
 
@@ -86,7 +87,7 @@ def run_recipe(recipe_class: type[Recipe], cfg: FullFinetuneConfig) -> None:
                 check_models(recipe, cfg, world)
             with part("loading weights"):
                 recipe.load_weights()
-                check_values(recipe, world)
+                check_each(recipe, world, check_written)
             with part("setting up the optimizer"):
                 recipe.setup_optimizer()
                 check_trained(recipe, world)

@@ -69,7 +69,7 @@ class RunLog:
             self._metrics = MetricsFile(self._folder) if world.is_main else None
             if self._metrics:
                 self._metrics.truncate(done)
-            self._trackers = Trackers(cfg.log, self._folder, dataclasses.asdict(cfg), world)
+            self._trackers = open_trackers(cfg) if world.is_main else []
         self._progress = Progress(cfg.log, total_steps, world, done=done)
 
     def step(self, line: Mapping[str, Any], own: Sequence[str] = ()) -> None:
@@ -85,14 +85,22 @@ class RunLog:
     def _record(self, line: Mapping[str, Any]) -> None:
         if self._metrics:
             self._metrics.append(line)
-        self._trackers.log(line, line["step"])
+        # Text, null and the step itself are left out.
+        numbers = {
+            name: float(value)
+            for name, value in line.items()
+            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        for tracker in self._trackers:
+            tracker.log(numbers, line["step"])
 
     def close(self, status: str, facts: Mapping[str, Any] | None = None) -> None:
         """Ends the progress line and the trackers, and writes summary.json and report.html; with all steps done and the
         model written, removes the run that this one replaces. status: how it ended. facts: more for the summary."""
         self._closed = True
         self._progress.close()
-        self._trackers.close()
+        for tracker in self._trackers:
+            tracker.close()
         if self._metrics:
             self._metrics.close()
             write_summary(
@@ -310,36 +318,16 @@ class Tracker(Protocol):
 Builder = Callable[[str, str, Path, Mapping[str, Any]], Tracker]
 
 
-class Trackers:
-    """All trackers of a run as one; on ranks other than the main one there are none and nothing happens."""
+def open_trackers(cfg: FullFinetuneConfig) -> list[Tracker]:
+    """Open the trackers of `log.trackers`; those that write files do so in `output_dir/trackers`.
 
-    def __init__(self, cfg: LogConfig, output_dir: Path, settings: Mapping[str, Any], world: World) -> None:
-        """Opens the trackers named in `cfg.trackers`, on the main rank.
-
-        output_dir: trackers that write files do so in `output_dir/trackers`. settings: the resolved config.
-        ConfigError, on the main rank, with the pip command when a package is missing; call it inside `world.agree`.
-        """
-        run_name = cfg.run_name if cfg.run_name is not None else Path(output_dir).name
-        folder = Path(output_dir) / "trackers"
-        self._trackers: list[Tracker] = []
-        for name in cfg.trackers if world.is_main else ():
-            build: Builder = registered("log.trackers", name)
-            self._trackers.append(build(cfg.project, run_name, folder, redact_values(settings)))
-
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Hands the numbers of a metrics line to every tracker; text, null and the step itself are left out."""
-        numbers = {
-            name: float(value)
-            for name, value in metrics.items()
-            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
-        }
-        for tracker in self._trackers:
-            tracker.log(numbers, step)
-
-    def close(self) -> None:
-        """Closes every tracker."""
-        for tracker in self._trackers:
-            tracker.close()
+    ConfigError with the pip command when a package is missing.
+    """
+    folder = Path(cfg.output_dir)
+    run_name = cfg.log.run_name if cfg.log.run_name is not None else folder.name
+    settings = redact_values(dataclasses.asdict(cfg))
+    builders: list[Builder] = [registered("log.trackers", name) for name in cfg.log.trackers]
+    return [build(cfg.log.project, run_name, folder / "trackers", settings) for build in builders]
 
 
 @register("log.trackers", "tensorboard")
@@ -354,17 +342,30 @@ class TensorBoard:
         self._writer.add_text("settings", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Tracker`."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """See `Tracker`."""
         self._writer.close()
 
 
+@register("log.trackers", "trackio")
+class Trackio:
+    """A run in trackio's local database (TRACKIO_DIR, by default in the Hugging Face cache)."""
+
+    def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        self._run: Any = _require("trackio")
+        self._run.init(project=project, name=run_name, config=dict(settings))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 @register("log.trackers", "wandb")
-class WandB:
+class WandB(Trackio):  # whose functions are named as wandb's
     """A run at Weights & Biases; its local files are in `output_dir/trackers`."""
 
     def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -377,31 +378,6 @@ class WandB:
             raise SetupError(
                 f"log.trackers: wandb refused to start ({reason}); run `wandb login`, or set WANDB_MODE=offline"
             ) from error
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Tracker`."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """See `Tracker`."""
-        self._run.finish()
-
-
-@register("log.trackers", "trackio")
-class Trackio:
-    """A run in trackio's local database (TRACKIO_DIR, by default in the Hugging Face cache)."""
-
-    def __init__(self, project: str, run_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
-        self._trackio = _require("trackio")
-        self._trackio.init(project=project, name=run_name, config=dict(settings))
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Tracker`."""
-        self._trackio.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """See `Tracker`."""
-        self._trackio.finish()
 
 
 def _require(package: str) -> ModuleType:

@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from recipe_lib import files
-from recipe_lib.adapters import merging
-from recipe_lib.adapters.merging import Update, merge_rows
+from recipe_lib.checkpoint import merged
 from recipe_lib.checkpoint.adapter_out import export_adapter
-from recipe_lib.checkpoint.merged import merge_adapter
+from recipe_lib.checkpoint.merged import Update, merge_adapter, merge_rows
 from recipe_lib.checkpoint.rank_agreement import SingleRank
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig
 from recipe_lib.errors import CheckpointError, StorageError
@@ -152,7 +151,7 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by_column", [False, True])
 @pytest.mark.parametrize("dora", [False, True])
 def test_pieces_of_rows_are_the_formula(by_column: bool, dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "_PIECE_ELEMENTS", 20)
+    monkeypatch.setattr(merged, "_PIECE_ELEMENTS", 20)
     torch.manual_seed(0)
     weight, first, second = torch.randn(7, 5).double(), torch.randn(2, 5).double(), torch.randn(7, 2).double()
     lengths = torch.rand(5 if by_column else 7).double() if dora else None

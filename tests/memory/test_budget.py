@@ -19,11 +19,11 @@ from recipe_lib.models import build_meta, preset_config, spec_from_config
 from recipe_lib.models.spec import MixtureSpec
 from recipe_lib.parallel import materialize, shard_tensors, start_world
 from recipe_lib.parallel.pipeline.driver import Pipeline
-from recipe_lib.parallel.pipeline.simulation import in_flight
 from recipe_lib.units import GIB
 from tests.distributed.ranks import run_ranks
 from tests.memory.live_bytes import LiveBytes
 from tests.memory.test_mlp_tiles import LORA, assert_close, backward, filled
+from tests.parallel.pipeline.formulas import in_flight
 from tests.parallel.small_models import LENGTH, ROWS, gradients, small_batch, small_spec
 from tests.parallel.test_tensor import BIASES, GEMMA
 from tests.selection import slow_except

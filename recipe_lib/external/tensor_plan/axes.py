@@ -238,15 +238,6 @@ def carries(node: AxisNode, axis: AxisNode) -> bool:
     return any(leaf is axis for leaf in leaves(node))
 
 
-def layout(node: AxisNode, axis: AxisNode) -> list[int] | None:
-    """Lengths of the segments of a dimension, each of which is cut evenly along the axis.
-
-    None where a part of the dimension does not carry the axis, or carries it twice.
-    """
-    found = segments_of(node, axis)
-    return None if found is None or any(whole for _, whole in found) else [length for length, _ in found]
-
-
 def segments_of(node: AxisNode, axis: AxisNode) -> list[tuple[int, bool]] | None:
     """Segments of a dimension as (length, whole): cut evenly along the axis, or without it, and so whole on each rank.
 

@@ -19,6 +19,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     replaced,
 )
 from recipe_lib.external.tensor_plan.sourced_integers import Division, Entry, replaced_entries
+from recipe_lib.ops.fused_kernels import GradientNode
 
 Change = Callable[[Tensor], Tensor]
 Rank: TypeAlias = int | Tensor
@@ -178,23 +179,12 @@ class Exchanges:
         return self._sum(function(*args, **kwargs).masked_fill(~own.unsqueeze(-1), 0), cut)
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward: Change, backward: Change) -> Tensor:
-        ctx.change = backward
-        return forward(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.change(gradients[0]), None, None
-
-
 def exchange(tensor: Tensor, forward: Change, backward: Change) -> Tensor:
     """What `forward` makes of a tensor, whose gradient is what `backward` makes of that of the result. Keeps nothing.
 
     forward must be linear in the tensor, and give new memory or a view.
     """
-    return cast(Tensor, _Exchange.apply(tensor, forward, backward))
+    return cast(Tensor, GradientNode.apply(forward, backward, (), tensor))
 
 
 def enter(tensor: Tensor, total: Change) -> Tensor:

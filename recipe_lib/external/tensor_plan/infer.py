@@ -12,7 +12,7 @@ from recipe_lib.errors import SetupError
 from recipe_lib.external.tensor_plan.attribute_rewrites import Wanted, goes_the_same_way, rewrites_for
 from recipe_lib.external.tensor_plan.axes import AxisNode, carries, find, leaves, segments_of
 from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced
-from recipe_lib.external.tensor_plan.propagation import MOVES, Course, PendingBoundary, Refusal, axes_of, follow
+from recipe_lib.external.tensor_plan.propagation import MOVES, Course, PendingBoundary, Refusal, follow
 from recipe_lib.external.tensor_plan.sharding_plan import Axis, Boundary, ParameterPlan, Rewrite, ShardingPlan
 from recipe_lib.external.tensor_plan.sourced_integers import Attribute
 from recipe_lib.external.tensor_plan.token_sharing import Place, SharedTokens, share_tokens
@@ -113,7 +113,7 @@ def _records_of(found: ForwardTrace, wanted: set[AxisNode]) -> dict[AxisNode, li
         here: set[AxisNode] = set()
         for tensor in (*record.inputs, *record.outputs):
             if id(tensor) not in held:
-                held[id(tensor)] = axes_of([tensor]) & wanted
+                held[id(tensor)] = wanted.intersection(leaf for node in tensor.dims for leaf in leaves(node))
             here |= held[id(tensor)]
         for axis in here:
             records.setdefault(axis, []).append(record)

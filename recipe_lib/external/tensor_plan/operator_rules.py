@@ -190,13 +190,9 @@ def values(step: OperatorCall) -> list[Dims]:
     """New values, no element of which belongs to an element of an input."""
     step.values = True
     for tensor in tensors_in((step.args, step.kwargs)):
-        _block_all(step, tensor)
+        for node in step.dims(tensor):
+            block(node, step.reason)
     return [step.fresh(out.shape) for out in step.results]
-
-
-def _block_all(step: OperatorCall, tensor: torch.Tensor) -> None:
-    for node in step.dims(tensor):
-        block(node, step.reason)
 
 
 @rule(*"mean sum amax amin any all prod var std norm linalg_vector_norm logsumexp argmax argmin max min".split())

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from recipe_lib.external.tensor_plan.axes import AxisNode, carries, layout, leaves, segments_of
+from recipe_lib.external.tensor_plan.axes import AxisNode, carries, segments_of
 from recipe_lib.external.tensor_plan.operator_rules import OperatorCall, Traced
 from recipe_lib.external.tensor_plan.tracing import CallKey, ForwardTrace, FunctionCall
 
@@ -242,10 +242,10 @@ def _take(trace: ForwardTrace, course: Course, record: OperatorCall, point: Pend
     """Notes which argument of its call a product, a sum or a mean over the axis takes, and where that has the axis."""
     for place, each, _ in _arguments(trace.calls[record.call], tensor):
         numbers = [number for number, found in enumerate(each.dims) if carries(found, course.axis)]
-        segments = layout(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
-        if segments is None:
+        segments = segments_of(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
+        if segments is None or any(whole for _, whole in segments):
             raise Refusal(f"the axis cannot be separated in what goes into {_where(trace, record)}")
-        point.taken, point.dim, point.segments = place, numbers[0], period(segments)
+        point.taken, point.dim, point.segments = place, numbers[0], period([length for length, _ in segments])
 
 
 def _carry(dims: Iterable[AxisNode], axis: AxisNode) -> bool:
@@ -334,8 +334,3 @@ def period(segments: list[int]) -> tuple[int, ...]:
         if len(segments) % length == 0 and segments == segments[:length] * (len(segments) // length):
             return tuple(segments[:length])
     return tuple(segments)
-
-
-def axes_of(tensors: Iterable[Traced]) -> set[AxisNode]:
-    """All leaves in the dimensions of tensors."""
-    return {leaf for tensor in tensors for node in tensor.dims for leaf in leaves(node)}

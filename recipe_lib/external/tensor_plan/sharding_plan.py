@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -392,29 +392,12 @@ def why_not(plan: ShardingPlan, size: int) -> str:
         return said[0].partition(": ")[2]
     for axis in plan.axes:
         if not axis.vocabulary and axis.size % size:
-            return f"{size} ranks do not divide the {axis.size} units of {_some(axis.parameters)}"
+            names = list(dict.fromkeys(map(pattern_of, axis.parameters)))
+            shown = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
+            return f"{size} ranks do not divide the {axis.size} units of {shown}"
     for each in plan.rewrites:
         if (each.value - each.kept) % size:
             return (
                 f"{size} does not divide {each.value - each.kept}, of {each.attribute} of {each.module or 'the model'}"
             )
     return "; ".join(plan.refused[:1]) or "no axis but that of the vocabulary can be cut"
-
-
-def _some(names: Sequence[str], most: int = 4) -> str:
-    patterns = list(dict.fromkeys(map(pattern_of, names)))
-    return ", ".join(patterns[:most]) + (" ..." if len(patterns) > most else "")
-
-
-def held_differently(plan: ShardingPlan, other: ShardingPlan) -> list[str]:
-    """Parameters that two plans of one kind of model hold differently, by pattern, a line each."""
-    ways: list[dict[str, list[str]]] = [{}, {}]
-    for held, each_plan in zip(ways, (plan, other), strict=True):
-        for each in parameter_groups(each_plan):
-            way = f"{each.role} dim {each.dim}, gradient {each.gradient}"
-            held[each.name] = sorted({way, *held.get(each.name, ())})
-    return [
-        f"{name}: the small copy's is {' and '.join(theirs)}, expected the model's {' and '.join(ways[0][name])}"
-        for name, theirs in ways[1].items()
-        if ways[0].get(name, theirs) != theirs
-    ]

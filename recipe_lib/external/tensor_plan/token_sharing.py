@@ -77,7 +77,9 @@ def call_on_tokens(call: FunctionCall, layouts: Layouts, length: int) -> TokenWi
     for record in call.records:
         if not any(each in here for each in (*record.inputs, *record.outputs)):
             continue
-        if any(each in record.inputs for each in record.outputs) and not _safe_in_place(record, here):
+        # What is written into has to be a rank's tokens already, and no view of another tensor.
+        written = [each for each in record.outputs if each in record.inputs]
+        if any(each not in here or each.root.call != each.call for each in written):
             return None
         found = _record_on_tokens(record, here, length)
         if found is None:
@@ -88,11 +90,6 @@ def call_on_tokens(call: FunctionCall, layouts: Layouts, length: int) -> TokenWi
             demands[tensor] = here[tensor] = layout
         here.update(found.outputs)
     return TokenWise({each: here[each] for each in call.outputs if each in here}, demands)
-
-
-def _safe_in_place(record: OperatorCall, here: Layouts) -> bool:
-    """True where a tensor that is written into is a rank's tokens already, and no view of another one."""
-    return all(each in here and each.root.call == each.call for each in record.outputs if each in record.inputs)
 
 
 def _record_on_tokens(record: OperatorCall, layouts: Layouts, length: int) -> TokenWise | None:

@@ -74,10 +74,13 @@ class Muon(ChunkedOptimizer):
                 self._step_matrices(group, found[first : first + count], over)
 
     def _by_exchange(self, matrices: list[nn.Parameter]) -> dict[Any, list[nn.Parameter]]:
-        """Matrices by the ranks that exchange them; alike ones together, so that ranks have equal work."""
+        """Matrices by (mesh, mesh dimension) of the ranks that exchange them, None: whole on each rank; alike ones
+        together, so that ranks have equal work."""
         found: dict[Any, list[nn.Parameter]] = {}
         for matrix in sorted(matrices, key=lambda matrix: tuple(matrix.shape)):
-            found.setdefault(_exchanged_over(matrix), []).append(matrix)
+            cuts = _cuts(matrix)
+            over = (matrix.device_mesh, cuts[0][0]) if isinstance(matrix, DTensor) and cuts else None
+            found.setdefault(over, []).append(matrix)
         return found
 
     def _step_matrices(self, group: dict[str, Any], matrices: list[nn.Parameter], over: Any) -> None:
@@ -208,12 +211,6 @@ def exchange(updates: list[Tensor], cuts: list[Cut], mesh: Any, mesh_dim: int, f
     del received
     found = {number: part.view(shape) for number, part, shape in zip(numbers, sent.split(sizes), shapes, strict=True)}
     return [found[number] for number in range(len(cuts))]
-
-
-def _exchanged_over(matrix: Any) -> Any:
-    """(mesh, mesh dimension) of the ranks that a matrix is exchanged among; None: it is whole on each rank."""
-    cuts = _cuts(matrix)
-    return (matrix.device_mesh, cuts[0][0]) if cuts else None
 
 
 def _cuts(matrix: Any) -> list[tuple[int, int]]:

@@ -46,8 +46,12 @@ def split_layers(spec: ModelSpec, cfg: Any, shards: int = 1) -> list[range]:
     if counts is None:
         layer, head = time_of(sizes, cfg)
         by_time = parallel.pipeline_balance == "compute"
-        cost = _time_cost(parallel, layer, head) if by_time else memory_of(sizes, cfg, shards)
-        counts = _balanced(parallel, layers, cost, head / layer)
+        last = rank_of_stage(parallel, stages - 1)
+
+        def time_cost(rank: int, counts: dict[int, int]) -> float:
+            return layer * sum(counts.values()) + (head if rank == last else 0)
+
+        counts = _balanced(parallel, layers, time_cost if by_time else memory_of(sizes, cfg, shards), head / layer)
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
         none = next((f", stage {at} with {count}" for at, count in enumerate(counts) if count < 1), "")
         raise ConfigError(
@@ -152,11 +156,6 @@ def _attention_weights(spec: Sizes) -> int:
     return 2 * spec.width * (spec.num_heads + spec.num_kv_heads) * spec.head_width
 
 
-def _inner_width(spec: Sizes) -> int:
-    """Inner channels that a token has in a layer's MLP, or in all experts of its choices."""
-    return round(_of_layer(spec, spec.mlp_width, lambda mixture: mixture.top_k * mixture.mlp_width))
-
-
 def _of_layer(spec: Sizes, dense: int, of_mixture: Callable[[MixtureSpec], int]) -> float:
     """What a layer has on average. dense: one with an MLP."""
     if not isinstance(spec, DecoderSpec) or spec.mixture is None:
@@ -180,11 +179,6 @@ def time_of(spec: Sizes, cfg: Any) -> tuple[float, float]:
     passes = 3 if cfg.trained_adapters is None else 2
     layer = 2 * computing_weights(spec) * (passes + _AGAIN[again]) + attention * (4.5 if again == "full" else 3.5)
     return layer, 2.0 * spec.head_rows * spec.width * passes
-
-
-def _time_cost(parallel: ParallelConfig, layer: float, head: float) -> Cost:
-    last = rank_of_stage(parallel, stage_count(parallel) - 1)
-    return lambda rank, counts: layer * sum(counts.values()) + (head if rank == last else 0)
 
 
 def memory_of(spec: Sizes, cfg: Any, shards: int = 1) -> Cost:
@@ -256,7 +250,8 @@ def deferred_of_layer(spec: Sizes) -> int:
     """Elements a token that a layer's weight gradients take: each linear's input, shared ones once, and its output's
     gradient."""
     queries, keys = spec.num_heads * spec.head_width, spec.num_kv_heads * spec.head_width
-    return 4 * spec.width + 2 * queries + 2 * keys + 3 * _inner_width(spec)
+    inner = round(_of_layer(spec, spec.mlp_width, lambda mixture: mixture.top_k * mixture.mlp_width))
+    return 4 * spec.width + 2 * queries + 2 * keys + 3 * inner
 
 
 def _adapter_weights(spec: Sizes, rank: int, experts: bool = False) -> int:

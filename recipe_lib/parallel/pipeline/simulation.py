@@ -13,7 +13,6 @@ from itertools import zip_longest
 from recipe_lib.config.mesh import rank_of_stage, stage_count
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import (
-    BACKWARD,
     COMPUTE,
     FORWARD,
     INPUT,
@@ -296,38 +295,17 @@ def _idle(schedule: str, ranks: int, micro_batches: int, stages: int) -> int | N
 @dataclass(frozen=True)
 class StageBytes:
     """Of one micro-batch. kept: after its forward, the stage's input included, of the last stage its output too.
-    deferred: after its input gradient, until its weight gradients are made. Each storage counts once.
-
-    forward_work, backward_work, input_work, weight_work: the most bytes that an F, B, I or W has alive at once beyond
-    what was alive before it.
-    """
+    deferred: after its input gradient, until its weight gradients are made. Each storage counts once."""
 
     kept: int
     deferred: int = 0
-    forward_work: int = 0
-    backward_work: int = 0
-    input_work: int = 0
-    weight_work: int = 0
-
-    def work(self, kind: str) -> int:
-        """Of an action; transfers need none."""
-        works = {
-            FORWARD: self.forward_work,
-            BACKWARD: self.backward_work,
-            INPUT: self.input_work,
-            WEIGHT: self.weight_work,
-        }
-        return works.get(kind, 0)
 
 
 @dataclass(frozen=True)
 class Live:
     """Bytes after an action. kept, deferred: of the stages, see `StageBytes`. received: of tensors from other ranks,
     not used yet. handed: between two stages of this rank. waiting: made for another rank, not sent yet. sent: on
-    their way, counted until the other rank has taken them; it may be sooner.
-
-    most: alive at once during the action, `StageBytes.work` counted.
-    """
+    their way, counted until the other rank has taken them; it may be sooner."""
 
     action: Action
     kept: int
@@ -336,7 +314,6 @@ class Live:
     handed: int
     waiting: int
     sent: int
-    most: int
 
     @property
     def total(self) -> int:
@@ -368,13 +345,9 @@ def live_bytes(
     received, handed = set[Action](), set[Action]()  # receives; those that need no transfer
     waiting, sent = set[Action](), set[Action]()  # sends
 
-    def count_alive() -> int:
-        return kept + deferred + boundary * sum(map(len, (received, handed, waiting, sent)))
-
     found = []
     for number, action in enumerate(order):
         sent -= {send for send in sent if taken[send] <= number}
-        work = count_alive() + stages[action.stage].work(action.kind)
         if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
             received.add(action)
         elif action.kind not in COMPUTE:
@@ -404,7 +377,6 @@ def live_bytes(
                 handed=len(handed) * boundary,
                 waiting=len(waiting) * boundary,
                 sent=len(sent) * boundary,
-                most=max(work, count_alive()),
             )
         )
     return found
@@ -449,33 +421,9 @@ def taken_in(timeline: Timeline, order: Sequence[Action], rank: int, parallel: P
     return found
 
 
-def in_flight(schedule: str, ranks: int, rank: int, micro_batches: int, stages_per_rank: int = 1) -> int | None:
-    """The most micro-batches between their forward and their backward (B or I) on a rank, by formula; each of its v
-    stages counts for itself. None: there is no formula for so many micro-batches.
-
-    With p ranks, m micro-batches, n of them in a round of an interleaved schedule (m // p rounds of one size):
-    - gpipe: m. 1f1b: p - rank, m at most.
-    - interleaved_1f1b: (v - 1) n + 2 (p - 1 - rank) + 1; interleaved_zero_bubble: (v - 1) n + p - rank; v m at most.
-    - zbv: 2 p, as many as p whole micro-batches; m + 1 + rank or 2 m where those are fewer.
-    """
-    behind = ranks - 1 - rank
-    if schedule == "gpipe":
-        return micro_batches
-    if schedule == "1f1b":
-        return min(micro_batches, behind + 1)
-    if schedule == "zbv":
-        return min(2 * ranks, micro_batches + 1 + rank, 2 * micro_batches)
-    rounds = max(1, micro_batches // ranks)
-    if micro_batches % rounds:
-        return None
-    hops = 2 if schedule == "interleaved_1f1b" else 1
-    ahead = (stages_per_rank - 1) * (micro_batches // rounds) + hops * behind + 1
-    return min(ahead, stages_per_rank * micro_batches)
-
-
 def counted_in_flight(order: Sequence[Action]) -> tuple[int, int]:
     """Return (the most micro-batches between F and B or I, the most between I and W) of a rank's list, stages counted
-    separately: what `in_flight` says by formula where there is one."""
+    separately."""
     counts = [list(moment.values()) for moment in count_moments(order)]
     most_ahead = max((sum(ahead for ahead, _ in moment) for moment in counts), default=0)
     most_deferred = max((sum(deferred for _, deferred in moment) for moment in counts), default=0)

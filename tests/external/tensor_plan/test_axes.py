@@ -6,17 +6,23 @@ from recipe_lib.external.tensor_plan.axes import (
     concatenation,
     cut,
     find,
-    layout,
     leaves,
     local_size,
     product,
     regroup,
+    segments_of,
     unify,
 )
 
 
 def sizes(node):
     return [leaf.size for leaf in leaves(node)]
+
+
+def layout(node, axis):
+    """Lengths of the segments, all of which have the axis; None where one has not."""
+    found = segments_of(node, axis)
+    return None if found is None or any(whole for _, whole in found) else [length for length, _ in found]
 
 
 def test_a_view_takes_a_dimension_apart_and_puts_it_together():

@@ -1,19 +1,26 @@
 """Trackers: what reaches each library, who logs, and the line when one is missing."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from recipe_lib.config.schema import LogConfig
+from recipe_lib.config.schema import FullFinetuneConfig, LogConfig
 from recipe_lib.errors import ConfigError, SetupError
-from recipe_lib.training.run_log import Trackers
+from recipe_lib.training.run_log import RunLog
 
-MAIN, OTHER = SimpleNamespace(is_main=True), SimpleNamespace(is_main=False)
+MAIN, OTHER = (SimpleNamespace(is_main=main, size=1, raise_together=nullcontext) for main in (True, False))
 LINE = {"step": 3, "loss": 1.5, "memory_kind": "device", "grad_norm": None, "label_tokens": 7, "flag": True}
 NUMBERS = {"loss": 1.5, "label_tokens": 7.0}
+
+
+def open_log(folder: Path, world: Any = MAIN, **log: Any) -> RunLog:
+    """The log of a run in a folder, with trackers."""
+    cfg = FullFinetuneConfig(output_dir=str(folder), seed=1, log=LogConfig(progress="plain", **log))
+    return RunLog(cfg, world, 3, done=0)
 
 
 class Recorder(ModuleType):
@@ -41,20 +48,20 @@ class Recorder(ModuleType):
 def test_a_run_reaches_the_library(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Recorder(name)
     monkeypatch.setitem(sys.modules, name, library)
-    trackers = Trackers(LogConfig(trackers=[name], project="p"), tmp_path / "run7", {"seed": 1}, MAIN)
-    trackers.log(LINE, 3)
-    trackers.close()
+    log = open_log(tmp_path / "run7", trackers=[name], project="p")
+    log.validation(LINE)
+    log.close("done")
     kinds = [kind for kind, _ in library.calls]
     assert kinds == ["init", "log", "finish"]
     given = library.calls[0][1]
-    assert (given["project"], given["name"], given["config"]) == ("p", "run7", {"seed": 1})
+    assert (given["project"], given["name"], given["config"]["seed"]) == ("p", "run7", 1)
     assert library.calls[1][1] == {"metrics": NUMBERS, "step": 3}
 
 
 def test_the_run_name_of_the_config_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Recorder("trackio")
     monkeypatch.setitem(sys.modules, "trackio", library)
-    Trackers(LogConfig(trackers=["trackio"], run_name="mine"), tmp_path, {}, MAIN)
+    open_log(tmp_path, trackers=["trackio"], run_name="mine")
     assert library.calls[0][1]["name"] == "mine"
 
 
@@ -69,7 +76,7 @@ def test_tensorboard_gets_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             written.append((name, value, step))
 
         def add_text(self, name: str, text: str) -> None:
-            written.append((name, text))
+            written.append((name, "    seed: 1" in text.splitlines()))
 
         def close(self) -> None:
             written.append(("close",))
@@ -78,12 +85,12 @@ def test_tensorboard_gets_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    trackers = Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, {"seed": 1}, MAIN)
-    trackers.log(LINE, 3)
-    trackers.close()
+    log = open_log(tmp_path, trackers=["tensorboard"])
+    log.validation(LINE)
+    log.close("done")
     assert written == [
         ("open", str(tmp_path / "trackers" / "tensorboard")),
-        ("settings", "    seed: 1"),
+        ("settings", True),
         ("loss", 1.5, 3),
         ("label_tokens", 7.0, 3),
         ("close",),
@@ -92,9 +99,9 @@ def test_tensorboard_gets_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_event_files_by_the_real_library(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="extra `tensorboard` is not installed")
-    trackers = Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, {}, MAIN)
-    trackers.log(LINE, 3)
-    trackers.close()
+    log = open_log(tmp_path, trackers=["tensorboard"])
+    log.validation(LINE)
+    log.close("done")
     assert any(path.name.startswith("events.out") for path in tmp_path.rglob("*"))
 
 
@@ -108,8 +115,8 @@ def test_a_missing_package_is_one_line_with_the_command(
         rf"or remove {name} from log\.trackers$"
     )
     with pytest.raises(ConfigError, match=expected):
-        Trackers(LogConfig(trackers=[name]), tmp_path, {}, MAIN)
-    assert list(tmp_path.iterdir()) == []
+        open_log(tmp_path, trackers=[name])
+    assert not (tmp_path / "trackers").exists()
 
 
 def test_a_refusal_of_wandb_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,13 +129,13 @@ def test_a_refusal_of_wandb_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "wandb", library)
     expected = r"^log\.trackers: wandb refused to start \(api_key not configured \(no-tty\)\); run `wandb login`, or "
     with pytest.raises(SetupError, match=expected):
-        Trackers(LogConfig(trackers=["wandb"]), tmp_path, {}, MAIN)
+        open_log(tmp_path, trackers=["wandb"])
 
 
 def test_other_ranks_open_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Recorder("wandb")
     monkeypatch.setitem(sys.modules, "wandb", library)
-    trackers = Trackers(LogConfig(trackers=["wandb"]), tmp_path, {}, OTHER)
-    trackers.log(LINE, 3)
-    trackers.close()
+    log = open_log(tmp_path, OTHER, trackers=["wandb"])
+    log.validation(LINE)
+    log.close("done")
     assert library.calls == []
