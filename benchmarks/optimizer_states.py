@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from recipe_lib.config.optimizer_facts import BYTES, state_bytes
 from recipe_lib.config.schema import OptimizerConfig
-from recipe_lib.config.stalled_means import resting_range, resting_range_in_block
+from recipe_lib.config.stalled_means import resting_range
 from recipe_lib.optim.low_bit_adamw import MASTER, make_code
 from recipe_lib.optim.optimizers import build_optimizer
 
@@ -32,6 +32,13 @@ BASE = OptimizerConfig(lr=2.0**-6, weight_decay=0.0, eps=1e-12)
 BETAS = ([0.9, 0.95], [0.9, 0.999])
 OUTLIERS = (1e-2, 1e-3, 3e-4, 1e-4)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def resting_range_in_block(decay: float, is_signed: bool) -> tuple[float, float]:
+    """Return where a mean in 8 bits that is half of its block's largest number rests, while that one stays."""
+    level_distance = 0.9 / (64 if is_signed else 128)  # in multiples of the largest
+    off = level_distance / (1 - decay)  # half a distance, in multiples of a half
+    return max(0.0, 1 - off), 1 + off
 
 
 @dataclass(frozen=True)

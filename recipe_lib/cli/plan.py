@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import put_json
@@ -261,11 +260,12 @@ def small_config(folder: Path, size: tuple[int, ...], *more: str, recipe: str = 
 def training_step(cfg: Any, world: Any, recipe: str = _FULL) -> Callable[[], Any]:
     """A recipe's step on sequences of `max_seq_len` tokens, its model and optimizer set up."""
     from recipe_lib.plan.world.planned_batches import PlannedData
+    from recipe_lib.plan.world.sequence_lengths import Sequence
 
     run: Any = recipe_class(RecipeFile.find(recipe))(cfg, world)
     run.setup_model()
     run.setup_optimizer()
-    run.data = PlannedData(cfg, world, SimpleNamespace(tokens=cfg.max_seq_len, documents=1))
+    run.data = PlannedData(cfg, world, Sequence(cfg.max_seq_len, "max_seq_len"))
 
     def step() -> None:
         run.train_step(next(run.data.batches())).numbers()
