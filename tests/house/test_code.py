@@ -119,7 +119,6 @@ def code_windows(lines: list[str]) -> list[tuple[str, ...]]:
 # Names of files that several packages have -> why.
 SHARED_FILES = {
     "__init__.py": "what a package hands on",
-    "describe.py": "the generator of a package's reference, run as `python -m recipe_lib.config.describe`",
     "run.py": "`tune run` has a file by its verb; training/run.py is what a recipe's main calls",
 }
 
