@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.mixture import Mixture
-from recipe_lib.models.spec import SCORE, DecoderSpec, RopeSpec, StageParts
+from recipe_lib.models.spec import DecoderSpec, RopeSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
 from recipe_lib.ops.chunked_heads import Finish
 from recipe_lib.ops.fused_kernels import fuses
@@ -425,11 +425,6 @@ class ScoreHead(nn.Module):
     def forward(self, hidden: Tensor, *, labels: Tensor | None = None, head_loss: object = None) -> Tensor:
         """Labels and head_loss are not read."""
         return F.linear(hidden.to(self.weight.dtype), self.weight)
-
-
-def score_tensor(model: nn.Module) -> dict[str, Tensor]:
-    """The head's weight by name, where this rank has it."""
-    return {name: weight for name, weight in model.named_parameters() if name == SCORE}
 
 
 # The output projection of a model of another library, called as ours is.

@@ -306,8 +306,10 @@ def test_a_plan_has_the_faults_that_rows_have(folder: Path, monkeypatch: pytest.
     code, out, err = planned(folder, few, "~validation.source", *PACKED)
     assert (code, out) == (2, "") and err.startswith("error: data.packing: found ")
     assert "expected at least 64 for one step (batch_size x gradient_accumulation_steps x ranks)" in err
-    code, out, err = planned(folder, few, "~validation.source", "data.columns={output: answer}")
-    assert code == 2 and f"{folder}/own.jsonl:1" in err and "answer" in err
+    for cached in ("true", "false"):
+        columns = "data.columns={output: answer}"
+        code, out, err = planned(folder, few, "~validation.source", columns, f"data.cache={cached}")
+        assert code == 2 and f"{folder}/own.jsonl:1" in err and "answer" in err
     (folder / "empty.jsonl").write_text("", encoding="utf-8")
     code, out, err = planned(folder, few, f"validation.source={folder}/empty.jsonl")
     assert code == 2 and "empty.jsonl: the file is empty, expected samples" in err

@@ -164,11 +164,16 @@ def _dataset(cfg: Any, wait: float | None) -> "tuple[Dataset | None, str]":
     of those for validation, that are there."""
     try:
         tokenizer = _tokenizer(cfg)
-        stored = _stored(cfg, tokenizer, wait or 0.0)
     except UserError as error:
         return None, error.faults[0].partition(";")[0]
     if wait is None:
         _check_validation(cfg, tokenizer)
+    try:
+        stored = _stored(cfg, tokenizer, wait or 0.0)
+    except UserError as error:
+        if wait is not None:
+            return None, error.faults[0].partition(";")[0]
+        stored = None  # what cannot be read says so below, where files that are not here are a reason and no fault
     try:
         if stored is not None:
             return stored, ""
@@ -198,8 +203,6 @@ def _tokenizer(cfg: Any) -> "Tokenizer":
 
 def _stored(cfg: Any, tokenizer: "Tokenizer", wait: float) -> "Dataset | None":
     """The dataset as a run has left them in the cache, or does within `wait` seconds; nothing is tokenized here."""
-    if not cfg.data.cache:
-        return None
     builder = DatasetBuilder(cfg.data, tokenizer, cfg.max_seq_len)
     key = builder.find_key()
     if key is None:
