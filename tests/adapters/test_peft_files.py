@@ -21,7 +21,7 @@ from tests.adapters.adapted import EVERYWHERE, LINEARS, Setting, adapted
 from tests.adapters.hugging_face import VARIANTS, config, difference, ours, save_with_peft, tiny_folder, with_peft
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import small_spec
-from tests.selection import slow_but, slow_except
+from tests.selection import slow_but
 
 
 def write(model: Any, folder: Path, cfg: LoraConfig, out: Path, **more: Any) -> Path:
@@ -159,7 +159,8 @@ def test_modules_have_the_names_of_real_checkpoints(layout: str, realdata: Path)
     assert len(modules) == (4 if spec.fused_file else 7) * spec.num_layers + 1 + (not spec.tied)
 
 
-@pytest.mark.parametrize("dora", slow_except([False, True], [True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("dora", [False, True])
 def test_two_ranks_write_and_read_what_one_does(dora: bool, tmp_path: Path) -> None:
     spec, cfg = small_spec(), config(target_modules=EVERYWHERE, dora=dora, rank=3)
     setting = Setting(cfg, parallel=ParallelConfig(fsdp_wrap_policy="memory_efficient"), dtype=torch.float32)

@@ -156,7 +156,7 @@ def test_a_checkout_that_is_not_installed(recipe: Path):
 def test_exit_codes_come_out_and_are_told_once(mode: str, code: int, line: str, recipe: Path):
     result = run(recipe, "--nproc_per_node", "2", "mine.py", mode)
     assert result.returncode == code
-    assert result.stderr == line
+    assert re.sub(r"starting the ranks, \d+s\n", "", result.stderr) == line  # told of a start that takes long
 
 
 @pytest.mark.slow
@@ -168,10 +168,11 @@ def test_a_crash_keeps_its_traceback_and_adds_one_line(recipe: Path):
     assert "ChildFailedError" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "line"),
     [
-        pytest.param("stopped", r"is stopped for \d+ s; rank 0 waits for \d+ s in step 2", marks=pytest.mark.slow),
+        ("stopped", r"is stopped for \d+ s; rank 0 waits for \d+ s in step 2"),
         ("stopped early", r"has not met the others and is stopped for \d+ s; rank 0 waits for \d+ s in meeting"),
     ],
     ids=["in a step", "before it imports"],

@@ -36,11 +36,12 @@ from tests.house.documents import Block, blocks, documents
 from tests.house.files import ROOT
 from tests.house.test_imports import PROJECT, distribution
 from tests.plan.apart import apart
-from tests.selection import slow_but
+from tests.selection import slow_except
 
 # Set where recipe_lib is the one of a wheel, and no clone is around; tests/house/test_package.py does it.
 IN_A_WHEEL = "TUNE_TEST_WHEEL"
 OF_A_CLONE = ("make", "python", "sbatch", "pip", "source")
+QUICK = ("adapters", "checkpoints", "doctor", "evaluation", "import", "qat")  # pages whose commands take no time
 WITH_COMMANDS = [path for path in documents() if any(block.language == "bash" for block in blocks(path))]
 
 
@@ -64,7 +65,7 @@ SECONDS = [ROOT / "docs" / name for name in ("your_data.md", "plan.md")]  # what
 
 @pytest.mark.parametrize(
     "path",
-    slow_but(WITH_COMMANDS, 8),
+    slow_except(WITH_COMMANDS, [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in QUICK)]),
     ids=lambda path: path.relative_to(ROOT).as_posix(),
 )
 def test_commands(path: Path, clone: Path, capfd: pytest.CaptureFixture[str]):

@@ -327,13 +327,14 @@ def wide_spec(width: int, mlp_width: int) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype", "width", "mlp_width"),
     [
         ("none", torch.float32, 3072, 2048),
-        pytest.param("none", torch.bfloat16, 4096, 4096, marks=pytest.mark.slow),
-        pytest.param("int8", torch.bfloat16, 4096, 12288, marks=pytest.mark.slow),
-        pytest.param("nf4", torch.bfloat16, 8192, 6144, marks=pytest.mark.slow),
+        ("none", torch.bfloat16, 4096, 4096),
+        ("int8", torch.bfloat16, 4096, 12288),
+        ("nf4", torch.bfloat16, 8192, 6144),
     ],
 )
 def test_frozen_layers_above_200_mib_give_the_same_bits(

@@ -103,11 +103,13 @@ def test_so_is_the_first_rank(at: str, ranks: Ranks, tmp_path: Path) -> None:
     check_is_told(train(ranks, tmp_path, 0, at), 0, at)
 
 
-@pytest.mark.parametrize("at", slow_except(EVALUATION[4:7], ["answers (tuned)"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("at", EVALUATION[4:7])
 def test_a_rank_that_is_stopped_in_an_evaluation_is_told(at: str, ranks: Ranks, model: Path, tmp_path: Path) -> None:
     check_is_told(evaluate(ranks, tmp_path, model, 1, at), 1, at)
 
 
+@pytest.mark.slow
 def test_these_are_all_phases(ranks: Ranks, model: Path, tmp_path: Path) -> None:
     assert (model.parent / "phases").read_text().splitlines() == TRAINING
     ended = evaluate(ranks, tmp_path, model)
@@ -130,7 +132,8 @@ def meet_alone() -> None:
         pass
 
 
-@pytest.mark.parametrize("store", slow_except(STORES, ["stopped"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("store", STORES)
 def test_a_store_that_does_not_answer_is_told_before_the_ranks_meet(store: str) -> None:
     """torch waits half an hour for one that is not there, and for ever for one that is silent."""
     is_made, timeouts = STORES[store]

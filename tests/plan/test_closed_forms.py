@@ -19,6 +19,7 @@ from recipe_lib.plan.trace import ALLOC, FREE, PHASE, Trace
 from recipe_lib.plan.tracing.simulate import STEADY, simulate
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import FULL, LORA, PLAIN, ROOT, recipe_class, recipe_module
+from tests.selection import slow_but
 
 WIDTH, MLP_WIDTH, VOCABULARY, LAYERS = 4096, 14336, 128256, 2
 QUERIES, KEYS = 32 * 128, 8 * 128  # heads x head width
@@ -97,10 +98,16 @@ class Found:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     folder = tmp_path_factory.mktemp("closed_forms")
     write_models(folder)
-    traced = run_ranks(
-        lambda: {name: vars(trace(case, folder)) for name, case in CASES.items()}, 1, process_group=False
-    )
-    return {name: Found(**fields) for name, fields in traced[0].items()}
+
+    class Traces(dict[str, Found]):
+        """Each case is traced, in a process of its own, when a test asks for it."""
+
+        def __missing__(self, name: str) -> Found:
+            (fields,) = run_ranks(lambda: vars(trace(CASES[name], folder)), 1, process_group=False)
+            self[name] = Found(**fields)
+            return self[name]
+
+    return Traces()
 
 
 def write_models(folder: Path) -> None:
@@ -192,11 +199,11 @@ def nf4_bytes(rows: int, columns: int, ranks: int) -> int:
     ("name", "ranks", "rank", "vocabulary"),
     [
         ("two", 2, 0, VOCABULARY),
-        ("four", 4, 0, VOCABULARY),
-        ("eight", 8, 0, VOCABULARY),
-        ("odd", 8, 0, VOCABULARY + 1),
+        pytest.param("four", 4, 0, VOCABULARY, marks=pytest.mark.slow),
+        pytest.param("eight", 8, 0, VOCABULARY, marks=pytest.mark.slow),
+        pytest.param("odd", 8, 0, VOCABULARY + 1, marks=pytest.mark.slow),
         ("odd, last", 8, 7, VOCABULARY + 1),
-        ("kept", 4, 0, VOCABULARY),
+        pytest.param("kept", 4, 0, VOCABULARY, marks=pytest.mark.slow),
         ("copies", 4, 0, VOCABULARY),
     ],
 )
@@ -211,7 +218,8 @@ def test_a_rank_holds_its_part_of_parameters_gradients_and_states(
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "micro_batches", "layer_gathers"), [("two", 2, 1, 2), ("four", 4, 4, 2), ("kept", 4, 1, 1)]
+    ("name", "ranks", "micro_batches", "layer_gathers"),
+    slow_but([("two", 2, 1, 2), ("four", 4, 4, 2), ("kept", 4, 1, 1)], 1),
 )
 def test_memory_efficient_units_are_gathered_and_reduced(
     found: dict[str, Found], name: str, ranks: int, micro_batches: int, layer_gathers: int
@@ -232,10 +240,10 @@ def test_memory_efficient_units_are_gathered_and_reduced(
 @pytest.mark.parametrize(
     ("name", "ranks", "micro_batches", "layer_gathers", "vocabulary"),
     [
-        ("eight", 8, 4, 2, VOCABULARY),
-        ("odd", 8, 1, 2, VOCABULARY + 1),
+        pytest.param("eight", 8, 4, 2, VOCABULARY, marks=pytest.mark.slow),
+        pytest.param("odd", 8, 1, 2, VOCABULARY + 1, marks=pytest.mark.slow),
         ("odd, last", 8, 1, 2, VOCABULARY + 1),
-        ("kept, layers", 4, 1, 1, VOCABULARY),
+        pytest.param("kept, layers", 4, 1, 1, VOCABULARY, marks=pytest.mark.slow),
     ],
 )
 def test_layer_units_are_gathered_and_reduced(
@@ -333,9 +341,7 @@ def test_adapters_alone_have_gradients_states_and_a_reduction(found: dict[str, F
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "shapes"), [("two", model()), ("four", model()), ("copies", model()), ("lora", ADAPTERS)]
-)
+@pytest.mark.parametrize(("name", "shapes"), [("two", model()), ("copies", model()), ("lora", ADAPTERS)])
 def test_a_save_holds_one_whole_parameter_at_a_time(found: dict[str, Found], name: str, shapes: Shapes) -> None:
     assert found[name].saving == max(rows * columns for rows, columns in shapes) * BF16
 
@@ -352,7 +358,7 @@ def test_a_base_in_four_bits_has_codes_scales_and_factors(found: dict[str, Found
         assert found[name].collectives[("all_gather", "data_shard", size)] == 2 * LAYERS
 
 
-@pytest.mark.parametrize("name", ["two", "four", "eight", "odd", "lora", "nf4", "copies"])
+@pytest.mark.parametrize("name", ["two", "odd, last", "lora", "nf4", "copies"])
 def test_tensors_by_which_shapes_are_found_out_are_no_memory(found: dict[str, Found], name: str) -> None:
     """The optimizer takes its states and nothing else, and nothing in a later step; with shapes of whole parameters
     it would be a multiple of the model."""

@@ -87,6 +87,7 @@ def test_groups_are_those_that_ranks_communicate_in(plans: dict[str, Plan]):
             assert row.ranks in dimension(plan, row.dim).groups or row.operation in ("send", "recv")
 
 
+@pytest.mark.slow
 def test_totals_of_a_pipeline(plans: dict[str, Plan]):
     """Each of 8 pipelines passes a tensor each way for a micro-batch, of half the tokens: a send and a receive each."""
     message = ACTIVATIONS // 2
@@ -100,6 +101,7 @@ def test_totals_of_a_pipeline(plans: dict[str, Plan]):
     assert found.layer is None
 
 
+@pytest.mark.slow
 def test_totals_of_tensor_parallel(plans: dict[str, Plan]):
     """In a layer attention and MLP each gather and scatter in forward; in backward they do so the other way round, and
     gather their inputs again. The embedding scatters, the head gathers; both go back; the loss adds up maximum (fp32)
@@ -123,6 +125,7 @@ def test_totals_of_tensor_parallel(plans: dict[str, Plan]):
     assert found.cluster_step == sum((one.times(8) for one in found.rank_step), Volume())
 
 
+@pytest.mark.slow
 def test_totals_of_sharding(plans: dict[str, Plan]):
     """A layer is gathered in forward and in backward, and its gradients are scattered; the embedding, which backward
     does not read, is gathered once. The gathers of head and embedding are no layer's, whatever runs meanwhile."""
@@ -141,6 +144,7 @@ def test_totals_of_sharding(plans: dict[str, Plan]):
     assert found.cluster_step.wire_bytes == pytest.approx(found.cluster_step.bytes * 3 / 4, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_totals_of_copies(plans: dict[str, Plan]):
     """HSDP sums the scattered gradients of each unit over the copies at every micro-batch, DDP all once a step."""
     found = dimension(plans["copies"], "data_replicate")
@@ -154,6 +158,7 @@ def test_totals_of_copies(plans: dict[str, Plan]):
     assert ddp.cluster_step.bytes == pytest.approx(2 * model, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_what_is_once_a_step_is_of_no_micro_batch(plans: dict[str, Plan]):
     """Without resharding between micro-batches nothing is, and what is gathered for them is where only gradients
     wait."""
@@ -167,6 +172,7 @@ def test_what_is_once_a_step_is_of_no_micro_batch(plans: dict[str, Plan]):
     assert zero_1.rank_step[0].bytes == 2 * (LAYERS * layer + ends) + numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sixteen", "ddp"])
 def test_the_full_model_alone(plans: dict[str, Plan], name: str):
     """Parameters, gradients, AdamW's two states and a counter for each tensor; of a layer the stream before each norm
@@ -193,6 +199,7 @@ def lines_of(plan: Plan, title: str) -> list[str]:
     return render(plan, full=True, width=120).partition(f"\n{title}")[2].partition("\n\n")[0].splitlines()[1:]
 
 
+@pytest.mark.slow
 def test_report_and_json(plans: dict[str, Plan]):
     plan = dataclasses.replace(plans["sixteen"], ranks_per_node=8)
     text = render(plan, full=True, width=80)

@@ -121,7 +121,7 @@ COMPARED = [name for name in GRID if name.endswith(" 1")]
 # Not what is packed or in 4 bits: masks are made on the host, and a loop over blocks is traced for two turns of it.
 COMPARED += ["untied", "foreach, one rank", "bf16", "pairs", "8 bits", "teacher", "rewards", "experts, bf16", "sinks"]
 COMPARED += ["adapted experts", "rounded weights", "shared sequences", "shared sequences, checkpointed"]
-QUICK = ["full memory_efficient selective 1", "nf4", "pairs", "experts, bf16", "shared sequences"]
+QUICK = ["full memory_efficient selective 1", "nf4", "pairs"]
 
 # As releases of torch name them.
 COLLECTIVES = (

@@ -58,6 +58,7 @@ def test_states_of_three_parameters_at_most(found: dict[str, Found]) -> None:
     assert found["muon"].most["optimizer"] == 2 * (MATRIX + NORM) + MLP
 
 
+@pytest.mark.slow
 def test_peaks_are_what_is_left(found: dict[str, Found]) -> None:
     """States on the host: the peak is the optimizer's step. Stepped in backward too: the embedding's, while those of
     the first layer's q leave."""

@@ -13,7 +13,7 @@ from tests.recipes.test_best_runs import command, equal, validations, weights
 from tests.recipes.test_dpo import arguments as preference_arguments
 from tests.recipes.test_dpo import write_pairs
 from tests.recipes.test_resume import stop_after
-from tests.selection import selected, slow_except
+from tests.selection import selected
 
 TWO = "batch_size=2"
 STEPPING = ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "device=auto")
@@ -29,7 +29,6 @@ FORMS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "adapters on nf4": (LORA, 1, ("lora.quantize_base=nf4", "memory.stream_layers=true", "device=auto")),
     "pairs": (DPO, 2, ("dpo.trainable=all", TWO, "checkpoint.best_metric=validation_reward_accuracy")),
 }
-QUICK = ["fsdp"]
 STEPS = 6
 
 
@@ -86,7 +85,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return run_ranks(together, 1, 1)[0] | run_ranks(together, 2, 2)[0]
 
 
-@pytest.mark.parametrize("form", slow_except(FORMS, QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_what_is_exported_is_the_best_step(trained: dict[str, dict[str, Any]], form: str):
     found = trained[form]
     assert found["step"] < STEPS and found["is_best"], found["step"]

@@ -99,6 +99,7 @@ def test_transformers_opens_what_stages_exported(found: tuple[Path, torch.Tensor
             assert (model(probe(), use_cache=False).logits - logits).abs().max() <= 1e-4
 
 
+@pytest.mark.slow
 def test_peft_opens_the_adapters_of_stages(found: tuple[Path, torch.Tensor]) -> None:
     folder, _ = found
     made = []

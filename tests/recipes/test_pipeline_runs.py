@@ -20,7 +20,7 @@ from tests.selection import selected, slow_except
 MICRO_BATCHES, ROWS = 4, 8  # of a step, over all data ranks
 STEPS, SAVED = 4, 2  # steps of a run, and the step of the state that others go on from
 PIPELINE = "parallel.pipeline=2"
-QUICK = {"full 2", "1 to 2", "lora", "preference"}  # of tests' names and kinds; the runs of others are slow
+QUICK = {"full 2", "preference"}  # of tests' names and kinds; the runs of others are slow
 ZBV, ZERO_BUBBLE = "parallel.pipeline_schedule=zbv", "parallel.pipeline_schedule=interleaved_zero_bubble"
 
 
@@ -85,10 +85,10 @@ class Runs:
 
 
 def alone(runs: Runs) -> torch.Tensor:
-    runs.packed("packed 1")
-    runs.adapters("lora 1")
     runs.preference("preference 1")
     if runs.slow:
+        runs.packed("packed 1")
+        runs.adapters("lora 1")
         runs.quantized("nf4 1")
         runs.preference("preference full 1", "dpo.trainable=all")
     model = runs.full("full 1", 1).recipe.model
@@ -97,12 +97,12 @@ def alone(runs: Runs) -> torch.Tensor:
 
 
 def pipeline_of_two(runs: Runs) -> None:
-    runs.full("1 to 2", 1, PIPELINE, runs.state("full 1"))
     runs.full("full 2", 1, PIPELINE, ZBV)
-    runs.packed("packed 2", PIPELINE, ZERO_BUBBLE, "parallel.pipeline_microbatches=2")
-    runs.adapters("lora 2", PIPELINE, ZERO_BUBBLE)
     runs.preference("preference 2", PIPELINE, ZBV, "parallel.pipeline_microbatches=4")
     if runs.slow:
+        runs.full("1 to 2", 1, PIPELINE, runs.state("full 1"))
+        runs.packed("packed 2", PIPELINE, ZERO_BUBBLE, "parallel.pipeline_microbatches=2")
+        runs.adapters("lora 2", PIPELINE, ZERO_BUBBLE)
         runs.quantized("nf4 2", PIPELINE, ZBV)
         runs.preference("preference full 2", PIPELINE, "dpo.trainable=all", "parallel.pipeline_microbatches=2")
 
@@ -165,7 +165,8 @@ def test_transformers_opens_what_a_pipeline_exports(found: tuple[Path, Any], nam
     assert names[0] == names[1]
 
 
-@pytest.mark.parametrize("kind", slow_except(["lora", "nf4"], ["lora"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "nf4"])
 def test_a_pipeline_trains_the_adapters_of_one_process(found: tuple[Path, Any], kind: str) -> None:
     folder, _ = found
     alone, divided = steps(folder / f"{kind} 1"), steps(folder / f"{kind} 2")
@@ -178,6 +179,7 @@ def test_a_pipeline_trains_the_adapters_of_one_process(found: tuple[Path, Any], 
         assert difference <= 1e-3 * torch.linalg.vector_norm(wanted[tensor]), tensor
 
 
+@pytest.mark.slow
 def test_packed_rows_go_through_a_pipeline(found: tuple[Path, Any]) -> None:
     folder, _ = found
     alone, divided = steps(folder / "packed 1"), steps(folder / "packed 2")

@@ -38,7 +38,7 @@ from tests.selection import selected, slow_except
 GLOBAL_BATCH = 8
 STEPS, SAVED = 4, 2  # steps of a run, and the step of the state that others go on from
 SHARED = "parallel.tensor=2"
-QUICK = {"full 2", "1 to 2", "lora"}  # of tests' names and kinds; the runs of others are slow
+QUICK = {"full 2"}  # of tests' names and kinds; the runs of others are slow
 FULL_RUNS = ("full 2", "full 4", "1 to 2", "2 to 4", "2 to 1")
 
 
@@ -95,17 +95,17 @@ def logits_of(run: Any) -> torch.Tensor:
 
 
 def alone(runs: Runs) -> dict[str, torch.Tensor]:
-    runs.adapters("lora 1", 1)
     if runs.slow:
+        runs.adapters("lora 1", 1)
         runs.quantized("nf4 1", 1)
         runs.preference("preference 1")
     return {"full 1": logits_of(runs.full("full 1", 1))}
 
 
 def group_of_two(runs: Runs) -> dict[str, torch.Tensor]:
-    runs.full("1 to 2", 1, SHARED, runs.state("full 1"))
-    runs.adapters("lora 2", 1, SHARED)
     if runs.slow:
+        runs.full("1 to 2", 1, SHARED, runs.state("full 1"))
+        runs.adapters("lora 2", 1, SHARED)
         runs.quantized("nf4 2", 1, SHARED)
         runs.preference("preference 2", SHARED)
     return {"full 2": logits_of(runs.full("full 2", 1, SHARED))}
@@ -171,7 +171,8 @@ def test_transformers_opens_what_a_group_exports(found: tuple[Path, Any], name: 
     torch.testing.assert_close(logits["full 1"], theirs, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", slow_except(["lora", "nf4"], ["lora"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "nf4"])
 def test_a_group_trains_the_adapters_of_one_process(found: tuple[Path, Any], kind: str) -> None:
     folder, _ = found
     alone, shared = steps(folder / f"{kind} 1"), steps(folder / f"{kind} 2")

@@ -16,7 +16,6 @@ from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, RECORD, USE, WAIT, Tra
 from recipe_lib.plan.tracing import simulate_deep as module
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated
 from tests.plan.apart import apart, settings
-from tests.selection import slow_except
 
 RANKS = 4
 FULL, LORA, QLORA = "llama3/8B_full", "llama3/8B_lora", "llama3/8B_qlora"
@@ -86,7 +85,8 @@ def compared(
     return "deeper", first, [name for name in facts if getattr(found, name) != getattr(whole, name)]
 
 
-@pytest.mark.parametrize("name", slow_except(CASES, [FULL]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_every_event_is_that_of_the_whole_model(name: str) -> None:
     config, *overrides = CASES[name]
     expected = "whole" if CASES[name] in WHOLE else "deeper"
