@@ -126,7 +126,8 @@ def test_a_wrong_type_is_one_line(
     key: str, base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     original = (adapter / "adapter_config.json").read_bytes()
-    for number, value in enumerate(WRONG_TYPES):
+    # What is not read is not looked at, whatever it holds.
+    for number, value in enumerate(WRONG_TYPES if key in READ else WRONG_TYPES[:1]):
         (adapter / "adapter_config.json").write_bytes(original)
         change_config(adapter, **{key: value})
         code, err = merge(base, adapter, tmp_path / f"out{number}", capsys)
