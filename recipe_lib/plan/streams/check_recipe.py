@@ -12,7 +12,6 @@ from recipe_lib.plan.search.trials import in_processes
 from recipe_lib.plan.streams.code_line import text_of
 from recipe_lib.plan.streams.collective_order import CollectiveCall, order_faults
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.tracing.simulate import STEADY
 from recipe_lib.plan.world.shape_only_model import find_layer_pattern, layer_count, with_layers
 from recipe_lib.plan.world.simulated_device import NAME
 from recipe_lib.units import counted
@@ -25,13 +24,11 @@ _FOR_GRADIENTS = ("torch/distributed/fsdp/", "ops/host_copies.py")
 @dataclass
 class RankCheck:
     """One rank's steps. faults: in words. waits: of the host in a step, `what at file:line` -> how often, the most
-    frequent first. operators, streams: how many there were in a step."""
+    frequent first."""
 
     rank: int
     faults: list[str]
     waits: dict[str, int]
-    operators: int
-    streams: int
 
     @property
     def unneeded(self) -> int:
@@ -70,11 +67,9 @@ def check_streams(recipe_class: type, cfg: Any, settings: PlanSettings, *, compa
 
     def follow(rank: int) -> RankCheck:
         checker = StreamChecker(NAME)
-        found = simulate_rank(recipe_class, cfg, settings, rank, traced=traced, checker=checker)
-        ops = list(found.trace.phase_ops(STEADY))
-        waits = Counter(f"{wait.what} at {text_of(wait.place)}" for wait in checker.waits)
-        streams = len({op.stream for op in ops})
-        return RankCheck(rank, checker.faults(), dict(waits.most_common()), len(ops), streams)
+        simulate_rank(recipe_class, cfg, settings, rank, traced=traced, checker=checker)
+        waits = Counter(f"{what} at {text_of(line)}" for what, line in checker.waits)
+        return RankCheck(rank, checker.faults(), dict(waits.most_common()))
 
     ranks = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
     result = StreamCheck(in_processes(follow, list(ranks), "following streams", unit="ranks"), [], "", "")
@@ -114,8 +109,7 @@ def render_check(check: StreamCheck) -> str:
     """One part for streams, one for waits of the host, one for collectives."""
     lines = [check.followed] if check.followed else []
     for rank in check.ranks:
-        where = f"rank {rank.rank}: {rank.operators:,} operators of a step on {counted(rank.streams, 'stream')}"
-        lines += _list_faults(where, "in order", "out of order", rank.faults)
+        lines += _list_faults(f"rank {rank.rank}: uses of memory by streams", "in order", "out of order", rank.faults)
         verdict = f", {rank.unneeded} more than the one for the numbers that are logged" if rank.unneeded else ""
         count = sum(rank.waits.values())
         lines.append(f"rank {rank.rank}: the host waits for the device {counted(count, 'time')} a step{verdict}")

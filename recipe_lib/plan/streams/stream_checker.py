@@ -12,7 +12,6 @@ any operator; an asynchronous one runs on its communicator's, holds its tensors 
 waited for through its work or `wait_tensor` (torch 2.8 and later).
 """
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,15 +88,6 @@ class Access:
     place: Line
 
 
-@dataclass(frozen=True)
-class HostWait:
-    """The host stalls until the device comes to it. what: `.item()`, `a blocking copy to the host`, ... place: the line
-    of code."""
-
-    what: str
-    place: Line
-
-
 @dataclass(slots=True)
 class _Memory:
     """Of a storage: the last write, the last read of each stream since, and what its bytes may be used by still, from
@@ -132,11 +122,11 @@ class StreamChecker:
     def __init__(self, device: str) -> None:
         self.device = device
         self.races: dict[Any, str] = {}  # by what is the same for all races of the same two lines
-        self.waits: list[HostWait] = []
+        self.waits: list[tuple[str, Line]] = []  # `.item()`, `a blocking copy to the host`, ...
         self.unrecorded: dict[Line, None] = {}
         self.counts = False  # waits
         self.calls: list[CollectiveCall] = []
-        self._issued: dict[int, list[tuple[int, int]]] = {}  # by stream, of each call its work and its place in `calls`
+        self._issued: list[tuple[int, int]] = []  # of each call its stream and its work
         self._clocks = VectorClocks()
         self._memory: dict[int, _Memory] = {}
         self._freed: dict[int, dict[int, Access]] = {}  # by pool and stream, what may still use memory free in it
@@ -251,7 +241,7 @@ class StreamChecker:
         self._clocks.wait(HOST, clock)
         line, issued = code_line(), self._on_device
         if self.counts and (line, issued) != self._last_wait:
-            self.waits.append(HostWait(what, line))
+            self.waits.append((what, line))
         self._last_wait = line, issued
 
     # Operators
@@ -372,17 +362,14 @@ class StreamChecker:
             self._done_calls(stream),
             self._done_calls(HOST),
         )
-        self._issued.setdefault(stream, []).append((work, len(self.calls)))
+        self._issued.append((stream, work))
         self.calls.append(call)
 
     def _done_calls(self, stream: int) -> tuple[int, ...]:
         """Of each stream the last call that is done before what `stream` does next."""
-        found = []
-        for other, made in self._issued.items():
-            count = bisect_right(made, self._clocks.done(other, stream), key=lambda entry: entry[0])
-            if count:
-                found.append(made[count - 1][1])
-        return tuple(found)
+        calls = enumerate(self._issued)
+        done = {other: call for call, (other, work) in calls if self._clocks.is_before(other, work, stream)}
+        return tuple(done.values())
 
     def started(self, work: Any) -> None:
         """A call has returned the work of the last asynchronous collective."""

@@ -54,7 +54,7 @@ def reads(recipe: type) -> type:
 
 def waits_of(case: Case) -> list[tuple[str, str, int]]:
     """(what, file, line) of each wait of the steady step."""
-    return [(wait.what, *wait.place) for wait in follow(case).waits]
+    return [(what, *line) for what, line in follow(case).waits]
 
 
 def test_each_line_that_waits_is_named() -> None:
