@@ -23,7 +23,8 @@ from torch import Tensor
 
 from recipe_lib.plan.streams.code_line import Line, code_line, text_of
 from recipe_lib.plan.streams.collective_order import CollectiveCall
-from recipe_lib.plan.trace import HOST, Collective, Op, Storage
+from recipe_lib.plan.timing.stream_schedule import is_transfer
+from recipe_lib.plan.trace import HOST, Op, Storage
 from recipe_lib.plan.tracing.operator_costs import is_blocking, tensors_in
 
 # What happens before what, on the streams of a device and on the host: vector clocks (Mattern,
@@ -264,12 +265,12 @@ class StreamChecker:
         stream = op.stream if on_device else HOST
         self._on_device += on_device
         # It runs on its communicator's stream, as do all exchanges of two ranks, even those waited for at once.
-        is_sent = op.collective is not None and (not op.collective.waits or _is_exchange(op.collective))
+        is_sent = op.collective is not None and (not op.collective.waits or is_transfer(op))
         if is_sent:
-            stream = self._find_communicator(op.collective, stream)
+            stream = self._find_communicator(op, stream)
         work, line = self._clocks.issue(stream), code_line()
         if op.collective is not None and on_device:
-            self._note_call(op.collective, stream, work, line)
+            self._note_call(op, stream, work, line)
         for does, found in (("reads", read), ("writes", written)):
             access = Access(stream, work, does, op, line)
             for number in found:
@@ -342,17 +343,19 @@ class StreamChecker:
 
     # Asynchronous collectives
 
-    def _find_communicator(self, collective: Any, after: int) -> int:
-        """The stream of a communicator; what is issued on it comes after another one."""
+    def _find_communicator(self, op: Op, after: int) -> int:
+        """The stream of a collective's communicator; what is issued on it comes after another one."""
+        collective: Any = op.collective
         # Two ranks exchange on a communicator of their own.
-        key = (collective.dim, collective.ranks, _is_exchange(collective), after == HOST)
+        key = (collective.dim, collective.ranks, is_transfer(op), after == HOST)
         stream = self._communicators.setdefault(key, _COMMUNICATORS + len(self._communicators))
         self._names[stream] = f"on the communicator of ranks {', '.join(map(str, collective.ranks))}"
         self._clocks.wait(stream, self._clocks.snapshot(after))
         return stream
 
-    def _note_call(self, collective: Collective, stream: int, work: int, line: Line) -> None:
-        pair = _is_exchange(collective)
+    def _note_call(self, op: Op, stream: int, work: int, line: Line) -> None:
+        collective: Any = op.collective
+        pair = is_transfer(op)
         call = CollectiveCall(
             collective.operation,
             ("" if pair else collective.dim, collective.ranks, pair),
@@ -391,11 +394,6 @@ class StreamChecker:
         work.held.clear()
 
 
-def _is_exchange(collective: Collective) -> bool:
-    """Whether it is of two ranks, on a communicator of their own."""
-    return collective.operation in ("send", "recv")
-
-
 # Which tensors an operator reads and which it writes, from its schema; of collectives from a table.
 
 
@@ -428,7 +426,7 @@ def accesses(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(tensors read, tensors written); what is changed in place is among both."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}
     names = _find_written(func)
     written = tensors_in([value for name, value in given.items() if name in names])
     kept = names if func._schema.name in _ONLY_WRITES else frozenset()

@@ -254,10 +254,22 @@ def measure_collective(operation: str, size: int, rank: int, ranks: int, device:
     after; small whole numbers, so that sums are exact."""
     synchronize = torch.get_device_module(device).synchronize
     part = max(1, size // 4 // ranks)
-    call, check = _prepare(operation, part, rank, ranks, device)
+    pattern = torch.arange(part * ranks, device=device).remainder(251).float()
+    summed = pattern * ranks + ranks * (ranks - 1) / 2
+    own = slice(rank * part, (rank + 1) * part)
+    given = pattern + rank
+    if operation == "all_gather":
+        result, expected = torch.full_like(pattern, -1.0), pattern
+        call = partial(dist.all_gather_into_tensor, result, pattern[own].clone())
+    elif operation == "all_reduce":
+        result, expected = given, summed
+        call = partial(dist.all_reduce, given)
+    else:
+        result, expected = torch.full_like(pattern[own], -1.0), summed[own]
+        call = partial(dist.reduce_scatter_tensor, result, given)
     call()
     synchronize()
-    wrong = check()
+    wrong = int((result != expected).sum())
     calls, times = MANY if size <= MIB else FEW, []
     for _ in range(ROUNDS):  # as many on every rank
         synchronize()
@@ -266,28 +278,6 @@ def measure_collective(operation: str, size: int, rank: int, ranks: int, device:
             call()
         synchronize()
         times.append((time.perf_counter() - start) / calls)
-    wrong += check() if operation != "all_reduce" else 0  # which adds in place, over and over
+    if operation != "all_reduce":  # which adds in place, over and over
+        wrong += int((result != expected).sum())
     return {"operation": operation, "bytes": 4 * part * ranks, "seconds": sorted(times)[ROUNDS // 2], "wrong": wrong}
-
-
-def _prepare(
-    operation: str, part: int, rank: int, ranks: int, device: Any
-) -> tuple[Callable[[], Any], Callable[[], int]]:
-    """(the call, a count of its wrong results). part: numbers of a rank's share."""
-    pattern = torch.arange(part * ranks, device=device).remainder(251).float()
-    summed = pattern * ranks + ranks * (ranks - 1) / 2
-    own = slice(rank * part, (rank + 1) * part)
-    if operation == "all_gather":
-        result, given = torch.full_like(pattern, -1.0), pattern[own].clone()
-        return (
-            lambda: dist.all_gather_into_tensor(result, given),
-            lambda: int((result != pattern).sum()),
-        )
-    whole = pattern + rank
-    if operation == "all_reduce":
-        return lambda: dist.all_reduce(whole), lambda: int((whole != summed).sum())
-    result = torch.full_like(pattern[own], -1.0)
-    return (
-        lambda: dist.reduce_scatter_tensor(result, whole),
-        lambda: int((result != summed[own]).sum()),
-    )

@@ -38,15 +38,13 @@ class Links:
     backend: str
     points: Mapping[str, tuple[tuple[float, float], ...]]
 
-    def seconds(self, operation: str, sent: float) -> float | None:
-        """Of a collective in which each rank sends so many bytes; None for an operation that nothing is known of.
+    def seconds(self, operation: str, sent: float) -> float:
+        """Of a collective in which each rank sends so many bytes.
 
         Straight between two measured sizes; below the smallest its time, above the largest at its bandwidth. What was
         not measured (broadcasts, all-to-alls, transfers) is taken to be as fast as an all-gather.
         """
-        points = self.points.get(operation) or self.points.get("all_gather")
-        if not points:
-            return None
+        points = self.points.get(operation) or self.points["all_gather"]
         sizes, seconds = zip(*points, strict=True)
         if sent > sizes[-1]:
             return float(seconds[-1] * sent / sizes[-1])
@@ -119,10 +117,9 @@ def collective_seconds(collective: Collective, hardware: Hardware, calibration: 
         crossings *= 2
     crossings = min(crossings, steps)
     if calibration and calibration.links and len(by_node) == 1:
-        measured = calibration.links.seconds(collective.operation, sent)
-        if measured is not None:  # among so many ranks; more of them take more steps
-            more = max(0, steps - _steps(collective.operation, calibration.links.ranks))
-            return measured + more * hardware.link.latency
+        # What was measured among some ranks takes more steps among more.
+        more = max(0, steps - _steps(collective.operation, calibration.links.ranks))
+        return calibration.links.seconds(collective.operation, sent) + more * hardware.link.latency
     latency = crossings * hardware.inter_node_latency + (steps - crossings) * hardware.link.latency
     return COLLECTIVE_SECONDS + latency + sent / bandwidth
 
