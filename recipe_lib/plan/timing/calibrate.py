@@ -3,7 +3,6 @@
 On a CPU the shapes are tiny: a dry run that shows the file, not a figure to use.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from recipe_lib.files import replace_text
 from recipe_lib.plan.timing.calibration import LARGE_MATMUL, MATMULS, TINY_MATMULS, VERSION
 from recipe_lib.plan.timing.cost import ATTENTION, OPERATIONS, TINY_ATTENTION
 from recipe_lib.units import MIB, format_bytes
@@ -26,11 +24,11 @@ from recipe_lib.units import MIB, format_bytes
 _LOADED_SECONDS = 3.0
 
 
-def calibrate(device: str | None = None, path: Path | None = None) -> dict[str, Any]:
+def calibrate(device: str | None = None) -> dict[str, Any]:
     """Measures matmuls, attention, an elementwise operator and issuing; `tune doctor` measures links.
 
-    device: `cuda` or `cpu`; None: a GPU if there is one. path: where the result is written as JSON; what is there is
-    replaced. Takes some seconds on a GPU. Returns the result; its `dry_run` is true on a CPU.
+    device: `cuda` or `cpu`; None: a GPU if there is one. Takes some seconds on a GPU. Returns what is written as JSON;
+    its `dry_run` is true on a CPU.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = torch.device(device).type != "cpu"
@@ -54,8 +52,6 @@ def calibrate(device: str | None = None, path: Path | None = None) -> dict[str, 
         result["memory"] = torch.cuda.mem_get_info(device)[1]
         result["optimizer"] = optimizer_rate(device)
         result["step_share"] = step_share(device, matmul["bf16"], bandwidth)
-    if path is not None:
-        replace_text(Path(path), json.dumps(result, indent=2) + "\n")
     return result
 
 

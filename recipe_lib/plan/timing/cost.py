@@ -260,7 +260,8 @@ def error_text(hardware: Hardware, calibration: Calibration | None) -> str:
     """How far off the times may be, for `TimePlan.error`; of data sheets, by docs/measurements/planned_times.md."""
     if calibration:
         link = "" if calibration.link_bandwidth else "; the links were not measured"
-        return f"rates measured on {calibration.device} ({calibration.date}): about 10 to 15 %{link}"
+        about = "tens of percent, as shapes were tiny" if hardware.architecture == "cpu" else "about 10 to 15 %"
+        return f"rates measured on {calibration.device} ({calibration.date}): {about}{link}"
     if hardware.name in COMPARED:
         return "not calibrated: of published speeds of such cards, nine in ten were planned within 25 %"
     rates = f"rates of {hardware.rates_of}; " if hardware.generic else ""
