@@ -24,7 +24,7 @@ from recipe_lib.plan.allocation.caching_allocator import (
     Block,
     CachingAllocator,
     OutOfMemory,
-    round_size,
+    block_bytes,
     segment_size,
 )
 from recipe_lib.plan.allocation.replay import replay
@@ -201,7 +201,7 @@ def _fills_up(allocator: CachingAllocator, events: list[Event], index: int) -> b
     end = _end_of_run(events, index)
     if end == len(events) or events[end][0] not in ("alloc", "oom"):
         return False
-    size = round_size(events[end][2])
+    size = block_bytes(events[end][2])
     if allocator.reserved + segment_size(size) <= cap:
         return False
     return events[end][0] == "oom" or _gives_back(events[index:end])

@@ -107,7 +107,8 @@ def _measure_all(options: argparse.Namespace, argv: list[str]) -> int:
     stem = options.output / f"gpu-times-{device_word(device)}"
     rates = stem.with_name(f"{stem.name}-rates.json")
     options.output.mkdir(parents=True, exist_ok=True)
-    run_apart(functools.partial(calibrate, "cuda" if gpu else "cpu", rates), CASE_SECONDS)
+    measured = run_apart(functools.partial(calibrate, "cuda" if gpu else "cpu"), CASE_SECONDS)
+    rates.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     report["rates"] = rates.name
     for case in cases(gpu):
         row: dict[str, Any] = {"case": vars(case) | {"levers": list(case.levers)}}

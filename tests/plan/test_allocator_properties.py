@@ -7,7 +7,7 @@ from recipe_lib.plan.allocation.caching_allocator import (
     AllocatorSettings,
     CachingAllocator,
     OutOfMemory,
-    round_size,
+    block_bytes,
     segment_size,
 )
 from recipe_lib.units import MIB, format_bytes
@@ -51,7 +51,7 @@ def test_the_books_are_right_after_every_step(how, steps):
             except OutOfMemory as error:
                 assert how.cap is not None and str(error).startswith(f"{format_bytes(number)} requested")
                 if not how.expandable:
-                    assert allocator.reserved + segment_size(round_size(number)) > how.cap
+                    assert allocator.reserved + segment_size(block_bytes(number)) > how.cap
                 # All that was unused has gone: the cap could not be met by giving back more.
                 before = allocator.reserved
                 allocator.empty_cache()

@@ -28,7 +28,7 @@ LAUNCH_QUEUE = 1024
 
 
 def block_bytes(size: int) -> int:
-    """What a block for so many bytes has at the least."""
+    """What a block for so many bytes has at the least (`round_size` in CUDACachingAllocator.cpp)."""
     return -(-size // ROUNDING) * ROUNDING
 
 
@@ -93,11 +93,6 @@ class Pool:
         else:
             del self.unmapped[bisect_left(self.unmapped, block.address)]
         del self.blocks[block.address]
-
-
-def round_size(num_bytes: int) -> int:
-    """Bytes of the block for a request (`round_size` in CUDACachingAllocator.cpp)."""
-    return max(ROUNDING, block_bytes(num_bytes))
 
 
 def segment_size(size: int) -> int:
@@ -192,8 +187,9 @@ class CachingAllocator:
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         """A block for `num_bytes` > 0, to be used on `stream`; OutOfMemory if the cap leaves no room for it."""
-        size = round_size(num_bytes)
-        pool = self._pools.get((size <= SMALL_SIZE, stream)) or self._new_pool(size, stream)
+        size = block_bytes(num_bytes)
+        key = (size <= SMALL_SIZE, stream)
+        pool = self._pools.get(key) or self._pools.setdefault(key, Pool(*key))
         block = self._reuse(pool, size) or self._grow(pool, size, num_bytes)
         excess = block.size - size
         if pool.small or self.settings.expandable:
@@ -272,10 +268,6 @@ class CachingAllocator:
         """Every block with memory, by address."""
         found = [block for pool in self._pools.values() for block in pool.blocks.values() if block.mapped]
         return sorted([*found, *self._active], key=lambda block: block.address)
-
-    def _new_pool(self, size: int, stream: int) -> Pool:
-        small = size <= SMALL_SIZE
-        return self._pools.setdefault((small, stream), Pool(small, stream))
 
     def _reuse(self, pool: Pool, size: int) -> Block | None:
         """The smallest free block that is large enough, taken from the pool (`get_free_block`)."""

@@ -37,7 +37,7 @@ def workspace_bytes(architecture: str) -> int:
     """
     if architecture == "cpu":
         return 0
-    return MATMUL_WORKSPACE_SM90 if _capability(architecture) >= 90 else MATMUL_WORKSPACE
+    return MATMUL_WORKSPACE_SM90 if int(architecture.removeprefix("sm")) >= 90 else MATMUL_WORKSPACE
 
 
 def attention_backend(architecture: str) -> str:
@@ -112,10 +112,6 @@ def outside_torch(hardware: Hardware, communicators: Iterable[int]) -> OutsideTo
         return OutsideTorch(context=0, nccl=0, reserve=0)
     nccl = sum(COMMUNICATOR_OF_TWO if ranks == 2 else COMMUNICATOR for ranks in communicators if ranks > 1)
     return OutsideTorch(context=CONTEXT, nccl=nccl, reserve=RESERVE)
-
-
-def _capability(architecture: str) -> int:
-    return int(architecture.removeprefix("sm"))
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -1,7 +1,7 @@
 """What `tune plan --check-streams` finds: a recipe's streams, waits of the host, and collectives of all ranks."""
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recipe_lib.config.mesh import micro_batches, stage_count
@@ -12,8 +12,6 @@ from recipe_lib.plan.search.trials import in_processes
 from recipe_lib.plan.streams.code_line import text_of
 from recipe_lib.plan.streams.collective_order import CollectiveCall, order_faults
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.trace import HOST, OP, WAIT
-from recipe_lib.plan.tracing.simulate import FIRST, STEADY, Simulated
 from recipe_lib.plan.world.shape_only_model import find_layer_pattern, layer_count, with_layers
 from recipe_lib.plan.world.simulated_device import NAME
 from recipe_lib.units import counted
@@ -21,48 +19,39 @@ from recipe_lib.units import counted
 MOST_RANKS = 64  # whose collectives are compared
 _MICRO_BATCHES = 4  # of each stage, at most
 _FOR_GRADIENTS = ("torch/distributed/fsdp/", "ops/host_copies.py")
-_MOST_WAITS = 12  # lines of code shown
 
 
 @dataclass
 class RankCheck:
-    """One rank's steps. faults: in words. waits: of the host in a step, `what at file:line` -> how often; first_waits:
-    the same of the first step. operators, streams, stream_waits: how many there were in a step."""
+    """One rank's steps. faults: in words. waits: of the host in a step, `what at file:line` -> how often, the most
+    frequent first."""
 
     rank: int
     faults: list[str]
     waits: dict[str, int]
-    first_waits: dict[str, int]
-    operators: int
-    streams: int
-    stream_waits: int
+
+    @property
+    def unneeded(self) -> int:
+        """Waits beyond the one for the numbers that are logged, and those for gradients that the host adds up and
+        steps: one a micro-batch, and one for each unit that has sums."""
+        others = [count for words, count in self.waits.items() if not any(each in words for each in _FOR_GRADIENTS)]
+        return max(0, sum(others) - 1)
 
 
 @dataclass
 class StreamCheck:
-    """ranks: those whose streams were followed. faults: of the collectives of all ranks, in words. calls: of
-    collectives compared, of `compared` ranks; layers: of the model that they were compared with."""
+    """ranks: those whose streams were followed. faults: of the collectives of all ranks, in words. compared: which
+    collectives those are. followed: micro-batches, where they are not all of a step's."""
 
     ranks: list[RankCheck]
-    faults: list[str] = field(default_factory=list)
-    calls: int = 0
-    compared: int = 0
-    layers: int = 0
-    micro_batches: int = 0
-    of_micro_batches: int = 0
+    faults: list[str]
+    compared: str
+    followed: str
 
     @property
     def is_clean(self) -> bool:
         """No race, no collective that does not meet, and no wait of the recipe's in a step but for the logged one."""
-        too_many = any(unneeded(rank.waits) for rank in self.ranks)
-        return not self.faults and not too_many and not any(rank.faults for rank in self.ranks)
-
-
-def unneeded(waits: dict[str, int]) -> int:
-    """Waits beyond the one for the numbers that are logged, and those for gradients that the host adds up and steps:
-    one a micro-batch, and one for each unit that has sums."""
-    others = sum(count for words, count in waits.items() if not any(each in words for each in _FOR_GRADIENTS))
-    return max(0, others - 1)
+        return not self.faults and not any(rank.faults or rank.unneeded for rank in self.ranks)
 
 
 def check_streams(recipe_class: type, cfg: Any, settings: PlanSettings, *, compares: bool = True) -> StreamCheck:
@@ -72,58 +61,37 @@ def check_streams(recipe_class: type, cfg: Any, settings: PlanSettings, *, compa
     step needs values of tensors.
     """
     cfg = replace(cfg, compile=False)  # operators are followed one by one
-    followed = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
+    settings = replace(settings, phases=())
     count = micro_batches(cfg)[1]
     traced = min(count, _MICRO_BATCHES * stage_count(cfg.parallel))
 
     def follow(rank: int) -> RankCheck:
-        checker, found = _simulated(recipe_class, cfg, settings, rank, traced)
-        return _rank_check(rank, checker, found)
+        checker = StreamChecker(NAME)
+        simulate_rank(recipe_class, cfg, settings, rank, traced=traced, checker=checker)
+        waits = Counter(f"{what} at {text_of(line)}" for what, line in checker.waits)
+        return RankCheck(rank, checker.faults(), dict(waits.most_common()))
 
-    ranks = in_processes(follow, list(followed), "following streams", unit="ranks")
-    result = StreamCheck(ranks, micro_batches=traced, of_micro_batches=count)
+    ranks = settings.traced_ranks or first_of_each_place(cfg.parallel, settings.ranks)
+    result = StreamCheck(in_processes(follow, list(ranks), "following streams", unit="ranks"), [], "", "")
+    if traced < count:
+        result.followed = f"{traced} of a step's {count} micro-batches are followed"
     if settings.ranks > 1 and compares:
-        small, result.layers = _smaller(cfg)
+        small, layers = _with_few_layers(cfg)
 
         def calls_of(rank: int) -> list[CollectiveCall]:
-            return _simulated(recipe_class, small, settings, rank, traced)[0].calls
+            checker = StreamChecker(NAME)
+            simulate_rank(recipe_class, small, settings, rank, traced=traced, checker=checker)
+            return checker.calls
 
         compared = list(range(min(settings.ranks, MOST_RANKS)))
-        made = in_processes(calls_of, compared, "comparing collectives", unit="ranks")
-        calls = dict(zip(compared, made, strict=True))
-        result.faults = order_faults(calls)
-        result.calls, result.compared = sum(map(len, calls.values())), len(compared)
+        calls = in_processes(calls_of, compared, "comparing collectives", unit="ranks")
+        result.faults = order_faults(dict(zip(compared, calls, strict=True)))
+        made = f"{sum(map(len, calls)):,} calls of {len(compared)} ranks (a model of {layers} layers)"
+        result.compared = f"collectives: {made}"
     return result
 
 
-def _simulated(
-    recipe_class: type, cfg: Any, settings: PlanSettings, rank: int, traced: int
-) -> tuple[StreamChecker, Simulated]:
-    checker = StreamChecker(NAME)
-    return checker, simulate_rank(recipe_class, cfg, replace(settings, phases=()), rank, traced=traced, checker=checker)
-
-
-def _rank_check(rank: int, checker: StreamChecker, found: Simulated) -> RankCheck:
-    trace = found.trace
-    events = list(trace.phase_events(STEADY))
-    ops = [trace.ops[number] for kind, number in events if kind == OP]
-    return RankCheck(
-        rank=rank,
-        faults=checker.faults(),
-        waits=_counted(checker, STEADY),
-        first_waits=_counted(checker, FIRST),
-        operators=len(ops),
-        streams=len({op.stream for op in ops}),
-        stream_waits=sum(kind == WAIT and trace.syncs[number].stream != HOST for kind, number in events),
-    )
-
-
-def _counted(checker: StreamChecker, phase: str) -> dict[str, int]:
-    found = Counter(f"{wait.what} at {text_of(wait.place)}" for wait in checker.waits if wait.phase == phase)
-    return dict(found.most_common())
-
-
-def _smaller(cfg: Any) -> tuple[Any, int]:
+def _with_few_layers(cfg: Any) -> tuple[Any, int]:
     """The config with as few layers as have every kind of them on each stage, and how many those are; the whole model
     where one of its settings names layers that there would not be."""
     own = layer_count(cfg)
@@ -139,43 +107,20 @@ def _smaller(cfg: Any) -> tuple[Any, int]:
 
 def render_check(check: StreamCheck) -> str:
     """One part for streams, one for waits of the host, one for collectives."""
-    lines = []
-    if check.micro_batches < check.of_micro_batches:
-        lines.append(f"{check.micro_batches} of a step's {check.of_micro_batches} micro-batches are followed")
+    lines = [check.followed] if check.followed else []
     for rank in check.ranks:
-        lines += _streams(rank) + _waits(rank)
-    return "\n".join([*lines, *_collectives(check)]) + "\n"
+        lines += _list_faults(f"rank {rank.rank}: uses of memory by streams", "in order", "out of order", rank.faults)
+        verdict = f", {rank.unneeded} more than the one for the numbers that are logged" if rank.unneeded else ""
+        count = sum(rank.waits.values())
+        lines.append(f"rank {rank.rank}: the host waits for the device {counted(count, 'time')} a step{verdict}")
+        lines += [f"  {times:,} x {words}" for words, times in rank.waits.items()]
+    if check.compared:
+        lines += _list_faults(check.compared, "meet, without a circle of waits", "do not meet", check.faults)
+    return "\n".join(lines) + "\n"
 
 
-def _streams(rank: RankCheck) -> list[str]:
-    where = (
-        f"rank {rank.rank}: {rank.operators:,} operators of a step on "
-        f"{counted(rank.streams, 'stream')} with {rank.stream_waits:,} waits between them"
-    )
-    if not rank.faults:
-        return [f"{where}: in order"]
-    return [f"{where}: {len(rank.faults)} out of order", *(f"  {fault}" for fault in rank.faults)]
-
-
-def _waits(rank: RankCheck) -> list[str]:
-    """Each line of code that makes the host wait, the most frequent first."""
-    count = sum(rank.waits.values())
-    more = unneeded(rank.waits)
-    verdict = ", for gradients that it adds up and steps" if count > 1 else ""
-    if more:
-        verdict = f", {more} more than the one for the numbers that are logged"
-    lines = [f"rank {rank.rank}: the host waits for the device {counted(count, 'time')} a step{verdict}"]
-    lines += [f"  {times:,} x {words}" for words, times in list(rank.waits.items())[:_MOST_WAITS]]
-    if len(rank.waits) > _MOST_WAITS:
-        lines.append(f"  and at {len(rank.waits) - _MOST_WAITS} lines more")
-    once = {words: times for words, times in rank.first_waits.items() if words not in rank.waits}
-    return lines + [f"  in the first step also {times:,} x {words}" for words, times in once.items()]
-
-
-def _collectives(check: StreamCheck) -> list[str]:
-    if not check.compared:
-        return []
-    what = f"collectives: {check.calls:,} calls of {check.compared} ranks (a model of {check.layers} layers)"
-    if not check.faults:
-        return [f"{what} meet, without a circle of waits"]
-    return [f"{what}: {len(check.faults)} do not meet", *(f"  {fault}" for fault in check.faults)]
+def _list_faults(what: str, good: str, bad: str, faults: list[str]) -> list[str]:
+    """Return a line that says how many faults there are, and a line for each."""
+    if not faults:
+        return [f"{what}: {good}"]
+    return [f"{what}: {len(faults)} {bad}", *(f"  {fault}" for fault in faults)]

@@ -2,7 +2,9 @@
 
 import sys
 import sysconfig
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,23 +16,17 @@ _FSDP = str(Path(_TORCH, "distributed", "fsdp"))
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _PACKAGES = sysconfig.get_paths()["purelib"]
 _PLAN = str(_PACKAGE / "plan")
-_shown: dict[str, bool] = {}
 
 
 def code_line() -> Line:
     """Of the innermost frame that is worth showing; ("", 0): there is none."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        shown = _shown.get(file)
-        if shown is None:
-            shown = _shown[file] = _is_shown(file)
-        if shown:
-            return file, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return "", 0
+    frame: Any = sys._getframe(1)
+    while frame is not None and not _is_shown(frame.f_code.co_filename):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
+@cache
 def _is_shown(file: str) -> bool:
     if file.startswith(_TORCH):
         return file.startswith(_FSDP)
@@ -47,10 +43,6 @@ def is_of_user(file: str) -> bool:
 def text_of(line: Line) -> str:
     """`recipe_lib/memory/activation_offload.py:250`; of a package its path in it, of other files as short as can be."""
     file, number = line
-    if not file:
-        return "unknown line"
-    for root in (Path(_PACKAGES), _PACKAGE.parent, Path.cwd()):
-        if Path(file).is_relative_to(root):
-            file = Path(file).relative_to(root).as_posix()
-            break
-    return f"{file}:{number}"
+    for root in (_PACKAGES, str(_PACKAGE.parent), str(Path.cwd())):
+        file = file.removeprefix(f"{root}/")
+    return f"{file}:{number}" if file else "unknown line"

@@ -6,11 +6,10 @@ ranks have a communicator of their own. The first call on a communicator makes i
 waits until all of its ranks are there (`ncclCommInitRank`). No torch in here.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from itertools import zip_longest
 
 Group = tuple[str, tuple[int, ...], bool]  # dimension of the mesh, ranks, whether it is for exchanges of two
 _MATCHES = {"send": "recv", "recv": "send"}
@@ -30,14 +29,8 @@ class CollectiveCall:
     after: tuple[int, ...] = ()
     host_after: tuple[int, ...] = ()
 
-    def text(self) -> str:
-        """`all_gather of 1024 bytes bf16 at recipes/x.py:12`."""
+    def __str__(self) -> str:
         return f"{self.operation} of {self.bytes} bytes {self.dtype} at {self.place}"
-
-    def matches(self, other: "CollectiveCall") -> bool:
-        """Whether this and another rank's are two sides of one collective."""
-        same = (self.bytes, self.dtype) == (other.bytes, other.dtype)
-        return same and other.operation == _MATCHES.get(self.operation, self.operation)
 
 
 Calls = Mapping[int, Sequence[CollectiveCall]]  # by rank, in the order in which it issues them
@@ -46,75 +39,32 @@ _Node = tuple[Group, int]  # a collective, by its place in its group; -1: making
 
 def order_faults(calls: Calls) -> list[str]:
     """What would hang or exchange the wrong tensors, in words; empty: nothing. calls: of all ranks of the groups."""
-    faults = mismatches(calls)
-    return faults or circles(calls)
+    return mismatches(calls) or circles(calls)
 
 
 def mismatches(calls: Calls) -> list[str]:
     """Of each group the first call that not all of its ranks make alike."""
-    of_group: dict[Group, dict[int, list[CollectiveCall]]] = defaultdict(lambda: defaultdict(list))
-    for rank, made in calls.items():
-        for call in made:
-            of_group[call.group][rank].append(call)
-    faults = []
-    for group, ranks in of_group.items():
-        first = next(rank for rank in group[1] if rank in calls)
+    made = {(rank, node): call for rank, node, call in _numbered(calls)}
+    faults: dict[Group, str] = {}
+    for (rank, (group, place)), call in made.items():
+        expected = (_MATCHES.get(call.operation, call.operation), call.bytes, call.dtype)
         for other in group[1]:
-            if other == first or other not in calls:
+            met = made.get((other, (group, place)))
+            if other == rank or other not in calls or group in faults:
                 continue
-            fault = _first_difference(group, first, ranks[first], other, ranks[other])
-            if fault:
-                faults.append(fault)
-                break
-    return faults
-
-
-def _first_difference(
-    group: Group, first: int, one: Sequence[CollectiveCall], other_rank: int, other: Sequence[CollectiveCall]
-) -> str:
-    for place, (here, there) in enumerate(zip_longest(one, other)):
-        if here is None or there is None or not here.matches(there):
-            sides = [
-                f"rank {rank} {'makes no such call' if call is None else f'calls {call.text()}'}"
-                for rank, call in ((first, here), (other_rank, there))
-            ]
-            return f"call {place + 1} of the ranks {_words(group)}: {', '.join(sides)}"
-    return ""
-
-
-def _words(group: Group) -> str:
-    dim, ranks, pair = group
-    return f"{', '.join(map(str, ranks))} ({'exchange' if pair else dim})"
+            if met is None or (met.operation, met.bytes, met.dtype) != expected:
+                answer = "makes no such call" if met is None else f"calls {met}"
+                where = f"{', '.join(map(str, group[1]))} ({'exchange' if group[2] else group[0]})"
+                faults[group] = (
+                    f"call {place + 1} of the ranks {where}: rank {rank} calls {call}, rank {other} {answer}"
+                )
+    return list(faults.values())
 
 
 def circles(calls: Calls) -> list[str]:
     """A circle of collectives each of which waits for the next, if there is one."""
-    needs = _needs(calls)
-    try:
-        TopologicalSorter(needs).prepare()
-        return []
-    except CycleError as error:
-        circle = error.args[1][::-1]  # its end is its beginning; each comes before the next one there
-    places: dict[_Node, str] = {}
-    for rank, node, call in _numbered(calls):
-        places.setdefault(node, f"{call.text()} (rank {rank})")
-        places.setdefault((node[0], -1), f"the communicator for {call.text()} (rank {rank})")
-    return ["a circle of waits: " + ", which waits for ".join(places[node] for node in circle)]
-
-
-def _numbered(calls: Calls) -> list[tuple[int, _Node, CollectiveCall]]:
-    found = []
-    for rank, made in calls.items():
-        count: dict[Group, int] = defaultdict(int)
-        for call in made:
-            found.append((rank, (call.group, count[call.group]), call))
-            count[call.group] += 1
-    return found
-
-
-def _needs(calls: Calls) -> dict[_Node, set[_Node]]:
-    """By collective those that have to be done before it can begin, on any of its ranks."""
-    needs: dict[_Node, set[_Node]] = defaultdict(set)
+    needs: dict[_Node, set[_Node]] = defaultdict(set)  # what has to be done before it can begin, on any of its ranks
+    words: dict[_Node, str] = {}
     nodes: dict[int, list[_Node]] = defaultdict(list)
     made: dict[int, list[_Node]] = defaultdict(list)  # by rank, its communicators so far
     for rank, node, call in _numbered(calls):
@@ -124,8 +74,24 @@ def _needs(calls: Calls) -> dict[_Node, set[_Node]]:
         if number == 0:
             needs[begins] |= {*(own[at] for at in call.host_after), *made[rank][-1:]}
             made[rank].append(begins)
+            words.setdefault(begins, f"the communicator for {call} (rank {rank})")
         else:
             needs[node].add((group, number - 1))
         needs[node] |= {*(own[at] for at in call.after), *made[rank][-1:]}
+        words.setdefault(node, f"{call} (rank {rank})")
         own.append(node)
-    return needs
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        circle = error.args[1][::-1]  # its end is its beginning; each comes before the next one there
+        return ["a circle of waits: " + ", which waits for ".join(words[node] for node in circle)]
+    return []
+
+
+def _numbered(calls: Calls) -> Iterator[tuple[int, _Node, CollectiveCall]]:
+    """Yield the ranks' calls, each with its place in its group."""
+    for rank, made in calls.items():
+        count: Counter[Group] = Counter()
+        for call in made:
+            yield rank, (call.group, count[call.group]), call
+            count[call.group] += 1

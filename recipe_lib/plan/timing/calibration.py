@@ -9,7 +9,7 @@ from typing import Any
 from recipe_lib.config.suggest import quote
 from recipe_lib.errors import ConfigError
 from recipe_lib.plan.hardware import Hardware, find_hardware, reported_hardware
-from recipe_lib.plan.timing.cost import OPERATIONS, Calibration, Links, OperatorTime, wire_bytes
+from recipe_lib.plan.timing.cost import OPERATIONS, Calibration, Links, wire_bytes
 from recipe_lib.reading import describe_fault, read_json
 
 VERSION = 1
@@ -18,12 +18,11 @@ _UNKNOWN = (
     "link_bandwidth",
     "copy_to_device",
     "copy_to_host",
-    "recompute_seconds",
     "step_share",
     "optimizer",
     "memory",
 )
-_OPTIONAL = ("links", "operators", *_UNKNOWN[1:])
+_OPTIONAL = ("links", *_UNKNOWN[1:])
 
 # (m, n, k) of matmuls: the projections of 1B to 70B models at 512 to 8192 tokens. On a CPU, three tiny ones.
 MATMULS = ((512, 2048, 2048), (512, 4096, 4096), (2048, 4096, 4096), (4096, 14336, 4096), (8192, 28672, 8192))
@@ -91,7 +90,6 @@ def read_calibration(path: str | Path, hardware: Hardware) -> Calibration:
     measured: dict[str, Any] = {field.name: values[field.name] for field in fields(Calibration)}
     measured["matmul"] = _read_matmuls(place, values["matmul"])
     measured["links"] = _read_links(place, values["links"])
-    measured["operators"] = _read_operators(place, values["operators"])
     return Calibration(**measured)
 
 
@@ -159,17 +157,6 @@ def _read_matmuls(place: str, matmul: Any) -> dict[str, tuple[tuple[tuple[int, i
     ):
         raise ConfigError(f"{place}: matmul is no list of shapes and rates by dtype; measure again with --calibrate")
     return read
-
-
-def _read_operators(place: str, values: Any) -> dict[str, OperatorTime]:
-    """By name and dtype the seconds of a CPU's operators; empty where they were not measured."""
-    try:
-        found = {str(name): OperatorTime(**numbers) for name, numbers in (values or {}).items()}
-        if all(0 <= number < math.inf for one in found.values() for number in vars(one).values()):
-            return found
-    except (AttributeError, TypeError):
-        pass
-    raise ConfigError(f"{place}: operators is no table of base, per_flop and per_byte; measure again with --calibrate")
 
 
 def _positive(value: Any) -> bool:

@@ -7,57 +7,14 @@ shape reach (`kernel_rates`).
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations
 
 import numpy as np
 
 from recipe_lib.plan.allocation.untraced_memory import attention_backend
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.trace import WORK_WAIT, Collective, Op, Trace
-
-# Measured seconds of single operators, as a line over their work: what a CPU is planned with. No
-# torch in here.
-
-
-@dataclass(frozen=True)
-class OperatorTime:
-    """Seconds of one call: base, and more for each operation (multiply and add are two) and each byte moved."""
-
-    base: float
-    per_flop: float
-    per_byte: float
-
-    def seconds(self, flops: float, num_bytes: float) -> float:
-        """Of a call of that size."""
-        return self.base + self.per_flop * flops + self.per_byte * num_bytes
-
-
-def fit(points: Sequence[tuple[float, float, float]]) -> OperatorTime:
-    """The line nearest to measured points (flops, bytes, seconds), none of its numbers below 0; errors count as shares,
-    so that small calls weigh as much as large ones. ValueError without points."""
-    if not points:
-        raise ValueError("no points to fit")
-    known = np.array(points, dtype=float)
-    seconds = np.maximum(known[:, 2], 1e-9)
-    terms = np.stack([np.ones(len(known)), known[:, 0], known[:, 1]], axis=1) / seconds[:, None]
-    best, least = np.array([float(np.median(seconds)), 0.0, 0.0]), np.inf
-    for count in (1, 2, 3):
-        for chosen in combinations(range(3), count):
-            columns = list(chosen)
-            found, *_ = np.linalg.lstsq(terms[:, columns], np.ones(len(known)), rcond=None)
-            off = float(np.square(terms[:, columns] @ found - 1).sum())
-            if (found >= 0).all() and off < least * 0.999:  # fewer terms where more do not help
-                best, least = np.zeros(3), off
-                best[columns] = found
-    return OperatorTime(*map(float, best))
-
-
-def operator_key(name: str, dtype: str) -> str:
-    """By which a calibration knows an operator."""
-    return f"{name} {dtype}".strip()
-
 
 KERNEL_SECONDS = 3e-6  # no kernel is shorter: its start and end on the device, commonly given as 2 to 4 us
 HOST_SECONDS = 6e-6  # for the host to issue one operator from Python, eagerly: 5 to 10 us
@@ -81,15 +38,13 @@ class Links:
     backend: str
     points: Mapping[str, tuple[tuple[float, float], ...]]
 
-    def seconds(self, operation: str, sent: float) -> float | None:
-        """Of a collective in which each rank sends so many bytes; None for an operation that nothing is known of.
+    def seconds(self, operation: str, sent: float) -> float:
+        """Of a collective in which each rank sends so many bytes.
 
         Straight between two measured sizes; below the smallest its time, above the largest at its bandwidth. What was
         not measured (broadcasts, all-to-alls, transfers) is taken to be as fast as an all-gather.
         """
-        points = self.points.get(operation) or self.points.get("all_gather")
-        if not points:
-            return None
+        points = self.points.get(operation) or self.points["all_gather"]
         sizes, seconds = zip(*points, strict=True)
         if sent > sizes[-1]:
             return float(seconds[-1] * sent / sizes[-1])
@@ -107,8 +62,6 @@ class Calibration:
     measured them. copy_to_device, copy_to_host: bytes/second of pinned copies, None where they were not measured.
     step_share: of `matmul`'s rates, what products reach in steps that follow each other; optimizer: bytes/second of
     fused AdamW; memory: total bytes of the device; each None in files that do not have it.
-    operators: of a CPU, by name and dtype; host_seconds is then what a step takes beyond them, and recompute_seconds
-    the same for each operator that is computed again in backward.
     """
 
     device: str
@@ -123,8 +76,6 @@ class Calibration:
     links: Links | None = None
     copy_to_device: float | None = None
     copy_to_host: float | None = None
-    operators: Mapping[str, OperatorTime] = field(default_factory=dict)
-    recompute_seconds: float | None = None
     step_share: float | None = None
     optimizer: float | None = None
     memory: int | None = None
@@ -166,10 +117,9 @@ def collective_seconds(collective: Collective, hardware: Hardware, calibration: 
         crossings *= 2
     crossings = min(crossings, steps)
     if calibration and calibration.links and len(by_node) == 1:
-        measured = calibration.links.seconds(collective.operation, sent)
-        if measured is not None:  # among so many ranks; more of them take more steps
-            more = max(0, steps - _steps(collective.operation, calibration.links.ranks))
-            return measured + more * hardware.link.latency
+        # What was measured among some ranks takes more steps among more.
+        more = max(0, steps - _steps(collective.operation, calibration.links.ranks))
+        return calibration.links.seconds(collective.operation, sent) + more * hardware.link.latency
     latency = crossings * hardware.inter_node_latency + (steps - crossings) * hardware.link.latency
     return COLLECTIVE_SECONDS + latency + sent / bandwidth
 
@@ -197,9 +147,6 @@ def op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = Non
         return max(op.bytes / 2 / _copy_rate(op.transfer, hardware, calibration), KERNEL_SECONDS)
     if op.on_host:
         return op.bytes / hardware.host_memory_bandwidth
-    measured = calibration and calibration.operators.get(operator_key(op.name, op.dtype))
-    if measured:
-        return measured.seconds(op.flops, op.bytes)
     if matmuls := matmuls_issued(op, hardware.architecture):
         one = replace(op, flops=op.flops // matmuls, bytes=op.bytes // matmuls, shape=(1, *op.shape[1:]))
         return matmuls * _kernel_seconds(one, hardware, calibration, splits=True)
@@ -230,10 +177,7 @@ def _computing(op: Op, hardware: Hardware, calibration: Calibration | None, spli
 
 
 def least_op_seconds(op: Op, hardware: Hardware, calibration: Calibration | None = None) -> float:
-    """What a matmul or attention takes at least, however many rows of it are computed at once; 0 for others, and where
-    a CPU's operators were measured."""
-    if calibration and calibration.operators:
-        return 0.0
+    """What a matmul or attention takes at least, however many rows of it are computed at once; 0 for others."""
     if is_attention(op):
         return _computing(op, hardware, calibration)
     points = [] if calibration is None else _matmul_scales(op.dtype, hardware, calibration)
@@ -260,10 +204,7 @@ def launch_seconds(op: Op, calibration: Calibration | None = None, architecture:
     issued = matmuls_issued(op, architecture) if architecture else 0
     if op.name.startswith("tune_recipes::") and not issued:
         return COMPILED_SECONDS
-    if calibration is None:
-        return (1 + issued) * HOST_SECONDS
-    again = calibration.recompute_seconds if op.part == "recompute" else None
-    return (1 + issued) * (again or calibration.host_seconds)
+    return (1 + issued) * (calibration.host_seconds if calibration else HOST_SECONDS)
 
 
 def is_wait(op: Op) -> bool:
@@ -319,7 +260,8 @@ def error_text(hardware: Hardware, calibration: Calibration | None) -> str:
     """How far off the times may be, for `TimePlan.error`; of data sheets, by docs/measurements/planned_times.md."""
     if calibration:
         link = "" if calibration.link_bandwidth else "; the links were not measured"
-        return f"rates measured on {calibration.device} ({calibration.date}): about 10 to 15 %{link}"
+        about = "tens of percent, as shapes were tiny" if hardware.architecture == "cpu" else "about 10 to 15 %"
+        return f"rates measured on {calibration.device} ({calibration.date}): {about}{link}"
     if hardware.name in COMPARED:
         return "not calibrated: of published speeds of such cards, nine in ten were planned within 25 %"
     rates = f"rates of {hardware.rates_of}; " if hardware.generic else ""

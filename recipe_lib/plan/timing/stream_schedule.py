@@ -143,45 +143,31 @@ def _sum_up(
     collectives = {number: end - start for number, start, end in timeline if trace.ops[number].collective}
     kernels = [(start, end) for number, start, end in timeline if is_kernel(trace.ops[number])]
     copies = [(start, end) for number, start, end in timeline if trace.ops[number].transfer]
-    moving = _merged([(start, end) for number, start, end in timeline if number in collectives])
-    busy, copying = _merged(kernels), _merged(copies)
+    moving = [(start, end) for number, start, end in timeline if number in collectives]
+    compute = _count_covered(kernels)
     return StepTime(
-        compute=sum(end - start for start, end in busy),
+        compute=compute,
         communication=sum(collectives.values()),
-        exposed=sum(end - start for start, end in moving) - _overlap(moving, busy),
+        exposed=_count_covered(kernels + moving) - compute,
         launch=host,
         step=max([host, *(end for _, _, end in timeline)]),
         collectives=collectives,
         timeline=timeline,
         actions=actions,
         copies=sum(end - start for start, end in copies),
-        copies_exposed=sum(end - start for start, end in copying) - _overlap(copying, busy),
+        copies_exposed=_count_covered(kernels + copies) - compute,
     )
 
 
-def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans of time as a union: in order, none touching another."""
-    union: list[tuple[float, float]] = []
+def _count_covered(spans: list[tuple[float, float]]) -> float:
+    """Return the seconds in which one of the spans runs, or several."""
+    total = begun = ended = 0.0
     for start, end in sorted(spans):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(union[-1][1], end))
-        else:
-            union.append((start, end))
-    return union
-
-
-def _overlap(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float:
-    """Seconds that two unions of spans have in common."""
-    total, index, other = 0.0, 0, 0
-    while index < len(first) and other < len(second):
-        start = max(first[index][0], second[other][0])
-        end = min(first[index][1], second[other][1])
-        total += max(0.0, end - start)
-        if first[index][1] < second[other][1]:
-            index += 1
-        else:
-            other += 1
-    return total
+        if start > ended:
+            total += ended - begun
+            begun = start
+        ended = max(ended, end)
+    return total + ended - begun
 
 
 # What a planned step's kernels spend their time on: matmuls, attention, and what moves bytes.

@@ -4,7 +4,7 @@ import gc
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -213,8 +213,7 @@ def _run(
         tracer.makes_batches = False
         tokens = batches.total_tokens
         try:
-            with tracer.reading_numbers() if tracer.checker else nullcontext():
-                _read_numbers(recipe.train_step(batches), tracer)
+            _run_step(recipe, batches, tracer.checker)
         except _NEEDS_VALUES as error:
             raise _reads_values(recipe_class, error) from error
         del batches
@@ -267,13 +266,16 @@ def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[st
         tracer.values_are_zero = False
 
 
-def _read_numbers(step: Any, tracer: Tracer) -> None:
-    """What a training loop reads of a step, for a checker that counts how often that is."""
-    if tracer.checker is not None:
-        if hasattr(step, "numbers"):
-            step.numbers()
-        tracer.checker.counts = False
-        tracer.checker.save()
+def _run_step(recipe: Any, batches: Any, checker: StreamChecker | None) -> None:
+    """checker: follows also what a training loop reads of a step, and counts how often that is."""
+    if checker is None:
+        recipe.train_step(batches)
+        return
+    checker.begin_step()
+    step = recipe.train_step(batches)
+    if hasattr(step, "numbers"):
+        step.numbers()
+    checker.end_step()
 
 
 def _reads_values(recipe_class: type, error: Exception) -> ConfigError:

@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_lib.memory.peaks import pinned_bytes
-from recipe_lib.plan.streams.read_values import largest_result, read_lists_as_ones
 from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.trace import ALLOC, FREE, HOST, OP, PHASE, RECORD, USE, WAIT, Op, Storage, Sync, Trace
 from recipe_lib.plan.tracing.operator_costs import (
@@ -84,7 +83,7 @@ class Tracer(TorchDispatchMode):
         self.vocabulary: set[int] = set()
         self.parameter_names: dict[int, str] = {}  # of a parameter's id
         self.between_actions: Callable[[], None] = lambda: None  # of a pipeline, where gradients were made
-        self.values_are_zero = False  # in a simulation: a number that is read is 0, not refused
+        self.values_are_zero = False  # in a simulation: a number that is read is 0, not refused; with a checker it is 1
         self.makes_batches = False  # what is made now are batches
         self._pinned = False
         self.groups: dict[str, str] = {}  # a process group's name -> its mesh dimension
@@ -118,17 +117,6 @@ class Tracer(TorchDispatchMode):
         """Modules are called by their dotted names from here on; embeddings tell the vocabulary's size."""
         self._places.name_modules(model, prefix)
         self.vocabulary |= {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
-
-    @contextmanager
-    def reading_numbers(self) -> Iterator[None]:
-        """Inside, a number that is read is 1, and a checker counts such waits."""
-        assert self.checker is not None
-        self.checker.counts, self.values_are_zero, self.checker.phase = True, True, self.trace.phases[self.phase]
-        try:
-            with apply_patches(read_lists_as_ones()):
-                yield
-        finally:
-            self.checker.counts = self.values_are_zero = False
 
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor's memory now; -1: none is known."""
@@ -178,8 +166,9 @@ class Tracer(TorchDispatchMode):
                 if local:
                     return self.__torch_dispatch__(func, (), *local)
                 return NotImplemented  # a wrapper's own operators come back here one by one
-        if self.values_are_zero and self.fast is not None and func is _NUMBER and _has_no_value(args[0]):
-            return self._number_read(func, args)
+        reads_any = self.fast is not None and (self.values_are_zero or self.checker is not None)
+        if reads_any and func is _NUMBER and type(args[0]) is FakeTensor and args[0].constant is None:
+            return self._read_number(args)
         kwargs = kwargs or {}
         if is_summed_in_place(func, args, kwargs):
             func = ADD_IN_PLACE
@@ -197,8 +186,6 @@ class Tracer(TorchDispatchMode):
                 return func(*args, **kwargs)
         if self.fast is not None and func is _WAIT:  # the fake mode gives a copy, the real one what it waited for
             result = args[0]
-        elif self.values_are_zero and self.checker and (largest := largest_result(func, args, kwargs)) is not None:
-            result = largest
         elif self.fast is not None:
             result, call = self.fast.call(func, args, kwargs)
         else:
@@ -211,12 +198,11 @@ class Tracer(TorchDispatchMode):
         self.note(func, args, kwargs, result, cost)
         return result
 
-    def _number_read(self, func: Any, args: Sequence[Any]) -> float:
+    def _read_number(self, args: Sequence[Any]) -> float:
         """In place of a value that there is not: 0, or what a condition is more likely to go on with where all waits
         are to be seen."""
         if self.checker is not None and not self.muted:
-            op = Op("aten::item", self.stream(), *self.place())
-            self.checker.operator(func, args, {}, None, op, self.number_of)
+            self.checker.operator(_NUMBER, args, {}, None, Op("aten::item", self.stream(), *self.place()), self.numbers)
         number = int(self.checker is not None and args[0].dtype is not torch.bool)
         return float(number) if args[0].dtype.is_floating_point else number
 
@@ -249,7 +235,7 @@ class Tracer(TorchDispatchMode):
         op.transfer, op.shape = cost.transfer, cost.shape
         op.on_host = cost.on_host and self.device_type != "cpu"
         if self.checker is not None and not self.makes_batches:
-            self.checker.operator(func, args, kwargs, result, op, self.number_of)
+            self.checker.operator(func, args, kwargs, result, op, self.numbers)
         if part in ("forward", "recompute"):
             op.reads, op.makes = (self.numbers(value) for value in ((args, tuple(kwargs.values())), result))
         self.add(op)
@@ -412,10 +398,6 @@ class Tracer(TorchDispatchMode):
 # torch wraps a mode's method so that its compiler leaves it alone, at 5 us a call; nothing compiles here.
 _unwrapped = getattr(Tracer.__torch_dispatch__, "__wrapped__", Tracer.__torch_dispatch__)
 Tracer.__torch_dispatch__ = _unwrapped  # type: ignore[method-assign]
-
-
-def _has_no_value(tensor: Tensor) -> bool:
-    return type(tensor) is FakeTensor and tensor.constant is None
 
 
 def _device_of(tensor: Tensor) -> str:

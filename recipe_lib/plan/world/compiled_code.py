@@ -12,7 +12,7 @@ but for reductions, which it can split otherwise. All of torch's private parts t
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -76,16 +76,8 @@ class CompiledCode:
 
 def inside_of(operator: Any) -> Callable[..., Any] | None:
     """What an operator of ours does that compiled code calls so that the compiler does not look into it; else None."""
-    if getattr(operator, "namespace", "") != "tune_recipes":
-        return None
-    return _inside(operator)
-
-
-@cache
-def _inside(operator: Any) -> Callable[..., Any] | None:
     name = operator._schema.name
-    found = OPDEFS.get(name) if name.removesuffix("_backward") in _OPAQUE else None
-    return None if found is None else found._init_fn
+    return OPDEFS[name]._init_fn if name.removesuffix("_backward") in _OPAQUE else None
 
 
 @contextmanager
@@ -176,15 +168,11 @@ def _code_of(graph: GraphModule, inputs: Sequence[Any], options: dict[str, Any])
     def keep_code(lowering: Any) -> Any:
         code = lowering.codegen()[0]
         found.append(getattr(code, "value", code))
-        return SimpleNamespace(call=_not_called, runner=None)
+        return SimpleNamespace(call=None, runner=None)
 
     with mock.patch.object(GraphLowering, "compile_to_module", keep_code), config.patch(force_disable_caches=True):
         compile_fx.compile_fx_inner(graph, inputs, **options)
     return _written.setdefault(key, found[-1])
-
-
-def _not_called(args: list[Any]) -> Any:
-    raise RuntimeError("code of another device")
 
 
 @dataclass

@@ -7,6 +7,7 @@ objects of ours, so that a tracer sees on which stream memory was taken and whic
 torch knows one such device per process and does not forget it: a plan is made in a separate process.
 """
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device = torch.device(NAME, 0)
-        self.number = self.stream_id = MODULE.new_stream()
+        self.number = self.stream_id = next(MODULE.streams)
 
     def wait_event(self, event: "Event") -> None:
         """What is issued on this stream later starts when the event has come."""
@@ -76,7 +77,7 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         """Sets the mark behind what was issued on the stream."""
-        self.number = MODULE.new_event()
+        self.number = next(MODULE.events)
         MODULE.listener.record((stream or MODULE.stream_now).number, self.number)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -111,42 +112,24 @@ class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
     def __init__(self) -> None:
         # torch looks these two up as attributes of the module
         self.Stream, self.Event = Stream, Event
-        self._streams = self._events = 0
+        self.streams = itertools.count()  # numbers of streams, and of records of events
+        self.events = itertools.count()
         self.holds_values = False
         self.kernels = "cuda"  # whose kernels it has, for code that goes by the device; or "cpu"
         self.capability = (8, 0)
-        self._default: Any = None
         self.stream_now: Any = None
         # Who hears of every mark that a stream sets or waits for, each use of a tensor on another stream that
         # `record_stream` names, and each time that the host waits for a stream or a mark: a tracer.
         self.listener: Any = SimpleNamespace(**dict.fromkeys(("record", "wait", "use_on", "synchronize"), _do_nothing))
 
-    def new_stream(self) -> int:
-        """The number of one more stream."""
-        self._streams += 1
-        return self._streams - 1
-
-    def new_event(self) -> int:
-        """The number of one more record of an event."""
-        self._events += 1
-        return self._events - 1
-
     def reset(self) -> None:
         """Begins anew: one stream, no events, nobody who listens."""
         self.__init__()  # type: ignore[misc]
-        self._default = self.stream_now = Stream()
+        self.stream_now = Stream()
 
     def current_stream(self, device: Any = None) -> Stream:
         """The stream that operators are issued on."""
         return self.stream_now
-
-    def default_stream(self, device: Any = None) -> Stream:
-        """The stream that computes."""
-        return self._default
-
-    def set_stream(self, stream: Stream) -> None:
-        """Issues on another stream from now on."""
-        self.stream_now = stream
 
     @contextmanager
     def stream(self, stream: Stream | None) -> Iterator[None]:
@@ -165,10 +148,6 @@ class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
         """Of the card that it stands for."""
         return self.capability
 
-    def is_bf16_supported(self) -> bool:
-        """Always."""
-        return True
-
     def synchronize(self, device: Any = None) -> None:
         """Nothing runs; that the host would wait is said."""
         self.listener.synchronize("synchronize", None, None)
@@ -183,10 +162,6 @@ class SimulatedModule(_DummyBackendModule):  # type: ignore[misc]
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """As CUDA."""
         return [torch.float16, torch.bfloat16]
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """The trace has the numbers; here there are none."""
-        return {}
 
 
 MODULE = SimulatedModule()

@@ -42,10 +42,9 @@ def written(folder: Path, values: Any) -> Path:
 
 def test_a_dry_run_on_the_cpu_can_be_read_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_seconds", lambda work, device: (work(), 0.001)[1])  # one call each
-    path = tmp_path / "calibration.json"
-    result = calibrate("cpu", path)
+    result = calibrate("cpu")
+    path = written(tmp_path, result)
     assert result["dry_run"] is True and result["device"] == "cpu" and result["link_bandwidth"] is None
-    assert json.loads(path.read_text()) == result
     read = read_calibration(path, find_hardware("cpu"))
     assert read.matmul["bf16"][0] == ((32, 32, 32), 2 * 32**3 / 0.001)
     assert read.attention == 14 * 2 * 64 * 64 * 32 / 0.001
