@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.plan.receipts import quote_line
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, ActionSpan, PipelinePlan, Plan
 from recipe_lib.plan.tables import (
     advice_table,
@@ -82,8 +81,8 @@ def render(
     console.print()
     more = "--full shows the other tables, times, and what was assumed"
     put(console, version_text(plan) if full else f"{planning_text(plan)}; {more}", terminal.SOFT)
-    if plan.receipt is not None:
-        put(console, f"receipt: {quote_line(plan.receipt)}")
+    if plan.receipt:
+        put(console, f"receipt: {plan.receipt}")
     console.print()
     put(console, verdict_line(plan), style)
     put(console, f"next: {next_step(plan)}")
@@ -92,7 +91,7 @@ def render(
 
 def render_html(plan: Plan, trace: Trace | None = None) -> str:
     """Return the page. trace: of the heaviest rank, for the memory timeline; without it the page has none."""
-    receipt = [] if plan.receipt is None else [("receipt", quote_line(plan.receipt))]
+    receipt = [("receipt", plan.receipt)] if plan.receipt else []
     lines = draw_tree(alive_tree(plan.heaviest), depth=math.inf, smallest=0, most=_MOST_ON_PAGE)
     tree = Section(_tree_title(plan), tree=lines)
     return render_page(

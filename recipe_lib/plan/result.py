@@ -76,7 +76,7 @@ def ranks_of_place(mesh: Mapping[str, int], place: int) -> list[int]:
 
 
 # Raised when a key changes its meaning or goes away; a new key does not raise it.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 FITS, RISKY, DOES_NOT_FIT = "fits", "risky", "does not fit"
 
@@ -316,64 +316,6 @@ class Advice:
 
 
 @dataclass
-class ReceiptRun:
-    """A run by what decides its memory and its time. recipe, config: as typed. overrides: as typed, without those that
-    hold a text about data, folders or trackers. card: such as `rtx4090`. card_memory: total bytes of one. ranks: of the
-    run. settings: name to value of the model, the mesh, the batch and whatever else changes memory, settings at their
-    defaults left out."""
-
-    recipe: str
-    config: str
-    overrides: list[str]
-    card: str
-    card_memory: int
-    ranks: int
-    settings: dict[str, str]
-
-
-@dataclass
-class ReceiptFigures:
-    """Peaks of the first rank in its steps, bytes, and the time of a step. active, reserved: as of a PhasePeak.
-    allocated: likewise; None: the plan was extrapolated from a model of few layers. step_seconds: of a step; None: not
-    known. tokens_per_second: of all ranks; None likewise."""
-
-    active: int
-    allocated: int | None
-    reserved: int
-    step_seconds: float | None
-    tokens_per_second: float | None
-
-
-@dataclass
-class Receipt:
-    """A run that was planned and measured. time: its end, ISO 8601. versions: program to version. run: what it was.
-    planned: by the plan that `tune run` made of it. measured: by torch; of a step the median, without the first one.
-    expandable: whether the allocator had expandable segments. errors: figure to planned / measured - 1."""
-
-    time: str
-    versions: dict[str, str]
-    run: ReceiptRun
-    planned: ReceiptFigures
-    measured: ReceiptFigures
-    expandable: bool
-    errors: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """The errors are always those of the figures."""
-        planned, measured = asdict(self.planned), asdict(self.measured)
-        self.errors = {name: planned[name] / measured[name] - 1 for name in planned if planned[name] and measured[name]}
-
-
-@dataclass
-class NearestReceipt:
-    """The receipt that a plan quotes. receipt: of the same card and recipe. differences: what that run had otherwise,
-    against what is planned; empty: nothing that matters."""
-
-    receipt: Receipt
-    differences: list[str]
-
-
-@dataclass
 class DeviceFacts:
     """The device planned for. name: such as `rtx4090`. memory: total bytes. usable: what the allocator may take, total
     without `outside`. architecture: such as `sm89`. flops: dense rate of the run's dtype, per second. bandwidth: of its
@@ -408,7 +350,7 @@ class Plan:
     smallest_cards: known cards of the least memory on which as many ranks fit with room to spare, by this plan's peak;
     empty: on none. tried_ranks: numbers of ranks that were planned to find the fewest that fit. fewest_ranks: of this
     device; None: not looked for (without `--advice`), or none of those. receipt: of the runs on this machine that were
-    planned and measured, the one that is most like this; None: there is none of this device and recipe.
+    planned and measured, the one that is most like this, in a line; empty: there is none of this device and recipe.
     seconds: from the start of the process to the plan; in no file, so that a plan is the same bytes every time.
     """
 
@@ -441,7 +383,7 @@ class Plan:
     smallest_cards: list[str] = field(default_factory=list)
     tried_ranks: list[int] = field(default_factory=list)
     fewest_ranks: int | None = None
-    receipt: NearestReceipt | None = None
+    receipt: str = ""
     seconds: float = field(default=0.0, compare=False)  # not in the JSON, which is the same every time
 
     @property
