@@ -98,10 +98,10 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
     fitting = [(result.found[0], begun) for result, begun in zip(found, ((), IN_BACKWARD), strict=False) if result]
     if not fitting:
         return line
-    best, begun = max(fitting, key=lambda pair: pair[0].tokens_per_second)
+    best, begun = max(fitting, key=lambda pair: pair[0].speed)
     line.settings, line.verdict = [*begun, *override_text(best.changes).split()], best.verdict
-    line.active, line.reserved, line.host = best.active, best.reserved, best.host
-    line.tokens_per_second = best.tokens_per_second
+    line.active, line.reserved, line.host = best.quick.active, best.quick.reserved, best.quick.host
+    line.tokens_per_second = best.speed
     return line
 
 

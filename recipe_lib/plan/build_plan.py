@@ -74,6 +74,7 @@ from recipe_lib.report.phases import phase
 from recipe_lib.units import GIB, format_bytes
 
 PHASES = ("load", "validation", "save")
+_SEQUENCE_FACTS = ("tokens", "source", "histogram", "documents", "group")
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,17 @@ def make_plan(
         model=str(cfg.model.preset or cfg.model.path),
         ranks=settings.ranks,
         mesh=found.mesh,
-        device=_device_facts(hardware, usable, cfg.dtype),
-        sequence=_sequence_facts(settings.sequence),
+        device=DeviceFacts(
+            name=hardware.name,
+            memory=hardware.memory,
+            usable=usable,
+            architecture=hardware.architecture,
+            flops=hardware.rate(cfg.dtype),
+            bandwidth=hardware.bandwidth,
+            link=hardware.link.kind,
+            link_bandwidth=hardware.link.bandwidth,
+        ),
+        sequence={name: getattr(settings.sequence, name) for name in _SEQUENCE_FACTS},
         verdict=verdict,
         margin=usable - heaviest.reserved - more,
         rank_plans=planned.plans,
@@ -323,29 +333,6 @@ def _time(planned: PlannedRanks, settings: PlanSettings, dtype: str) -> TimePlan
         idle=max(0.0, seconds - sums.compute - sums.exposed - sums.copies_exposed - sums.on_host),
         operators=operators_launched(trace, STEADY),
     )
-
-
-def _device_facts(hardware: Hardware, usable: int, dtype: str) -> DeviceFacts:
-    return DeviceFacts(
-        name=hardware.name,
-        memory=hardware.memory,
-        usable=usable,
-        architecture=hardware.architecture,
-        flops=hardware.rate(dtype),
-        bandwidth=hardware.bandwidth,
-        link=hardware.link.kind,
-        link_bandwidth=hardware.link.bandwidth,
-    )
-
-
-def _sequence_facts(sequence: Sequence) -> dict[str, Any]:
-    return {
-        "tokens": sequence.tokens,
-        "source": sequence.source,
-        "histogram": sequence.histogram,
-        "documents": sequence.documents,
-        "group": sequence.group,
-    }
 
 
 def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str]:

@@ -203,7 +203,6 @@ def staged(
         stages_per_rank=stages_per_rank(cfg.parallel),
         micro_batches=count,
         micro_batch_size=size,
-        traced=[traced_micro_batches(cfg, place) for place in firsts],
         places=places,
         ideal=theoretical_bubble(
             cfg.parallel.pipeline_schedule, cfg.parallel.pipeline, count, stages_per_rank(cfg.parallel)
@@ -239,8 +238,11 @@ def staged(
 def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -> StagePlan:
     in_flight, deferred = counted_in_flight(orders_of(cfg.parallel, count)[place])
     modules = outermost(found.modules)
-    sends, sent = _exchanged(found.trace, "send")
-    receives, received = _exchanged(found.trace, "recv")
+    sends = sent = 0
+    for action, _, op in found.trace.action_ops(STEADY):
+        if action.kind and op.collective is not None and op.collective.operation == "send":
+            sends += op.repeats
+            sent += op.repeats * op.collective.bytes
     return StagePlan(
         place=place,
         rank=rank,
@@ -253,21 +255,9 @@ def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -
         compute=0.0,
         idle=0.0,
         sends=sends,
-        receives=receives,
         sent=sent,
-        received=received,
         ranks=ranks_of_place(found.mesh, place),
     )
-
-
-def _exchanged(trace: Trace, operation: str) -> tuple[int, int]:
-    """(tensors, bytes) that a steady step's actions send or receive."""
-    tensors = num_bytes = 0
-    for action, _, op in trace.action_ops(STEADY):
-        if action.kind and op.collective is not None and op.collective.operation == operation:
-            tensors += op.repeats
-            num_bytes += op.repeats * op.collective.bytes
-    return tensors, num_bytes
 
 
 def pipeline_assumptions(cfg: Any, ranks: Sequence[int]) -> list[str]:

@@ -75,8 +75,13 @@ def render(
     put(console, verdict_text(plan), style)
     console.print()
     terminal.put_pairs(console, [*run_facts(plan), *([] if full else step_facts(plan))])
-    sections = _describe_all(plan, _tree(plan, max(depth or 2, 1))) if full else _describe_briefly(plan, depth)
-    for section in sections:
+    sections = [
+        show_table(phase_table(plan)),
+        _tree(plan, depth, sums_up=depth is None),
+        show_table(advice_table(plan)),
+        Section("notes", items=plan.notes),
+    ]
+    for section in _describe_all(plan, _tree(plan, max(depth or 2, 1))) if full else sections:
         terminal.put_section(console, section)
     console.print()
     more = "--full shows the other tables, times, and what was assumed"
@@ -106,15 +111,6 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
         style={FITS: "good", DOES_NOT_FIT: "bad"}.get(plan.verdict, "risky"),
         footer=version_text(plan),
     )
-
-
-def _describe_briefly(plan: Plan, depth: int | None) -> list[Section]:
-    return [
-        show_table(phase_table(plan)),
-        _tree(plan, depth, sums_up=depth is None),
-        show_table(advice_table(plan)),
-        Section("notes", items=plan.notes),
-    ]
 
 
 def _describe_all(plan: Plan, tree: Section, trace: Trace | None = None) -> list[Section]:

@@ -263,8 +263,8 @@ class StagePlan:
     that was planned for it. stages: their numbers. layers: first and last layer of each. parameters, trained: elements
     of them, without other parallelism. in_flight: the most micro-batches between forward and backward at a time, each
     stage counted; deferred: the most with deferred weight gradients. compute: seconds of a step that it computes.
-    idle: share of the pipeline's time that it does not. sends, receives: tensors of a step; sent, received: their
-    bytes. ranks: all that have these stages."""
+    idle: share of the pipeline's time that it does not. sends: tensors of a step; sent: their bytes. ranks: all that
+    have these stages."""
 
     place: int
     rank: int
@@ -277,25 +277,22 @@ class StagePlan:
     compute: float
     idle: float
     sends: int
-    receives: int
     sent: int
-    received: int
     ranks: list[int] = field(default_factory=list)
 
 
 @dataclass
 class PipelinePlan:
     """A step of a pipeline. schedule: the order of its micro-batches. stages_per_rank: as it says. micro_batches: of a
-    step. micro_batch_size: sequences of each. traced: micro-batches that were simulated at each place; the others are
-    like the last of them. places: first to last. seconds: from the first forward to the last backward; bubble: share of
-    all ranks' time in it in which they do not compute; spans: what they do; None, None and empty where places or times
-    were left out. ideal: the bubble of equal stages whose tensors arrive at once, None where no formula is known."""
+    step. micro_batch_size: sequences of each. places: first to last. seconds: from the first forward to the last
+    backward; bubble: share of all ranks' time in it in which they do not compute; spans: what they do; None, None and
+    empty where places or times were left out. ideal: the bubble of equal stages whose tensors arrive at once, None
+    where no formula is known."""
 
     schedule: str
     stages_per_rank: int
     micro_batches: int
     micro_batch_size: int
-    traced: list[int]
     places: list[StagePlan]
     seconds: float | None = None
     bubble: float | None = None

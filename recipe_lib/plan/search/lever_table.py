@@ -5,16 +5,12 @@ the most, and a search takes those with a `resort` where nothing fits without th
 """
 
 from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from recipe_lib.adapters import add_adapters
 from recipe_lib.config.mesh import same_batch_ranks
-from recipe_lib.config.optimizer_facts import BYTES, state_bytes
-from recipe_lib.models import build_meta
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.rank_plans import mixture_of
 from recipe_lib.plan.search.trials import (
@@ -36,8 +32,6 @@ from recipe_lib.plan.search.trials import (
     streamed,
     value_of,
 )
-from recipe_lib.plan.world.shape_only_model import spec_of
-from recipe_lib.units import format_bytes, format_count
 
 RANKS_KEY = "--nproc_per_node"  # of the launcher, as it is typed
 LENGTH_KEY, PACKING_KEY, TARGETS_KEY = "max_seq_len", "data.packing", "lora.target_modules"
@@ -216,7 +210,12 @@ def _list_adapter_levers(cfg: Any) -> list[Lever]:
             "smaller adapters",
             when=adapters.rank > 1 and adapters.adapter_path is None,
         ),
-        Lever({TARGETS_KEY: targets}, when=targets is not None, weighed=True),  # its note is `compare_targets`
+        Lever(
+            {TARGETS_KEY: targets},
+            f"adapters {'with' if _EXPERTS in (targets or ()) else 'without'} those of all experts",
+            when=targets is not None,
+            weighed=True,
+        ),
     ]
 
 
@@ -312,28 +311,3 @@ def _choose_other_targets(cfg: Any) -> list[str] | None:
     if _EXPERTS not in adapters.target_modules:
         return [*adapters.target_modules, _EXPERTS]
     return [name for name in adapters.target_modules if name != _EXPERTS] or None
-
-
-def compare_targets(cfg: Any, targets: list[str]) -> str:
-    """Return what adapters of all experts take, next to those without, whichever the config has.
-
-    The model is made for it, which takes a second for a large mixture.
-    """
-    own = cfg.trained_adapters.target_modules
-    width = BYTES[cfg.trained_adapters.dtype or cfg.dtype]
-    texts = []
-    for names in (targets, own) if _EXPERTS in targets else (own, targets):
-        count = count_adapters(cfg, names)
-        size = count * (2 * width + state_bytes(cfg.optimizer, width, in_layer=True))
-        texts.append(f"{format_bytes(int(size))} ({format_count(count)} numbers)")
-    return (
-        f"adapters, with their gradients and optimizer states: {texts[0]} with those of all experts, {texts[1]} without"
-    )
-
-
-def count_adapters(cfg: Any, targets: list[str]) -> int:
-    """Return the numbers of the adapters that a plannable config's model has on such targets."""
-    lora = replace(deepcopy(cfg.trained_adapters), target_modules=targets, quantize_base="none")
-    model = build_meta(spec_of(cfg), _DTYPES[cfg.dtype])
-    add_adapters(model, lora, _DTYPES[cfg.dtype])
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
