@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from recipe_lib.cli.arguments import put_json
@@ -30,9 +31,6 @@ from recipe_lib.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
-
-# Figure -> what it is called below the table.
-_JUDGED = {"reserved": "reserved memory", "tokens_per_second": "tokens per second"}
 
 
 def keep_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
@@ -79,32 +77,13 @@ def list_receipts(arguments: argparse.Namespace) -> str:
         raise ConfigError(
             f"--receipts: {show(str(path))}: {error.strerror}; make it a readable file, or move it away"
         ) from error
-    errors = sum_errors(receipts)
     if arguments.json:
         listed = [asdict(receipt) for receipt in receipts]
-        put_json(arguments.json, {"file": str(path), "unreadable": unreadable, "errors": errors, "receipts": listed})
-    return "" if arguments.json == "-" else render_receipts(receipts, errors, unreadable, path)
+        put_json(arguments.json, {"file": str(path), "unreadable": unreadable, "receipts": listed})
+    return "" if arguments.json == "-" else render_receipts(receipts, unreadable, path)
 
 
-def sum_errors(receipts: list[Receipt]) -> dict[str, dict[str, float]]:
-    """Return by figure how far off the plans were: mean absolute and worst error, and of how many runs."""
-    errors = {}
-    for name in _JUDGED:
-        values = [receipt.errors[name] for receipt in receipts if name in receipt.errors]
-        if values:
-            mean = sum(map(abs, values)) / len(values)
-            errors[name] = {"count": len(values), "mean_absolute": mean, "worst": max(values, key=abs)}
-    return errors
-
-
-def render_receipts(
-    receipts: list[Receipt],
-    errors: Mapping[str, Mapping[str, float]],
-    unreadable: int,
-    path: Path,
-    *,
-    width: int | None = None,
-) -> str:
+def render_receipts(receipts: list[Receipt], unreadable: int, path: Path, *, width: int | None = None) -> str:
     """Return the table, the newest last, and how far off the plans were; of none a line that says how they come about.
 
     unreadable: lines of the file that were passed over. width: columns, by default those of the terminal.
@@ -124,10 +103,11 @@ def render_receipts(
     left, optional = ("date", "card", "config", "recipe"), ("recipe", "tokens/s")
     put_table(console, Table("reserved memory of runs", header, rows, left, optional))
     console.print()
-    judged = [
-        f"error of {_JUDGED[name]}: {error['mean_absolute']:.1%} mean absolute, {error['worst']:+.1%} worst"
-        for name, error in errors.items()
-    ]
-    put(console, "; ".join([counted(len(receipts), "receipt"), *judged]))
+    errors = [receipt.errors["reserved"] for receipt in receipts]
+    put(
+        console,
+        f"{counted(len(receipts), 'receipt')}; error of reserved memory: {fmean(map(abs, errors)):.1%} mean absolute, "
+        f"{max(errors, key=abs):+.1%} worst",
+    )
     put(console, f"in {path}, on this machine alone{passed}")
     return text_of(console)

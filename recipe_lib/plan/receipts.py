@@ -34,7 +34,6 @@ _SOFTWARE = ("tune-recipes", "torch", "cuda")
 _TIMES = ("seconds", "tokens_per_second")  # of a step
 _NEWEST_BYTES = 2**23  # that are read of the file: some 3,000 runs
 _SAME_MEMORY = 0.1  # share; a slice of a card has its name, and less memory
-_STRATEGY = "parallel.strategy"
 
 
 @dataclass
@@ -143,10 +142,9 @@ def read_receipts(path: Path) -> tuple[list[Receipt], int]:
 def describe_run(cfg: Any, shaped: Any, settings: "PlanSettings") -> ReceiptRun:
     """Return the run of a config. shaped: what is planned of it, with its strategy chosen."""
     mesh = with_context(shaped.parallel, mesh_shape(shaped.parallel, settings.ranks))
-    levers = levers_of(cfg)
-    levers.pop(_STRATEGY, None)
-    if settings.ranks > 1 and _STRATEGY in (chosen := levers_of(shaped)):  # one rank shards nothing
-        levers[_STRATEGY] = chosen[_STRATEGY]
+    levers = levers_of(shaped)
+    if settings.ranks == 1:  # which shards nothing
+        levers.pop("parallel.strategy", None)
     described = {
         "model": str(cfg.model.preset or cfg.model.path),
         "mesh": " x ".join(f"{dim} {size}" for dim, size in mesh.items() if size > 1) or "one rank",

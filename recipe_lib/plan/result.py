@@ -174,7 +174,7 @@ class LayerRow:
     rank's share. kept: activation bytes this rank keeps of it for backward at the peak of the steady step's forward,
     with what is inside; a tensor is of the module whose output it is, or else of the one whose weight alone reads it.
     weights: its own parameters' names and shapes, as this rank computes with them: gathered where FSDP shards them, its
-    shard of them in tensor parallel. kept_alone: by the full model on one device; None: not planned."""
+    shard of them in tensor parallel."""
 
     module: str
     type: str
@@ -184,7 +184,6 @@ class LayerRow:
     local_bytes: int
     kept: int = 0
     weights: dict[str, list[int]] = field(default_factory=dict)
-    kept_alone: int | None = None
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import Any
 from recipe_lib.config.card_limits import card_faults
 from recipe_lib.config.mesh import MODEL_DIMS, micro_batches, same_batch_ranks
 from recipe_lib.errors import UserError
-from recipe_lib.plan.build_plan import PlanSettings, layer_rows, make_plan, simulate_rank
+from recipe_lib.plan.build_plan import PlanSettings, make_plan, simulate_rank
 from recipe_lib.plan.hardware import HARDWARE
 from recipe_lib.plan.rank_plans import has_room, rank_plan
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Advice, Plan
@@ -255,7 +255,7 @@ def find_fewest(ranks: int, least: int, good: bool, fits: Callable[[int], bool])
 
 
 def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) -> None:
-    """Set `alone` of a plan, the full model on one device, and what its layers keep there.
+    """Set `alone` of a plan, the full model on one device.
 
     It costs about as much as planning a rank. Where the run is one rank it is that already.
     """
@@ -268,9 +268,6 @@ def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) 
     with phase("simulating the full model on one device", leaves_line=False):
         simulated = simulate_rank(recipe_class, other, replace(settings, ranks=1, traced_ranks=(), phases=()), 0)
     plan.alone = rank_plan(0, simulated)
-    kept = {row.module: row.kept for row in layer_rows(simulated)}
-    for row in plan.layers:
-        row.kept_alone = kept.get(row.module)
 
 
 def choose_strategy(

@@ -9,6 +9,7 @@ not, nor does the same with less checkpointing; and `trial_order` has what is de
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
@@ -16,16 +17,17 @@ from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search.trial_order import (
     Trials,
     batch_per_step,
+    just,
     key_of,
     leanest,
     list_groups,
     pipelines,
     run_ways,
     sharings,
-    try_all,
+    skip,
     variant_key,
     way,
-    worth_trying,
+    why_too_large,
 )
 from recipe_lib.plan.search.trials import (
     CHECKPOINTING,
@@ -50,8 +52,8 @@ MAX_PLANS = 10
 @dataclass(frozen=True)
 class Search:
     """found: what fits, confirmed, fastest first. closest: where nothing does, what lacks least. device, ranks: to fit.
-    global_batch_size: sequences of a step, all ranks. tried: settings that were estimated; planned: in full; skipped:
-    settings, each for more of its kind, that no simulation was needed for; took: seconds.
+    global_batch_size: sequences of a step, all ranks. tried: settings that were estimated; planned: in full; took:
+    seconds.
 
     True if something was found; as text, the table of `render_search`.
     """
@@ -64,7 +66,6 @@ class Search:
     tried: int
     planned: int
     took: float
-    skipped: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.found)
@@ -119,7 +120,6 @@ def search(
         tried=len(trials.tried),
         planned=len(trials.plans),
         took=time.monotonic() - began,
-        skipped=len(trials.skipped),
     )
 
 
@@ -128,16 +128,22 @@ def _try_group(trials: Trials, group: list[Changes], splits: bool) -> None:
     goes on where what was the fastest has turned out not to fit."""
     cfg, settings, fixed = trials.cfg, trials.settings, trials.fixed
     begun = [leanest(trials, variant | next(sharings(cfg, settings.ranks, fixed))) for variant in group]
-    try_all(trials, begun)
+    run_ways(trials, map(just, begun))
     # The settings are refused otherwise, by the recipe or the simulation.
     left = [(variant, one) for variant, one in zip(group, begun, strict=True) if trials.tried.get(key_of(one))]
     for _, one in left:
         trials.leanest[variant_key(one)] = trials.tried[key_of(one)]
     if left and CHECKPOINTING_KEY not in fixed:  # what each kind keeps and computes
-        try_all(trials, [left[0][1] | checkpointing(cfg, kind) for kind in reversed(CHECKPOINTING[1:])])
+        kinds = [left[0][1] | checkpointing(cfg, kind) for kind in reversed(CHECKPOINTING[1:])]
+        run_ways(trials, map(just, kinds))
     ways = [*sharings(cfg, settings.ranks, fixed), *pipelines(cfg, settings, fixed, splits=splits)]
-    possible = worth_trying(trials, [variant | sharing for variant, _ in left for sharing in ways])
-    run_ways(trials, [way(trials, one) for one in possible])
+    possible = []
+    for (variant, _), sharing in product(left, ways):
+        if why := why_too_large(trials, leanest(trials, variant | sharing)):
+            skip(trials, variant | sharing, f"{why}, however activations are kept")
+        else:
+            possible.append(way(trials, variant | sharing))
+    run_ways(trials, possible)
 
 
 def _confirm(trials: Trials, group: list[Changes], splits: bool, want: int) -> None:
@@ -193,14 +199,7 @@ def render_search(result: Search) -> str:
         put(console, f"{number}. {override_text(one.changes) or 'as the config has it'}", indent=2, wrap=False)
         put_table(console, Table("", header, [cells], ("verdict",), ("expandable", "step")))
     how = f"{result.tried} settings estimated, {result.planned} planned in full, {result.took:.0f} s"
+    others = "; after the first: the fastest of those that were estimated" if len(result.found) > 1 else ""
     console.print()
-    put(console, f"tokens/s are for ranking; {how}", indent=2)
-    if result.skipped:
-        put(
-            console,
-            f"{result.skipped} decided without a simulation: too large, or not the fastest, as their lines say",
-            indent=2,
-        )
-        if len(result.found) > 1:
-            put(console, "after the first: the fastest of those that were estimated", indent=2)
+    put(console, f"tokens/s are for ranking{others}; {how}", indent=2)
     return text_of(console).rstrip("\n")

@@ -153,30 +153,15 @@ class Trials:
         return override_text(find_differing(self.cfg, changes)) or "as it is"
 
 
-def worth_trying(trials: Trials, begun: Iterable[Changes]) -> list[Changes]:
-    """Ways to share the model whose leanest settings could fit; the others are said once."""
-    found = []
-    for changes in begun:
-        if why := _too_large(trials, leanest(trials, changes)):
-            _skip(trials, changes, f"{why}, however activations are kept")
-        else:
-            found.append(changes)
-    return found
-
-
 def leanest(trials: Trials, begun: Changes) -> Changes:
     """One sequence at a time, everything computed again."""
     kind = {} if CHECKPOINTING_KEY in trials.fixed else checkpointing(trials.cfg, CHECKPOINTING[0])
     return trials.size(begun | kind, min(sizes(trials.cfg, begun), default=1))
 
 
-def try_all(trials: Trials, wanted: Iterable[Changes]) -> None:
-    """Each of the settings, but for those that are decided already."""
-
-    def single(changes: Changes) -> Way:
-        yield changes
-
-    run_ways(trials, [single(changes) for changes in wanted])
+def just(changes: Changes) -> Way:
+    """Try settings as they are."""
+    yield changes
 
 
 def way(trials: Trials, begun: Changes) -> Way:
@@ -222,7 +207,7 @@ def run_ways(trials: Trials, ways: Iterable[Way]) -> None:
             if key_of(changes) in trials.tried:
                 go_on(following, trials.tried[key_of(changes)])
             elif why := _why_not(trials, changes):
-                _skip(trials, changes, why)
+                skip(trials, changes, why)
                 go_on(following, None)
             else:
                 pending[trials.submit(changes)] = following, changes
@@ -238,8 +223,7 @@ def _find_like(trials: Trials, cfg: Any) -> Estimate | None:
     of the layers each. How frozen weights are rounded makes no difference to what is kept and computed."""
     for one in trials.tried.values():
         if one is not None and one.quick.least_seconds:
-            other = trials.config(one.changes)
-            if other is not None and value_of(other, CHECKPOINTING_KEY) == value_of(cfg, CHECKPOINTING_KEY):
+            if value_of(trials.config(one.changes), CHECKPOINTING_KEY) == value_of(cfg, CHECKPOINTING_KEY):
                 return one.quick
     return None
 
@@ -255,10 +239,10 @@ def _why_not(trials: Trials, changes: Changes) -> str:
     best, highest = next(iter(trials.fitting()), None), _highest_speed(trials, changes)
     if best is not None and highest <= best.speed:
         return f"{format_count(highest)} tokens/s at most, no faster than the best so far"
-    return _too_large(trials, changes)
+    return why_too_large(trials, changes)
 
 
-def _too_large(trials: Trials, changes: Changes) -> str:
+def why_too_large(trials: Trials, changes: Changes) -> str:
     """Return why the settings cannot fit; nothing where they might."""
     cfg, known = trials.config(changes), trials.leanest.get(variant_key(changes))
     if cfg is None:
@@ -282,7 +266,8 @@ def variant_key(changes: Changes) -> str:
     return key_of({key: value for key, value in changes.items() if key in names})
 
 
-def _skip(trials: Trials, changes: Changes, why: str) -> None:
+def skip(trials: Trials, changes: Changes, why: str) -> None:
+    """Say once why settings are not tried."""
     text = trials.text(changes)
     if text not in trials.skipped:
         trials.skipped[text] = why
@@ -374,11 +359,9 @@ def _sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]
         REDUCE_KEY: ("micro_batch", "step") if copies > 1 else (cfg.parallel.reduce_gradients,),
         "optimizer.implementation": ("auto",),
     }
-    kept = [key for key in values if key in fixed or value_of(cfg, key) is None]
-    for key in kept:
-        del values[key]
-    for combination in product(*values.values()):
-        one = ({STRATEGY_KEY: "fsdp"} if shared else {}) | dict(zip(values, combination, strict=True))
+    free_keys = [key for key in values if key not in fixed and value_of(cfg, key) is not None]
+    for combination in product(*(values[key] for key in free_keys)):
+        one = ({STRATEGY_KEY: "fsdp"} if shared else {}) | dict(zip(free_keys, combination, strict=True))
         alone = one.get("parallel.data_replicate") == copies != 1  # each rank has a copy: there is nothing to gather
         kept = not one.get(RESHARD_KEY, True)
         # Whole gradients alone save as much as weights kept from forward to backward do, and take as much.

@@ -63,8 +63,6 @@ class Estimate:
     parameters: int
     trained: int
     # Where the most is active.
-    phase: str
-    part: str
     module: str
     # What no other way to run the same layers has less of; 0 of a pipeline, whose ranks have some of them each:
     # activations that all layers keep for the backward of one sequence, bytes,
@@ -103,14 +101,12 @@ def quick(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | Non
         reserved=rank.reserved,
         reserved_expandable=rank.reserved_expandable,
         host=max(plan.host for plan in planned.plans),
-        seconds=planned.step or 0.0,
+        seconds=planned.step.seconds or 0.0,
         tokens=simulation.tokens,
         held=sum(block_bytes(storage.bytes) for storage in held),
         parameters=sum(row.bytes for row in modules),
         # Roughly, where some of a module's weights are packed.
         trained=sum(row.bytes * row.trained // max(row.parameters, 1) for row in modules),
-        phase=peak.phase,
-        part=peak.part,
         module=peak.module,
         kept=activations * cfg.parallel.context / micro_batches(cfg)[0] if is_whole else 0.0,
         least_seconds=least if is_whole else 0.0,

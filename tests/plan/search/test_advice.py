@@ -67,7 +67,7 @@ def test_what_makes_it_fit_comes_first():
 
     def run(gained: int) -> Estimate:
         size = plan.heaviest.peak.active - gained
-        return Estimate(size, size, size, 0, 1.0, 1, 0, 0, 0, "step", "", "", usable=plan.device.usable)
+        return Estimate(size, size, size, 0, 1.0, 1, 0, 0, 0, "", usable=plan.device.usable)
 
     gains = {"little": GIB // 2, "enough": GIB, "most": 2 * GIB, "none": 0, "worse": -GIB}
     tried = [(Lever({name: 1}), run(gained)) for name, gained in gains.items()]
@@ -213,7 +213,7 @@ def test_what_is_weighed_is_shown_where_it_takes_more() -> None:
     plan = hand_made()
     size = plan.heaviest.peak.active
     sizes = size + GIB, size + GIB, size + GIB
-    more = Estimate(*sizes, 0, 2.0, 1, 0, 0, 0, "step", "", "", usable=plan.device.usable)
+    more = Estimate(*sizes, 0, 2.0, 1, 0, 0, 0, "", usable=plan.device.usable)
     base = dataclasses.replace(more, active=size, seconds=1.0)
     tried = [(Lever({name: 1}, weighed=name == "weighed"), more) for name in ("a", "weighed")]
     shown = {row.override: row.bytes for row in advise(plan, base, tried)}

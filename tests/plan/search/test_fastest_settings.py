@@ -87,7 +87,7 @@ def trials_of(*overrides: str, fixed: Collection[str] = ()) -> tuple[Trials, lis
 
 def candidate(changes: Changes, active: int, room: int, seconds: float = 1.0, **more: Any) -> Candidate:
     """Settings with their estimate, of a step of 1000 tokens."""
-    quick = Estimate(active, active, active, 0, seconds, 1000, 2**30, 1, 1, "step", "backward", "", usable=room, **more)
+    quick = Estimate(active, active, active, 0, seconds, 1000, 2**30, 1, 1, "", usable=room, **more)
     return Candidate(changes, quick, active <= room)
 
 

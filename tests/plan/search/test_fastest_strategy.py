@@ -125,7 +125,7 @@ def test_fp8_needs_a_device_that_has_it():
 
 def estimate(reserved: float, seconds: float) -> Estimate:
     size = int(reserved * GIB)
-    return Estimate(size, size, size - GIB, 0, seconds, 1, 0, 0, 0, "", "", "", usable=20 * GIB)
+    return Estimate(size, size, size - GIB, 0, seconds, 1, 0, 0, 0, "", usable=20 * GIB)
 
 
 @pytest.mark.parametrize(
