@@ -69,7 +69,7 @@ def least_bytes(cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: An
     and ends.
 
     known, known_cfg: what is the same but for how the ranks share the model. like: what has the same layers and the
-    same checkpointing; None: kept activations are left out, as they are of a pipeline.
+    same checkpointing; None: kept activations are left out. Each rank of a pipeline keeps its part for a micro-batch.
     """
     mesh, before = (mesh_shape(one.parallel, settings.ranks) for one in (cfg, known_cfg))
     parts = mesh["pipeline"] * mesh["data_shard"]
@@ -82,9 +82,7 @@ def least_bytes(cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: An
     if not cfg.memory.optimizer_in_backward:
         once = reduces_once(cfg.parallel)
         gradients = known.trained / mesh["pipeline"] if once else 0.0 if is_offloaded else known.trained / parts
-    kept = 0.0
-    if like is not None and cfg.parallel.pipeline == 1:
-        kept = like.kept * cfg.batch_size / cfg.parallel.context
+    kept = 0.0 if like is None else like.kept * cfg.batch_size / (cfg.parallel.context * cfg.parallel.pipeline)
     accumulates = cfg.gradient_accumulation_steps > 1
     return int(held + max(gathered + kept + (gradients if accumulates else 0), gradients))
 
