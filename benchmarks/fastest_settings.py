@@ -66,7 +66,7 @@ def fastest_of(name: str, size: int, ranks: int) -> Fastest:
     cfg, settings = prepared(name, cards)
     kind = recipe_class(recipe_for(name))
     plain = quick(kind, cfg, settings)
-    return Fastest(cards, override_text(best.changes), best.tokens_per_second, plain.tokens / plain.seconds)
+    return Fastest(cards, override_text(best.changes), best.speed, plain.tokens / plain.seconds)
 
 
 def searched(name: str, cards: str, words: tuple[str, ...] = ()) -> Search:

@@ -92,16 +92,18 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
     line = Line(model, method, cards, None)
     config, on = f"{MODELS[model]}_{method}", f"{cards}x24GB"
     found = [searched(config, on)]
-    if method == "full" and not any(result and OFFLOADED not in result.found[0].changes for result in found):
+    if method == "full" and not any(result.found and OFFLOADED not in result.found[0].changes for result in found):
         found.append(searched(config, on, IN_BACKWARD))
     line.tried, line.skipped = (sum(getattr(result, name) for result in found) for name in ("tried", "skipped"))
-    fitting = [(result.found[0], begun) for result, begun in zip(found, ((), IN_BACKWARD), strict=False) if result]
+    fitting = [
+        (result.found[0], begun) for result, begun in zip(found, ((), IN_BACKWARD), strict=False) if result.found
+    ]
     if not fitting:
         return line
-    best, begun = max(fitting, key=lambda pair: pair[0].tokens_per_second)
+    best, begun = max(fitting, key=lambda pair: pair[0].speed)
     line.settings, line.verdict = [*begun, *override_text(best.changes).split()], best.verdict
-    line.active, line.reserved, line.host = best.active, best.reserved, best.host
-    line.tokens_per_second = best.tokens_per_second
+    line.active, line.reserved, line.host = best.quick.active, best.quick.reserved, best.quick.host
+    line.tokens_per_second = best.speed
     return line
 
 

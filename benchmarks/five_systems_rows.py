@@ -222,7 +222,7 @@ MEGATRON = System(
             differs="bf16 gradients and states here, fp32 there; Llama 2 7B here, GPT with 50,432 words there"),
         Row("each submodule: shape, parameters, activations", SIXTEEN,
             r"^ +((?:q_proj|o_proj|gate_proj|down_proj|input_layernorm) .*)$", ALL_RANKS, 5,
-            note=" (weights, parameters, this rank, kept, kept alone)"),
+            note=" (weights, parameters, this rank, kept)"),
         Row("the least memory that a GPU needs", SIXTEEN, r"^ +(smallest card .*)$", ALL_RANKS),
         Row("communication of the cluster by dimension and iteration: 2,048 / 2 / 32,768 operations", SIXTEEN,
             r"^ +((?:pipeline|data_shard|tensor|all)  +step, all ranks .*)$", ALL_RANKS, 4,

@@ -219,7 +219,7 @@ def _plan(arguments: Any) -> tuple[dict[str, Any], "PlanSettings"]:
         steps = list_short_steps(shaped) if is_short else (FIRST, STEADY)
         figures = figures_of_plan(make_plan(planned, shaped, settings, steps)[0])
     run = asdict(describe_run(cfg, shaped, settings))
-    figures |= {"is_short": is_short, "run": run, "expandable": is_expandable()}
+    figures |= {"is_short": is_short, "run": run}
     return figures | {"output_dir": os.path.abspath(cfg.output_dir)}, settings
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,7 @@ if __name__ == "__main__":
     print(markdown(), end="")
 
 
-# Which keys change the memory of a run, and which overrides say nothing about its user.
+# Which keys change the memory of a run.
 
 
 # Sections, and single keys of others.
@@ -190,12 +190,6 @@ NO_LEVERS = (
     "parallel.pipeline",
     "parallel.heartbeat_timeout_seconds",
 )  # fmt: skip
-# Keys whose text says nothing about a user's data, folders and accounts.
-_HARMLESS = re.compile(
-    r"(lora|dpo|memory|parallel|optimizer|lr_scheduler|model)\..*|dtype|matmul_dtype|qat|loss|"
-    r"distill\.(divergence|quantize_teacher|trainable)"
-)
-_PLAIN = re.compile(r"[+-]?[\d_.]+(e[+-]?\d+)?|true|false|null", re.IGNORECASE)
 
 
 def levers_of(cfg: Any) -> dict[str, str]:
@@ -209,15 +203,3 @@ def levers_of(cfg: Any) -> dict[str, str]:
         if value != key.default:
             found[name] = value_text(value)
     return found
-
-
-def harmless_overrides(overrides: Iterable[str]) -> list[str]:
-    """Those that say nothing about the user: texts only of keys that hold none, elsewhere numbers, true and false."""
-    return [word for word in overrides if word.startswith("~") or _is_harmless(*word.partition("=")[::2])]
-
-
-def _is_harmless(key: str, value: str) -> bool:
-    if _PLAIN.fullmatch(value):
-        return True
-    names_file = key.endswith("path") and key != "model.path"
-    return _HARMLESS.fullmatch(key) is not None and not names_file

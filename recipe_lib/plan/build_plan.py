@@ -21,7 +21,7 @@ from recipe_lib.plan.allocation.scratch import kernel_memory
 from recipe_lib.plan.allocation.untraced_memory import attention_backend, outside_torch
 from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.rank_plans import (
-    Staged,
+    SimulatedStep,
     first_of_each_place,
     layer_rows,
     layers_of_all,
@@ -30,7 +30,7 @@ from recipe_lib.plan.rank_plans import (
     pipeline_assumptions,
     rank_plan,
     say_router_choices,
-    staged,
+    simulated_step,
     verdict_of,
 )
 from recipe_lib.plan.result import (
@@ -59,7 +59,6 @@ from recipe_lib.plan.timing.stream_schedule import (
     ATTENTION,
     MATMULS,
     MEMORY_BOUND,
-    StepTime,
     operators_launched,
     schedule,
     time_by_kind,
@@ -74,6 +73,7 @@ from recipe_lib.report.phases import phase
 from recipe_lib.units import GIB, format_bytes
 
 PHASES = ("load", "validation", "save")
+_SEQUENCE_FACTS = ("tokens", "source", "histogram", "documents", "group")
 
 
 @dataclass(frozen=True)
@@ -113,21 +113,9 @@ class PlannedRanks:
     # By rank.
     simulated: dict[int, Simulated]
     plans: list[RankPlan]
-    # Of the heaviest rank, in a pipeline of all; None where no time is wanted.
-    timings: dict[int, StepTime] | None
-    pipeline: Staged | None
-
-    @property
-    def heaviest(self) -> RankPlan:
-        """The rank for which the most is reserved."""
-        return max(self.plans, key=lambda plan: plan.reserved)
-
-    @property
-    def step(self) -> float | None:
-        """Seconds of a steady step; None where it is not timed, or places of a pipeline are missing."""
-        if self.timings is None:
-            return None
-        return self.pipeline.step if self.pipeline else self.timings[self.heaviest.rank].step
+    # The rank for which the most is reserved.
+    heaviest: RankPlan
+    step: SimulatedStep
 
 
 def plan_ranks(
@@ -147,16 +135,16 @@ def plan_ranks(
         plans.append(rank_plan(rank, simulated[rank]))
         if limit is not None and plans[-1].peak.active > limit:
             break
+    heaviest = max(plans, key=lambda plan: plan.reserved)
     timings = None
     if settings.timed:
-        heaviest = PlannedRanks(simulated, plans, None, None).heaviest.rank
         timings = {
             rank: schedule(found.trace, STEADY, settings.hardware, settings.calibration)
             for rank, found in simulated.items()
-            if rank == heaviest or cfg.parallel.pipeline > 1
+            if rank == heaviest.rank or cfg.parallel.pipeline > 1
         }
-    pipeline = staged(cfg, simulated, timings, settings.hardware, settings.calibration)
-    return PlannedRanks(simulated, plans, timings, pipeline)
+    step = simulated_step(cfg, simulated, timings, settings.hardware, settings.calibration)
+    return PlannedRanks(simulated, plans, heaviest, step)
 
 
 def make_plan(
@@ -165,7 +153,7 @@ def make_plan(
     """The plan, and the trace of the heaviest rank. cfg: plannable. Raises UserErrors of recipe and config."""
     hardware = settings.hardware
     planned = plan_ranks(recipe_class, cfg, settings, steps)
-    simulated, pipeline, heaviest = planned.simulated, planned.pipeline, planned.heaviest
+    simulated, pipeline, heaviest = planned.simulated, planned.step.pipeline, planned.heaviest
     outside = settings.outside or max(
         (outside_torch(hardware, group_sizes(found.trace)) for found in simulated.values()),
         key=lambda one: one.total,
@@ -184,8 +172,17 @@ def make_plan(
         model=str(cfg.model.preset or cfg.model.path),
         ranks=settings.ranks,
         mesh=found.mesh,
-        device=_device_facts(hardware, usable, cfg.dtype),
-        sequence=_sequence_facts(settings.sequence),
+        device=DeviceFacts(
+            name=hardware.name,
+            memory=hardware.memory,
+            usable=usable,
+            architecture=hardware.architecture,
+            flops=hardware.rate(cfg.dtype),
+            bandwidth=hardware.bandwidth,
+            link=hardware.link.kind,
+            link_bandwidth=hardware.link.bandwidth,
+        ),
+        sequence={name: getattr(settings.sequence, name) for name in _SEQUENCE_FACTS},
         verdict=verdict,
         margin=usable - heaviest.reserved - more,
         rank_plans=planned.plans,
@@ -193,7 +190,7 @@ def make_plan(
         layers=layers_of_all([layer_rows(one) for one in simulated.values()]) if pipeline else layer_rows(found),
         communication=_communication(found.trace, settings),
         time=_time(planned, settings, cfg.dtype),
-        pipeline=pipeline.plan if pipeline else None,
+        pipeline=pipeline,
         assumptions=[*settings.assumptions, *_assumptions(cfg, settings, found)],
         not_modeled=_not_modeled(cfg, hardware, settings.ranks, found.trace),
         estimate=estimate,
@@ -285,18 +282,11 @@ def _communication(trace: Trace, settings: PlanSettings) -> list[CommunicationRo
 def _time(planned: PlannedRanks, settings: PlanSettings, dtype: str) -> TimePlan | None:
     """Of the heaviest rank, or in a pipeline of the one that computes the longest. None where no time is wanted, or the
     places of a pipeline are not all known."""
-    seconds = planned.step
-    if planned.timings is None or seconds is None:
+    sums, trace, seconds = planned.step.sums, planned.step.trace, planned.step.seconds
+    if sums is None or trace is None or seconds is None:
         return None
     steps = settings.steps or settings.sequence.steps
-    heaviest = planned.heaviest.rank
     simulated = planned.simulated
-    sums: StepTime | None = planned.timings[heaviest]
-    trace: Trace | None = simulated[heaviest].trace
-    if planned.pipeline is not None:
-        sums = planned.pipeline.sums
-        trace = planned.pipeline.trace
-    assert sums is not None and trace is not None
     flops = [model_flops(found.trace, STEADY) for found in simulated.values()]  # each place has as many ranks
     mfu = model_flops_utilization(sum(flops) / len(flops), seconds, settings.hardware, dtype)
     tokens = next(iter(simulated.values())).tokens
@@ -323,29 +313,6 @@ def _time(planned: PlannedRanks, settings: PlanSettings, dtype: str) -> TimePlan
         idle=max(0.0, seconds - sums.compute - sums.exposed - sums.copies_exposed - sums.on_host),
         operators=operators_launched(trace, STEADY),
     )
-
-
-def _device_facts(hardware: Hardware, usable: int, dtype: str) -> DeviceFacts:
-    return DeviceFacts(
-        name=hardware.name,
-        memory=hardware.memory,
-        usable=usable,
-        architecture=hardware.architecture,
-        flops=hardware.rate(dtype),
-        bandwidth=hardware.bandwidth,
-        link=hardware.link.kind,
-        link_bandwidth=hardware.link.bandwidth,
-    )
-
-
-def _sequence_facts(sequence: Sequence) -> dict[str, Any]:
-    return {
-        "tokens": sequence.tokens,
-        "source": sequence.source,
-        "histogram": sequence.histogram,
-        "documents": sequence.documents,
-        "group": sequence.group,
-    }
 
 
 def _assumptions(cfg: Any, settings: PlanSettings, found: Simulated) -> list[str]:
@@ -432,7 +399,9 @@ def dimension_plans(
     counted = {place: _Counted(trace, phase, mesh, once) for place, trace in traces.items()}
     found_keys = dict.fromkeys(key for one in counted.values() for key in one.step)
     silent = [name for name, size in mesh.items() if size > 1 and not any(name in along for _, along in found_keys)]
-    keys = sorted([*found_keys, *((name, (name,)) for name in silent)], key=lambda key: _order(key, mesh))
+    places = {name: place for place, name in enumerate(mesh)}
+    keys = [*found_keys, *((name, (name,)) for name in silent)]
+    keys.sort(key=lambda key: places.get(key[0], len(mesh)))
     layers = sum(len(one.layers) for one in counted.values())
     whole = len(traces) == mesh.get("pipeline", 1)
     found = []
@@ -488,11 +457,6 @@ class _Counted:
                 if at is not None:
                     alike = (op.collective.operation, op.collective.bytes, int(volume.wire_bytes))
                     self.in_layers[key][alike] += op.repeats
-
-
-def _order(key: _Key, mesh: Mapping[str, int]) -> int:
-    """Dimensions first, as the mesh has them."""
-    return list(mesh).index(key[0]) if key[0] in mesh else len(mesh)
 
 
 def _key(collective: Collective, mesh: Mapping[str, int]) -> _Key:

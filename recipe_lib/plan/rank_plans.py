@@ -167,14 +167,17 @@ def _kept_for_backward(trace: Trace) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Staged:
-    """A pipeline and its time. sums: of the step of the rank that computes the longest, trace: of that rank; step:
-    seconds; None all where not every place was simulated."""
+class SimulatedStep:
+    """A steady step: of the one rank whose time is wanted, or of a pipeline. None: no time is wanted, or not every
+    place of the pipeline was simulated."""
 
-    plan: PipelinePlan
+    # None without one.
+    pipeline: PipelinePlan | None
+    # Of the rank, in a pipeline the one that computes the longest.
     sums: StepTime | None = None
-    step: float | None = None
     trace: Trace | None = None
+    # Of all ranks.
+    seconds: float | None = None
 
 
 def first_of_each_place(parallel: Any, ranks: int) -> tuple[int, ...]:
@@ -182,16 +185,20 @@ def first_of_each_place(parallel: Any, ranks: int) -> tuple[int, ...]:
     return tuple(place * (ranks // parallel.pipeline) for place in range(parallel.pipeline))
 
 
-def staged(
+def simulated_step(
     cfg: Any,
     simulated: Mapping[int, Simulated],
     timings: Mapping[int, StepTime] | None,
     hardware: Hardware,
     calibration: Calibration | None,
-) -> Staged | None:
-    """The pipeline of a plan; None without one. simulated, timings: by rank; timings: None where none are wanted."""
+) -> SimulatedStep:
+    """Return the step of a plan. simulated, timings: by rank; timings: without a pipeline of one rank alone, None where
+    none are wanted."""
     if cfg.parallel.pipeline == 1:
-        return None
+        if timings is None:
+            return SimulatedStep(None)
+        ((rank, timing),) = timings.items()
+        return SimulatedStep(None, timing, simulated[rank].trace, timing.step)
     size, count = micro_batches(cfg)
     firsts: dict[int, int] = {}  # by place, the first rank simulated
     for rank, found in simulated.items():
@@ -203,17 +210,16 @@ def staged(
         stages_per_rank=stages_per_rank(cfg.parallel),
         micro_batches=count,
         micro_batch_size=size,
-        traced=[traced_micro_batches(cfg, place) for place in firsts],
         places=places,
         ideal=theoretical_bubble(
             cfg.parallel.pipeline_schedule, cfg.parallel.pipeline, count, stages_per_rank(cfg.parallel)
         ),
     )
     if timings is None or len(firsts) < cfg.parallel.pipeline:
-        return Staged(plan)
+        return SimulatedStep(plan)
     traces = {place: simulated[rank].trace for place, rank in firsts.items()}
     own = {place: timings[rank] for place, rank in firsts.items()}
-    line, step = pipeline_time(cfg.parallel, count, traces, own, STEADY, hardware, calibration)
+    line, seconds = pipeline_time(cfg.parallel, count, traces, own, STEADY, hardware, calibration)
     plan.seconds = float(line.total)
     plan.bubble = float(line.bubble)
     for place in plan.places:
@@ -233,14 +239,17 @@ def staged(
         )
     busiest = max(firsts, key=lambda place: places[place].compute)
     sums = whole_step(traces[busiest], own[busiest], STEADY, hardware, calibration)
-    return Staged(plan, sums, step, traces[busiest])
+    return SimulatedStep(plan, sums, traces[busiest], seconds)
 
 
 def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -> StagePlan:
     in_flight, deferred = counted_in_flight(orders_of(cfg.parallel, count)[place])
     modules = outermost(found.modules)
-    sends, sent = _exchanged(found.trace, "send")
-    receives, received = _exchanged(found.trace, "recv")
+    sends = sent = 0
+    for action, _, op in found.trace.action_ops(STEADY):
+        if action.kind and op.collective is not None and op.collective.operation == "send":
+            sends += op.repeats
+            sent += op.repeats * op.collective.bytes
     return StagePlan(
         place=place,
         rank=rank,
@@ -253,21 +262,9 @@ def _stage_plan(cfg: Any, place: int, rank: int, found: Simulated, count: int) -
         compute=0.0,
         idle=0.0,
         sends=sends,
-        receives=receives,
         sent=sent,
-        received=received,
         ranks=ranks_of_place(found.mesh, place),
     )
-
-
-def _exchanged(trace: Trace, operation: str) -> tuple[int, int]:
-    """(tensors, bytes) that a steady step's actions send or receive."""
-    tensors = num_bytes = 0
-    for action, _, op in trace.action_ops(STEADY):
-        if action.kind and op.collective is not None and op.collective.operation == operation:
-            tensors += op.repeats
-            num_bytes += op.repeats * op.collective.bytes
-    return tensors, num_bytes
 
 
 def pipeline_assumptions(cfg: Any, ranks: Sequence[int]) -> list[str]:
@@ -320,24 +317,13 @@ def say_router_choices(
         "and the verdict, which is of bytes, are the same whatever the router chooses"
     )
     if plan.time is not None:
-        seconds = _same_experts(plan, cfg, mixture.top_k, simulated, hardware, calibration)
+        wanted = simulated if plan.pipeline else {plan.heaviest.rank: simulated[plan.heaviest.rank]}
+        timings = {
+            rank: schedule(one.trace, STEADY, hardware, calibration, mixture.top_k) for rank, one in wanted.items()
+        }
+        seconds = simulated_step(cfg, simulated, timings, hardware, calibration).seconds
         plan.time.same_experts = seconds
         line += f"; times are those of even loads, {format_duration(plan.time.step)} a step"
         if seconds is not None:
             line += f", and {format_duration(seconds)} if all tokens of a micro-batch go to the same {mixture.top_k}"
     plan.assumptions.append(line)
-
-
-def _same_experts(
-    plan: Plan,
-    cfg: Any,
-    experts: int,
-    simulated: Mapping[int, Simulated],
-    hardware: Hardware,
-    calibration: Calibration | None,
-) -> float | None:
-    """Seconds of a step in which so many experts have all rows of every grouped matmul."""
-    wanted = simulated if plan.pipeline else {plan.heaviest.rank: simulated[plan.heaviest.rank]}
-    timings = {rank: schedule(one.trace, STEADY, hardware, calibration, experts) for rank, one in wanted.items()}
-    pipeline = staged(cfg, simulated, timings, hardware, calibration)
-    return pipeline.step if pipeline else timings[plan.heaviest.rank].step

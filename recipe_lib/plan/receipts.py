@@ -9,17 +9,17 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from recipe_lib.config.describe import harmless_overrides, levers_of
+from recipe_lib.config.describe import levers_of
 from recipe_lib.config.mesh import mesh_shape, with_context
 from recipe_lib.errors import ConfigError
 from recipe_lib.files import open_to_append
-from recipe_lib.plan.result import NearestReceipt, Receipt, ReceiptFigures, ReceiptRun, read_typed
+from recipe_lib.plan.result import read_typed
 from recipe_lib.reading import parse_json, read_end
 from recipe_lib.redaction import redact_values
 from recipe_lib.report.planned import KINDS
@@ -29,9 +29,45 @@ if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
 
 VARIABLE = "TUNE_RECEIPTS"  # `off`: none is written, and no plan quotes one
-FORMAT = 2  # of a line; raised when a key changes its meaning or goes away
+FORMAT = 2  # of a line; raised when a key changes its meaning
 _SOFTWARE = ("tune-recipes", "torch", "cuda")
+_TIMES = ("seconds", "tokens_per_second")  # of a step
 _NEWEST_BYTES = 2**23  # that are read of the file: some 3,000 runs
+_SAME_MEMORY = 0.1  # share; a slice of a card has its name, and less memory
+
+
+@dataclass
+class ReceiptRun:
+    """A run by what decides its memory and its time."""
+
+    recipe: str
+    config: str
+    card: str
+    card_memory: int
+    ranks: int
+    # Name to value of the model, the mesh, the batch and whatever else changes memory, defaults left out.
+    settings: dict[str, str]
+
+
+@dataclass
+class Receipt:
+    """A run that was planned and measured: peaks of its first rank, bytes, and the time of a step."""
+
+    format: int
+    # Of its end, ISO 8601.
+    time: str
+    versions: dict[str, str]
+    run: ReceiptRun
+    planned: dict[str, float]
+    # By torch; of a step the median, without the first one.
+    measured: dict[str, float]
+    # Planned / measured - 1.
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Compute the errors, which are always those of the figures."""
+        measured = {name: value for name, value in self.measured.items() if value > 0}
+        self.errors = {name: self.planned[name] / measured[name] - 1 for name in self.planned if name in measured}
 
 
 def is_off() -> bool:
@@ -46,35 +82,26 @@ def receipts_file() -> Path:
     return folder / "tune-recipes" / "receipts.jsonl"
 
 
-def make_receipt(
-    figures: Mapping[str, Any], summary: Mapping[str, Any], steps: Iterable[Mapping[str, Any]]
-) -> Receipt | None:
+def make_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any], steps: Iterable[Mapping[str, Any]]) -> Receipt:
     """Return the receipt of a run on the GPU that its plan was for.
 
-    None for any other run, and where a peak is missing. figures: of the plan, as `tune run` has them written. summary:
-    of summary.json. steps: of metrics.jsonl.
+    figures: of the plan, as `tune run` has them written. summary: of summary.json. steps: of metrics.jsonl.
     """
-    if summary.get("memory_kind") != "device" or not figures.get("own_device") or not figures.get("run"):
-        return None
-    planned = {**figures, **(figures.get("first") or {}), "step_seconds": figures.get("seconds")}
-    measured: dict[str, float | None] = {
-        kind: round((summary.get(f"peak_memory_{kind}_gib") or 0.0) * GIB) or None for kind in KINDS
-    }
-    if not all(peaks.get(kind) for peaks in (planned, measured) for kind in ("active", "reserved")):
-        return None
+    figures = {**figures, **(figures.get("first") or {})}
+    measured: dict[str, float] = {kind: round(summary[f"peak_memory_{kind}_gib"] * GIB) for kind in KINDS}
     # The first step makes optimizer states and compiles kernels.
-    lines = [line for line in steps if "loss" in line][1:]
-    for name, logged in (("step_seconds", "seconds"), ("tokens_per_second", "tokens_per_second")):
-        values = [line[logged] for line in lines if isinstance(line.get(logged), (int, float))]
-        measured[name] = median(values) if values else None
-    versions = summary.get("versions") or {}
+    later_steps = [line for line in steps if "loss" in line][1:]
+    for name in _TIMES:
+        values = [line[name] for line in later_steps if line.get(name)]
+        if values:
+            measured[name] = median(values)
     return Receipt(
+        format=FORMAT,
         time=datetime.now().astimezone().isoformat(timespec="seconds"),
-        versions={name: str(versions[name]) for name in _SOFTWARE if name in versions},
+        versions={name: summary["versions"][name] for name in _SOFTWARE if name in summary["versions"]},
         run=read_typed(ReceiptRun, figures["run"], "run"),
-        planned=read_typed(ReceiptFigures, planned, "planned"),
-        measured=read_typed(ReceiptFigures, measured, "measured"),
-        expandable=bool(figures.get("expandable")),
+        planned={name: figures[name] for name in (*KINDS, *_TIMES) if figures.get(name)},
+        measured=measured,
     )
 
 
@@ -82,17 +109,14 @@ def append_receipt(path: Path, receipt: Receipt) -> bool:
     """Add a line, readable by this user alone; return whether the file is new. OSError where it cannot be written."""
     if not path.is_absolute():
         raise OSError(errno.ENOENT, "no home folder", str(path))
-    line = json.dumps({"format": FORMAT, **redact_values(asdict(receipt))}, allow_nan=False) + "\n"
+    line = json.dumps(redact_values(asdict(receipt)), allow_nan=False)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open_to_append(path, 0o600) as file:
-        size = os.fstat(file.fileno()).st_size
-        # A line that a full disk has cut off before is ended first.
-        torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
-        data = (f"\n{line}" if torn else line).encode()
-        # One write: runs that end at the same time do not mix their lines.
-        if os.write(file.fileno(), data) < len(data):
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-    return size == 0
+        is_new = os.fstat(file.fileno()).st_size == 0
+        # One write, so that runs which end at the same time do not mix their lines. The empty line before it ends one
+        # that a full disk has cut off.
+        os.write(file.fileno(), f"\n{line}\n".encode())
+    return is_new
 
 
 def read_receipts(path: Path) -> tuple[list[Receipt], int]:
@@ -102,49 +126,25 @@ def read_receipts(path: Path) -> tuple[list[Receipt], int]:
     read.
     """
     try:
-        content = read_end(path, _NEWEST_BYTES)
+        lines = read_end(path, _NEWEST_BYTES).split(b"\n")
     except FileNotFoundError:
         return [], 0
-    lines = content.split(b"\n")
-    if len(content) == _NEWEST_BYTES:  # begins inside of a line
-        del lines[0]
     lines = [line for line in lines if line.strip()]
     receipts = []
     for line in lines:
-        with suppress(ConfigError, ValueError, OverflowError):
-            receipts.append(_read(line))
-    # By the moment, not by the clock on the wall of two time zones.
-    receipts.sort(key=lambda receipt: datetime.fromisoformat(receipt.time).timestamp())
+        with suppress(ConfigError, ValueError):
+            receipt = read_typed(Receipt, parse_json(line), "receipt")
+            if receipt.format == FORMAT and "reserved" in receipt.errors:
+                receipts.append(receipt)
     return receipts, len(lines) - len(receipts)
-
-
-def _read(line: bytes) -> Receipt:
-    """Return the receipt of a line. ConfigError, ValueError or OverflowError for what is none."""
-    data = parse_json(line)
-    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-        raise ValueError("another version's")
-    receipt = read_typed(Receipt, data, "receipt")
-    datetime.fromisoformat(receipt.time).timestamp()
-    if min(receipt.run.card_memory, receipt.run.ranks, receipt.planned.reserved, receipt.measured.reserved) < 1:
-        raise ValueError("a size that no run has")
-    return receipt
-
-
-# The receipt that a plan quotes: of the run on the same card that had the fewest settings otherwise.
-
-
-_SAME_MEMORY = 0.1  # share; a slice of a card has its name, and less memory
-_STRATEGY = "parallel.strategy"
-_MOST_SAID = 3  # differences; the JSON has all of them
 
 
 def describe_run(cfg: Any, shaped: Any, settings: "PlanSettings") -> ReceiptRun:
     """Return the run of a config. shaped: what is planned of it, with its strategy chosen."""
     mesh = with_context(shaped.parallel, mesh_shape(shaped.parallel, settings.ranks))
-    levers = levers_of(cfg)
-    levers.pop(_STRATEGY, None)
-    if settings.ranks > 1 and _STRATEGY in (chosen := levers_of(shaped)):  # one rank shards nothing
-        levers[_STRATEGY] = chosen[_STRATEGY]
+    levers = levers_of(shaped)
+    if settings.ranks == 1:  # which shards nothing
+        levers.pop("parallel.strategy", None)
     described = {
         "model": str(cfg.model.preset or cfg.model.path),
         "mesh": " x ".join(f"{dim} {size}" for dim, size in mesh.items() if size > 1) or "one rank",
@@ -156,7 +156,6 @@ def describe_run(cfg: Any, shaped: Any, settings: "PlanSettings") -> ReceiptRun:
     return ReceiptRun(
         recipe=settings.recipe,
         config=settings.config,
-        overrides=harmless_overrides(settings.overrides),
         card=settings.hardware.name,
         card_memory=settings.hardware.memory,
         ranks=settings.ranks,
@@ -164,47 +163,38 @@ def describe_run(cfg: Any, shaped: Any, settings: "PlanSettings") -> ReceiptRun:
     )
 
 
-def find_nearest(receipts: Iterable[Receipt], planned: ReceiptRun) -> NearestReceipt | None:
-    """Return the receipt of the planned card and recipe with the fewest differences, of equal ones the newest.
+def find_nearest(receipts: list[Receipt], planned: ReceiptRun) -> Receipt | None:
+    """Return the receipt of the planned card and recipe with the fewest other settings, of equal ones the newest.
 
     receipts: oldest first. None if there is none of that card and recipe.
     """
-    nearest = None
-    for receipt in receipts:
-        run = receipt.run
-        if (run.card, run.recipe) != (planned.card, planned.recipe):
-            continue
-        if abs(run.card_memory / planned.card_memory - 1) > _SAME_MEMORY:
-            continue
-        differences = []
-        for name in dict.fromkeys([*run.settings, *planned.settings]):
-            before, now = (settings.get(name, "the default") for settings in (run.settings, planned.settings))
-            if before != now:
-                differences.append(f"{name}={before}, here {now}")
-        if nearest is None or len(differences) <= len(nearest.differences):
-            nearest = NearestReceipt(receipt, differences)
-    return nearest
+
+    def count_differences(receipt: Receipt) -> int:
+        before, now = receipt.run.settings, planned.settings
+        return sum(before.get(name) != now.get(name) for name in before | now)
+
+    alike = [
+        receipt
+        for receipt in reversed(receipts)
+        if (receipt.run.card, receipt.run.recipe) == (planned.card, planned.recipe)
+        and abs(receipt.run.card_memory / planned.card_memory - 1) <= _SAME_MEMORY
+    ]
+    return min(alike, key=count_differences, default=None)
 
 
-def quote_line(nearest: NearestReceipt) -> str:
+def quote_line(receipt: Receipt) -> str:
     """Return the receipt in a line.
 
     `2026-11-20, rtx4090, lora_finetune_distributed llama3/8B_lora: planned 15.21 GiB reserved, measured 15.43 GiB
-    (-1.4%); ...`, with what that run had otherwise.
+    (-1.4%); ...`, with the speed where it is known.
     """
-    receipt = nearest.receipt
     planned, measured = receipt.planned, receipt.measured
-    about = "about " if planned.allocated is None else ""  # extrapolated from few layers
-    what = "reserved (expandable segments)" if receipt.expandable else "reserved"
-    parts = [
-        f"{receipt.time[:10]}, {receipt.run.card}, {receipt.run.recipe} {receipt.run.config}: planned {about}"
-        f"{format_bytes(planned.reserved)} {what}, measured {format_bytes(measured.reserved)} "
+    line = (
+        f"{receipt.time[:10]}, {receipt.run.card}, {receipt.run.recipe} {receipt.run.config}: planned "
+        f"{format_bytes(planned['reserved'])} reserved, measured {format_bytes(measured['reserved'])} "
         f"({receipt.errors['reserved']:+.1%})"
-    ]
-    if planned.tokens_per_second and measured.tokens_per_second:
-        rates = [format_count(rate) for rate in (planned.tokens_per_second, measured.tokens_per_second)]
-        parts.append(f"{rates[0]} tokens/s planned, {rates[1]} measured")
-    parts += nearest.differences[:_MOST_SAID]
-    if (more := len(nearest.differences) - _MOST_SAID) > 0:
-        parts.append(f"{more} more difference{'s' if more > 1 else ''}")
-    return "; ".join(parts)
+    )
+    if "tokens_per_second" in receipt.errors:
+        rates = [format_count(figures["tokens_per_second"]) for figures in (planned, measured)]
+        line += f"; {rates[0]} tokens/s planned, {rates[1]} measured"
+    return line

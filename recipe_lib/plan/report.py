@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.plan.receipts import quote_line
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, ActionSpan, PipelinePlan, Plan
 from recipe_lib.plan.tables import (
     advice_table,
@@ -76,14 +75,19 @@ def render(
     put(console, verdict_text(plan), style)
     console.print()
     terminal.put_pairs(console, [*run_facts(plan), *([] if full else step_facts(plan))])
-    sections = _describe_all(plan, _tree(plan, max(depth or 2, 1))) if full else _describe_briefly(plan, depth)
-    for section in sections:
+    sections = [
+        show_table(phase_table(plan)),
+        _tree(plan, depth, sums_up=depth is None),
+        show_table(advice_table(plan)),
+        Section("notes", items=plan.notes),
+    ]
+    for section in _describe_all(plan, _tree(plan, max(depth or 2, 1))) if full else sections:
         terminal.put_section(console, section)
     console.print()
     more = "--full shows the other tables, times, and what was assumed"
     put(console, version_text(plan) if full else f"{planning_text(plan)}; {more}", terminal.SOFT)
-    if plan.receipt is not None:
-        put(console, f"receipt: {quote_line(plan.receipt)}")
+    if plan.receipt:
+        put(console, f"receipt: {plan.receipt}")
     console.print()
     put(console, verdict_line(plan), style)
     put(console, f"next: {next_step(plan)}")
@@ -92,7 +96,7 @@ def render(
 
 def render_html(plan: Plan, trace: Trace | None = None) -> str:
     """Return the page. trace: of the heaviest rank, for the memory timeline; without it the page has none."""
-    receipt = [] if plan.receipt is None else [("receipt", quote_line(plan.receipt))]
+    receipt = [("receipt", plan.receipt)] if plan.receipt else []
     lines = draw_tree(alive_tree(plan.heaviest), depth=math.inf, smallest=0, most=_MOST_ON_PAGE)
     tree = Section(_tree_title(plan), tree=lines)
     return render_page(
@@ -107,15 +111,6 @@ def render_html(plan: Plan, trace: Trace | None = None) -> str:
         style={FITS: "good", DOES_NOT_FIT: "bad"}.get(plan.verdict, "risky"),
         footer=version_text(plan),
     )
-
-
-def _describe_briefly(plan: Plan, depth: int | None) -> list[Section]:
-    return [
-        show_table(phase_table(plan)),
-        _tree(plan, depth, sums_up=depth is None),
-        show_table(advice_table(plan)),
-        Section("notes", items=plan.notes),
-    ]
 
 
 def _describe_all(plan: Plan, tree: Section, trace: Trace | None = None) -> list[Section]:

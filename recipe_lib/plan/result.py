@@ -76,7 +76,7 @@ def ranks_of_place(mesh: Mapping[str, int], place: int) -> list[int]:
 
 
 # Raised when a key changes its meaning or goes away; a new key does not raise it.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 FITS, RISKY, DOES_NOT_FIT = "fits", "risky", "does not fit"
 
@@ -174,7 +174,7 @@ class LayerRow:
     rank's share. kept: activation bytes this rank keeps of it for backward at the peak of the steady step's forward,
     with what is inside; a tensor is of the module whose output it is, or else of the one whose weight alone reads it.
     weights: its own parameters' names and shapes, as this rank computes with them: gathered where FSDP shards them, its
-    shard of them in tensor parallel. kept_alone: by the full model on one device; None: not planned."""
+    shard of them in tensor parallel."""
 
     module: str
     type: str
@@ -184,7 +184,6 @@ class LayerRow:
     local_bytes: int
     kept: int = 0
     weights: dict[str, list[int]] = field(default_factory=dict)
-    kept_alone: int | None = None
 
 
 @dataclass
@@ -263,8 +262,8 @@ class StagePlan:
     that was planned for it. stages: their numbers. layers: first and last layer of each. parameters, trained: elements
     of them, without other parallelism. in_flight: the most micro-batches between forward and backward at a time, each
     stage counted; deferred: the most with deferred weight gradients. compute: seconds of a step that it computes.
-    idle: share of the pipeline's time that it does not. sends, receives: tensors of a step; sent, received: their
-    bytes. ranks: all that have these stages."""
+    idle: share of the pipeline's time that it does not. sends: tensors of a step; sent: their bytes. ranks: all that
+    have these stages."""
 
     place: int
     rank: int
@@ -277,25 +276,22 @@ class StagePlan:
     compute: float
     idle: float
     sends: int
-    receives: int
     sent: int
-    received: int
     ranks: list[int] = field(default_factory=list)
 
 
 @dataclass
 class PipelinePlan:
     """A step of a pipeline. schedule: the order of its micro-batches. stages_per_rank: as it says. micro_batches: of a
-    step. micro_batch_size: sequences of each. traced: micro-batches that were simulated at each place; the others are
-    like the last of them. places: first to last. seconds: from the first forward to the last backward; bubble: share of
-    all ranks' time in it in which they do not compute; spans: what they do; None, None and empty where places or times
-    were left out. ideal: the bubble of equal stages whose tensors arrive at once, None where no formula is known."""
+    step. micro_batch_size: sequences of each. places: first to last. seconds: from the first forward to the last
+    backward; bubble: share of all ranks' time in it in which they do not compute; spans: what they do; None, None and
+    empty where places or times were left out. ideal: the bubble of equal stages whose tensors arrive at once, None
+    where no formula is known."""
 
     schedule: str
     stages_per_rank: int
     micro_batches: int
     micro_batch_size: int
-    traced: list[int]
     places: list[StagePlan]
     seconds: float | None = None
     bubble: float | None = None
@@ -313,64 +309,6 @@ class Advice:
     seconds: float | None
     fits: bool
     note: str = ""
-
-
-@dataclass
-class ReceiptRun:
-    """A run by what decides its memory and its time. recipe, config: as typed. overrides: as typed, without those that
-    hold a text about data, folders or trackers. card: such as `rtx4090`. card_memory: total bytes of one. ranks: of the
-    run. settings: name to value of the model, the mesh, the batch and whatever else changes memory, settings at their
-    defaults left out."""
-
-    recipe: str
-    config: str
-    overrides: list[str]
-    card: str
-    card_memory: int
-    ranks: int
-    settings: dict[str, str]
-
-
-@dataclass
-class ReceiptFigures:
-    """Peaks of the first rank in its steps, bytes, and the time of a step. active, reserved: as of a PhasePeak.
-    allocated: likewise; None: the plan was extrapolated from a model of few layers. step_seconds: of a step; None: not
-    known. tokens_per_second: of all ranks; None likewise."""
-
-    active: int
-    allocated: int | None
-    reserved: int
-    step_seconds: float | None
-    tokens_per_second: float | None
-
-
-@dataclass
-class Receipt:
-    """A run that was planned and measured. time: its end, ISO 8601. versions: program to version. run: what it was.
-    planned: by the plan that `tune run` made of it. measured: by torch; of a step the median, without the first one.
-    expandable: whether the allocator had expandable segments. errors: figure to planned / measured - 1."""
-
-    time: str
-    versions: dict[str, str]
-    run: ReceiptRun
-    planned: ReceiptFigures
-    measured: ReceiptFigures
-    expandable: bool
-    errors: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """The errors are always those of the figures."""
-        planned, measured = asdict(self.planned), asdict(self.measured)
-        self.errors = {name: planned[name] / measured[name] - 1 for name in planned if planned[name] and measured[name]}
-
-
-@dataclass
-class NearestReceipt:
-    """The receipt that a plan quotes. receipt: of the same card and recipe. differences: what that run had otherwise,
-    against what is planned; empty: nothing that matters."""
-
-    receipt: Receipt
-    differences: list[str]
 
 
 @dataclass
@@ -408,7 +346,7 @@ class Plan:
     smallest_cards: known cards of the least memory on which as many ranks fit with room to spare, by this plan's peak;
     empty: on none. tried_ranks: numbers of ranks that were planned to find the fewest that fit. fewest_ranks: of this
     device; None: not looked for (without `--advice`), or none of those. receipt: of the runs on this machine that were
-    planned and measured, the one that is most like this; None: there is none of this device and recipe.
+    planned and measured, the one that is most like this, in a line; empty: there is none of this device and recipe.
     seconds: from the start of the process to the plan; in no file, so that a plan is the same bytes every time.
     """
 
@@ -441,7 +379,7 @@ class Plan:
     smallest_cards: list[str] = field(default_factory=list)
     tried_ranks: list[int] = field(default_factory=list)
     fewest_ranks: int | None = None
-    receipt: NearestReceipt | None = None
+    receipt: str = ""
     seconds: float = field(default=0.0, compare=False)  # not in the JSON, which is the same every time
 
     @property

@@ -154,11 +154,6 @@ def layer_table(plan: Plan) -> Table | None:
     rows.append(["total", "", "", "", *_layer_sums(outermost(plan.layers))])
     header = ["module", "weights", "type", "modules", "parameters", "trained", "full model", "this rank", "kept"]
     note = "Kept: activations saved for backward on this rank"
-    if plan.alone is None:
-        rows = [row[:-1] for row in rows]
-    else:
-        header.append("kept alone")
-        note += "; alone: by the full model on one device"
     if plan.pipeline:
         note += ". With a pipeline, this rank is for each module a rank that has it"
     if any(row.weights for row in plan.layers):
@@ -188,8 +183,7 @@ def _indented(names: list[str]) -> list[str]:
 def _layer_sums(rows: list[LayerRow]) -> list[Any]:
     counts = [Count(sum(getattr(row, name) for row in rows)) for name in ("parameters", "trained")]
     sizes = [Bytes(sum(getattr(row, name) for row in rows)) for name in ("bytes", "local_bytes", "kept")]
-    alone = [row.kept_alone for row in rows if row.kept_alone is not None]
-    return [*counts, *sizes, Bytes(sum(alone)) if alone else "-"]
+    return [*counts, *sizes]
 
 
 def say_stalled_means(plan: Plan, cfg: Any) -> None:

@@ -135,17 +135,11 @@ def run_facts(plan: Plan) -> Facts:
 
 
 def _sequence_text(plan: Plan) -> str:
-    tokens = plan.sequence.get("tokens")
-    text = f"{tokens:,} tokens" if isinstance(tokens, int) else "not known"
-    source, histogram = plan.sequence.get("source"), plan.sequence.get("histogram")
-    if isinstance(source, str):
-        short, _, reason = source.partition(": ")
-        told = reason and any(line.startswith(reason) for line in plan.assumptions)
-        text += f", from {short if told else source}"
-    if isinstance(histogram, dict):
-        numbers = [f"{name} {value:,}" for name, value in histogram.items() if isinstance(value, (int, float))]
-        text += f" ({', '.join(numbers)})" if numbers and len(numbers) <= 8 else ""
-    return text
+    short, _, reason = plan.sequence["source"].partition(": ")
+    told = reason and any(line.startswith(reason) for line in plan.assumptions)
+    text = f"{plan.sequence['tokens']:,} tokens, from {short if told else plan.sequence['source']}"
+    numbers = [f"{name} {value:,}" for name, value in (plan.sequence.get("histogram") or {}).items()]
+    return f"{text} ({', '.join(numbers)})" if numbers else text
 
 
 def host_text(plan: Plan) -> str:

@@ -13,8 +13,8 @@ from recipe_lib.cli import plan as plan_verb
 from recipe_lib.cli.main import main as tune
 from recipe_lib.config.suggest import show
 from recipe_lib.plan.hardware import find_hardware
-from recipe_lib.plan.receipts import append_receipt, receipts_file
-from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan, ReceiptRun, read_typed
+from recipe_lib.plan.receipts import ReceiptRun, append_receipt, receipts_file
+from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Plan, read_typed
 from recipe_lib.plan.tables import outermost
 from recipe_lib.plan.trace import STORAGE_KINDS
 from recipe_lib.units import MIB
@@ -73,11 +73,10 @@ def test_all_that_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture, monke
     assert said.startswith("FITS  2 x rtx4090")
     quote = "receipt: 2026-11-20, rtx4090, full_finetune_distributed demo/full: planned 15.21 GiB reserved, measured"
     assert f" {quote} 15.43 GiB (-1.4%); " in " ".join(said.split())
-    assert "; model=meta-llama/Meta-Llama-3-8B, here " in " ".join(said.split())
     plan = Plan.from_json(json.loads(files["json"].read_text(encoding="utf-8")))
     assert (plan.verdict, plan.ranks, plan.recipe, plan.config) == (FITS, 2, RECIPE, "demo/full")
     assert plan.overrides == CONFIG[2:]
-    assert plan.receipt is not None and plan.receipt.receipt == measured
+    assert f"receipt: {plan.receipt}".startswith(quote)
     assert 0 < plan.sequence["tokens"] < 128
     assert "200 sequences" in plan.sequence["source"]
     assert [rank.rank for rank in plan.rank_plans] == [0]
@@ -221,7 +220,6 @@ def test_the_plan_of_a_run(tmp_path: Path):
     assert planned["tokens_per_second"] > 0 and planned["own_device"] is False
     run = read_typed(ReceiptRun, planned["run"], "run")
     assert (run.recipe, run.config, run.ranks, run.settings["batch_size"]) == (RECIPE, "demo/full", 2, "2")
-    assert run.overrides == ["data.max_samples=200", "~validation.source", "batch_size=2", "data.cache=false"]
 
 
 def test_a_plan_that_takes_too_long_is_one_line(tmp_path: Path):

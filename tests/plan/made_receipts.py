@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from recipe_lib.plan.result import Receipt, ReceiptFigures, ReceiptRun
+from recipe_lib.plan.receipts import FORMAT, Receipt, ReceiptRun
 from recipe_lib.units import GIB
 
 
@@ -11,7 +11,6 @@ def made_run(settings: dict[str, str] | None = None, **changed: Any) -> ReceiptR
     fields: dict[str, Any] = {
         "recipe": "lora_finetune_distributed",
         "config": "llama3/8B_lora",
-        "overrides": [],
         "card": "rtx4090",
         "card_memory": 25 * 10**9,
         "ranks": 1,
@@ -34,23 +33,24 @@ def made_receipt(
     measured: float = 15.43,
     time: str = "2026-11-20T09:15:00+01:00",
     rates: tuple[float | None, float | None] = (1700.0, 1900.0),
-    expandable: bool = False,
     **changed: Any,
 ) -> Receipt:
     """planned, measured: GiB reserved. rates: tokens a second. changed: fields of the run."""
     sizes = (int(planned * GIB), int(measured * GIB))
-    figures = [
-        ReceiptFigures(size - 2 * GIB, size - GIB, size, 2.5, rate) for size, rate in zip(sizes, rates, strict=True)
-    ]
+    figures = []
+    for size, rate in zip(sizes, rates, strict=True):
+        figures.append({"active": size - 2 * GIB, "allocated": size - GIB, "reserved": size, "seconds": 2.5})
+        if rate is not None:
+            figures[-1]["tokens_per_second"] = rate
     versions = {"tune-recipes": "0.1.0", "torch": "2.13.0"}
-    return Receipt(time, versions, made_run(**changed), *figures, expandable)
+    return Receipt(FORMAT, time, versions, made_run(**changed), *figures)
 
 
 def left_by_a_run(**changed: Any) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     """(figures of its plan, summary, lines of metrics.jsonl) of a run on a GPU of 4 steps. changed: of the figures."""
     figures: dict[str, Any] = {
         "active": 11 * GIB, "allocated": 12 * GIB, "reserved": 13 * GIB, "first": None, "seconds": 2.0,
-        "tokens_per_second": 2048.0, "own_device": True, "expandable": False, "run": vars(made_run()),
+        "tokens_per_second": 2048.0, "own_device": True, "run": vars(made_run()),
     }  # fmt: skip
     peaks = {f"peak_memory_{kind}_gib": 10.0 + at for at, kind in enumerate(("active", "allocated", "reserved"))}
     summary = {**peaks, "memory_kind": "device", "versions": {"torch": "2.13.0", "platform": "Linux-host-of-alice"}}

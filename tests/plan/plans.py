@@ -95,10 +95,10 @@ def hand_made_pipeline(ranks: int = 2, micro_batches: int = 3) -> PipelinePlan:
             spans.append(ActionSpan(place, place, "B", number, backward, backward + 2.0))
         idle = 1 - 3 * micro_batches / end
         places.append(StagePlan(place, place, [place], [[16 * place, 16 * place + 15]], 3_490_000_000, 3_490_000_000,
-                                micro_batches, 0, 3.0 * micro_batches, idle, micro_batches, micro_batches,
-                                micro_batches * MIB, micro_batches * MIB))  # fmt: skip
+                                micro_batches, 0, 3.0 * micro_batches, idle, micro_batches,
+                                micro_batches * MIB))  # fmt: skip
     bubble = 1 - 3 * micro_batches / end
-    return PipelinePlan("gpipe", 1, micro_batches, 4, [micro_batches] * ranks, places, end, bubble, bubble, spans)
+    return PipelinePlan("gpipe", 1, micro_batches, 4, places, end, bubble, bubble, spans)
 
 
 def alive_storages() -> list[Alive]:

@@ -10,7 +10,7 @@ import pytest
 
 from recipe_lib.plan.receipts import quote_line
 from recipe_lib.plan.report import MOST_POINTS, draw_pipeline, draw_timeline, points, render_html
-from recipe_lib.plan.result import DOES_NOT_FIT, NearestReceipt, Plan
+from recipe_lib.plan.result import DOES_NOT_FIT, Plan
 from recipe_lib.plan.trace import ALLOC, FREE, PHASE, STORAGE_KINDS, Storage, Trace
 from recipe_lib.units import GIB, MIB, format_bytes
 from tests.plan.made_receipts import made_receipt
@@ -55,8 +55,8 @@ class Page(HTMLParser):
 
 
 def test_a_receipt_is_quoted_on_the_page():
-    found = NearestReceipt(made_receipt(config=EVIL), [])
-    assert f"receipt{quote_line(found)}" in re.sub(r"\n\s*", "", Page(render_html(hand_made(receipt=found))).text)
+    quote = quote_line(made_receipt(config=EVIL))
+    assert f"receipt{quote}" in re.sub(r"\n\s*", "", Page(render_html(hand_made(receipt=quote))).text)
     assert "receipt" not in Page(render_html(hand_made())).text
 
 

@@ -125,12 +125,12 @@ def test_every_inner_edge_has_a_tensor_each_way_for_each_micro_batch(found: dict
     message = 4 * ROWS * TOKENS * WIDTH
     for place in plan.pipeline.places:
         tensors = COUNT * turns * (1 if place.place in (0, PLACES - 1) else 2)
-        assert (place.sends, place.receives) == (tensors, tensors)
-        assert (place.sent, place.received) == (tensors * message, tensors * message)
+        assert (place.sends, place.sent) == (tensors, tensors * message)
     heaviest = next(place for place in plan.pipeline.places if place.rank == plan.heaviest.rank)
     exchanged = [row for row in plan.communication if row.operation in ("send", "recv")]
     assert {row.dim for row in exchanged} == {"pipeline"}
-    assert sum(row.count for row in exchanged) == heaviest.sends + heaviest.receives
+    for operation in ("send", "recv"):
+        assert sum(row.count for row in exchanged if row.operation == operation) == heaviest.sends
     assert {row.bytes for row in exchanged} == {message}
     assert {tuple(row.ranks) for row in exchanged} == {
         tuple(sorted((heaviest.place, other)))

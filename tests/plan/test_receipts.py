@@ -4,12 +4,11 @@ import json
 import multiprocessing
 import os
 import stat
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli.plan_receipts import describe_receipts, render_receipts
+from recipe_lib.cli.plan_receipts import render_receipts
 from recipe_lib.plan.receipts import append_receipt, make_receipt, read_receipts, receipts_file
 from recipe_lib.units import GIB
 from tests.plan.made_receipts import left_by_a_run, made_receipt
@@ -28,17 +27,9 @@ def test_a_line_is_read_back_and_is_for_this_user_alone(file: Path):
     assert read_receipts(file.with_name("none")) == ([], 0)
 
 
-def test_the_newest_is_last_in_whatever_order_they_were_written(file: Path):
-    """By the moment, not by the clock on the wall."""
-    times = ["2026-11-20T09:00:00+01:00", "2026-11-20T08:30:00+00:00", "2026-11-20T03:10:00-05:00"]
-    for time in times:
-        append_receipt(file, made_receipt(time=time))
-    assert [receipt.time for receipt in read_receipts(file)[0]] == [times[0], times[2], times[1]]
-
-
 def append_many(file: Path, config: str) -> None:
     for number in range(50):
-        append_receipt(file, made_receipt(config=config, overrides=[f"batch_size={number}"] * 200))
+        append_receipt(file, made_receipt(config=config, settings={"text": f"{number} " * 1000}))
 
 
 def test_runs_that_end_at_once_do_not_mix_their_lines(file: Path):
@@ -51,8 +42,8 @@ def test_runs_that_end_at_once_do_not_mix_their_lines(file: Path):
     receipts, unreadable = read_receipts(file)
     assert unreadable == 0
     for config in ("a", "b"):
-        found = [receipt.run.overrides for receipt in receipts if receipt.run.config == config]
-        assert sorted(found) == sorted([f"batch_size={number}"] * 200 for number in range(50))
+        found = [receipt.run.settings["text"] for receipt in receipts if receipt.run.config == config]
+        assert found == [f"{number} " * 1000 for number in range(50)]
 
 
 def test_a_line_is_one_write(file: Path, monkeypatch: pytest.MonkeyPatch):
@@ -71,14 +62,13 @@ def test_a_line_is_one_write(file: Path, monkeypatch: pytest.MonkeyPatch):
         lambda line: line.pop("format"),
         lambda line: line.pop("run"),
         lambda line: line["run"].update(ranks="many"),
-        lambda line: line["run"].update(ranks=0),
         lambda line: line["run"].update(card_memory=10**400),
-        lambda line: line["planned"].update(step_seconds=10**400),
+        lambda line: line["planned"].update(seconds=10**400),
         lambda line: line["planned"].update(tokens_per_second=float("nan")),
         lambda line: line["planned"].update(tokens_per_second=float("inf")),
         lambda line: line["measured"].update(reserved=0),
         lambda line: line["measured"].update(reserved=-1),
-        lambda line: line.update(time="yesterday"),
+        lambda line: line["planned"].pop("reserved"),
     ],
 )
 def test_a_line_of_something_else_is_passed_over(change, file: Path):
@@ -159,13 +149,11 @@ def test_the_receipt_of_a_run():
     """Of its first rank; a step's time is typical, which the first one's is not; of versions those that matter."""
     figures, summary, steps = left_by_a_run(first={"active": 5 * GIB, "allocated": 6 * GIB, "reserved": 9 * GIB})
     receipt = make_receipt(figures, summary, steps)
-    assert receipt is not None
-    assert asdict(receipt.planned) == {
-        "active": 5 * GIB, "allocated": 6 * GIB, "reserved": 9 * GIB, "step_seconds": 2.0, "tokens_per_second": 2048.0,
+    assert receipt.planned == {
+        "active": 5 * GIB, "allocated": 6 * GIB, "reserved": 9 * GIB, "seconds": 2.0, "tokens_per_second": 2048.0,
     }  # fmt: skip
-    assert asdict(receipt.measured) == {
-        "active": 10 * GIB, "allocated": 11 * GIB, "reserved": 12 * GIB, "step_seconds": 2.5,
-        "tokens_per_second": 2000.0,
+    assert receipt.measured == {
+        "active": 10 * GIB, "allocated": 11 * GIB, "reserved": 12 * GIB, "seconds": 2.5, "tokens_per_second": 2000.0,
     }  # fmt: skip
     assert receipt.errors["reserved"] == -0.25
     assert receipt.errors["tokens_per_second"] == pytest.approx(0.024)
@@ -173,28 +161,9 @@ def test_the_receipt_of_a_run():
     assert vars(receipt.run) == figures["run"]
 
 
-def test_a_quick_plan_has_no_allocated_bytes_and_one_step_no_time():
-    figures, summary, steps = left_by_a_run(allocated=None)
-    receipt = make_receipt(figures, summary, steps[:2])
-    assert receipt is not None
-    assert (receipt.planned.allocated, receipt.measured.allocated) == (None, 11 * GIB)
-    assert receipt.measured.step_seconds is receipt.measured.tokens_per_second is None
-    assert set(receipt.errors) == {"active", "reserved"}
-
-
-@pytest.mark.parametrize(
-    ("changed", "measured"),
-    [
-        ({}, {"memory_kind": "resident set"}),
-        ({}, {"memory_kind": None}),
-        ({"own_device": False}, {}),
-        ({"run": None}, {}),
-        ({}, {"peak_memory_reserved_gib": None}),
-    ],
-)
-def test_a_run_that_was_not_on_the_planned_gpu_has_none(changed: dict, measured: dict):
-    figures, summary, steps = left_by_a_run(**changed)
-    assert make_receipt(figures, summary | measured, steps) is None
+def test_of_one_step_no_time_is_known():
+    figures, summary, steps = left_by_a_run()
+    assert set(make_receipt(figures, summary, steps[:2]).errors) == {"active", "allocated", "reserved"}
 
 
 def test_the_list(file: Path):
@@ -209,21 +178,13 @@ def test_the_list(file: Path):
         ["2026-11-21", "rtx4090", "4", *run, "11.00", "GiB", "10.00", "GiB", "+10.0%", "-11%"],
     ]
     below = " ".join(text.split("\n\n")[1].split())
-    assert below.startswith("2 receipts; error of reserved memory: 17.5% mean absolute, -25.0% worst; error of tokens")
+    assert below.startswith("2 receipts; error of reserved memory: 17.5% mean absolute, -25.0% worst in ")
     assert "3 lines of it cannot be read" in below
-    found = describe_receipts(receipts, 3, file)
-    assert found["errors"]["reserved"] == pytest.approx({"count": 2, "mean_absolute": 0.175, "worst": -0.25})
-    assert found["errors"]["tokens_per_second"]["count"] == 1
-    assert found["receipts"] == [asdict(receipt) for receipt in receipts]
-    assert json.loads(json.dumps(found))["unreadable"] == 3
 
 
-def test_a_list_of_none_is_a_line_that_says_where_they_would_be(file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("TUNE_RECEIPTS", raising=False)
+def test_a_list_of_none_is_a_line_that_says_where_they_would_be(file: Path):
     text = render_receipts([], 0, file)
-    assert text.count("\n") == 1 and str(file) in text and "tune run" in text and "TUNE_RECEIPTS" not in text
-    monkeypatch.setenv("TUNE_RECEIPTS", "off")
-    assert "TUNE_RECEIPTS=off is set" in render_receipts([], 0, file)
+    assert text.count("\n") == 1 and str(file) in text and "tune run" in text and "TUNE_RECEIPTS=off" in text
 
 
 @pytest.mark.parametrize("line", ["{}", "", "x" * 300, '{"format": 1}'])
@@ -242,5 +203,5 @@ def test_a_whole_file_is_read_to_its_first_line(file: Path, monkeypatch: pytest.
         append_receipt(file, made_receipt(config=config))
     monkeypatch.setattr("recipe_lib.plan.receipts._NEWEST_BYTES", file.stat().st_size + 1)
     assert [receipt.run.config for receipt in read_receipts(file)[0]] == ["a", "b"]
-    monkeypatch.setattr("recipe_lib.plan.receipts._NEWEST_BYTES", file.stat().st_size - 1)
+    monkeypatch.setattr("recipe_lib.plan.receipts._NEWEST_BYTES", file.stat().st_size - 2)
     assert [receipt.run.config for receipt in read_receipts(file)[0]] == ["b"]

@@ -10,13 +10,13 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from recipe_lib.config.card_limits import card_faults
 from recipe_lib.config.mesh import MODEL_DIMS, micro_batches, same_batch_ranks
 from recipe_lib.errors import UserError
-from recipe_lib.plan.build_plan import PlanSettings, layer_rows, make_plan, simulate_rank
+from recipe_lib.plan.build_plan import PlanSettings, make_plan, simulate_rank
 from recipe_lib.plan.hardware import HARDWARE
 from recipe_lib.plan.rank_plans import has_room, rank_plan
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Advice, Plan
@@ -24,10 +24,8 @@ from recipe_lib.plan.search.lever_table import (
     LENGTH_KEY,
     PACKING_KEY,
     RANKS_KEY,
-    TARGETS_KEY,
     TURNS_KEY,
     Lever,
-    compare_targets,
     list_levers,
 )
 from recipe_lib.plan.search.trials import (
@@ -39,7 +37,6 @@ from recipe_lib.plan.search.trials import (
     in_processes,
     override_text,
     try_quick,
-    usable_bytes,
 )
 from recipe_lib.plan.tracing.simulate import FIRST, STEADY
 from recipe_lib.plan.verdict import planned_reserved
@@ -54,14 +51,8 @@ _MOST_LARGER = 3  # numbers of ranks tried beyond a run's own, each twice as man
 _FIXED = ("parameters", "gradients", "optimizer", "gathered", "communication")
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A lever and what the run takes with it."""
-
-    lever: Lever
-    quick: Estimate
-    # Bytes that the allocator may then take.
-    usable: int
+# A lever and what the run takes with it.
+Tried = tuple[Lever, Estimate]
 
 
 def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Estimate | None, list[Tried]]:
@@ -71,16 +62,13 @@ def try_levers(recipe_class: type, cfg: Any, settings: PlanSettings) -> tuple[Es
     """
     jobs = [(Lever(), cfg, settings)]
     for lever in list_levers(cfg, settings):
-        if TARGETS_KEY in lever.changes:
-            lever = replace(lever, note=compare_targets(cfg, lever.changes[TARGETS_KEY]))
         other = changed(cfg, {key: value for key, value in lever.changes.items() if key != RANKS_KEY})
         if other is not None:
             jobs.append((lever, other, _change_settings(settings, lever.changes, other)))
     estimates = in_processes(lambda job: try_quick(recipe_class, job[1], job[2]), jobs, "trying levers")
-    tried = []
-    for (lever, other, job_settings), estimate in zip(jobs[1:], estimates[1:], strict=True):
-        if estimate is not None:
-            tried.append(Tried(lever, estimate, usable_bytes(other, job_settings)))
+    tried = [
+        (lever, estimate) for (lever, *_), estimate in zip(jobs[1:], estimates[1:], strict=True) if estimate is not None
+    ]
     return estimates[0], tried
 
 
@@ -112,15 +100,15 @@ def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice
         fits = rank.reserved_expandable <= plan.device.usable
         row = Advice(EXPANDABLE, gained, 0.0, fits, "an environment variable; less reserved memory lies idle")
         ranked.append(((not fits, True, gained), row))
-    for one in tried if base is not None else []:
+    for lever, one in tried if base is not None else []:
         assert base is not None
-        lever, gained, seconds = one.lever, one.quick.active - base.active, one.quick.seconds - base.seconds
+        gained, seconds = one.active - base.active, one.seconds - base.seconds
         fits = _fits(plan, base, one)
         timed = not {LENGTH_KEY, PACKING_KEY} & set(lever.changes)
         is_faster = timed and fits and plan.verdict != DOES_NOT_FIT and seconds < -MIN_CHANGE * base.seconds
         if not (is_faster or lever.weighed or gained < -MIN_CHANGE * base.active):
             continue
-        note = "; ".join(filter(None, [lever.note, *_list_traffic(one, base)]))
+        note = "; ".join(filter(None, [lever.note, *_list_traffic(lever, one, base)]))
         override = override_text(lever.changes).replace(f"{RANKS_KEY}=", f"{RANKS_KEY} ")
         row = Advice(override, gained, seconds if timed else None, fits, note)
         by_time = is_faster or (lever.sends and fits)
@@ -128,20 +116,20 @@ def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice
     return [row for _, row in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def _list_traffic(one: Tried, base: Estimate) -> list[str]:
+def _list_traffic(lever: Lever, one: Estimate, base: Estimate) -> list[str]:
     """Return what is sent, where that is to be said, and what more of it is kept in host memory."""
     texts = []
-    if one.lever.sends:
+    if lever.sends:
         texts.append(
-            f"sends {format_bytes(one.quick.sent)} a step (without it {format_bytes(base.sent)}), to and from the host "
-            f"{format_bytes(one.quick.copied)} ({format_bytes(base.copied)})"
+            f"sends {format_bytes(one.sent)} a step (without it {format_bytes(base.sent)}), to and from the host "
+            f"{format_bytes(one.copied)} ({format_bytes(base.copied)})"
         )
-    if one.quick.host > base.host + MIN_CHANGE * base.active:
-        texts.append(f"{format_bytes(one.quick.host)} of host memory")
+    if one.host > base.host + MIN_CHANGE * base.active:
+        texts.append(f"{format_bytes(one.host)} of host memory")
     return texts
 
 
-def _fits(plan: Plan, base: Estimate, one: Tried) -> bool:
+def _fits(plan: Plan, base: Estimate, one: Estimate) -> bool:
     """Return whether the run fits with a lever, as the verdict counts it, with expandable segments.
 
     That is the plan's own peak, and what the lever changes of it; of loading, validation and saving what they take
@@ -149,9 +137,9 @@ def _fits(plan: Plan, base: Estimate, one: Tried) -> bool:
     """
     steps = [peak.reserved_expandable for peak in plan.heaviest.peaks if peak.phase in (FIRST, STEADY)]
     others = [peak.active for peak in plan.heaviest.peaks if peak.phase not in (FIRST, STEADY)]
-    planned = max(steps, default=0) + one.quick.reserved_expandable - base.reserved_expandable
+    planned = max(steps, default=0) + one.reserved_expandable - base.reserved_expandable
     beyond = max((peak - base.held for peak in others), default=0)
-    return max(planned, one.quick.held + max(beyond, 0)) <= one.usable
+    return max(planned, one.held + max(beyond, 0)) <= one.usable
 
 
 def name_next_lever(plan: Plan, cfg: Any, settings: PlanSettings) -> str:
@@ -267,7 +255,7 @@ def find_fewest(ranks: int, least: int, good: bool, fits: Callable[[int], bool])
 
 
 def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) -> None:
-    """Set `alone` of a plan, the full model on one device, and what its layers keep there.
+    """Set `alone` of a plan, the full model on one device.
 
     It costs about as much as planning a rank. Where the run is one rank it is that already.
     """
@@ -280,9 +268,6 @@ def add_alone(plan: Plan, recipe_class: type, cfg: Any, settings: PlanSettings) 
     with phase("simulating the full model on one device", leaves_line=False):
         simulated = simulate_rank(recipe_class, other, replace(settings, ranks=1, traced_ranks=(), phases=()), 0)
     plan.alone = rank_plan(0, simulated)
-    kept = {row.module: row.kept for row in layer_rows(simulated)}
-    for row in plan.layers:
-        row.kept_alone = kept.get(row.module)
 
 
 def choose_strategy(
@@ -301,21 +286,20 @@ def choose_strategy(
         sharded, copied = in_processes(
             lambda name: try_quick(recipe_class, configs[name], settings), list(configs), "planning fsdp and ddp"
         )
-        usable = usable_bytes(configs[COPIES], settings)
-        strategy, reason = decide(sharded, copied, usable, settings, expandable=expandable)
+        strategy, reason = decide(sharded, copied, settings, expandable=expandable)
     return strategy, f"{STRATEGY_KEY}=auto: {strategy}; {reason}"
 
 
 def decide(
-    sharded: Estimate | None, copied: Estimate | None, usable: int, settings: PlanSettings, *, expandable: bool
+    sharded: Estimate | None, copied: Estimate | None, settings: PlanSettings, *, expandable: bool
 ) -> tuple[str, str]:
-    """Return (strategy, why) by the estimates of both; None: there is none. usable: bytes for the allocator."""
+    """Return (strategy, why) by the estimates of both; None: there is none."""
     where = f"{settings.ranks} x {settings.hardware.name}"
     if sharded is None or copied is None:
         return SHARDS, f"no estimate could be made of both for {where}"
     taken = [one.reserved_expandable if expandable else one.reserved for one in (sharded, copied)]
-    fits = [size <= usable * (1 - RESERVED_TOLERANCE) for size in taken]
-    share = f"of the {format_bytes(usable)} that {where} can give each rank"
+    fits = [size <= copied.usable * (1 - RESERVED_TOLERANCE) for size in taken]
+    share = f"of the {format_bytes(copied.usable)} that {where} can give each rank"
     if not any(fits):
         return SHARDS, f"it takes least, about {format_bytes(taken[0])} {share}, which is tight"
     if not fits[1]:

@@ -8,8 +8,8 @@ not, nor does the same with less checkpointing; and `trial_order` has what is de
 
 import time
 from collections.abc import Collection
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from recipe_lib.plan.build_plan import PlanSettings, make_plan
@@ -17,16 +17,17 @@ from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search.trial_order import (
     Trials,
     batch_per_step,
+    just,
     key_of,
     leanest,
     list_groups,
     pipelines,
     run_ways,
     sharings,
-    try_all,
+    skip,
     variant_key,
     way,
-    worth_trying,
+    why_too_large,
 )
 from recipe_lib.plan.search.trials import (
     CHECKPOINTING,
@@ -49,46 +50,20 @@ MAX_PLANS = 10
 
 
 @dataclass(frozen=True)
-class PlannedSettings:
-    """Settings. changes: of the config. verdict, active, reserved, reserved_expandable, host, margin: of their own
-    plan, the bytes of the heaviest rank; margin is negative where they do not fit. seconds: of a step;
-    tokens_per_second: of all ranks; both for ranking."""
-
-    changes: Changes
-    verdict: str
-    active: int
-    reserved: int
-    reserved_expandable: int
-    host: int
-    margin: int
-    seconds: float
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
 class Search:
     """found: what fits, confirmed, fastest first. closest: where nothing does, what lacks least. device, ranks: to fit.
     global_batch_size: sequences of a step, all ranks. tried: settings that were estimated; planned: in full; skipped:
-    settings, each for more of its kind, that no simulation was needed for; took: seconds.
+    settings, each for more of its kind, that no simulation was needed for; took: seconds."""
 
-    True if something was found; as text, the table of `render_search`.
-    """
-
-    found: list[PlannedSettings]
-    closest: PlannedSettings | None
+    found: list[Candidate]
+    closest: Candidate | None
     device: str
     ranks: int
     global_batch_size: int
     tried: int
     planned: int
+    skipped: int
     took: float
-    skipped: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.found)
-
-    def __str__(self) -> str:
-        return render_search(self)
 
 
 def search(
@@ -110,8 +85,6 @@ def search(
     streamed from it, where nothing fits without. Raises UserErrors of recipe and config.
     """
     began = time.monotonic()
-    found: list[PlannedSettings] = []
-    refused: list[PlannedSettings] = []
 
     def work(job: Changes | Candidate) -> Any:
         if isinstance(job, Candidate):
@@ -123,24 +96,23 @@ def search(
         trials = Trials(cfg, settings, fixed, submit, workers, going)
         for group in list_groups(cfg, settings, fixed):
             _try_group(trials, group, splits)
-            fits, too_large = _confirm(trials, group, splits, submit, want)
-            found, refused = found + fits, refused + too_large
-            if found:
+            _confirm(trials, group, splits, want)
+            if trials.confirmed():
                 break
-        if not found:
-            refused += [future.result() for future in [submit(one) for one in _doubted(trials)]]
-            found = [one for one in refused if one.verdict != DOES_NOT_FIT]
-    closest = None if found else max(refused, key=lambda one: one.margin, default=None)
+        nearest = min(filter(None, trials.tried.values()), key=lambda one: one.short, default=None)
+        if not trials.confirmed() and nearest is not None and not nearest.may_fit:
+            trials.plan([nearest])
+    found = trials.confirmed()
     return Search(
         found=found,
-        closest=closest,
+        closest=None if found else min(trials.plans.values(), key=lambda one: one.short, default=None),
         device=settings.hardware.name,
         ranks=settings.ranks,
         global_batch_size=batch_per_step(cfg) * data_ranks(cfg, settings.ranks),
         tried=len(trials.tried),
-        planned=len(found) + len(refused),
-        took=time.monotonic() - began,
+        planned=len(trials.plans),
         skipped=len(trials.skipped),
+        took=time.monotonic() - began,
     )
 
 
@@ -149,53 +121,39 @@ def _try_group(trials: Trials, group: list[Changes], splits: bool) -> None:
     goes on where what was the fastest has turned out not to fit."""
     cfg, settings, fixed = trials.cfg, trials.settings, trials.fixed
     begun = [leanest(trials, variant | next(sharings(cfg, settings.ranks, fixed))) for variant in group]
-    try_all(trials, begun)
+    run_ways(trials, map(just, begun))
     # The settings are refused otherwise, by the recipe or the simulation.
     left = [(variant, one) for variant, one in zip(group, begun, strict=True) if trials.tried.get(key_of(one))]
     for _, one in left:
         trials.leanest[variant_key(one)] = trials.tried[key_of(one)]
     if left and CHECKPOINTING_KEY not in fixed:  # what each kind keeps and computes
-        try_all(trials, [left[0][1] | checkpointing(cfg, kind) for kind in reversed(CHECKPOINTING[1:])])
+        kinds = [left[0][1] | checkpointing(cfg, kind) for kind in reversed(CHECKPOINTING[1:])]
+        run_ways(trials, map(just, kinds))
     ways = [*sharings(cfg, settings.ranks, fixed), *pipelines(cfg, settings, fixed, splits=splits)]
-    possible = worth_trying(trials, [variant | sharing for variant, _ in left for sharing in ways])
-    run_ways(trials, [way(trials, one) for one in possible])
+    possible = []
+    for (variant, _), sharing in product(left, ways):
+        if why := why_too_large(trials, leanest(trials, variant | sharing)):
+            skip(trials, variant | sharing, f"{why}, however activations are kept")
+        else:
+            possible.append(way(trials, variant | sharing))
+    run_ways(trials, possible)
 
 
-def _confirm(
-    trials: Trials, group: list[Changes], splits: bool, submit: Any, want: int
-) -> tuple[list[PlannedSettings], list[PlannedSettings]]:
-    """(what fits by its whole plan, what does not), the fastest estimates first, until there are enough."""
-    fits: list[PlannedSettings] = []
-    refused: list[PlannedSettings] = []
-    done: set[str] = set()
-    while len(fits) < want and len(fits) + len(refused) < MAX_PLANS:
-        waiting = [one for one in trials.fitting() if key_of(one.changes) not in done]
-        now = waiting[: want - len(fits)]
-        if not now:
+def _confirm(trials: Trials, group: list[Changes], splits: bool, want: int) -> None:
+    """Plan the fastest estimates until there are enough that fit."""
+    most = len(trials.plans) + MAX_PLANS
+    while len(trials.confirmed()) < want and len(trials.plans) < most:
+        waiting = [one for one in trials.fitting() if key_of(one.changes) not in trials.plans]
+        if not waiting:
             break
         trials.going.what = "planning the fastest in full"
-        futures: list[Future[PlannedSettings]] = [submit(one) for one in now]
-        for one, future in zip(now, futures, strict=True):
-            done.add(key_of(one.changes))
-            if future.result().verdict == DOES_NOT_FIT:
-                refused.append(future.result())
-                trials.refused.add(key_of(one.changes))
-            else:
-                fits.append(future.result())
-        if trials.refused:
+        trials.plan(waiting[: want - len(trials.confirmed())])
+        if len(trials.confirmed()) < len(trials.plans):
             _try_group(trials, group, splits)
-    return sorted(fits, key=lambda one: -one.tokens_per_second), refused
 
 
-def _doubted(trials: Trials) -> list[Candidate]:
-    """The settings that lack least, where no plan of them was made."""
-    tried = [one for one in trials.tried.values() if one is not None]
-    nearest = sorted(tried, key=lambda one: one.short)[:1]
-    return [one for one in nearest if not one.may_fit]
-
-
-def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: Candidate) -> PlannedSettings:
-    """The whole plan of a candidate."""
+def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: Candidate) -> Candidate:
+    """Return a candidate with the figures of its whole plan."""
     other = changed(cfg, one.changes)
     assert other is not None
     plan, _ = make_plan(recipe_class, other, replace(settings, timed=False))
@@ -203,17 +161,15 @@ def _plan(recipe_class: type, cfg: Any, settings: PlanSettings, one: Candidate) 
     changes = find_differing(cfg, one.changes)
     if changes.get("optimizer.implementation") == "auto" and cfg.optimizer.implementation == "fused":
         del changes["optimizer.implementation"]
-    return PlannedSettings(
-        changes=changes,
-        verdict=plan.verdict,
+    exact = replace(
+        one.quick,
         active=rank.peak.active,
         reserved=rank.reserved,
         reserved_expandable=rank.reserved_expandable,
-        host=plan.heaviest.host,
-        margin=plan.device.usable - min(rank.reserved, rank.reserved_expandable),
-        seconds=one.quick.seconds,
-        tokens_per_second=one.speed,
+        host=rank.host,
+        usable=plan.device.usable,
     )
+    return Candidate(changes, exact, plan.verdict != DOES_NOT_FIT, plan.verdict)
 
 
 def render_search(result: Search) -> str:
@@ -224,26 +180,19 @@ def render_search(result: Search) -> str:
     if result.found:
         title = f"FOUND  settings that fit {where}, {batch}, fastest first"
     else:
-        lacking = f"; closest, short of {format_bytes(-shown[0].margin)}:" if shown else ""
+        lacking = f"; closest, short of {format_bytes(shown[0].short)}:" if shown else ""
         title = f"DOES NOT FIT  {where}, {batch}, with none of the settings tried{lacking}"
     header = ["planned active", "reserved", "expandable", "step", "tokens/s", "verdict"]
     console = open_console(terminal_width(WIDEST))
     put(console, title)
     for number, one in enumerate(shown, 1):
-        sizes = map(format_bytes, (one.active, one.reserved, one.reserved_expandable))
-        cells = [*sizes, format_duration(one.seconds), format_count(one.tokens_per_second), one.verdict]
+        sizes = map(format_bytes, (one.quick.active, one.quick.reserved, one.quick.reserved_expandable))
+        cells = [*sizes, format_duration(one.quick.seconds), format_count(one.speed), one.verdict]
         console.print()
         put(console, f"{number}. {override_text(one.changes) or 'as the config has it'}", indent=2, wrap=False)
         put_table(console, Table("", header, [cells], ("verdict",), ("expandable", "step")))
     how = f"{result.tried} settings estimated, {result.planned} planned in full, {result.took:.0f} s"
+    others = "; after the first: the fastest of those that were estimated" if len(result.found) > 1 else ""
     console.print()
-    put(console, f"tokens/s are for ranking; {how}", indent=2)
-    if result.skipped:
-        put(
-            console,
-            f"{result.skipped} decided without a simulation: too large, or not the fastest, as their lines say",
-            indent=2,
-        )
-        if len(result.found) > 1:
-            put(console, "after the first: the fastest of those that were estimated", indent=2)
+    put(console, f"tokens/s are for ranking{others}; {how}", indent=2)
     return text_of(console).rstrip("\n")

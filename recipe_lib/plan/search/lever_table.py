@@ -5,16 +5,12 @@ the most, and a search takes those with a `resort` where nothing fits without th
 """
 
 from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from recipe_lib.adapters import add_adapters
 from recipe_lib.config.mesh import same_batch_ranks
-from recipe_lib.config.optimizer_facts import BYTES, state_bytes
-from recipe_lib.models import build_meta
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.rank_plans import mixture_of
 from recipe_lib.plan.search.trials import (
@@ -36,8 +32,6 @@ from recipe_lib.plan.search.trials import (
     streamed,
     value_of,
 )
-from recipe_lib.plan.world.shape_only_model import spec_of
-from recipe_lib.units import format_bytes, format_count
 
 RANKS_KEY = "--nproc_per_node"  # of the launcher, as it is typed
 LENGTH_KEY, PACKING_KEY, TARGETS_KEY = "max_seq_len", "data.packing", "lora.target_modules"
@@ -206,7 +200,11 @@ def list_contexts(cfg: Any, ranks: int) -> list[int]:
 
 def _list_adapter_levers(cfg: Any) -> list[Lever]:
     """Return the levers of adapters, and of the frozen weights under them."""
-    adapters, targets = cfg.trained_adapters, _choose_other_targets(cfg)
+    adapters = cfg.trained_adapters
+    has_experts = _EXPERTS in adapters.target_modules
+    targets = [name for name in adapters.target_modules if name != _EXPERTS]
+    if not has_experts:
+        targets.append(_EXPERTS)
     rounded = "frozen weights are rounded"
     kinds = {"nf4": rounded, "int8": rounded, "none": "frozen weights are not rounded"}
     return [
@@ -216,7 +214,12 @@ def _list_adapter_levers(cfg: Any) -> list[Lever]:
             "smaller adapters",
             when=adapters.rank > 1 and adapters.adapter_path is None,
         ),
-        Lever({TARGETS_KEY: targets}, when=targets is not None, weighed=True),  # its note is `compare_targets`
+        Lever(
+            {TARGETS_KEY: targets},
+            f"adapters {'without' if has_experts else 'with'} those of all experts",
+            when=bool(targets) and adapters.adapter_path is None and mixture_of(cfg) is not None,
+            weighed=True,
+        ),
     ]
 
 
@@ -299,41 +302,3 @@ def _say_not_done_in_backward(cfg: Any) -> str:
     """Return what a step loses where parameters are stepped in backward."""
     accumulates = cfg.gradient_accumulation_steps > 1
     return "gradients are not clipped" + (", and a step has fewer sequences" if accumulates else "")
-
-
-def _choose_other_targets(cfg: Any) -> list[str] | None:
-    """Return `lora.target_modules` with the experts of a plannable config's model, or without them where it has them.
-
-    None where it trains no new adapters, its model has no experts, or nothing else is adapted.
-    """
-    adapters = cfg.trained_adapters
-    if adapters.adapter_path is not None or mixture_of(cfg) is None:
-        return None
-    if _EXPERTS not in adapters.target_modules:
-        return [*adapters.target_modules, _EXPERTS]
-    return [name for name in adapters.target_modules if name != _EXPERTS] or None
-
-
-def compare_targets(cfg: Any, targets: list[str]) -> str:
-    """Return what adapters of all experts take, next to those without, whichever the config has.
-
-    The model is made for it, which takes a second for a large mixture.
-    """
-    own = cfg.trained_adapters.target_modules
-    width = BYTES[cfg.trained_adapters.dtype or cfg.dtype]
-    texts = []
-    for names in (targets, own) if _EXPERTS in targets else (own, targets):
-        count = count_adapters(cfg, names)
-        size = count * (2 * width + state_bytes(cfg.optimizer, width, in_layer=True))
-        texts.append(f"{format_bytes(int(size))} ({format_count(count)} numbers)")
-    return (
-        f"adapters, with their gradients and optimizer states: {texts[0]} with those of all experts, {texts[1]} without"
-    )
-
-
-def count_adapters(cfg: Any, targets: list[str]) -> int:
-    """Return the numbers of the adapters that a plannable config's model has on such targets."""
-    lora = replace(deepcopy(cfg.trained_adapters), target_modules=targets, quantize_base="none")
-    model = build_meta(spec_of(cfg), _DTYPES[cfg.dtype])
-    add_adapters(model, lora, _DTYPES[cfg.dtype])
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

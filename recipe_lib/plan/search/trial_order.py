@@ -7,8 +7,9 @@ is said.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -17,15 +18,11 @@ from recipe_lib.config.mesh import (
     SCHEDULES,
     fewest_micro_batches,
     mesh_shape,
-    micro_batches,
     stage_count,
-    stages_of_rank,
-    stages_per_rank,
 )
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.logs import get_logger
 from recipe_lib.parallel.gradient_accumulation import reduces_once
-from recipe_lib.parallel.pipeline.balance import split_layers
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.search.lever_table import (
     HOST,
@@ -62,103 +59,32 @@ from recipe_lib.plan.search.trials import (
     usable_bytes,
     value_of,
 )
-from recipe_lib.plan.tracing.pipeline_actions import orders_of
-from recipe_lib.plan.world.shape_only_model import layer_count, spec_of
+from recipe_lib.plan.world.shape_only_model import layer_count
 from recipe_lib.report.phases import Phase
 from recipe_lib.units import format_bytes, format_count
 
-# What settings take at least, from what others took: what the layers' parameters, states, gradients and kept
-# activations take together when a backward begins, and the step's operations at the highest rate.
 
+def least_bytes(cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: Any, like: Estimate | None) -> int:
+    """Return the bytes that `cfg` takes on its heaviest rank at least: those of the average one as a backward begins
+    and ends.
 
-@dataclass(frozen=True)
-class Like:
-    """An estimate with the same layers and the same checkpointing, and the sequences of its micro-batches that a rank
-    has: of one that others share with it a part."""
-
-    quick: Estimate
-    batch_size: float
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Bytes of the average rank, and the layers' share of them. before: parameters and states, with what is whole
-    through forward; gradients: once there are any."""
-
-    before: float
-    gradients: float
-    by_layers: float
-
-
-def least_bytes(cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: Any, like: Like | None) -> int:
-    """Bytes that `cfg` takes on its heaviest rank, at least.
-
-    known, known_cfg: what is the same but for how the ranks share the model. like: None: kept activations are left out.
+    known, known_cfg: what is the same but for how the ranks share the model. like: what has the same layers and the
+    same checkpointing; None: kept activations are left out. Each rank of a pipeline keeps its part for a micro-batch.
     """
-    held = _held(cfg, settings, known, known_cfg)
-    kept = 0.0 if like is None else like.quick.kept * cfg.batch_size / cfg.parallel.context / like.batch_size
-    if cfg.parallel.pipeline > 1:
-        return int(max(held.before + held.gradients, *_places(cfg, settings, held, kept)))
-    accumulates = cfg.gradient_accumulation_steps > 1
-    as_backward_begins = held.before + kept + (held.gradients if accumulates else 0)
-    return int(max(as_backward_begins, held.before - _whole(cfg, settings, known) + held.gradients))
-
-
-def _held(cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: Any) -> _Held:
-    """By those of another way to share the model."""
-    mesh, before = mesh_shape(cfg.parallel, settings.ranks), mesh_shape(known_cfg.parallel, settings.ranks)
+    mesh, before = (mesh_shape(one.parallel, settings.ranks) for one in (cfg, known_cfg))
     parts = mesh["pipeline"] * mesh["data_shard"]
-    offloaded = cfg.memory.cpu_offload or cfg.memory.stream_layers is True
-    held = 0.0 if offloaded else known.held * before["pipeline"] * before["data_shard"] / parts
-    gradients = 0.0 if offloaded or cfg.memory.optimizer_in_backward else known.trained / parts
-    if reduces_once(cfg.parallel) and not cfg.memory.optimizer_in_backward:
-        gradients = known.trained / mesh["pipeline"]
-    by_layers = known.held_by_layers / known.held if known.held else 0.0
-    return _Held(held + _whole(cfg, settings, known), gradients, by_layers)
-
-
-def _whole(cfg: Any, settings: PlanSettings, known: Estimate) -> float:
-    """What is gathered and stays so from forward to backward, beyond the rank's own part."""
-    mesh = mesh_shape(cfg.parallel, settings.ranks)
-    if cfg.parallel.reshard_after_forward or cfg.parallel.strategy == "ddp" or mesh["data_shard"] == 1:
-        return 0.0
-    if cfg.memory.stream_layers:  # adapters alone are gathered
-        return 0.0
-    shards = mesh["data_shard"]
-    others = shards if cfg.memory.cpu_offload else shards - 1
-    return known.parameters * others / (mesh["pipeline"] * shards)
-
-
-def _places(cfg: Any, settings: PlanSettings, held: _Held, kept: float) -> Iterator[float]:
-    """The same of each place of a pipeline, of its layers alone: as many micro-batches are kept as its order says."""
-    parallel, layers = cfg.parallel, layer_count(cfg)
-    split = split_layers(spec_of(cfg), cfg, mesh_shape(parallel, settings.ranks)["data_shard"])
-    orders = orders_of(parallel, micro_batches(cfg)[1])
-    for place in range(parallel.pipeline):
-        share = {stage: len(split[stage]) / layers for stage in stages_of_rank(parallel, place)}
-        mine = held.by_layers * parallel.pipeline * sum(share.values())
-        alive, gradients, most = 0.0, 0.0, 0.0
-        for action in orders[place]:
-            if action.kind == "F":
-                alive += kept * share[action.stage]
-                most = max(most, alive + gradients)
-            elif action.kind in ("B", "I"):
-                alive -= kept * share[action.stage]
-                gradients = held.gradients * mine if action.kind == "B" else gradients
-        yield held.before * mine + most
-
-
-def least_step(cfg: Any, like: Like) -> float:
-    """Seconds that a step of `cfg` takes at least.
-
-    A pipeline whose ranks have one stage each, and whose backward is not cut in two, also waits for its first
-    micro-batch to come to the last rank and back.
-    """
-    parallel = cfg.parallel
-    if parallel.pipeline == 1 or stages_per_rank(parallel) > 1 or SCHEDULES[parallel.pipeline_schedule].splits:
-        return like.quick.least_seconds
-    count = micro_batches(cfg)[1]
-    return like.quick.least_seconds * (count + parallel.pipeline - 1) / count
+    is_offloaded = cfg.memory.cpu_offload or cfg.memory.stream_layers is True
+    held = 0.0 if is_offloaded else known.held * before["pipeline"] * before["data_shard"] / parts
+    gathered = 0.0  # and so until the backward, beyond the rank's own part
+    if not (cfg.parallel.reshard_after_forward or cfg.memory.stream_layers):  # of streamed layers, adapters alone are
+        gathered = known.parameters / mesh["pipeline"] - known.parameters / parts
+    gradients = 0.0
+    if not cfg.memory.optimizer_in_backward:
+        once = reduces_once(cfg.parallel)
+        gradients = known.trained / mesh["pipeline"] if once else 0.0 if is_offloaded else known.trained / parts
+    kept = 0.0 if like is None else like.kept * cfg.batch_size / (cfg.parallel.context * cfg.parallel.pipeline)
+    accumulates = cfg.gradient_accumulation_steps > 1
+    return int(held + max(gathered + kept + (gradients if accumulates else 0), gradients))
 
 
 # Gives settings to try, takes what came of each: None for those that are left out.
@@ -179,7 +105,7 @@ class Trials:
     # Dotted keys that stay as the config has them.
     fixed: Collection[str]
     # As `side_by_side` gives them.
-    submit: Callable[[Changes], Future[Any]]
+    submit: Callable[[Any], Future[Any]]
     workers: int
     going: Phase
     # By `key_of` the settings that a trial was made of; None: the recipe or the simulation refuses them.
@@ -188,8 +114,8 @@ class Trials:
     leanest: dict[str, Candidate | None] = field(default_factory=dict)
     # Settings that no trial was made of, and why.
     skipped: dict[str, str] = field(default_factory=dict)
-    # Settings whose whole plan does not fit.
-    refused: set[str] = field(default_factory=set)
+    # By `key_of` the candidates with their whole plan.
+    plans: dict[str, Candidate] = field(default_factory=dict)
     # The speed that was last said to be the best.
     best_said: float = 0.0
     configs: dict[str, Any] = field(default_factory=dict)
@@ -208,23 +134,21 @@ class Trials:
     def fitting(self) -> list[Candidate]:
         """What may fit, fastest first, each once."""
         found = {key_of(one.changes): one for one in self.tried.values() if one is not None}
-        left = [one for key, one in found.items() if key not in self.refused and one.may_fit]
+        left = [one for key, one in found.items() if one.may_fit and self.plans.get(key, one).may_fit]
         return sorted(left, key=lambda one: (-one.speed, one.quick.active))
+
+    def plan(self, candidates: Iterable[Candidate]) -> None:
+        """Plan candidates in full."""
+        for one, future in [(one, self.submit(one)) for one in candidates]:
+            self.plans[key_of(one.changes)] = future.result()
+
+    def confirmed(self) -> list[Candidate]:
+        """Return what fits by its whole plan, fastest first."""
+        return sorted((one for one in self.plans.values() if one.may_fit), key=lambda one: -one.speed)
 
     def text(self, changes: Changes) -> str:
         """What to type for them."""
         return override_text(find_differing(self.cfg, changes)) or "as it is"
-
-
-def worth_trying(trials: Trials, begun: Iterable[Changes]) -> list[Changes]:
-    """Ways to share the model whose leanest settings could fit; the others are said once."""
-    found = []
-    for changes in begun:
-        if why := _too_large(trials, leanest(trials, changes)):
-            _skip(trials, changes, f"{why}, however activations are kept")
-        else:
-            found.append(changes)
-    return found
 
 
 def leanest(trials: Trials, begun: Changes) -> Changes:
@@ -233,163 +157,105 @@ def leanest(trials: Trials, begun: Changes) -> Changes:
     return trials.size(begun | kind, min(sizes(trials.cfg, begun), default=1))
 
 
-def try_all(trials: Trials, wanted: Iterable[Changes]) -> None:
-    """Each of the settings, but for those that are decided already."""
-
-    def single(changes: Changes) -> Way:
-        yield changes
-
-    run_ways(trials, [single(changes) for changes in wanted])
+def just(changes: Changes) -> Way:
+    """Try settings as they are."""
+    yield changes
 
 
 def way(trials: Trials, begun: Changes) -> Way:
-    """For each kind of checkpointing the largest micro-batch that fits. One that computes more again is of use for
-    larger micro-batches only."""
+    """For each kind of checkpointing try micro-batches, from the smallest on, until one does not fit.
+
+    One that computes more again is of use for larger micro-batches only.
+    """
     cfg = trials.cfg
     left = [cfg.batch_size] if SIZE_KEYS & set(trials.fixed) else sizes(cfg, begun)
     kinds: Iterable[str] = reversed(CHECKPOINTING)
     if CHECKPOINTING_KEY in trials.fixed:
         kinds = (cfg.memory.activation_checkpointing,)
     for kind in kinds:
-        fitting = yield from _micro_batches(trials, begun | checkpointing(cfg, kind), left)
-        left = [size for size in left if size > max(fitting, default=0)]
-        if not left:
-            return
+        kept = begun | checkpointing(cfg, kind)
+        if left[-1:] == [batch_per_step_with(cfg, begun)]:
+            # All sequences at once have no gradients of others to be added to: they may fit where fewer do not.
+            one = yield trials.size(kept, left[-1])
+            if one is not None and one.may_fit:
+                return
+        while left:
+            one = yield trials.size(kept, left[0])
+            if one is None or not one.may_fit:
+                break
+            del left[0]
 
 
-def _micro_batches(trials: Trials, begun: Changes, left: list[int]) -> Generator[Changes, Candidate | None, list[int]]:
-    """Tries sizes of micro-batches; returns those that fit.
-
-    Besides what `largest` asks for: in a pipeline smaller ones, as more micro-batches in a step wait less; else all
-    sequences at once, which have no gradients of others to be added to.
-    """
-
-    answers: dict[int, Candidate | None] = {}
-    looking = largest(left, trials.settings)
-    size = next(looking)
-    while size is not None:
-        answers[size] = yield trials.size(begun, size)
-        size = looking.send(answers[size])
-    fitting = [size for size, one in answers.items() if one is not None and one.may_fit]
-    others = [size for size in left if size not in answers]
-    if begun.get(PIPELINE_KEY, trials.cfg.parallel.pipeline) > 1:
-        more = [size for size in others if size < max(fitting, default=0)]
-    else:
-        more = [size for size in others if size == batch_per_step_with(trials.cfg, begun)]
-    if (over := [size for size in set(others) - set(more) if size > max(fitting, default=0)]) and fitting:
-        _skip(trials, trials.size(begun, min(over)), "too large by smaller micro-batches, and so are larger ones")
-    for size in more:
-        answers[size] = yield trials.size(begun, size)
-    return [size for size, one in answers.items() if one is not None and one.may_fit]
-
-
-def largest(sizes: list[int], settings: PlanSettings) -> Generator[int | None, Candidate | None, None]:
-    """Looks for the largest of `sizes` that fits: gives the smallest, then what a straight line says, and takes their
-    estimates; None for one that is left out, as larger ones then are. Gives None at the end."""
-    points: dict[int, int] = {}
-    low, high, guess = 0, len(sizes), 0  # sizes below place `low` fit, those from `high` on do not
-    while low < high:
-        one = yield sizes[guess]
-        if one is None:
-            break
-        points[sizes[guess]] = one.short
-        low, high = (guess + 1, high) if one.may_fit else (low, guess)
-        if len(points) == 1:  # what is held between steps does not grow with the batch, the rest does at most
-            points.setdefault(0, one.short - (one.quick.active - one.quick.held))
-        likely = [place for place in range(low, high) if _line(points, sizes[place]) <= doubt(settings)]
-        # A peak is the highest of straight lines over the size: beyond two sizes it is not below the line through them.
-        if not likely and len(points) > 2:
-            break
-        guess = max(likely, default=low)
-    yield None
-
-
-def _line(points: dict[int, int], size: int) -> float:
-    """Bytes short at a size, by the line through the two known points next to it."""
-    first, second = sorted(sorted(points, key=lambda known: abs(known - size))[:2])
-    return points[first] + (points[second] - points[first]) * (size - first) / (second - first)
-
-
-def run_ways(trials: Trials, ways: list[Way]) -> None:
-    """Goes through all ways, with all workers: pipelines last, whose trials take longest and which a fast answer rules
+def run_ways(trials: Trials, ways: Iterable[Way]) -> None:
+    """Go through all ways, with all workers: pipelines last, whose trials take longest and which a fast answer rules
     out; among the others, and among them, the trial that could be the fastest first."""
     ready: list[tuple[Way, Changes]] = []
-    pending: dict[Future[Any], tuple[Way, Changes]] = {}
+    pending: dict[Future[Candidate | None], tuple[Way, Changes]] = {}
+
+    def go_on(following: Way, answer: Candidate | None) -> None:
+        with suppress(StopIteration):
+            ready.append((following, following.send(answer)))
+
     for one in ways:
-        _go_on(trials, ready, one, None)
+        go_on(one, None)
     while ready or pending:
         while ready and len(pending) < trials.workers:
             ready.sort(key=lambda pair: (PIPELINE_KEY in pair[1], -_highest_speed(trials, pair[1])))
             following, changes = ready.pop(0)
-            if why := _why_not(trials, changes):
-                _skip(trials, changes, why)
-                _go_on(trials, ready, following, None)
-            elif key_of(changes) in trials.tried:
-                _go_on(trials, ready, following, trials.tried[key_of(changes)])
+            if key_of(changes) in trials.tried:
+                go_on(following, trials.tried[key_of(changes)])
+            elif why := _why_not(trials, changes):
+                skip(trials, changes, why)
+                go_on(following, None)
             else:
                 pending[trials.submit(changes)] = following, changes
         for future in wait(pending, return_when=FIRST_COMPLETED).done:
             following, changes = pending.pop(future)
-            found = trials.tried[key_of(changes)] = future.result()
-            _say(trials, changes, found)
-            _go_on(trials, ready, following, found)
+            trials.tried[key_of(changes)] = future.result()
+            _say(trials, changes, future.result())
+            go_on(following, future.result())
 
 
-def _go_on(trials: Trials, ready: list[tuple[Way, Changes]], following: Way, answer: Candidate | None) -> None:
-    try:
-        ready.append((following, following.send(answer)))
-    except StopIteration:
-        return
-
-
-def _like(trials: Trials, cfg: Any) -> Like | None:
-    """Of what was tried, something with the same kind of checkpointing; not of a pipeline, whose ranks have some of the
-    layers each. How frozen weights are rounded makes no difference to what is kept and computed."""
+def _find_like(trials: Trials, cfg: Any) -> Estimate | None:
+    """Return of what was tried something with the same kind of checkpointing; not of a pipeline, whose ranks have some
+    of the layers each. How frozen weights are rounded makes no difference to what is kept and computed."""
     for one in trials.tried.values():
-        if one is None or not one.quick.least_seconds:
-            continue
-        other = trials.config(one.changes)
-        if other is not None and value_of(other, CHECKPOINTING_KEY) == value_of(cfg, CHECKPOINTING_KEY):
-            return Like(one.quick, micro_batches(other)[0] / other.parallel.context)
+        if one is not None and one.quick.least_seconds:
+            if value_of(trials.config(one.changes), CHECKPOINTING_KEY) == value_of(cfg, CHECKPOINTING_KEY):
+                return one.quick
     return None
 
 
 def _highest_speed(trials: Trials, changes: Changes) -> float:
-    """Tokens per second that the settings have at most; infinite where nothing like them was tried."""
-    cfg = trials.config(changes)
-    like = None if cfg is None else _like(trials, cfg)
-    return float("inf") if like is None else like.quick.tokens / least_step(cfg, like)
+    """Return the tokens per second that settings have at most; infinite where nothing like them was tried."""
+    like = _find_like(trials, trials.config(changes))
+    return float("inf") if like is None else like.tokens / like.least_seconds
 
 
 def _why_not(trials: Trials, changes: Changes) -> str:
-    """Why no trial of the settings is needed; nothing where one is."""
-    if key_of(changes) in trials.tried:
-        return ""
+    """Return why no trial of the settings is needed; nothing where one is."""
     best, highest = next(iter(trials.fitting()), None), _highest_speed(trials, changes)
     if best is not None and highest <= best.speed:
         return f"{format_count(highest)} tokens/s at most, no faster than the best so far"
-    return _too_large(trials, changes)
+    return why_too_large(trials, changes)
 
 
-def _too_large(trials: Trials, changes: Changes) -> str:
-    """Why the settings cannot fit; nothing where they might."""
-    cfg = trials.config(changes)
+def why_too_large(trials: Trials, changes: Changes) -> str:
+    """Return why the settings cannot fit; nothing where they might."""
+    cfg, known = trials.config(changes), trials.leanest.get(variant_key(changes))
     if cfg is None:
         return "these do not go together"
-    usable, least = usable_bytes(cfg, trials.settings), _least_bytes(trials, changes, cfg)
+    if known is None:
+        return ""
+    try:
+        known_cfg = trials.config(known.changes)
+        least = least_bytes(cfg, trials.settings, known.quick, known_cfg, _find_like(trials, cfg))
+    except UserError:  # ranks that the mesh cannot be made of: the trial says so
+        return ""
+    usable = usable_bytes(cfg, trials.settings)
     if least <= usable + doubt(trials.settings):
         return ""
     return f"takes {format_bytes(least)} at least, of {format_bytes(usable)}"
-
-
-def _least_bytes(trials: Trials, changes: Changes, cfg: Any) -> int:
-    known = trials.leanest.get(variant_key(changes))
-    if known is None:
-        return 0
-    try:
-        return least_bytes(cfg, trials.settings, known.quick, trials.config(known.changes), _like(trials, cfg))
-    except UserError:  # a pipeline that the model cannot be divided for: its trial says so
-        return 0
 
 
 def variant_key(changes: Changes) -> str:
@@ -398,7 +264,8 @@ def variant_key(changes: Changes) -> str:
     return key_of({key: value for key, value in changes.items() if key in names})
 
 
-def _skip(trials: Trials, changes: Changes, why: str) -> None:
+def skip(trials: Trials, changes: Changes, why: str) -> None:
+    """Say once why settings are not tried."""
     text = trials.text(changes)
     if text not in trials.skipped:
         trials.skipped[text] = why
@@ -424,14 +291,6 @@ def _say(trials: Trials, changes: Changes, found: Candidate | None) -> None:
 
 # What is tried: ways to share a model between ranks, pipelines among them, and micro-batches.
 
-# What is looked for besides the micro-batch: key -> its values for a config and so many ranks with different batches,
-# least memory first.
-SHARING: dict[str, Callable[[Any, int], Iterable[Any]]] = {
-    "parallel.data_replicate": lambda cfg, ranks: _copies(cfg, ranks),
-    RESHARD_KEY: lambda cfg, ranks: (True, False) if ranks > 1 else (cfg.parallel.reshard_after_forward,),
-    REDUCE_KEY: lambda cfg, ranks: ("micro_batch", "step") if ranks > 1 else (cfg.parallel.reduce_gradients,),
-    "optimizer.implementation": lambda cfg, ranks: ("auto",),
-}
 HOST_KEY = "memory.cpu_offload"
 # The micro-batch, with as many of them as make up the batch of a step.
 SIZE_KEYS = {"batch_size", TURNS_KEY}
@@ -478,8 +337,8 @@ def list_groups(cfg: Any, settings: PlanSettings, fixed: Collection[str]) -> Ite
 
 
 def sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]:
-    """All combinations of SHARING, least memory first; then whole models on every rank, without FSDP. Where sequences
-    are long, then the same with ranks that share one."""
+    """Yield all ways to copy the model, to keep it whole and to reduce once, least memory first; then whole models on
+    every rank, without FSDP. Where sequences are long, then the same with ranks that share one."""
     yield from _sharings(cfg, ranks, fixed)
     free = CONTEXT_KEY not in fixed and not SIZE_KEYS & set(fixed) and cfg.parallel.pipeline == 1 and is_long(cfg)
     for size in list_contexts(cfg, ranks) if free else []:
@@ -492,11 +351,15 @@ def _sharings(cfg: Any, ranks: int, fixed: Collection[str]) -> Iterator[Changes]
     copies = data_ranks(cfg, ranks)
     free = STRATEGY_KEY not in fixed
     shared = free and ranks > 1 and cfg.parallel.strategy != "fsdp"
-    combinations: list[Changes] = [{STRATEGY_KEY: "fsdp"} if shared else {}]
-    for key, values in SHARING.items():
-        if key not in fixed and value_of(cfg, key) is not None:
-            combinations = [one | {key: value} for one in combinations for value in values(cfg, copies)]
-    for one in combinations:
+    values: dict[str, Sequence[Any]] = {
+        "parallel.data_replicate": _list_copies(cfg, copies),
+        RESHARD_KEY: (True, False) if copies > 1 else (cfg.parallel.reshard_after_forward,),
+        REDUCE_KEY: ("micro_batch", "step") if copies > 1 else (cfg.parallel.reduce_gradients,),
+        "optimizer.implementation": ("auto",),
+    }
+    free_keys = [key for key in values if key not in fixed and value_of(cfg, key) is not None]
+    for combination in product(*(values[key] for key in free_keys)):
+        one = ({STRATEGY_KEY: "fsdp"} if shared else {}) | dict(zip(free_keys, combination, strict=True))
         alone = one.get("parallel.data_replicate") == copies != 1  # each rank has a copy: there is nothing to gather
         kept = not one.get(RESHARD_KEY, True)
         # Whole gradients alone save as much as weights kept from forward to backward do, and take as much.
@@ -577,7 +440,7 @@ def sizes(cfg: Any, changes: Changes) -> list[int]:
     return [size for size in found if whole // size >= fewest]
 
 
-def _copies(cfg: Any, ranks: int) -> list[int]:
+def _list_copies(cfg: Any, ranks: int) -> list[int]:
     """Numbers of copies of the model: few, and one for each rank; as the config says where it fixes the shards."""
     if cfg.parallel.data_shard != -1:
         return [cfg.parallel.data_replicate]

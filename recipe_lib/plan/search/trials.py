@@ -7,7 +7,7 @@ config, `try_quick` estimates it, `in_processes` and `side_by_side` do so on all
 import copy
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from recipe_lib.config.describe import value_text
 from recipe_lib.config.idle import why_idle
 from recipe_lib.config.keys import read_schema
-from recipe_lib.config.mesh import same_batch_ranks
+from recipe_lib.config.mesh import micro_batches, same_batch_ranks
 from recipe_lib.config.rules import broken_rules
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.data.tokenize_dataset import forks, worker_count
@@ -26,9 +26,8 @@ from recipe_lib.parallel.world import communicators
 from recipe_lib.plan.allocation.caching_allocator import block_bytes
 from recipe_lib.plan.allocation.untraced_memory import outside_torch
 from recipe_lib.plan.build_plan import PlanSettings, plan_ranks
-from recipe_lib.plan.hardware import Hardware
 from recipe_lib.plan.tables import outermost
-from recipe_lib.plan.timing.cost import Calibration, least_op_seconds, wire_bytes
+from recipe_lib.plan.timing.cost import least_op_seconds, wire_bytes
 from recipe_lib.plan.trace import OP, PHASE, Storage, Trace
 from recipe_lib.plan.tracing.pipeline_actions import peers_of
 from recipe_lib.plan.tracing.simulate import STEADY, list_short_steps
@@ -41,7 +40,6 @@ from recipe_lib.report.phases import phase
 
 IN_LAYERS = ".layers."  # in the path of every module of a decoder's layer
 _IN_MODEL = ("forward", "recompute", "backward")
-_HELD = ("parameters", "optimizer", "gradients")
 
 
 @dataclass(frozen=True)
@@ -65,19 +63,17 @@ class Estimate:
     parameters: int
     trained: int
     # Where the most is active.
-    phase: str
-    part: str
     module: str
     # What no other way to run the same layers has less of; 0 of a pipeline, whose ranks have some of them each:
-    # activations that all layers keep for the backward of a micro-batch,
-    kept: int = 0
-    # the layers' part of `held`,
-    held_by_layers: int = 0
-    # seconds of a step's matmuls and attention alone.
+    # activations that all layers keep for the backward of one sequence, bytes,
+    kept: float = 0.0
+    # and seconds of a step's matmuls and attention alone.
     least_seconds: float = 0.0
     # Bytes of a step that the rank sends to others, and that it copies to and from its host.
     sent: int = 0
     copied: int = 0
+    # Bytes that the allocator may take on the device.
+    usable: int = 0
 
 
 def quick(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | None = None) -> Estimate:
@@ -92,6 +88,10 @@ def quick(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | Non
     simulation = planned.simulated[rank.rank]
     trace = simulation.trace
     held, kept = _list_alive(trace)
+    activations = sum(one.bytes for one in kept if one.kind == "activations" and IN_LAYERS in one.label + one.module)
+    # However they are divided into micro-batches, and among the ranks, the operations are the same.
+    flops = [op for op in trace.phase_ops(STEADY) if op.flops and op.part in _IN_MODEL]
+    least = sum(op.repeats * least_op_seconds(op, settings.hardware, settings.calibration) for op in flops)
     is_whole = cfg.parallel.pipeline == 1
     sent, copied = traffic(trace)
     places = {found.coordinates.get("pipeline", 0): found.modules for found in planned.simulated.values()}
@@ -101,20 +101,18 @@ def quick(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | Non
         reserved=rank.reserved,
         reserved_expandable=rank.reserved_expandable,
         host=max(plan.host for plan in planned.plans),
-        seconds=planned.step or 0.0,
+        seconds=planned.step.seconds or 0.0,
         tokens=simulation.tokens,
         held=sum(block_bytes(storage.bytes) for storage in held),
         parameters=sum(row.bytes for row in modules),
         # Roughly, where some of a module's weights are packed.
         trained=sum(row.bytes * row.trained // max(row.parameters, 1) for row in modules),
-        phase=peak.phase,
-        part=peak.part,
         module=peak.module,
-        kept=_sum_layers(kept, ("activations",)) if is_whole else 0,
-        held_by_layers=_sum_layers(held, _HELD) if is_whole else 0,
-        least_seconds=_least_seconds(trace, settings.hardware, settings.calibration) if is_whole else 0.0,
+        kept=activations * cfg.parallel.context / micro_batches(cfg)[0] if is_whole else 0.0,
+        least_seconds=least if is_whole else 0.0,
         sent=sent,
         copied=copied,
+        usable=usable_bytes(cfg, settings),
     )
 
 
@@ -139,18 +137,6 @@ def _list_alive(trace: Trace) -> tuple[list[Storage], list[Storage]]:
         elif kind == OP and current == STEADY and trace.ops[number].part in ("recompute", "backward"):
             return held, list(alive.values())
     return held, []
-
-
-def _sum_layers(storages: Iterable[Storage], kinds: tuple[str, ...]) -> int:
-    """Return the bytes of such kinds that are a layer's."""
-    return sum(one.bytes for one in storages if one.kind in kinds and IN_LAYERS in one.label + one.module)
-
-
-def _least_seconds(trace: Trace, hardware: Hardware, calibration: Calibration | None) -> float:
-    """Return the seconds that the matmuls and attention of a steady step take at least, of forward, recomputation and
-    backward alone. How they are divided into micro-batches, and among the ranks, does not matter."""
-    ops = (op for op in trace.phase_ops(STEADY) if op.flops and op.part in _IN_MODEL)
-    return sum(op.repeats * least_op_seconds(op, hardware, calibration) for op in ops)
 
 
 # Dotted key -> value.
@@ -178,14 +164,19 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings and their estimate."""
+    """Settings and what they take: by an estimate, or where there is a verdict by their whole plan."""
 
     changes: Changes
     quick: Estimate
-    # Bytes that they lack, by the estimate; negative: to spare.
-    short: int
-    # Whether a whole plan could find that they fit.
+    # Whether they fit, as far as is known.
     may_fit: bool
+    # Of the whole plan; empty: there is none.
+    verdict: str = ""
+
+    @property
+    def short(self) -> int:
+        """Bytes that they lack; negative: to spare."""
+        return self.quick.reserved_expandable - self.quick.usable
 
     @property
     def speed(self) -> float:
@@ -307,16 +298,16 @@ def try_settings(
         other = changed(cfg, changes | more)
         if other is None:
             break
-        usable = usable_bytes(other, settings)
-        estimate = try_quick(recipe_class, other, settings, int(usable / (1 - ACTIVE_TOLERANCE)))
+        limit = int(usable_bytes(other, settings) / (1 - ACTIVE_TOLERANCE))
+        estimate = try_quick(recipe_class, other, settings, limit)
         if estimate is None:
             break
-        short = estimate.reserved_expandable - usable
-        if best is None or short < best.short:
-            may_fit = short <= doubt(settings) and estimate.active * (1 - ACTIVE_TOLERANCE) <= usable
-            best = Candidate(changes | more, estimate, short, may_fit)
+        one = Candidate(changes | more, estimate, estimate.active <= limit)
+        one = replace(one, may_fit=one.may_fit and one.short <= doubt(settings))
+        if best is None or one.short < best.short:
+            best = one
         # More than this, logits and gathered embeddings do not make up for.
-        if short <= 0 or IN_LAYERS in estimate.module or short > OUTSIDE_SHARE * settings.hardware.memory:
+        if one.short <= 0 or IN_LAYERS in estimate.module or one.short > OUTSIDE_SHARE * settings.hardware.memory:
             break
     return best
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from recipe_lib.plan.result import DOES_NOT_FIT, FITS, Advice
-from recipe_lib.units import GIB, format_bytes
+from recipe_lib.units import GIB
 from tests.plan.apart import apart, settings
 from tests.plan.configs import load
-from tests.plan.mixtures import EXPERTS, write_mixture
+from tests.plan.mixtures import write_mixture
 from tests.plan.plans import hand_made
 
 CONFIG = (
@@ -57,7 +57,7 @@ def test_bytes_are_the_difference_of_two_plans():
 
 def test_what_makes_it_fit_comes_first():
     """Of levers that were tried: by bytes within those that make it fit and those that do not; none without effect."""
-    from recipe_lib.plan.search.advice import Tried, advise
+    from recipe_lib.plan.search.advice import advise
     from recipe_lib.plan.search.lever_table import Lever
     from recipe_lib.plan.search.trials import Estimate
 
@@ -67,10 +67,10 @@ def test_what_makes_it_fit_comes_first():
 
     def run(gained: int) -> Estimate:
         size = plan.heaviest.peak.active - gained
-        return Estimate(size, size, size, 0, 1.0, 1, 0, 0, 0, "step", "", "")
+        return Estimate(size, size, size, 0, 1.0, 1, 0, 0, 0, "", usable=plan.device.usable)
 
     gains = {"little": GIB // 2, "enough": GIB, "most": 2 * GIB, "none": 0, "worse": -GIB}
-    tried = [Tried(Lever({name: 1}), run(gained), plan.device.usable) for name, gained in gains.items()]
+    tried = [(Lever({name: 1}), run(gained)) for name, gained in gains.items()]
     found = advise(plan, run(0), tried)
     assert [(row.override, row.bytes, row.fits) for row in found] == [
         ("most=1", -2 * GIB, True),
@@ -190,41 +190,32 @@ def mixture_config(folder: Path, *typed: str) -> Any:
 
 
 def test_adapters_of_attention_are_weighed_against_those_of_all_experts(tmp_path: Path) -> None:
-    """By numbers that a formula has: for each expert of each layer a matrix before and one after both of its weights;
-    AdamW keeps two states of each, in the adapters' type."""
-    from recipe_lib.plan.search.lever_table import compare_targets, count_adapters, list_levers
+    """Whichever the config has, the other is tried."""
+    from recipe_lib.plan.search.lever_table import list_levers
     from recipe_lib.plan.world.sequence_lengths import Sequence
 
     wanted = dataclasses.make_dataclass("Wanted", ["ranks", "sequence"])(1, Sequence(100, ""))
     cfg = mixture_config(tmp_path, "lora.rank=4", "lora.quantize_base=nf4")
     (lever,) = [one for one in list_levers(cfg, wanted) if one.weighed]
-    assert lever.changes == {"lora.target_modules": ["all-linear", "experts"]}
-    layers, width, inner, rank, queries, keys = 2, 32, 32, 4, 32, 16
-    attention = layers * rank * (2 * (width + queries) + 2 * (width + keys))
-    experts = layers * EXPERTS * rank * ((width + 2 * inner) + (inner + width))
-    assert count_adapters(cfg, ["all-linear"]) == attention
-    assert count_adapters(cfg, ["experts"]) == experts
-    both, alone = (format_bytes(count * 4 * 2) for count in (attention + experts, attention))
-    note = compare_targets(cfg, lever.changes["lora.target_modules"])
-    assert f": {both} (" in note and f" all experts, {alone} (" in note
-
+    assert lever.changes == {"lora.target_modules": ["all-linear", "experts"]} and "with those" in lever.note
     cfg.lora.target_modules = ["q", "experts"]
     (lever,) = [one for one in list_levers(cfg, wanted) if one.weighed]
-    assert lever.changes == {"lora.target_modules": ["q"]} and both not in compare_targets(cfg, ["q"])
+    assert lever.changes == {"lora.target_modules": ["q"]} and "without those" in lever.note
     dense = settings("llama3/8B_lora", 1)[1]
     assert not [one for one in list_levers(dense, wanted) if one.weighed]
 
 
 def test_what_is_weighed_is_shown_where_it_takes_more() -> None:
-    from recipe_lib.plan.search.advice import Tried, advise
+    from recipe_lib.plan.search.advice import advise
     from recipe_lib.plan.search.lever_table import Lever
     from recipe_lib.plan.search.trials import Estimate
 
     plan = hand_made()
     size = plan.heaviest.peak.active
-    more = Estimate(size + GIB, size + GIB, size + GIB, 0, 2.0, 1, 0, 0, 0, "step", "", "")
+    sizes = size + GIB, size + GIB, size + GIB
+    more = Estimate(*sizes, 0, 2.0, 1, 0, 0, 0, "", usable=plan.device.usable)
     base = dataclasses.replace(more, active=size, seconds=1.0)
-    tried = [Tried(Lever({name: 1}, weighed=name == "weighed"), more, plan.device.usable) for name in ("a", "weighed")]
+    tried = [(Lever({name: 1}, weighed=name == "weighed"), more) for name in ("a", "weighed")]
     shown = {row.override: row.bytes for row in advise(plan, base, tried)}
     assert shown.get("weighed=1") == GIB and "a=1" not in shown
 

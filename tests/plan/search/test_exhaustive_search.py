@@ -58,7 +58,7 @@ def both(
             break
     (found,) = result.found
     return (
-        (found.changes, found.tokens_per_second),
+        (found.changes, found.speed),
         (find_differing(cfg, one.changes), one.speed),
         result.tried,
         len(every),

@@ -1,5 +1,6 @@
 """The search for settings that fit."""
 
+import contextlib
 import dataclasses
 from collections.abc import Collection
 from concurrent.futures import Future
@@ -9,8 +10,8 @@ import pytest
 
 from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search import trials as trials_module
-from recipe_lib.plan.search.fastest_settings import Search
-from recipe_lib.plan.search.trial_order import Trials, key_of, largest, leanest, run_ways, variant_key, way
+from recipe_lib.plan.search.fastest_settings import Search, render_search
+from recipe_lib.plan.search.trial_order import Trials, key_of, leanest, run_ways, sizes, variant_key, way
 from recipe_lib.plan.search.trials import Candidate, Changes, Estimate
 from tests.plan.apart import apart, settings
 
@@ -42,15 +43,15 @@ def test_what_is_found_is_confirmed_by_its_plan():
     result, plans = apart(found, 36 * MIB)
     assert len(result.found) == 2
     assert [one.verdict for one in result.found] == [verdict for verdict, _ in plans]
-    assert [one.active for one in result.found] == pytest.approx([active for _, active in plans], rel=0.005)
+    assert [one.quick.active for one in result.found] == pytest.approx([active for _, active in plans], rel=0.005)
     assert all(verdict != DOES_NOT_FIT for verdict, _ in plans)
-    speeds = [one.tokens_per_second or 0.0 for one in result.found]
+    speeds = [one.speed for one in result.found]
     assert speeds == sorted(speeds, reverse=True)
     for one in result.found:
         rows = one.changes.get("batch_size", 32) * one.changes.get("gradient_accumulation_steps", 2)
         assert rows * 2 // one.changes.get("parallel.pipeline", 1) == 128
-        assert one.active <= 36 * MIB
-    text = str(result)
+        assert one.quick.active <= 36 * MIB
+    text = render_search(result)
     assert text.startswith("FOUND  settings that fit 2 x 24GB, 128 sequences a step")
     assert f"batch_size={result.found[0].changes['batch_size']} " in text
 
@@ -58,14 +59,14 @@ def test_what_is_found_is_confirmed_by_its_plan():
 @pytest.mark.slow
 def test_nothing_fits():
     result, _ = apart(found, 4 * MIB)
-    assert not result
+    assert not result.found
     assert result.closest is not None
     assert result.closest.verdict == DOES_NOT_FIT
-    assert result.closest.margin < 0
+    assert result.closest.short > 0
     assert result.closest.changes["batch_size"] == 1
-    assert "DOES NOT FIT" in str(result)
-    assert "batch_size=1" in str(result)
-    assert "short of" in str(result)
+    assert "DOES NOT FIT" in render_search(result)
+    assert "batch_size=1" in render_search(result)
+    assert "short of" in render_search(result)
 
 
 def trials_of(*overrides: str, fixed: Collection[str] = ()) -> tuple[Trials, list[Changes]]:
@@ -86,8 +87,8 @@ def trials_of(*overrides: str, fixed: Collection[str] = ()) -> tuple[Trials, lis
 
 def candidate(changes: Changes, active: int, room: int, seconds: float = 1.0, **more: Any) -> Candidate:
     """Settings with their estimate, of a step of 1000 tokens."""
-    quick = Estimate(active, active, active, 0, seconds, 1000, 2**30, 1, 1, "step", "backward", "", **more)
-    return Candidate(changes, quick, active - room, active <= room)
+    quick = Estimate(active, active, active, 0, seconds, 1000, 2**30, 1, 1, "", usable=room, **more)
+    return Candidate(changes, quick, active <= room)
 
 
 @pytest.mark.slow
@@ -112,20 +113,20 @@ def test_what_was_typed_stays():
     assert set(seen) == {(32, 2, "auto", 1)}
 
 
-@pytest.mark.slow
-def test_the_smallest_micro_batch_is_tried_first():
-    """Of sizes that fit up to 8 rows the search finds 8, and tries few others."""
-    trials, _ = trials_of()
-    looking = largest([1, 2, 4, 8, 16, 32], trials.settings)
-    size, tried, fitting = next(looking), [], []
-    while size is not None:
-        tried.append(size)
-        one = candidate({"batch_size": size}, 2**30 * (2 + 2 * size), 20 * 2**30)
-        fitting += [size] if one.may_fit else []
-        size = looking.send(one)
-    assert max(fitting) == 8
-    assert tried[0] == 1
-    assert len(tried) <= 3
+def test_micro_batches_are_tried_until_one_does_not_fit():
+    """From the smallest on; all sequences at once are tried in any case."""
+    trials, _ = trials_of(fixed={"memory.activation_checkpointing"})
+    assert sizes(trials.cfg, {}) == [1, 2, 4, 8, 16, 32, 64]
+    looking = way(trials, {})
+    changes, tried = next(looking), []
+    with contextlib.suppress(StopIteration):
+        while True:
+            tried.append(changes["batch_size"])
+            changes = looking.send(candidate(changes, 2**30 * (2 + 2 * tried[-1]), 20 * 2**30))
+    assert tried == [64, 1, 2, 4, 8, 16]
+    looking = way(trials, {})
+    with pytest.raises(StopIteration):
+        looking.send(candidate(next(looking), 2**30, 20 * 2**30))
 
 
 def test_what_cannot_fit_or_cannot_be_faster_is_not_tried(caplog: pytest.LogCaptureFixture):

@@ -125,7 +125,7 @@ def test_fp8_needs_a_device_that_has_it():
 
 def estimate(reserved: float, seconds: float) -> Estimate:
     size = int(reserved * GIB)
-    return Estimate(size, size, size - GIB, 0, seconds, 1, 0, 0, 0, "", "", "")
+    return Estimate(size, size, size - GIB, 0, seconds, 1, 0, 0, 0, "", usable=20 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def estimate(reserved: float, seconds: float) -> Estimate:
 def test_the_faster_that_fits_is_taken(shards: Any, whole: Any, expandable: bool, chosen: str, reason: str):
     copied = None if whole is None else estimate(*whole)
     wanted: Any = SimpleNamespace(ranks=2, hardware=SimpleNamespace(name="24GB"))
-    strategy, why = decide(estimate(*shards), copied, 20 * GIB, wanted, expandable=expandable)
+    strategy, why = decide(estimate(*shards), copied, wanted, expandable=expandable)
     assert strategy == chosen and why.startswith(reason)
 
 

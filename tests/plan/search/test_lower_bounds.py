@@ -22,7 +22,7 @@ STATES = "optimizer.implementation=single"
 
 def bounds(name: str, kind: str) -> list[tuple[str, str, float, float]]:
     """Of every way by every other: bound over what a simulation says, of bytes and of seconds."""
-    from recipe_lib.plan.search.trial_order import Like, least_bytes, least_step
+    from recipe_lib.plan.search.trial_order import least_bytes
     from recipe_lib.plan.search.trials import quick
 
     found: dict[str, Any] = {}
@@ -35,9 +35,8 @@ def bounds(name: str, kind: str) -> list[tuple[str, str, float, float]]:
         (cfg, wanted, quickly), (known_cfg, _, other) = found[way], found[known]
         if known_cfg.parallel.pipeline > 1:  # a search begins with the others, and knows their layers
             continue
-        like = Like(other, known_cfg.batch_size)
-        held = least_bytes(cfg, wanted, other, known_cfg, like) / quickly.active
-        rows.append((way, known, held, least_step(cfg, like) / quickly.seconds))
+        held = least_bytes(cfg, wanted, other, known_cfg, other) / quickly.active
+        rows.append((way, known, held, other.least_seconds / quickly.seconds))
     return rows
 
 
