@@ -181,5 +181,5 @@ def test_a_section_of_another_tool_is_gone_through(faults):
         "command line: training={steps: 5}: unknown key; did you mean max_steps?"
     ]
     assert faults("checkpointing: {keep_last_n: 2}\n") == [
-        "c.yaml:1: checkpointing: unknown key; did you mean checkpoint?"
+        "c.yaml:1: checkpointing.keep_last_n: unknown key; did you mean checkpoint.keep_last_n?"
     ]
