@@ -30,7 +30,7 @@ from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder
 from recipe_lib.data.sample_files import hash_of
 from recipe_lib.data.sources import SampleFile
-from recipe_lib.errors import UserError
+from recipe_lib.errors import DataError, UserError
 from recipe_lib.files import flush_folder, sha256_of, write_bytes
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.reading import parse_json, read_object
@@ -152,7 +152,9 @@ def _made_under_lock(root: Path, key: str, make: Make) -> Stored:
         found = _read(folder, say=True)
         if found is not None:
             return found
-        _raise_known_failure(lock)
+        noted = _find_noted(lock)
+        if noted is not None:
+            raise noted
         try:
             return _made(folder, make)
         except (UserError, _Unusable) as error:
@@ -251,7 +253,7 @@ def _let_the_first_rank_go_ahead(file: TextIO, folder: Path) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         return
     deadline = time.monotonic() + FIRST_RANK_SECONDS
-    while time.monotonic() < deadline and not folder.exists() and not _noted(file):
+    while time.monotonic() < deadline and not folder.exists() and not _find_noted(file):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -274,26 +276,21 @@ def _note_failure(lock: TextIO, error: UserError | _Unusable) -> None:
     if launch is not None:
         with suppress(OSError):  # a full disk: the others will find out by themselves
             lock.truncate(0)
-            faults = error.faults if isinstance(error, UserError) else [str(error)]
-            json.dump({"launch": launch, "error": type(error).__name__, "faults": faults}, lock)
+            faults = error.faults if isinstance(error, UserError) else error.args
+            json.dump({"launch": launch, "faults": faults, "is_of_disk": isinstance(error, _Unusable)}, lock)
             lock.flush()
 
 
-def _noted(lock: TextIO) -> dict[str, Any] | None:
-    """The failure of another process of this launch."""
+def _find_noted(lock: TextIO) -> UserError | _Unusable | None:
+    """Return the failure of another process of this launch."""
     lock.seek(0)
     try:
         noted = parse_json(lock.read(2**20))
-    except (OSError, ValueError):
-        return None
-    return noted if isinstance(noted, dict) and noted.get("launch") == _launch() is not None else None
-
-
-def _raise_known_failure(lock: TextIO) -> None:
-    noted = _noted(lock) or {}
-    kind = {_Unusable.__name__: _Unusable, **vars(errors)}.get(str(noted.get("error")))
-    if isinstance(kind, type) and issubclass(kind, UserError | _Unusable):
-        raise kind(*map(str, noted["faults"]))
+        if noted["launch"] == _launch() is not None:
+            return (_Unusable if noted["is_of_disk"] else DataError)(*map(str, noted["faults"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    return None
 
 
 # What a tokenizer reads in its folder, and the packages and folders of ours whose code decides on ids and labels.

@@ -63,7 +63,6 @@ class DataReport:
     split_tokens: int = 0  # of these sequences, and of the same conversations in one sequence each
     unsplit_tokens: int = 0
     marked_answers: int = 0  # answers of which the template itself says what is trained
-    marks_with_space_after: int = 0  # of them, those where it adds white space after the end of the turn
     marks_differing: int = 0  # those where it says something else than what is generated
     first_mark: str = ""
     idle_names: Counter[str] = field(default_factory=Counter)  # columns and keys that change nothing -> samples with it
@@ -265,8 +264,7 @@ class DataReport:
             (
                 self.marked_answers,
                 f"data: of {self.marked_answers} answers the chat template itself says what is trained "
-                f"({{% generation %}}); {self.marks_differing} of them are not what generation is asked for, and in "
-                f"{self.marks_with_space_after} white space after the end of the turn is trained as well",
+                f"({{% generation %}}); {self.marks_differing} of them are not what generation is asked for",
             ),
             (self.first_mark, f"data: first that is not: {self.first_mark}"),
         )

@@ -101,7 +101,6 @@ def _sample_counts(report: DataReport) -> dict[str, Any]:
         "split_tokens": report.split_tokens,
         "unsplit_tokens": report.unsplit_tokens,
         "marked_answers": report.marked_answers,
-        "marks_with_space_after": report.marks_with_space_after,
         "marks_differing": report.marks_differing,
         "samples_with_unseen_messages": report.unseen_samples,
         "special_tokens_parsed": dict(report.special.parsed),

@@ -4,7 +4,7 @@ import os
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,7 @@ class Imported:
             found = {key: fate for key, fate in self.fates.items() if fate.kind == kind and self._is_shown(fate)}
             if found:
                 rows.append((f"{kind} ({len(found)})", ""))
-                rows += [(f"  {show(name)}", text) for name, text in _grouped(found)]
+                rows += [(f"  {show(name)}", _said(fate)) for name, fate in found.items()]
         width = max([_LEAST_WIDTH, *(len(key) for key, _ in rows)])
         return "".join(f"{f'{key:{width}}  {text}'.rstrip()}\n" for key, text in rows)
 
@@ -128,26 +128,13 @@ def import_file(path: str, *, overrides: Sequence[str] = (), omitted: Sequence[s
     return Imported(conversion.recipe, theirs.path.name, loaded.cfg, fates, settings, notes)
 
 
-# Other tools, and keys that only their configs have.
-_OTHER_TOOLS = {
-    "Axolotl": ("base_model", "micro_batch_size", "sequence_len"),
-    "LLaMA-Factory": ("model_name_or_path", "finetuning_type", "cutoff_len", "dataset_dir"),
-}
-
-
 def _check_tool(theirs: TheirFile) -> None:
     """Raise ConfigError for a file that is not torchtune's: its configs alone name Python code."""
-    if any(key.rpartition(".")[2] == "_component_" for key in theirs.values):
-        return
-    if "recipe" in theirs.values:
-        raise ConfigError(f"{theirs.shown}: has a key recipe, as configs of ours have: `tune validate` checks it")
-    only = "configs of torchtune's are imported"
-    for tool, names in _OTHER_TOOLS.items():
-        keys = [key for key in names if key in theirs.values]
-        if keys:
-            remedy = f"{only}; `tune validate {theirs.shown}` has our key for each of these"
-            raise ConfigError(f"{theirs.shown}: has keys of {tool}'s ({', '.join(keys)}); {remedy}")
-    raise ConfigError(f"{theirs.shown}: has no key _component_, as torchtune's configs have; {only}")
+    if not any(key.rpartition(".")[2] == "_component_" for key in theirs.values):
+        raise ConfigError(
+            f"{theirs.shown}: has no key _component_, as torchtune's configs have, which alone are imported; "
+            f"`tune validate {theirs.shown}` checks a config of ours, and has our key for each of another tool's"
+        )
 
 
 def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -> Loaded:
@@ -209,20 +196,6 @@ def _select_settings(loaded: Loaded, recipe: str) -> dict[str, Any]:
                      for one in value]  # fmt: skip
         settings[name] = value
     return settings
-
-
-def _grouped(fates: dict[str, KeyFate]) -> Iterator[tuple[str, str]]:
-    """Yield (key, what became of it); keys of a section that are dropped for one reason stand in one line."""
-    together: dict[tuple[str, str], list[str]] = {}
-    for key, fate in fates.items():
-        section = key.rpartition(".")[0] if fate.kind == DROPPED else ""
-        together.setdefault((section or key, _said(fate)), []).append(key)
-    for (section, said), keys in together.items():
-        if len(keys) == 1:
-            yield keys[0], said
-        else:
-            words = ", ".join(key.removeprefix(f"{section}.") for key in keys)
-            yield f"{section}.*", f"{words}: {said}"
 
 
 def _said(fate: KeyFate) -> str:
