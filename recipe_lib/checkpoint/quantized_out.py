@@ -79,7 +79,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
         temporary = files.temporary_path(out)
         try:
             files.make_folder(temporary)
-            _save(model, temporary, out)
+            model.save_pretrained(temporary)
             config_file = temporary / "config.json"
             config = spell_config(read_config(config_file), spec)  # for readers of other releases too
             files.remove_file(config_file)  # of a folder that nobody sees yet
@@ -87,8 +87,10 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
             del model, linears
             _copy_rest(folder, temporary)
             publish(temporary, out)
-        except BaseException:
+        except BaseException as error:
             files.discard(temporary)
+            if isinstance(error, SafetensorError):  # which says in words of its own what the disk refuses
+                raise StorageError(f"{out}: the weights cannot be written ({error}); free some space") from error
             raise
         reopened = _logits(_opened(out))
     if not torch.equal(reopened, quantized):
@@ -143,19 +145,6 @@ def _opened(folder: Path, **more: Any) -> Any:
         return open_model(folder, "auto", **more)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{folder}: transformers does not open it ({first_line(error)})") from error
-
-
-def _save(model: Any, folder: Path, out: Path) -> None:
-    """Writes config.json and the weights. StorageError: safetensors says in words of its own what the disk refuses.
-
-    out: what the folder will be called.
-    """
-    try:
-        model.save_pretrained(folder)
-    except SafetensorError as error:
-        raise StorageError(
-            f"{out}: the weights cannot be written ({error}); free some space, or choose another --out"
-        ) from error
 
 
 def _logits(model: Any) -> Tensor:

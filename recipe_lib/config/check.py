@@ -18,7 +18,7 @@ from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.config.read_yaml import YamlNode
 from recipe_lib.config.suggest import nearest, quote, show
-from recipe_lib.config.values import MismatchError, convert, describe, expected, is_null
+from recipe_lib.config.values import MismatchError, convert, describe, expected
 
 # Enough to correct a file in one go; a file of another kind is not answered with a thousand lines.
 MAX_FAULTS = 50
@@ -159,13 +159,7 @@ def check_section_value(checked: Checked, name: str, value: YamlNode, source: So
         checked.doubt(name)
     elif not value.empty:
         inside = [child.removeprefix(f"{name}.") for child in checked.schema.children(name)]
-        main = next((word for word in ("name", "type", "path", "source") if word in inside), None)
-        is_word = value.kind == "scalar" and not is_null(value)
-        hint = f"; did you mean {name}.{main}?" if main and is_word else ""
-        if value.kind == "scalar" and not is_word:
-            unset = f", or set {name}.{main} to null" if main and checked.schema.keys[f"{name}.{main}"].optional else ""
-            hint = f"; remove it{unset}"
-        what = f"found {describe(value)}, expected a section of keys ({', '.join(inside)}){hint}"
+        what = f"found {describe(value)}, expected a section of keys ({', '.join(inside)})"
         checked.fault(source.at(line), name, what)
 
 

@@ -107,7 +107,7 @@ def map_arrays(folder: Path) -> dict[str, np.ndarray]:
 
 
 MANIFEST = "manifest.json"
-FIRST_RANK_SECONDS = 2.0  # how long the other ranks let the first one go ahead: it is the one that shows progress
+LATER_RANKS_SECONDS = 0.5  # that the other ranks let the first one go ahead: it is the one that shows progress
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,8 @@ def _locked(root: Path, key: str) -> Iterator[TextIO]:
         file = open(path, "a+", encoding="utf-8")
     with file:
         try:
-            _let_the_first_rank_go_ahead(file, root / key)
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                time.sleep(LATER_RANKS_SECONDS)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise _Unusable(f"no file locks: {error.strerror or error}") from None
@@ -247,19 +248,6 @@ def _locked(root: Path, key: str) -> Iterator[TextIO]:
             yield file
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)  # workers have inherited the file, and may outlive the block
-
-
-def _let_the_first_rank_go_ahead(file: TextIO, folder: Path) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        return
-    deadline = time.monotonic() + FIRST_RANK_SECONDS
-    while time.monotonic() < deadline and not folder.exists() and not _find_noted(file):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        fcntl.flock(file, fcntl.LOCK_UN)
-        time.sleep(0.02)
 
 
 def _launch() -> str | None:
@@ -313,29 +301,27 @@ def cache_key(
     the file that it stands in is looked at, and not what that file imports. Raises DataError: a file cannot be read.
     """
     readers = [_code_of(encoder.read) for encoder in encoders]
-    token_files = _tokenizer_files(Path(tokenizer.place))
-    if None in readers or not token_files:
+    file = Path(tokenizer.place)
+    if None in readers or not file.is_file():
         return None
+    read_by_tokenizer = {path for pattern in TOKENIZER_FILES for path in file.parent.glob(pattern) if path.is_file()}
     decides = {
         "settings": settings,
         "files": [[file.place, file.identity] for file in files],
         "columns": [encoder.columns for encoder in encoders],
         "sources": [encoder.source.source for encoder in encoders],
         "formats": readers,
-        "tokenizer": [tokenizer.place, token_files, tokenizer.chat_template, tokenizer.chat_template_place],
+        "tokenizer": [
+            tokenizer.place,
+            _hashes({file, *read_by_tokenizer}),
+            tokenizer.chat_template,
+            tokenizer.chat_template_place,
+        ],
         "ids": [tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos_by_default, sorted(tokenizer.stop_ids)],
         "arrays": ARRAYS,
         "code": _our_code(),
     }
     return _checksum(decides)
-
-
-def _tokenizer_files(file: Path) -> list[list[str]]:
-    """Names and hashes of what a tokenizer is read from; empty, if it is no file."""
-    if not file.is_file():
-        return []
-    found = {file, *(path for pattern in TOKENIZER_FILES for path in file.parent.glob(pattern) if path.is_file())}
-    return _hashes(found)
 
 
 def _code_of(reader: Any) -> list[str] | None:

@@ -212,20 +212,16 @@ class DataReport:
             f"data: {self._counts()} read from {self.source} (format {self.format}, template "
             f"{self.template}), {self.tokens} tokens; label tokens: {self._label_tokens()}, "
             f"{_percent(self.label_token_fraction)}",
-            *(f"data: {part.part_line()}" for part in self.parts),
+            *(
+                f"data: {part._counts()} from {part.source} (format {part.format}), {part.tokens} tokens, "
+                f"{_percent(part.label_token_fraction)} trained"
+                for part in self.parts
+            ),
             *([f"data: {self.bos_line()}"] if self.sequences else []),
         ]
         lines += self._sequence_lines() + self._lost_lines() + self.special.lines(self.chats) + self._odd_lines()
         lines += self._idle_lines()
         return lines + self._bad_lines() if faults else lines
-
-    def part_line(self) -> str:
-        """Return one source among several, in a line."""
-        link = "of" if self.split_sequences or (self.texts and not self._others) else "from"
-        return (
-            f"{self._counts()} {link} {self.source} (format {self.format}), {self.tokens} tokens, "
-            f"{_percent(self.label_token_fraction)} trained"
-        )
 
     def _counts(self) -> str:
         """Return how many sequences (pairs) there are, and what they were made of."""
@@ -354,19 +350,11 @@ class DataReport:
 
     def bos_line(self) -> str:
         """Return what is put before a sequence, or who decides it."""
-        chats = self.chats if self.template == "chat" else 0  # the plain template leaves it to us
-        ours = [("each text", "a text")] if self.texts else []
-        if chats and self._others > chats:
-            ours.append(("each prompt with its completion", "a prompt with its completion"))
-        elif not chats and (self._others or not ours):
-            ours.append(("each other sequence", "another sequence") if ours else ("each sequence", "a sequence"))
-        decides = f"the chat template decides whether {'another' if ours else 'a'} sequence begins with BOS"
-        if not ours:
-            return decides
-        begin = "begins" if len(ours) == 1 else "begin"
-        each, one = (" and ".join(each for each, _ in ours), " or ".join(one for _, one in ours))
-        said = f"{each} {begin} with BOS" if self.adds_bos else f"no BOS is put before {one}"
-        return f"{said}; {decides}" if chats else said
+        ours = "each sequence begins with BOS" if self.adds_bos else "no BOS is put before a sequence"
+        if self.template != "chat" or not self.chats:  # the plain template leaves it to us
+            return ours
+        decides = "the chat template decides whether a sequence begins with BOS"
+        return decides if self._others == self.chats and not self.texts else f"{decides}; without one {ours}"
 
 
 def report_lines(training: DataReport, validation: DataReport | None = None, *, faults: bool = True) -> list[str]:

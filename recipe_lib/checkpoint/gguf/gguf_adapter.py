@@ -1,6 +1,7 @@
 """A LoRA adapter in PEFT's layout as a GGUF file, which llama.cpp puts on the model's own GGUF file."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,6 @@ from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_f
 from recipe_lib.checkpoint.gguf.gguf_file import (
     GgufTensor,
     TypeChoice,
-    TypeReport,
     check_gguf,
     choose_types,
     package,
@@ -236,18 +236,18 @@ _LARGE = {"llama", "qwen2"}  # architectures with a model of 80 layers and share
 
 @dataclass(frozen=True)
 class GgufReport:
-    """What was written: what differs from the model in use, tensors of another type than the kind's, and how the file
-    compares with the model."""
+    """What was written and read back: what differs from the model in use, how many tensors there are of each type, and
+    fields."""
 
     notes: tuple[str, ...]
-    types: tuple[TypeReport, ...]
+    types: Counter[str]
     num_fields: int
 
     @property
     def check(self) -> str:
         """The line that says how the file compares."""
-        kinds = ", ".join(map(str, self.types))
-        return f"{sum(one.count for one in self.types)} tensors read back, {kinds}; {self.num_fields} fields are equal"
+        kinds = ", ".join(f"{count} in {name.lower()}" for name, count in self.types.items())
+        return f"{self.types.total()} tensors read back, {kinds}; {self.num_fields} fields are equal"
 
 
 def write_gguf_model(folder: Path, out: Path, kind: str, *, name: str, pre: str | None = None) -> GgufReport:
@@ -272,9 +272,9 @@ def write_gguf_model(folder: Path, out: Path, kind: str, *, name: str, pre: str 
         **vocabulary_fields(vocabulary),
     }
     write_gguf(out, architecture.name, fields, tensors)
-    types = check_gguf(out, fields, tensors)
+    check_gguf(out, fields, tensors)
     notes = (*architecture.notes, *vocabulary.notes, *_other_types(tensors))
-    return GgufReport(notes, tuple(types), len(fields))
+    return GgufReport(notes, Counter(tensor.choice.name for tensor in tensors), len(fields))
 
 
 def _other_types(tensors: list[GgufTensor]) -> list[str]:
@@ -392,7 +392,8 @@ def write_gguf_adapter(adapter_folder: Path, base: Path, out: Path, kind: str, *
         "general.file_type": {"f32": 0, "f16": 1, "bf16": 32}[kind],
     }
     write_gguf(out, architecture.name, fields, tensors)
-    return GgufReport((), tuple(check_gguf(out, fields, tensors)), len(fields))
+    check_gguf(out, fields, tensors)
+    return GgufReport((), Counter(tensor.choice.name for tensor in tensors), len(fields))
 
 
 def _refuse(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights) -> None:

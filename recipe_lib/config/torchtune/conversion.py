@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.interpolation import IN_A_CIRCLE, InterpolationError, NamedValues, names_in, order_keys
+from recipe_lib.config.interpolation import InterpolationError, NamedValues, names_in, order_keys
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand
 from recipe_lib.config.read_yaml import MAX_BYTES, YamlNode, read_file
 from recipe_lib.config.suggest import quote, show
@@ -90,12 +90,11 @@ def _fill_names(theirs: TheirFile) -> None:
     names = {key: names_in(inside, key) for key, inside in texts.items() if inside}
     if not names:
         return
-    order, circle = order_keys(names)
+    order, _ = order_keys(names)
     remedy = ", expected ${section.key} of this file; write the value itself"
     named = NamedValues({key: value for key, value in values.items() if key not in names}, lambda name: remedy)
-    if circle:
-        raise ConfigError(f"{theirs.place(circle)}: {show(circle)}: found {quote(texts[circle][0])}{IN_A_CIRCLE}")
-    for key in order:
+    # Of keys that name each other in a circle, which are not in the order, none has a value to be filled with.
+    for key in (*order, *(key for key in names if key not in order)):
         value = values[key]
         try:
             if isinstance(value, list):
