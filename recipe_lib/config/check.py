@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError
 from typing import Any
 
 from recipe_lib.config.aliases import ANSWERS, GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, OF_PAIRS, SECTION_ALIASES
@@ -200,7 +201,16 @@ def fill_pending(checked: Checked) -> None:
         return
     schema, pending = checked.schema, dict(checked.pending)
     names = {key: names_in(one.node.texts(), key) for key, one in pending.items()}
-    order, circle = order_keys(names)
+    try:
+        order = order_keys(names)
+    except CycleError as error:
+        last = max(error.args[1], key=list(names).index)
+        node = pending[last].node
+        text = next(text for text in node.texts() if "${" in text)
+        _refuse_pending(checked, last, pending[last], f"found {quote(text)}{IN_A_CIRCLE}", node.line)
+        for key in pending:
+            checked.doubt(key)
+        return
     values = {name: key.default for name, key in schema.keys.items() if name not in pending}
     values |= {name: setting.value for name, setting in checked.settings.items() if name in values}
     named = NamedValues(values, lambda name: f": there is no key {show(name)}{hint_for(name, schema)[0]}")
@@ -217,13 +227,6 @@ def fill_pending(checked: Checked) -> None:
         check_value(checked, schema.keys[key], node, one.source, one.line, typed=one.typed, written=one.node.text)
         if key in checked.settings:
             named.put(key, checked.settings[key].value)
-    if circle:
-        node = pending[circle].node
-        text = next(text for text in node.texts() if "${" in text)
-        _refuse_pending(checked, circle, pending[circle], f"found {quote(text)}{IN_A_CIRCLE}", node.line)
-    for key in checked.pending:
-        checked.doubt(key)
-    checked.pending.clear()
 
 
 def _refuse_pending(checked: Checked, key: str, one: Pending, what: str, line: int) -> None:

@@ -304,19 +304,15 @@ def cache_key(
     file = Path(tokenizer.place)
     if None in readers or not file.is_file():
         return None
-    read_by_tokenizer = {path for pattern in TOKENIZER_FILES for path in file.parent.glob(pattern) if path.is_file()}
+    beside = {path for pattern in TOKENIZER_FILES for path in file.parent.glob(pattern) if path.is_file()}
+    token_files = _hashes({file, *beside})
     decides = {
         "settings": settings,
         "files": [[file.place, file.identity] for file in files],
         "columns": [encoder.columns for encoder in encoders],
         "sources": [encoder.source.source for encoder in encoders],
         "formats": readers,
-        "tokenizer": [
-            tokenizer.place,
-            _hashes({file, *read_by_tokenizer}),
-            tokenizer.chat_template,
-            tokenizer.chat_template_place,
-        ],
+        "tokenizer": [tokenizer.place, token_files, tokenizer.chat_template, tokenizer.chat_template_place],
         "ids": [tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos_by_default, sorted(tokenizer.stop_ids)],
         "arrays": ARRAYS,
         "code": _our_code(),

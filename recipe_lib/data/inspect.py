@@ -218,8 +218,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shown:
-    """A sequence with what is known about it. place: the file and line it came from, and which sequence of a
-    conversation it is if that became several. tokens, trained: counts.
+    """A sequence with what is known about it. place: the file and line it came from. tokens, trained: counts.
 
     answer: of a pair, whether it is the `chosen` or the `rejected` one; of a sample with a label, what that says; else
     empty."""
@@ -238,7 +237,7 @@ def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[Shown]:
     return [
         Shown(
             number=sequence,
-            place=_place(dataset, item),
+            place=dataset.place(item),
             answer=("chosen", "rejected")[sequence % 2] if dataset.group == 2 else _show_label(dataset, item),
             tokens=int(dataset.lengths[sequence]),
             trained=int(dataset.trained_counts[sequence]),
@@ -254,11 +253,6 @@ def _show_label(dataset: Dataset, item: int) -> str:
     if dataset.report.labels:
         return "wanted" if value else "not wanted"
     return f"class {dataset.report.classes[value]}" if dataset.report.classified else ""
-
-
-def _place(dataset: Dataset, item: int) -> str:
-    number, count = dataset.sequence_of(item) if dataset.report.split_sequences else (1, 1)
-    return dataset.place(item) + (f", sequence {number} of {count}" if count > 1 else "")
 
 
 def pieces_of(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:

@@ -279,7 +279,7 @@ run_val_every_n_steps: 25
             "output_dir: found '${nothing.here}', expected ${section.key} of this file",
         ),
         (("/tmp/out", "'${oc.env:HOME}'"), "environment variables and resolvers are refused, write the value itself"),
-        (("/tmp/out", "'${checkpointer.output_dir}'"), "expected ${section.key} of this file; write the value itself"),
+        (("/tmp/out", "'${checkpointer.output_dir}'"), "the keys name each other in a circle"),
         (("get_cosine_schedule_with_warmup", "get_rex"), "no such schedule; known are get_cosine_schedule_with_warmup"),
     ],
 )

@@ -16,7 +16,6 @@ from recipe_lib.adapters.peft_names import EMBEDDING_FIRST, EMBEDDING_SECOND, FI
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter, usual_scaling
 from recipe_lib.checkpoint.gguf.gguf_file import (
     GgufTensor,
-    TypeChoice,
     check_gguf,
     choose_types,
     package,
@@ -273,21 +272,8 @@ def write_gguf_model(folder: Path, out: Path, kind: str, *, name: str, pre: str 
     }
     write_gguf(out, architecture.name, fields, tensors)
     check_gguf(out, fields, tensors)
-    notes = (*architecture.notes, *vocabulary.notes, *_other_types(tensors))
-    return GgufReport(notes, Counter(tensor.choice.name for tensor in tensors), len(fields))
-
-
-def _other_types(tensors: list[GgufTensor]) -> list[str]:
-    """A line for each type that the rows of some tensors are no whole blocks of."""
-    lines: dict[TypeChoice, list[GgufTensor]] = {}
-    for tensor in tensors:
-        if tensor.choice.instead_of:
-            lines.setdefault(tensor.choice, []).append(tensor)
-    return [
-        f"{len(held)} tensors are in {choice.name.lower()} instead of {str(choice.instead_of).lower()}, whose blocks "
-        f"rows of {held[0].shape[-1]} are no multiple of: {held[0].name}{' and others' if len(held) > 1 else ''}"
-        for choice, held in lines.items()
-    ]
+    notes = (*architecture.notes, *vocabulary.notes)
+    return GgufReport(notes, Counter(tensor.kind for tensor in tensors), len(fields))
 
 
 def model_tensors(spec: DecoderSpec, folder: Path, architecture: Architecture, kind: str) -> list[GgufTensor]:
@@ -393,7 +379,7 @@ def write_gguf_adapter(adapter_folder: Path, base: Path, out: Path, kind: str, *
     }
     write_gguf(out, architecture.name, fields, tensors)
     check_gguf(out, fields, tensors)
-    return GgufReport((), Counter(tensor.choice.name for tensor in tensors), len(fields))
+    return GgufReport((), Counter(tensor.kind for tensor in tensors), len(fields))
 
 
 def _refuse(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights) -> None:
@@ -428,9 +414,9 @@ def _tensors(
         # llama.cpp multiplies with alpha / rank everywhere: a module of another scaling has the rest in its B
         factor = adapter.config.scaling_of(module) * adapter.config.rank_of(module) / alpha
         first, second = _factors(adapter, module, spec, architecture, factor)
-        name, choice = names[f"{module.name}.weight"], TypeChoice(kind.upper())
-        tensors.append(GgufTensor(f"{name}.lora_a", tuple(first.shape), choice, first.contiguous))
-        tensors.append(GgufTensor(f"{name}.lora_b", tuple(second.shape), choice, second.contiguous))
+        name = names[f"{module.name}.weight"]
+        tensors.append(GgufTensor(f"{name}.lora_a", tuple(first.shape), kind.upper(), first.contiguous))
+        tensors.append(GgufTensor(f"{name}.lora_b", tuple(second.shape), kind.upper(), second.contiguous))
     return tensors
 
 

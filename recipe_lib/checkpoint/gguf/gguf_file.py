@@ -38,17 +38,9 @@ _WHOLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 _SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
-@dataclass(frozen=True)
-class TypeChoice:
-    """The type of a tensor, and the one that the mixture wanted where the length of its rows does not allow that."""
-
-    name: str
-    instead_of: str | None = None
-
-
 def choose_types(
     shapes: Mapping[str, tuple[int, ...]], kind: str, layers: int, *, large: bool = False
-) -> dict[str, TypeChoice]:
+) -> dict[str, str]:
     """The type of each tensor of a file, by its name in the file.
 
     shapes: of all tensors, rows first. kind: one of GGUF_KINDS. large: a model of 80 layers whose value heads serve
@@ -57,18 +49,12 @@ def choose_types(
     return {name: _choose(name, shape, kind, layers, large, shapes) for name, shape in shapes.items()}
 
 
-def _choose(
-    name: str, shape: tuple[int, ...], kind: str, layers: int, large: bool, names: Collection[str]
-) -> TypeChoice:
+def _choose(name: str, shape: tuple[int, ...], kind: str, layers: int, large: bool, names: Collection[str]) -> str:
     if len(shape) < 2:
-        return TypeChoice("F32")
+        return "F32"
     wanted = _WHOLE.get(kind) or _in_mixture(name, shape[-1], layers, large, tied="output.weight" not in names)
-    allowed = wanted
-    if shape[-1] % BLOCK_SIZES[wanted]:
-        allowed = _SMALLER.get(wanted, "F16")
-        if shape[-1] % BLOCK_SIZES[allowed]:
-            allowed = "F16"
-    return TypeChoice(allowed, None if allowed == wanted else wanted)
+    fitting = (kind for kind in (wanted, _SMALLER.get(wanted, "F16")) if shape[-1] % BLOCK_SIZES[kind] == 0)
+    return next(fitting, "F16")
 
 
 def _in_mixture(name: str, columns: int, layers: int, large: bool, tied: bool) -> str:
@@ -112,7 +98,7 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    choice: TypeChoice
+    kind: str
     read: Callable[[], Tensor]
 
 
@@ -131,7 +117,7 @@ def write_gguf(out: Path, architecture: str, fields: Mapping[str, Any], tensors:
     fields: metadata by their full keys; an int is written as 32 bits without a sign, a float as fp32.
     """
     gguf = package()
-    types = {tensor.name: gguf.GGMLQuantizationType[tensor.choice.name] for tensor in tensors}
+    types = {tensor.name: gguf.GGMLQuantizationType[tensor.kind] for tensor in tensors}
     sizes: dict[str, int] = {}
     for tensor in tensors:
         block, block_bytes = gguf.GGML_QUANT_SIZES[types[tensor.name]]
@@ -188,7 +174,7 @@ def _pieces(values: Tensor) -> Iterator[Tensor]:
 
 def _encoded(tensor: GgufTensor) -> Iterator[Tensor]:
     """The tensor's bytes, some rows at a time."""
-    kind = tensor.choice.name
+    kind = tensor.kind
     values = tensor.read()
     for piece in _pieces(values):
         if not bool(torch.isfinite(piece).all()):
@@ -241,7 +227,7 @@ def _same(held: Any, value: Any) -> bool:
 
 def _compare(gguf: Any, out: Path, tensor: GgufTensor, held: Any) -> None:
     """Raise CheckpointError for a tensor that differs by more than its type rounds."""
-    kind = tensor.choice.name
+    kind = tensor.kind
     if held.tensor_type.name != kind or [*reversed(held.shape.tolist())] != list(tensor.shape):
         raise _wrong(out, f"{tensor.name} has another type or shape")
     stored = held.data.reshape(-1).view("uint8")

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from graphlib import CycleError
 from pathlib import Path
 from typing import Any
 
-from recipe_lib.config.interpolation import InterpolationError, NamedValues, names_in, order_keys
+from recipe_lib.config.interpolation import IN_A_CIRCLE, InterpolationError, NamedValues, names_in, order_keys
 from recipe_lib.config.paths import CONFIG_SUFFIXES, expand
 from recipe_lib.config.read_yaml import MAX_BYTES, YamlNode, read_file
 from recipe_lib.config.suggest import quote, show
@@ -90,11 +91,14 @@ def _fill_names(theirs: TheirFile) -> None:
     names = {key: names_in(inside, key) for key, inside in texts.items() if inside}
     if not names:
         return
-    order, _ = order_keys(names)
+    try:
+        order = order_keys(names)
+    except CycleError as error:
+        key = error.args[1][0]
+        raise ConfigError(f"{theirs.place(key)}: {show(key)}: found {quote(texts[key][0])}{IN_A_CIRCLE}") from None
     remedy = ", expected ${section.key} of this file; write the value itself"
     named = NamedValues({key: value for key, value in values.items() if key not in names}, lambda name: remedy)
-    # Of keys that name each other in a circle, which are not in the order, none has a value to be filled with.
-    for key in (*order, *(key for key in names if key not in order)):
+    for key in order:
         value = values[key]
         try:
             if isinstance(value, list):
@@ -152,7 +156,6 @@ class ConfigImport:
         self.fates: dict[str, KeyFate] = {}
         self.faults: list[str] = []
         self.ignored: set[str] = set()
-        self.notes: list[str] = []
 
     def value(self, key: str) -> Any:
         """Return what torchtune uses; None for what is neither set nor has a default."""

@@ -43,7 +43,6 @@ from recipe_lib.config.torchtune.key_tables import (
     NO_MEANING,
     NO_MODELS,
     OTHER_PURPOSES,
-    PRESETS,
     REFUSED,
     SAME,
     WITHOUT,
@@ -69,7 +68,7 @@ class Imported:
     settings: dict[str, Any]
     """Our keys that differ from the defaults."""
     notes: list[str]
-    """What to know of the config, and commands that help further."""
+    """What to know of the config."""
 
     def counts(self) -> dict[str, int]:
         """Count the keys of the file that were carried, that have another effect, and that were dropped."""
@@ -124,7 +123,7 @@ def import_file(path: str, *, overrides: Sequence[str] = (), omitted: Sequence[s
     loaded = _load(conversion, overrides, given)
     fates = _drop_idle(conversion, loaded, given) | left_out
     settings = _select_settings(loaded, conversion.recipe)
-    notes = [*(f"note: {line}" for line in describe_stalled_means(loaded.cfg)), *conversion.notes]
+    notes = [f"note: {line}" for line in describe_stalled_means(loaded.cfg)]
     return Imported(conversion.recipe, theirs.path.name, loaded.cfg, fates, settings, notes)
 
 
@@ -306,11 +305,6 @@ def _convert_model(c: ConfigImport, key: str) -> None:
     if not component.startswith("torchtune.models.") or family not in FAMILIES:
         c.refuse(key, f"expected a builder of one of {', '.join(FAMILIES)}", may_be_left_out=False)
         return
-    if preset := _find_preset(builder):
-        words = f"~model.path model.preset={preset} tokenizer.path=examples/demo/tokenizer"
-        if teacher := _find_preset(c.read_component("teacher_model")):
-            words += f" ~distill.teacher distill.teacher_preset={teacher}"
-        c.notes.append(f"before the weights are here: tune plan CONFIG {words}")
     in_folder = "the folder's config.json has the architecture"
     if builder.startswith("qlora_"):
         c.carry(key, {"lora.quantize_base": "nf4"})
@@ -318,11 +312,6 @@ def _convert_model(c: ConfigImport, key: str) -> None:
         c.carry(key, {}, in_folder)
     if c.asks_for("teacher_model"):
         c.carry("teacher_model._component_", {}, in_folder)
-
-
-def _find_preset(builder: str) -> str | None:
-    """Return the shipped architecture of a builder such as `lora_llama3_2_1b`."""
-    return PRESETS.get(re.sub(r"^q?lora_", "", builder))
 
 
 def _convert_folder(c: ConfigImport, key: str) -> None:
