@@ -42,9 +42,10 @@ def model_card(
     plan, results: rows of the tables of how it was trained and what came of it.
     """
     shown = public_name(base, base_folder)
+    sources = [] if cfg is None else [one.source for one in resolved_sources(cfg.data)]
     data = ModelCardData(
         base_model=base if base_folder is not None and is_hub_snapshot(base_folder, base) else None,
-        datasets=sorted(_hub_datasets(cfg)) or None,
+        datasets=sorted({name.removeprefix(HUB).partition(":")[0] for name in sources if is_hub(name)}) or None,
         library_name="peft" if is_adapter else "transformers",
         license=_license_of(base_folder),
         pipeline_tag="text-generation",
@@ -59,13 +60,6 @@ def model_card(
 def public_name(base: str, folder: Path | None) -> str:
     """How a card names what training began from: by its hub id, or as BASE, since its folder is of this machine."""
     return base if folder is None or is_hub_snapshot(folder, base) else BASE
-
-
-def _hub_datasets(cfg: FullFinetuneConfig | None) -> set[str]:
-    if cfg is None:
-        return set()
-    names = [one.source for one in resolved_sources(cfg.data) if is_hub(one.source)]
-    return {name.removeprefix(HUB).partition(":")[0] for name in names}
 
 
 def _license_of(folder: Path | None) -> str | None:

@@ -100,7 +100,8 @@ class DataReport:
         self.idle_names.update(other.idle_names)
         self.bad_samples.update(other.bad_samples)
         self.first_bad = other.first_bad | self.first_bad
-        self.bad_lines = _first_of_all_and_each([*self.bad_lines, *other.bad_lines])
+        for cause, line in other.bad_lines:
+            self._keep_line(cause, line)
 
     def add_idle(self, names: Sequence[str], control: str) -> None:
         """Count what a sample holds that changes nothing. control: its place, if a text has a control character."""
@@ -111,10 +112,14 @@ class DataReport:
 
     def add_bad(self, cause: str, line: str) -> None:
         """Count a bad sample. line: its place and what is wrong with it."""
-        if sum(self.bad_samples.values()) < MOST_BAD_LINES or self.bad_samples[cause] < PLACES:
-            self.bad_lines.append((cause, line))
+        self._keep_line(cause, line)
         self.bad_samples[cause] += 1
         self.first_bad.setdefault(cause, line)
+
+    def _keep_line(self, cause: str, line: str) -> None:
+        """Keep the line of a bad sample: of the first MOST_BAD_LINES, and of each cause the first PLACES."""
+        if len(self.bad_lines) < MOST_BAD_LINES or len(self.places(cause)) < PLACES:
+            self.bad_lines.append((cause, line))
 
     def places(self, cause: str) -> list[str]:
         """Place and detail of the first samples that are bad for a cause: all of them, or PLACES."""
@@ -220,7 +225,6 @@ class DataReport:
             *([f"data: {self.bos_line()}"] if self.sequences else []),
         ]
         lines += self._sequence_lines() + self._lost_lines() + self.special.lines(self.chats) + self._odd_lines()
-        lines += self._idle_lines()
         return lines + self._bad_lines() if faults else lines
 
     def _counts(self) -> str:
@@ -288,7 +292,11 @@ class DataReport:
         )
 
     def _odd_lines(self) -> list[str]:
-        """Return what is not as most would expect, and no fault."""
+        """Return what is not as most would expect, and no fault; what samples hold that is not read, and of
+        data.ignore_columns what none has."""
+        named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))
+        # What a bad sample holds is not counted, so that with one nobody knows.
+        missing = [] if self.bad_samples else [name for name in self.ignored if name not in self.idle_names]
         return choose_lines(
             (
                 self.texts and self.lacks_eos,
@@ -315,14 +323,6 @@ class DataReport:
                 f"warning: data: in {self.unseen_samples} samples the chat template leaves out a system's or user's "
                 "message, which the model is never shown; set tokenizer.chat_template to one that writes it",
             ),
-        )
-
-    def _idle_lines(self) -> list[str]:
-        """Return what samples hold that is not read, and of data.ignore_columns what none has."""
-        named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))
-        # What a bad sample holds is not counted, so that with one nobody knows.
-        missing = [] if self.bad_samples else [name for name in self.ignored if name not in self.idle_names]
-        return choose_lines(
             (named, f"data: columns that change nothing: {named}"),
             (
                 self.margins,
@@ -365,16 +365,6 @@ def report_lines(training: DataReport, validation: DataReport | None = None, *, 
         own = [line for line in validation.lines(faults=faults) if line != once]
         lines += [line.replace("data: ", "validation: ", 1) for line in own]
     return lines
-
-
-def _first_of_all_and_each(lines: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the first MOST_BAD_LINES, and of each cause the first PLACES; what was left out earlier is not missed."""
-    kept, of_cause = list[tuple[str, str]](), Counter[str]()
-    for cause, line in lines:
-        of_cause[cause] += 1
-        if len(kept) < MOST_BAD_LINES or of_cause[cause] <= PLACES:
-            kept.append((cause, line))
-    return kept
 
 
 _COUNTS = [item.name for item in fields(DataReport) if item.type is int and item.name != "max_seq_len"]

@@ -2,8 +2,6 @@
 
 import os
 import re
-import textwrap
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,25 +68,15 @@ class Imported:
     notes: list[str]
     """What to know of the config."""
 
-    def counts(self) -> dict[str, int]:
-        """Count the keys of the file that were carried, that have another effect, and that were dropped."""
-        kinds = Counter(fate.kind for fate in self.fates.values())
-        return {kind: kinds[kind] for kind in (CARRIED, CHANGED, DROPPED)}
-
     def yaml(self, name: str) -> str:
         """Return the config as text. name: of its file, for the command in its header."""
-        counts = self.counts()
-        about = (
-            f"Imported from {show(self.source)} of torchtune: {counts[CARRIED]} keys carried, {counts[CHANGED]} with "
-            f"another effect, {counts[DROPPED]} dropped; `tune import` says which and why."
-        )
-        header = [f"# {line}" for line in textwrap.wrap(about, 116)]
+        header = f"# Imported from {show(self.source)} of torchtune; `tune import` says what became of each key."
         models = [self.settings.get(name) for name in ("model.path", "distill.teacher")]
         commands = [f"tune download {name}" for name in models if name and is_hub_id(name)]
         commands.append(f"tune run {self.recipe} --config {show(name)}")
         names = sorted(self.settings, key=lambda name: "." not in name)  # sections first, as in the shipped configs
         settings = {"recipe": self.recipe} | {name: self.settings[name] for name in names}
-        lines = [*header, "#", *(f"#   {line}" for line in commands)]
+        lines = [header, "#", *(f"#   {line}" for line in commands)]
         return "\n".join(lines) + "\n" + write_yaml(settings, read_schema(RECIPE_CONFIGS[self.recipe]).keys)
 
     def table(self) -> str:
@@ -115,7 +103,11 @@ def import_file(path: str, *, overrides: Sequence[str] = (), omitted: Sequence[s
     would not run.
     """
     theirs = read_their_file(path)
-    _check_tool(theirs)
+    if not any(key.rpartition(".")[2] == "_component_" for key in theirs.values):  # torchtune's alone name Python code
+        raise ConfigError(
+            f"{theirs.shown}: has no key _component_, as torchtune's configs have, which alone are imported; "
+            f"`tune validate {theirs.shown}` checks a config of ours, and has our key for each of another tool's"
+        )
     left_out = leave_out(omitted, theirs)
     conversion = ConfigImport(theirs, DEFAULTS)
     convert(conversion)
@@ -125,15 +117,6 @@ def import_file(path: str, *, overrides: Sequence[str] = (), omitted: Sequence[s
     settings = _select_settings(loaded, conversion.recipe)
     notes = [f"note: {line}" for line in describe_stalled_means(loaded.cfg)]
     return Imported(conversion.recipe, theirs.path.name, loaded.cfg, fates, settings, notes)
-
-
-def _check_tool(theirs: TheirFile) -> None:
-    """Raise ConfigError for a file that is not torchtune's: its configs alone name Python code."""
-    if not any(key.rpartition(".")[2] == "_component_" for key in theirs.values):
-        raise ConfigError(
-            f"{theirs.shown}: has no key _component_, as torchtune's configs have, which alone are imported; "
-            f"`tune validate {theirs.shown}` checks a config of ours, and has our key for each of another tool's"
-        )
 
 
 def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -> Loaded:

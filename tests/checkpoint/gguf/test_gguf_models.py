@@ -1,6 +1,7 @@
 """GGUF files, read by the package gguf: every tensor is the source's, every number config.json's."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
