@@ -32,11 +32,9 @@ class Finding:
 
 @dataclass
 class Inspection:
-    """numbers: what was counted, by name, as JSON values. histogram: (shortest, longest, sequences). findings:
-    faults."""
+    """numbers: what was counted, by name, as JSON values. findings: faults."""
 
     numbers: dict[str, Any]
-    histogram: list[tuple[int, int, int]]
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -78,7 +76,7 @@ def inspect(
         names = ", ".join(untrained_tokens[:SHOWN]) + (", ..." if len(untrained_tokens) > SHOWN else "")
         told = f"the sequences use {names}, whose embeddings the checkpoint has never trained"
         findings.append(Finding("untrained-tokens", f"{told}; train the embedding as well", 0))
-    return Inspection(numbers, histogram(training.lengths, max_seq_len), findings)
+    return Inspection(numbers, findings)
 
 
 def _sample_counts(report: DataReport) -> dict[str, Any]:
@@ -111,18 +109,6 @@ def _sample_counts(report: DataReport) -> dict[str, Any]:
         "samples_with_control_characters": report.control_characters,
         "duplicate_sequences": report.duplicate_sequences,
     }
-
-
-def histogram(lengths: np.ndarray, max_seq_len: int) -> list[tuple[int, int, int]]:
-    """Sequences by length: (shortest, longest, sequences) of bins that double in width, the last one up to
-    max_seq_len."""
-    bins, low = [], 1
-    while low <= max_seq_len:
-        high = min(2 * low - 1 if low >= 16 else 15, max_seq_len)
-        bins.append((low, high, int(((lengths >= low) & (lengths <= high)).sum())))
-        low = high + 1
-    used = [at for at, (_, _, count) in enumerate(bins) if count]
-    return bins[used[0] : used[-1] + 1] if used else []
 
 
 def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
