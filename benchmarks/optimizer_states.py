@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from recipe_lib.config.optimizer_facts import BYTES, state_bytes
 from recipe_lib.config.schema import OptimizerConfig
-from recipe_lib.config.stalled_means import resting_range
 from recipe_lib.optim.low_bit_adamw import MASTER, make_code
 from recipe_lib.optim.optimizers import build_optimizer
 
@@ -34,10 +33,13 @@ OUTLIERS = (1e-2, 1e-3, 3e-4, 1e-4)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def resting_range_in_block(decay: float, is_signed: bool) -> tuple[float, float]:
-    """Return where a mean in 8 bits that is half of its block's largest number rests, while that one stays."""
-    level_distance = 0.9 / (64 if is_signed else 128)  # in multiples of the largest
-    off = level_distance / (1 - decay)  # half a distance, in multiples of a half
+BF16 = 1 / 256  # half the distance of two numbers, of one of them at most
+BLOCK = 0.9 / 128  # half the distance of two levels of 8 bits, of half of a block's largest number
+
+
+def resting_range(decay: float, half_distance: float = BF16) -> tuple[float, float]:
+    """Return between which multiples of a mean what it averages may be while the mean stays."""
+    off = half_distance / (1 - decay)
     return max(0.0, 1 - off), 1 + off
 
 
@@ -222,7 +224,7 @@ decades, its deviation half of its mean.
   With 0.999 it is anything up to {high_999:.1f}: a step is up to {long_999:.1f} times too long, and the second moment
   never comes down. torch's kernels that are not fused round it twice a step, and `foreach` on a CPU takes d itself in
   bf16, where 0.999 is 1. `tune validate`, `plan`, `run` and `import` say so where a mean may stay at half or twice of
-  what it should be: a decay over 1 - 1/129, where it is rounded twice 1 - 1.5/129.
+  what it should be where it is rounded once: a decay of 1 - 1/128 or more.
 - Rounded by chance, a mean is right on average over a parameter's numbers and over steps. A number of a second moment
   has a deviation of 1 / (256 sqrt(1 - d^2)) of itself at most: {deviation_95:.1f} % with 0.95, {deviation_999:.1f} %
   with 0.999.
@@ -249,7 +251,7 @@ def make_page(steps: int, every: int) -> str:
             parts += [f"## {what}, betas {betas}\n", header, *(f"| {line} |" for line in body), ""]
     low_95, high_95 = resting_range(0.95)
     high_999 = resting_range(0.999)[1]
-    low_block_95, high_block_95 = resting_range_in_block(0.95, is_signed=False)
+    low_block_95, high_block_95 = resting_range(0.95, BLOCK)
     return PAGE.format(
         torch=torch.__version__,
         steps=steps,
@@ -262,7 +264,7 @@ def make_page(steps: int, every: int) -> str:
         high_999=high_999,
         low_block_95=low_block_95,
         high_block_95=high_block_95,
-        high_block_999=resting_range_in_block(0.999, is_signed=False)[1],
+        high_block_999=resting_range(0.999, BLOCK)[1],
         long_999=high_999**0.5,
         deviation_95=100 / (256 * (1 - 0.95**2) ** 0.5),
         deviation_999=100 / (256 * (1 - 0.999**2) ** 0.5),

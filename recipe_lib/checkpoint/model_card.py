@@ -42,13 +42,14 @@ def model_card(
     plan, results: rows of the tables of how it was trained and what came of it.
     """
     shown = public_name(base, base_folder)
+    sources = [] if cfg is None else [one.source for one in resolved_sources(cfg.data)]
     data = ModelCardData(
         base_model=base if base_folder is not None and is_hub_snapshot(base_folder, base) else None,
-        datasets=sorted(_hub_datasets(cfg)) or None,
+        datasets=sorted({name.removeprefix(HUB).partition(":")[0] for name in sources if is_hub(name)}) or None,
         library_name="peft" if is_adapter else "transformers",
         license=_license_of(base_folder),
         pipeline_tag="text-generation",
-        tags=["tune-recipes", *_kind_tags(cfg, lora)],
+        tags=["tune-recipes", *([] if lora is None else ["dora" if lora.dora else "lora"])],
     )
     parts = [f"---\n{data.to_yaml()}\n---", *_sections(cfg, base, base_folder, lora, is_adapter)]
     parts += [f"## {title}\n\n{_table(rows)}" for title, rows in (("Plan", plan), ("Results", results)) if rows]
@@ -61,13 +62,6 @@ def public_name(base: str, folder: Path | None) -> str:
     return base if folder is None or is_hub_snapshot(folder, base) else BASE
 
 
-def _hub_datasets(cfg: FullFinetuneConfig | None) -> set[str]:
-    if cfg is None:
-        return set()
-    names = [one.source for one in resolved_sources(cfg.data) if is_hub(one.source)]
-    return {name.removeprefix(HUB).partition(":")[0] for name in names}
-
-
 def _license_of(folder: Path | None) -> str | None:
     """The license in the card of the base; None: there is no card, or it names none."""
     if folder is None or not (folder / CARD).is_file():
@@ -77,14 +71,6 @@ def _license_of(folder: Path | None) -> str | None:
     except (OSError, ValueError, AttributeError):  # a stranger's file
         return None
     return found if isinstance(found, str) else None
-
-
-def _kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> list[str]:
-    kinds = [] if lora is None else ["dora" if lora.dora else "lora"]
-    if cfg is None:
-        return kinds
-    prefers = any(one.format == "preference" for one in resolved_sources(cfg.data))
-    return [cfg.recipe.partition("_")[0] if prefers else "sft", *kinds]
 
 
 def _sections(

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from recipe_lib import files
 from recipe_lib.checkpoint.model_card import CARD
-from recipe_lib.checkpoint.run_files import publish
-from recipe_lib.checkpoint.tokenizer_out import tokenizer_files
+from recipe_lib.checkpoint.rank_agreement import SingleRank
+from recipe_lib.checkpoint.tokenizer_out import GENERATION, tokenizer_files
 from recipe_lib.checkpoint.verify import compute_logits, open_model, quiet_transformers
 from recipe_lib.checkpoint.weight_accounts import read_headers
 from recipe_lib.checkpoint.weights_in import unknown_extras
-from recipe_lib.checkpoint.weights_out import spell_config
+from recipe_lib.checkpoint.weights_out import SideFiles, spell_config, stage_folder
 from recipe_lib.config.local_files import install_line
 from recipe_lib.errors import CheckpointError, SetupError, StorageError, first_line
 from recipe_lib.logs import silence_torchao
@@ -67,7 +67,6 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
     tokenizer_files(folder)  # transformers reads some of them too, whatever they are
     needed = sum(tensor.entry.end - tensor.entry.start for tensor in read_headers(folder).values())
     with files.storage_faults(), quiet_transformers():
-        files.remove_leftovers(out.absolute().parent, out.name)
         files.require_space(out.absolute().parent, needed + 64 * MIB, "the quantized model")
         with phase("quantizing"):
             expected = _logits(_opened(folder))
@@ -76,20 +75,22 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
         plain = (torch.Tensor, nn.Parameter)
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
         num_quantized = sum(type(linear.weight.data) not in plain for linear in linears)
-        temporary = files.temporary_path(out)
-        try:
-            files.make_folder(temporary)
-            _save(model, temporary, out)
-            config_file = temporary / "config.json"
-            config = spell_config(read_config(config_file), spec)  # for readers of other releases too
-            files.remove_file(config_file)  # of a folder that nobody sees yet
-            files.write_json(config_file, config)
+        config: dict[str, Any] = {}  # filled once transformers has written its own
+        with stage_folder(out.absolute(), {}, {"config.json": config}, SideFiles(folder), SingleRank()) as temporary:
+            try:
+                model.save_pretrained(temporary)
+            except SafetensorError as error:  # which says in words of its own what the disk refuses
+                raise StorageError(f"{out}: the weights cannot be written ({error}); free some space") from error
             del model, linears
-            _copy_rest(folder, temporary)
-            publish(temporary, out)
-        except BaseException:
-            files.discard(temporary)
-            raise
+            config |= spell_config(read_config(temporary), spec)  # for readers of other releases too
+            for name in ("config.json", GENERATION):  # which transformers writes in its own way
+                files.remove_file(temporary / name)
+            if (folder / CARD).is_file():
+                files.copy_file(folder / CARD, temporary / CARD)
+            for path in temporary.iterdir():
+                files.before_operation("flush", path)
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
         reopened = _logits(_opened(out))
     if not torch.equal(reopened, quantized):
         raise CheckpointError(
@@ -145,31 +146,6 @@ def _opened(folder: Path, **more: Any) -> Any:
         raise CheckpointError(f"{folder}: transformers does not open it ({first_line(error)})") from error
 
 
-def _save(model: Any, folder: Path, out: Path) -> None:
-    """Writes config.json and the weights. StorageError: safetensors says in words of its own what the disk refuses.
-
-    out: what the folder will be called.
-    """
-    try:
-        model.save_pretrained(folder)
-    except SafetensorError as error:
-        raise StorageError(
-            f"{out}: the weights cannot be written ({error}); free some space, or choose another --out"
-        ) from error
-
-
 def _logits(model: Any) -> Tensor:
     """Return logits `[2, 32, v]` of random tokens, in fp32."""
     return compute_logits(model, model.config.get_text_config().vocab_size, _LENGTH).float()
-
-
-def _copy_rest(folder: Path, temporary: Path) -> None:
-    """The tokenizer's files and the card, then everything is flushed to the disk."""
-    card = [folder / CARD] if (folder / CARD).is_file() else []
-    for path in [*tokenizer_files(folder), *card]:
-        files.remove_file(temporary / path.name)  # generation_config.json, which transformers writes in its own way
-        files.copy_file(path, temporary / path.name)
-    for path in temporary.iterdir():
-        files.before_operation("flush", path)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())

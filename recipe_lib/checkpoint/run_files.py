@@ -6,11 +6,12 @@ checked, and exchanged with it in one operation: whenever a process ends, one of
 """
 
 import hashlib
+import itertools
 import json
 import os
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -202,11 +203,6 @@ def write_record(root: Path, record: OutputRecord) -> None:
     files.replace_text(root / RECORD, text + "\n")
 
 
-def list_files(folder: Path) -> Listing:
-    """What is in a folder that holds plain files alone."""
-    return {path.name: describe(path) for path in sorted(folder.iterdir())}
-
-
 def describe(path: Path) -> str:
     """Size and SHA-256 of a file; of one above 4 MiB that of 64 blocks of 64 KiB, spread evenly over it."""
     size = path.stat().st_size
@@ -285,13 +281,14 @@ def publish(temporary: Path, final: Path) -> None:
     for path in temporary.glob("*.safetensors"):
         read_header(path)  # what ranks have written elsewhere is seen, whole, from here
     files.flush_folder(temporary)
-    root, name, new = final.parent, final.name, list_files(temporary)
+    root, name = final.parent, final.name
+    new = {path.name: describe(path) for path in sorted(temporary.iterdir())}
     files.restore_replaced(root, name)
     files.remove_leftovers(root, RECORD)
     taken = final.exists() or final.is_symlink()
     unrecorded = unrecorded_in(root, name) if taken else None
     if unrecorded is not None:
-        free = next(path for path in free_names(final) if not path.exists() and not path.is_symlink())
+        free = find_free(final)
         files.rename(temporary, free)
         raise CheckpointError(f"{unrecorded}: was not written by a run, and stays; what was to replace it is {free}")
     record = read_record(root)
@@ -314,17 +311,15 @@ def _remove_replaced(old: Path, listings: list[Listing], final: Path) -> None:
     if unrecorded_file(old, listings) is None:
         files.remove_temporary(old)
         return
-    kept = next(path for path in free_names(final) if not path.exists() and not path.is_symlink())
+    kept = find_free(final)
     files.rename(old, kept)
     get_logger().warning("warning: %s holds files that no run wrote; it is now %s", final, kept)
 
 
-def free_names(final: Path) -> Iterator[Path]:
-    """`model-2`, `model-3` and so on."""
-    number = 1
-    while True:
-        number += 1
-        yield final.with_name(f"{final.name}-{number}")
+def find_free(path: Path) -> Path:
+    """Return the path, or `PATH-2`, `PATH-3` and so on where that is taken: a folder is never written over."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(free for free in itertools.chain([path], numbered) if not os.path.lexists(free))
 
 
 # The folders of saved states: which there are, which are removed, and those that hold the weights
@@ -430,22 +425,13 @@ def bring_best(state: Path, root: Path, name: str) -> str:
         ) from damage
     if source.parent.resolve() == best.resolve():
         return name
-    target = free_state(best, manifest.step)
+    target = find_free(best / f"{PREFIX}{manifest.step}")
     temporary = files.temporary_path(target)
     files.make_folder(temporary)
     for file in (*(record.name for record in manifest.files), MANIFEST):
         files.copy_file(source / file, temporary / file)
     files.publish_folder(temporary, target)
     return target.name
-
-
-def free_state(root: Path, step: int) -> Path:
-    """`root/step_40`, or `step_40-2` and so on where that is taken: a folder is never written over."""
-    path, attempt = root / f"{PREFIX}{step}", 1
-    while path.exists():
-        attempt += 1
-        path = root / f"{PREFIX}{step}-{attempt}"
-    return path
 
 
 def best_state(root: Path) -> Path | None:

@@ -58,7 +58,7 @@ from recipe_lib.checkpoint.run_files import (
     Manifest,
     check_presence,
     damaged_file,
-    free_state,
+    find_free,
     prune_states,
     read_state_json,
     readable_states,
@@ -135,7 +135,7 @@ def _begin(root: Path, step: int, needed: int) -> dict[str, Any]:
     root.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(root, f"{PREFIX}*")
     files.require_space(root, needed, f"the state of step {step}")
-    name = free_state(root, step).name
+    name = find_free(root / f"{PREFIX}{step}").name
     sequence = 1 + max((manifest.sequence for _, manifest in readable_states(root)), default=0)
     temporary = files.temporary_path(root / name)
     files.make_folder(temporary)

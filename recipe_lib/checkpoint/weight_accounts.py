@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -32,9 +32,7 @@ from recipe_lib.units import counted, format_bytes, name_first
 
 EXTRA = "tune_extra_parameters"  # metadata of a file: names of those of its tensors that only a recipe's model has
 READABLE_TYPES = {DTYPE_NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
-_WRAPPER = re.compile(
-    r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^(module|base_model\.model)\."
-)
+_WRAPPER = r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^(module|base_model\.model)\."
 _LAYER = re.compile(r"^(?:(?:model|transformer|gpt_neox|language_model)\.)*(?:layers|h)\.(\d+)\.")
 _UNTIED = "; if the embedding is the head, set tie_word_embeddings to true in config.json"
 _LEAVE_OUT = "if the model does not need it, leave it out of a copy of the folder"
@@ -267,16 +265,6 @@ def made_for(made: Mapping[str, Made], name: str) -> Made:
     return made[name] if name in made else next(iter(made.values()))
 
 
-def _find_single(names: list[str]) -> str | None:
-    """Return the first name whose numbers are not those of a name of each kind: an expert that has not all matrices."""
-    numbers = {name: tuple(re.findall(r"\d+", name)) for name in names}
-    kinds: dict[str, set[tuple[str, ...]]] = defaultdict(set)
-    for name in names:
-        kinds[re.sub(r"\d+", "*", name)].add(numbers[name])
-    common = set.intersection(*kinds.values()) if kinds else set()
-    return min((name for name in names if numbers[name] not in common), default=None)
-
-
 def _find_conversion_fault(
     folder: Path, entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]], tensors: dict[str, FileTensor]
 ) -> str | None:
@@ -292,8 +280,6 @@ def _find_conversion_fault(
         return None
     entry, names, shape = misfits[0]
     result = "which do not go together" if shape is None else f"which make {list(shape)}"
-    single = _find_single(names)
-    result += f", {single} having no counterpart" if single else ""
     more = f" (and {len(misfits) - 1} more of another shape)" if len(misfits) > 1 else ""
     return (
         f"{folder}: {entry.our_name} is made of {len(names)} tensors ({entry.file_name} and others), {result}; "
@@ -302,36 +288,21 @@ def _find_conversion_fault(
     )
 
 
-class _Kind(NamedTuple):
-    """What tensors are, and what to do about them."""
-
-    what: str
-    remedy: str
-
-
-_WRAPPED = _Kind(
-    "names of a wrapper",
-    "save the module inside of it (torch.compile: model._orig_mod, DistributedDataParallel: model.module, PEFT: "
-    "model.merge_and_unload())",
-)
-_BEYOND = _Kind("a layer beyond num_hidden_layers", f"correct num_hidden_layers in config.json, or {_LEAVE_OUT}")
-_OTHER = _Kind("", "check that config.json and the weights are of one model")
-# By their names; the first pattern that is found in one says what it is.
-_KINDS: dict[str, _Kind] = {
-    r"\.(lora_\w+|modules_to_save|base_layer)\.": _Kind(
-        "of an adapter", "merge it into the model (PEFT: model.merge_and_unload()), and save that"
-    ),
-    r"[._](qweight|qzeros|scales|g_idx|(weight|input)_(scale|zero_point|packed|shape)\w*|absmax|quant_map|SCB)$": _Kind(
-        "of quantized weights", "take the checkpoint that this one was made from"
-    ),
-    r"^(v_head|value_head|score|classifier|reward_head)\.": _Kind(
-        "a head that predicts no tokens",
-        "name its class in architectures of config.json (...ForSequenceClassification has score.weight alone, for "
-        f"reward_distributed); {_LEAVE_OUT}",
-    ),
-    r"\.bias$": _Kind(
-        "a bias", f"set attention_bias or mlp_bias in config.json if the family has it; {_LEAVE_OUT}"
-    ),
+_OTHER = "; check that config.json and the weights are of one model"
+_BEYOND = f" (a layer beyond num_hidden_layers); correct num_hidden_layers in config.json, or {_LEAVE_OUT}"
+# What tensors are by their names, and what to do; the first pattern that is found in one says it.
+_KINDS = {
+    _WRAPPER: " (names of a wrapper); save the module inside of it (torch.compile: model._orig_mod, "
+    "DistributedDataParallel: model.module, PEFT: model.merge_and_unload())",
+    r"\.(lora_\w+|modules_to_save|base_layer)\.": " (of an adapter); merge it into the model (PEFT: "
+    "model.merge_and_unload()), and save that",
+    r"[._](qweight|qzeros|scales|g_idx|(weight|input)_(scale|zero_point|packed|shape)\w*|absmax|quant_map|SCB)$":
+    " (of quantized weights); take the checkpoint that this one was made from",
+    r"^(v_head|value_head|score|classifier|reward_head)\.": " (a head that predicts no tokens); name its class in "
+    "architectures of config.json (...ForSequenceClassification has score.weight alone, for reward_distributed); "
+    f"{_LEAVE_OUT}",
+    r"\.bias$": " (a bias); set attention_bias or mlp_bias in config.json if the family has it; "
+    f"{_LEAVE_OUT}",
 }  # fmt: skip
 
 
@@ -339,25 +310,21 @@ def describe_foreign_tensors(
     spec: ModelSpec, folder: Path, missing: Collection[str], foreign: Collection[str]
 ) -> list[str]:
     """Return a line for parameters that the files lack, and one for each kind of tensors that the model has not."""
-    names_by_kind: dict[_Kind, list[str]] = defaultdict(list)
+    names_by_kind: dict[str, list[str]] = defaultdict(list)
     for name in sorted(foreign):
         names_by_kind[_find_kind(spec, name)].append(name)
-    unwrapped = {_WRAPPER.sub(r"\1", name) for name in names_by_kind.get(_WRAPPED, ())}
-    lost = sorted(set(missing) - unwrapped)
+    lost = sorted(set(missing) - {re.sub(_WRAPPER, r"\1", name) for name in foreign})
     lines = []
     if lost:
         remedy = _UNTIED if lost[0].endswith("lm_head.weight") else ""
         lines.append(f"{folder}: {name_first(lost, 'is', 'are')} missing; download the folder again{remedy}")
     for kind, names in names_by_kind.items():
-        what = f" ({kind.what})" if kind.what else ""
-        named = name_first(names, "belongs", "belong")
-        lines.append(f"{folder}: {named} to no part of this model{what}; {kind.remedy}")
+        lines.append(f"{folder}: {name_first(names, 'belongs', 'belong')} to no part of this model{kind}")
     return lines
 
 
-def _find_kind(spec: ModelSpec, name: str) -> _Kind:
-    if _WRAPPER.search(name):
-        return _WRAPPED
+def _find_kind(spec: ModelSpec, name: str) -> str:
+    """Return what a tensor is that the model has not, and what to do."""
     layer = _LAYER.search(name)
     if layer and int(layer[1]) >= spec.num_layers:
         return _BEYOND

@@ -193,7 +193,7 @@ def print_slot(number: int, documents: list["Shown"], packed: bool) -> None:
 
 
 def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
-    """Prints counts, the length histogram and what is wrong; exit code 2 if something is that was not allowed."""
+    """Prints counts and what is wrong; exit code 2 if something is that was not allowed."""
     from recipe_lib.data import report_lines
     from recipe_lib.data.inspect import ids_used, inspect, special_tokens
 
@@ -209,7 +209,7 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
     faults = [finding for finding in found.findings if finding.name not in arguments.allow]
     if arguments.json:
         findings = [dataclasses.asdict(finding) for finding in found.findings]
-        print(json.dumps(found.numbers | {"histogram": found.histogram, "findings": findings}))
+        print(json.dumps(found.numbers | {"findings": findings}))
     else:
         held_out = validation.report if validation is not None else None
         report(found, report_lines(dataset.report, held_out, faults=False))
@@ -223,7 +223,7 @@ def check_samples(cfg: Any, arguments: argparse.Namespace) -> int:
 
 
 def report(found: Any, lines: list[str]) -> None:
-    """The counts in words, and the histogram as bars."""
+    """The counts in words."""
     numbers = found.numbers
     for line in lines:
         print_wrapped(visible(line))
@@ -233,9 +233,6 @@ def report(found: Any, lines: list[str]) -> None:
             f"{numbers['median_sequence']}; packed into {counted(numbers['packs'], 'sequence')} of "
             f"{numbers['pack_length']} they fill {numbers['packing_efficiency']:.1%} of them"
         )
-    most = max((count for *_, count in found.histogram), default=1)
-    for low, high, count in found.histogram:
-        print(f"  {low:>7} - {high:<7} {count:>9}  {'#' * round(40 * count / most)}")
     if numbers["sequences"] and numbers.get("untrained_tokens") == []:
         print_wrapped("special tokens: every one that the samples use has a trained embedding")
     if "validation" in numbers:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError
 from typing import Any
 
 from recipe_lib.config.aliases import ANSWERS, GENERIC, KEY_ALIASES, NOTHING_LIKE_IT, OF_PAIRS, SECTION_ALIASES
@@ -18,7 +19,7 @@ from recipe_lib.config.keys import Key, Schema, item_schema, read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS
 from recipe_lib.config.read_yaml import YamlNode
 from recipe_lib.config.suggest import nearest, quote, show
-from recipe_lib.config.values import MismatchError, convert, describe, expected, is_null
+from recipe_lib.config.values import MismatchError, convert, describe, expected
 
 # Enough to correct a file in one go; a file of another kind is not answered with a thousand lines.
 MAX_FAULTS = 50
@@ -159,13 +160,7 @@ def check_section_value(checked: Checked, name: str, value: YamlNode, source: So
         checked.doubt(name)
     elif not value.empty:
         inside = [child.removeprefix(f"{name}.") for child in checked.schema.children(name)]
-        main = next((word for word in ("name", "type", "path", "source") if word in inside), None)
-        is_word = value.kind == "scalar" and not is_null(value)
-        hint = f"; did you mean {name}.{main}?" if main and is_word else ""
-        if value.kind == "scalar" and not is_word:
-            unset = f", or set {name}.{main} to null" if main and checked.schema.keys[f"{name}.{main}"].optional else ""
-            hint = f"; remove it{unset}"
-        what = f"found {describe(value)}, expected a section of keys ({', '.join(inside)}){hint}"
+        what = f"found {describe(value)}, expected a section of keys ({', '.join(inside)})"
         checked.fault(source.at(line), name, what)
 
 
@@ -206,7 +201,16 @@ def fill_pending(checked: Checked) -> None:
         return
     schema, pending = checked.schema, dict(checked.pending)
     names = {key: names_in(one.node.texts(), key) for key, one in pending.items()}
-    order, circle = order_keys(names)
+    try:
+        order = order_keys(names)
+    except CycleError as error:
+        last = max(error.args[1], key=list(names).index)
+        node = pending[last].node
+        text = next(text for text in node.texts() if "${" in text)
+        _refuse_pending(checked, last, pending[last], f"found {quote(text)}{IN_A_CIRCLE}", node.line)
+        for key in pending:
+            checked.doubt(key)
+        return
     values = {name: key.default for name, key in schema.keys.items() if name not in pending}
     values |= {name: setting.value for name, setting in checked.settings.items() if name in values}
     named = NamedValues(values, lambda name: f": there is no key {show(name)}{hint_for(name, schema)[0]}")
@@ -223,13 +227,6 @@ def fill_pending(checked: Checked) -> None:
         check_value(checked, schema.keys[key], node, one.source, one.line, typed=one.typed, written=one.node.text)
         if key in checked.settings:
             named.put(key, checked.settings[key].value)
-    if circle:
-        node = pending[circle].node
-        text = next(text for text in node.texts() if "${" in text)
-        _refuse_pending(checked, circle, pending[circle], f"found {quote(text)}{IN_A_CIRCLE}", node.line)
-    for key in checked.pending:
-        checked.doubt(key)
-    checked.pending.clear()
 
 
 def _refuse_pending(checked: Checked, key: str, one: Pending, what: str, line: int) -> None:
@@ -309,7 +306,7 @@ def unknown_key(
 
     value: what stands there. A section that only other tools have, as torchtitan's `training`, is gone through.
     """
-    if value is not None and value.kind == "mapping" and _is_of_another_tool(name, value, checked.schema):
+    if value is not None and value.kind == "mapping" and value.entries and _plain(name) in SECTION_ALIASES:
         for word, (inner_line, inner) in value.entries.items():
             unknown_key(checked, source, inner_line, f"{name}.{word}", inner, typed=typed)
         return
@@ -317,14 +314,6 @@ def unknown_key(
     checked.fault(source.at(line), "" if typed else (name or "''"), f"unknown key{hint}", doubt=False)
     for key in meant:
         checked.doubt(key)
-
-
-def _is_of_another_tool(name: str, value: YamlNode, schema: Schema) -> bool:
-    """Whether a section has another tool's name, and keys that the one of ours does not have."""
-    ours = SECTION_ALIASES.get(name.lower().replace("-", "_"))
-    if ours is None or not value.entries:
-        return False
-    return not ours or not {f"{ours}.{word}" for word in value.entries} <= set(schema.keys)
 
 
 def _is_broken(node: YamlNode) -> bool:
@@ -340,65 +329,46 @@ def _is_broken(node: YamlNode) -> bool:
 
 def hint_for(name: str, schema: Schema, *, in_file: bool = False) -> tuple[str, list[str]]:
     """(`; did you mean X?` or another hint, the keys it names)."""
-    owner = _owner(name, schema)
-    meant = [] if owner else meant_by(name, schema)
-    if owner:
-        return f"; {owner}", meant
-    plain = _plain(name)
-    answer = ANSWERS.get(plain) or (None if meant else ANSWERS.get(plain.rpartition(".")[2]))
+    meant = meant_by(name, schema)
+    section, _, word = name.rpartition(".")
+    if meant == [name] and section and in_file:
+        return f"; write {word}: under {section}:", meant
+    answer = ANSWERS.get(_plain(name)) or (None if meant else ANSWERS.get(_plain(word)) or _owner(name, schema))
     if answer:
         return f"; {answer}", []
     if meant:
-        hint = f"; did you mean {' or '.join(meant)}?"
-        if in_file and meant == [name] and "." in name:
-            hint = f"; write {name.rpartition('.')[2]}: under {name.rpartition('.')[0]}:"
-        return hint, meant
-    outer = name.rpartition(".")[0]
-    there = _section_for(outer, schema) if outer in schema.sections or "[" not in outer else ""
-    if there:
-        inside = ", ".join(child.removeprefix(f"{there}.") for child in schema.children(there))
-        return f"; the keys of {there} are {inside}", []
+        return f"; did you mean {' or '.join(meant)}?", meant
+    ours = _section_for(section, schema)
+    if ours:
+        inside = ", ".join(child.removeprefix(f"{ours}.") for child in schema.children(ours))
+        return f"; the keys of {ours} are {inside}", []
     return "; `tune cat CONFIG --describe` lists all keys", []
 
 
 def meant_by(name: str, schema: Schema) -> list[str]:
     """Our names for an unknown one: another tool's word, the right section, or the nearest spelling; mostly one."""
     valid = [name for name in (*schema.keys, *schema.sections) if name]
-    if name in valid:
-        return [name]
+    alias = KEY_ALIASES.get(_plain(name), name)
     section, _, word = name.rpartition(".")
+    ours = _section_for(section, schema)
     plain = _plain(word)
-    if (alias := KEY_ALIASES.get(_plain(name))) in valid:
-        return [str(alias)]
-    if plain in NOTHING_LIKE_IT:
+    if alias in valid:
+        return [alias]
+    if plain in NOTHING_LIKE_IT or ours is None:
         return []
-    if section.endswith("]"):  # of a list of sections, whose keys are mostly those of the section around it
-        alias = KEY_ALIASES.get(f"{section.partition('.')[0]}.{plain}", "")
-        if f"{section}.{alias.rpartition('.')[2]}" in valid:
-            return [f"{section}.{alias.rpartition('.')[2]}"]
-    there = _section_for(section, schema)
-    if there is None:  # of what that section is nobody knows
-        return []
-    if section:
-        inside = {key.rpartition(".")[2]: key for key in schema.children(there)}
-        close = plain if plain in inside else None if plain in GENERIC else near(plain, inside)
-        if close:
-            return [inside[close]]
-        if (alias := KEY_ALIASES.get(f"{there}.{plain}")) in valid:
-            return [str(alias)]
-        if plain in GENERIC:
-            return []
-    return _anywhere(plain, valid)
-
-
-def _anywhere(plain: str, valid: list[str]) -> list[str]:
-    """The keys that a last word alone may mean."""
-    if (alias := KEY_ALIASES.get(plain)) in valid:
-        return [str(alias)]
-    words = [key.rpartition(".")[2] for key in valid]
-    close = plain if plain in words else None if plain in GENERIC else near(plain, words)
-    found = [key for key in valid if key.rpartition(".")[2] == close] if plain not in ("name", "type") else []
-    return [key for key in found if "." not in key] or found[:3]
+    scopes = [(f"{ours}.{plain}", schema.children(ours))] if ours else []
+    if not section or plain not in GENERIC:
+        scopes.append((plain, valid))
+    for other_name, keys in scopes:
+        alias = KEY_ALIASES.get(other_name, "")
+        if alias in valid:
+            return [alias]
+        words = [key.rpartition(".")[2] for key in keys]
+        close = plain if plain in words or plain in GENERIC else near(plain, words)
+        found = [key for key in keys if key.rpartition(".")[2] == close and (ours or close not in ("name", "type"))]
+        if found:
+            return [key for key in found if "." not in key] or found[:3]
+    return []
 
 
 def near(found: str, valid: Iterable[str]) -> str | None:
@@ -413,34 +383,20 @@ def _plain(name: str) -> str:
 
 def _section_for(section: str, schema: Schema) -> str | None:
     """Our section for one as written: itself, another tool's (empty: the top level here), or a misspelling of ours."""
-    if section in schema.sections:
-        return section
     outer = _plain(section.partition(".")[0])
-    if outer in schema.sections:
-        return outer
-    if outer in SECTION_ALIASES:
-        ours = SECTION_ALIASES[outer]
-        return ours if ours in schema.sections else None
-    return near(outer, [name for name in schema.sections if name])
+    ours = section if section in schema.sections else SECTION_ALIASES.get(outer)
+    if ours is None:
+        ours = near(outer, [name for name in schema.sections if name])
+    return ours if ours in schema.sections else None
 
 
 def _owner(name: str, schema: Schema) -> str:
-    """`lora.rank is a key of lora_finetune_distributed`, if that, or its alias, is nothing in this schema."""
-    plain = _plain(name)
-    section, _, word = plain.rpartition(".")
-    known = {*schema.keys, *schema.sections}
-    alias = KEY_ALIASES.get(plain)
-    if alias is None and section in SECTION_ALIASES.keys() | known and word not in GENERIC | OF_PAIRS and len(word) > 1:
-        alias = KEY_ALIASES.get(word)  # `model.lora_rank`
-    if plain in OF_PAIRS | NOTHING_LIKE_IT or alias in known or plain in known:
+    """`lora.rank is a key of the recipe lora_finetune_distributed`, if that is nothing in this schema."""
+    if _plain(name) in OF_PAIRS or "[" in name:
         return ""
     for recipe, config_class in RECIPE_CONFIGS.items():
         view = read_schema(config_class)
-        own = [key for key in (*view.keys, *view.sections) if key not in known]
-        if section in own:
-            found = meant_by(name, view)
-        else:
-            found = [key for key in own if key in (alias, plain) or (not section and key.rpartition(".")[2] == word)]
-        if len(found) == 1 and found[0] in own:
+        found = meant_by(name, view)
+        if len(found) == 1 and found[0] not in schema.keys and found[0] not in schema.sections:
             return f"{found[0]} is a {'key' if found[0] in view.keys else 'section'} of the recipe {recipe}"
     return ""

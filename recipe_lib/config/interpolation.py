@@ -7,7 +7,7 @@ refused: what a config means is to be read in its files.
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from typing import Any
 
 from recipe_lib.config.suggest import quote
@@ -78,24 +78,14 @@ def names_in(texts: Iterable[str], key: str) -> list[str]:
     return [_complete_name(name, key) for text in texts for name in _NAME.findall(text)][:most]
 
 
-def order_keys(names: Mapping[str, Iterable[str]]) -> tuple[list[str], str]:
-    """Return the keys, each after those that it names; and of a circle, whose keys are left out, the last one.
+def order_keys(names: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return the keys, each after those that it names. Raises CycleError, with the keys of a circle.
 
     names: those in the value of each key.
     """
     graph = {key: [other for other in names for name in set(named) if are_related(name, other)]
              for key, named in names.items()}  # fmt: skip
-    sorter = TopologicalSorter(graph)
-    circle: list[str] = []
-    try:
-        sorter.prepare()
-    except CycleError as error:
-        circle = error.args[1]
-    order: list[str] = []
-    while ready := sorter.get_ready():
-        order += ready
-        sorter.done(*ready)
-    return order, max(circle, key=list(names).index, default="")
+    return list(TopologicalSorter(graph).static_order())
 
 
 def to_word(value: Any) -> str:

@@ -23,7 +23,7 @@ from recipe_lib.config.check import (
     unknown_key,
 )
 from recipe_lib.config.idle import disable_idle
-from recipe_lib.config.keys import Schema, item_schema, read_schema
+from recipe_lib.config.keys import item_schema, read_schema
 from recipe_lib.config.paths import RECIPE_CONFIGS, expand, find_config
 from recipe_lib.config.read_yaml import YamlError, YamlNode, parse, read_file
 from recipe_lib.config.registry import load_plugin
@@ -155,7 +155,9 @@ def _read(sources: Sources, overrides: Sequence[str], schema: type) -> tuple[Che
         checked.sort_by_line(shown, start)
     apply_overrides(checked, overrides)
     fill_pending(checked)
-    refuse_secrets(checked)
+    for name, setting in checked.settings.items():
+        if _is_secret(name, setting.value):
+            checked.fault(setting.where, name, _REFUSED)
     return checked, files
 
 
@@ -291,13 +293,6 @@ _REFUSED = (
 )
 
 
-def refuse_secrets(checked: Checked) -> None:
-    """Notes a fault for each key that was set to a secret; the secret itself is in none of the lines."""
-    for name, setting in checked.settings.items():
-        if _is_secret(name, setting.value):
-            checked.fault(setting.where, name, _REFUSED)
-
-
 def check_no_secrets(cfg: Any) -> None:
     """ConfigError if a key of a config object holds a secret: a config may also be made without a file."""
     faults = [f"{name}: {_REFUSED}" for name, value in _leaves("", cfg) if _is_secret(name, value)]
@@ -342,7 +337,7 @@ def apply_overrides(checked: Checked, overrides: Sequence[str]) -> None:
         if override.startswith("~"):
             _reset(checked, override[1:], source)
         elif "=" not in override:
-            checked.fault(place, "", _how_to_write(override, checked.schema))
+            checked.fault(place, "", "expected key=value, or ~key for the default; a further config is --config FILE")
         else:
             name, _, text = override.partition("=")
             _set(checked, name, text, source)
@@ -451,15 +446,3 @@ def _reset(checked: Checked, name: str, source: Source) -> None:
         for values in (checked.settings, checked.pending):
             for key in [key for key in values if key == name or key.startswith(f"{name}.")]:
                 del values[key]
-
-
-def _how_to_write(override: str, schema: Schema) -> str:
-    name = override.lstrip("-+").rstrip(":")
-    if name in schema.keys and override.lstrip("-+") == name:
-        return f"a value is missing; write {name}=VALUE (or ~{name} for the default)"
-    if ": " in override and override.partition(": ")[0] in schema.keys:
-        key, _, value = override.partition(": ")
-        return f"expected key=value; write {show(key)}={show(value)}"
-    if override.endswith((".yaml", ".yml")):
-        return f"expected key=value or ~key; a further config is --config {show(override)}"
-    return "expected key=value or ~key"

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -142,9 +143,5 @@ def _line_in(error: BaseException, file: Path) -> int:
     """The line of the file at which it failed."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return error.lineno or 1
-    line, trace = 1, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(file):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno or 1 for frame in reversed(frames) if frame.filename == str(file)), 1)

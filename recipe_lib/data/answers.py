@@ -434,13 +434,11 @@ def check_in_whole(chat: RenderedChat, answer: Answer, remedy: str) -> None:
 
 @dataclass(frozen=True)
 class Marked:
-    """answers: with the template's marks for spans. whole: the rendering and all marks in it. space_after: how many
-    answers differ from what would be trained without marks by white space after their end alone. differing: the others,
-    in words."""
+    """answers: with the template's marks for spans. whole: the rendering and all marks in it. differing: a line for
+    each answer that would be trained otherwise without marks, by more than white space after its end."""
 
     answers: list[Answer]
     whole: tuple[str, list[Span]]
-    space_after: int
     differing: list[str]
 
 
@@ -452,7 +450,7 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> Marked:
     by_request = dict(zip(requests, renderings, strict=True))
     closing = chat.template.end.closing  # it comes with the last answer of a conversation alone
     answers = list[Answer]()
-    differences = list[str | None]()
+    differing = list[str]()
     for number in numbers:
         prompt = chat.get_text(RenderRequest(number, add_generation_prompt=True))
         text, spans = _read(by_request[RenderRequest(number + 1)], chat.letters)
@@ -473,37 +471,21 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> Marked:
         prompt = text[: own_spans[0].start]
         answer = Answer(number, prompt, marked, spans=tuple(own_spans), added="", ends=ends)
         answers.append(answer)
-        differences.append(_describe_difference(chat, answer))
-    return Marked(
-        answers=answers,
-        whole=_read(by_request[everything], chat.letters),
-        space_after=differences.count(""),
-        differing=[difference for difference in differences if difference],
-    )
+        differing += _list_differences(chat, answer)
+    return Marked(answers, whole=_read(by_request[everything], chat.letters), differing=differing)
 
 
-def _describe_difference(chat: RenderedChat, marked: Answer) -> str | None:
-    """Return in words where the marks are not what is trained without them.
-
-    Empty: only after the end; None: nowhere.
-    """
-    where = f"{chat.places.at(marked.number)}: the template marks"
-    texts = [marked.text[span.start : span.end] for span in marked.spans]
+def _list_differences(chat: RenderedChat, marked: Answer) -> list[str]:
+    """Return a line where the marks are not what generation is asked for."""
+    line = f"{chat.places.at(marked.number)}: the template marks {marked.text[marked.spans[0].start :]!r:.70}"
     try:
         found = find_answer(chat, marked.number)
     except (SampleFault, DataError) as fault:
-        return f"{where} {_short(texts)}, which is not what generation is asked for ({fault})"
+        return [f"{line}, which is not what generation is asked for ({fault})"]
     (span,) = found.spans
-    if marked.spans == found.spans and marked.text == found.text:
-        return None
-    expected = found.text[span.start : span.end]
-    if marked.text.rstrip() == found.text and len(texts) == 1 and marked.spans[0].start == span.start:
-        return ""
-    return f"{where} {_short(texts)}, and what is generated is {_short([expected])}"
-
-
-def _short(texts: Sequence[str]) -> str:
-    return " and ".join(repr(text if len(text) <= 60 else f"{text[:28]} ... {text[-28:]}") for text in texts)
+    if marked.text.rstrip() == found.text.rstrip() and [one.start for one in marked.spans] == [span.start]:
+        return []
+    return [f"{line}, and what is generated is {found.text[span.start :]!r:.70}"]
 
 
 def _read(rendered: str | DataError, letters: Sequence[str]) -> tuple[str, list[Span]]:

@@ -30,7 +30,7 @@ from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder
 from recipe_lib.data.sample_files import hash_of
 from recipe_lib.data.sources import SampleFile
-from recipe_lib.errors import UserError
+from recipe_lib.errors import DataError, UserError
 from recipe_lib.files import flush_folder, sha256_of, write_bytes
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.reading import parse_json, read_object
@@ -107,7 +107,7 @@ def map_arrays(folder: Path) -> dict[str, np.ndarray]:
 
 
 MANIFEST = "manifest.json"
-FIRST_RANK_SECONDS = 2.0  # how long the other ranks let the first one go ahead: it is the one that shows progress
+LATER_RANKS_SECONDS = 0.5  # that the other ranks let the first one go ahead: it is the one that shows progress
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,9 @@ def _made_under_lock(root: Path, key: str, make: Make) -> Stored:
         found = _read(folder, say=True)
         if found is not None:
             return found
-        _raise_known_failure(lock)
+        noted = _find_noted(lock)
+        if noted is not None:
+            raise noted
         try:
             return _made(folder, make)
         except (UserError, _Unusable) as error:
@@ -237,7 +239,8 @@ def _locked(root: Path, key: str) -> Iterator[TextIO]:
         file = open(path, "a+", encoding="utf-8")
     with file:
         try:
-            _let_the_first_rank_go_ahead(file, root / key)
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                time.sleep(LATER_RANKS_SECONDS)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise _Unusable(f"no file locks: {error.strerror or error}") from None
@@ -245,19 +248,6 @@ def _locked(root: Path, key: str) -> Iterator[TextIO]:
             yield file
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)  # workers have inherited the file, and may outlive the block
-
-
-def _let_the_first_rank_go_ahead(file: TextIO, folder: Path) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        return
-    deadline = time.monotonic() + FIRST_RANK_SECONDS
-    while time.monotonic() < deadline and not folder.exists() and not _noted(file):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        fcntl.flock(file, fcntl.LOCK_UN)
-        time.sleep(0.02)
 
 
 def _launch() -> str | None:
@@ -274,26 +264,21 @@ def _note_failure(lock: TextIO, error: UserError | _Unusable) -> None:
     if launch is not None:
         with suppress(OSError):  # a full disk: the others will find out by themselves
             lock.truncate(0)
-            faults = error.faults if isinstance(error, UserError) else [str(error)]
-            json.dump({"launch": launch, "error": type(error).__name__, "faults": faults}, lock)
+            faults = error.faults if isinstance(error, UserError) else error.args
+            json.dump({"launch": launch, "faults": faults, "is_of_disk": isinstance(error, _Unusable)}, lock)
             lock.flush()
 
 
-def _noted(lock: TextIO) -> dict[str, Any] | None:
-    """The failure of another process of this launch."""
+def _find_noted(lock: TextIO) -> UserError | _Unusable | None:
+    """Return the failure of another process of this launch."""
     lock.seek(0)
     try:
         noted = parse_json(lock.read(2**20))
-    except (OSError, ValueError):
-        return None
-    return noted if isinstance(noted, dict) and noted.get("launch") == _launch() is not None else None
-
-
-def _raise_known_failure(lock: TextIO) -> None:
-    noted = _noted(lock) or {}
-    kind = {_Unusable.__name__: _Unusable, **vars(errors)}.get(str(noted.get("error")))
-    if isinstance(kind, type) and issubclass(kind, UserError | _Unusable):
-        raise kind(*map(str, noted["faults"]))
+        if noted["launch"] == _launch() is not None:
+            return (_Unusable if noted["is_of_disk"] else DataError)(*map(str, noted["faults"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    return None
 
 
 # What a tokenizer reads in its folder, and the packages and folders of ours whose code decides on ids and labels.
@@ -316,9 +301,11 @@ def cache_key(
     the file that it stands in is looked at, and not what that file imports. Raises DataError: a file cannot be read.
     """
     readers = [_code_of(encoder.read) for encoder in encoders]
-    token_files = _tokenizer_files(Path(tokenizer.place))
-    if None in readers or not token_files:
+    file = Path(tokenizer.place)
+    if None in readers or not file.is_file():
         return None
+    beside = {path for pattern in TOKENIZER_FILES for path in file.parent.glob(pattern) if path.is_file()}
+    token_files = _hashes({file, *beside})
     decides = {
         "settings": settings,
         "files": [[file.place, file.identity] for file in files],
@@ -331,14 +318,6 @@ def cache_key(
         "code": _our_code(),
     }
     return _checksum(decides)
-
-
-def _tokenizer_files(file: Path) -> list[list[str]]:
-    """Names and hashes of what a tokenizer is read from; empty, if it is no file."""
-    if not file.is_file():
-        return []
-    found = {file, *(path for pattern in TOKENIZER_FILES for path in file.parent.glob(pattern) if path.is_file())}
-    return _hashes(found)
 
 
 def _code_of(reader: Any) -> list[str] | None:

@@ -180,14 +180,6 @@ class Dataset:
             raise IndexError(f"item {item} of {self.items}")
         return self._origin.place(item) if self._origin else f"{self.report.source} (item {item + 1})"
 
-    def sequence_of(self, item: int) -> tuple[int, int]:
-        """Which of the sequences of its sample an item is, from 1, and how many of them there are."""
-        if self._origin is None:
-            return 1, 1
-        file_of, sample_of = self._origin.file_of, self._origin.sample_of
-        items = np.flatnonzero((file_of == file_of[item]) & (sample_of == sample_of[item]))
-        return item - int(items[0]) + 1, len(items)
-
     @cached_property
     def digests(self) -> np.ndarray:
         """uint64 `[items]`: equal for items with the same tokens and labels."""

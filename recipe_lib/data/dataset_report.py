@@ -63,7 +63,6 @@ class DataReport:
     split_tokens: int = 0  # of these sequences, and of the same conversations in one sequence each
     unsplit_tokens: int = 0
     marked_answers: int = 0  # answers of which the template itself says what is trained
-    marks_with_space_after: int = 0  # of them, those where it adds white space after the end of the turn
     marks_differing: int = 0  # those where it says something else than what is generated
     first_mark: str = ""
     idle_names: Counter[str] = field(default_factory=Counter)  # columns and keys that change nothing -> samples with it
@@ -101,7 +100,8 @@ class DataReport:
         self.idle_names.update(other.idle_names)
         self.bad_samples.update(other.bad_samples)
         self.first_bad = other.first_bad | self.first_bad
-        self.bad_lines = _first_of_all_and_each([*self.bad_lines, *other.bad_lines])
+        for cause, line in other.bad_lines:
+            self._keep_line(cause, line)
 
     def add_idle(self, names: Sequence[str], control: str) -> None:
         """Count what a sample holds that changes nothing. control: its place, if a text has a control character."""
@@ -112,10 +112,14 @@ class DataReport:
 
     def add_bad(self, cause: str, line: str) -> None:
         """Count a bad sample. line: its place and what is wrong with it."""
-        if sum(self.bad_samples.values()) < MOST_BAD_LINES or self.bad_samples[cause] < PLACES:
-            self.bad_lines.append((cause, line))
+        self._keep_line(cause, line)
         self.bad_samples[cause] += 1
         self.first_bad.setdefault(cause, line)
+
+    def _keep_line(self, cause: str, line: str) -> None:
+        """Keep the line of a bad sample: of the first MOST_BAD_LINES, and of each cause the first PLACES."""
+        if len(self.bad_lines) < MOST_BAD_LINES or len(self.places(cause)) < PLACES:
+            self.bad_lines.append((cause, line))
 
     def places(self, cause: str) -> list[str]:
         """Place and detail of the first samples that are bad for a cause: all of them, or PLACES."""
@@ -213,20 +217,15 @@ class DataReport:
             f"data: {self._counts()} read from {self.source} (format {self.format}, template "
             f"{self.template}), {self.tokens} tokens; label tokens: {self._label_tokens()}, "
             f"{_percent(self.label_token_fraction)}",
-            *(f"data: {part.part_line()}" for part in self.parts),
+            *(
+                f"data: {part._counts()} from {part.source} (format {part.format}), {part.tokens} tokens, "
+                f"{_percent(part.label_token_fraction)} trained"
+                for part in self.parts
+            ),
             *([f"data: {self.bos_line()}"] if self.sequences else []),
         ]
         lines += self._sequence_lines() + self._lost_lines() + self.special.lines(self.chats) + self._odd_lines()
-        lines += self._idle_lines()
         return lines + self._bad_lines() if faults else lines
-
-    def part_line(self) -> str:
-        """Return one source among several, in a line."""
-        link = "of" if self.split_sequences or (self.texts and not self._others) else "from"
-        return (
-            f"{self._counts()} {link} {self.source} (format {self.format}), {self.tokens} tokens, "
-            f"{_percent(self.label_token_fraction)} trained"
-        )
 
     def _counts(self) -> str:
         """Return how many sequences (pairs) there are, and what they were made of."""
@@ -265,8 +264,7 @@ class DataReport:
             (
                 self.marked_answers,
                 f"data: of {self.marked_answers} answers the chat template itself says what is trained "
-                f"({{% generation %}}); {self.marks_differing} of them are not what generation is asked for, and in "
-                f"{self.marks_with_space_after} white space after the end of the turn is trained as well",
+                f"({{% generation %}}); {self.marks_differing} of them are not what generation is asked for",
             ),
             (self.first_mark, f"data: first that is not: {self.first_mark}"),
         )
@@ -294,7 +292,11 @@ class DataReport:
         )
 
     def _odd_lines(self) -> list[str]:
-        """Return what is not as most would expect, and no fault."""
+        """Return what is not as most would expect, and no fault; what samples hold that is not read, and of
+        data.ignore_columns what none has."""
+        named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))
+        # What a bad sample holds is not counted, so that with one nobody knows.
+        missing = [] if self.bad_samples else [name for name in self.ignored if name not in self.idle_names]
         return choose_lines(
             (
                 self.texts and self.lacks_eos,
@@ -321,14 +323,6 @@ class DataReport:
                 f"warning: data: in {self.unseen_samples} samples the chat template leaves out a system's or user's "
                 "message, which the model is never shown; set tokenizer.chat_template to one that writes it",
             ),
-        )
-
-    def _idle_lines(self) -> list[str]:
-        """Return what samples hold that is not read, and of data.ignore_columns what none has."""
-        named = ", ".join(f"{name} ({count})" for name, count in sorted(self.idle_names.items()))
-        # What a bad sample holds is not counted, so that with one nobody knows.
-        missing = [] if self.bad_samples else [name for name in self.ignored if name not in self.idle_names]
-        return choose_lines(
             (named, f"data: columns that change nothing: {named}"),
             (
                 self.margins,
@@ -356,19 +350,11 @@ class DataReport:
 
     def bos_line(self) -> str:
         """Return what is put before a sequence, or who decides it."""
-        chats = self.chats if self.template == "chat" else 0  # the plain template leaves it to us
-        ours = [("each text", "a text")] if self.texts else []
-        if chats and self._others > chats:
-            ours.append(("each prompt with its completion", "a prompt with its completion"))
-        elif not chats and (self._others or not ours):
-            ours.append(("each other sequence", "another sequence") if ours else ("each sequence", "a sequence"))
-        decides = f"the chat template decides whether {'another' if ours else 'a'} sequence begins with BOS"
-        if not ours:
-            return decides
-        begin = "begins" if len(ours) == 1 else "begin"
-        each, one = (" and ".join(each for each, _ in ours), " or ".join(one for _, one in ours))
-        said = f"{each} {begin} with BOS" if self.adds_bos else f"no BOS is put before {one}"
-        return f"{said}; {decides}" if chats else said
+        ours = "each sequence begins with BOS" if self.adds_bos else "no BOS is put before a sequence"
+        if self.template != "chat" or not self.chats:  # the plain template leaves it to us
+            return ours
+        decides = "the chat template decides whether a sequence begins with BOS"
+        return decides if self._others == self.chats and not self.texts else f"{decides}; without one {ours}"
 
 
 def report_lines(training: DataReport, validation: DataReport | None = None, *, faults: bool = True) -> list[str]:
@@ -379,16 +365,6 @@ def report_lines(training: DataReport, validation: DataReport | None = None, *, 
         own = [line for line in validation.lines(faults=faults) if line != once]
         lines += [line.replace("data: ", "validation: ", 1) for line in own]
     return lines
-
-
-def _first_of_all_and_each(lines: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the first MOST_BAD_LINES, and of each cause the first PLACES; what was left out earlier is not missed."""
-    kept, of_cause = list[tuple[str, str]](), Counter[str]()
-    for cause, line in lines:
-        of_cause[cause] += 1
-        if len(kept) < MOST_BAD_LINES or of_cause[cause] <= PLACES:
-            kept.append((cause, line))
-    return kept
 
 
 _COUNTS = [item.name for item in fields(DataReport) if item.type is int and item.name != "max_seq_len"]

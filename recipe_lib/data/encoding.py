@@ -242,7 +242,6 @@ class SourceEncoder:
             report.unsplit_tokens += whole.whole_tokens - 1
         if whole.marked is not None:
             report.marked_answers += len(whole.marked.answers)
-            report.marks_with_space_after += whole.marked.space_after
             report.marks_differing += len(whole.marked.differing)
             if whole.marked.differing and not report.first_mark:
                 report.first_mark = located(place, whole.marked.differing[0])

@@ -7,13 +7,12 @@ from itertools import islice
 from typing import Any
 
 from recipe_lib.config.local_files import cache_root
-from recipe_lib.config.registry import BUILT_IN, names, registered
+from recipe_lib.config.registry import BUILT_IN, names
 from recipe_lib.config.schema import SAMPLES, FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import resolved_sources, validation_source
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.samples import (
     OTHER_NAMES,
-    Renamed,
     SampleFault,
     called,
     columns_section,
@@ -203,28 +202,10 @@ def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: st
 def _remedy(sample: Mapping[str, Any], section: str, samples: str) -> str:
     """Return the overrides that name the sample's columns, where they are known by other names."""
     for name in _order(samples):
-        read = find_columns(name)
-        file_names = {column: called(column, sample, OTHER_NAMES.get(column, ())) for column in read.required}
-        if not all(file_names.values()) or len(set(file_names.values())) < len(file_names):
-            continue
-        for column in read.optional:
-            if column not in file_names.values():
-                others = [other for other in OTHER_NAMES.get(column, ()) if other not in file_names.values()]
-                file_name = called(column, sample, others)
-                if file_name and file_name not in file_names.values():
-                    file_names[column] = file_name
-        renamed = {column: str(file_name) for column, file_name in file_names.items() if file_name != column}
-        if not _reads(name, sample, renamed, section):
-            continue
-        words = [f"{section}.format={name}", *overrides(section, renamed)]
-        return f"set {' '.join(words)}, if that is what they are"
+        required = find_columns(name).required
+        file_names = {column: called(column, sample, OTHER_NAMES.get(column, ())) for column in required}
+        if all(file_names.values()) and len(set(file_names.values())) == len(required):
+            renamed = {column: str(file_name) for column, file_name in file_names.items() if file_name != column}
+            words = [f"{section}.format={name}", *overrides(section, renamed)]
+            return f"set {' '.join(words)}, if that is what they are"
     return ""
-
-
-def _reads(form: str, sample: Mapping[str, Any], renamed: Mapping[str, str], section: str) -> bool:
-    """Return whether a format reads a sample under these names; one with an empty text is of the right kind."""
-    try:
-        registered("data.format", form)(Renamed(sample, renamed, section, find_columns(form).required))
-    except SampleFault as fault:
-        return fault.cause.startswith("empty")
-    return True

@@ -32,11 +32,9 @@ class Finding:
 
 @dataclass
 class Inspection:
-    """numbers: what was counted, by name, as JSON values. histogram: (shortest, longest, sequences). findings:
-    faults."""
+    """numbers: what was counted, by name, as JSON values. findings: faults."""
 
     numbers: dict[str, Any]
-    histogram: list[tuple[int, int, int]]
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -78,7 +76,7 @@ def inspect(
         names = ", ".join(untrained_tokens[:SHOWN]) + (", ..." if len(untrained_tokens) > SHOWN else "")
         told = f"the sequences use {names}, whose embeddings the checkpoint has never trained"
         findings.append(Finding("untrained-tokens", f"{told}; train the embedding as well", 0))
-    return Inspection(numbers, histogram(training.lengths, max_seq_len), findings)
+    return Inspection(numbers, findings)
 
 
 def _sample_counts(report: DataReport) -> dict[str, Any]:
@@ -101,7 +99,6 @@ def _sample_counts(report: DataReport) -> dict[str, Any]:
         "split_tokens": report.split_tokens,
         "unsplit_tokens": report.unsplit_tokens,
         "marked_answers": report.marked_answers,
-        "marks_with_space_after": report.marks_with_space_after,
         "marks_differing": report.marks_differing,
         "samples_with_unseen_messages": report.unseen_samples,
         "special_tokens_parsed": dict(report.special.parsed),
@@ -112,18 +109,6 @@ def _sample_counts(report: DataReport) -> dict[str, Any]:
         "samples_with_control_characters": report.control_characters,
         "duplicate_sequences": report.duplicate_sequences,
     }
-
-
-def histogram(lengths: np.ndarray, max_seq_len: int) -> list[tuple[int, int, int]]:
-    """Sequences by length: (shortest, longest, sequences) of bins that double in width, the last one up to
-    max_seq_len."""
-    bins, low = [], 1
-    while low <= max_seq_len:
-        high = min(2 * low - 1 if low >= 16 else 15, max_seq_len)
-        bins.append((low, high, int(((lengths >= low) & (lengths <= high)).sum())))
-        low = high + 1
-    used = [at for at, (_, _, count) in enumerate(bins) if count]
-    return bins[used[0] : used[-1] + 1] if used else []
 
 
 def _report_findings(report: DataReport, max_seq_len: int) -> list[Finding]:
@@ -219,8 +204,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shown:
-    """A sequence with what is known about it. place: the file and line it came from, and which sequence of a
-    conversation it is if that became several. tokens, trained: counts.
+    """A sequence with what is known about it. place: the file and line it came from. tokens, trained: counts.
 
     answer: of a pair, whether it is the `chosen` or the `rejected` one; of a sample with a label, what that says; else
     empty."""
@@ -239,7 +223,7 @@ def show_item(dataset: Dataset, item: int, tokenizer: Tokenizer) -> list[Shown]:
     return [
         Shown(
             number=sequence,
-            place=_place(dataset, item),
+            place=dataset.place(item),
             answer=("chosen", "rejected")[sequence % 2] if dataset.group == 2 else _show_label(dataset, item),
             tokens=int(dataset.lengths[sequence]),
             trained=int(dataset.trained_counts[sequence]),
@@ -255,11 +239,6 @@ def _show_label(dataset: Dataset, item: int) -> str:
     if dataset.report.labels:
         return "wanted" if value else "not wanted"
     return f"class {dataset.report.classes[value]}" if dataset.report.classified else ""
-
-
-def _place(dataset: Dataset, item: int) -> str:
-    number, count = dataset.sequence_of(item) if dataset.report.split_sequences else (1, 1)
-    return dataset.place(item) + (f", sequence {number} of {count}" if count > 1 else "")
 
 
 def pieces_of(sequence: TokenSequence, tokenizer: Tokenizer) -> Iterator[Piece]:

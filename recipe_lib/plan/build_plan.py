@@ -13,6 +13,7 @@ import torch
 import recipe_lib
 from recipe_lib.config.card_limits import card_faults
 from recipe_lib.config.mesh import DATA_DIMS, micro_batches
+from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.errors import ConfigError
 from recipe_lib.parallel.ddp import DTYPES
 from recipe_lib.parallel.gradient_accumulation import once_a_step
@@ -46,7 +47,7 @@ from recipe_lib.plan.result import (
     groups_along,
 )
 from recipe_lib.plan.streams.stream_checker import StreamChecker
-from recipe_lib.plan.tables import say_stalled_means, split_number
+from recipe_lib.plan.tables import split_number
 from recipe_lib.plan.timing.cost import (
     Calibration,
     collective_seconds,
@@ -202,7 +203,9 @@ def make_plan(
         versions={"tune-recipes": recipe_lib.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
     say_router_choices(plan, cfg, simulated, hardware, settings.calibration)
-    say_stalled_means(plan, cfg)
+    stalled_means = describe_stalled_means(cfg)
+    plan.notes += stalled_means
+    plan.assumptions += stalled_means
     return plan, found.trace
 
 

@@ -6,9 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe_lib.config.idle import trained_dtype
-from recipe_lib.config.optimizer_facts import BYTES, state_bytes
-from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.plan.result import Alive, CommunicationRow, LayerRow, Plan, RankPlan, StagePlan, Volume
 from recipe_lib.plan.trace import STORAGE_KINDS
 from recipe_lib.plan.verdict import place_text, rank_text, running_text
@@ -184,22 +181,6 @@ def _layer_sums(rows: list[LayerRow]) -> list[Any]:
     counts = [Count(sum(getattr(row, name) for row in rows)) for name in ("parameters", "trained")]
     sizes = [Bytes(sum(getattr(row, name) for row in rows)) for name in ("bytes", "local_bytes", "kept")]
     return [*counts, *sizes]
-
-
-def say_stalled_means(plan: Plan, cfg: Any) -> None:
-    """Add a line for each mean of the optimizer that cannot follow, with the bytes of all that is trained."""
-    width = BYTES[trained_dtype(cfg)]
-
-    def format_size(optimizer: Any) -> str:
-        size = 0.0
-        for row in outermost(plan.layers):
-            is_in_layer = split_number(row.module)[1] is not None
-            size += row.trained * state_bytes(optimizer, width, in_layer=is_in_layer)
-        return format_bytes(round(size))
-
-    lines = describe_stalled_means(cfg, format_size, "size on all ranks")
-    plan.notes += lines
-    plan.assumptions += lines
 
 
 # Tables of all ranks together: what they communicate, groups by machine and GPU, one rank beside

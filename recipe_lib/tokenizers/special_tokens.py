@@ -31,7 +31,8 @@ class AddedToken:
         try:
             number = entry["id"] if id is None else id
             flags = {name: bool(entry.get(name, name == "special")) for name in ("special", "lstrip", "rstrip")}
-            if not isinstance(entry["content"], str) or not entry["content"] or not is_id(number):
+            is_id = type(number) is int and 0 <= number < MAX_VOCABULARY
+            if not isinstance(entry["content"], str) or not entry["content"] or not is_id:
                 raise TypeError
         except (KeyError, TypeError, AttributeError):
             raise DataError(
@@ -39,11 +40,6 @@ class AddedToken:
                 "copy the file again"
             ) from None
         return AddedToken(entry["content"], number, **flags)
-
-
-def is_id(number: Any) -> bool:
-    """Whether a value out of JSON can be a token's id."""
-    return type(number) is int and 0 <= number < MAX_VOCABULARY
 
 
 @dataclass

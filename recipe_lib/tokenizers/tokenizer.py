@@ -150,8 +150,10 @@ class Tokenizer:
 
     @property
     def dated_template(self) -> str | None:
-        """The same, with the date of training where it asks for today's."""
-        return with_date_of_training(self._template.source) if self._template else None
+        """The same, with the date that it shows in training in the place of each `strftime_now("%d %b %Y")`: other
+        programs then write the text of training, whatever the day. A format that is no plain text stays as it is."""
+        source = self.chat_template
+        return source and _TODAY.sub(lambda found: f'"{template_process.DATE.strftime(found[2])}"', source)
 
     @property
     def chat_template_place(self) -> str:
@@ -451,12 +453,6 @@ def match_apart(patterns: Sequence[str], names: Sequence[str], whole: bool, seco
     request = {"patterns": patterns, "names": names, "whole": whole, "seconds": seconds}
     answer: list[int | None] | str = _process.ask(request)
     return answer
-
-
-def with_date_of_training(source: str) -> str:
-    """The template with the date that it shows in training in the place of each `strftime_now("%d %b %Y")`: other
-    programs then write the text of training, whatever the day. A format that is no plain text stays as it is."""
-    return _TODAY.sub(lambda found: f'"{template_process.DATE.strftime(found[2])}"', source)
 
 
 class ChatTemplate:

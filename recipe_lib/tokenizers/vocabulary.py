@@ -188,7 +188,11 @@ class JsonVocabulary(Vocabulary):
             raise DataError(
                 f"{path}: found the id {self.size - 1}, expected ids below {MAX_VOCABULARY}; copy the file again"
             )
-        self.eats_first_space = _eats_first_space(content.get("decoder"))
+        self.eats_first_space = any(
+            (part.get("type") == "Strip" and part.get("content") == " " and part.get("start", 0) > 0)
+            or (part.get("type") == "Metaspace" and part.get("prepend_scheme", "always") != "never")
+            for part in _decoders(content.get("decoder"))
+        )
         self.eats_space_after_special = self.eats_first_space and self._after_special is self._first
         with _no_panic(path):
             self._puts_first = self._first.encode("", add_special_tokens=True).ids[:1]
@@ -261,15 +265,6 @@ def _decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     if not decoder:
         return []
     return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
-
-
-def _eats_first_space(decoder: dict[str, Any] | None) -> bool:
-    """Whether decoding drops the first space of a text."""
-    return any(
-        (part.get("type") == "Strip" and part.get("content") == " " and part.get("start", 0) > 0)
-        or (part.get("type") == "Metaspace" and part.get("prepend_scheme", "always") != "never")
-        for part in _decoders(decoder)
-    )
 
 
 def _bytes_of_pieces(decoder: dict[str, Any] | None) -> Any:

@@ -4,7 +4,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from recipe_lib.config.mesh import micro_batches, stage_count, with_context
-from recipe_lib.config.schema import FullFinetuneConfig, OptimizerConfig
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.stalled_means import describe_stalled_means
 from recipe_lib.data import DataPlan, Dataset
 from recipe_lib.models.language_model import LanguageModel
@@ -40,7 +40,7 @@ def derived_numbers(
         *describe_best(cfg),
         *([f"checkpointing: {parallel.levers.checkpointing}"] if parallel.levers.checkpointing else []),
         *([parallel.levers.quantization.describe()] if parallel.levers.quantization else []),
-        *_stalled_means(cfg, model),
+        *(f"warning: {line}" for line in describe_stalled_means(cfg)),
     ]
 
 
@@ -140,13 +140,6 @@ def _model(cfg: FullFinetuneConfig, model: nn.Module, parallel: Parallel) -> lis
         f"{where} per rank: parameters {held or format_bytes(parameters)}, gradients {format_bytes(gradients)}{freed}, "
         f"optimizer state {known}; together {format_bytes(total)} before activations",
     ]
-
-
-def _stalled_means(cfg: FullFinetuneConfig, model: nn.Module) -> list[str]:
-    def format_size(optimizer: OptimizerConfig) -> str:
-        return format_bytes(optimizer_state_bytes(optimizer, model.named_parameters()) or 0)
-
-    return [f"warning: {line}" for line in describe_stalled_means(cfg, format_size, "size on this rank")]
 
 
 def _other_parts(model: nn.Module) -> list[str]:

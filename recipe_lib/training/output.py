@@ -26,7 +26,7 @@ from recipe_lib.checkpoint.run_files import (
     RECORD,
     OutputRecord,
     describe,
-    free_names,
+    find_free,
     is_as_listed,
     read_record,
     unrecorded_file,
@@ -366,8 +366,7 @@ def _folder_for(root: Path, record: OutputRecord) -> Path:
         configs = [folder / CONFIG_FILE for folder in (root, last)]
         if all(path.is_file() for path in configs) and len(set(map(files.sha256_of, configs))) == 1:
             return last
-    names = chain([root / EARLIER_FOLDER], free_names(root / EARLIER_FOLDER))
-    return next(path for path in names if not path.exists() and not path.is_symlink())
+    return find_free(root / EARLIER_FOLDER)
 
 
 def _copy_records(root: Path, folder: Path) -> None:

@@ -170,7 +170,7 @@ def test_check_finds_every_fault(capsys: pytest.CaptureFixture[str], tmp_path: P
     ) == (7, 1, 1, 1)
     assert found["truncated_sequences"] == 2 and found["sequences_without_answer_left"] == 1
     assert found["lost_answer_tokens"] > 0
-    assert sum(count for *_, count in found["histogram"]) == found["sequences"] == 5
+    assert found["sequences"] == 5
     assert 0 < found["packing_efficiency"] <= 1
 
 

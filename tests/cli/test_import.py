@@ -22,7 +22,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_config_is_printed_and_the_table_told_apart(theirs: Path, capsys: pytest.CaptureFixture):
     assert main(["import", str(theirs)]) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith("# Imported from lora_alpaca.yaml of torchtune: ")
+    assert printed.out.startswith("# Imported from lora_alpaca.yaml of torchtune; ")
     assert (
         "#   tune run lora_finetune_distributed --config mine.yaml\nrecipe: lora_finetune_distributed\n" in printed.out
     )

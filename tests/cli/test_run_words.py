@@ -111,7 +111,7 @@ MISTAKES = [
     ),
     (
         [RECIPE, "--config", CONFIG, "batch_size"],
-        "command line: batch_size: a value is missing; write batch_size=VALUE (or ~batch_size for the default)",
+        "command line: batch_size: expected key=value, or ~key for the default; a further config is --config FILE",
     ),
 ]
 

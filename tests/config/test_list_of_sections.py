@@ -42,13 +42,13 @@ def test_one_key_of_one_section(write):
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["data.sources[2].weight=1", "data.sources[0].wieght=1", "data.sources[0].weight=x",
                            "data.format[0].weight=1"])  # fmt: skip
-    assert caught.value.faults == [
+    assert caught.value.faults[:3] == [
         "command line: data.sources[2].weight=1: data.sources[2] is not there, the last one is data.sources[1]; "
         "write data.sources=[...] for another list",
         "command line: data.sources[0].wieght=1: unknown key; did you mean data.sources[0].weight?",
         "command line: data.sources[0].weight=x: found 'x', expected a number > 0",
-        "command line: data.format[0].weight=1: unknown key; `tune cat CONFIG --describe` lists all keys",
     ]
+    assert caught.value.faults[3].startswith("command line: data.format[0].weight=1: unknown key; the keys of data are")
 
 
 def test_a_key_of_a_section_that_no_list_has(faults):
@@ -69,7 +69,8 @@ def test_all_faults_of_a_file_in_its_order(faults):
         "c.yaml:5: data.sources[0].wieght: unknown key; did you mean data.sources[0].weight?",
         f"c.yaml:6: data.sources[0].format: found 'alpacca', expected one of {formats}, or null; did you mean alpaca?",
         f"c.yaml:7: data.sources[1]: found 3, expected a section of keys ({KEYS})",
-        "c.yaml:8: data.sources[2].path: unknown key; did you mean data.sources[2].source?",
+        f"c.yaml:8: data.sources[2].path: unknown key; the keys of data.sources[2] are {KEYS}",
+        "c.yaml:8: data.sources[2].source: is not set, expected text",
         "c.yaml:9: data.sources[3].weight: found 0, expected a number > 0",
         "c.yaml:9: data.sources[3].max_samples: found 1.5, expected an integer >= 1, or null",
         "c.yaml:9: data.sources[3].columns: found 'x', expected a mapping {name: text}, or null",
@@ -92,11 +93,10 @@ def test_all_faults_of_an_override(faults):
 @pytest.mark.parametrize(
     ("value", "what"),
     [
-        ("a.jsonl", f"found 'a.jsonl', expected a list of sections ({KEYS}); write [{{source: a.jsonl}}]"),
+        ("a.jsonl", f"found 'a.jsonl', expected a list of sections ({KEYS})"),
         (
             "{source: a}",
-            f"found a section of keys, expected a list of sections ({KEYS}); put `- ` before its first key, or [...] "
-            "around it",
+            f"found a section of keys, expected a list of sections ({KEYS})",
         ),
         ("null", f"found null, expected a list of sections ({KEYS})"),
         ("", f"found nothing, expected a list of sections ({KEYS})"),

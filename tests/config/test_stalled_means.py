@@ -1,6 +1,5 @@
 """Means in bf16 that cannot follow are told exactly where they stand still, by every verb that reads a config."""
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,47 +13,32 @@ from recipe_lib.cli.main import main
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.load import load_config
 from recipe_lib.config.optimizer_facts import built_in_optimizers
-from recipe_lib.config.stalled_means import FARTHEST, describe_stalled_means, resting_range
+from recipe_lib.config.stalled_means import FARTHEST, describe_stalled_means
 from recipe_lib.optim.optimizers import build_optimizer
-from recipe_lib.plan.tables import say_stalled_means
 from tests.cli.commands import ROOT
-from tests.plan.plans import hand_made, layer_rows
 from tests.selection import slow_but
 from tests.training.formulas import dynamic_levels
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-EDGES = {1: 2 / 258, 2: 3 / 258}  # 1 - decay below which a mean stays at twice or half, by roundings of a step
+EDGE = 2 / 258  # 1 - decay below which a mean in bf16 stays at twice or half
 DECAYS = [0.8, 0.9, 0.95, 0.98, 0.985, 0.99, 0.995, 0.998, 0.999, 0.9999]
 BLOCK_EDGES = {"exp_avg": 0.9 / 32, "exp_avg_sq": 0.9 / 64}  # in 8 bits, of half of a block's largest number
 BLOCK_EDGES["momentum_buffer"] = BLOCK_EDGES["exp_avg"]
-EVERY_EDGE = {*EDGES.values(), 1 / 258, *BLOCK_EDGES.values()}
+EVERY_EDGE = {EDGE, 1 / 258, *BLOCK_EDGES.values()}
 DECAYS += [1 - edge * (1 + off) for edge in EVERY_EDGE for off in (-0.05, 0.05)]
 STALLED = ["optimizer.betas=[0.9,0.999]", "dtype=bf16"]
 
 
-@pytest.mark.parametrize("roundings", EDGES)
-def test_means_rest_where_the_arithmetic_of_bf16_leaves_them(roundings: int) -> None:
+def test_bf16_rests_where_the_rule_says() -> None:
     """torch's bf16 at both ends of the range, just inside and outside, over all significands of a number."""
     means = (torch.arange(128, 256) / 128.0).bfloat16()
 
     def rests(share: float, decay: float) -> bool:
-        kept = decay * means.double()
-        kept = kept.bfloat16().double() if roundings == 2 else kept
-        return bool((kept + (1 - decay) * share * means.double()).bfloat16().eq(means).any())
+        return bool((decay * means.double() + (1 - decay) * share * means.double()).bfloat16().eq(means).any())
 
     for decay in DECAYS:
-        low, high = resting_range(decay, roundings)
-        margin = 1e-6 / (1 - decay)
-        assert rests(high - margin, decay) and not rests(high + margin, decay), decay
-        if low:
-            assert rests(low + margin, decay) and not rests(low - margin, decay), decay
-        else:
-            assert rests(0.0, decay), decay
-        is_off = low <= 1 / FARTHEST or high >= FARTHEST
-        assert is_off == (1 - decay < EDGES[roundings])
-        if roundings == 1:
-            assert 1 - 1 / (256 * (1 - decay)) <= low + 1e-9 or low == 0
-            assert high == pytest.approx(1 + 1 / (256 * (1 - decay)))
+        off, margin = 1 / (256 * (1 - decay)), 1e-6 / (1 - decay)
+        assert rests(1 + off - margin, decay) and not rests(1 + off + margin, decay), decay
 
 
 def stands_still(optimizer: Any, parameter: nn.Parameter, state: str, decay: float) -> bool:
@@ -106,7 +90,6 @@ def stands_still_in_8_bits(optimizer: Any, parameter: nn.Parameter, state: str) 
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("bf16", {}),
     ("bf16", {"implementation": "fused"}),
-    ("bf16", {"implementation": "single"}),  # not foreach, which on a CPU rounds the decay itself to bf16
     ("bf16", {"state_bits": 16}),
     ("fp32", {"state_bits": 16}),
     ("fp32", {}),
@@ -116,7 +99,6 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("bf16", {"name": "muon"}),
     ("fp32", {"name": "muon", "state_bits": 16}),
     ("bf16", {"name": "muon", "state_bits": 32}),
-    ("bf16", {"name": "sgd", "implementation": "single"}),
     ("fp32", {"name": "sgd"}),
     ("bf16", {"state_bits": 8}),
     ("fp32", {"state_bits": 8}),
@@ -129,10 +111,10 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 def check_remedies(cfg: Any, lines: list[str]) -> None:
     """After each setting that a line names nothing is left to tell."""
     for line in lines:
-        for choice in re.findall(r"((?:optimizer\.[a-z_]+=[a-z0-9]+ )+)\([0-9.]+\)", line):
-            changed = {word.split("=")[0].removeprefix("optimizer."): word.split("=")[1] for word in choice.split()}
-            values: dict[str, Any] = {key: True if text == "true" else int(text) for key, text in changed.items()}
-            assert describe_stalled_means(replace(cfg, optimizer=replace(cfg.optimizer, **values))) == [], choice
+        assert line.endswith("; set optimizer.state_bits=32, or 16 with optimizer.stochastic_rounding=true")
+        for settings in ({"state_bits": 32}, {"state_bits": 16, "stochastic_rounding": True}):
+            values: dict[str, Any] = settings
+            assert describe_stalled_means(replace(cfg, optimizer=replace(cfg.optimizer, **values))) == [], settings
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -186,50 +168,36 @@ def test_by_chance_a_mean_that_would_stand_still_moves() -> None:
     assert (optimizer.state[parameter]["exp_avg_sq"] < means).all()
 
 
+SET = "set optimizer.state_bits=32, or 16 with optimizer.stochastic_rounding=true"
 LINE = (
-    "optimizer.betas[1]=0.999: in bf16 the second moment may stop at 0.2 of its value (steps 2.2 times too long) and "
-    "never comes down again (steps too short); set optimizer.state_bits=32 (8) or optimizer.stochastic_rounding=true "
-    "(4); in brackets the states' bytes a parameter, now 4"
+    "optimizer.betas[1]=0.999: the second moment in 16 bits may rest at 0.2 of its value, and not come down again; "
+    f"{SET}"
 )
 
 
-def test_the_line_says_what_is_lost_what_to_set_and_its_bytes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_line_says_what_is_lost_and_what_to_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["validate", "demo/full", f"output_dir={tmp_path}/run", *STALLED]
     assert main(words) == 0
     assert f"note: {LINE}\n" in capsys.readouterr().out
-    assert math.sqrt(1 + 1 / 0.256) == pytest.approx(2.2, rel=0.01) and 1 / (1 + 1 / 0.256) == pytest.approx(
-        0.2, rel=0.02
-    )
+    assert 1 / (1 + 1 / 0.256) == pytest.approx(0.2, rel=0.02)
     for setting in ("optimizer.state_bits=32", "optimizer.stochastic_rounding=true"):
         assert main([*words, setting]) == 0  # each of what it names helps
-        assert "stop at" not in capsys.readouterr().out
+        assert "may rest at" not in capsys.readouterr().out
 
 
 OTHERS = {
-    "optimizer.betas=[0.9,0.995]": (
-        "optimizer.betas[1]=0.995: in bf16 the second moment may stop at 0.56 of its value (steps 1.3 times too long) "
-        "or stay at 4.4 times of it (steps of 0.47 of their length); set "
-    ),
+    "optimizer.betas=[0.9,0.995]": "optimizer.betas[1]=0.995: the second moment in 16 bits may rest at 0.56 of its",
     "optimizer.name=sgd optimizer.momentum=0.999": (
-        "optimizer.momentum=0.999: in bf16 the momentum may stop at 0.26 of its value and never comes down again; set "
+        "optimizer.momentum=0.999: the momentum in 16 bits may rest at 0.2 of its value, and not come down again; set "
         "it to 0.98 or less, or dtype=fp32"
     ),
     "optimizer.state_bits=4 optimizer.stochastic_rounding=true": (
-        "note: optimizer.state_bits=4: beside a gradient 100 times as large, in one block of 128 numbers, one takes a "
-        "fortieth of its step, and a mean that shrinks alone stays as it is; set optimizer.state_bits=32 (8), "
-        "optimizer.state_bits=16 (4) or optimizer.state_bits=8 (2.03); in brackets the states' bytes a parameter, "
-        "now 1.06"
+        "note: optimizer.state_bits=4: a gradient far below its block's largest hardly moves its weight; set 8 or 32"
     ),
-    "optimizer.betas=[0.9,0.999] optimizer.master_weights=true optimizer.state_bits=16": (
-        "set optimizer.state_bits=32 (12); in brackets the states' bytes a parameter, now 8"
-    ),
+    "optimizer.betas=[0.9,0.999] optimizer.master_weights=true optimizer.state_bits=16": SET,
     "optimizer.betas=[0.9,0.999] optimizer.state_bits=8": (
-        "note: optimizer.betas[1]=0.999: in 8 bits the second moment, beside one twice as large in its block, may stop "
-        "at 0.12 of its value (steps 2.8 times too long) and never comes down again (steps too short); set "
-        "optimizer.state_bits=32 (8) or optimizer.state_bits=16 optimizer.stochastic_rounding=true (4); in brackets "
-        "the states' bytes a parameter, now 2.03"
+        "note: optimizer.betas[1]=0.999: the second moment in 8 bits may rest at 0.12 of its value, and not come down "
+        f"again; {SET}"
     ),
 }
 
@@ -252,47 +220,19 @@ def test_an_import_tells_it(tmp_path: Path, optimizer: str, capsys: pytest.Captu
     assert main(["import", str(theirs)]) == 0
     said = capsys.readouterr().err
     assert (f"note: {LINE}\n" in said) == (optimizer == "torch.optim.AdamW")
-    assert ("betas[1]=0.999: in 8 bits" in said) == optimizer.endswith("8bit")
+    assert ("the second moment in 8 bits" in said) == optimizer.endswith("8bit")
     assert ("under a thousandth of its block's largest" in said) == optimizer.endswith("8bit")
 
 
-def test_a_run_tells_it_with_the_bytes_of_its_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """AdamW has two states of 2 bytes for each number of the model; -q leaves warnings."""
+def test_a_run_tells_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """-q leaves warnings."""
     words = ["max_steps=1", f"output_dir={tmp_path}/run", "checkpoint.save_model=false", "device=cpu", "batch_size=1",
              "max_seq_len=32", "~validation", "data.max_samples=8"]  # fmt: skip
     assert main(["run", "-q", "--no-plan", "demo/full", *STALLED, *words]) == 0
-    said = capfd.readouterr().err
-    (line,) = [line for line in said.splitlines() if "betas[1]" in line]
-    assert line.startswith("warning: optimizer.betas[1]=0.999: in bf16 the second moment may stop at 0.2 of its value")
-    assert line.endswith("in brackets the states' size on this rank, now 1.74 MiB")
-    assert "optimizer.state_bits=32 (3.48 MiB)" in line
-
-
-def test_a_plan_tells_it_with_the_bytes_of_its_model() -> None:
-    """Of all that is trained, modules inside of others counted once."""
-    rows = [replace(row, trained=1000 * 2**20) for row in layer_rows()]
-    outer = [row for row in rows if not any(row.module.startswith(f"{other.module}.") for other in rows)]
-    plan = hand_made(layers=rows, notes=[], assumptions=[])
-    say_stalled_means(plan, load_config("demo/full", STALLED))
-    expected = f"now {4000 * len(outer) / 1024:.2f} GiB"
-    assert plan.notes == plan.assumptions and len(plan.notes) == 1
-    assert plan.notes[0].endswith(f"in brackets the states' size on all ranks, {expected}")
-    assert f"optimizer.state_bits=32 ({8000 * len(outer) / 1024:.2f} GiB)" in plan.notes[0]
-
-
-def test_a_plan_counts_the_one_state_that_muon_keeps_of_a_layer() -> None:
-    """Embedding and last norm have AdamW's two."""
-    rows = [replace(row, trained=1000 * 2**20) for row in layer_rows()]
-    outer = [row.module for row in rows if not any(row.module.startswith(f"{other.module}.") for other in rows)]
-    layers = [module for module in outer if ".layers." in module]
-    states = len(layers) + 2 * (len(outer) - len(layers))
-    plan = hand_made(layers=rows, notes=[], assumptions=[])
-    say_stalled_means(plan, load_config("demo/full", [*STALLED, "optimizer.name=muon"]))
-    assert plan.notes[0].endswith(f"in brackets the states' size on all ranks, now {2000 * states / 1024:.2f} GiB")
+    assert f"warning: {LINE}" in capfd.readouterr().err.splitlines()
 
 
 @pytest.mark.slow
-def test_the_verb_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--device", "24GB", "demo/full", *STALLED, "~validation"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "optimizer.state_bits=32 (3.48 MiB)" in said and "states' size on all ranks, now 1.74 MiB" in said
+    assert LINE in " ".join(capsys.readouterr().out.split())

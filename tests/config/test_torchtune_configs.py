@@ -62,7 +62,6 @@ def check_whole(path: Path, imported: Imported, tmp_path: Path) -> None:
     rows = {key: fate for key, fate in imported.fates.items() if fate.kind != DEFAULT}
     assert set(rows) == set(theirs)
     assert {fate.kind for fate in rows.values()} <= {CARRIED, CHANGED, DROPPED}
-    assert sum(imported.counts().values()) == len(theirs)
     assert all(fate.why for fate in rows.values() if fate.kind != CARRIED)
     said = imported.table()
     assert all(key in said or key.rpartition(".")[2] in said for key in theirs)
@@ -296,14 +295,12 @@ def test_what_cannot_be_carried_is_one_line(change: tuple[str, str], line: str, 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("base_model: o/m\nmicro_batch_size: 1\n", "has keys of Axolotl's (base_model, micro_batch_size); configs of "
-         "torchtune's are imported; `tune validate FILE` has our key for each of these"),
-        ("model_name_or_path: o/m\ncutoff_len: 5\n", "has keys of LLaMA-Factory's (model_name_or_path, cutoff_len); "),
-        ("a: 1\n", "has no key _component_, as torchtune's configs have; configs of torchtune's are imported"),
-        ("recipe: full_finetune_distributed\n", "has a key recipe, as configs of ours have: `tune validate` checks it"),
+        ("base_model: o/m\nmicro_batch_size: 1\n", "has no key _component_, as torchtune's configs have, which alone "
+         "are imported; `tune validate FILE` checks a config of ours, and has our key for each of another tool's"),
+        ("recipe: full_finetune_distributed\n", "has no key _component_, as torchtune's configs have"),
         ("- a\n", "expected keys with values"),
     ],
-    ids=["axolotl", "llama_factory", "none", "ours", "list"],
+    ids=["axolotl", "ours", "list"],
 )  # fmt: skip
 def test_a_file_of_another_tool_is_one_line(text: str, line: str, tmp_path: Path):
     with pytest.raises(ConfigError) as raised:

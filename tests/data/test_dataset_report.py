@@ -124,7 +124,7 @@ def test_a_mix_of_texts_and_chats_is_not_said_to_be_one_of_them(chatml, plain, r
     assert both[0].startswith("data: 2 sequences of 2 samples, 1 of them a text, read from ")
     assert "label tokens: answers incl. end-of-turn, and whole texts, " in both[0]
     assert both[1].startswith("data: 1 sequence of 1 sample from ")
-    assert both[2].startswith("data: 1 sequence cut from 1 text of ") and both[2].endswith(" 100.0 % trained")
+    assert both[2].startswith("data: 1 sequence cut from 1 text from ") and both[2].endswith(" 100.0 % trained")
     assert "label tokens: all tokens, 100.0 %" in mixed(plain, rows_file, "messages", "text", train_on="all")[0]
     assert "label tokens: all tokens, 100.0 %" in mixed(plain, rows_file, "text")[0]
 
@@ -132,23 +132,16 @@ def test_a_mix_of_texts_and_chats_is_not_said_to_be_one_of_them(chatml, plain, r
 @pytest.mark.parametrize(
     ("kinds", "of_plain", "of_chat"),
     [
-        (("text",), "each text begins with BOS", "no BOS is put before a text"),
+        (("text",), "each sequence begins with BOS", "no BOS is put before a sequence"),
         (
-            ("messages", "text"),
-            "each text and each other sequence begin with BOS",
-            "no BOS is put before a text; the chat template decides whether another sequence begins with BOS",
-        ),
-        (
-            ("messages", "prompt_completion"),
+            ("messages",),
             "each sequence begins with BOS",
-            "no BOS is put before a prompt with its completion; the chat template decides whether another sequence "
-            "begins with BOS",
+            "the chat template decides whether a sequence begins with BOS",
         ),
         (
             ("messages", "prompt_completion", "text"),
-            "each text and each other sequence begin with BOS",
-            "no BOS is put before a text or a prompt with its completion; the chat template decides whether another "
-            "sequence begins with BOS",
+            "each sequence begins with BOS",
+            "the chat template decides whether a sequence begins with BOS; without one no BOS is put before a sequence",
         ),
     ],
 )

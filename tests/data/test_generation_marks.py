@@ -77,7 +77,7 @@ def encoder_of(folder: Path, source: str, **settings: Any) -> Encoder:
 
 def test_marks_that_are_what_generation_is_asked_for(tmp_path: Path):
     row = encoder_of(tmp_path, MARKED).encode_sample(Conversation(TALK))
-    assert row.marked.space_after == 0 and row.marked.differing == []
+    assert row.marked.differing == []
     assert trained_texts(encoder_of(tmp_path, MARKED), row.sequences[0]) == ["Yes.<|im_end|>", "No.<|im_end|>"]
 
 
@@ -105,16 +105,13 @@ def test_differences_are_reported_with_their_place(tmp_path: Path, rows_file: Ca
     short = MARKED.replace(end, "m.content }}{% endgeneration %}{{ '<|im_end|>\n' }}")
     cfg = DataConfig(source=rows_file({"messages": TALK}, {"messages": TALK[:2]}), format="messages", cache=False)
     line = "data: of 3 answers the chat template itself says what is trained ({% generation %}); "
-    for name, source, differing, white, ends in (("a", behind, 0, 3, 0), ("b", short, 3, 0, 3)):
+    for name, source, differing, ends in (("a", behind, 0, 0), ("b", short, 3, 3)):
         dataset = build_dataset(cfg, load_tokenizer(write_json(tmp_path / name, template=source)), 64)
         found = inspect(dataset, None, 64, None)
-        assert found.numbers["marked_answers"] == 3 and found.numbers["marks_with_space_after"] == white
+        assert found.numbers["marked_answers"] == 3
         assert (found.numbers["marks_differing"], found.numbers["untrained_ends"]) == (differing, ends)
         said = [text for text in dataset.report.lines() if text.startswith(line)]
-        assert said == [
-            f"{line}{differing} of them are not what generation is asked for, and in {white} white space after the "
-            "end of the turn is trained as well"
-        ]
+        assert said == [f"{line}{differing} of them are not what generation is asked for"]
         faults = {finding.name: finding for finding in found.findings}
         assert ("generation-marks" in faults, "untrained-ends" in faults) == (differing > 0, ends > 0)
     (place,) = faults["generation-marks"].places

@@ -68,7 +68,6 @@ def test_each_answer_is_trained_once_behind_its_prompt(build: Build, forgets: To
     dataset = build(1, 2, 3)
     assert dataset.items == len(dataset) == 6
     assert [dataset.place(item).rpartition(":")[2] for item in range(6)] == ["1", "2", "2", "3", "3", "3"]
-    assert [dataset.sequence_of(item) for item in range(6)] == [(1, 1), (1, 2), (2, 2), (1, 3), (2, 3), (3, 3)]
     turns = [(number, n) for number, count in enumerate((1, 2, 3)) for n in range(count)]
     for item, (number, n) in enumerate(turns):
         row, messages = dataset[item], talk(3, number)
@@ -175,7 +174,7 @@ def test_the_cache_knows_the_choice(forgets: Tokenizer, rows_file: Callable[...,
     first = build_dataset(cfg, forgets, 256)
     again = build_dataset(cfg, forgets, 256)
     assert len(first) == len(again) == 3 and first.fingerprint == again.fingerprint
-    assert again.report.split_sequences == 2 and again.sequence_of(1) == (2, 2)
+    assert again.report.split_sequences == 2
     cfg.history = "refuse"
     assert len(build_dataset(cfg, forgets, 256)) == 1
 
@@ -201,11 +200,11 @@ def test_roles_beside_the_assistant_need_one_rendering(forgets: Tokenizer):
     assert all(everything.trained[1:])
 
 
-def test_show_and_check_say_which_sequence(
+def test_show_and_check_say_which_sample(
     forgets: Tokenizer, build: Build, capsys: pytest.CaptureFixture[str], rows_file: Callable[..., str]
 ):
     dataset = build(2)
-    assert show_item(dataset, 1, forgets)[0].place.endswith("rows.jsonl:1, sequence 2 of 2")
+    assert show_item(dataset, 1, forgets)[0].place.endswith("rows.jsonl:1")
     words = [
         "tests/recipes/plain.yaml", "model.preset=demo/0.5M", f"tokenizer.path={Path(forgets.place).parent}",
         f"data.source={rows_file({'messages': talk(2)}, {'messages': talk(3, 1)})}", "data.format=messages",

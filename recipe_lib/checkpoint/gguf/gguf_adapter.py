@@ -1,6 +1,7 @@
 """A LoRA adapter in PEFT's layout as a GGUF file, which llama.cpp puts on the model's own GGUF file."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,8 +16,6 @@ from recipe_lib.adapters.peft_names import EMBEDDING_FIRST, EMBEDDING_SECOND, FI
 from recipe_lib.checkpoint.adapter_files import AdapterFile, check_base, check_fits, read_adapter, usual_scaling
 from recipe_lib.checkpoint.gguf.gguf_file import (
     GgufTensor,
-    TypeChoice,
-    TypeReport,
     check_gguf,
     choose_types,
     package,
@@ -236,18 +235,18 @@ _LARGE = {"llama", "qwen2"}  # architectures with a model of 80 layers and share
 
 @dataclass(frozen=True)
 class GgufReport:
-    """What was written: what differs from the model in use, tensors of another type than the kind's, and how the file
-    compares with the model."""
+    """What was written and read back: what differs from the model in use, how many tensors there are of each type, and
+    fields."""
 
     notes: tuple[str, ...]
-    types: tuple[TypeReport, ...]
+    types: Counter[str]
     num_fields: int
 
     @property
     def check(self) -> str:
         """The line that says how the file compares."""
-        kinds = ", ".join(map(str, self.types))
-        return f"{sum(one.count for one in self.types)} tensors read back, {kinds}; {self.num_fields} fields are equal"
+        kinds = ", ".join(f"{count} in {name.lower()}" for name, count in self.types.items())
+        return f"{self.types.total()} tensors read back, {kinds}; {self.num_fields} fields are equal"
 
 
 def write_gguf_model(folder: Path, out: Path, kind: str, *, name: str, pre: str | None = None) -> GgufReport:
@@ -272,22 +271,9 @@ def write_gguf_model(folder: Path, out: Path, kind: str, *, name: str, pre: str 
         **vocabulary_fields(vocabulary),
     }
     write_gguf(out, architecture.name, fields, tensors)
-    types = check_gguf(out, fields, tensors)
-    notes = (*architecture.notes, *vocabulary.notes, *_other_types(tensors))
-    return GgufReport(notes, tuple(types), len(fields))
-
-
-def _other_types(tensors: list[GgufTensor]) -> list[str]:
-    """A line for each type that the rows of some tensors are no whole blocks of."""
-    lines: dict[TypeChoice, list[GgufTensor]] = {}
-    for tensor in tensors:
-        if tensor.choice.instead_of:
-            lines.setdefault(tensor.choice, []).append(tensor)
-    return [
-        f"{len(held)} tensors are in {choice.name.lower()} instead of {str(choice.instead_of).lower()}, whose blocks "
-        f"rows of {held[0].shape[-1]} are no multiple of: {held[0].name}{' and others' if len(held) > 1 else ''}"
-        for choice, held in lines.items()
-    ]
+    check_gguf(out, fields, tensors)
+    notes = (*architecture.notes, *vocabulary.notes)
+    return GgufReport(notes, Counter(tensor.kind for tensor in tensors), len(fields))
 
 
 def model_tensors(spec: DecoderSpec, folder: Path, architecture: Architecture, kind: str) -> list[GgufTensor]:
@@ -392,7 +378,8 @@ def write_gguf_adapter(adapter_folder: Path, base: Path, out: Path, kind: str, *
         "general.file_type": {"f32": 0, "f16": 1, "bf16": 32}[kind],
     }
     write_gguf(out, architecture.name, fields, tensors)
-    return GgufReport((), tuple(check_gguf(out, fields, tensors)), len(fields))
+    check_gguf(out, fields, tensors)
+    return GgufReport((), Counter(tensor.kind for tensor in tensors), len(fields))
 
 
 def _refuse(adapter: AdapterFile, spec: DecoderSpec, saved: SavedWeights) -> None:
@@ -427,9 +414,9 @@ def _tensors(
         # llama.cpp multiplies with alpha / rank everywhere: a module of another scaling has the rest in its B
         factor = adapter.config.scaling_of(module) * adapter.config.rank_of(module) / alpha
         first, second = _factors(adapter, module, spec, architecture, factor)
-        name, choice = names[f"{module.name}.weight"], TypeChoice(kind.upper())
-        tensors.append(GgufTensor(f"{name}.lora_a", tuple(first.shape), choice, first.contiguous))
-        tensors.append(GgufTensor(f"{name}.lora_b", tuple(second.shape), choice, second.contiguous))
+        name = names[f"{module.name}.weight"]
+        tensors.append(GgufTensor(f"{name}.lora_a", tuple(first.shape), kind.upper(), first.contiguous))
+        tensors.append(GgufTensor(f"{name}.lora_b", tuple(second.shape), kind.upper(), second.contiguous))
     return tensors
 
 

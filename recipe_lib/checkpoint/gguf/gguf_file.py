@@ -38,17 +38,9 @@ _WHOLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 _SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
-@dataclass(frozen=True)
-class TypeChoice:
-    """The type of a tensor, and the one that the mixture wanted where the length of its rows does not allow that."""
-
-    name: str
-    instead_of: str | None = None
-
-
 def choose_types(
     shapes: Mapping[str, tuple[int, ...]], kind: str, layers: int, *, large: bool = False
-) -> dict[str, TypeChoice]:
+) -> dict[str, str]:
     """The type of each tensor of a file, by its name in the file.
 
     shapes: of all tensors, rows first. kind: one of GGUF_KINDS. large: a model of 80 layers whose value heads serve
@@ -57,18 +49,12 @@ def choose_types(
     return {name: _choose(name, shape, kind, layers, large, shapes) for name, shape in shapes.items()}
 
 
-def _choose(
-    name: str, shape: tuple[int, ...], kind: str, layers: int, large: bool, names: Collection[str]
-) -> TypeChoice:
+def _choose(name: str, shape: tuple[int, ...], kind: str, layers: int, large: bool, names: Collection[str]) -> str:
     if len(shape) < 2:
-        return TypeChoice("F32")
+        return "F32"
     wanted = _WHOLE.get(kind) or _in_mixture(name, shape[-1], layers, large, tied="output.weight" not in names)
-    allowed = wanted
-    if shape[-1] % BLOCK_SIZES[wanted]:
-        allowed = _SMALLER.get(wanted, "F16")
-        if shape[-1] % BLOCK_SIZES[allowed]:
-            allowed = "F16"
-    return TypeChoice(allowed, None if allowed == wanted else wanted)
+    fitting = (kind for kind in (wanted, _SMALLER.get(wanted, "F16")) if shape[-1] % BLOCK_SIZES[kind] == 0)
+    return next(fitting, "F16")
 
 
 def _in_mixture(name: str, columns: int, layers: int, large: bool, tied: bool) -> str:
@@ -79,15 +65,12 @@ def _in_mixture(name: str, columns: int, layers: int, large: bool, tied: bool) -
     found = re.fullmatch(r"blk\.(\d+)\.(attn_v|ffn_down|attn_qkv)\.weight", name)
     if found is None:
         return "Q4_K"
-    if _has_more_bits(int(found[1]), layers):
+    layer = int(found[1])
+    eighth = layers // 8
+    # The first eighth of the layers, the last, and every third between.
+    if layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2:
         return "Q6_K"
     return "Q5_K" if large and found[2] != "ffn_down" else "Q4_K"
-
-
-def _has_more_bits(layer: int, layers: int) -> bool:
-    """The first eighth of the layers, the last, and every third between."""
-    eighth = layers // 8
-    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
 _PIECE = 2**22  # weights that are converted at a time
@@ -115,24 +98,8 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    choice: TypeChoice
+    kind: str
     read: Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class TypeReport:
-    """What reading the file back found of the tensors of one type: how many, and how much their values differ from the
-    model's, as root mean squares."""
-
-    name: str
-    count: int
-    difference: float
-    size: float
-
-    def __str__(self) -> str:
-        share = self.difference / self.size if self.size else 0.0
-        differ = f"differ by {share:.2g} of their size" if share else "equal"
-        return f"{self.count} in {self.name.lower()} ({differ})"
 
 
 def package() -> Any:
@@ -150,7 +117,7 @@ def write_gguf(out: Path, architecture: str, fields: Mapping[str, Any], tensors:
     fields: metadata by their full keys; an int is written as 32 bits without a sign, a float as fp32.
     """
     gguf = package()
-    types = {tensor.name: gguf.GGMLQuantizationType[tensor.choice.name] for tensor in tensors}
+    types = {tensor.name: gguf.GGMLQuantizationType[tensor.kind] for tensor in tensors}
     sizes: dict[str, int] = {}
     for tensor in tensors:
         block, block_bytes = gguf.GGML_QUANT_SIZES[types[tensor.name]]
@@ -207,7 +174,7 @@ def _pieces(values: Tensor) -> Iterator[Tensor]:
 
 def _encoded(tensor: GgufTensor) -> Iterator[Tensor]:
     """The tensor's bytes, some rows at a time."""
-    kind = tensor.choice.name
+    kind = tensor.kind
     values = tensor.read()
     for piece in _pieces(values):
         if not bool(torch.isfinite(piece).all()):
@@ -228,8 +195,8 @@ def encode(rows: Tensor, kind: str, name: str) -> Tensor:
     return torch.from_numpy(gguf.quants.quantize(rows.float().numpy(), gguf.GGMLQuantizationType[kind]))
 
 
-def check_gguf(out: Path, fields: Mapping[str, Any], tensors: Sequence[GgufTensor]) -> list[TypeReport]:
-    """Reads the file and compares its metadata and every tensor with what it was made of; what each type changes.
+def check_gguf(out: Path, fields: Mapping[str, Any], tensors: Sequence[GgufTensor]) -> None:
+    """Reads the file and compares its metadata and every tensor with what it was made of.
 
     CheckpointError: it differs by more than the rounding of its types.
     """
@@ -242,17 +209,10 @@ def check_gguf(out: Path, fields: Mapping[str, Any], tensors: Sequence[GgufTenso
     found = {held.name: held for held in reader.tensors}
     if list(found) != [tensor.name for tensor in tensors]:
         raise _wrong(out, "has other tensors")
-    sums: dict[str, list[float]] = {}
     with phase("reading the GGUF file back", len(tensors), "tensors") as going:
         for tensor in tensors:
-            entry = sums.setdefault(tensor.choice.name, [0, 0.0, 0.0, 0])
-            for at, number in enumerate((1, *_compare(gguf, out, tensor, found[tensor.name]))):
-                entry[at] += number
+            _compare(gguf, out, tensor, found[tensor.name])
             going.advance(1)
-    return [
-        TypeReport(name, int(count), (squares / weights) ** 0.5, (sizes / weights) ** 0.5)
-        for name, (count, squares, sizes, weights) in sums.items()
-    ]
 
 
 def _same(held: Any, value: Any) -> bool:
@@ -265,29 +225,24 @@ def _same(held: Any, value: Any) -> bool:
     return bool(held == value)
 
 
-def _compare(gguf: Any, out: Path, tensor: GgufTensor, held: Any) -> tuple[float, float, int]:
-    """Squares of the differences and of the weights, and how many there are."""
-    kind = tensor.choice.name
+def _compare(gguf: Any, out: Path, tensor: GgufTensor, held: Any) -> None:
+    """Raise CheckpointError for a tensor that differs by more than its type rounds."""
+    kind = tensor.kind
     if held.tensor_type.name != kind or [*reversed(held.shape.tolist())] != list(tensor.shape):
         raise _wrong(out, f"{tensor.name} has another type or shape")
     stored = held.data.reshape(-1).view("uint8")
-    squares = sizes = 0.0
-    at, weights = 0, 0
+    block, size = gguf.GGML_QUANT_SIZES[held.tensor_type]
+    at = 0
     for rows in _pieces(tensor.read()):
-        block, size = gguf.GGML_QUANT_SIZES[held.tensor_type]
         length = rows.numel() // block * size
-        piece, at = torch.from_numpy(stored[at : at + length].copy()), at + length
-        weights += rows.numel()
-        wide = rows.float()
-        sizes += float(wide.square().sum(dtype=torch.float64))
+        piece = torch.from_numpy(stored[at : at + length].copy())
+        at += length
         codes = piece.view(rows.shape[0], -1).numpy()
         read = torch.from_numpy(gguf.quants.dequantize(codes, held.tensor_type))
         if kind in _TORCH and not torch.equal(read, rows.to(_TORCH[kind]).float()):
             raise _wrong(out, f"{tensor.name} has other weights")
-        if kind not in _TORCH and not _within(read, wide, kind):
+        if kind not in _TORCH and not _within(read, rows.float(), kind):
             raise _wrong(out, f"{tensor.name} differs by more than {kind.lower()} rounds")
-        squares += float((read - wide).square().sum(dtype=torch.float64))
-    return squares, sizes, weights
 
 
 def _within(read: Tensor, rows: Tensor, kind: str) -> bool:

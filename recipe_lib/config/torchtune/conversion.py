@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from graphlib import CycleError
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,13 @@ def _fill_names(theirs: TheirFile) -> None:
     names = {key: names_in(inside, key) for key, inside in texts.items() if inside}
     if not names:
         return
-    order, circle = order_keys(names)
+    try:
+        order = order_keys(names)
+    except CycleError as error:
+        key = error.args[1][0]
+        raise ConfigError(f"{theirs.place(key)}: {show(key)}: found {quote(texts[key][0])}{IN_A_CIRCLE}") from None
     remedy = ", expected ${section.key} of this file; write the value itself"
     named = NamedValues({key: value for key, value in values.items() if key not in names}, lambda name: remedy)
-    if circle:
-        raise ConfigError(f"{theirs.place(circle)}: {show(circle)}: found {quote(texts[circle][0])}{IN_A_CIRCLE}")
     for key in order:
         value = values[key]
         try:
@@ -153,7 +156,6 @@ class ConfigImport:
         self.fates: dict[str, KeyFate] = {}
         self.faults: list[str] = []
         self.ignored: set[str] = set()
-        self.notes: list[str] = []
 
     def value(self, key: str) -> Any:
         """Return what torchtune uses; None for what is neither set nor has a default."""

@@ -2,9 +2,7 @@
 
 import os
 import re
-import textwrap
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +41,6 @@ from recipe_lib.config.torchtune.key_tables import (
     NO_MEANING,
     NO_MODELS,
     OTHER_PURPOSES,
-    PRESETS,
     REFUSED,
     SAME,
     WITHOUT,
@@ -69,27 +66,17 @@ class Imported:
     settings: dict[str, Any]
     """Our keys that differ from the defaults."""
     notes: list[str]
-    """What to know of the config, and commands that help further."""
-
-    def counts(self) -> dict[str, int]:
-        """Count the keys of the file that were carried, that have another effect, and that were dropped."""
-        kinds = Counter(fate.kind for fate in self.fates.values())
-        return {kind: kinds[kind] for kind in (CARRIED, CHANGED, DROPPED)}
+    """What to know of the config."""
 
     def yaml(self, name: str) -> str:
         """Return the config as text. name: of its file, for the command in its header."""
-        counts = self.counts()
-        about = (
-            f"Imported from {show(self.source)} of torchtune: {counts[CARRIED]} keys carried, {counts[CHANGED]} with "
-            f"another effect, {counts[DROPPED]} dropped; `tune import` says which and why."
-        )
-        header = [f"# {line}" for line in textwrap.wrap(about, 116)]
+        header = f"# Imported from {show(self.source)} of torchtune; `tune import` says what became of each key."
         models = [self.settings.get(name) for name in ("model.path", "distill.teacher")]
         commands = [f"tune download {name}" for name in models if name and is_hub_id(name)]
         commands.append(f"tune run {self.recipe} --config {show(name)}")
         names = sorted(self.settings, key=lambda name: "." not in name)  # sections first, as in the shipped configs
         settings = {"recipe": self.recipe} | {name: self.settings[name] for name in names}
-        lines = [*header, "#", *(f"#   {line}" for line in commands)]
+        lines = [header, "#", *(f"#   {line}" for line in commands)]
         return "\n".join(lines) + "\n" + write_yaml(settings, read_schema(RECIPE_CONFIGS[self.recipe]).keys)
 
     def table(self) -> str:
@@ -99,7 +86,7 @@ class Imported:
             found = {key: fate for key, fate in self.fates.items() if fate.kind == kind and self._is_shown(fate)}
             if found:
                 rows.append((f"{kind} ({len(found)})", ""))
-                rows += [(f"  {show(name)}", text) for name, text in _grouped(found)]
+                rows += [(f"  {show(name)}", _said(fate)) for name, fate in found.items()]
         width = max([_LEAST_WIDTH, *(len(key) for key, _ in rows)])
         return "".join(f"{f'{key:{width}}  {text}'.rstrip()}\n" for key, text in rows)
 
@@ -116,7 +103,11 @@ def import_file(path: str, *, overrides: Sequence[str] = (), omitted: Sequence[s
     would not run.
     """
     theirs = read_their_file(path)
-    _check_tool(theirs)
+    if not any(key.rpartition(".")[2] == "_component_" for key in theirs.values):  # torchtune's alone name Python code
+        raise ConfigError(
+            f"{theirs.shown}: has no key _component_, as torchtune's configs have, which alone are imported; "
+            f"`tune validate {theirs.shown}` checks a config of ours, and has our key for each of another tool's"
+        )
     left_out = leave_out(omitted, theirs)
     conversion = ConfigImport(theirs, DEFAULTS)
     convert(conversion)
@@ -124,30 +115,8 @@ def import_file(path: str, *, overrides: Sequence[str] = (), omitted: Sequence[s
     loaded = _load(conversion, overrides, given)
     fates = _drop_idle(conversion, loaded, given) | left_out
     settings = _select_settings(loaded, conversion.recipe)
-    notes = [*(f"note: {line}" for line in describe_stalled_means(loaded.cfg)), *conversion.notes]
+    notes = [f"note: {line}" for line in describe_stalled_means(loaded.cfg)]
     return Imported(conversion.recipe, theirs.path.name, loaded.cfg, fates, settings, notes)
-
-
-# Other tools, and keys that only their configs have.
-_OTHER_TOOLS = {
-    "Axolotl": ("base_model", "micro_batch_size", "sequence_len"),
-    "LLaMA-Factory": ("model_name_or_path", "finetuning_type", "cutoff_len", "dataset_dir"),
-}
-
-
-def _check_tool(theirs: TheirFile) -> None:
-    """Raise ConfigError for a file that is not torchtune's: its configs alone name Python code."""
-    if any(key.rpartition(".")[2] == "_component_" for key in theirs.values):
-        return
-    if "recipe" in theirs.values:
-        raise ConfigError(f"{theirs.shown}: has a key recipe, as configs of ours have: `tune validate` checks it")
-    only = "configs of torchtune's are imported"
-    for tool, names in _OTHER_TOOLS.items():
-        keys = [key for key in names if key in theirs.values]
-        if keys:
-            remedy = f"{only}; `tune validate {theirs.shown}` has our key for each of these"
-            raise ConfigError(f"{theirs.shown}: has keys of {tool}'s ({', '.join(keys)}); {remedy}")
-    raise ConfigError(f"{theirs.shown}: has no key _component_, as torchtune's configs have; {only}")
 
 
 def _load(conversion: ConfigImport, overrides: Sequence[str], given: set[str]) -> Loaded:
@@ -209,20 +178,6 @@ def _select_settings(loaded: Loaded, recipe: str) -> dict[str, Any]:
                      for one in value]  # fmt: skip
         settings[name] = value
     return settings
-
-
-def _grouped(fates: dict[str, KeyFate]) -> Iterator[tuple[str, str]]:
-    """Yield (key, what became of it); keys of a section that are dropped for one reason stand in one line."""
-    together: dict[tuple[str, str], list[str]] = {}
-    for key, fate in fates.items():
-        section = key.rpartition(".")[0] if fate.kind == DROPPED else ""
-        together.setdefault((section or key, _said(fate)), []).append(key)
-    for (section, said), keys in together.items():
-        if len(keys) == 1:
-            yield keys[0], said
-        else:
-            words = ", ".join(key.removeprefix(f"{section}.") for key in keys)
-            yield f"{section}.*", f"{words}: {said}"
 
 
 def _said(fate: KeyFate) -> str:
@@ -333,11 +288,6 @@ def _convert_model(c: ConfigImport, key: str) -> None:
     if not component.startswith("torchtune.models.") or family not in FAMILIES:
         c.refuse(key, f"expected a builder of one of {', '.join(FAMILIES)}", may_be_left_out=False)
         return
-    if preset := _find_preset(builder):
-        words = f"~model.path model.preset={preset} tokenizer.path=examples/demo/tokenizer"
-        if teacher := _find_preset(c.read_component("teacher_model")):
-            words += f" ~distill.teacher distill.teacher_preset={teacher}"
-        c.notes.append(f"before the weights are here: tune plan CONFIG {words}")
     in_folder = "the folder's config.json has the architecture"
     if builder.startswith("qlora_"):
         c.carry(key, {"lora.quantize_base": "nf4"})
@@ -345,11 +295,6 @@ def _convert_model(c: ConfigImport, key: str) -> None:
         c.carry(key, {}, in_folder)
     if c.asks_for("teacher_model"):
         c.carry("teacher_model._component_", {}, in_folder)
-
-
-def _find_preset(builder: str) -> str | None:
-    """Return the shipped architecture of a builder such as `lora_llama3_2_1b`."""
-    return PRESETS.get(re.sub(r"^q?lora_", "", builder))
 
 
 def _convert_folder(c: ConfigImport, key: str) -> None:

@@ -245,28 +245,3 @@ NO_MODELS = (
     ("classifier", "there is no model with a head for classes or rewards"),
     ("reward", "there is no model with a head for classes or rewards"),
 )
-
-# Sizes that can be planned before their weights are here: builder -> model.preset.
-PRESETS = {
-    "gemma2_2b": "gemma2/2B",
-    "gemma2_9b": "gemma2/9B",
-    "gemma2_27b": "gemma2/27B",
-    "llama2_7b": "llama2/7B",
-    "llama3_8b": "llama3/8B",
-    "llama3_70b": "llama3/70B",
-    "llama3_1_8b": "llama3_1/8B",
-    "llama3_1_70b": "llama3_1/70B",
-    "llama3_2_1b": "llama3_2/1B",
-    "llama3_2_3b": "llama3_2/3B",
-    "llama3_3_70b": "llama3_3/70B",
-    "mistral_7b": "mistral/7B_v0.3",
-    "phi3_mini": "phi3/mini",
-    "phi4_14b": "phi4/14B",
-    "qwen2_5_0_5b": "qwen2_5/0.5B",
-    "qwen2_5_3b": "qwen2_5/3B",
-    **{
-        f"qwen2_5_{size.lower().replace('.', '_')}_{kind}": f"qwen2_5/{size}"
-        for size in ("1.5B", "7B", "14B", "32B", "72B")
-        for kind in ("base", "instruct")
-    },
-}

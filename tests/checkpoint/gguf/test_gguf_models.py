@@ -1,6 +1,7 @@
 """GGUF files, read by the package gguf: every tensor is the source's, every number config.json's."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def test_halves_are_the_sources_bits(kind: str, tmp_path: Path):
     for name, values in expected_values(tmp_path / "model").items():
         assert found[name][0] == (kind.upper() if values.ndim == 2 else "F32")
         assert np.array_equal(found[name][1], values), name
-    assert "(equal)" in report.check and "differ" not in report.check
+    assert report.check == f"38 tensors read back, 22 in {kind}, 16 in f32; 26 fields are equal"
 
 
 # What a mixture has, by llama.cpp's rule for 8 layers: 0, 7 and every third between them have more bits.
@@ -211,15 +212,13 @@ def test_the_mixture_of_types(case: str, tmp_path: Path):
     assert fields_of(tmp_path / "model.gguf")["general.file_type"] == 15
 
 
-def test_rows_that_are_no_whole_blocks_have_smaller_ones_and_a_line(tmp_path: Path):
+def test_rows_that_are_no_whole_blocks_have_smaller_ones(tmp_path: Path):
     save_model("llama2", tmp_path / "model", hidden_size=128, intermediate_size=80, num_hidden_layers=8)
     report = write_gguf_model(tmp_path / "model", tmp_path / "model.gguf", "q4_k_m", name="a model")
     kinds = {name: kind for name, (kind, _) in read_values(tmp_path / "model.gguf", tmp_path / "model").items()}
     assert kinds["blk.1.attn_q.weight"] == "Q5_0" and kinds["blk.0.attn_v.weight"] == "Q8_0"
     assert kinds["output.weight"] == "Q8_0" and kinds["blk.0.ffn_down.weight"] == "F16"
-    lines = [note for note in report.notes if "instead of" in note]
-    assert any(line.startswith("4 tensors are in q8_0 instead of q6_k, whose blocks rows of 128 ") for line in lines)
-    assert sum(int(line.split()[0]) for line in lines) == 8 * 7 + 1  # all matrices but the output's
+    assert report.types == Counter(kinds.values())
 
 
 @pytest.mark.parametrize(
@@ -284,6 +283,6 @@ def test_a_model_of_80_layers_keeps_more_of_its_values():
     """Llama's 70B, whose value heads serve eight query heads each."""
     shapes = {f"blk.{layer}.{part}.weight": (256, 256) for layer in range(80) for part in ("attn_v", "ffn_down")}
     chosen = choose_types(shapes | {"output.weight": (256, 256)}, "q4_k_m", 80, large=True)
-    assert {chosen[f"blk.11.{part}.weight"].name for part in ("attn_v", "ffn_down")} == {"Q5_K", "Q4_K"}
-    assert {chosen[f"blk.12.{part}.weight"].name for part in ("attn_v", "ffn_down")} == {"Q6_K"}
-    assert chosen["blk.9.attn_v.weight"].name == chosen["blk.70.attn_v.weight"].name == "Q6_K"
+    assert {chosen[f"blk.11.{part}.weight"] for part in ("attn_v", "ffn_down")} == {"Q5_K", "Q4_K"}
+    assert {chosen[f"blk.12.{part}.weight"] for part in ("attn_v", "ffn_down")} == {"Q6_K"}
+    assert chosen["blk.9.attn_v.weight"] == chosen["blk.70.attn_v.weight"] == "Q6_K"
