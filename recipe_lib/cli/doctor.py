@@ -3,14 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.cli import doctor_probes
 from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers
-from recipe_lib.cli.doctor_probes import run_isolated
+from recipe_lib.cli.doctor_probes import Step, run_isolated
 from recipe_lib.cli.launch import cores
 from recipe_lib.config.local_files import cache_root
 from recipe_lib.errors import DONE, ConfigError, raise_faults
@@ -98,7 +97,7 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
     if ranks > most:
         why = "the GPUs that torch sees" if gpus else f"{RANKS_PER_CORE} for each core, as there is no GPU"
         raise ConfigError(f"--nproc_per_node: found {ranks}, expected at most {most}, {why}")
-    if ranks > 1:
+    if ranks > 1 and "torch" not in facts["failed"]:
         with phase(f"timing collectives among {ranks} ranks"):
             facts["links"] = measure_links(ranks, gpus > 0)
     return facts
@@ -110,7 +109,13 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
     Return backend, ranks, points (operation, bytes, seconds of the slowest rank), failed (what hung, broke or gave
     wrong numbers: "rank 1: all_reduce of 1.00 MiB: why").
     """
-    outcomes = run_isolated(partial(link_steps, ranks, on_gpu), ranks, STEP_SECONDS)
+    from recipe_lib.plan.timing.calibrate import CPU_SIZES, GPU_SIZES, collective_steps
+
+    def steps(rank: int, folder: Path) -> Iterable[Step]:
+        sizes = GPU_SIZES if on_gpu else CPU_SIZES
+        return collective_steps(rank, ranks, folder, on_gpu=on_gpu, sizes=sizes, seconds=2 * STEP_SECONDS)
+
+    outcomes = run_isolated(steps, ranks, STEP_SECONDS)
     points = []
     failed = [
         f"rank {rank}: {name}: {why}" for rank, outcome in enumerate(outcomes) for name, why in outcome.failed.items()
@@ -123,17 +128,6 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
             failed.append(f"{name}: {wrong} wrong numbers")
         points.append(rows[0] | {"seconds": max(row["seconds"] for row in rows)})
     return {"backend": "nccl" if on_gpu else "gloo", "ranks": ranks, "points": points, "failed": failed}
-
-
-def link_steps(ranks: int, on_gpu: bool, rank: int, folder: Path) -> Any:
-    """Return the steps of one rank, in its own process and environment."""
-    import torch
-
-    from recipe_lib.plan.timing.calibrate import CPU_SIZES, GPU_SIZES, collective_steps
-
-    torch.set_num_threads(max(1, cores() // ranks))
-    sizes = GPU_SIZES if on_gpu else CPU_SIZES
-    return collective_steps(rank, ranks, folder, on_gpu=on_gpu, sizes=sizes, seconds=2 * STEP_SECONDS)
 
 
 def write(path: str, facts: dict[str, Any]) -> str:
