@@ -10,7 +10,7 @@
     python benchmarks/gpu_check.py cards              what docs/fit.md says to type, on a card of 24 GB (gpu_cards.py)
     python benchmarks/gpu_check.py peers --environments FOLDER    this tool and others, head to head
     python benchmarks/gpu_check.py tensor             tensor parallel beside torch's own styles (gpu_tensor.py)
-    python benchmarks/gpu_check.py doctor             `tune doctor`: GPUs, links, copies, disks (gpu_doctor.py)
+    python benchmarks/gpu_check.py doctor             `tune doctor`: GPUs, links, copies, folders (gpu_doctor.py)
 
 Full fine-tuning of 8B; LoRA and QLoRA (base in NF4) of 8B on one GPU, QLoRA of 70B on two and four.
 

@@ -27,18 +27,18 @@ def main(words: list[str]) -> int:
     options = parser.parse_args(words)
     asked = [] if own_gpus() else ["--nproc_per_node", "2"]
     facts = doctor.gather(doctor.read(asked))
-    faults, hints = judge(facts)
+    findings = judge(facts)
     gpus = facts["steps"].get("torch", {}).get("gpus", [])
     name = f"{len(gpus)}x-{'-'.join(gpus[0]['name'].lower().split())}" if gpus else DRY_RUN
     options.output.mkdir(parents=True, exist_ok=True)
     base = options.output / f"gpu-doctor-{name}"
-    text = report(facts, faults, hints)
+    text = report(facts, findings)
     note = "" if gpus else "\nNothing was measured on a GPU: this checks the program, not a machine.\n"
     date = datetime.now(UTC).isoformat(timespec="seconds")
     head = f"# tune doctor\n\n`python benchmarks/gpu_check.py doctor`, {date}\n{note}"
     base.with_suffix(".md").write_text(f"{head}\n```\n{text}```\n", encoding="utf-8")
-    told = {"date": date, "findings": faults, "advice": hints, **facts}
+    told = {"date": date, "findings": findings, **facts}
     base.with_suffix(".json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     print(text)
     print(doctor.write(f"{base}-rates.json", facts))
-    return doctor.FOUND if faults else 0
+    return doctor.FOUND if findings else 0

@@ -3,27 +3,25 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from recipe_lib.cli import doctor_probes
-from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output
-from recipe_lib.cli.doctor_probes import run_isolated
+from recipe_lib.cli.arguments import SWITCH, Options, Parser, check_output, find_low_numbers
+from recipe_lib.cli.doctor_probes import Step, run_isolated
 from recipe_lib.cli.launch import cores
 from recipe_lib.config.local_files import cache_root
-from recipe_lib.config.suggest import show
-from recipe_lib.errors import DONE, ConfigError
+from recipe_lib.errors import DONE, ConfigError, raise_faults
 from recipe_lib.files import replace_text
 from recipe_lib.report.phases import phase
 
 FOUND = 1  # exit code
 STEP_SECONDS = 60.0  # for one step of a process; the slowest takes some seconds
-VERSION = 2  # of what --json writes
+VERSION = 3  # of what --json writes
 RANKS_PER_CORE = 4  # without GPUs: more would stand in each other's way, and a process takes some 200 MB
 DESCRIPTION = """Looks at this machine as a run would use it: versions, GPUs and whether copies between them arrive
-whole, collectives by size, copies to the host, rates of matrix products, memory, limits, disks. Says in a line each
+whole, collectives by size, copies to the host, rates of matrix products, memory, folders. Says in a line each
 what is wrong, and what to set. Takes seconds on a CPU, longer with more GPUs; leaves no file but that of --write.
 
   tune doctor
@@ -32,7 +30,11 @@ what is wrong, and what to set. Takes seconds on a CPU, longer with more GPUs; l
 
 Exit codes: 0 all is well; 1 something is not, see the findings; 2 a mistake to correct."""
 OPTIONS: Options = {
-    "--nproc_per_node --nproc-per-node": {"metavar": "N", "help": "ranks that exchange; default: one a GPU"},
+    "--nproc_per_node --nproc-per-node": {
+        "type": int,
+        "metavar": "N",
+        "help": "ranks that exchange; default: one a GPU",
+    },
     "--output_dir --output-dir": {
         "metavar": "DIR",
         "default": "outputs",
@@ -49,16 +51,14 @@ def run(words: list[str]) -> int:
     facts = gather(arguments)
     from recipe_lib.cli.doctor_report import judge, report
 
-    faults, hints = judge(facts)
-    written = write(arguments.write, facts) if arguments.write else ""
+    findings = judge(facts)
     if arguments.json:
-        facts = {"version": VERSION, "healthy": not faults, "findings": faults, "advice": hints, **facts}
-        print(json.dumps(facts, indent=2))
+        print(json.dumps({"version": VERSION, "healthy": not findings, "findings": findings, **facts}, indent=2))
     else:
-        print(report(facts, faults, hints), end="")
-    if written:
-        print(f"\n{written}", file=sys.stderr if arguments.json else sys.stdout)
-    return FOUND if faults else DONE
+        print(report(facts, findings), end="")
+    if arguments.write:
+        print(write(arguments.write, facts), file=sys.stderr)
+    return FOUND if findings else DONE
 
 
 def parser() -> Parser:
@@ -69,11 +69,7 @@ def parser() -> Parser:
 def read(words: Sequence[str]) -> argparse.Namespace:
     """The command line; `nproc_per_node` is None for one rank a GPU."""
     arguments = parser().parse(words)
-    count = arguments.nproc_per_node
-    if count is not None:
-        if not (count.isascii() and count.isdigit() and 0 < int(count) <= 1024):
-            raise ConfigError(f"--nproc_per_node: found {show(count)}, expected a number of processes, 1 or more")
-        arguments.nproc_per_node = int(count)
+    raise_faults(ConfigError, find_low_numbers(arguments, nproc_per_node=1))
     check_output("--write", arguments.write)
     return arguments
 
@@ -81,73 +77,57 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 def gather(arguments: argparse.Namespace) -> dict[str, Any]:
     """Look at, measure and try out everything; return it as `--json` shows it.
 
-    machine: of `doctor_probes`. steps: what each step of a process gave. failed: step -> why. peers: of each pair of
-    GPUs, each way. links: of `measure_links`, None for one rank.
+    machine: of `doctor_probes`. steps: what each step of a process gave. failed: step -> why. links: of
+    `measure_links`, None for one rank.
     """
     from huggingface_hub import constants
 
-    with phase("reading versions, memory and disks"):
-        places = {"output_dir": Path(arguments.output_dir), "models": Path(constants.HF_HUB_CACHE)}
-        facts: dict[str, Any] = {"machine": doctor_probes.machine(places | {"data.cache_dir": cache_root(None)})}
-    facts |= {"steps": {}, "failed": {}, "peers": [], "links": None}
-    try:
-        with phase("importing torch"):
-            import torch  # noqa: F401  (once, for all the processes to come; it touches no GPU)
-    except (ImportError, OSError) as error:  # or a library that it was built with is not there
-        facts["failed"]["torch"] = show(f"{type(error).__name__}: {error}", 300)
-        return facts
+    folders = {
+        "output_dir": Path(arguments.output_dir),
+        "models": Path(constants.HF_HUB_CACHE),
+        "data.cache_dir": cache_root(None),
+    }
     with phase("measuring this machine's device"):
         device = run_isolated(doctor_probes.device_steps, seconds=STEP_SECONDS)[0]
-    facts["failed"] = device.failed
-    for name, value in device.values.items():
-        if name.startswith("copies from"):
-            facts["peers"].append(value)
-        else:
-            facts["steps"][name] = value
-    gpus = facts["steps"].get("torch", {}).get("gpus", [])
-    ranks = arguments.nproc_per_node or max(1, len(gpus))
-    if gpus and ranks > len(gpus):
-        raise ConfigError(f"--nproc_per_node: found {ranks}, expected at most {len(gpus)}, the GPUs that torch sees")
-    if not gpus and ranks > RANKS_PER_CORE * cores():
-        raise ConfigError(
-            f"--nproc_per_node: found {ranks} without a GPU, expected at most {RANKS_PER_CORE * cores()}, "
-            f"{RANKS_PER_CORE} for each of the {cores()} cores; name fewer, or leave it out"
-        )
-    if ranks > 1:
+    facts: dict[str, Any] = {"machine": doctor_probes.machine(folders), "links": None}
+    facts |= {"steps": device.values, "failed": device.failed}
+    gpus = len(facts["steps"].get("torch", {}).get("gpus", []))
+    ranks = arguments.nproc_per_node or max(1, gpus)
+    most = gpus or RANKS_PER_CORE * cores()
+    if ranks > most:
+        why = "the GPUs that torch sees" if gpus else f"{RANKS_PER_CORE} for each core, as there is no GPU"
+        raise ConfigError(f"--nproc_per_node: found {ranks}, expected at most {most}, {why}")
+    if ranks > 1 and "torch" not in facts["failed"]:
         with phase(f"timing collectives among {ranks} ranks"):
-            facts["links"] = measure_links(ranks, bool(gpus))
+            facts["links"] = measure_links(ranks, gpus > 0)
     return facts
 
 
 def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
     """Time collectives among ranks on this machine.
 
-    Return backend, ranks, points (operation, bytes, seconds of the slowest rank, wrong numbers over all ranks), failed
-    (what hung or broke: "rank 1: all_reduce of 1.00 MiB: why").
+    Return backend, ranks, points (operation, bytes, seconds of the slowest rank), failed (what hung, broke or gave
+    wrong numbers: "rank 1: all_reduce of 1.00 MiB: why").
     """
-    outcomes = run_isolated(partial(link_steps, ranks, on_gpu), ranks, STEP_SECONDS)
+    from recipe_lib.plan.timing.calibrate import CPU_SIZES, GPU_SIZES, collective_steps
+
+    def steps(rank: int, folder: Path) -> Iterable[Step]:
+        sizes = GPU_SIZES if on_gpu else CPU_SIZES
+        return collective_steps(rank, ranks, folder, on_gpu=on_gpu, sizes=sizes, seconds=2 * STEP_SECONDS)
+
+    outcomes = run_isolated(steps, ranks, STEP_SECONDS)
     points = []
-    for name in outcomes[0].values:
-        rows = [outcome.values[name] for outcome in outcomes if name in outcome.values]
-        if name != "meet" and len(rows) == ranks:
-            slowest, wrong = max(row["seconds"] for row in rows), sum(row["wrong"] for row in rows)
-            points.append(rows[0] | {"seconds": slowest, "wrong": wrong})
     failed = [
         f"rank {rank}: {name}: {why}" for rank, outcome in enumerate(outcomes) for name, why in outcome.failed.items()
     ]
-    backend = "nccl" if on_gpu else "gloo"
-    return {"backend": backend, "ranks": ranks, "points": points, "failed": failed}
-
-
-def link_steps(ranks: int, on_gpu: bool, rank: int, folder: Path) -> Any:
-    """Return the steps of one rank, in its own process and environment."""
-    import torch
-
-    from recipe_lib.plan.timing.calibrate import CPU_SIZES, GPU_SIZES, collective_steps
-
-    torch.set_num_threads(max(1, cores() // ranks))
-    sizes = GPU_SIZES if on_gpu else CPU_SIZES
-    return collective_steps(rank, ranks, folder, on_gpu=on_gpu, sizes=sizes, seconds=2 * STEP_SECONDS)
+    for name in outcomes[0].values:
+        rows = [outcome.values[name] for outcome in outcomes if name in outcome.values]
+        if name == "meet" or len(rows) < ranks:
+            continue
+        if wrong := sum(row["wrong"] for row in rows):
+            failed.append(f"{name}: {wrong} wrong numbers")
+        points.append(rows[0] | {"seconds": max(row["seconds"] for row in rows)})
+    return {"backend": "nccl" if on_gpu else "gloo", "ranks": ranks, "points": points, "failed": failed}
 
 
 def write(path: str, facts: dict[str, Any]) -> str:
@@ -158,9 +138,8 @@ def write(path: str, facts: dict[str, Any]) -> str:
     measured = steps.get("calibration")
     if measured is None:
         return f"{path}: not written, as the device's rates could not be measured; see the findings"
-    if links and (not links["points"] or links["failed"] or any(row["wrong"] for row in links["points"])):
+    if links and links["failed"]:
         links = None
     low = {name: steps[f"{name} matmuls"] for name in ("int8", "fp8") if f"{name} matmuls" in steps}
     replace_text(Path(path), json.dumps(with_links(measured, links, low), indent=2) + "\n")
-    among = f" and of collectives among {links['ranks']} ranks" if links else ""
-    return f"{path}: rates of {measured['device']}{among}; `tune plan --calibration {path}` uses the file"
+    return f"{path}: rates of {measured['device']}; `tune plan --calibration {path}` uses the file"

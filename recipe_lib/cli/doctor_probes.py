@@ -1,4 +1,4 @@
-"""What `tune doctor` looks at: packages, host memory, limits and disks here; GPUs in processes of their own.
+"""What `tune doctor` looks at: packages and folders here; host memory and GPUs in processes of their own.
 
 The rates were measured on one GPU; copies between GPUs have not run so far (docs/measurements/on_a_gpu.md).
 What compares numbers is the same code on any device, and is tested with copies that deliver the wrong ones.
@@ -14,19 +14,16 @@ import os
 import platform
 import re
 import shutil
-import signal
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import permutations
 from multiprocessing import Pipe, get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 from recipe_lib.cli.launch import cores, end_with_parent
@@ -34,9 +31,8 @@ from recipe_lib.cli.local_gpus import own_gpus
 from recipe_lib.errors import first_line
 from recipe_lib.units import MIB
 
-GRACE_SECONDS = 3.0  # how long the others may go on after one rank has failed
+GRACE_SECONDS = 3.0  # how long the others may say nothing after one rank has failed
 KILL_SECONDS = 5.0  # a process inside a driver that does not answer cannot be killed: it is not waited for longer
-STUCK = "does not even end when it is killed: the driver hangs; restart the machine"
 
 # A step's name, and what is done; it returns plain values.
 Step = tuple[str, Callable[[], Any]]
@@ -44,18 +40,13 @@ Step = tuple[str, Callable[[], Any]]
 PACKAGES = ("torch", "torchao", "safetensors", "tokenizers", "huggingface_hub", "transformers", "peft", "triton")
 # What this package was made for, as its requirements say; of a checkout, those of its pyproject.toml.
 RANGES = {"torch": ((2, 11), (2, 16)), "torchao": ((0, 15), (0, 19))}
-# Variables that change what is measured here; tokens and passwords have other names.
-REPORTED = re.compile(
-    r"(NCCL|TORCH_NCCL|GLOO|CUDA|OMP|MKL|PYTORCH)_\w+|TORCH_\w*LOGS|HF_HOME|HF_HUB_CACHE|XDG_CACHE_HOME"
-)
-WRITTEN = 64 * MIB  # to measure a disk
 # Bytes: a word; a page and a word; one and many megabytes with a ragged end. Small ones go through another path.
 COPIED = (4, 4100, MIB, 64 * MIB + 12)
 LOW_PRECISION = {"int8": (7, 5), "fp8": (8, 9)}  # from which compute capability tensor cores and torch can
 
 
 def machine(folders: Mapping[str, Path]) -> dict[str, Any]:
-    """Everything here. folders: what it is for -> where. Bytes and bytes/second throughout."""
+    """Everything here. folders: what it is for -> where. Bytes throughout."""
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -63,10 +54,8 @@ def machine(folders: Mapping[str, Path]) -> dict[str, Any]:
         "packages": {name: find_version(name) for name in PACKAGES},
         "compiler": os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc"),  # as Triton looks for one
         "driver": read_driver_version(),
-        "listed_gpus": [{"name": name, "memory": size} for name, size in own_gpus()],
-        "environment": {name: value for name, value in sorted(os.environ.items()) if REPORTED.fullmatch(name)},
-        "memory": measure_host_memory(),
-        "shared_memory": measure_space(Path("/dev/shm")),
+        "listed_gpus": [name for name, _ in own_gpus()],
+        "shared_memory": probe_folder(Path("/dev/shm")),
         "folders": [{"use": use, **probe_folder(path)} for use, path in folders.items()],
     }
 
@@ -96,68 +85,42 @@ def read_driver_version() -> str | None:
 
 
 def measure_host_memory() -> dict[str, Any]:
-    """total: of the machine. free: what this process can still get, None where torch is broken, which comes with the
-    module that knows. what: limits it, the machine or a control group (a container's, a batch job's)."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        from recipe_lib.memory.peaks import free_host_memory
-    except (ImportError, OSError):
-        return {"total": total, "free": None, "what": "free, not known"}
+    """total: of the machine. free: what a process can still get. what: limits it, the machine or a control group (a
+    container's, a batch job's)."""
+    from recipe_lib.memory.peaks import free_host_memory
+
     free, what = free_host_memory()
-    return {"total": total, "free": free, "what": what}
-
-
-def measure_space(path: Path) -> dict[str, int] | None:
-    """total and free bytes of the file system there; None where there is no such folder."""
-    try:
-        usage = shutil.disk_usage(path)
-    except OSError:
-        return None
-    return {"total": usage.total, "free": usage.free}
+    return {"total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "free": free, "what": what}
 
 
 def probe_folder(path: Path) -> dict[str, Any]:
-    """Return what a folder that is to be written to is: space, and how fast it takes bytes.
+    """Return path, total and free bytes of a folder; of one that is not there yet, the nearest one above.
 
-    Of one that is not there yet, the nearest one above. fault: why it cannot be written to, or None.
+    fault: why it cannot be written to, or None.
     """
     path = path.expanduser().absolute()
-    place = next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
-    found: dict[str, Any] = {"path": str(path), "exists": place == path, "write_rate": None, "fault": None}
-    found |= {"total": None, "free": None}
-    found |= measure_space(place) or {}
+    place = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    usage = shutil.disk_usage(place)
+    fault = None
     try:
-        found["write_rate"] = measure_write_rate(place, min(WRITTEN, (found["free"] or 0) // 2))
+        TemporaryFile(dir=place).close()
     except OSError as error:
-        found["fault"] = error.strerror or type(error).__name__
-    return found
-
-
-def measure_write_rate(place: Path, size: int) -> float | None:
-    """Bytes a second that a new file takes, flushed to the disk; it is removed. None for a size of nothing."""
-    block = os.urandom(MIB)  # some file systems do not store zeros
-    with tempfile.NamedTemporaryFile(dir=place, prefix=".tune-doctor-", buffering=0) as file:
-        start = time.perf_counter()
-        for _ in range(size // MIB):
-            file.write(block)
-        os.fsync(file.fileno())
-        seconds = time.perf_counter() - start
-    return size // MIB * MIB / seconds if size >= MIB else None
+        fault = error.strerror or type(error).__name__
+    return {"path": str(path), "total": usage.total, "free": usage.free, "fault": fault}
 
 
 def device_steps(rank: int, folder: Path) -> Iterator[Step]:
     """Yield what torch says of itself and the GPUs, the rates of each GPU, or of a CPU, torchao, and copies."""
     yield "torch", describe_torch
-    from recipe_lib.plan.timing.calibrate import calibrate, copy_rates, matmul_rate  # torch, once it is known to start
+    yield "host memory", measure_host_memory
+    from recipe_lib.plan.timing.calibrate import calibrate, matmul_rate  # torch, once it is known to start
 
     gpus = describe_torch()["gpus"]
     for number in range(len(gpus)):
-        device = f"cuda:{number}"
-        yield f"copies of GPU {number}", partial(on_device, device, partial(copy_rates, device))
-        yield f"matmuls of GPU {number}", partial(on_device, device, partial(matmul_rate, device, "bf16"))
+        yield f"rates of GPU {number}", partial(measure_gpu, f"cuda:{number}")
     for name, capability in LOW_PRECISION.items() if gpus else ():
         if tuple(gpus[0]["capability"]) >= capability:
-            yield f"{name} matmuls", partial(on_device, "cuda:0", partial(matmul_rate, "cuda:0", name))
+            yield f"{name} matmuls", partial(matmul_rate, "cuda:0", name)
     if not gpus:
         import torch
 
@@ -166,7 +129,7 @@ def device_steps(rank: int, folder: Path) -> Iterator[Step]:
     if find_version("torchao"):
         yield "torchao", import_torchao
     for source, target in permutations(range(len(gpus)), 2):
-        yield f"copies from GPU {source} to GPU {target}", partial(copy_between, source, target)
+        yield f"copies from GPU {source} to GPU {target}", partial(verify_copies, f"cuda:{source}", f"cuda:{target}")
 
 
 def import_torchao() -> str:
@@ -183,8 +146,9 @@ def describe_torch() -> dict[str, Any]:
     """
     import torch
 
-    described: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "nccl": None}
-    described |= {"gpus": [], "error": None}
+    described: dict[str, Any] = {
+        "version": torch.__version__, "cuda": torch.version.cuda, "nccl": None, "gpus": [], "error": None,
+    }  # fmt: skip
     if torch.version.cuda is None:
         return described
     module = torch.get_device_module("cuda")
@@ -201,24 +165,14 @@ def describe_torch() -> dict[str, Any]:
     return described
 
 
-def on_device(device: str, measure: Callable[[], Any]) -> Any:
-    """What `measure` returns with that GPU as the current one."""
+def measure_gpu(device: str) -> dict[str, float]:
+    """Return the rates of copies with the host, and of `bf16` products."""
     import torch
+
+    from recipe_lib.plan.timing.calibrate import copy_rates, matmul_rate
 
     with torch.get_device_module("cuda").device(device):
-        return measure()
-
-
-def copy_between(source: int, target: int) -> dict[str, Any]:
-    """Copy from one GPU to another; return "from", "to", "access" and what `verify_copies` gives.
-
-    access: the driver says that the target can read the source's memory.
-    """
-    import torch
-
-    access = torch.get_device_module("cuda").can_device_access_peer(target, source)
-    arrived = verify_copies(f"cuda:{source}", f"cuda:{target}")
-    return {"from": source, "to": target, "access": access, **arrived}
+        return copy_rates(device) | {"bf16": matmul_rate(device, "bf16")}
 
 
 def verify_copies(
@@ -227,10 +181,10 @@ def verify_copies(
     copy: Callable[[Any, Any], None] | None = None,
     sizes: tuple[int, ...] = COPIED,
 ) -> dict[str, Any]:
-    """Copy between devices in several sizes and patterns, and compare each on the host.
+    """Copy noise between devices in several sizes, and compare each on the host.
 
-    copy(target, source): torch's own if None; tests plant another. Returns {"wrong": of each size and pattern that
-    arrived otherwise, a line, "rate": bytes a second of the largest}.
+    copy(target, source): torch's own if None; tests plant another. Returns {"wrong": of each size that arrived
+    otherwise, a line, "rate": bytes a second of the largest}.
     """
     import torch
 
@@ -238,46 +192,22 @@ def verify_copies(
     wrong: list[str] = []
     rate = 0.0
     for size in sizes:
-        for name, words in patterns(size // 4):
-            # What is there before is neither what is sent nor zeros: copies that never happen are seen.
-            received = torch.full_like(words, 0x5A5A5A5A).to(target)
-            sent = words.to(source, copy=True)
-            _synchronize(source, target)
-            start = time.perf_counter()
-            copy(received, sent)
-            _synchronize(source, target)
-            rate = size / (time.perf_counter() - start)
-            arrived = received.cpu()
-            if not torch.equal(arrived, words):
-                other = (arrived != words).nonzero().flatten()
-                wrong.append(
-                    f"{size} bytes of {name}: {len(other)} of {len(words)} words are others, the first is "
-                    f"{int(arrived[other[0]])} where {int(words[other[0]])} was sent"
-                )
+        generator = torch.Generator().manual_seed(size)
+        words = torch.randint(-(2**31), 2**31 - 1, (size // 4,), generator=generator, dtype=torch.int32)
+        # What is there before is neither what is sent nor zeros: copies that never happen are seen.
+        received = torch.full_like(words, 0x5A5A5A5A).to(target)
+        sent = words.to(source, copy=True)
+        for device in (source, target):
+            torch.get_device_module(device).synchronize(device)
+        start = time.perf_counter()
+        copy(received, sent)
+        for device in (source, target):
+            torch.get_device_module(device).synchronize(device)
+        rate = size / (time.perf_counter() - start)
+        arrived = received.cpu()
+        if not torch.equal(arrived, words):
+            wrong.append(f"{size} bytes: {int((arrived != words).sum())} of {len(words)} words are others")
     return {"wrong": wrong, "rate": rate}
-
-
-@cache
-def patterns(words: int) -> tuple[tuple[str, Any], ...]:
-    """(name, int32 tensor on the host): noise, zeros, ones, and places, which show what lands elsewhere."""
-    import torch
-
-    generator = torch.Generator().manual_seed(words)
-    noise = torch.randint(-(2**31), 2**31 - 1, (words,), generator=generator, dtype=torch.int64).to(torch.int32)
-    return (
-        ("noise", noise),
-        ("zeros", torch.zeros(words, dtype=torch.int32)),
-        ("ones", torch.full((words,), -1, dtype=torch.int32)),
-        ("places", torch.arange(1, words + 1, dtype=torch.int32)),
-    )
-
-
-def _synchronize(*devices: str) -> None:
-    """Wait for all devices that take part."""
-    import torch
-
-    for device in devices:
-        torch.get_device_module(device).synchronize(device)
 
 
 @dataclass
@@ -286,38 +216,29 @@ class Outcome:
 
     values: dict[str, Any] = field(default_factory=dict)  # by step
     failed: dict[str, str] = field(default_factory=dict)  # step -> why, in a few words
-    begun: str = "start"  # the last step
-
-
-# The pipe from a process that has not ended -> it, and what became of it so far.
-Running = dict[Any, tuple[ForkProcess, Outcome]]
 
 
 def run_isolated(work: Callable[[int, Path], Iterable[Step]], ranks: int = 1, seconds: float = 60.0) -> list[Outcome]:
     """Do the steps of `work(rank, folder)` in `ranks` processes at once; return what became of each.
 
-    folder: empty at first, shared by the ranks. seconds: how long no rank may come further; then all are killed. One
-    process goes on after a step that failed; of several, the one that failed ends, as the others wait for it.
+    folder: empty at first, shared by the ranks. seconds: how long a rank may not come further; then it is killed, and
+    the others get `GRACE_SECONDS`. One process goes on after a step that failed; of several, the one that failed ends,
+    as the others wait for it.
     """
-    outcomes = [Outcome() for _ in range(ranks)]
-    running: Running = {}
-    why = ""
+    running = []
+    outcomes: list[Outcome] = []
     with TemporaryDirectory(prefix="tune-doctor-", ignore_cleanup_errors=True) as name:
-        try:
-            for rank, outcome in enumerate(outcomes):
-                mine, theirs = Pipe(duplex=False)
-                arguments = (work, rank, Path(name), theirs, os.getpid(), ranks == 1)
-                process = get_context("fork").Process(target=_live, args=arguments)
-                process.start()
-                theirs.close()
-                running[mine] = process, outcome
-            why = _listen(running, seconds)
-        finally:
-            for process, _ in running.values():
-                process.kill()
-            for process, outcome in running.values():
-                process.join(KILL_SECONDS)
-                outcome.failed.setdefault(outcome.begun, why if process.exitcode else STUCK)
+        for rank in range(ranks):
+            mine, theirs = Pipe(duplex=False)
+            arguments = (work, rank, Path(name), theirs, os.getpid(), ranks == 1)
+            process = get_context("fork").Process(target=_live, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            running.append((process, mine))
+        for process, pipe in running:
+            outcomes.append(_follow(process, pipe, seconds))
+            if outcomes[-1].failed:
+                seconds = GRACE_SECONDS
     return outcomes
 
 
@@ -335,51 +256,32 @@ def _live(
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    sys.stdout = sys.stderr = os.fdopen(nowhere, "w")
     for name, step in work(rank, folder):
         pipe.send(("begun", name, None))
         try:
             pipe.send(("done", name, step()))
         except Exception as error:  # noqa: BLE001  (whatever a machine does wrong is to be reported)
-            first = (str(error).strip().splitlines() or [""])[0]
-            pipe.send(("failed", name, f"{type(error).__name__}: {first}"[:300]))
+            pipe.send(("failed", name, f"{type(error).__name__}: {first_line(error, 300)}"))
             if not goes_on:
-                sys.exit(1)
+                return
 
 
-def _listen(running: Running, seconds: float) -> str:
-    """Take in what the processes send; return why those that are left in `running` are to be killed.
-
-    Until all have ended, or for `seconds` without a word from any, or for a short while after the first failure.
-    """
-    failed = False
-    deadline = time.monotonic() + seconds
-    while running:
-        ready: list[Any] = wait(list(running), max(0.0, deadline - time.monotonic()))
-        if not ready:
-            return "ended, as another rank had failed" if failed else f"not done after {seconds:.0f} s"
-        for pipe in ready:
-            process, outcome = running[pipe]
-            try:
-                kind, name, value = pipe.recv()
-            except (EOFError, OSError):  # it has ended
-                del running[pipe]
-                process.join(KILL_SECONDS)
-                if process.exitcode != 0:
-                    outcome.failed.setdefault(outcome.begun, _describe_end(process.exitcode))
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-                    failed = True
-                continue
-            if kind == "begun":
-                outcome.begun = name
-            else:
-                (outcome.values if kind == "done" else outcome.failed)[name] = value
-            if not failed:
-                deadline = time.monotonic() + seconds
-    return ""
-
-
-def _describe_end(code: int | None) -> str:
-    if code is None:
-        return STUCK
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+def _follow(process: ForkProcess, pipe: Connection, seconds: float) -> Outcome:
+    """Take in what a process sends until it has ended; kill it after so many seconds without a word."""
+    outcome = Outcome()
+    step = "start"
+    try:
+        while pipe.poll(seconds):
+            kind, step, value = pipe.recv()
+            if kind == "done":
+                outcome.values[step] = value
+            elif kind == "failed":
+                outcome.failed[step] = value
+        outcome.failed[step] = f"not done after {seconds:.0f} s"
+        process.kill()
+    except (EOFError, OSError):  # it has ended
+        pass
+    process.join(KILL_SECONDS)
+    if process.exitcode:
+        outcome.failed.setdefault(step, f"ended with exit code {process.exitcode}")
+    return outcome

@@ -15,6 +15,7 @@ from recipe_lib.checkpoint.huggingface import check_weights, find_checkpoint
 from recipe_lib.cli.arguments import check_output_folder
 from recipe_lib.cli.export_trained import load_run_config, run_of
 from recipe_lib.config import load_config
+from recipe_lib.config.local_files import ADAPTER_CONFIG, ADAPTER_FOLDER
 from recipe_lib.config.recipes.lora_finetune_distributed import LoraFinetuneConfig
 from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.schema_data import DataConfig, validation_source
@@ -48,7 +49,9 @@ Result = TypeVar("Result")
 def evaluate(arguments: argparse.Namespace) -> None:
     """Measures, prints and writes; rank 0 does both. Raises UserError."""
     run = run_of(arguments.what)
-    source = find_source(arguments.what, arguments.base if _names_adapter(arguments) else None)
+    named = Path(arguments.what).expanduser()
+    is_adapter = any((folder / ADAPTER_CONFIG).is_file() for folder in (named, named / ADAPTER_FOLDER))
+    source = find_source(arguments.what, arguments.base if is_adapter else None)  # a full model's is read later
     if arguments.lm_eval:
         run_harness(arguments, source, run)
         return
@@ -124,12 +127,6 @@ def run_harness(arguments: argparse.Namespace, source: GenerationSource, run: Pa
     rows = [[task, name, *(f"{each[task, name]:.4f}" for each in found.values())] for task, name in found[TUNED]]
     table = Table("Tasks", ["task", "metric", *found], rows, left=("task", "metric"))
     print("\n".join(table_lines(table, terminal_width())))
-
-
-def _names_adapter(arguments: argparse.Namespace) -> bool:
-    """Whether --base is that of an adapter, which `find_source` reads; a full model's is read later."""
-    folder = Path(arguments.what).expanduser()
-    return any((each / "adapter_config.json").is_file() for each in (folder, folder / "adapter"))
 
 
 def _base_folder(arguments: argparse.Namespace, cfg: Any, source: GenerationSource) -> Path | None:

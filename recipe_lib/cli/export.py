@@ -53,9 +53,9 @@ def run(words: list[str]) -> int:
 
         (export_gguf if arguments.gguf else export_quantized)(arguments)
     else:
-        from recipe_lib.cli.export_trained import export_trained
+        from recipe_lib.cli.export_trained import export_adapted, export_hf, find_export
 
-        export_trained(arguments)
+        (export_hf if arguments.hf else export_adapted)(find_export(arguments), arguments)
     return DONE
 
 

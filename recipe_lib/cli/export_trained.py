@@ -93,12 +93,6 @@ def run_of(name: str) -> Path | None:
     return None
 
 
-def export_trained(arguments: argparse.Namespace) -> None:
-    """Write what --hf, --merge or --adapter asks for, read it again and compare. Raises UserError."""
-    found = find_export(arguments)
-    (export_hf if arguments.hf else export_adapted)(found, arguments)
-
-
 def load_run_config(folder: Path, recipe: str | None) -> Any:
     """Return the config of the run that a folder is of. recipe: that it was made with; None: the one that it names."""
     path = folder / CONFIG

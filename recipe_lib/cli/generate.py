@@ -24,7 +24,7 @@ from recipe_lib.cli.arguments import (
     tell_lone,
 )
 from recipe_lib.config.local_files import check_model_there
-from recipe_lib.config.suggest import did_you_mean, show
+from recipe_lib.config.suggest import show
 from recipe_lib.errors import DONE, ConfigError, DataError, raise_faults
 from recipe_lib.logs import print_wrapped
 from recipe_lib.units import choose_lines
@@ -49,7 +49,6 @@ DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
 STORAGES = ("auto", "none", "nf4", "int8")
 SUFFIXES = (".txt", ".jsonl")  # of --prompts
 HELP = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
-_COMMANDS = ("/reset", "/exit", "/help")
 OPTIONS: Options = {
     "checkpoint": {"metavar": "WHAT", "help": "model, adapter or output_dir, or a hub id that was downloaded"},
     "--prompt": {"metavar": "TEXT", "help": "what to answer or to continue; without it: a conversation"},
@@ -138,17 +137,8 @@ def talk(chat: "Chat", name: str) -> None:
         if question == "/reset":
             chat.reset()
             _tell("the conversation begins anew")
-        elif question == "/help":
-            _tell(HELP)
         elif _is_broken(question):  # at a terminal
             _tell("note: this line is not UTF-8 and was left out; check the terminal's encoding")
-        elif (
-            is_terminal()
-            and question.startswith("/")
-            and " " not in question
-            and (hint := did_you_mean(question, _COMMANDS))
-        ):  # what is piped in may begin like a command
-            _tell(f"{question}: no such command{hint}")
         elif question:
             _answer(chat, line, number)
 

@@ -27,7 +27,7 @@ VERBS = {
     "data": "show a config's sequences as they will be trained, or check all of them",
     "plan": "estimate a run's memory, communication and time before it starts; needs no GPU",
     "tp-plan": "show how tensor parallel would shard a model; needs no weights and no GPU",
-    "doctor": "look at this machine: GPUs, links, memory, disks; what is wrong, and what to set",
+    "doctor": "look at this machine: GPUs, links, memory, folders; what is wrong, and what to set",
     "run": "run a recipe, on one process or many",
     "eval": "measure what was trained on held-out samples, and its base: loss, perplexity, answers",
     "export": "write what was trained as others load it: adapter, merged model, Hugging Face folder",

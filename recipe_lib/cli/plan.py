@@ -4,7 +4,6 @@ import argparse
 import gc
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -35,7 +34,6 @@ MISTAKE = 2
 # as many; at Python's own number of 700 it takes a tenth of the time.
 COLLECT_AFTER = 100_000
 _IMPORTED = time.monotonic()
-_START_FIELD = 19  # of /proc/self/stat, counted from the one after the program's name
 
 
 def run(words: list[str]) -> int:
@@ -66,10 +64,9 @@ def run(words: list[str]) -> int:
             return DONE if is_clean else MISTAKE
         other = None if arguments.diff is None else other_plan(recipe, arguments)
         plan, trace = make(recipe, cfg, arguments)
-    plan.seconds = process_seconds()
+    plan.seconds = time.monotonic() - _IMPORTED
     write(plan, trace, arguments)
     if arguments.json != "-":
-        plan.seconds = process_seconds()
         print(text_of(plan, other, arguments), end="")
     return NO_ROOM if plan.verdict == DOES_NOT_FIT else DONE
 
@@ -174,17 +171,6 @@ def write(plan: Plan, trace: "Trace", arguments: argparse.Namespace) -> None:
         from recipe_lib.plan.allocation.snapshot import write_snapshot
 
         write_snapshot(trace, Path(arguments.snapshot), AllocatorSettings())
-
-
-def process_seconds() -> float:
-    """Return the seconds since the process was started, as `time tune ...` shows them: Python's start is among them."""
-    try:
-        after_name = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
-        started = int(after_name.split()[_START_FIELD]) / os.sysconf("SC_CLK_TCK")
-        seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - started
-    except (OSError, ValueError, IndexError, AttributeError):  # the system does not say
-        return time.monotonic() - _IMPORTED
-    return max(0.0, seconds)
 
 
 def calibrate(path: Path) -> str:

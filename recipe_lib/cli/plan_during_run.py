@@ -37,7 +37,7 @@ from recipe_lib.errors import DONE, STOPPED_AND_SAVED, UserError, end_process, v
 from recipe_lib.files import replace_text
 from recipe_lib.logs import get_logger, wrapped
 from recipe_lib.plan.receipts import describe_run
-from recipe_lib.reading import read_object, read_text
+from recipe_lib.reading import read_object
 from recipe_lib.report.phases import ERASE
 from recipe_lib.report.planned import FIGURES
 from recipe_lib.units import GIB, format_bytes, format_seconds
@@ -69,7 +69,7 @@ def plan_beside(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) 
 
     flags: torchrun's. words: the recipe's arguments.
     """
-    if not _can_be_planned(recipe) or not shows_plan(flags):
+    if not recipe.reads_as_ours() or not shows_plan(flags):
         yield lambda code: None
         return
     with tempfile.TemporaryDirectory(prefix="tune-plan-") as folder:
@@ -90,14 +90,6 @@ def plan_beside(flags: Sequence[str], recipe: RecipeFile, words: Sequence[str]) 
         finally:
             process.kill()
             process.communicate()
-
-
-def _can_be_planned(recipe: RecipeFile) -> bool:
-    """A recipe of the user's own may be any program; only one of our kind is imported once more."""
-    try:
-        return recipe.shipped or "def train_step" in read_text(recipe.path)
-    except (OSError, ValueError):
-        return False
 
 
 def _compare(figures: Path, began: float, code: int) -> None:

@@ -1,7 +1,6 @@
 """A recipe on the command line: its file, the class its config is checked against, and running it in this process."""
 
 import argparse
-import ast
 import importlib.util
 import re
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 from recipe_lib.cli.torchrun_flags import WITH_VALUE, WITHOUT_VALUE
 from recipe_lib.config import parse_arguments
-from recipe_lib.config.load import Loaded, known_part, load, refuse_repeated
+from recipe_lib.config.load import Loaded, load, refuse_repeated
 from recipe_lib.config.paths import (
     CONFIG_SUFFIXES,
     RECIPE_CONFIGS,
@@ -46,8 +45,8 @@ _ELSEWHERE = {
     "knowledge_distillation_distributed": "did you mean distill_distributed?",
     "ppo_full_finetune_single_device": "there is none for reinforcement learning; dpo_distributed trains on pairs",
 }
-MAX_BYTES = 2**22
-_CONFIGS = {config.__name__: config for config in RECIPE_CONFIGS.values()}
+# With this the `main` of our recipes reads its words, and that of a copy of one.
+_READS_AS_OURS = "parse_arguments(argv, Config)"
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,13 @@ class RecipeFile:
         path = find_recipe(name_or_path)
         shipped = _is_shipped(path) and path.stem in RECIPE_CONFIGS
         return cls(path.stem, path, shipped)
+
+    def reads_as_ours(self) -> bool:
+        """Whether its words are those of ours. Another file may be any program, and is imported only to be run."""
+        try:
+            return self.shipped or _READS_AS_OURS in read_text(self.path)
+        except (OSError, ValueError):  # importing says it
+            return False
 
     def schema(self) -> type:
         """The dataclass that a config of this recipe is checked against; a recipe of the user's own is imported."""
@@ -194,18 +200,16 @@ def _call_main(path: Path, argv: list[str]) -> int | None:
 
 
 def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
-    """Reads the recipe's command line now, before anything starts, where its config class is known without torch.
+    """Reads the recipe's command line now, before anything starts; returns its config.
 
-    Its config; of a copy of ours, whose class may add keys, as far as ours knows it. None where that is in doubt, and
-    for another recipe of the user's own, which reads its arguments itself, and may take others than ours.
+    None for a recipe of the user's own that reads its words itself, and may take others than ours.
     """
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
         if word.startswith("--") and flag in WITH_VALUE | WITHOUT_VALUE:
             raise ConfigError(f"tune run: {show(word)}: torchrun's flags come before RECIPE")
     refuse_repeated(words)
-    schema = recipe.schema() if recipe.shipped else shipped_config_of(recipe.path)
-    if schema is None:
+    if not recipe.reads_as_ours():
         return None
     if not any(word == "--config" or word.startswith("--config=") for word in words):
         for word in words:
@@ -217,81 +221,4 @@ def check_arguments(recipe: RecipeFile, words: Sequence[str]) -> Any:
                 raise ConfigError(f"tune run: unexpected argument {show(word)}; did you mean --config {show(word)}?")
         name = recipe.name if recipe.shipped else show(str(recipe.path))
         raise ConfigError(f"tune run: no config; expected: tune run {name} --config CONFIG (see `tune ls`)")
-    return parse_arguments(list(words), schema, quiet=True) if recipe.shipped else known_part(list(words), schema)
-
-
-def shipped_config_of(path: Path) -> type | None:
-    """Return the class of ours that a recipe's config is, or that it adds keys to; None for a recipe of another kind.
-
-    The recipe has to begin as ours do, with `run_recipe(..., parse_arguments(argv, Config))` in `main(argv)`, so that
-    what its command line, its model and its data have to be is known.
-    """
-    try:
-        module = ast.parse(read_bytes(path, MAX_BYTES))
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # importing says it
-        return None
-    bound: dict[str, list[ast.stmt]] = {}  # name at the top of the file -> what binds it
-    for line in module.body:
-        names: list[str] = []
-        match line:
-            case ast.ImportFrom(names=imported):
-                names = [one.asname or one.name for one in imported]
-            case ast.Assign(targets=targets):
-                names = [one.id for one in targets if isinstance(one, ast.Name)]
-            case ast.ClassDef(name=own) | ast.FunctionDef(name=own):
-                names = [own]
-        for name in names:
-            bound.setdefault(name, []).append(line)
-    return _follow(bound, _find_parsed_class(bound.get("main", [])))
-
-
-def _follow(bound: dict[str, list[ast.stmt]], name: str | None) -> type | None:
-    """Return the class of ours that a name stands for, through a few others at most, each bound once."""
-    bodies: list[ast.ClassDef] = []
-    for _ in range(8):
-        match bound.get(name or "", []):
-            case [ast.ImportFrom(module=str(source), names=names, level=0)] if source.startswith("recipe_lib.config"):
-                config = _CONFIGS.get(next(one.name for one in names if (one.asname or one.name) == name))
-                return config if config and all(_adds_only(body, config) for body in bodies) else None
-            case [ast.Assign(value=ast.Name(name))]:
-                continue
-            case [ast.ClassDef(bases=[ast.Name(name)], keywords=[]) as body]:
-                bodies.append(body)
-            case _:
-                return None
-    return None
-
-
-def _find_parsed_class(mains: list[ast.stmt]) -> str | None:
-    """Return the name of the class that `main` reads its words with, as they are."""
-    match mains:
-        case [ast.FunctionDef(args=ast.arguments(args=[ast.arg(arg=words)])) as main]:
-            nodes = list(ast.walk(main))
-        case _:
-            return None
-    if any(isinstance(one, ast.Name) and one.id == words and isinstance(one.ctx, ast.Store) for one in nodes):
-        return None
-    for node in nodes:
-        match node:
-            case ast.Call(
-                func=ast.Name("run_recipe") | ast.Attribute(attr="run_recipe"),
-                args=[
-                    _,
-                    ast.Call(func=ast.Name("parse_arguments"), args=[ast.Name(given), ast.Name(name)], keywords=[]),
-                ],
-            ) if given == words:
-                return name
-    return None
-
-
-def _adds_only(body: ast.ClassDef, parent: type) -> bool:
-    """Whether a class changes nothing of its parent: keys are added, and the recipe's name may be another."""
-    for line in body.body:
-        match line:
-            case ast.Expr(value=ast.Constant()) | ast.Pass():
-                continue
-            case ast.AnnAssign(target=ast.Name(name)) if name == "recipe" or not hasattr(parent, name):
-                if name not in getattr(parent, "__dataclass_fields__", {}) or name == "recipe":
-                    continue
-        return False
-    return True
+    return parse_arguments(list(words), recipe.schema(), quiet=True)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import NoReturn
 
 from recipe_lib.cli.launch import cores
 from recipe_lib.cli.local_gpus import own_gpus
@@ -38,7 +39,7 @@ def split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
             if "=" in word or word.startswith("~"):
                 raise ConfigError(f"tune run: {show(word)}: overrides come after CONFIG")
             return list(words[:position]), word, list(words[position + 1 :])
-        position += _measure_flag(words[position:], given, "run") or _measure_unknown(word)
+        position += _measure_flag(words[position:], given, "run") or _refuse_unknown(word)
     raise ConfigError("tune run: no config; expected: tune run [torchrun flags] CONFIG (see `tune ls`)")
 
 
@@ -68,21 +69,14 @@ def _measure_flag(words: Sequence[str], given: dict[str, str], verb: str) -> int
     return 1 if equals else 2
 
 
-def _measure_unknown(word: str) -> int:
-    """Return the number of words that a flag of torchrun's takes which is newer than our table."""
-    name, equals, _ = word.partition("=")
+def _refuse_unknown(word: str) -> NoReturn:
+    name = word.partition("=")[0]
     flag = name.replace("_", "-")
     known = sorted(WITH_VALUE | WITHOUT_VALUE)
     begun = [full for full in known if len(flag) > 3 and full.startswith(flag)]
     close = begun[0] if begun else nearest(flag, known, cutoff=0.75)
-    if close:
-        raise ConfigError(f"tune run: unknown torchrun flag {show(name)}; did you mean {close}?")
-    from torch.distributed.run import get_args_parser
-
-    for action in get_args_parser()._actions:
-        if name in action.option_strings:
-            return 1 if action.nargs == 0 or equals else 2
-    raise ConfigError(f"tune run: unknown torchrun flag {show(name)}; see `torchrun --help`")
+    hint = f"did you mean {close}?" if close else "see `torchrun --help`"
+    raise ConfigError(f"tune run: unknown torchrun flag {show(name)}; {hint}")
 
 
 def value_of(flags: Sequence[str], flag: str) -> str | None:

@@ -10,7 +10,7 @@ from recipe_lib.config.local_files import has_package, install_line, is_hub_id
 from recipe_lib.config.paths import list_presets
 from recipe_lib.config.suggest import nearest, show
 from recipe_lib.errors import DONE, ConfigError, SetupError, raise_faults
-from recipe_lib.external.transformers_config import plain_numbers
+from recipe_lib.external.transformers_config import transformers_config
 from recipe_lib.logs import silence_torchao
 
 NOT_CERTIFIED = 3  # exit code
@@ -48,7 +48,9 @@ def run(words: list[str]) -> int:
     with quiet_transformers():
         from recipe_lib.cli.tp_plan_report import as_json, certificates, plans_for, report
 
-        config = transformers_config(held, arguments.model)
+        # How weights are stored is no part of the model.
+        shape = {key: value for key, value in held.items() if key not in STORED}
+        config = transformers_config(shape, show(arguments.model))
         whole, plans, illegal = plans_for(config, arguments.tensor)
         proofs = certificates(config, plans) if arguments.certify else []
         if any(proof["failures"] for proof in proofs) and any(plan.shared_tokens for plan in plans.values()):
@@ -100,19 +102,3 @@ def config_of(name: str) -> dict[str, Any]:
         )
     hint = f"did you mean {near}?" if near else f"fetch it with `tune download {show(name)}`, or name a preset"
     raise ConfigError(f"tune tp-plan: {show(name)}: found no folder, no preset and nothing in the hub cache; {hint}")
-
-
-def transformers_config(held: dict[str, Any], name: str) -> Any:
-    """transformers' config of a config.json's contents. Raises SetupError where transformers has none."""
-    import transformers
-
-    kind = str(held.get("model_type"))
-    rest = {key: plain_numbers(value) for key, value in held.items() if key not in (*STORED, "model_type")}
-    try:
-        return transformers.AutoConfig.for_model(kind, **rest)
-    except Exception as error:  # a config of any kind may be wrong in any way
-        line = (str(error).strip().splitlines() or [""])[0]
-        raise SetupError(
-            f"{show(name)}: transformers {transformers.__version__} makes no config of model_type={show(kind)}"
-            f" ({type(error).__name__}: {show(line, 200)}); expected one of its causal language models"
-        ) from error

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,7 +140,7 @@ def report(
         sizes = [size for size, other in plans.items() if other.hash() == name]
         named = ", ".join(map(str, sizes[:-1])) + (" and " if len(sizes) > 1 else "") + str(sizes[-1])
         _line(console, f"{model}: plan {name} for {named} ranks", terminal.HEADING)
-        tables = [*_parameter_tables(plan), _boundaries(plan), _rewrites(plan), _collectives(plan, sizes, tokens)]
+        tables = [*_parameter_tables(plan), _boundaries(plan), _collectives(plan, sizes, tokens)]
         for table in [*tables, _held(plan, sizes)]:
             if table.rows:
                 terminal.put_section(console, show_table(table))
@@ -201,17 +200,6 @@ def _boundaries(plan: ShardingPlan) -> Table:
         what = f"{each.function} {each.place}{cut}{bias}"
         rows.append([each.kind, each.module or "the model itself", count, what, each.source])
     return _table("boundaries", ["kind", "module", "count", "call", "source"], rows)
-
-
-def _rewrites(plan: ShardingPlan) -> Table:
-    counts = Counter(
-        (pattern_of(each.module) or "the model itself", each.attribute, each.value, each.kept) for each in plan.rewrites
-    )
-    rows = [
-        [module, name, f"{kept} + {value - kept} / t" if kept else f"{value} / t", count]
-        for (module, name, value, kept), count in counts.items()
-    ]
-    return _table("rewritten attributes", ["module", "attribute", "value", "count"], rows)
 
 
 def _collectives(plan: ShardingPlan, sizes: list[int], tokens: int) -> Table:

@@ -85,7 +85,8 @@ def find_folder(name: str) -> Path:
 
 def choose_files(folder: Path) -> list[str]:
     """The names of what is sent. ConfigError: a text among them that holds a secret."""
-    names = sorted(path.name for path in folder.iterdir() if _is_sent(path))
+    found = [path for path in folder.iterdir() if path.is_file()]
+    names = sorted(path.name for path in found if any(path.match(pattern) for pattern in _SENT))
     for name in names:
         path = folder / name
         if name in _READ:
@@ -100,10 +101,6 @@ def _read(reader: Callable[[Path, int], Any], path: Path) -> Any:
         return reader(path, _LARGEST_READ)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {describe_fault(error)}; nothing was sent") from error
-
-
-def _is_sent(path: Path) -> bool:
-    return path.is_file() and any(path.match(pattern) for pattern in _SENT)
 
 
 def _notes(folder: Path, names: list[str]) -> Iterator[str]:

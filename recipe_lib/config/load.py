@@ -81,22 +81,6 @@ def parse_arguments(argv: list[str] | None, schema: type = FullFinetuneConfig, *
     return loaded.cfg
 
 
-def known_part(argv: list[str], schema: type) -> Any | None:
-    """The config of a command line as far as one of our classes knows it, before the user's own that adds keys to it.
-
-    Keys that the class does not know are left out, and plugins are not imported. None where anything that it knows is
-    in doubt: the own class tells what is wrong. Raises ConfigError for a command line or configs that are none.
-    """
-    arguments = _parser().parse_intermixed_args(argv)
-    checked, files = _read(arguments.config, arguments.overrides, schema)
-    unknown_keys = len(checked.faults)
-    try:
-        loaded = _finish(checked, files)
-    except ConfigError:
-        return None
-    return None if checked.doubtful or len(checked.faults) > unknown_keys or checked.full else loaded.cfg
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(allow_abbrev=False, description="Overrides are key=value, section.key=value, or ~key.")
     parser.register("action", None, StoreOnce)

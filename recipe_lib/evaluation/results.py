@@ -155,25 +155,22 @@ class Evaluation:
         """The page: numbers, the first examples, settings."""
         name = self.names.get(TUNED) or next(iter(self.names.values()))
         summary = self.summary()
+        header = ["prompt", "reference", *self.models]
+        rows = [
+            [example["prompt"], example["reference"], *(example[which].get("prediction", "") for which in self.models)]
+            for example in examples
+            if "prompt" in example
+        ]
+        answers = Table("Answers", header, rows, left=tuple(header)) if rows else None
         counts = [(key.replace("_", " "), summary[key]) for key in ("sequences", "label_tokens", "answers")]
         sections = [
             Section("Numbers", table=self.table()),
             Section("Held-out samples", facts=[*counts, ("source", self.dataset.report.source)]),
-            Section(f"Answers (the first {_SHOWN} sequences)", table=_answers(examples, list(self.models))),
+            Section(f"Answers (the first {_SHOWN} sequences)", table=answers),
             Section("Settings", facts=[*self.names.items(), *self.settings.items()]),
         ]
         headline = ", ".join(f"{key} {_shown(value)}" for key, value in list(summary.values())[-2].items())
         return render_page("evaluation", f"{name}: evaluation", name, headline, sections)
-
-
-def _answers(examples: list[dict[str, Any]], models: list[str]) -> Table | None:
-    rows = [
-        [example["prompt"], example["reference"], *(example[which].get("prediction", "") for which in models)]
-        for example in examples
-        if "prompt" in example
-    ]
-    header = ["prompt", "reference", *models]
-    return Table("Answers", header, rows, left=tuple(header)) if rows else None
 
 
 def _shown(number: float) -> str:

@@ -40,7 +40,7 @@ from recipe_lib.plan.verdict import (
     version_text,
 )
 from recipe_lib.report import terminal
-from recipe_lib.report.chart import Chart, Scale, Tooltip, as_svg, render_page, short, strips, ticks
+from recipe_lib.report.chart import Chart, Scale, as_svg, render_page, short, ticks
 from recipe_lib.report.terminal import HEADING, open_console, put, put_section, text_of
 from recipe_lib.report.view import Figure, Section, Table, show_table
 from recipe_lib.units import (
@@ -159,7 +159,6 @@ def _tree(plan: Plan, depth: int | None, *, sums_up: bool = False) -> Section:
 MOST_POINTS = 2000
 _WIDTH, _RIGHT = 1000, 12
 _HEIGHT, _LEFT, _TOP, _BOTTOM = 376, 64, 60, 40  # of the timeline
-_TOOLTIPS = 160  # strips of the timeline that show values
 _LIMIT_ABOVE = 3.0  # a limit that is more times the highest point would flatten the picture: the note says it instead
 _LETTER = 7.0
 
@@ -230,7 +229,6 @@ def draw_timeline(plan: Plan, trace: Trace) -> Figure | None:
         limit = f"The allocator may use {said}, {usable / highest.total:,.0f} times the highest point: above this axis."
     most = f"highest: {format_hundredths(count_hundredths(highest.total, unit), unit)}"
     chart.put("circle", "peak", title=most, cx=chart.across(highest.at), cy=chart.up(highest.total / unit[0]), r=3.5)
-    chart.tooltips = _timeline_tooltips(chart, shown, begins, unit)
     peak = plan.heaviest.peak
     at_peak = f"{most}, {running_text(peak)}" if highest.total == peak.requested else most
     return Figure(as_svg(chart), _kind_keys(highest, unit), f"{at_peak}. {_CAPTION} {limit}", wide=True)
@@ -248,21 +246,6 @@ def _draw_areas(chart: Chart, shown: list[Point], unit: Unit) -> None:
             steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in tops)
             path = f"M{chart.across(0):.1f},{base}{steps}V{base}Z"
             chart.put("path", f"k{place}", title=STORAGE_KINDS[place], d=path)
-
-
-def _timeline_tooltips(chart: Chart, shown: list[Point], begins: dict[str, int], unit: Unit) -> list[Tooltip]:
-    """What is live, by kind, at the highest point of each strip."""
-    size = math.ceil(len(shown) / _TOOLTIPS)
-    groups = [shown[start : start + size] for start in range(0, len(shown), size)]
-    tops = [max(group, key=lambda point: point.total) for group in groups]
-
-    def read(at: int) -> tuple[list[tuple[str, str]], list[tuple[float, str]]]:
-        point = tops[at]
-        phase = next((name for name, begin in reversed(begins.items()) if begin < point.at), "")
-        said = f"{format_hundredths(count_hundredths(point.total, unit), unit)}{f' in {phase}' if phase else ''}"
-        return [("", said), *_kind_keys(point, unit)], [(chart.up(point.total / unit[0]), "peak")]
-
-    return strips(chart, [chart.across(top.at) for top in tops], read)
 
 
 def _phase_marks(chart: Chart, begins: list[tuple[str, float]]) -> None:

@@ -1,22 +1,16 @@
-"""Charts as SVG: axes with names and round numbers, lines over the step, a logarithmic view, values under the pointer.
-
-What is drawn where is worked out here; `chart.html` writes it, every text escaped. The values under the pointer need
-no script: each strip of a chart that has one holds what CSS shows while the pointer, or a finger, is on it.
-"""
+"""Charts as SVG: axes with names and round numbers, lines over the step; and the page that shows them."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import pairwise
-from typing import Any, NamedTuple
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from recipe_lib.report.view import Figure, Section
 
 WIDTH, HEIGHT = 400, 230  # of a line chart: as wide as its column of the page, so that its letters are as large
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 38
-_MOST_POINTS, _MOST_TOOLTIPS = 600, 100
-_DECADE = 10.0  # a span of values from which on a logarithmic axis is offered, whatever they are
+_MOST_POINTS = 600
+_DECADE, _LARGEST_SPAN = 10.0, 1e100  # of values between which an axis is logarithmic, where that is preferred
 _LETTER = 6.6  # width of one, about
 COLORS = 10  # classes k0 to k9 of the page
 
@@ -38,27 +32,6 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """An element of SVG."""
-
-    tag: str
-    attributes: dict[str, str]
-    text: str = ""  # inside it
-    title: str = ""  # shown over it, in place of a text
-
-
-@dataclass(frozen=True)
-class Tooltip:
-    """Text that is shown while the pointer is between left and right."""
-
-    left: float
-    right: float
-    at: float  # where a line marks it
-    lines: Sequence[tuple[str, str]]  # class of a color or "", text
-    dots: Sequence[tuple[float, str]] = ()  # y, class of a color
-
-
 @dataclass
 class Chart:
     """A picture with a plot in it, and margins around the plot."""
@@ -72,8 +45,7 @@ class Chart:
     bottom: float = 0
     x: Scale | None = None
     y: Scale | None = None
-    shapes: list[Shape] = field(default_factory=list)  # in the plot, the first at the back
-    tooltips: list[Tooltip] = field(default_factory=list)
+    shapes: list[Element] = field(default_factory=list)  # in the plot, the first at the back
 
     def across(self, value: float) -> float:
         """Where a number of the x axis is."""
@@ -86,13 +58,19 @@ class Chart:
         return self.height - self.bottom - self.y.share(value) * (self.height - self.top - self.bottom)
 
     def put(self, tag: str, style: str = "", text: str = "", title: str = "", **places: float | str) -> None:
-        """Adds a shape. style: its class. places: its attributes, `text_anchor` for `text-anchor`."""
+        """Adds a shape, like `_shape`."""
         self.shapes.append(_shape(tag, style, text, title, **places))
 
 
-def _shape(tag: str, style: str = "", text: str = "", title: str = "", **places: float | str) -> Shape:
+def _shape(tag: str, style: str = "", text: str = "", title: str = "", **places: float | str) -> Element:
+    """Return an element. style: its class. text: inside it. title: shown over it. places: its attributes,
+    `text_anchor` for `text-anchor`."""
     named = {name.replace("_", "-"): place(value) for name, value in places.items()}
-    return Shape(tag, ({"class": style} if style else {}) | named, text, title)
+    shape = Element(tag, ({"class": style} if style else {}) | named)
+    shape.text = text
+    if title:
+        SubElement(shape, "title").text = title
+    return shape
 
 
 def place(value: float | str) -> str:
@@ -101,47 +79,35 @@ def place(value: float | str) -> str:
 
 
 def as_svg(chart: Chart) -> str:
-    """The chart as it stands in a page."""
-    tooltips = [(tooltip, _plate(chart, tooltip)) for tooltip in chart.tooltips]
-    return (
-        load_template("chart.html")
-        .render(place=place, chart=chart, axes=[*_x_axis(chart), *_y_axis(chart)], tooltips=tooltips)
-        .strip()
-    )
+    """The chart as it stands in a page; every text is escaped."""
+    view = f"0 0 {chart.width} {chart.height}"
+    svg = Element("svg", {"viewBox": view, "role": "img", "aria-label": chart.label})
+    svg.extend([*_axes(chart), *chart.shapes])
+    indent(svg, "")
+    return tostring(svg, encoding="unicode")
 
 
-def _plate(chart: Chart, tooltip: Tooltip) -> dict[str, float]:
-    """Return where a tooltip's text stands: right of the pointer, or left of it where there is no room."""
-    width = max(14.0 * bool(color) + _LETTER * len(text) for color, text in tooltip.lines) + 16
-    left = tooltip.at + 8 if tooltip.at + 8 + width <= chart.width else tooltip.at - 8 - width
-    return {"left": max(0.0, left), "top": chart.top + 2, "width": width, "height": 16 * len(tooltip.lines) + 8}
-
-
-def _x_axis(chart: Chart) -> list[Shape]:
-    if chart.x is None:
-        return []
-    base, end = chart.height - chart.bottom, chart.width - chart.right
-    shapes = [_shape("line", "axis", x1=chart.left, x2=end, y1=base, y2=base)]
-    for value, text in chart.x.ticks:
-        x = chart.across(value)
-        shapes.append(_shape("line", "axis", x1=x, x2=x, y1=base, y2=base + 4))
-        half = _LETTER / 2 * len(text)  # a text at the end of the axis stays in the picture
-        shapes.append(_shape("text", text=text, x=min(x, chart.width - half), y=base + 16, text_anchor="middle"))
-    middle = (chart.left + end) / 2
-    return [*shapes, _shape("text", "name", chart.x.name, x=middle, y=base + 32, text_anchor="middle")]
-
-
-def _y_axis(chart: Chart) -> list[Shape]:
-    if chart.y is None:
-        return []
+def _axes(chart: Chart) -> list[Element]:
+    """Return what is drawn of the axes that the chart has: lines, numbers and names."""
     shapes = []
-    for value, text in chart.y.ticks:
-        y = chart.up(value)
-        shapes.append(_shape("line", "grid", x1=chart.left, x2=chart.width - chart.right, y1=y, y2=y))
-        shapes.append(_shape("text", text=text, x=chart.left - 6, y=y + 4, text_anchor="end"))
-    middle = place((chart.top + chart.height - chart.bottom) / 2)
-    turned = f"translate(11 {middle}) rotate(-90)"
-    return [*shapes, _shape("text", "name", chart.y.name, transform=turned, text_anchor="middle")]
+    base, end = chart.height - chart.bottom, chart.width - chart.right
+    if chart.x is not None:
+        shapes.append(_shape("line", "axis", x1=chart.left, x2=end, y1=base, y2=base))
+        for value, text in chart.x.ticks:
+            x = chart.across(value)
+            shapes.append(_shape("line", "axis", x1=x, x2=x, y1=base, y2=base + 4))
+            half = _LETTER / 2 * len(text)  # a text at the end of the axis stays in the picture
+            shapes.append(_shape("text", text=text, x=min(x, chart.width - half), y=base + 16, text_anchor="middle"))
+        middle = (chart.left + end) / 2
+        shapes.append(_shape("text", "name", chart.x.name, x=middle, y=base + 32, text_anchor="middle"))
+    if chart.y is not None:
+        for value, text in chart.y.ticks:
+            y = chart.up(value)
+            shapes.append(_shape("line", "grid", x1=chart.left, x2=end, y1=y, y2=y))
+            shapes.append(_shape("text", text=text, x=chart.left - 6, y=y + 4, text_anchor="end"))
+        turned = f"translate(11 {place((chart.top + base) / 2)}) rotate(-90)"
+        shapes.append(_shape("text", "name", chart.y.name, transform=turned, text_anchor="middle"))
+    return shapes
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
@@ -151,17 +117,6 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     gap = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
     first = math.ceil(low / gap - 1e-9)
     return [number * gap for number in range(first, math.floor(high / gap + 1e-9) + 1)]
-
-
-def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """At most about `most` numbers from low to high: 1, 2 and 5 times powers of ten, or powers of ten alone."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    for factors in ((1, 2, 5), (1, 3), (1,)):
-        found = [factor * 10.0**power for power in range(first, min(last, 300) + 1) for factor in factors]
-        found = [value for value in found if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
-        if len(found) <= most:
-            return found
-    return found[:: math.ceil(len(found) / most)]
 
 
 def short(value: float, digits: int = 3) -> str:
@@ -187,72 +142,31 @@ class Curve:
         return [value for _, value in self.points if value is not None]
 
 
-class _CurvePoint(NamedTuple):
-    """One or several neighboring points, drawn as one: their mean, and the range they cover."""
-
-    step: int
-    mean: float
-    low: float
-    high: float
-
-
 def line_figure(
-    title: str, unit: str, curves: list[Curve], *, from_zero: bool = False, prefers_log: bool = False, note: str = ""
+    title: str, unit: str, curves: list[Curve], *, from_zero: bool = False, prefers_log: bool = False
 ) -> Figure:
     """A chart of curves over the step; each has at least one value that is a number.
 
-    unit: of the value axis, beside its name. from_zero: the value axis begins at 0. Where the values span a decade
-    there is a logarithmic view as well; with prefers_log it is there for any span, and a decade makes it the one that
-    is seen first. A curve of more than 600 points is drawn as the mean of groups of points, inside a band from their
-    lowest to their highest; a note says so.
+    unit: of the value axis, beside its name. from_zero: the value axis begins at 0. prefers_log: it is logarithmic
+    where the values are above 0 and span a decade. A curve of more than 600 points is drawn as the mean of groups of
+    points; a note says so.
     """
-    keys = [(f"k{at % COLORS}", f"{curve.name} {short(curve.values[-1], 4)}") for at, curve in enumerate(curves)]
-    notes = [note] if note else []
-    group = max(map(_count_alike, curves))
-    notes += [f"Line: mean of {group} steps; band: their range."] if group > 1 else []
-    values = [value for curve in curves for value in curve.values]
-    above = [value for value in values if value > 0]
-    log = ""
-    is_decade = bool(above) and max(above) > _DECADE * min(above)
-    if is_decade or (prefers_log and above and max(above) > min(above)):
-        positive = [
-            Curve(
-                curve.name, [(step, value if value is not None and value > 0 else None) for step, value in curve.points]
-            )
-            for curve in curves
-        ]
-        log = as_svg(_lines(title, unit, positive, from_zero=False, is_log=True))
-        notes += ["On the log axis, values that are not above 0 are left out."] if len(above) < len(values) else []
-    svg = as_svg(_lines(title, unit, curves, from_zero=from_zero, is_log=False))
-    return Figure(svg, keys, " ".join(notes), title=title, log=log, log_first=is_decade and prefers_log)
-
-
-def _count_alike(curve: Curve) -> int:
-    """Return how many of its points are drawn as one."""
-    return max(1, math.ceil(len(curve.points) / _MOST_POINTS))
-
-
-def _lines(title: str, unit: str, curves: list[Curve], *, from_zero: bool, is_log: bool) -> Chart:
     values = [value for curve in curves for value in curve.values]
     name = f"{title[:1].lower()}{title[1:]}" + (f" ({unit})" if unit else "")
-    label = f"{name} over the step: " + "; ".join(
-        f"{curve.name} ends at {short(curve.values[-1], 4)}, from {short(min(curve.values), 4)} to "
-        f"{short(max(curve.values), 4)}"
-        for curve in curves
-        if curve.values
-    )
-    chart = Chart(WIDTH, HEIGHT, label, _LEFT, _RIGHT, _TOP, _BOTTOM)
+    ends = [f"{curve.name} {short(curve.values[-1], 4)}" for curve in curves]
+    chart = Chart(WIDTH, HEIGHT, f"{name} over the step, at its end {'; '.join(ends)}", _LEFT, _RIGHT, _TOP, _BOTTOM)
     steps = [step for curve in curves for step, _ in curve.points]
     last = max(*steps, min(steps) + 1)
     whole = [step for step in ticks(min(steps), last, 6) if step == int(step)]
     chart.x = Scale("step", min(steps), last, [(step, short(step)) for step in whole])
+    is_log = prefers_log and min(values) > 0 and _DECADE < max(values) / min(values) < _LARGEST_SPAN
     chart.y = _log_axis(unit or name, values) if is_log else _value_axis(unit or name, values, from_zero)
     chart.left = max(_LEFT, 24 + _LETTER * max((len(text) for _, text in chart.y.ticks), default=0))
+    group = max(1, math.ceil(max(len(curve.points) for curve in curves) / _MOST_POINTS))
     for number, curve in enumerate(curves):
-        if curve.values:
-            _draw_curve(chart, curve, number)
-    chart.tooltips = _tooltips(chart, curves)
-    return chart
+        _draw_curve(chart, _find_runs(curve, group), number % COLORS)
+    keys = [(f"k{number % COLORS}", end) for number, end in enumerate(ends)]
+    return Figure(as_svg(chart), keys, f"Line: mean of {group} steps." if group > 1 else "", title=title)
 
 
 def _value_axis(name: str, values: list[float], from_zero: bool) -> Scale:
@@ -266,11 +180,12 @@ def _value_axis(name: str, values: list[float], from_zero: bool) -> Scale:
 
 
 def _log_axis(name: str, values: list[float]) -> Scale:
-    low, high = min(values), max(values)
-    margin = (high / low) ** 0.06
-    low, high = low / margin, high * margin
-    found = log_ticks(low, high)
-    return Scale(name, low, high, _different(found if len(found) > 2 else ticks(low, high, 5)), is_log=True)
+    """An axis with powers of ten; every so many where they are more than seven."""
+    margin = (max(values) / min(values)) ** 0.06
+    low, high = min(values) / margin, max(values) * margin
+    powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+    marks = [10.0**power for power in powers[:: math.ceil(len(powers) / 7)]]
+    return Scale(name, low, high, _different(marks if len(marks) > 1 else ticks(low, high, 5)), is_log=True)
 
 
 def _different(values: list[float]) -> list[tuple[float, str]]:
@@ -282,88 +197,30 @@ def _different(values: list[float]) -> list[tuple[float, str]]:
     return list(zip(values, texts, strict=True))
 
 
-def _draw_curve(chart: Chart, curve: Curve, number: int) -> None:
-    """The band and the line, broken between runs; a mark that stands alone, and the last one, as dots."""
-    group, color = _count_alike(curve), number % COLORS
-    runs = _marks(curve.points, group)
+def _draw_curve(chart: Chart, runs: list[list[tuple[int, float]]], color: int) -> None:
+    """The line, broken between runs; a point that stands alone, and the last one, as dots."""
     for run in runs:
-        if group > 1:
-            around = [(mark.step, mark.high) for mark in run] + [(mark.step, mark.low) for mark in reversed(run)]
-            chart.put("polygon", f"band c{color}", points=_path(chart, around))
-        chart.put("polyline", f"curve c{color}", points=_path(chart, [(mark.step, mark.mean) for mark in run]))
+        points = " ".join(f"{chart.across(step):.1f},{chart.up(value):.1f}" for step, value in run)
+        chart.put("polyline", f"curve c{color}", points=points)
     alone = [run[0] for run in runs if len(run) == 1]
-    for mark in dict.fromkeys([*alone, runs[-1][-1]]):
-        chart.put("circle", f"dot c{color}", cx=chart.across(mark.step), cy=chart.up(mark.mean), r=3)
+    for step, value in dict.fromkeys([*alone, runs[-1][-1]]):
+        chart.put("circle", f"dot c{color}", cx=chart.across(step), cy=chart.up(value), r=3)
 
 
-def _path(chart: Chart, points: list[tuple[int, float]]) -> str:
-    return " ".join(f"{chart.across(step):.1f},{chart.up(value):.1f}" for step, value in points)
-
-
-def _marks(points: list[tuple[int, float | None]], group: int) -> list[list[_CurvePoint]]:
-    """Return runs of marks, one for every `group` points; where a whole group holds no number the curve breaks."""
-    runs: list[list[_CurvePoint]] = [[]]
-    for start in range(0, len(points), group):
-        part = Curve("", points[start : start + group])
-        if numbers := part.values:
-            mean = math.fsum(numbers) / len(numbers)
-            runs[-1].append(_CurvePoint(part.points[-1][0], mean, min(numbers), max(numbers)))
+def _find_runs(curve: Curve, group: int) -> list[list[tuple[int, float]]]:
+    """Return runs of points, the mean of every `group`; where a whole group holds no number the curve breaks."""
+    runs: list[list[tuple[int, float]]] = [[]]
+    for start in range(0, len(curve.points), group):
+        part = Curve("", curve.points[start : start + group])
+        if part.values:
+            runs[-1].append((part.points[-1][0], math.fsum(part.values) / len(part.values)))
         else:
             runs.append([])
     return [run for run in runs if run]
 
 
-def _tooltips(chart: Chart, curves: list[Curve]) -> list[Tooltip]:
-    """A tooltip for each step, or for several neighboring ones where there are more than 100."""
-    steps = sorted({step for curve in curves for step, _ in curve.points})
-    size = math.ceil(len(steps) / _MOST_TOOLTIPS)
-    groups = [steps[start : start + size] for start in range(0, len(steps), size)]
-    found = [dict(curve.points) for curve in curves]
-
-    def lines(group: list[int]) -> tuple[list[tuple[str, str]], list[tuple[float, str]]]:
-        said = [("", f"step {group[0]}" if len(group) == 1 else f"steps {group[0]} to {group[-1]}")]
-        dots = []
-        for number, (curve, values) in enumerate(zip(curves, found, strict=True)):
-            numbers = [value for step in group if (value := values.get(step)) is not None]
-            if numbers:
-                mean, color = math.fsum(numbers) / len(numbers), f"k{number % COLORS}"
-                text = f"{curve.name} {short(mean, 6)}"
-                if len(numbers) > 1:
-                    text += f" ({short(min(numbers), 4)} to {short(max(numbers), 4)})"
-                said.append((color, text))
-                dots.append((chart.up(mean), color))
-        return said, dots
-
-    return strips(chart, [chart.across((group[0] + group[-1]) / 2) for group in groups], lambda at: lines(groups[at]))
-
-
-def strips(
-    chart: Chart,
-    places: list[float],
-    read: Callable[[int], tuple[list[tuple[str, str]], list[tuple[float, str]]]],
-) -> list[Tooltip]:
-    """Tooltips at rising places, each as wide as to halfway to its neighbors. read: (lines, dots) of a place."""
-    edges = [chart.left, *((first + second) / 2 for first, second in pairwise(places)), chart.width - chart.right]
-    return [Tooltip(edges[at], edges[at + 1], x, *read(at)) for at, x in enumerate(places)]
-
-
 # An HTML page that needs neither network nor script, rendered with jinja2 from sections; all text
 # is escaped.
-
-
-@cache
-def load_template(name: str) -> Any:
-    """Return a template of this folder."""
-    import jinja2  # which a plan on the terminal does without
-
-    environment = jinja2.Environment(
-        autoescape=True,
-        loader=jinja2.PackageLoader("recipe_lib", "report"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(name)
 
 
 def render_page(
@@ -382,7 +239,16 @@ def render_page(
     kind: `run`, `plan` or `evaluation`, by which the file is known again. style: `good`, `risky` or `bad` colors the
     headline. status: a word after the name.
     """
-    return load_template("page.html").render(
+    import jinja2  # which a plan on the terminal does without
+
+    environment = jinja2.Environment(
+        autoescape=True,
+        loader=jinja2.PackageLoader("recipe_lib", "report"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html").render(
         kind=kind,
         title=title,
         name=name,

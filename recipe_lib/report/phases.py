@@ -211,8 +211,7 @@ class Phase:
         self.text = text
 
     def rows(self, width: int) -> list[Text]:
-        """What is drawn: nothing for a phase that has just begun, or that another one is in. Its words have a row of
-        their own where one is too narrow for all."""
+        """What is drawn: nothing for a phase that has just begun, or that another one is in."""
         seconds = time.monotonic() - self.began
         if seconds < ROW_SECONDS or not _open or _open[-1] is not self or is_quiet():
             return []
@@ -220,15 +219,10 @@ class Phase:
         row = Text(f"{letters[int(seconds * 10) % len(letters)]} ", style="cyan")
         end = f"  {self.time_of(seconds)}"
         row.append(f"{self.what}{self.reached()}", style="default")
-        apart = bool(self.text) and row.cell_len + len(self.text) + 2 + len(end) > width
-        if self.text and not apart:
+        if self.text:
             row.append(f": {self.text}")
         row.truncate(max(width - len(end), 10), overflow="ellipsis")
         row.append(end, style=SOFT)
-        if apart:
-            below = Text(f"  {self.text}")
-            below.truncate(width, overflow="ellipsis")
-            return [row, below]
         return [row]
 
     def reached(self) -> str:

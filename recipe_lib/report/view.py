@@ -32,8 +32,6 @@ class Figure:
     keys: Sequence[tuple[str, str]] = ()  # class of a color, what has it
     note: str = ""  # below it
     title: str = ""
-    log: str = ""  # the same with a logarithmic axis, to choose in place of it
-    log_first: bool = False  # that one is seen first
     wide: bool = False  # on a narrow screen it keeps a width at which it can be read, and is scrolled
 
 

@@ -11,9 +11,7 @@ RANGE = ("all_reduce", "all_gather", "reduce_scatter")
 def links(backend: str = "nccl", ranks: int = 2, **changes: Any) -> dict[str, Any]:
     """Collectives that are right."""
     points = [
-        {"operation": name, "bytes": size, "seconds": 1e-5 + size / 1e10, "wrong": 0}
-        for size in (4096, 2**20)
-        for name in RANGE
+        {"operation": name, "bytes": size, "seconds": 1e-5 + size / 1e10} for size in (4096, 2**20) for name in RANGE
     ]
     return {"backend": backend, "ranks": ranks, "points": points, "failed": []} | changes
 
@@ -25,18 +23,17 @@ def gpu(**changes: Any) -> dict[str, Any]:
     return card | changes
 
 
-def ways(**changes: Any) -> list[dict[str, Any]]:
-    """Copies between two GPUs."""
-    one = {"from": 0, "to": 1, "access": True, "wrong": [], "rate": 2e10}
-    return [{**one, **changes}, {**one, "from": 1, "to": 0}]
+def ways(wrong: list[str] | None = None) -> dict[str, Any]:
+    """Copies between two GPUs, as steps."""
+    return {
+        "copies from GPU 0 to GPU 1": {"wrong": wrong or [], "rate": 2e10},
+        "copies from GPU 1 to GPU 0": {"wrong": [], "rate": 2e10},
+    }
 
 
 def healthy() -> dict[str, Any]:
     """A machine with two RTX 4090 on which all is well."""
-    folder = {
-        "path": "/runs", "exists": True, "total": 900 * GIB,
-        "free": 500 * GIB, "write_rate": 1e9, "fault": None,
-    }  # fmt: skip
+    folder = {"path": "/runs", "total": 900 * GIB, "free": 500 * GIB, "fault": None}
     calibration = {
         "version": 1, "device": "NVIDIA GeForce RTX 4090", "dry_run": False, "torch": "2.13.0", "date": "2026-11-22",
         "matmul": {"bf16": [{"shape": [4096, 14336, 4096], "rate": 1.4e14}]}, "attention": 6e13, "bandwidth": 8e11,
@@ -52,27 +49,26 @@ def healthy() -> dict[str, Any]:
             | {"torch": "2.13.0+cu130", "torchao": "0.18.0"},
             "compiler": "/usr/bin/gcc",
             "driver": "580.65",
-            "listed_gpus": [{"name": "NVIDIA GeForce RTX 4090", "memory": 24 * GIB}] * 2,
-            "environment": {"OMP_NUM_THREADS": "8"},
-            "memory": {"total": 256 * GIB, "free": 200 * GIB, "what": "free on this machine"},
-            "shared_memory": {"total": 128 * GIB, "free": 127 * GIB},
+            "listed_gpus": ["NVIDIA GeForce RTX 4090"] * 2,
+            "shared_memory": {"path": "/dev/shm", "total": 128 * GIB, "free": 127 * GIB, "fault": None},
             "folders": [{"use": use, **folder} for use in ("output_dir", "models", "data.cache_dir")],
         },
         "steps": {
             "torch": {
                 "version": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "gpus": [gpu(), gpu()], "error": None,
             },
+            "host memory": {"total": 256 * GIB, "free": 200 * GIB, "what": "free on this machine"},
             "int8 matmuls": 2.8e14,
             "fp8 matmuls": 2.7e14,
             "calibration": calibration,
+            **ways(),
         },
         "failed": {},
-        "peers": ways(),
         "links": links(),
     }  # fmt: skip
     for number in (0, 1):
-        facts["steps"][f"matmuls of GPU {number}"] = 1.4e14 + number * 1e12
-        facts["steps"][f"copies of GPU {number}"] = {"copy_to_device": 2.4e10, "copy_to_host": 2.5e10}
+        rates = {"copy_to_device": 2.4e10, "copy_to_host": 2.5e10, "bf16": 1.4e14 + number * 1e12}
+        facts["steps"][f"rates of GPU {number}"] = rates
     return copy.deepcopy(facts)  # rows that are alike are no longer one
 
 

@@ -1,4 +1,4 @@
-"""The parts of `tune doctor`: processes that may hang, copies that arrive wrong, limits of groups, file systems."""
+"""The parts of `tune doctor`: processes that may hang, copies that arrive wrong, limits of groups, folders."""
 
 import os
 import signal
@@ -17,14 +17,13 @@ from recipe_lib.cli.doctor_probes import (
     describe_torch,
     device_steps,
     in_range,
-    machine,
     measure_host_memory,
     probe_folder,
     run_isolated,
     verify_copies,
 )
 from recipe_lib.plan.timing import calibrate
-from recipe_lib.units import GIB, MIB
+from recipe_lib.units import GIB
 
 SIZES = (4, 4100)
 
@@ -73,7 +72,7 @@ def test_a_process_that_breaks_off_is_told_by_its_signal_or_code() -> None:
         yield "crash", lambda: os.kill(os.getpid(), signal.SIGTERM)
 
     (found,) = run_isolated(crash)
-    assert found.values == {"fine": 1} and found.failed == {"crash": "ended by SIGTERM"}
+    assert found.values == {"fine": 1} and found.failed == {"crash": "ended with exit code -15"}
     (found,) = run_isolated(lambda rank, folder: [("leave", lambda: os._exit(9))])
     assert found.failed == {"leave": "ended with exit code 9"}
 
@@ -85,17 +84,21 @@ def test_a_process_that_breaks_off_is_told_by_its_signal_or_code() -> None:
     assert found.failed == {"start": "ended with exit code 1"}
 
 
-def test_of_several_the_one_that_fails_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_all_end_when_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipe_lib.cli.doctor_probes.GRACE_SECONDS", 0.2)
 
-    def work(rank: int, folder: Path) -> Iterator[Step]:
-        yield "meet", lambda: rank
-        yield "exchange", lambda: 1 // 0 if rank == 1 else signal.pause()
-        yield "more", lambda: rank
+    for failing in (0, 1):
 
-    first, second = run_isolated(work, ranks=2, seconds=30)
-    assert first.values == {"meet": 0} and first.failed == {"exchange": "ended, as another rank had failed"}
-    assert second.values == {"meet": 1} and second.failed["exchange"].startswith("ZeroDivisionError")
+        def work(rank: int, folder: Path, failing: int = failing) -> Iterator[Step]:
+            yield "meet", lambda: rank
+            yield "exchange", lambda: 1 // 0 if rank == failing else signal.pause()
+            yield "more", lambda: rank
+
+        outcomes = run_isolated(work, ranks=2, seconds=1)
+        assert [outcome.values for outcome in outcomes] == [{"meet": 0}, {"meet": 1}]
+        assert outcomes[failing].failed["exchange"].startswith("ZeroDivisionError")
+        # what waits for it is not waited for as long as the first
+        assert outcomes[1 - failing].failed == {"exchange": f"not done after {failing} s"}
     assert no_child_is_left()
 
 
@@ -115,11 +118,11 @@ def shifted(target: torch.Tensor, source: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("copy", "faults"),
     [
-        (lambda target, source: target.zero_(), 2 * 3),  # all but zeros
-        (lambda target, source: None, 2 * 4),
-        (lambda target, source: source.copy_(target), 2 * 4),  # the other way round
-        (ragged, 4),  # the last word of the second size, in every pattern
-        (shifted, 2),  # noise and places
+        (lambda target, source: target.zero_(), 2),
+        (lambda target, source: None, 2),
+        (lambda target, source: source.copy_(target), 2),  # the other way round
+        (ragged, 1),  # the last word of the second size
+        (shifted, 1),  # one word is the same
     ],
     ids=["zeros", "never", "backwards", "ragged", "shifted"],
 )
@@ -127,9 +130,7 @@ def test_copies_that_arrive_otherwise_are_seen(copy: Any, faults: int) -> None:
     wrong = verify_copies("cpu", "cpu", copy, SIZES)["wrong"]
     assert len(wrong) == faults
     if copy is ragged:
-        assert wrong[1] == (
-            f"4100 bytes of zeros: 1 of 1025 words are others, the first is {0x5A5A5A5A} where 0 was sent"
-        )
+        assert wrong == ["4100 bytes: 1 of 1025 words are others"]
 
 
 def test_torch_is_described_without_a_gpu() -> None:
@@ -140,7 +141,7 @@ def test_torch_is_described_without_a_gpu() -> None:
 
 
 class Cards:
-    """Stands in for torch.cuda: two cards, of which the second cannot read the first."""
+    """Stands in for torch.cuda: two cards."""
 
     nccl = SimpleNamespace(version=lambda: (2, 28, 9))
 
@@ -158,9 +159,6 @@ class Cards:
     def mem_get_info(self, number: int) -> tuple[int, int]:
         return 3 * GIB, 4 * GIB
 
-    def can_device_access_peer(self, device: int, peer: int) -> bool:
-        return (device, peer) != (1, 0)
-
 
 def test_cards_are_described_and_every_way_between_them_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device=None: Cards())
@@ -175,28 +173,25 @@ def test_cards_are_described_and_every_way_between_them_is_tried(monkeypatch: py
         doctor_probes, "verify_copies", lambda source, target: {"wrong": [f"{source} {target}"], "rate": 1.0}
     )
     found = [step() for name, step in device_steps(0, Path()) if name.startswith("copies from")]
-    assert [(way["from"], way["to"], way["access"], way["wrong"]) for way in found] == [
-        (0, 1, False, ["cuda:0 cuda:1"]),
-        (1, 0, True, ["cuda:1 cuda:0"]),
-    ]
+    assert [way["wrong"] for way in found] == [["cuda:0 cuda:1"], ["cuda:1 cuda:0"]]
 
 
 def test_each_card_is_measured_and_what_it_cannot_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     card = {"name": "card", "memory": GIB, "free": GIB, "capability": [8, 6]}
     monkeypatch.setattr(doctor_probes, "describe_torch", lambda: {"gpus": [card, card]})
-    monkeypatch.setattr(doctor_probes, "on_device", lambda device, measure: (device, measure.func, *measure.args))
+    monkeypatch.setattr(doctor_probes, "measure_gpu", lambda device: device)
+    monkeypatch.setattr(calibrate, "matmul_rate", lambda device, dtype: (device, dtype))
     done = dict(device_steps(0, Path()))
     assert done.pop("torch")()["gpus"] == [card, card]
     assert done.pop("torchao") is doctor_probes.import_torchao
+    assert done.pop("host memory") is measure_host_memory
     copies = ["copies from GPU 0 to GPU 1", "copies from GPU 1 to GPU 0"]
     assert [name for name in list(done) if "GPU 1" in name and "of" not in name and done.pop(name)] == copies
     assert done.pop("calibration").args == ("cuda",)
     assert {name: step() for name, step in done.items()} == {
-        "copies of GPU 0": ("cuda:0", calibrate.copy_rates, "cuda:0"),
-        "matmuls of GPU 0": ("cuda:0", calibrate.matmul_rate, "cuda:0", "bf16"),
-        "copies of GPU 1": ("cuda:1", calibrate.copy_rates, "cuda:1"),
-        "matmuls of GPU 1": ("cuda:1", calibrate.matmul_rate, "cuda:1", "bf16"),
-        "int8 matmuls": ("cuda:0", calibrate.matmul_rate, "cuda:0", "int8"),
+        "rates of GPU 0": "cuda:0",
+        "rates of GPU 1": "cuda:1",
+        "int8 matmuls": ("cuda:0", "int8"),
     }
 
 
@@ -226,22 +221,11 @@ def test_ranges_are_those_of_the_package() -> None:
         assert f"{name}>={major}.{minor},<{above}.{behind}" in lines
 
 
-def test_a_folder_is_measured_where_it_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipe_lib.cli.doctor_probes.WRITTEN", MIB)
+def test_a_folder_is_measured_where_it_would_be(tmp_path: Path) -> None:
     found = probe_folder(tmp_path / "a" / "b")
-    assert not found["exists"] and found["fault"] is None and found["free"] > 0 and found["write_rate"] > 0
+    assert found["path"] == str(tmp_path / "a" / "b") and found["fault"] is None and 0 < found["free"] < found["total"]
     assert not list(tmp_path.iterdir())
-    refused = probe_folder(Path("/proc"))
-    assert refused["fault"] and refused["write_rate"] is None
-
-
-def test_secrets_of_the_environment_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"NCCL_P2P_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "4"}
-    hidden = {"HF_TOKEN": "x", "WANDB_API_KEY": "x", "AWS_SECRET": "x", "MY_NCCL_TOKEN": "x"}
-    for name, value in (told | hidden).items():
-        monkeypatch.setenv(name, value)
-    seen = machine({})["environment"]
-    assert told.items() <= seen.items() and not hidden.keys() & seen.keys()
+    assert probe_folder(Path("/proc"))["fault"]
 
 
 def test_free_memory_is_what_offloading_counts_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from recipe_lib.cli import plan_during_run
-from recipe_lib.cli.recipes import RecipeFile
 from recipe_lib.cli.torchrun_flags import shows_plan
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.hardware import find_hardware
@@ -114,14 +113,6 @@ def test_a_run_that_failed_is_not_compared(summary: Path, code, began, lines, mo
     monkeypatch.setattr(plan_during_run, "get_logger", lambda: SimpleNamespace(info=said.append))
     plan_during_run._compare(summary, time.time() + began if began else 0.0, code)
     assert said == ["planned / measured: active 1.00 GiB / 2.00 GiB (-50.0%)"] * lines
-
-
-def test_only_recipes_of_our_kind_are_imported_for_a_plan(tmp_path: Path):
-    file = tmp_path / "program.py"
-    file.write_text("def main(argv): print('train_step')\n", encoding="utf-8")
-    assert not plan_during_run._can_be_planned(RecipeFile.find(str(file)))
-    file.write_text("class Mine:\n    def train_step(self, batches): ...\n", encoding="utf-8")
-    assert plan_during_run._can_be_planned(RecipeFile.find(str(file)))
 
 
 @pytest.mark.parametrize(

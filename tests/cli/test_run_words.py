@@ -44,13 +44,6 @@ def test_the_table_agrees_with_torchrun():
                 assert (flag in torchrun_flags.WITH_VALUE) == (action.nargs != 0), flag
 
 
-def test_a_flag_that_is_newer_than_the_table_is_looked_up_in_torchrun(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torchrun_flags, "WITH_VALUE", torchrun_flags.WITH_VALUE - {"--monitor-interval", "--role"})
-    monkeypatch.setattr(torchrun_flags, "WITHOUT_VALUE", frozenset())
-    words = ["--monitor-interval", "1", "--standalone", RECIPE]
-    assert torchrun_flags.split(words) == (words[:3], RECIPE, [])
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

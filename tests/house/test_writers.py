@@ -24,10 +24,6 @@ ALLOWED = {
     ("recipe_lib/cli/main.py", "open"): (1, "/dev/null"),
     ("recipe_lib/cli/plan_during_run.py", "os.open"): (1, "/dev/null"),
     ("recipe_lib/cli/doctor_probes.py", "os.open"): (1, "/dev/null"),
-    ("recipe_lib/cli/doctor_probes.py", "tempfile.NamedTemporaryFile"): (
-        1,
-        "without a name for others; it is measured",
-    ),
     ("recipe_lib/data/cache.py", "open"): (2, "a lock; arrays of a folder, which gets its name when it is whole"),
     ("recipe_lib/data/cache.py", "rename"): (1, "a folder of the cache gets its name"),
     ("recipe_lib/data/sources.py", "open"): (1, "the temporary name of `write_aside`"),
