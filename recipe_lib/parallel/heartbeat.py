@@ -346,7 +346,7 @@ class Heartbeat:
             beat = Beat(**json.loads(store.get(key))) if store.check([key]) else Beat()
             if rank not in self._seen or self._seen[rank][0] != beat:
                 self._seen[rank] = beat, time.monotonic()
-        self._has_parted = all(beat.left for beat, _ in self._seen.values())
+        self._has_parted = all(beat.left for beat, _ in list(self._seen.values()))
 
     def _read_others(self, now: float) -> dict[int, Beat]:
         """Return what is known of the ranks, this one too, without those that have left in order."""
@@ -371,7 +371,10 @@ class Heartbeat:
         if is_lost or (cause.rank != self._rank and not isinstance(error, UserError)):
             time.sleep(REPORT_SECONDS)
             self._end(cause)
-        if not isinstance(error, UserError):
+        if isinstance(error, UserError):
+            if cause.rank != self._rank and self._node in cause.nodes:  # several ranks say the same
+                error.faults = [fault for fault in error.faults if fault not in cause.lines]
+        else:
             hook = sys.excepthook
             # Not through Python's shutdown, in which threads of gloo may abort.
             sys.excepthook = lambda *caught: (hook(*caught), errors.end_process(1))[1]
