@@ -289,7 +289,7 @@ class PipelinePlan:
     step. micro_batch_size: sequences of each. traced: micro-batches that were simulated at each place; the others are
     like the last of them. places: first to last. seconds: from the first forward to the last backward; bubble: share of
     all ranks' time in it in which they do not compute; spans: what they do; None, None and empty where places or times
-    were left out. ideal: the bubble of equal stages whose tensors arrive at once, None where no formula is known."""
+    were left out. ideal: the bubble of equal stages whose tensors arrive at once."""
 
     schedule: str
     stages_per_rank: int

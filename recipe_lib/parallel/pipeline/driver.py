@@ -82,7 +82,12 @@ class Transport:
         self._ranks = world.pipeline.ranks
         self._heartbeat = world.heartbeat
         self._device = world.device
-        _check_streams_of_pairs(self._group)
+        if any(getattr(group, "bound_device_id", None) is not None for group in (self._group, dist.group.WORLD)):
+            raise SetupError(
+                "parallel.pipeline: found a process group that was made with device_id, expected one without: NCCL "
+                "would exchange all tensors on one stream, and interleaved schedules would hang; remove device_id "
+                "from init_process_group"
+            )
         for low, high in sorted(pairs):
             if world.pipeline.rank == low:
                 self.send(torch.zeros(1, device=self._device), high, tag=0).wait()
@@ -102,16 +107,6 @@ class Transport:
         tensor = tensor.contiguous()
         with self._heartbeat.exchange(self._ranks[place]):
             return OnItsWay(tensor, dist.isend(tensor, self._ranks[place], group=self._group, tag=tag))
-
-
-def _check_streams_of_pairs(group: Any) -> None:
-    for one in (group, dist.group.WORLD):
-        if getattr(one, "bound_device_id", None) is not None:
-            raise SetupError(
-                "parallel.pipeline: found a process group that was made with device_id, expected one without: NCCL "
-                "would exchange all tensors on one stream, and interleaved schedules would hang; remove device_id "
-                "from init_process_group"
-            )
 
 
 def sum_with(other: int, parameter: Tensor, transport: Transport) -> None:
