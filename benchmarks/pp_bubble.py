@@ -33,10 +33,10 @@ from recipe_lib.parallel.pipeline.driver import Pipeline  # noqa: E402
 from recipe_lib.parallel.pipeline.schedules import UNITS, compute_orders  # noqa: E402
 from recipe_lib.parallel.pipeline.simulation import (  # noqa: E402
     simulate,
-    theoretical_bubble,
     with_transfers,
 )
 from tests.distributed.ranks import run_ranks  # noqa: E402
+from tests.parallel.pipeline.formulas import theoretical_bubble  # noqa: E402
 
 RANKS = (2, 4)
 STEPS = 6  # the first is not counted
@@ -155,9 +155,9 @@ driver that trains, with layers that sleep until the next tick, {milliseconds:.0
 processes share, in each of forward, input gradient and weight gradients (both in one backward where a schedule does not
 split it); {count} micro-batches a step. The bubble is the part of the ranks' time together, from the step's beginning
 to the end of its last action, that they do not sleep for a layer. Measured: the shortest of {steps} steps, since a busy
-machine only adds. Theory: the formula of `recipe_lib.parallel.pipeline.simulation.theoretical_bubble`; simulated:
-the lists that the ranks run, by `simulate` of the same file. What the machine adds to an action is hidden as long as
-it is less than half a tick: this says who waits for whom, and nothing about kernels, links, or stages
+machine only adds. Theory: the formula of `tests/parallel/pipeline/formulas.py`; simulated: the
+lists that the ranks run, by `recipe_lib.parallel.pipeline.simulation.simulate`. What the machine adds to an action is
+hidden as long as it is less than half a tick: this says who waits for whom, and nothing about kernels, links, or stages
 that are not equally long.
 
 {table}

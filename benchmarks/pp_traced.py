@@ -182,10 +182,17 @@ def taken_sends(cfg: FullFinetuneConfig, rank: int, count: int) -> tuple[list[Ac
     return orders[rank], taken_in(timeline, orders[rank], rank, cfg.parallel)
 
 
+def total_of(live: Live) -> int:
+    """All that is counted of a moment."""
+    return live.kept + live.deferred + live.received + live.handed + live.waiting + live.sent
+
+
 def expected_held(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> list[tuple[str, int]]:
     """As `Traced.held`: what is there when the next action begins, for which sends that are done by then are let go."""
     lives, gone = expected(cfg, spec, rank, count), Counter(taken_sends(cfg, rank, count)[1].values())
-    return [(str(live.action), live.total - gone[number + 1] * boundary_bytes()) for number, live in enumerate(lives)]
+    return [
+        (str(live.action), total_of(live) - gone[number + 1] * boundary_bytes()) for number, live in enumerate(lives)
+    ]
 
 
 def expected_most(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> int:
@@ -194,7 +201,7 @@ def expected_most(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: 
     lives = expected(cfg, spec, rank, count)
     for live, (_, held) in zip(lives, expected_held(cfg, spec, rank, count), strict=True):
         needs = work[live.action.stage].get(live.action.kind, 0)
-        most, before = max(most, before + needs, live.total), held
+        most, before = max(most, before + needs, total_of(live)), held
     return most
 
 

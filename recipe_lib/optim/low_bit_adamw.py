@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.config.optimizer_facts import kept_bits
 from recipe_lib.config.schema import OptimizerConfig
@@ -110,10 +111,8 @@ def _dynamic_levels(bits: int, signed: bool) -> np.ndarray:
     exponents = _EXPONENTS[bits]
     for exponent in range(exponents):
         parts = 2 ** (exponent + bits - 1 - exponents + (0 if signed else 1))
-        step = np.float64((np.float32(1) - np.float32(0.1)) / np.float32(parts))
-        at = np.arange(parts + 1)  # rounded once, from the nearer end, as torch.linspace does it
-        ends = np.where(at < (parts + 1) // 2, np.float64(np.float32(0.1)) + step * at, 1 - step * (parts - at))
-        ends = ends.astype(np.float32)
+        with _disable_current_modes():  # numbers, in a simulation too
+            ends = torch.linspace(0.1, 1, parts + 1, device="cpu").numpy()
         middles = np.float32(10.0 ** (exponent - exponents + 1)) * ((ends[1:] + ends[:-1]) / np.float32(2))
         found += [middles, -middles] if signed else [middles]
     return np.sort(np.concatenate(found))
@@ -166,8 +165,7 @@ def element_places(
     stride = 1
     for dim in reversed(range(len(shape))):
         along = torch.arange(start[dim], start[dim] + shape[dim], device=device)
-        words = (along * stride).bitwise_and_(_WORD - 1)
-        words = torch.where(words >= _WORD // 2, words - _WORD, words).to(torch.int32)
+        words = (along * stride + _WORD // 2).bitwise_and_(_WORD - 1).sub_(_WORD // 2).to(torch.int32)
         places = places + words.view(-1, *(1,) * (len(shape) - 1 - dim))
         stride = stride * whole[dim] % _WORD
     return places
@@ -274,27 +272,18 @@ def stored_sizes(parameter: Tensor, names: tuple[str, ...], bits: int | None, ma
 def new_tensor(parameter: Tensor, layout: StateLayout) -> Tensor:
     """Zeros that lie on the ranks, and on the device, as the parameter does."""
     local = local_of(parameter)
-    if layout.per == 1 and not isinstance(parameter, DTensor):
-        return torch.zeros_like(local, dtype=layout.dtype)
-    shape = _shape(tuple(local.shape), layout)
-    return laid_out(parameter, torch.zeros(shape, dtype=layout.dtype, device=local.device), layout.per)
-
-
-def laid_out(parameter: Tensor, local: Tensor, per: int) -> Tensor:
-    """A rank's part of a state as a tensor that lies on the ranks as the parameter does; of its rows `per` elements
-    have one number."""
+    part = torch.zeros(_shape(local, layout), dtype=layout.dtype, device=local.device)
     if not isinstance(parameter, DTensor):
-        return local
+        return part
     # Not DTensor.from_local, which would take what is on the host to the mesh's device.
-    whole = _shape(tuple(parameter.shape), StateLayout(local.dtype, per))
-    strides = tuple(math.prod(whole[at + 1 :]) for at in range(len(whole)))
-    meta = TensorMeta(torch.Size(whole), strides, local.dtype)
+    whole = torch.empty(_shape(parameter, layout), dtype=layout.dtype, device="meta")
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
+    return DTensor(part, spec, requires_grad=False)
 
 
-def _shape(shape: tuple[int, ...], layout: StateLayout) -> tuple[int, ...]:
-    return (*shape[:-1], shape[-1] // layout.per) if layout.per > 1 else shape
+def _shape(tensor: Tensor, layout: StateLayout) -> tuple[int, ...]:
+    return (*tensor.shape[:-1], tensor.shape[-1] // layout.per) if layout.per > 1 else tuple(tensor.shape)
 
 
 def check_blocks(parameter: Tensor, name: str, bits: int | None) -> None:
@@ -318,46 +307,33 @@ def pieces(local: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + rows, len(local)))
 
 
+@dataclass(frozen=True)
 class Numbers:
-    """A piece of one state, as numbers to compute with: `values` to be changed in place, then `keep()`.
+    """Rows of the weights or of a state, as numbers to compute with: `values` to be changed in place, then `keep()`.
 
-    Where the state is in the type that is computed in, `values` is the state itself. store: rounds values to rows of
-    the state of that name.
+    stored: where they are kept, which may be `values` itself; of codes with their scales. round_to: rounds numbers to
+    where they are kept.
     """
 
-    def __init__(
-        self,
-        state: dict[str, Tensor],
-        name: str,
-        rows: slice,
-        dtype: torch.dtype,
-        code: Code | None,
-        store: Callable[[Tensor, Tensor, slice, str], None],
-    ):
-        self.code = code
-        self._name = name
-        self._rows = rows
-        self._store = store
-        if code is not None:
-            self._codes, self._scales = state[f"{name}_codes"][rows], state[f"{name}_scales"][rows]
-            self.values = code.decode(self._codes, self._scales)
-        else:
-            self._stored = state[name][rows]
-            self.values = self._stored.to(dtype)
+    values: Tensor
+    stored: Tensor
+    scales: Tensor | None
+    code: Code | None
+    round_to: Callable[[Tensor, Tensor], None]
 
     @property
     def is_copy(self) -> bool:
-        """Whether `values` is not the state itself, and may be used up after `keep()`."""
-        return self.code is not None or self.values is not self._stored
+        """Whether `values` is not what is kept, and may be used up after `keep()`."""
+        return self.values is not self.stored
 
     def keep(self) -> None:
-        """Writes the values back to the state."""
-        if self.code is not None:
-            codes, scales = self.code.encode(self.values, self.values.shape[-1] // self._scales.shape[-1])
-            self._codes.copy_(codes)
-            self._scales.copy_(scales)
+        """Writes the values back."""
+        if self.code is not None and self.scales is not None:
+            codes, scales = self.code.encode(self.values, self.values.shape[-1] // self.scales.shape[-1])
+            self.stored.copy_(codes)
+            self.scales.copy_(scales)
         elif self.is_copy:
-            self._store(self._stored, self.values, self._rows, self._name)
+            self.round_to(self.values, self.stored)
 
 
 ADAMW_STATES = ("exp_avg", "exp_avg_sq")
@@ -389,32 +365,28 @@ class StateChunk:
     whole: tuple[int, ...]
     chance: tuple[int, int, str] | None
 
-    def take(self, rows: slice) -> Tensor:
-        """Rows of the weights in the type that is computed in, to be changed in place and then put back."""
-        master = self.state.get(MASTER)
-        return self.weights[rows].to(wide(self.weights.dtype)) if master is None else master[rows]
+    def take(self, rows: slice, name: str = "", code: Code | None = None) -> Numbers:
+        """Return rows of a state, or without a name of the weights, in the type that is computed in."""
+        round_to = partial(self._round_to, rows, name)
+        if code is not None:
+            codes = self.state[f"{name}_codes"][rows]
+            scales = self.state[f"{name}_scales"][rows]
+            return Numbers(code.decode(codes, scales), codes, scales, code, round_to)
+        stored = (self.state[name] if name else self.weights)[rows]
+        master = None if name else self.state.get(MASTER)
+        values = stored.to(wide(self.weights.dtype)) if master is None else master[rows]
+        return Numbers(values, stored, None, None, round_to)
 
-    def put(self, rows: slice, values: Tensor) -> None:
-        """Rounds rows that were taken to the weights' type."""
-        stored = self.weights[rows]
-        if MASTER not in self.state and values.dtype == stored.dtype:
-            return  # they are the weights themselves
-        self._store(stored, values, rows, "")
-
-    def take_state(self, name: str, rows: slice, dtype: torch.dtype, code: Code | None) -> Numbers:
-        """Return rows of a state as numbers to compute with."""
-        return Numbers(self.state, name, rows, dtype, code, self._store)
-
-    def _store(self, stored: Tensor, values: Tensor, rows: slice, state: str) -> None:
-        """Write values to rows of the weights (state empty) or of a state; bf16 by chance where there is any."""
+    def _round_to(self, rows: slice, name: str, values: Tensor, stored: Tensor) -> None:
+        """Write values to rows of a state or the weights; bf16 by chance where there is any."""
         if self.chance is None or stored.dtype != torch.bfloat16:
             stored.copy_(values)
             return
         start = (self.start[0] + rows.start, *self.start[1:])
         places = element_places(tuple(stored.shape), start, self.whole, stored.device)
-        seed, step, name = self.chance
+        seed, step, parameter = self.chance
         # No parameter's name has a zero byte: weights and states draw apart.
-        key = chance_key(seed, step, f"{name}\0{state}" if state else name)
+        key = chance_key(seed, step, f"{parameter}\0{name}" if name else parameter)
         stored.copy_(round_by_chance(values.float(), places, key))
 
 
@@ -455,15 +427,10 @@ class ChunkedOptimizer(Optimizer):
         return {key: new_tensor(parameter, layout) for key, layout in found.items()}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             self._step_group(group, [parameter for parameter in group["params"] if parameter.grad is not None])
-        return loss
 
     def _step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -479,25 +446,24 @@ class ChunkedOptimizer(Optimizer):
         beta1, beta2 = group["betas"]
         rate, decay, epsilon = group["lr"], group["weight_decay"], group["eps"]
         first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
-        dtype = wide(parameter.dtype)
-        device = part.weights.device
-        signed = self.find_code(parameter, device, signed=True)
-        unsigned = self.find_code(parameter, device, signed=False)
+        signed = self.find_code(parameter, part.weights.device, signed=True)
+        unsigned = self.find_code(parameter, part.weights.device, signed=False)
         for rows in pieces(part.weights):
-            gradient = part.gradient[rows].to(dtype)
-            mean = part.take_state("exp_avg", rows, dtype, signed)
+            gradient = part.gradient[rows].to(wide(parameter.dtype))
+            mean = part.take(rows, "exp_avg", signed)
             mean.values.lerp_(gradient, 1 - beta1)
             mean.keep()
-            square = part.take_state("exp_avg_sq", rows, dtype, unsigned)
+            square = part.take(rows, "exp_avg_sq", unsigned)
             square.values.lerp_(gradient.square(), 1 - beta2)
             del gradient
             square.keep()
             width = square.values.sqrt_() if square.is_copy else square.values.sqrt()
             width.div_(second).add_(epsilon)
             weights = part.take(rows)
-            weights.add_(weights, alpha=-rate * decay).addcdiv_(mean.values, width, value=-rate / first)
+            weights.values.add_(weights.values, alpha=-rate * decay)
+            weights.values.addcdiv_(mean.values, width, value=-rate / first)
             del mean, square, width  # so that they are gone when the next piece begins
-            part.put(rows, weights)
+            weights.keep()
             del weights
 
     def find_code(self, parameter: nn.Parameter, device: torch.device, *, signed: bool) -> Code | None:

@@ -57,7 +57,10 @@ def build_optimizer(
     drawn = derive_seed(seed, "rounding")
     trained = Trained(list(named), {parameter: name for parameter, name in named.items() if name}, device, drawn)
     build: Builder = registered("optimizer.name", cfg.name)
-    optimizer = build(cfg, trained, _kernels(cfg.implementation, device))
+    kernels = cfg.implementation
+    if kernels == "auto":
+        kernels = "fused" if device.type in _get_fused_kernels_supported_devices() else "foreach"
+    optimizer = build(cfg, trained, {name: kernels == name for name in ("fused", "foreach")})
     _leave_fused_sgd(optimizer, cfg)
     return optimizer
 
@@ -166,13 +169,6 @@ def _fault_of_fused_sgd(params: Iterable[torch.Tensor]) -> str | None:
             kind = "bf16" if parameter.dtype == torch.bfloat16 else "fp16"
             return f"{kind} parameters on a CPU, of which torch's kernel leaves most elements as they are"
     return None
-
-
-def _kernels(implementation: str, device: torch.device) -> dict[str, bool]:
-    """The arguments by which torch's optimizers choose their kernels."""
-    if implementation == "auto":
-        implementation = "fused" if device.type in _get_fused_kernels_supported_devices() else "foreach"
-    return {"fused": implementation == "fused", "foreach": implementation == "foreach"}
 
 
 # The learning rate as a pure function of the step.
@@ -477,7 +473,9 @@ class OffloadedStates:
         on_device = self._take(parameter)
         hosts = states.get(parameter, {})
         moved = {key: with_local(hosts[key], value) for key, value in on_device.items()}
-        counts = {key: self._count_to_device(value) for key, value in hosts.items() if key not in on_device}
+        counts = {key: value for key, value in hosts.items() if key not in on_device}
+        if self._optimizer.defaults.get("fused"):  # wants a count on the device, where one that was read is not
+            counts = {key: value.to(self._copies.device) for key, value in counts.items()}
         if hosts:
             states[stepped] = counts | moved
         if stepped is not parameter and isinstance(self._optimizer, ChunkedOptimizer):
@@ -501,11 +499,6 @@ class OffloadedStates:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return False
         return _is_large(value) or self._instead(parameter) is not parameter
-
-    def _count_to_device(self, value: Any) -> Any:
-        """Return a state that stays; fused kernels want a count on the device, where a state that was read has none."""
-        moves = isinstance(value, Tensor) and self._optimizer.defaults.get("fused")
-        return value.to(self._copies.device) if moves else value
 
     def _take(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's states on the device; those of the next one are on their way then."""

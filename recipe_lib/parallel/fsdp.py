@@ -151,24 +151,14 @@ def _match_all(model: nn.Module, patterns: list[str]) -> list[str]:
             "parallel.fsdp_wrap_policy: found an empty list, expected patterns such as [model.layers.*], or one of "
             + ", ".join(POLICIES)
         )
-    modules = {name: module for name, module in model.named_modules() if name}
+    modules = [name for name, module in model.named_modules() if name and _can_be_unit(module)]
     elsewhere = modules_elsewhere(model)  # of other stages of a pipeline
     matched: set[str] = set()
     for pattern in patterns:
         names = [name for name in modules if _matches(name, str(pattern))]
-        if not names and any(_matches(name, str(pattern)) for name in elsewhere):
-            continue
-        if not names:
+        if not names and not any(_matches(name, str(pattern)) for name in elsewhere):
             raise ConfigError(_matches_nothing(str(pattern), model))
-        usable = [name for name in names if _has_parameters(modules[name]) and not _is_container(modules[name])]
-        if not usable:
-            listed = any(_is_container(modules[name]) for name in names)
-            kind = "lists of modules, which do not run by themselves" if listed else "modules without parameters"
-            raise ConfigError(
-                f"parallel.fsdp_wrap_policy: pattern {quote(str(pattern))} matches only {kind}; use one of "
-                + ", ".join(_templates(model))
-            )
-        matched.update(usable)
+        matched.update(names)
     return [name for name in modules if name in matched]
 
 
@@ -183,7 +173,7 @@ def _matches_nothing(pattern: str, model: nn.Module) -> str:
     best = nearest(pattern, templates)
     existing = ([best] if best else []) + [name for name in templates if name != best]
     return (
-        f"parallel.fsdp_wrap_policy: pattern {quote(pattern)} matches no module; "
+        f"parallel.fsdp_wrap_policy: pattern {quote(pattern)} matches no unit; "
         f"{'nearest' if best else 'there are'}: {', '.join(existing[:5])}"
     )
 
@@ -192,7 +182,7 @@ def _templates(model: nn.Module) -> list[str]:
     """Patterns that would match: names of modules that can be units, a list's elements as `*`; larger ones first."""
     sizes: dict[str, int] = {}
     for name, module in model.named_modules():
-        if name and _has_parameters(module) and not _is_container(module):
+        if name and _can_be_unit(module):
             template = ".".join("*" if part.isdecimal() else part for part in name.split("."))
             sizes[template] = max(sizes.get(template, 0), parameter_bytes(module))
     return sorted(sizes, key=lambda template: -sizes[template])
@@ -234,13 +224,10 @@ def _own_parameters(module: nn.Module, name: str, unit_names: list[str]) -> list
     ]
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
-def _is_container(module: nn.Module) -> bool:
-    """True for lists and dicts of modules: they have no forward of their own to gather for."""
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+def _can_be_unit(module: nn.Module) -> bool:
+    """Return True for a module with parameters; lists and dicts of modules have no forward to gather for."""
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+    return not is_container and next(module.parameters(), None) is not None
 
 
 # Not classes derived from them, whose backward might read what was freed: a crash.
@@ -274,9 +261,12 @@ def shard_model(
         return []
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if memory.cpu_offload else OffloadPolicy()
     replicated = world.mesh["data_replicate"].size() > 1
+    reduce_dtype = DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None
+    if parallel.accumulate_grad_in_fp32 and reduces_once(parallel):
+        reduce_dtype = torch.float32  # what FSDP adds up in, too
     options: dict[str, Any] = {
         "mesh": world.mesh["data_replicate", "data_shard"] if replicated else world.mesh["data_shard"],
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(parallel)),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
         "offload_policy": offload,
     } | ({"ignored_params": kept} if kept else {})
     modules = dict(model.named_modules())
@@ -321,9 +311,17 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
     that a recipe made off the meta device keep theirs. Raises SetupError for such a module's parameters, whose values
     would differ from rank to rank.
     """
-    _refuse_values(model)
+    extras = extra_tensors(model)
+    for name, parameter in model.named_parameters():
+        if name in extras and parameter.device.type != "meta":
+            raise SetupError(
+                f"{name}: found values on {parameter.device.type} before load_weights, expected none; make the module "
+                "on the meta device (with torch.device('meta')), and give it its values in reset_parameters"
+            )
     if isinstance(model, LanguageModel):
-        model.computed_buffers = {**model.computed_buffers, **_computed_buffers(model)}
+        own = {name: buffer for name, buffer in model.named_buffers() if name in extras}
+        computed = {name: buffer.detach().clone() for name, buffer in own.items() if buffer.device.type != "meta"}
+        model.computed_buffers = {**model.computed_buffers, **computed}
     place: str | torch.device = "cpu" if memory.cpu_offload else device
     hosted = {id(parameter) for parameter in streamed_parameters(model)}
     buffers = {id(buffer) for buffer in model.buffers()}
@@ -334,29 +332,6 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
         return torch.empty_like(tensor, device=device if id(tensor) in buffers else place)
 
     allocate(model, device, empty)
-
-
-def _refuse_values(model: nn.Module) -> None:
-    extras = extra_tensors(model)
-    for name, parameter in model.named_parameters():
-        if name in extras and parameter.device.type != "meta":
-            raise SetupError(
-                f"{name}: found values on {parameter.device.type} before load_weights, expected none; make the module "
-                "on the meta device (with torch.device('meta')), and give it its values in reset_parameters"
-            )
-
-
-def _computed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    extras = extra_tensors(model)
-    found = {name: buffer for name, buffer in model.named_buffers() if name in extras}
-    return {name: buffer.detach().clone() for name, buffer in found.items() if buffer.device.type != "meta"}
-
-
-def _reduce_dtype(parallel: ParallelConfig) -> torch.dtype | None:
-    """What FSDP reduces in; and adds up in, the gradients that it reduces once a step."""
-    if parallel.accumulate_grad_in_fp32 and reduces_once(parallel):
-        return torch.float32
-    return DTYPES[parallel.reduce_dtype] if parallel.reduce_dtype else None
 
 
 def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[str, Any]) -> None:

@@ -27,19 +27,11 @@ from itertools import count
 from pathlib import Path
 from typing import Self
 
-import torch
 import torch.distributed as dist
 
 from recipe_lib import errors
-from recipe_lib.errors import OUT_OF_MEMORY, PEER_FAILED, StoppedAndSaved, UserError
-from recipe_lib.logs import get_logger
-from recipe_lib.parallel.thread_stacks import (
-    StackLine,
-    describe_place,
-    find_long_work,
-    stack_of,
-    this_thread,
-)
+from recipe_lib.errors import PEER_FAILED, StoppedAndSaved, UserError
+from recipe_lib.parallel.thread_stacks import StackLine, describe_place, is_compiling, stack_of, this_thread
 from recipe_lib.redaction import redact
 from recipe_lib.report.phases import Phase
 from recipe_lib.report.phases import phase as show_phase
@@ -50,9 +42,8 @@ STEP_SECONDS = 1.0  # a training step
 # lock, as while it opens a large file or the first use of a GPU, lets no thread beat. And of a step for all ranks.
 SILENT_TIMEOUTS = 5.0
 FIRST_STEP_SECONDS = 10.0  # communicators and kernels are made
-# Loading, quantizing, validation, saving, export: for ever while it moves, this long where it does not.
+# Loading, quantizing, compiling, validation, saving, export: for ever while it moves, this long where it does not.
 LONG_SECONDS = 30.0
-PHASE_TIMEOUTS = {"compiling": LONG_SECONDS, "in a debugger": float("inf")}  # whatever the phase
 
 BEAT_SECONDS = 0.5  # seconds between two beats
 OWN_STALL_SECONDS = 2.0  # seconds by which this process must be late to have been stopped itself
@@ -77,21 +68,14 @@ class PeerFailedError(RuntimeError):
 class Beat:
     """What a rank has said last."""
 
-    phase: str = "starting"
-    patience: float = LONG_SECONDS  # how many timeouts the phase may take
+    at: str = "starting"  # `step 12, at recipe.py:120 (train_step)`
+    patience: float = LONG_SECONDS  # how many timeouts that may take
     still: float = 0.0  # seconds for which its main thread has been at one and the same place
     quiet: float = 0.0  # seconds for which it has entered no collective, no exchange and no new phase
-    where: str = ""  # the main thread's place, `file.py:12 (function)`
     entered: dict[str, int] = field(default_factory=dict)  # collectives by group, exchanges by pair of ranks
-    stages: str = ""  # of a pipeline, that it has or is at: `stage 2`, `stages 1 and 2`
     node: str = ""  # its machine; "": it has not met the others
-    left: bool = False  # it has ended in order
+    left: bool = False  # it has ended in order, or knows why the run ends
     unheard: float = 0.0  # seconds since it was last heard of
-
-    @property
-    def at(self) -> str:
-        """`step 12, at recipe.py:120 (train_step)`."""
-        return f"{self.phase}, at {self.where}" if self.where else self.phase
 
 
 @dataclass(frozen=True)
@@ -100,10 +84,8 @@ class Failure:
 
     rank: int  # that tells it
     lines: list[str]
-    lost: list[int] = field(default_factory=list)  # ranks that will not hear of it
     nodes: list[str] = field(default_factory=list)  # machines on which it is reported without these lines
     code: int = PEER_FAILED  # of all processes
-    reports: bool = False  # the rank itself still writes an error or a traceback
 
 
 def find_silent(beats: Mapping[int, Beat], timeout: float, stopped: Collection[int] = ()) -> list[int]:
@@ -118,15 +100,6 @@ def find_silent(beats: Mapping[int, Beat], timeout: float, stopped: Collection[i
         if beat.unheard >= timeout * (STEP_SECONDS if rank in stopped else patience):
             silent.append(rank)
     return silent
-
-
-def describe_silence(silent_ranks: Sequence[int], beats: Mapping[int, Beat], stopped: Collection[int]) -> str:
-    """Return `is stopped for 60 s`, `are stopped or unreachable for 300 s`, `has not met the others and is ...`."""
-    seconds = max(beats[rank].unheard for rank in silent_ranks)
-    be, have = ("is", "has") if len(silent_ranks) == 1 else ("are", "have")
-    has_met = any(beats[rank].node for rank in silent_ranks)
-    how = "stopped" if set(silent_ranks) <= set(stopped) else "stopped or unreachable"
-    return f"{'' if has_met else f'{have} not met the others and '}{be} {how} for {seconds:.0f} s"
 
 
 def find_behind(beats: Mapping[int, Beat]) -> list[int]:
@@ -157,12 +130,10 @@ def all_stand(beats: Mapping[int, Beat], timeout: float) -> bool:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, `ranks 0 and 2`, `ranks 0, 1, 2 and 3`, `ranks 0, 1, 2 and 13 more`."""
-    names = [str(rank) for rank in ranks]
-    if len(names) > 8:
-        names = [*names[:3], f"{len(names) - 3} more"]
-    together = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-    return f"rank{'s' if len(names) > 1 else ''} {together}"
+    """Return `rank 3 is`, `ranks 0, 2 are`, of more than eight `ranks 0, 1, 2, 3, 4, 5, 6, 7, ... are`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''} are"
 
 
 class Heartbeat:
@@ -178,8 +149,7 @@ class Heartbeat:
     def __init__(self, store: dist.Store | None = None, rank: int = 0, size: int = 1, timeout: float = 60.0) -> None:
         """store: where the ranks have met. timeout: seconds, see `parallel.heartbeat_timeout_seconds`."""
         self.is_ending = False  # an exception is on its way out
-        self.stages = ""  # of a pipeline, that this rank has or is at
-        self.action = ""  # of a pipeline's schedule, that it is at
+        self.action = ""  # of a pipeline's schedule, that this rank is at
         self._store: dist.Store | None = None  # a separate connection
         if store is not None and size > 1:
             self._store = dist.PrefixStore(f"heartbeat {next(_heartbeat_numbers)}", store.clone())
@@ -193,10 +163,11 @@ class Heartbeat:
         self._not_collective = Counter[str]()  # by process group, what its count has of these
         self._entered: tuple[str, str, dict[str, int]] = ("", "", {})
         self._stack: list[StackLine] = []
-        self._lost = ""  # why the store does not answer any more
+        self._lost = False  # the store does not answer any more
         self._moved = self._advanced = self._answered = time.monotonic()
         self._wake, self._closed = threading.Event(), threading.Event()
-        self._is_heeded = self._has_parted = self._left = False
+        self._has_parted = False  # all ranks have left, or none can be heard of any more
+        self._left = False
         self._failure: Failure | None = None  # the run's first, of whatever rank
         self._own_failure: Failure | None = None
         self._seen: dict[int, tuple[Beat, float]] = {}  # others' beats, and when they came
@@ -204,7 +175,6 @@ class Heartbeat:
 
     def __enter__(self) -> Self:
         if self._store is not None:
-            get_logger().debug("heartbeat: %d ranks, %g seconds", self._size, self._timeout)
             for run in (self._talk, self._look):
                 self._threads.append(threading.Thread(target=run, name="heartbeat", daemon=True))
                 self._threads[-1].start()
@@ -253,24 +223,15 @@ class Heartbeat:
         silent. is_made: it is older than this rank, and has one timeout. Otherwise rank 0 makes it, and may still
         import.
         """
-        connected = threading.Event()
+        seconds = self._timeout * (STEP_SECONDS if is_made else LONG_SECONDS)
         self.enter("connecting to the store")
-
-        def wait_for_store() -> None:
-            waited = 0.0  # counted, since a clock goes on while this process is stopped itself
-            while not connected.wait(BEAT_SECONDS):
-                waited += BEAT_SECONDS
-                if waited < self._timeout:
-                    continue
-                timeouts = STEP_SECONDS if is_made or 0 in find_stopped_ranks() else LONG_SECONDS
-                if waited >= self._timeout * timeouts:
-                    self._end(Failure(self._rank, [self._complete(self._describe_store(waited))]))
-
-        threading.Thread(target=wait_for_store, name="heartbeat", daemon=True).start()
+        timer = threading.Timer(seconds, lambda: self._end(self._blame_store(seconds)))
+        timer.daemon = True
+        timer.start()
         try:
             yield
         finally:
-            connected.set()
+            timer.cancel()
 
     # What the main thread is at, seen from a thread that judges and makes no call that may not return.
 
@@ -290,8 +251,7 @@ class Heartbeat:
             verdict = self._find_verdict(now) if is_due else None
             if verdict is not None:
                 failure = self._post(verdict)
-                if self._failure is not None:
-                    self._wait(lambda: self._is_heeded, FAILURE_GRACE_SECONDS)
+                self._wait(lambda: self._has_parted, FAILURE_GRACE_SECONDS)
                 self._end(failure)
 
     def _notice(self, now: float) -> None:
@@ -306,61 +266,50 @@ class Heartbeat:
             self._stack, self._moved = stack, now
 
     def _make_beat(self) -> Beat:
-        now, phase, patience = time.monotonic(), self._phase, self._patience
-        stack, action = self._stack, self.action
-        busy = find_long_work(stack)
-        if busy:
-            patience = PHASE_TIMEOUTS[busy]
+        now = time.monotonic()
+        patience = LONG_SECONDS if is_compiling(self._stack) else self._patience
         return Beat(
-            phase=", ".join(filter(None, (phase, action, busy))),
+            at=", ".join(filter(None, (self._phase, self.action, describe_place(self._stack)))),
             patience=patience,
             still=now - self._moved,
             quiet=now - self._advanced,
-            where=describe_place(stack),
             entered=self._entered[2],
-            stages=self.stages,
             node=self._node,
-            left=self._left,
+            left=self._left or self._failure is not None,
         )
 
     def _find_verdict(self, now: float) -> Failure | None:
-        """Return whom this rank waits for in vain, if there is one."""
+        """Return whom this rank waits for in vain, if there is one: of itself others tell."""
         known, timeout = self._read_others(now), self._timeout
         if now - self._answered >= timeout:  # in whatever phase: no thread of Python has to run for it to answer
-            return Failure(self._rank, [self._complete(self._describe_store(now - self._answered))])
+            return self._blame_store(now - self._answered)
         stopped = find_stopped_ranks() if any(beat.unheard >= timeout for beat in known.values()) else set()
         silent = find_silent(known, timeout, stopped)
         if silent:
-            line = f"{_name_all(silent, known)} {describe_silence(silent, known, stopped)}"
-            return Failure(self._rank, [self._complete(line)], lost=silent)
+            how = "stopped" if stopped.issuperset(silent) else "stopped or unreachable"
+            return self._blame(f"{name_ranks(silent)} {how} for {max(known[rank].unheard for rank in silent):.0f} s")
         behind = find_behind(known)
-        if behind and all(is_overdue(known[rank], timeout) for rank in behind):
-            line = "; ".join(
-                f"{_name_all([rank], known)} has made no progress for {known[rank].quiet:.0f} s in {known[rank].at}"
-                for rank in behind[:4]
-            )
-            return Failure(self._rank, [self._complete(line, is_named=self._rank in behind)])
+        if behind and self._rank not in behind and all(is_overdue(known[rank], timeout) for rank in behind):
+            first = {rank: known[rank] for rank in behind[:4]}
+            lines = [f"rank {rank} has made no progress for {it.quiet:.0f} s in {it.at}" for rank, it in first.items()]
+            return self._blame("; ".join(lines))
         if known and all_stand(known, timeout):
-            line = f"no rank has moved for {min(beat.still for beat in known.values()):.0f} s"
-            return Failure(self._rank, [self._complete(line)])
+            return self._blame(f"no rank has moved for {min(beat.still for beat in known.values()):.0f} s")
         return None
 
-    def _complete(self, text: str, is_named: bool = False) -> str:
-        """Return the line with what this rank is at, and what to do."""
-        waits = "" if is_named else f"; {self._describe_own_wait()}"
+    def _blame(self, text: str) -> Failure:
+        """Return a failure of this line, with what this rank is at, and what to do."""
         key = f"parallel.heartbeat_timeout_seconds={self._timeout:g}"
-        return f"{text}{waits}; set {key} higher if the run is only slow"
+        return Failure(self._rank, [f"{text}; {self._describe_own_wait()}; set {key} higher if the run is only slow"])
+
+    def _blame_store(self, seconds: float) -> Failure:
+        address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        store = f"the store of the run at {address} (rank 0 or its launcher)"
+        return self._blame(f"{store} is stopped or unreachable for {seconds:.0f} s")
 
     def _describe_own_wait(self) -> str:
         own = self._make_beat()
-        return f"{_name_all([self._rank], {self._rank: own})} waits for {own.still:.0f} s in {own.at}"
-
-    def _describe_store(self, seconds: float) -> str:
-        address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        first, local = self._rank - int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        others = [rank for rank in range(self._size) if not first <= rank < first + local]
-        whom = f", and with it {name_ranks(others)}," if others else " (rank 0 or its launcher)"
-        return f"the store of the run at {address}{whom} is stopped or unreachable for {seconds:.0f} s"
+        return f"rank {self._rank} waits for {own.still:.0f} s in {own.at}"
 
     # The thread that talks with the store, and alone does.
 
@@ -368,8 +317,8 @@ class Heartbeat:
         while True:
             try:
                 self._exchange_beats()
-            except RuntimeError as error:  # it is gone, with the process that held it
-                self._lost = first_line(error)
+            except RuntimeError:  # it is gone, with the process that held it
+                self._lost = True
                 self._has_parted = True
                 return
             if self._closed.is_set():
@@ -383,16 +332,13 @@ class Heartbeat:
         store = self._store
         assert store is not None
         store.set(f"beat/{self._rank}", json.dumps(asdict(self._make_beat())))
-        if self._failure is None and self._own_failure is not None and store.add("first", 1) == 1:
-            store.set("failed", json.dumps(asdict(self._own_failure)))
+        if self._own_failure is not None:
+            store.compare_set("failed", "", json.dumps(asdict(self._own_failure)))  # unless another one was first
         if self._failure is None and store.check(["failed"]):
             self._failure = Failure(**json.loads(store.get("failed")))
-            store.add("heeded", 1)
-        if self._failure is not None:
-            self._is_heeded = store.add("heeded", 0) >= self._size - len(self._failure.lost)
-            return
         resting = time.monotonic() - self._moved
-        if not (self.is_ending or self._left or resting >= min(2 * BEAT_SECONDS, self._timeout / 4)):
+        is_ending = self.is_ending or self._left or self._own_failure is not None
+        if not (is_ending or resting >= min(2 * BEAT_SECONDS, self._timeout / 4)):
             self._seen.clear()  # it would be old when it is wanted again
             return
         for rank in range(self._size):
@@ -400,8 +346,7 @@ class Heartbeat:
             beat = Beat(**json.loads(store.get(key))) if store.check([key]) else Beat()
             if rank not in self._seen or self._seen[rank][0] != beat:
                 self._seen[rank] = beat, time.monotonic()
-        if self._left and all(beat.left for beat, _ in list(self._seen.values())):
-            self._has_parted = True
+        self._has_parted = all(beat.left for beat, _ in list(self._seen.values()))
 
     def _read_others(self, now: float) -> dict[int, Beat]:
         """Return what is known of the ranks, this one too, without those that have left in order."""
@@ -419,40 +364,40 @@ class Heartbeat:
         is_lost = isinstance(error, PeerFailedError) or says_gone(error)
         if is_lost:  # who is the cause says so, or is not heard of any more
             self._wait(
-                lambda: self._failure is not None or bool(self._lost or self._find_gone()),
+                lambda: self._failure is not None or self._lost or bool(self._find_gone()),
                 PEER_LOST_SECONDS + 4 * BEAT_SECONDS,
             )
-        own = self._describe_lost(error) if is_lost else self._describe_error(error)
-        cause = self._failure or self._post(own)
+        cause = self._post(self._describe_lost(error) if is_lost else self._describe_error(error))
         if is_lost or (cause.rank != self._rank and not isinstance(error, UserError)):
-            self._leave(cause, is_main=True)
-        if not isinstance(error, UserError):
+            time.sleep(REPORT_SECONDS)
+            self._end(cause)
+        if isinstance(error, UserError):
+            if cause.rank != self._rank and self._node in cause.nodes:  # several ranks say the same
+                error.faults = [fault for fault in error.faults if fault not in cause.lines]
+        else:
             hook = sys.excepthook
             # Not through Python's shutdown, in which threads of gloo may abort.
             sys.excepthook = lambda *caught: (hook(*caught), errors.end_process(1))[1]
-        self._wait(lambda: self._is_heeded, FAILURE_GRACE_SECONDS)
+        self._wait(lambda: self._has_parted, FAILURE_GRACE_SECONDS)
 
     def _describe_error(self, error: Exception) -> Failure:
         """Return this rank's own failure."""
-        own = {self._rank: self._make_beat()}
-        lines = [f"{_name_all([self._rank], own)} failed in {self._phase}: {first_line(error)}"]
-        code = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else PEER_FAILED
         if isinstance(error, UserError):
-            code, lines = error.exit_code, list(error.faults)
-        nodes = [self._node] if isinstance(error, UserError) or self._folder else []
-        return Failure(self._rank, lines, nodes=nodes, code=code, reports=True)
+            return Failure(self._rank, list(error.faults), nodes=[self._node], code=error.exit_code)
+        line = f"rank {self._rank} failed in {self._phase}: {type(error).__name__}: {errors.first_line(error)}"
+        return Failure(self._rank, [line], nodes=[self._node] if self._folder else [])
 
     def _describe_lost(self, error: Exception) -> Failure:
         """Return that another rank is gone without a word. A launcher tells of those on its own machine."""
         gone = self._find_gone()
-        text = f"{name_ranks([self._rank])} has lost a connection"
+        text = f"rank {self._rank} has lost a connection"
         if gone:
-            text = f"{_name_all(sorted(gone), gone)} {'is' if len(gone) == 1 else 'are'} gone, killed or crashed"
+            text = f"{name_ranks(sorted(gone))} gone, killed or crashed"
         elif self._lost:
             text = "the process that holds the rendezvous store (rank 0 or its launcher) is gone"
-        line = f"{text}; {self._describe_own_wait()} ({first_line(error)})"
-        nodes = {beat.node for beat in gone.values()} if self._folder else ()
-        return Failure(self._rank, [line], lost=sorted(gone), nodes=sorted(nodes))
+        nodes = {beat.node for beat in gone.values()} if self._folder else set()
+        line = f"{text}; {self._describe_own_wait()} ({errors.first_line(error)})"
+        return Failure(self._rank, [line], nodes=sorted(nodes))
 
     def _find_gone(self) -> dict[int, Beat]:
         """Return the ranks that are not heard of any more."""
@@ -463,22 +408,18 @@ class Heartbeat:
         """Tell the others; return the run's first failure, which may be another rank's."""
         self._own_failure = failure
         self._wake.set()
-        self._wait(lambda: self._failure is not None or bool(self._lost), FAILURE_GRACE_SECONDS)
+        self._wait(lambda: self._failure is not None or self._lost, FAILURE_GRACE_SECONDS)
         return self._failure or failure
 
-    def _leave(self, failure: Failure, is_main: bool = False) -> None:
+    def _leave(self, failure: Failure) -> None:
         """End this process because of a failure, when the rank that tells it has had the time to.
 
         Not while the main thread is on its way out by itself, which writes what the run leaves, or its own traceback.
         """
-        if self._own_failure is not None and not is_main:  # the failure of this rank itself
-            return
-        sys.excepthook = lambda *_: self._end(failure)  # what is raised meanwhile is a consequence
-        if failure.reports:
+        if self._own_failure is None:
             time.sleep(REPORT_SECONDS)
-        if not is_main:
             self._wait(lambda: not self.is_ending or self._own_failure is not None, SHUTDOWN_SECONDS)
-        if is_main or self._own_failure is None:
+        if self._own_failure is None:
             self._end(failure)
 
     def _end(self, failure: Failure) -> None:
@@ -497,10 +438,8 @@ class Heartbeat:
         if self._folder:
             try:
                 open(Path(self._folder, errors.SAID_FILE), "x").close()
-            except FileExistsError:
-                return False
-            except OSError:
-                pass  # a full disk must not swallow the lines
+            except OSError as error:
+                return not isinstance(error, FileExistsError)  # a full disk must not swallow the lines
         elif self._store is not None and not self._lost and time.monotonic() - self._answered < 4 * BEAT_SECONDS:
             return self._store.add(f"said/{self._node}", 1) == 1
         return True
@@ -509,13 +448,6 @@ class Heartbeat:
         deadline = time.monotonic() + seconds
         while not is_ready() and time.monotonic() < deadline:
             time.sleep(0.02)
-
-
-def _name_all(ranks: Sequence[int], beats: Mapping[int, Beat]) -> str:
-    """Return `ranks 0 and 2`, or with their stages `rank 0 (stage 0) and rank 2 (stage 2)`."""
-    if len(ranks) > 4 or not any(beats[rank].stages for rank in ranks):
-        return name_ranks(ranks)
-    return " and ".join(f"rank {rank} ({beats[rank].stages or 'not met'})" for rank in ranks)
 
 
 def name_node() -> str:
@@ -543,14 +475,6 @@ def find_stopped_ranks() -> set[int]:
 def says_gone(error: BaseException) -> bool:
     """Return True if an error is that another process is not there any more: gloo's are known by their text."""
     return isinstance(error, RuntimeError) and bool(_GONE.search(str(error)))
-
-
-def first_line(error: BaseException) -> str:
-    """Return what it says; of gloo's without the place in its source, and what it goes on to suppose."""
-    text = str(error).partition("\n")[0]
-    if text.startswith("[") and "/gloo/" in text:
-        return text.partition("] ")[2].partition(". ")[0]
-    return text if says_gone(error) or isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 
 
 def count_collectives() -> dict[str, int]:

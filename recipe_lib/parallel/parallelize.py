@@ -71,8 +71,9 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
     shard_sequences(model, cfg.parallel, world)
     levers = apply_memory_levers(model, cfg, world.device, pipeline, for_training=for_training, data_ranks=world.copies)
     units = shard_model(model, cfg.parallel, cfg.memory, world, whole_layers=cfg.compile or cfg.memory.mlp_tiles > 1)
-    if for_training:
-        _count_load(model, cfg, world)
+    for module in model.modules() if for_training and not cfg.compile else ():  # compiled layers count nothing
+        if isinstance(module, Mixture):
+            module.load = Load(module.router.out_features, world.device)
     replicas = replicas_of(cfg.parallel, cfg.memory, world)
     sends = cfg.memory.cpu_offload and not cfg.memory.optimizer_in_backward
     accumulation = GradientAccumulation(model, cfg.parallel, world.device if sends else None) if for_training else None
@@ -87,13 +88,6 @@ def parallelize(model: Decoder, cfg: FullFinetuneConfig, world: World, *, for_tr
         data_ranks=world.data_ranks,
         token_ranks=token_ranks(cfg.parallel),
     )
-
-
-def _count_load(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> None:
-    """Lets each layer with experts count what it chooses; compiled ones do not."""
-    for module in model.modules():
-        if isinstance(module, Mixture) and not cfg.compile:
-            module.load = Load(module.router.out_features, world.device)
 
 
 def _balance(model: nn.Module, cfg: FullFinetuneConfig, world: World) -> BalanceLoss | None:

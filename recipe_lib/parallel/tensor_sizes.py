@@ -34,30 +34,14 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
         for what, count in counts.items()
         if count % size
     ]
-    if (
-        not copies
-        and not spec.width_norms
-        and spec.num_kv_heads % size
-        and _copied(spec, True, size)
-        and spec.num_heads % size == 0
-    ):
-        faults[-1] += "; parallel.tensor_replicate_kv_heads=true gives every rank their weights"
     uncuttable = [] if faults else _uncuttable(spec, quantize, size, copies)
     if uncuttable:
         faults.append(
-            f"parallel.tensor={size}: lora.quantize_base={quantize} {_uncut_words(spec, quantize, uncuttable, sizes)}"
+            f"parallel.tensor={size}: lora.quantize_base={quantize} does not cut {' and '.join(uncuttable)}, "
+            f"whose blocks of numbers stay whole; {sizes}; or set another lora.quantize_base"
         )
     if faults:
         raise ConfigError(*faults)
-
-
-def _uncut_words(spec: DecoderSpec, quantize: str, matrices: list[str], sizes: str) -> str:
-    """Why some matrices are not cut, which sizes fit, and the remedy."""
-    names = " and ".join(matrices)
-    if quantize == "int8":
-        return f"does not cut {names}; {sizes}; or set lora.quantize_base=nf4"
-    remedy = "" if spec.mixture is not None else "; or set lora.quantize_base=int8"
-    return f"keeps blocks of 64 numbers whole, which the parts of {names} are no multiple of; {sizes}{remedy}"
 
 
 def _widths(spec: DecoderSpec) -> dict[str, int]:

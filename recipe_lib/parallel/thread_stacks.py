@@ -8,8 +8,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import BinaryIO, NamedTuple, cast
+from typing import NamedTuple
 
 # What is among the innermost calls while something is compiled, and in no step after that.
 _COMPILERS = (
@@ -17,7 +16,6 @@ _COMPILERS = (
     "/_inductor/async_compile.py", "/_inductor/graph.py", "/_inductor/scheduler.py", "/_inductor/codegen/",
     "/triton/compiler/", "/triton/runtime/autotuner.py",
 )  # fmt: skip
-_DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd")
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
@@ -59,7 +57,7 @@ def stack_of(thread: WatchedThread) -> list[StackLine]:
     within torch.compile, which runs frames of its own, the objects that `sys._current_frames` makes end the process
     with a segmentation fault now and then.
     """
-    with suppress(OSError), _open_scratch() as file:
+    with suppress(OSError), open(os.memfd_create("stacks"), "w+b", buffering=0) as file:  # disks fill up
         if thread.state is None:
             faulthandler.dump_traceback(file, all_threads=True)
             heading = f"Thread 0x{thread.ident:016x} (most recent call first):\n"
@@ -74,24 +72,14 @@ def stack_of(thread: WatchedThread) -> list[StackLine]:
     return []
 
 
-def _open_scratch() -> BinaryIO:
-    """Open a file in memory where there is such a thing: disks fill up."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("stacks"), "w+b", buffering=0)
-    return cast(BinaryIO, TemporaryFile(buffering=0))
-
-
 def describe_place(stack: list[StackLine]) -> str:
-    """Return `training/loop.py:120 (finish)`: the innermost place that is not torch's."""
+    """Return `at training/loop.py:120 (finish)`: the innermost place that is not torch's."""
     for call in stack:
         if "/torch/" not in call.file:
-            return f"{'/'.join(Path(call.file).parts[-2:])}:{call.line} ({call.function})"
+            return f"at {'/'.join(Path(call.file).parts[-2:])}:{call.line} ({call.function})"
     return ""
 
 
-def find_long_work(stack: list[StackLine]) -> str:
-    """Return `compiling` or `in a debugger`, keys of `heartbeat.PHASE_TIMEOUTS`, or ""."""
-    for what, places in (("in a debugger", _DEBUGGERS), ("compiling", _COMPILERS)):
-        if any(place in call.file for call in stack for place in places):
-            return what
-    return ""
+def is_compiling(stack: list[StackLine]) -> bool:
+    """Return True while torch.compile works."""
+    return any(place in call.file for call in stack for place in _COMPILERS)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from recipe_lib.config.mesh import DATA_DIMS, MESH_DIMS, mesh_shape
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.errors import SetupError, StoppedAndSaved, UserError
 from recipe_lib.ops.gathered import Group
-from recipe_lib.parallel.heartbeat import LONG_SECONDS, Heartbeat, PeerFailedError, name_node
+from recipe_lib.parallel.heartbeat import LONG_SECONDS, Heartbeat, PeerFailedError
 
 # The processes of a run before they are a process group: what torchrun says of them, where they
 # meet, how they end.
@@ -86,9 +85,6 @@ def meet_ranks(cfg: WorldConfig) -> Iterator[Meeting]:
         healthy = True
     except StoppedAndSaved:
         healthy = True
-        raise
-    except UserError as error:
-        _tell_once(error, store, local_rank)
         raise
     finally:
         if healthy and dist.is_initialized():
@@ -184,25 +180,6 @@ def _connect_store(rank: int, size: int, timeout: float) -> dist.Store:
         )
 
 
-def _tell_once(error: UserError, store: dist.Store, local_rank: int) -> None:
-    """Takes those faults off the error that another rank of this machine tells.
-
-    A rank with nothing left to tell waits for the machine's first one, which prints just after it leaves: a launcher
-    that sees a rank end ends the others, and the line would be lost.
-    """
-    node = name_node()
-    try:
-        store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        error.faults = [fault for fault in error.faults if store.add(f"reported/{node}/{fault}", 1) == 1]
-        if local_rank == 0:
-            store.set(f"first_left/{node}", "yes")
-        elif not error.faults:
-            store.wait([f"first_left/{node}"])
-            time.sleep(_PRINTING_SECONDS)
-    except RuntimeError:
-        return  # the store is gone with the rank that held it: whatever is left to report is reported
-
-
 @dataclass(frozen=True)
 class PipelineRank:
     """A rank among the `size` ranks of its pipeline, first to last. ranks: their numbers among all processes."""
@@ -278,25 +255,17 @@ class World:
         """Rank 0's `value` (anything JSON holds), on every rank. A collective."""
         if self.size == 1:
             return value
-        data = _to_bytes(value) if self.is_main else torch.empty(0, dtype=torch.uint8)
-        length = torch.tensor([data.numel()])
-        dist.broadcast(length, src=0)
-        if not self.is_main:
-            data = torch.empty(int(length[0]), dtype=torch.uint8)
-        dist.broadcast(data, src=0)
-        return _from_bytes(data)
+        texts = [json.dumps(value)]
+        dist.broadcast_object_list(texts, src=0)
+        return json.loads(texts[0])
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's `value` (anything JSON holds), in rank order, on every rank. A collective."""
         if self.size == 1:
             return [value]
-        data = _to_bytes(value)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([data.numel()]))
-        longest = max(int(length[0]) for length in lengths)
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, torch.nn.functional.pad(data, (0, longest - data.numel())))
-        return [_from_bytes(part[: int(length[0])]) for part, length in zip(parts, lengths, strict=True)]
+        texts = [""] * self.size
+        dist.all_gather_object(texts, json.dumps(value))
+        return [json.loads(text) for text in texts]
 
     @contextmanager
     def raise_together(self) -> Iterator[None]:
@@ -375,17 +344,11 @@ def world_of(mesh: DeviceMesh, rank: int, size: int, local_rank: int, device: to
     for name in DATA_DIMS:
         data_rank, data_ranks = data_rank * sizes[name] + mine[name], data_ranks * sizes[name]
     if context > 1:
-        sequence = Group(_sequence_group(mesh, context).group_name, context, data_rank % context)
+        ranks = mesh.mesh.view(sizes["pipeline"], -1, context, sizes["tensor"]).movedim(2, -1).reshape(-1, context)
+        own_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # every rank makes all of them
+        sequence = Group(own_group.group_name, context, data_rank % context)
     others = data_rank // context, data_ranks // context
     return World(rank, size, local_rank, device, mesh, *others, group, sequence, place)
-
-
-def _sequence_group(mesh: DeviceMesh, context: int) -> dist.ProcessGroup:
-    """This rank's group of those that share sequences; every rank makes all of them."""
-    stages, tensor = mesh.shape[0], mesh.shape[-1]
-    ranks = mesh.mesh.view(stages, -1, context, tensor).movedim(2, -1).reshape(-1, context)
-    own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    return own
 
 
 def _flat_without_tensor(mesh: DeviceMesh) -> DeviceMesh:
@@ -418,14 +381,6 @@ def _describe(error: Exception | None) -> list[Any] | None:
         return ["", [f"{type(error).__name__}: {error}"]]
     known = (cls.__name__ for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls)
     return [next(known), error.faults]
-
-
-def _to_bytes(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _from_bytes(data: torch.Tensor) -> Any:
-    return json.loads(data.numpy().tobytes().decode())
 
 
 # Seeds: one root in the config, one stream for each use, apart from each other.

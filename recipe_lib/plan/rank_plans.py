@@ -7,7 +7,8 @@ from typing import Any
 
 from recipe_lib.config.mesh import micro_batches, stages_per_rank
 from recipe_lib.models.spec import MixtureSpec
-from recipe_lib.parallel.pipeline.simulation import counted_in_flight, theoretical_bubble
+from recipe_lib.parallel.pipeline.schedules import UNITS
+from recipe_lib.parallel.pipeline.simulation import counted_in_flight, simulate
 from recipe_lib.plan.allocation.caching_allocator import AllocatorSettings
 from recipe_lib.plan.allocation.replay import replay
 from recipe_lib.plan.hardware import Hardware
@@ -211,9 +212,7 @@ def simulated_step(
         micro_batches=count,
         micro_batch_size=size,
         places=places,
-        ideal=theoretical_bubble(
-            cfg.parallel.pipeline_schedule, cfg.parallel.pipeline, count, stages_per_rank(cfg.parallel)
-        ),
+        ideal=float(simulate(orders_of(cfg.parallel, count), cfg.parallel, lambda action: UNITS[action.kind]).bubble),
     )
     if timings is None or len(firsts) < cfg.parallel.pipeline:
         return SimulatedStep(plan)

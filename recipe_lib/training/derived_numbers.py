@@ -103,10 +103,7 @@ def _learning_rate(cfg: FullFinetuneConfig, steps: int) -> str:
     schedule = cfg.lr_scheduler
     warmup = warmup_steps(schedule, steps)
     start = f"warm-up over {warmup} steps to " if warmup else ""
-    after = steps - warmup
-    if after <= 0:
-        reached = "reached at the last step" if after == 0 else f"not reached: the run has {counted(steps, 'step')}"
-        return f"learning rate: {start}{cfg.optimizer.lr:.2e}, {reached}"
+    after = max(0, steps - warmup)
     if schedule.type == "constant":
         return f"learning rate: {start}{cfg.optimizer.lr:.2e}, constant for {after} steps"
     final = schedule.min_lr_ratio * cfg.optimizer.lr

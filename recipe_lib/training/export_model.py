@@ -20,10 +20,8 @@ from recipe_lib.memory.qat import describe_export
 from recipe_lib.models.meta_init import extra_tensors
 from recipe_lib.parallel import DTYPES
 from recipe_lib.parallel.world import World
-from recipe_lib.reading import find_object
-from recipe_lib.report.planned import planned_figures
 from recipe_lib.training.added_parameters import warn_of_export
-from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
+from recipe_lib.training.metrics import METRICS_FILE, read_metrics
 from recipe_lib.training.next_commands import (
     ANYWHERE,
     adapter_commands,
@@ -35,7 +33,7 @@ from recipe_lib.training.next_commands import (
 )
 from recipe_lib.training.resolve_model import ResolvedModel
 from recipe_lib.training.training_data import TrainingData
-from recipe_lib.units import GIB, format_bytes
+from recipe_lib.units import GIB
 
 
 def export_trained_model(
@@ -191,18 +189,9 @@ def run_card(
         lora=cfg.trained_adapters,
         is_adapter=is_adapter,
         commands=commands,
-        plan=plan_of(cfg, lines) | planned_memory(run, lines),
+        plan=plan_of(cfg, lines),
         results=({"exported": exported} if exported else {}) | results_of(lines),
     )
-
-
-def planned_memory(run: Path, lines: list[dict[str, Any]]) -> dict[str, str]:
-    """What a rank's device was planned to take, where the run has taken it; empty without a plan. run: its folder."""
-    if not any(line.get("memory_kind") == "device" for line in lines):
-        return {}
-    figures = planned_figures(run) or find_object(run / SUMMARY_FILE).get("planned")
-    reserved = figures.get("reserved") if isinstance(figures, Mapping) else None
-    return {"peak memory of a rank, planned": format_bytes(int(reserved))} if isinstance(reserved, (int, float)) else {}
 
 
 def plan_of(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from recipe_lib.checkpoint.run_files import BEST_RECORD, read_manifest
 from recipe_lib.checkpoint.state import find_state, load_state, save_state
 from recipe_lib.config.local_files import STATE_FOLDER
-from recipe_lib.config.schema import FullFinetuneConfig, LogConfig
+from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.data import StepBatches
 from recipe_lib.errors import CheckpointError, ConfigError, DivergedError, StoppedAndSaved, first_line
 from recipe_lib.logs import get_logger
@@ -81,7 +81,6 @@ class TrainingLoop:
         self._cfg, self._world, self._model, self._optimizer, self._data = cfg, world, model, optimizer, data
         self._peak = PeakMemory(world.device)
         self._probe = CommunicationProbe(cfg.log.communication_step, world)
-        self._probe.check(self.total_steps)
         if cfg.qat is not None and cfg.qat_start_step >= self.total_steps:
             raise ConfigError(
                 f"qat_start_step: found {cfg.qat_start_step} for a run of {self.total_steps} steps, none of which "
@@ -159,7 +158,17 @@ class TrainingLoop:
         if saves:
             heartbeat.enter(f"saving step {self.step}")
             with phase("saving a state to resume from"):
-                path = save_run(self._cfg, self.step, self._model, self._optimizer, self._data, self._world)
+                extra = {"step": self.step, **self._data.identity(), BEST_RECORD: self._data.best.record()}
+                path = save_state(
+                    Path(self._cfg.output_dir) / STATE_FOLDER,
+                    self.step,
+                    self._model,
+                    self._optimizer,
+                    extra,
+                    self._world,
+                    self._cfg.checkpoint.keep_last_n,
+                )
+                self._data.best.remove_others(self._world)
         if stopped:
             self._log.close("stopped")
             raise StoppedAndSaved(f"stopped after step {self.step}; resume it with resume=latest ({path})")
@@ -308,7 +317,8 @@ def expert_load(model: nn.Module, world: World, cfg: "FullFinetuneConfig") -> di
     rows = torch.zeros(len(mixture.layers), mixture.num_experts, dtype=torch.int64, device=world.device)
     others = torch.zeros(3, dtype=torch.float64, device=world.device)
     for name, load in loads.items():
-        rows[_number(name)] = load.rows
+        layer = next(part for part in name.split(".") if part.isdecimal())  # of `model.layers.3.mlp` 3
+        rows[int(layer)] = load.rows
         others += torch.stack([_summed(load.loss, world), *load.loss.new_tensor([load.expected, load.calls])])
         load.clear()
     world.sum_over_sequence(rows)
@@ -322,11 +332,6 @@ def expert_load(model: nn.Module, world: World, cfg: "FullFinetuneConfig") -> di
     if cfg.router_aux_loss_coef:
         numbers["router_aux_loss"] = others[0] / others[2].clamp(min=1)
     return numbers
-
-
-def _number(name: str) -> int:
-    """The layer that a module is in: `model.layers.3.mlp` is in number 3."""
-    return int(next(part for part in name.split(".") if part.isdecimal()))
 
 
 def _summed(loss: Tensor, world: World) -> Tensor:
@@ -377,18 +382,6 @@ def resume_run(
     return saved["step"]
 
 
-def save_run(
-    cfg: FullFinetuneConfig, step: int, model: nn.Module, optimizer: Optimizer, data: TrainingData, world: World
-) -> Path:
-    """Saves output_dir/state/step_N: what is trained, the optimizer, and where in the data we are. Collective."""
-    extra = {"step": step, **data.identity(), BEST_RECORD: data.best.record()}
-    path = save_state(
-        Path(cfg.output_dir) / STATE_FOLDER, step, model, optimizer, extra, world, cfg.checkpoint.keep_last_n
-    )
-    data.best.remove_others(world)
-    return path
-
-
 # How much of a step goes to communication: one step of a run is profiled on rank 0, the others are
 # left alone.
 #
@@ -422,7 +415,6 @@ _OPERATORS = "aten::"  # of a CPU; what surrounds them (autograd's nodes, hooks)
 class CommunicationProbe:
     """Measures one step. Ranks other than the main one, a world of one rank and `step` None measure nothing.
 
-    check(last)    once, with the number of the run's last step
     begin(step)   before each step
     end(seconds)  when the step is over, on the device too, or the run; the numbers, or none if it was not the step
     """
@@ -431,16 +423,6 @@ class CommunicationProbe:
         self._step = step if world.is_main and world.size > 1 else None
         self._device = world.device
         self._profiler: Any = None
-
-    def check(self, last: int) -> None:
-        """Says so if the run's last step is before the one that was asked for; of the default nobody did."""
-        if self._step is not None and self._step > last and self._step != LogConfig().communication_step:
-            get_logger().warning(
-                "warning: log.communication_step: found %d in a run of %d steps, so communication is not measured; set "
-                "it to a step of the run, or to null",
-                self._step,
-                last,
-            )
 
     def begin(self, step: int) -> None:
         """Starts the profiler if this is the step. What goes wrong with it is said, and nothing to the run."""

@@ -26,7 +26,6 @@ from recipe_lib.checkpoint.run_files import (
     RECORD,
     OutputRecord,
     describe,
-    find_free,
     is_as_listed,
     read_record,
     unrecorded_file,
@@ -338,11 +337,11 @@ def keep_earlier(root: Path) -> None:
     has_states = any(chain((root / STATE_FOLDER).glob("step_*"), (root / STATE_FOLDER / BEST_FOLDER).glob("step_*")))
     record.earlier = there
     if has_states or (there and not record.kept):
-        folder = _folder_for(root, record)
-        record.kept = [*(name for name in record.kept if name != folder.name), folder.name]
+        names = chain([root / EARLIER_FOLDER], free_names(root / EARLIER_FOLDER))
+        folder = next(path for path in names if not path.exists() and not path.is_symlink())
+        record.kept.append(folder.name)
         write_record(root, record)
-        if not folder.exists():
-            _copy_records(root, folder)
+        _copy_records(root, folder)
         for name in (TRACKERS_FOLDER, STATE_FOLDER):
             if (root / name).exists():
                 files.rename(root / name, folder / name)
@@ -356,17 +355,6 @@ def keep_earlier(root: Path) -> None:
         get_logger().info(
             "overwrite_output_dir: the earlier run stays until this one's model is complete: %s", ", ".join(places)
         )
-
-
-def _folder_for(root: Path, record: OutputRecord) -> Path:
-    """A new folder; or the last one, if a process ended while it moved this run there."""
-    last = root / (record.kept[-1] if record.kept else EARLIER_FOLDER)
-    free = not any((last / name).exists() and (root / name).exists() for name in (STATE_FOLDER, TRACKERS_FOLDER))
-    if last.name in record.kept and last.is_dir() and free:
-        configs = [folder / CONFIG_FILE for folder in (root, last)]
-        if all(path.is_file() for path in configs) and len(set(map(files.sha256_of, configs))) == 1:
-            return last
-    return find_free(root / EARLIER_FOLDER)
 
 
 def _copy_records(root: Path, folder: Path) -> None:

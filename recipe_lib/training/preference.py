@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from recipe_lib.adapters import is_adapter
 from recipe_lib.config.recipes.dpo_distributed import DpoConfig
-from recipe_lib.data import Batch, Dataset, StepBatches
+from recipe_lib.data import Batch, StepBatches
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.ops.chunked_heads import IGNORED
 from recipe_lib.optim.optimizers import local_bytes
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.parallel.world import World
 from recipe_lib.training.micro_batches import result_of_each
-from recipe_lib.training.scores import values_of
+from recipe_lib.training.scores import check_pairs, values_of
 from recipe_lib.training.training_data import TrainingData
 from recipe_lib.training.validation import name_validation, sum_over_validation
 from recipe_lib.units import format_bytes
@@ -135,17 +135,7 @@ def check_answers(data: TrainingData, cfg: DpoConfig) -> None:
     if cfg.takes_single_answers:
         check_labels(data, cfg)
     else:
-        check_pairs(data.dataset, data.validation_dataset)
-
-
-def check_pairs(dataset: Dataset, validation: Dataset | None) -> None:
-    """ConfigError unless the samples are pairs of answers."""
-    for key, found in (("data.format", dataset), ("validation.format", validation)):
-        if found is not None and found.group != 2:
-            raise ConfigError(
-                f"{key}: found {found.report.format}, whose samples hold one answer, expected pairs of a chosen and a "
-                "rejected one; set data.format=preference, or train with lora_finetune_distributed"
-            )
+        check_pairs(data, "train with lora_finetune_distributed")
 
 
 def validation_preference(

@@ -215,12 +215,7 @@ def _data_text(counts: Mapping[str, Any], key: str) -> str:
         return ""
     if key == "packed_share":
         return f"{value:.1%}, the rest is padding"
-    text = f"{value:,}" if isinstance(value, int) else str(value)
-    if key == "label_tokens":
-        text += f" ({counts['label_token_fraction']:.1%})"
-    elif key == "truncated" and value:
-        text = f"{text} of {counts['sequences']:,} sequences, at {counts['max_seq_len']:,} tokens"
-    return text
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _settings_table(changed: Any) -> Table | None:

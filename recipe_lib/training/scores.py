@@ -115,7 +115,13 @@ def settle_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) -
     """Checks the samples, numbers their classes, in place, and returns the source with the config.json of what will be
     exported: the classes' names, and the id that padding has. Raises ConfigError or DataError."""
     if cfg.loss == "pairwise":
-        _check_pairs(data)
+        check_pairs(data, "reward.loss=classification")
+        for found in (data.dataset, data.validation_dataset):
+            if found is not None and not np.isfinite(found.values).all():
+                place = found.place(int(np.flatnonzero(~np.isfinite(found.values))[0]))
+                raise DataError(
+                    f"{place}: .margin: found no finite number, expected one, or no margin; correct the sample"
+                )
         names = ["LABEL_0"]
     else:
         names = _class_names(data.dataset, source)
@@ -126,16 +132,14 @@ def settle_items(data: TrainingData, source: ResolvedModel, cfg: RewardConfig) -
     return replace(source, config=score_config(source.config, names, _padding_id(data.tokenizer, data.dataset)))
 
 
-def _check_pairs(data: TrainingData) -> None:
+def check_pairs(data: TrainingData, other: str) -> None:
+    """Raise ConfigError unless the samples are pairs of answers. other: what takes single ones."""
     for key, found in (("data", data.dataset), ("validation", data.validation_dataset)):
         if found is not None and found.group != 2:
             raise ConfigError(
                 f"{key}.format: found {found.report.format}, whose samples hold one answer, expected pairs of a chosen "
-                f"and a rejected one; set {key}.format=preference, or reward.loss=classification"
+                f"and a rejected one; set {key}.format=preference, or {other}"
             )
-        if found is not None and not np.isfinite(found.values).all():
-            place = found.place(int(np.flatnonzero(~np.isfinite(found.values))[0]))
-            raise DataError(f"{place}: .margin: found no finite number, expected one, or no margin; correct the sample")
 
 
 def _class_names(dataset: Dataset, source: ResolvedModel) -> list[str]:

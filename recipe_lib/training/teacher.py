@@ -16,7 +16,6 @@ from recipe_lib.config.recipes.distill_distributed import DistillConfig, Distill
 from recipe_lib.config.schema import ModelConfig
 from recipe_lib.data import Batch, check_vocabulary, warn_of_positions
 from recipe_lib.errors import CheckpointError, ConfigError, DataError
-from recipe_lib.files import sha256_of
 from recipe_lib.models import build_meta, init_weights
 from recipe_lib.models.decoder import Decoder
 from recipe_lib.models.spec import DecoderSpec
@@ -60,7 +59,7 @@ def check_same_ids(source: ResolvedModel, tokenizer: Tokenizer, data: TrainingDa
     if source.folder is None:
         return
     theirs = load_tokenizer(source.folder, None, by_key=False)
-    difference = None if _same_file(tokenizer, theirs) else first_difference(tokenizer, theirs)
+    difference = first_difference(tokenizer, theirs)
     if difference is not None:
         raise DataError(
             f"distill.teacher: {theirs.place} and {tokenizer.place} differ: {difference}; expected a teacher with the "
@@ -68,11 +67,6 @@ def check_same_ids(source: ResolvedModel, tokenizer: Tokenizer, data: TrainingDa
         )
     check_vocabulary(tokenizer, source.spec.vocab_size, data.dataset, data.validation_dataset)
     warn_of_positions(source.spec.max_positions, data.dataset, data.validation_dataset)
-
-
-def _same_file(ours: Tokenizer, theirs: Tokenizer) -> bool:
-    same = ours.vocab_size == theirs.vocab_size and {*ours.added_tokens} == {*theirs.added_tokens}
-    return same and sha256_of(Path(ours.place)) == sha256_of(Path(theirs.place))
 
 
 def first_difference(ours: Tokenizer, theirs: Tokenizer) -> str | None:

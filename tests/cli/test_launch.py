@@ -173,7 +173,7 @@ def test_a_crash_keeps_its_traceback_and_adds_one_line(recipe: Path):
     ("mode", "line"),
     [
         ("stopped", r"is stopped for \d+ s; rank 0 waits for \d+ s in step 2"),
-        ("stopped early", r"has not met the others and is stopped for \d+ s; rank 0 waits for \d+ s in meeting"),
+        ("stopped early", r"is stopped for \d+ s; rank 0 waits for \d+ s in meeting"),
     ],
     ids=["in a step", "before it imports"],
 )

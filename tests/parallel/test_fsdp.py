@@ -368,7 +368,7 @@ def test_a_world_of_one_is_left_alone_and_stays_tied() -> None:
         assert units == [] and not any(isinstance(module, FSDPModule) for module in model.modules())
         assert model.lm_head.weight is model.model.embed_tokens.weight
         cfg.parallel.fsdp_wrap_policy = ["nothing.*"]
-        with pytest.raises(ConfigError, match=r"pattern 'nothing\.\*' matches no module"):
+        with pytest.raises(ConfigError, match=r"pattern 'nothing\.\*' matches no unit"):
             shard_model(build_meta(small_spec(), torch.float32), cfg.parallel, cfg.memory, world)
 
 

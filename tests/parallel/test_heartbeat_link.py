@@ -102,5 +102,5 @@ def test_a_link_that_is_cut_ends_both_machines(machines: tuple[str, str], tmp_pa
     ((first,), (second,)) = said
     waits = r"is stopped or unreachable for \d+ s; rank \d waits for \d+ s in step \d+, at "
     assert re.match(f"error: rank 1 {waits}", first), first
-    store = f"the store of the run at {_ADDRESSES[0]}:{port}, and with it rank 0,"
+    store = rf"the store of the run at {_ADDRESSES[0]}:{port} \(rank 0 or its launcher\)"
     assert re.match(f"error: {store} {waits}", second), second

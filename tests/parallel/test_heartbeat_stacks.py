@@ -16,7 +16,7 @@ from recipe_lib.parallel.thread_stacks import (
     StackLine,
     WatchedThread,
     describe_place,
-    find_long_work,
+    is_compiling,
     stack_of,
     this_thread,
 )
@@ -47,8 +47,8 @@ def test_the_stack_of_another_thread() -> None:
     inner = next(stack for stack in found if stack and stack[0].function == "<lambda>")
     assert inner[0] == (__file__, line, "<lambda>") and inner[1].function == "seen_during"
     assert [call for call in inner if call.function == "test_the_stack_of_another_thread"][0].line == line
-    assert describe_place(inner) == f"parallel/test_heartbeat_stacks.py:{line} (<lambda>)"
-    assert find_long_work(inner) == ""
+    assert describe_place(inner) == f"at parallel/test_heartbeat_stacks.py:{line} (<lambda>)"
+    assert not is_compiling(inner)
     assert stack_of(WatchedThread(12345, None)) == []
 
 
@@ -75,10 +75,10 @@ def test_it_is_known_when_something_is_compiled_and_when_no_more() -> None:
     def step() -> None:
         compiled(torch.ones(4, 8)).sum().backward()
 
-    during = [find_long_work(stack) for stack in seen_during(step) if stack]
-    assert during.count("compiling") > len(during) / 2 > 5
-    afterwards = [find_long_work(stack) for stack in seen_during(lambda: [step() for _ in range(50)] and None) if stack]
-    assert afterwards and set(afterwards) == {""}
+    during = [is_compiling(stack) for stack in seen_during(step) if stack]
+    assert sum(during) > len(during) / 2 > 5
+    afterwards = [is_compiling(stack) for stack in seen_during(lambda: [step() for _ in range(50)] and None) if stack]
+    assert afterwards and not any(afterwards)
 
 
 # Threads of C++ that call Python once and end, as fast as they can be made, while another thread looks at this one.

@@ -249,7 +249,7 @@ def test_what_ranks_cannot_share_is_refused_before_anything_is_read(
     cases = {
         "nf4": (
             ["lora.quantize_base=nf4"],
-            "keeps blocks of 64 numbers whole, which the parts of o_proj and down_proj",
+            "does not cut o_proj and down_proj, whose blocks of numbers stay whole",
         ),
         "heads": (["parallel.tensor=8"], "the model has 4 key and value heads, which 8 ranks cannot share evenly"),
     }

@@ -1,11 +1,10 @@
 """The results in the card of an export: what the metrics say, and nothing that differs between equal runs."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from recipe_lib.training.export_model import planned_memory, results_of
+from recipe_lib.training.export_model import results_of
 from recipe_lib.training.metrics import step_metrics
 
 
@@ -50,10 +49,3 @@ def test_the_peak_of_a_device_is_the_largest_of_its_steps() -> None:
 def test_the_memory_of_a_cpu_process_is_not_in_the_card(kind: str) -> None:
     assert results_of(lines(kind, 3.5, 2.0)) == TRAINED
     assert results_of(lines(kind, 1.0, 9.0)) == TRAINED
-
-
-def test_the_planned_peak_stands_next_to_a_measured_one(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text(json.dumps({"planned": {"reserved": 3 * 2**30}}))
-    assert planned_memory(tmp_path, lines("device", 3.5)) == {"peak memory of a rank, planned": "3.00 GiB"}
-    assert planned_memory(tmp_path, lines("resident set", 3.5)) == {}
-    assert planned_memory(tmp_path / "none", lines("device", 3.5)) == {}

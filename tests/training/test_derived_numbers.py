@@ -92,10 +92,10 @@ def test_other_settings_are_said() -> None:
     assert "optimizer state not known before the first step;" in lines[-1]
     cfg.lr_scheduler.warmup_steps = 9
     lines = derived_numbers(cfg, world, model(), Parallel(), DATA)
-    assert "learning rate: warm-up over 9 steps to 2.00e-05, not reached: the run has 5 steps" in lines
+    assert "learning rate: warm-up over 9 steps to 2.00e-05, constant for 0 steps" in lines
     cfg.lr_scheduler.warmup_steps = 5
     lines = derived_numbers(cfg, world, model(), Parallel(), DATA)
-    assert "learning rate: warm-up over 5 steps to 2.00e-05, reached at the last step" in lines
+    assert "learning rate: warm-up over 5 steps to 2.00e-05, constant for 0 steps" in lines
 
 
 def test_a_pipeline_is_said() -> None:

@@ -2,6 +2,7 @@
 
 from functools import cache
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,11 +20,11 @@ from recipe_lib.ops.head_losses import TokenLogProbs
 from recipe_lib.parallel import World, materialize, shard_model, start_world
 from recipe_lib.training.preference import (
     answer_log_probs,
-    check_pairs,
     describe_reference,
     preference_loss,
     step_numbers,
 )
+from recipe_lib.training.scores import check_pairs
 from tests.adapters.adapted import EVERYWHERE, Setting, adapted
 from tests.distributed.ranks import run_ranks
 from tests.parallel.gathered import gathered_bytes
@@ -226,11 +227,11 @@ def test_metrics_are_named_means() -> None:
 
 def test_rows_of_one_answer_are_refused_in_one_line() -> None:
     rows = pairs(VOCABULARY)
-    check_pairs(rows, None)
+    check_pairs(cast(Any, SimpleNamespace(dataset=rows, validation_dataset=None)), "do else")
     single = SimpleNamespace(group=1, report=SimpleNamespace(format="alpaca"))
     for key, given in (("data.format", (single, None)), ("validation.format", (rows, single))):
-        with pytest.raises(ConfigError, match=rf"^{key}: found alpaca, .*; set data.format=preference, or .*$"):
-            check_pairs(*given)
+        with pytest.raises(ConfigError, match=rf"^{key}: found alpaca, .*; set {key}=preference, or do else$"):
+            check_pairs(cast(Any, SimpleNamespace(dataset=given[0], validation_dataset=given[1])), "do else")
 
 
 def test_the_reference_is_said() -> None:

@@ -198,8 +198,8 @@ def test_the_data_and_the_changed_settings_are_on_the_page(tmp_path: Path) -> No
     }
     text = write_run(tmp_path, 4, facts=facts).read_text()
     rows = rows_of(text, "Data")
-    assert rows["samples read"] == ["1,200", "30"] and rows["label tokens"][0] == "12,345 (12.5%)"
-    assert rows["truncated at max_seq_len"] == ["7 of 1,190 sequences, at 512 tokens", "0"]
+    assert rows["samples read"] == ["1,200", "30"] and rows["label tokens"][0] == "12,345"
+    assert rows["truncated at max_seq_len"] == ["7", "0"]
     assert rows["tokens in packed sequences"] == ["93.1%, the rest is padding", ""]
     assert "pairs" not in rows and "the same as an earlier one" not in rows  # none
     changed = rows_of(text, "Settings that differ from the defaults")

@@ -20,16 +20,11 @@ FACTS = OptimizerFacts(
 def adamw(cfg: OptimizerConfig, params: list[nn.Parameter], kernels: dict[str, bool]) -> Optimizer:
     """torch's AdamW, unless `state_bits` asks for another type or rounding is to be other than to the nearest."""
     beta1, beta2 = cfg.betas
-    if isinstance(params, Trained) and _has_own_step(cfg, params):
+    bits = {parameter.dtype.itemsize * 8 for parameter in params}
+    keeps_others = cfg.state_bits is not None and not bits <= {cfg.state_bits}
+    if isinstance(params, Trained) and (cfg.master_weights or cfg.stochastic_rounding or keeps_others):
         return ChunkedOptimizer(params, cfg, {"betas": (beta1, beta2), "eps": cfg.eps})
     groups = [{"params": list(params)}]  # one, even if empty
     return torch.optim.AdamW(
         groups, lr=cfg.lr, betas=(beta1, beta2), eps=cfg.eps, weight_decay=cfg.weight_decay, **kernels
     )
-
-
-def _has_own_step(cfg: OptimizerConfig, params: list[nn.Parameter]) -> bool:
-    """Whether the states, or the rounding, are others than those of torch's AdamW."""
-    bits = {parameter.dtype.itemsize * 8 for parameter in params}
-    same = cfg.state_bits is None or bits <= {cfg.state_bits}
-    return cfg.master_weights or cfg.stochastic_rounding or not same

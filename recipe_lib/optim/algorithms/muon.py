@@ -96,19 +96,19 @@ class Muon(ChunkedOptimizer):
             rate = group["lr"] * _RMS * math.sqrt(max(matrix.shape))
             for rows in pieces(part.weights):
                 weights = part.take(rows)
-                weights.mul_(1 - group["lr"] * group["weight_decay"])
-                weights.add_(update[rows].to(weights.device), alpha=-rate)
-                part.put(rows, weights)
+                weights.values.mul_(1 - group["lr"] * group["weight_decay"])
+                weights.values.add_(update[rows].to(weights.values.device), alpha=-rate)
+                weights.keep()
                 del weights
 
     def _momentum(self, part: StateChunk, group: dict[str, Any], matrix: nn.Parameter) -> Tensor:
         """The momentum with this step's gradient, and Nesterov's look ahead from it: bf16, on the computing device."""
         found = torch.empty(part.weights.shape, dtype=torch.bfloat16, device=self.device)
-        momentum, dtype = group["momentum"], wide(matrix.dtype)
+        momentum = group["momentum"]
         code = self.find_code(matrix, part.weights.device, signed=True)
         for rows in pieces(part.weights):
-            gradient = part.gradient[rows].to(dtype)
-            mean = part.take_state("momentum_buffer", rows, dtype, code)
+            gradient = part.gradient[rows].to(wide(matrix.dtype))
+            mean = part.take(rows, "momentum_buffer", code)
             mean.values.lerp_(gradient, 1 - momentum)
             mean.keep()
             found[rows].copy_(gradient.lerp(mean.values, momentum))

@@ -82,7 +82,12 @@ class Transport:
         self._ranks = world.pipeline.ranks
         self._heartbeat = world.heartbeat
         self._device = world.device
-        _check_streams_of_pairs(self._group)
+        if any(getattr(group, "bound_device_id", None) is not None for group in (self._group, dist.group.WORLD)):
+            raise SetupError(
+                "parallel.pipeline: found a process group that was made with device_id, expected one without: NCCL "
+                "would exchange all tensors on one stream, and interleaved schedules would hang; remove device_id "
+                "from init_process_group"
+            )
         for low, high in sorted(pairs):
             if world.pipeline.rank == low:
                 self.send(torch.zeros(1, device=self._device), high, tag=0).wait()
@@ -102,16 +107,6 @@ class Transport:
         tensor = tensor.contiguous()
         with self._heartbeat.exchange(self._ranks[place]):
             return OnItsWay(tensor, dist.isend(tensor, self._ranks[place], group=self._group, tag=tag))
-
-
-def _check_streams_of_pairs(group: Any) -> None:
-    for one in (group, dist.group.WORLD):
-        if getattr(one, "bound_device_id", None) is not None:
-            raise SetupError(
-                "parallel.pipeline: found a process group that was made with device_id, expected one without: NCCL "
-                "would exchange all tensors on one stream, and interleaved schedules would hang; remove device_id "
-                "from init_process_group"
-            )
 
 
 def sum_with(other: int, parameter: Tensor, transport: Transport) -> None:
@@ -166,7 +161,6 @@ class Pipeline:
         self._parts = model.stage_parts()
         self._turn: tuple[int, Tensor] | None = None
         self._hidden: Tensor | None = None
-        world.heartbeat.stages = f"stage{'s' if len(layers) > 1 else ''} {' and '.join(map(str, layers))}"
 
     @property
     def has_last(self) -> bool:
@@ -349,35 +343,23 @@ class _Step:
 
     def _begin(self, action: Action) -> None:
         """Tell the heartbeat what this rank is at."""
-        self._heartbeat.stages = f"stage {action.stage}"
-        self._heartbeat.action = f"the {kinds.WORDS[action.kind]} of micro-batch {action.micro_batch}"
+        what = f"the {kinds.WORDS[action.kind]} of micro-batch {action.micro_batch}"
+        self._heartbeat.action = f"{what} in stage {action.stage}"
 
     @contextmanager
     def _tell_action_in_errors(self) -> Iterator[None]:
         """Say in what is raised inside which action it was."""
-        heartbeat = self._heartbeat
-        all_stages = heartbeat.stages
         try:
             yield
         except Exception as error:
-            place = f"rank {self._pipeline._world.rank} ({heartbeat.stages}), {heartbeat.action}"
+            place = f"rank {self._pipeline._world.rank}, {self._heartbeat.action}"
             if isinstance(error, UserError):
                 error.faults = [f"{fault} ({place})" for fault in error.faults]
             else:
                 error.add_note(place)
             raise
         finally:
-            heartbeat.stages = all_stages
-            heartbeat.action = ""
-
-    def _wait_for(self, exchange: OnItsWay, action: Action) -> Tensor:
-        """Wait until another rank has sent or taken a tensor. action: its own receive or send."""
-        before = self._heartbeat.action
-        other = self._pipeline._ranks[self._place_of(partner_of(action))]
-        self._heartbeat.action = f"{before}, waiting for rank {other}"
-        tensor = exchange.wait()
-        self._heartbeat.action = before
-        return tensor
+            self._heartbeat.action = ""
 
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.micro_batch
@@ -459,7 +441,7 @@ class _Step:
         """What the action needs of another stage, when it is there."""
         receive = received_for(action, self._pipeline._stages)
         assert receive is not None
-        return self._wait_for(self._arriving.pop(receive), receive)
+        return self._arriving.pop(receive).wait()
 
     def _hand_on(self, action: Action, tensor: Tensor) -> None:
         """To a stage of this rank as it is; for another rank's it waits for its turn to be sent."""
@@ -482,7 +464,7 @@ class _Step:
         sent = self._sent.pop(send, None)  # None: a gradient that nobody wants
         if sent is not None:
             self._begin(send)
-            self._wait_for(sent, send)
+            sent.wait()
 
     def _is_wanted(self, stage: int) -> bool:
         """Whether a stage's input has a gradient: a stage before it is trained."""

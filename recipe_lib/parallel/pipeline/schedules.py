@@ -61,8 +61,23 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
     name, ranks = parallel.pipeline_schedule, parallel.pipeline
     if name in ("gpipe", "1f1b"):
         return {rank: _one_forward_one_backward(name, rank, ranks, micro_batches) for rank in range(ranks)}
-    settings = _torch_settings(ranks, stages_per_rank(parallel), _orderly(name, ranks, micro_batches))
-    make = _torch_schedule(name)._calculate_single_rank_operations
+    from torch.distributed.pipelining import schedules  # 834 modules, a second; few runs have such a schedule
+
+    whole = _orderly(name, ranks, micro_batches)
+    rounds = max(1, whole // ranks)
+    settings = SimpleNamespace(  # what the methods read of themselves; the classes want stages with memory to be made
+        pp_group_size=ranks,
+        n_local_stages=stages_per_rank(parallel),
+        num_stages=stage_count(parallel),
+        _n_microbatches=whole,
+        number_of_rounds=rounds,
+        microbatches_per_round=whole // rounds,
+    )
+    make = {
+        "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
+        "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+    }[name]._calculate_single_rank_operations
     orders = {rank: _read(make(settings, rank), micro_batches) for rank in range(ranks)}
     if parallel.pipeline_max_deferred_weight_grads is not None:
         orders = {rank: _sooner(order, parallel.pipeline_max_deferred_weight_grads) for rank, order in orders.items()}
@@ -141,29 +156,6 @@ def _one_forward_one_backward(name: str, rank: int, ranks: int, micro_batches: i
             order.append(Action(rank, FORWARD, number + ahead))
         order.append(Action(rank, BACKWARD, number))
     return order
-
-
-def _torch_schedule(name: str) -> Any:
-    from torch.distributed.pipelining import schedules  # 834 modules, a second; few runs have such a schedule
-
-    return {
-        "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
-        "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
-        "zbv": schedules.ScheduleZBVZeroBubble,
-    }[name]
-
-
-def _torch_settings(ranks: int, stages: int, micro_batches: int) -> Any:
-    """What those classes' methods read of themselves; the classes want stages with memory to be made."""
-    rounds = max(1, micro_batches // ranks)
-    return SimpleNamespace(
-        pp_group_size=ranks,
-        n_local_stages=stages,
-        num_stages=ranks * stages,
-        _n_microbatches=micro_batches,
-        number_of_rounds=rounds,
-        microbatches_per_round=micro_batches // rounds,
-    )
 
 
 def _read(actions: Sequence[Any], micro_batches: int) -> list[Action]:

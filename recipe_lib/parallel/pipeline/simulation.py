@@ -254,35 +254,6 @@ def partner_of(action: Action) -> Action:
     return Action(action.stage + step, kind, action.micro_batch)
 
 
-def theoretical_bubble(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float | None:
-    """The bubble (see `Timeline.bubble`) of equal stages whose forward, input gradient and weight gradients take one
-    time each and whose transfers take none, by formula. None: no formula is known for so many micro-batches.
-
-    With p ranks, m micro-batches and v stages on a rank it is idle / (3 v m + idle), idle in times of a forward:
-    - gpipe, 1f1b: 3 (p - 1), for every m; so (p - 1) / (m + p - 1), however long backward takes.
-    - interleaved_1f1b: 3 (p - 1) if m >= p is in m // p rounds of one size; for m < p 3 (v - 1) (p - m) more.
-    - interleaved_zero_bubble: p - 1 if m >= p is in such rounds; more for m < p.
-    - zbv: p - 1 if m >= 3 p // 2; 4 p - 2 - 2 m if that is more.
-    """
-    idle = _idle(schedule, ranks, micro_batches, stages_per_rank)
-    return None if idle is None else idle / (3 * stages_per_rank * micro_batches + idle)
-
-
-def _idle(schedule: str, ranks: int, micro_batches: int, stages: int) -> int | None:
-    """How long each rank does not compute, in times of a forward."""
-    missing = max(0, ranks - micro_batches)
-    if schedule in ("gpipe", "1f1b"):
-        return 3 * (ranks - 1)
-    if schedule == "zbv":
-        return max(ranks - 1, 4 * ranks - 2 - 2 * micro_batches)
-    if micro_batches % max(1, micro_batches // ranks):
-        return None
-    if schedule == "interleaved_1f1b":
-        return 3 * (ranks - 1) + 3 * (stages - 1) * missing
-    few = 2 * stages * ranks - 1 - (3 * stages - 2) * micro_batches if missing else 0
-    return max(ranks - 1 + stages * missing, few)
-
-
 # What a rank of a pipeline holds for backward after each of its actions, in bytes, from the sizes of its stages.
 #
 # A stage keeps of a micro-batch: from forward on what autograd needs; from the input gradient on, where
@@ -314,16 +285,6 @@ class Live:
     handed: int
     waiting: int
     sent: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.held + self.sent
-
-    @property
-    def held(self) -> int:
-        """What this rank alone decides about: all but `sent`."""
-        return self.kept + self.deferred + self.received + self.handed + self.waiting
 
 
 def live_bytes(

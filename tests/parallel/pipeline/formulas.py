@@ -23,3 +23,32 @@ def in_flight(schedule: str, ranks: int, rank: int, micro_batches: int, stages_p
     hops = 2 if schedule == "interleaved_1f1b" else 1
     ahead = (stages_per_rank - 1) * (micro_batches // rounds) + hops * behind + 1
     return min(ahead, stages_per_rank * micro_batches)
+
+
+def theoretical_bubble(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float | None:
+    """The bubble (see `Timeline.bubble`) of equal stages whose forward, input gradient and weight gradients take one
+    time each and whose transfers take none, by formula. None: no formula is known for so many micro-batches.
+
+    With p ranks, m micro-batches and v stages on a rank it is idle / (3 v m + idle), idle in times of a forward:
+    - gpipe, 1f1b: 3 (p - 1), for every m; so (p - 1) / (m + p - 1), however long backward takes.
+    - interleaved_1f1b: 3 (p - 1) if m >= p is in m // p rounds of one size; for m < p 3 (v - 1) (p - m) more.
+    - interleaved_zero_bubble: p - 1 if m >= p is in such rounds; more for m < p.
+    - zbv: p - 1 if m >= 3 p // 2; 4 p - 2 - 2 m if that is more.
+    """
+    idle = _idle(schedule, ranks, micro_batches, stages_per_rank)
+    return None if idle is None else idle / (3 * stages_per_rank * micro_batches + idle)
+
+
+def _idle(schedule: str, ranks: int, micro_batches: int, stages: int) -> int | None:
+    """How long each rank does not compute, in times of a forward."""
+    missing = max(0, ranks - micro_batches)
+    if schedule in ("gpipe", "1f1b"):
+        return 3 * (ranks - 1)
+    if schedule == "zbv":
+        return max(ranks - 1, 4 * ranks - 2 - 2 * micro_batches)
+    if micro_batches % max(1, micro_batches // ranks):
+        return None
+    if schedule == "interleaved_1f1b":
+        return 3 * (ranks - 1) + 3 * (stages - 1) * missing
+    few = 2 * stages * ranks - 1 - (3 * stages - 2) * micro_batches if missing else 0
+    return max(ranks - 1 + stages * missing, few)

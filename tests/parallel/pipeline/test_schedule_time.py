@@ -5,7 +5,8 @@ import pytest
 from recipe_lib.config.mesh import SCHEDULES, fewest_micro_batches, stage_count, stages_per_rank
 from recipe_lib.config.schema import ParallelConfig
 from recipe_lib.parallel.pipeline.schedules import UNITS, Action, compute_orders
-from recipe_lib.parallel.pipeline.simulation import simulate, theoretical_bubble, with_transfers
+from recipe_lib.parallel.pipeline.simulation import simulate, with_transfers
+from tests.parallel.pipeline.formulas import theoretical_bubble
 
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv")
 

@@ -1,6 +1,5 @@
 """The share of a step in communication: arithmetic of spans, which events count, and a step of two real ranks."""
 
-import logging
 import random
 import time
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipe_lib.logs import get_logger
 from recipe_lib.training.loop import CommunicationProbe, measure_covered, shares, spans_of
 from tests.distributed.ranks import run_ranks
 from tests.recipes.runs import arguments, done, metrics, run_here
@@ -127,20 +125,3 @@ def test_one_rank_measures_nothing_and_a_profiler_at_work_is_no_error():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         probe.begin(1)
     assert probe.end(1.0) == {}
-
-
-def test_a_step_that_never_comes_is_said_once_by_the_main_rank(monkeypatch: pytest.MonkeyPatch):
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
-    monkeypatch.setattr(get_logger(), "handlers", [handler])
-
-    def said(step: int | None, last: int, *, main: bool = True, size: int = 2) -> list[str]:
-        lines.clear()
-        CommunicationProbe(step, SimpleNamespace(is_main=main, size=size, device=CPU)).check(last)  # type: ignore[arg-type]
-        return list(lines)
-
-    (line,) = said(9, 8)
-    assert line.startswith("warning: log.communication_step: found 9 in a run of 8 steps, ") and "set it to" in line
-    assert said(8, 8) == said(None, 8) == said(9, 8, main=False) == said(9, 8, size=1) == []
-    assert said(3, 2) == []  # the default, which nobody asked for
