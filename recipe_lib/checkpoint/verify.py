@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from recipe_lib.adapters import adapters_off, add_adapters, init_adapters
-from recipe_lib.adapters.peft_names import file_modules, targets_of
+from recipe_lib.adapters.peft_names import targets_of
 from recipe_lib.adapters.peft_patterns import PatternError, first_matches
-from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, PATTERN_REMEDY, AdapterConfig, scaling
+from recipe_lib.checkpoint.adapter_config import PATTERN_REMEDY, AdapterConfig, scaling
 from recipe_lib.checkpoint.adapter_files import BASE_STORAGE, AdapterFile, check_fits, read_adapter, usual_scaling
 from recipe_lib.checkpoint.adapter_in import load_adapter
 from recipe_lib.checkpoint.weight_accounts import read_headers
@@ -124,27 +124,6 @@ def compare(trained: torch.Tensor, exported: torch.Tensor, before: torch.Tensor 
     difference = float((wide - exported.double()).abs().max())
     change = None if before is None else float((wide - before.double()).abs().max())
     return Comparison(difference, float(wide.abs().max()), change)
-
-
-def check_names(folder: Path, spec: ModelSpec) -> int:
-    """Compare an adapter's names with those of the base's modules, as PEFT and vLLM find modules by
-    them.
-
-    Returns how many modules have an adapter. Raises CheckpointError if one of them is not in the
-    base, or if PEFT would put an adapter on a module that has none in the file.
-    """
-    adapted = set(read_adapter(folder).tensors)
-    if isinstance(spec, ExternalSpec):  # PEFT looks for the class' own modules
-        strange = sorted(adapted - spec.layout().linears.keys())
-        if strange:
-            raise CheckpointError(f"{folder / CONFIG_FILE}: {strange[0]} is no linear of the base; export it again")
-        return len(adapted)
-    last = {name.rsplit(".", 1)[-1] for name in adapted}
-    matched = {name for name in file_modules(spec) if name.rsplit(".", 1)[-1] in last}
-    for name in sorted(adapted ^ matched):
-        fault = "is no weight of the base" if name in adapted else "has no adapter, and PEFT would make one"
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {name} {fault}; export the adapter again")
-    return len(adapted)
 
 
 # An export opened by the libraries that it is for, transformers and PEFT, and compared with what

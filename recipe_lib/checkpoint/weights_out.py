@@ -197,8 +197,7 @@ class TensorPieces:
             found = {taken: self._whole(taken) for taken in conversion.names()}
             parameters = {taken: parameter for taken, parameter in found.items() if parameter is not None}
             if parameters:
-                made = conversion.convert(parameters.__getitem__)
-                self._made = {conversion.written[own]: tensor for own, tensor in made.items()}
+                self._made = conversion.convert(parameters.__getitem__)
         if name in self._made:
             tensor = self._made.pop(name)
             yield from tensor.split(1) if tensor.dim() == 3 else (tensor,)  # experts are made contiguous one by one

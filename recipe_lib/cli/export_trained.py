@@ -32,7 +32,6 @@ from recipe_lib.checkpoint.tokenizer_out import CHAT_TEMPLATE, TOKENIZER_FILES
 from recipe_lib.checkpoint.verify import (
     Comparison,
     adapter_settings_of,
-    check_names,
     check_with_peft,
     check_with_transformers,
     compare,
@@ -335,7 +334,7 @@ def export_adapted(found: ExportSource, arguments: argparse.Namespace) -> None:
         if arguments.merge and out:
             _check_merged(found, arguments, base, adapter, out, dtype, device, trained)
         else:
-            _check_adapter(found, base, spec, adapter, dtype, device, trained, written=bool(rewrite))
+            _check_adapter(found, base, spec, adapter, dtype, device, trained)
             _tell_next(found, arguments, spec, adapter)
 
 
@@ -386,14 +385,10 @@ def _check_adapter(
     dtype: torch.dtype,
     device: torch.device,
     trained: tuple[torch.Tensor, torch.Tensor],
-    written: bool,
 ) -> None:
     model, filled = model_of_adapter(adapter, spec, base, dtype, device)
     held = read_adapter(adapter)
     print_wrapped(f"check: {filled} modules have their adapter, none of {len(held.tensors)} in the file is left over")
-    if written:
-        check_names(adapter, spec)
-        print_wrapped("check: names are those of the base's modules, as PEFT and vLLM look for them")
     if held.config.dora:
         print_wrapped("note: vLLM does not load DoRA adapters; serve the merged model there (tune export --merge)")
     logits = prompt_logits(model)

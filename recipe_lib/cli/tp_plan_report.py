@@ -15,13 +15,12 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     BYTES,
     ShardingPlan,
     boundary_counts,
+    collectives,
     cut_share,
-    exchanges,
     held_elements,
     layers_of,
     parameter_groups,
     pattern_of,
-    sent_bytes,
     step_bytes,
     why_not,
 )
@@ -215,22 +214,16 @@ def _rewrites(plan: ShardingPlan) -> Table:
 
 
 def _collectives(plan: ShardingPlan, sizes: list[int], tokens: int) -> Table:
-    """Return bytes that a rank sends: by part of the model, and for a step of one micro-batch."""
+    """Return bytes that a rank sends for a step of one micro-batch, by what they are for."""
     rows: list[list[Any]] = []
-    for each in exchanges(plan):
-        where = f"each of {len(each.layers)} {each.place}" if each.layers else "outside the layers"
-        for phase, counts, width, halves in zip(
-            ("forward", "backward"), each.counts, each.widths, each.halves, strict=True
-        ):
-            if counts:
-                sent = [Bytes(sent_bytes(BYTES * tokens * halves, size) // 2) for size in sizes]
-                rows.append([where, phase, ", ".join(counted(count, name) for name, count in counts), width, *sent])
+    counts = Counter((phase, name) for phase, name, _ in collectives(plan))
     totals = {size: step_bytes(plan, size, tokens) for size in sizes}
-    for what, phase in _PHASES.items():
-        if any(total[what] for total in totals.values()):
-            rows.append(["all of it", phase, "", "", *(Bytes(total[what]) for total in totals.values())])
-    header = ["where", "when", "what", "numbers a token", *(f"t={size}" for size in sizes)]
-    return _table(f"sent by each rank, {tokens} tokens", header, rows, len(sizes) + 1, FORMULA)
+    for phase, title in _PHASES.items():
+        if any(total[phase] for total in totals.values()):
+            what = ", ".join(counted(count, name) for (of, name), count in sorted(counts.items()) if of == phase)
+            rows.append([title, what, *(Bytes(total[phase]) for total in totals.values())])
+    header = ["when", "what", *(f"t={size}" for size in sizes)]
+    return _table(f"sent by each rank, {tokens} tokens", header, rows, len(sizes), FORMULA)
 
 
 _PHASES = {

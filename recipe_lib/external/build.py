@@ -207,13 +207,15 @@ class ExternalModel(LanguageModel):
 
     @property
     def reads_padding(self) -> bool:
-        """Whether its class takes a mask of tokens that are padding."""
+        """Whether prompts of different lengths can be read together: its class takes a mask of what is padding."""
         return "attention_mask" in self._division.accepted
 
     def token_reader(self, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """See `ExternalSpec.token_reader`.
+        """For generating: a function of tokens `[b, s]` that follow one another, to the logits `[b, v]` after them.
 
         Keys and values are kept in the cache that the class makes; a class that returns none reads everything again.
+        padding: int64 `[b]`, how many tokens each row begins with that are none; None: no row. Raises SetupError for a
+        class that takes no mask of them.
         """
         accepted = self._division.accepted
         if padding is not None and "attention_mask" not in accepted:

@@ -90,6 +90,13 @@ class LanguageModel(nn.Module):
         self.own_tensors = frozenset(names)
 
 
+def hold_tied_weight(embedding: nn.Embedding) -> nn.Embedding:
+    """Return what has the head's matrix under the embedding's name on a rank of a pipeline that embeds nothing."""
+    holder = nn.Embedding(*embedding.weight.shape, device="meta")
+    holder.weight = embedding.weight
+    return holder
+
+
 def own_tensors(model: nn.Module) -> frozenset[str] | None:
     """The names of what a model was built with; None for one that `build_meta` did not make."""
     return model.own_tensors if isinstance(model, LanguageModel) else None

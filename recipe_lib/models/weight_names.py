@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -308,7 +308,8 @@ def written_layout(spec: ModelSpec) -> WrittenLayout | None:
             files[names[name]] = shape
             renamed[names[name]] = name
             continue
-        files |= experts.shapes(lambda _, shape=shape: shape) or {}  # type: ignore[misc]
+        parts = experts.convert({name: torch.empty(shape, device="meta")}.__getitem__)
+        files |= {file_name: tuple(part.shape) for file_name, part in parts.items()}
         made |= dict.fromkeys(experts.tensors, experts)
     return WrittenLayout(files, renamed, made)
 
@@ -464,16 +465,12 @@ def expert_names(spec: DecoderSpec, name: str, part: str, expert: int) -> list[s
     return [f"{before}.{block}.experts.{expert}.{each}.weight" for each in ([gate, up] if part == GATE_UP else [down])]
 
 
-@dataclass
+@dataclass(frozen=True)
 class WrittenExperts:
     """What of files is made of one parameter of ours, the experts' matrices of a layer; see `Conversion`."""
 
     parameter: str
     tensors: dict[str, tuple[int | None, int, int]]  # name in the file -> (expert, rows from, to); None: transposed
-    written: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.written = {name: name for name in self.tensors}
 
     def names(self) -> list[str]:
         return [self.parameter]
@@ -485,16 +482,6 @@ class WrittenExperts:
             name: whole.transpose(1, 2) if expert is None else whole[expert, first:last]
             for name, (expert, first, last) in self.tensors.items()
         }
-
-    def shapes(self, shape_of: Callable[[str], tuple[int, ...]]) -> dict[str, tuple[int, ...]] | None:
-        experts, rows, columns = shape_of(self.parameter)
-        return {
-            name: (experts, columns, rows) if expert is None else (last - first, columns)
-            for name, (expert, first, last) in self.tensors.items()
-        }
-
-    def pieces(self) -> Any:
-        yield 0, None, {self.parameter: [self.parameter]}
 
 
 def written_experts(spec: DecoderSpec, name: str, shape: tuple[int, ...]) -> WrittenExperts | None:

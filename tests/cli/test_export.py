@@ -60,9 +60,8 @@ def test_the_adapter_of_a_state(which: str, base: Path, tmp_path: Path, capsys: 
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == "check: 11 modules have their adapter, none of 11 in the file is left over"
-    assert lines[1] == "check: names are those of the base's modules, as PEFT and vLLM look for them"
-    assert lines[2] == f"adapter: {tmp_path / 'run' / 'adapter_step_3'}"
-    assert lines[3].startswith("check: logits differ by 0 at most (the largest is 16")
+    assert lines[1] == f"adapter: {tmp_path / 'run' / 'adapter_step_3'}"
+    assert lines[2].startswith("check: logits differ by 0 at most (the largest is 16")
     assert difference(model, with_peft(base, tmp_path / "run" / "adapter_step_3")) < 1e-5
     assert (tmp_path / "run" / "adapter_step_3" / "tokenizer.model").is_file()
 
@@ -172,16 +171,6 @@ def test_an_export_that_differs_is_an_error(
     assert err.startswith(
         f"error: {tmp_path / 'run/adapter_step_3'}: does not compute what was trained: logits differ by"
     )
-
-
-def test_a_name_that_peft_would_not_find(base: Path, tmp_path: Path) -> None:
-    model = make_run(tmp_path / "run", base, finished=True)
-    file = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
-    assert verify.check_names(file.parent, model.spec) == 11
-    tensors = {name: tensor for name, tensor in load_file(file).items() if ".layers.2.self_attn.v_proj." not in name}
-    save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(Exception, match="layers.2.self_attn.v_proj has no adapter, and PEFT would make one"):
-        verify.check_names(file.parent, model.spec)
 
 
 def test_nan_never_agrees() -> None:
