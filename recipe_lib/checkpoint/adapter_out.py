@@ -52,7 +52,7 @@ from recipe_lib.checkpoint.weights_out import (
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.families import has_score_head
-from recipe_lib.models.language_model import in_file_order
+from recipe_lib.models.language_model import ordered, runs_of
 from recipe_lib.models.meta_init import extra_modules, saved_whole, stored_weights
 from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
 
@@ -197,16 +197,16 @@ def _own_pieces(model: nn.Module, module: FileModule, cfg: LoraConfig) -> Iterat
     adapted = [owner for _, owner in held if isinstance(owner, AdaptedModule)]
     if module.experts:
         ((part, owner),) = held
-        factors = [
-            in_file_order(model, f"{part.module}.{name}", whole(owner.get_parameter(name).detach())) for name in names
-        ]
-        yield from stacked_factors(*factors)
+        runs = [runs_of(model, f"{part.module}.{name}") for name in names]
+        parameters = [whole(owner.get_parameter(name).detach()) for name in names]
+        yield from stacked_factors(*map(ordered, parameters, runs))
         return
     for owner in adapted:
         yield whole(owner.get_parameter(names[0]).detach())
     for part, owner in held:  # B of a fused module: a block for each of its parts, zeros elsewhere
         if len(held) == 1:
-            yield in_file_order(model, f"{part.module}.{names[1]}", whole(owner.get_parameter(names[1]).detach()))
+            second = whole(owner.get_parameter(names[1]).detach())
+            yield ordered(second, runs_of(model, f"{part.module}.{names[1]}"))
             continue
         dtype = adapted[0].settings.dtype
         second = torch.zeros(part.rows, cfg.rank * len(adapted), dtype=dtype)

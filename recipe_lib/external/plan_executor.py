@@ -18,7 +18,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +39,7 @@ from recipe_lib.external.tensor_plan.exchanges import (
     rewritten,
     trained_length,
 )
-from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan, pattern_of, tensors_in
+from recipe_lib.external.tensor_plan.sharding_plan import Boundary, ParameterPlan, ShardingPlan, pattern_of, tensors_in
 from recipe_lib.models.language_model import layer_names
 from recipe_lib.ops.dtensor_shards import local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
@@ -115,8 +114,10 @@ class _Execution(TorchFunctionMode):
             note=self.kept.note,
         )
         self.compiled = CompiledLayers(model, plan, ranks, lambda: self.length, self.alone, self.outside, gathers_again)
-        numbered = tuple(each for each in plan.boundaries if each.kind != "assemble")
-        self.boundaries = replace(plan, boundaries=numbered).boundaries_by_call()
+        self.boundaries: dict[tuple[str, int], list[Boundary]] = {}  # by their module, and the number of a call there
+        for each in plan.boundaries:
+            if each.kind != "assemble":
+                self.boundaries.setdefault((each.module, each.call), []).append(each)
         self.expected = Counter(module for module, _ in self.boundaries)
         layers = layer_names(model)
         self.must_run = {

@@ -118,7 +118,7 @@ def choose(layers: Sequence[LayerCost], budget: float, moments: Moments) -> Budg
             again = sum(one.seconds for one in layer.operators if (one.kind, one.number) not in taken[layer.name])
             choice.kept[layer.name] = None
             choice.seconds -= layer.other + again
-    choice.bytes = room.used()
+    choice.bytes = room.after({})
     return choice
 
 
@@ -153,10 +153,6 @@ class _Room:
         for stage, size in more.items():
             self._bytes[stage] += size
         return True
-
-    def used(self) -> int:
-        """The most bytes at once."""
-        return self.after({})
 
 
 # The operators that checkpointing tells apart, by their name: which of them exist depends on

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from recipe_lib.errors import SetupError
 from recipe_lib.models.spec import ExternalSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.device import holds_values
-from recipe_lib.ops.dtensor_shards import Runs, local_part
+from recipe_lib.ops.dtensor_shards import Runs, local_of, local_part
 from recipe_lib.ops.head_losses import HeadLoss
 
 
@@ -165,13 +164,9 @@ def own_parts(model: nn.Module, name: str, parameter: Tensor) -> list[tuple[Tens
     return pieces
 
 
-def in_file_order(model: nn.Module, name: str, whole: Tensor) -> Tensor:
-    """A whole parameter, gathered from the ranks, as the file has it."""
-    return ordered(whole, runs_of(model, name))
-
-
 def ordered(whole: Tensor, found: Runs | None) -> Tensor:
-    """A whole tensor whose runs follow one another, in the order of the file."""
+    """A whole tensor, gathered from the ranks, whose runs follow one another (None: it is as the file has it), in the
+    order of the file."""
     if found is None:
         return whole
     dim, runs = found
@@ -212,12 +207,7 @@ def check_written(model: nn.Module) -> None:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, _own(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
-
-
-@torch.no_grad()
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return [(name, local_of(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
 
 
 def _mark(tensor: Tensor) -> WriteMark:

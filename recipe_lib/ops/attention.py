@@ -164,8 +164,12 @@ def attention(
         ends = info.boundaries if info.flattened else None
         settings = (ends, info.longest, mask, info.documents, window, scale)
         return cast(Tensor, _SinkAttention.apply(q, k, v, sinks, *settings))
-    if info.flattened:
-        return _flattened_attention(q, k, v, info, window, scale)
+    if info.flattened:  # all rows as one list of documents: no mask, nothing of size s x s
+        grouped: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _VARLEN_OPTIONS else {}
+        ends = (info.boundaries, info.boundaries, info.longest, info.longest)
+        window_size = (_left(window), 0)
+        out = varlen_attn(_flat(q), _flat(k), _flat(v), *ends, scale=scale, window_size=window_size, **grouped)
+        return _rows(out, q)
     return scaled_dot_product(q, k, v, info.masks[window], scale)
 
 
@@ -184,27 +188,6 @@ def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
     if q.shape[2] == 1:  # a branch: torch.compile makes no bool, which SDPA wants, of a comparison of dynamic lengths
         causal = False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-
-
-def _flattened_attention(
-    q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, window: int | None, scale: float
-) -> Tensor:
-    """All rows as one list of documents through the varlen flash kernel: no mask, nothing of size s x s."""
-    options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _VARLEN_OPTIONS else {}
-    ends, longest = info.boundaries, info.longest
-    out = varlen_attn(
-        _flat(q),
-        _flat(k),
-        _flat(v),
-        ends,
-        ends,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(_left(window), 0),
-        **options,
-    )
-    return _rows(out, q)
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

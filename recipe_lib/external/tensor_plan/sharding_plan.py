@@ -145,13 +145,6 @@ class ShardingPlan:
                 return found
         raise ConfigError(f"tensor plan: no parameter {name}, expected one of the model's; make the plan anew")
 
-    def boundaries_by_call(self) -> dict[tuple[str, int], list[Boundary]]:
-        """The boundaries of each call, by its `tracing.CallKey`."""
-        found: dict[tuple[str, int], list[Boundary]] = {}
-        for boundary in self.boundaries:
-            found.setdefault((boundary.module, boundary.call), []).append(boundary)
-        return found
-
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain dicts, lists, strings, integers and booleans, for YAML or JSON."""
         found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
