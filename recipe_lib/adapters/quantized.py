@@ -249,7 +249,10 @@ class QuantizedLinear(nn.Module):
             if not cut:
                 quantize(start, stop, values)
         if cut:
-            _largest_of_all(largest, self.weight_codes)
+            parameter = self.weight_codes
+            for dim, placement in enumerate(parameter.placements if isinstance(parameter, DTensor) else ()):
+                if placement.is_shard(1):
+                    dist.all_reduce(largest, dist.ReduceOp.MAX, group=parameter.device_mesh.get_group(dim))
             for start, stop in pieces:
                 quantize(start, stop, read(start, stop))
 
@@ -267,14 +270,6 @@ def dequantized(weight: Tensor, kind: str) -> Tensor:
 def frozen(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """A parameter that wants no gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-def _largest_of_all(largest: Tensor, parameter: Tensor) -> None:
-    """The largest of each row's numbers, in place, over the ranks that have other columns of it. A collective."""
-    if isinstance(parameter, DTensor):
-        for dim, placement in enumerate(parameter.placements):
-            if placement.is_shard(1):
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group=parameter.device_mesh.get_group(dim))
 
 
 def _keep_part(parameter: Tensor, whole: Tensor) -> None:

@@ -25,7 +25,6 @@ from recipe_lib.adapters.peft_names import (
     file_name,
     is_target,
     stacked_factors,
-    tensor_name,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, write_fields
@@ -91,7 +90,7 @@ def export_adapter(
     adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     dtype = next(iter(plan_tensors(adapters, holders, world).values())).dtype  # a rank of a pipeline may have none
     plan = [
-        PlannedTensor(tensor_name(module.name, suffix, multimodal), dtype, shape)
+        PlannedTensor(f"{PREFIX}{file_name(module.name, multimodal)}.{suffix}", dtype, shape)
         for module in modules
         for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items()
     ]

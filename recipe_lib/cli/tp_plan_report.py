@@ -18,7 +18,6 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     collectives,
     cut_share,
     held_elements,
-    layers_of,
     parameter_groups,
     pattern_of,
     step_bytes,
@@ -27,7 +26,7 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
 from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize, shrink
 from recipe_lib.report import terminal
 from recipe_lib.report.view import Table, show_table
-from recipe_lib.units import Bytes, Count, counted, number_ranges
+from recipe_lib.units import Bytes, Count, counted
 
 _MOST_SIZES = 12  # legal ones that are named
 WIDTH = 160  # columns where there is no terminal to ask
@@ -174,7 +173,6 @@ def _parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
     """Return what is cut; what every rank has, and why. partial: gradients are summed over ranks once a step."""
     cut, whole = [], []
     groups = parameter_groups(plan)
-    shared = [each.name for each in groups if each.dim >= 0]
     for each, names in groups.items():
         shape = " x ".join(map(str, each.shape))
         if each.dim < 0:
@@ -183,9 +181,7 @@ def _parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
             continue
         lengths = [f"({size})" if at in each.whole else str(size) for at, size in enumerate(each.segments)]
         segments = " + ".join(lengths) if len(lengths) > 1 else ""
-        is_shared = shared.count(each.name) > 1
-        layers = f" (layers {number_ranges(layers_of(names), between=', ')})" if is_shared else ""
-        cut.append([each.name + layers, len(names), shape, each.role, each.dim, segments, each.unit])
+        cut.append([each.name, len(names), shape, each.role, each.dim, segments, each.unit])
     return (
         _table("cut", ["parameters", "count", "shape", "role", "dim", "segments", "unit"], cut),
         _table("whole on every rank", ["parameters", "count", "shape", "gradient", "why"], whole),

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,8 +31,7 @@ from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import build_meta
 from recipe_lib.models.spec import ExternalSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.chunked_heads import IGNORED, cross_entropy
-from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss, OutputAdapter, TokenLogProbs, TokenScores
+from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 
 # An external model called as ours is: tokens and labels in, logits, log-probabilities or the summed
 # loss out.
@@ -296,22 +294,10 @@ def _dtype(model: ExternalModel) -> torch.dtype:
 
 
 def _loss_of_logits(logits: Tensor, labels: Tensor, head_loss: HeadLoss | None) -> Tensor:
-    """The loss, or log-probabilities of the labels, of all logits at once. SetupError for a function of another kind:
-    there is no weight to give it."""
-    wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    if isinstance(head_loss, TokenLogProbs):
-        found = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
-        return -found.view_as(labels)
-    if isinstance(head_loss, TokenScores):
-        made = OutputAdapter(lambda rows: rows.clone(), (), lambda rows: rows)  # which are logits already
-        return TokenScores()(wide, wide, labels, adapter=made)
-    if head_loss is not None and not isinstance(head_loss, CrossEntropy):
-        raise SetupError(
-            "head_loss: found a function of hidden states and weight for a model whose forward cannot be divided "
-            "there, expected CrossEntropy, with loss=fn for a loss of logits, or TokenLogProbs"
-        )
-    loss = (head_loss.loss if head_loss is not None else None) or cross_entropy
-    return loss(wide.flatten(0, -2), labels.flatten())
+    """The loss, or log-probabilities of the labels, of all logits, by the chunked head: a projection that is done."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    projected = OutputAdapter(lambda rows, frozen=None: rows.clone(), (), lambda rows: rows)
+    return run_head_loss(head_loss, wide, wide, labels, adapter=projected)
 
 
 def _say_whole(model: nn.Module, reason: str) -> None:
@@ -396,16 +382,13 @@ class _Steps(TorchDispatchMode):
             return LogitsAfter()
         names = [operator.name().partition(".")[0] for operator, _, _ in self.steps]
         numbers = [[value for value in args if value is not _HERE] for _, args, _ in self.steps]
-        if names == ["aten::div", "aten::tanh", "aten::mul"] and numbers[0] == numbers[2] and _is_number(numbers[0]):
-            return LogitsAfter(softcap=float(numbers[0][0]))
+        cap = numbers[0][0] if len(numbers[0]) == 1 else None
+        if names == ["aten::div", "aten::tanh", "aten::mul"] and numbers[2] == [cap] and isinstance(cap, int | float):
+            return LogitsAfter(softcap=float(cap))
         return LogitsAfter(finish=partial(_repeat, self.steps))
 
 
 _HERE = object()  # where the tensor stood among an operator's arguments
-
-
-def _is_number(values: list[Any]) -> bool:
-    return len(values) == 1 and isinstance(values[0], (int, float))
 
 
 def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.external.tensor_plan.exchanges import Ranks
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
-from recipe_lib.external.tensor_plan.sourced_integers import Entry, replaced_entries
+from recipe_lib.models.language_model import Entry, replaced_entries
 from recipe_lib.ops.dtensor_shards import local
 
 _Alone = Callable[[Tensor, Any], AbstractContextManager[None]]

@@ -122,17 +122,13 @@ class KeptTensors:
         """An argument, a tensor as a view of its node, which is noted among the parents."""
         if not isinstance(value, Tensor):
             return value
-        if value.untyped_storage()._cdata in self._free:
+        storage = value.untyped_storage()._cdata
+        if storage in self._free:
             return value.detach()
-        node = self._node_of(value)
-        parents.append(node)
-        return _View(node, value)
-
-    def _node_of(self, tensor: Tensor) -> _Node:
-        storage = tensor.untyped_storage()._cdata
         if storage not in self._nodes:
-            self._nodes[storage] = _Node(tensor.detach(), None, [])
-        return self._nodes[storage]
+            self._nodes[storage] = _Node(value.detach(), None, [])
+        parents.append(self._nodes[storage])
+        return _View(self._nodes[storage], value)
 
     def _pack(self, tensor: Tensor) -> Any:
         if not self._recording or tensor.untyped_storage()._cdata in self._free:

@@ -52,10 +52,6 @@ class ModuleSpec(ExternalSpec):
 
     source: ModuleSource
 
-    @property
-    def implementation(self) -> str:
-        return self.source.implementation
-
     def build(self, dtype: torch.dtype) -> nn.Module:
         """The model on meta, with parameters of `dtype`, and with our call signature.
 
@@ -207,6 +203,7 @@ def read_spec(config: Mapping[str, Any], where: str, implementation: str = TRANS
         init_std=float(next(filter(None, map(number, _STD_KEYS)), 0.02)),
         tied=embedding.weight is head.weight,
         num_layers=len(layer_names(model)),
+        implementation=implementation,
         source=source,
     )
 

@@ -246,7 +246,9 @@ class _Execution(TorchFunctionMode):
         name = getattr(function, "__name__", str(function))
         name = _SAME_CALL.get(name, name)
         reads = name in ("__get__", "size")
-        held = [value for value in tensors_in((args, kwargs)) if self._may_be_a_parameter(value)]
+        # What compiled code reads are plain tensors, of which one may have to be assembled.
+        compiled = self.running.alone is not None and bool(self.assembled)
+        held = [value for value in tensors_in((args, kwargs)) if compiled or isinstance(value, (DTensor, nn.Parameter))]
         if held:
             if self.running.alone is None:
                 self.kept.note_parameters([local(value) for value in held])
@@ -269,10 +271,6 @@ class _Execution(TorchFunctionMode):
         if next(tensors_in(result), None) is not None:
             frame.calls += 1
         return result
-
-    def _may_be_a_parameter(self, value: Tensor) -> bool:
-        """Whether it is a parameter, or may be one to assemble: what compiled code reads are plain tensors."""
-        return isinstance(value, (DTensor, nn.Parameter)) or (self.running.alone is not None and bool(self.assembled))
 
     def _other_way(self, path: str, found: str) -> SetupError:
         compiled = "compile=false or " if self.running.alone is not None else ""

@@ -61,15 +61,10 @@ class PeakMemory:
                 int(stats.get(f"{kind}_bytes.all.peak", 0)) for kind in ("active", "allocated", "reserved")
             )
             return Peaks(active=active, allocated=allocated, reserved=reserved, kind="device")
-        peak = _resident_peak()
+        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
+        peak = _read_kib(_STATUS, "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         kind = "resident set" if self.resettable else "resident set since start"
         return Peaks(active=peak, allocated=peak, reserved=peak, kind=kind)
-
-
-def _resident_peak() -> int:
-    """Bytes of the process's peak resident set."""
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
-    return _read_kib(_STATUS, "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _read_kib(path: Path, name: str) -> int | None:

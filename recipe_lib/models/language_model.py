@@ -1,7 +1,8 @@
 """What the library knows of a model's tensors besides their values, whoever wrote its forward."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -212,3 +213,23 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _mark(tensor: Tensor) -> WriteMark:
     return WriteMark(tensor.data_ptr(), tensor._version)
+
+
+# What modules hold, exchanged for a while.
+
+
+Entry = tuple[dict[str, Any], str, Any]  # a dict, a key of it, and a value
+
+
+@contextmanager
+def replaced_entries(entries: Iterable[Entry]) -> Iterator[None]:
+    """While it is entered, dicts (attributes, parameters or modules of a module) have these values for these keys."""
+    changed = list(entries)
+    before = [held[name] for held, name, _ in changed]
+    try:
+        for held, name, value in changed:
+            held[name] = value
+        yield
+    finally:
+        for (held, name, _), value in zip(changed, before, strict=True):
+            held[name] = value

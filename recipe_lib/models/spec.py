@@ -141,11 +141,7 @@ class ExternalSpec(ABC):
     init_std: float  # standard deviation of random weights
     tied: bool  # the output projection is the embedding
     num_layers: int
-
-    @property
-    @abstractmethod
-    def implementation(self) -> str:
-        """What `model.implementation` says for it."""
+    implementation: str  # what `model.implementation` says for it
 
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config.json of the model with both names of what a release of its library renamed."""

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -249,12 +249,6 @@ def boundary_counts(plan: ShardingPlan) -> dict[Boundary, int]:
         dataclasses.replace(each, module=pattern_of(each.module), axes=(), parameters=names, activation=-1)
         for each, names in patterns
     )
-
-
-def layers_of(names: Iterable[str]) -> tuple[int, ...]:
-    """The first number in each of the paths, in order and once each."""
-    found = (_NUMBER.search(name) for name in names)
-    return tuple(sorted({int(each[0]) for each in found if each}))
 
 
 def collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
