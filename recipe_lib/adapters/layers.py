@@ -7,7 +7,6 @@ names that PEFT gives them, after the name of the module: `lora_A.weight`, `lora
 `lora_embedding_A`, `lora_embedding_B`; the frozen ones keep theirs.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +41,7 @@ class AdapterSettings:
     dtype: torch.dtype
 
 
-class AdaptedModule(nn.Module, ABC):
+class AdaptedModule(nn.Module):
     """A module in the place of another, whose weight it has as it is, frozen, with an adapter next to it.
 
     A class derived from it and from that of the other computes the frozen part by the forward of the latter. Adapters
@@ -60,6 +59,7 @@ class AdaptedModule(nn.Module, ABC):
     is_off: bool = False
     transposed: bool = False  # the frozen weight is `[in, out]`
     lora_magnitude_vector: nn.Parameter | None
+    weight_norms: Callable[[], Tensor]  # lengths of the adapted matrix, in the order and type of that; no gradient
 
     def __init__(self, base: nn.Module, settings: AdapterSettings) -> None:
         """base: is not to be used any more."""
@@ -67,10 +67,6 @@ class AdaptedModule(nn.Module, ABC):
         members = {name: dict(base.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")}
         self.__dict__.update(base.__dict__ | members)
         self.settings = settings
-
-    @abstractmethod
-    def weight_norms(self) -> Tensor:
-        """Lengths of the adapted matrix, in the order and type of `lora_magnitude_vector`. No gradient."""
 
     def relative_lengths(self) -> Tensor | None:
         """What DoRA multiplies each output channel by: its trained length over the adapted matrix's own; None: LoRA."""
@@ -417,10 +413,6 @@ class AdaptedExpertModule(AdaptedModule):
         with torch.device("meta"):
             self.lora_A = ExpertLinear(base.num_experts, base.in_features, settings.rank, False).to(settings.dtype)
             self.lora_B = ExpertLinear(base.num_experts, settings.rank, outputs, False).to(settings.dtype)
-
-    def weight_norms(self) -> Tensor:
-        """Of DoRA, which experts have not."""
-        raise ValueError("adapters of experts have no lengths")
 
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
         plain = super().forward(rows, groups, of_tokens=of_tokens)

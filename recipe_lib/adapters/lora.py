@@ -46,9 +46,13 @@ LINEARS = {
     "down": ("mlp", "down_proj"),
 }
 
-WORDS = {f"{owner}.{child}": word for word, (owner, child) in LINEARS.items()}
-WORDS |= {"mlp.router": "router", "experts.gate_up_proj": "experts", "experts.down_proj": "experts"}
-WORDS |= {"model.embed_tokens": "embedding", "lm_head": "head"}
+WORDS = {f"{owner}.{child}": word for word, (owner, child) in LINEARS.items()} | {
+    "mlp.router": "router",
+    "experts.gate_up_proj": "experts",
+    "experts.down_proj": "experts",
+    "model.embed_tokens": "embedding",
+    "lm_head": "head",
+}
 
 
 def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:

@@ -91,7 +91,8 @@ class ExternalModel(LanguageModel):
         if found is None:
             raise SetupError(f"{type(model).__name__}: found no embedding and output projection")
         head = found[1]
-        owner, name = _place(model, head)
+        path, _, name = next(path for path, module in model.named_modules() if module is head).rpartition(".")
+        owner = model.get_submodule(path)
         accepted = frozenset(inspect.signature(model.forward).parameters)
         plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         class_forward, own = model.forward, type(model)
@@ -225,8 +226,11 @@ class ExternalModel(LanguageModel):
             seen = unread if seen is None else torch.cat([seen, unread], dim=1)
             inputs: dict[str, Any] = {"input_ids": seen if cache is None else unread}
             if padding is not None:
-                count = inputs["input_ids"].shape[1]
-                inputs |= _padded_inputs(padding, seen, count, accepted, self.spec.max_positions)
+                places = torch.arange(seen.shape[1], device=seen.device)
+                inputs["attention_mask"] = (places >= padding[:, None]).long()
+                if "position_ids" in accepted:  # they count from a row's first real token
+                    places = places[-inputs["input_ids"].shape[1] :] - padding[:, None]
+                    inputs["position_ids"] = places.clamp(0, self.spec.max_positions - 1)
             if {"use_cache", "past_key_values"} <= accepted:
                 inputs |= {"use_cache": True, "past_key_values": cache}
             elif "use_cache" in accepted:
@@ -268,15 +272,6 @@ class ExternalModel(LanguageModel):
             division.whole = True
             _say_whole(self, "what follows its output projection is not done to each logit by itself")
         return _loss_of_logits(logits_of(self.class_forward(**inputs)), labels, head_loss)
-
-
-def _place(model: nn.Module, wanted: nn.Module) -> tuple[nn.Module, str]:
-    """The module that owns another one, and its name there."""
-    for module in model.modules():
-        for name, child in module.named_children():
-            if child is wanted:
-                return module, name
-    raise SetupError(f"{type(model).__name__}: its output projection is no module of it")
 
 
 def _has_windows(config: dict[str, Any]) -> bool:
@@ -398,17 +393,6 @@ def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) 
     for operator, args, kwargs in steps:
         logits = operator(*(logits if value is _HERE else value for value in args), **kwargs)
     return logits
-
-
-def _padded_inputs(
-    padding: Tensor, seen: Tensor, unread: int, accepted: frozenset[str], most: int
-) -> dict[str, Tensor]:
-    """The mask of all tokens seen `[b, t]`, and positions `[b, unread]` that count from a row's first real token."""
-    places = torch.arange(seen.shape[1], device=seen.device)
-    inputs = {"attention_mask": (places >= padding[:, None]).long()}
-    if "position_ids" in accepted:
-        inputs["position_ids"] = (places[-unread:] - padding[:, None]).clamp(0, most - 1)
-    return inputs
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ again, by the same functions of the same tensors: to the bit what was let go.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,13 +55,13 @@ class _View:
         return made.as_strided(*self.geometry)
 
 
+@dataclass(eq=False)
 class _SavedTensor:
     """What stands for a tensor that autograd keeps: the tensor, or how to make it."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-        self.view: _View | None = None
-        self.cone: list[_Node] = []
+    tensor: Tensor | None
+    view: _View | None = None
+    cone: list[_Node] = field(default_factory=list)
 
 
 class KeptTensors:

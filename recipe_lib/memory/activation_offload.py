@@ -67,7 +67,10 @@ def offload_activations(
 def _sent(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]:
     """The layer's forward, of which the window keeps what autograd would."""
     forward = layer.forward
-    owned = _find_owned(layer)
+    owned: list[tuple[dict[str, Any], str]] = []  # `module._parameters` or `module._buffers`, and a name there
+    for module in layer.modules():
+        for tensors in (module._parameters, module._buffers):
+            owned += [(tensors, name) for name, tensor in tensors.items() if tensor is not None]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -270,18 +273,6 @@ class Window:
     def _let_go(self, call: Call) -> None:
         for kept in call.alive():
             kept.let_go()
-
-
-Owned = list[tuple[dict[str, Any], str]]  # `module._parameters` or `module._buffers`, and a name there
-
-
-def _find_owned(layer: nn.Module) -> Owned:
-    """Return where a layer has its parameters and buffers."""
-    owned: Owned = []
-    for module in layer.modules():
-        for tensors in (module._parameters, module._buffers):
-            owned += [(tensors, name) for name, tensor in tensors.items() if tensor is not None]
-    return owned
 
 
 def _addresses(tensor: Tensor) -> list[int]:

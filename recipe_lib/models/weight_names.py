@@ -120,17 +120,21 @@ class Swapped:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """One below the other: tensors that differ in their first dimension alone."""
+class _Several:
+    """Made of others, which lie in the same files."""
 
     parts: tuple[FileView, ...]
+
+    def tensors(self) -> dict[str, FileForm]:
+        return {name: form for part in self.parts for name, form in part.tensors().items()}
+
+
+class Rows(_Several):
+    """One below the other: tensors that differ in their first dimension alone."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
-
-    def tensors(self) -> dict[str, FileForm]:
-        return {name: form for part in self.parts for name, form in part.tensors().items()}
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
         (start, stop), *others = bounds
@@ -143,18 +147,12 @@ class Rows:
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
-@dataclass(frozen=True)
-class Stack:
+class Stack(_Several):
     """One after the other in a new first dimension: the same of each expert."""
-
-    parts: tuple[FileView, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (len(self.parts), *self.parts[0].shape)
-
-    def tensors(self) -> dict[str, FileForm]:
-        return {name: form for part in self.parts for name, form in part.tensors().items()}
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
         (start, stop), *others = bounds
@@ -399,7 +397,6 @@ _APART = {
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "olmoe": ("mlp", "gate_proj", "up_proj", "down_proj"),
 }
-_ROUTERS = {"gpt_oss": "router"}  # else `gate`
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
@@ -417,7 +414,9 @@ def mixture_view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_name
     shape: of the parameter. file_names: of the files that are read; empty: as files are written.
     """
     if ".mlp.router." in name:
-        return fp8_view(spec, _router_place(spec, name, file_names), shape, file_names)
+        block = _APART[spec.family][0] if spec.family in _APART else "mlp"
+        fused, written = (name.replace(".mlp.router.", f".{owner}.{router_name(spec)}.") for owner in ("mlp", block))
+        return fp8_view(spec, fused if fused in file_names else written, shape, file_names)
     for part in (GATE_UP, DOWN):
         if f".{part}." in name:
             return _experts(spec, name, part, shape, file_names)
@@ -426,15 +425,7 @@ def mixture_view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_name
 
 def router_name(spec: DecoderSpec) -> str:
     """What transformers calls the router of a layer's block."""
-    return _ROUTERS.get(spec.family, "gate")
-
-
-def _router_place(spec: DecoderSpec, name: str, file_names: Set[str]) -> str:
-    block = _APART[spec.family][0] if spec.family in _APART else "mlp"
-    router = router_name(spec)
-    written = name.replace(".mlp.router.", f".{block}.{router}.")
-    fused = name.replace(".mlp.router.", f".mlp.{router}.")
-    return fused if fused in file_names else written
+    return "router" if spec.family == "gpt_oss" else "gate"
 
 
 def _experts(spec: DecoderSpec, name: str, part: str, shape: tuple[int, ...], file_names: Set[str]) -> FileView:
@@ -449,11 +440,8 @@ def _experts(spec: DecoderSpec, name: str, part: str, shape: tuple[int, ...], fi
         return fp8_view(spec, fused, shape, file_names)
     experts = []
     for expert in range(shape[0]):
-        own: list[FileView] = [
-            fp8_view(spec, other, (shape[1] // len(names), shape[2]), file_names)
-            for names in [expert_names(spec, name, part, expert)]
-            for other in names
-        ]
+        names = expert_names(spec, name, part, expert)
+        own = [fp8_view(spec, other, (shape[1] // len(names), shape[2]), file_names) for other in names]
         experts.append(own[0] if len(own) == 1 else Rows(tuple(own)))
     return Stack(tuple(experts))
 

@@ -100,8 +100,9 @@ def gather_linears(
         source = (normed.stream, normed.weight) if normed else ()
         norm = (normed.kind, normed.eps) if normed else ("", 0.0)
         settings = (*norm, keep_gathered, group.name, group.size, group.rank)
-        *found, _ = _GATHER(shard, list(weights), list(biases), list(source), *settings)
-        return found
+        there, biased = [bias for bias in biases if bias is not None], [bias is not None for bias in biases]
+        found = _GATHER(shard, list(weights), there, biased, list(source), *settings)
+        return list(found[:-1])
     return list(_GatherLinears.apply(shard, group, keep_gathered, normed, len(weights), *weights, *biases))
 
 
@@ -273,7 +274,8 @@ def gated_backward(
 def _gather_linears(
     shard: Tensor,
     weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    biases: Sequence[Tensor],
+    biased: Sequence[bool],
     source: Sequence[Tensor],
     kind: str,
     eps: float,
@@ -282,9 +284,13 @@ def _gather_linears(
     size: int,
     rank: int,
 ) -> list[Tensor]:
-    """What the linears give, and the gathered tokens, if they are to be kept (else nothing `[0]`)."""
+    """What the linears give, and the gathered tokens, if they are to be kept (else nothing `[0]`).
+
+    biases: of those linears that are `biased`.
+    """
     whole = wait(start_gather(shard, Group(name, size, rank)))
-    found = [F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    bias = iter(biases)
+    found = [F.linear(whole, weight, next(bias) if has else None) for weight, has in zip(weights, biased, strict=True)]
     return [*found, whole if keep_gathered else whole.new_empty(0)]
 
 
@@ -312,9 +318,10 @@ def _gather_linears_backward(
 
 
 def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    shard, weights, biases, source, kind, eps, keep_gathered, *group = inputs
-    wants_bias = [bias is not None and bias.requires_grad for bias in biases]
-    ctx.wants = (shard.requires_grad, [weight.requires_grad for weight in weights], wants_bias)
+    shard, weights, biases, biased, source, kind, eps, keep_gathered, *group = inputs
+    wanted = iter([bias.requires_grad for bias in biases])
+    wants_bias = [has and next(wanted) for has in biased]
+    ctx.wants, ctx.biased = (shard.requires_grad, [weight.requires_grad for weight in weights], wants_bias), biased
     kept: list[Tensor] = []
     if any(ctx.wants[1]):
         kept = [output[-1]] if keep_gathered else list(source) or [shard]
@@ -334,8 +341,8 @@ def _differentiate_gather(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
     )
     shard = next(found) if wants_input else None
     weight_grads = [next(found) if wanted else None for wanted in wants_weight]
-    bias_grads = [next(found) if wanted else None for wanted in wants_bias]
-    return (shard, weight_grads, bias_grads, [None] * ctx.sources, *[None] * 6)
+    bias_grads = [next(found) if wanted else None for wanted, has in zip(wants_bias, ctx.biased, strict=True) if has]
+    return (shard, weight_grads, bias_grads, None, [None] * ctx.sources, *[None] * 6)
 
 
 _GATHER: Any = make_operator("gather_linears", _gather_linears)
