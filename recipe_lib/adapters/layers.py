@@ -8,6 +8,7 @@ names that PEFT gives them, after the name of the module: `lora_A.weight`, `lora
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -140,7 +141,12 @@ class AdaptedMatrix(AdaptedModule):
         scaling, rate = self.settings.scaling, self.settings.dropout
         frozen = frozen or self.frozen_forward
         plain = frozen(hidden)
-        dropped = _dropped(hidden, rate) if rate and self.training else hidden
+        dropped = hidden
+        if rate and self.training:
+            # An inferred plan does not count it: its calls are those of a forward without dropout.
+            is_counted = torch.compiler.is_dynamo_compiling() or not has_torch_function((hidden,))
+            with nullcontext() if is_counted else torch._C.DisableTorchFunction():
+                dropped = F.dropout(hidden, rate)
         # Scaled while it is `[..., r]`: neither a product with `[..., out]` numbers, nor one in backward.
         update = F.linear(cast_linear(dropped, first) * scaling, second)
         if lengths is None:
@@ -153,14 +159,6 @@ class AdaptedMatrix(AdaptedModule):
         product = frozen(dropped)
         product = product if self.bias is None else product - self.bias
         return (plain + (lengths - 1) * product + lengths * update).to(plain.dtype)
-
-
-def _dropped(hidden: Tensor, rate: float) -> Tensor:
-    """`F.dropout`, which an inferred plan does not count: its calls are those of a forward without dropout."""
-    if torch.compiler.is_dynamo_compiling() or not has_torch_function((hidden,)):
-        return F.dropout(hidden, rate)
-    with torch._C.DisableTorchFunction():
-        return F.dropout(hidden, rate)
 
 
 def add_scaled(tensor: Tensor, update: Tensor, scaling: float) -> Tensor:

@@ -51,7 +51,7 @@ from recipe_lib.checkpoint.weights_out import (
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.families import has_score_head
-from recipe_lib.models.language_model import ordered, runs_of
+from recipe_lib.models.language_model import all_runs, ordered
 from recipe_lib.models.meta_init import extra_modules, saved_whole, stored_weights
 from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
 
@@ -196,7 +196,7 @@ def _own_pieces(model: nn.Module, module: FileModule, cfg: LoraConfig) -> Iterat
     adapted = [owner for _, owner in held if isinstance(owner, AdaptedModule)]
     if module.experts:
         ((part, owner),) = held
-        runs = [runs_of(model, f"{part.module}.{name}") for name in names]
+        runs = [all_runs(model).get(f"{part.module}.{name}") for name in names]
         parameters = [whole(owner.get_parameter(name).detach()) for name in names]
         yield from stacked_factors(*map(ordered, parameters, runs))
         return
@@ -205,7 +205,7 @@ def _own_pieces(model: nn.Module, module: FileModule, cfg: LoraConfig) -> Iterat
     for part, owner in held:  # B of a fused module: a block for each of its parts, zeros elsewhere
         if len(held) == 1:
             second = whole(owner.get_parameter(names[1]).detach())
-            yield ordered(second, runs_of(model, f"{part.module}.{names[1]}"))
+            yield ordered(second, all_runs(model).get(f"{part.module}.{names[1]}"))
             continue
         dtype = adapted[0].settings.dtype
         second = torch.zeros(part.rows, cfg.rank * len(adapted), dtype=dtype)

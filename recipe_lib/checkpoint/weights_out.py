@@ -23,7 +23,7 @@ from recipe_lib.checkpoint.weight_files import INDEX, SINGLE
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.families import FAMILIES, has_score_head, score_architecture, spell_native, text_config
-from recipe_lib.models.language_model import ordered, runs_of
+from recipe_lib.models.language_model import all_runs, ordered
 from recipe_lib.models.meta_init import persistent_buffers
 from recipe_lib.models.spec import Conversion, ExternalSpec, ModelSpec
 from recipe_lib.models.weight_names import weight_map, written_layout
@@ -280,7 +280,7 @@ def relay_whole(
     """Return an iterator of a tensor in the file's order, on rank 0, as `Holders.relay` has it."""
 
     def gather() -> Iterator[torch.Tensor]:
-        yield ordered(whole(tensors[name].detach()), runs_of(model, name))
+        yield ordered(whole(tensors[name].detach()), all_runs(model).get(name))
 
     return holders.relay(name, gather)
 

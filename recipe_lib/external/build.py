@@ -271,7 +271,11 @@ class ExternalModel(LanguageModel):
                 return division.head(hidden, labels=labels, head_loss=head_loss, after=after)
             division.whole = True
             _say_whole(self, "what follows its output projection is not done to each logit by itself")
-        return _loss_of_logits(logits_of(self.class_forward(**inputs)), labels, head_loss)
+        logits = logits_of(self.class_forward(**inputs))
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # To the chunked head all logits are hidden states, of which the projection is done.
+        projected = OutputAdapter(lambda rows, frozen=None: rows.clone(), (), lambda rows: rows)
+        return run_head_loss(head_loss, wide, wide, labels, adapter=projected)
 
 
 def _has_windows(config: dict[str, Any]) -> bool:
@@ -286,13 +290,6 @@ def _dtype(model: ExternalModel) -> torch.dtype:
     return model._division.dtype or next(
         parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
     )
-
-
-def _loss_of_logits(logits: Tensor, labels: Tensor, head_loss: HeadLoss | None) -> Tensor:
-    """The loss, or log-probabilities of the labels, of all logits, by the chunked head: a projection that is done."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    projected = OutputAdapter(lambda rows, frozen=None: rows.clone(), (), lambda rows: rows)
-    return run_head_loss(head_loss, wide, wide, labels, adapter=projected)
 
 
 def _say_whole(model: nn.Module, reason: str) -> None:

@@ -225,11 +225,6 @@ class Certificate:
     checked: int
     failures: tuple[str, ...]
 
-    @property
-    def passed(self) -> bool:
-        """True if something was compared and everything was equal."""
-        return self.checked > 0 and not self.failures
-
 
 def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]) -> Certificate:
     """Runs a small model on the CPU as each of `size` ranks would, in float64, or in float32 if it takes no other.

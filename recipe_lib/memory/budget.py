@@ -259,19 +259,15 @@ def layer_costs(
                 layer = trunk.layers.get_submodule(str(number))
                 trained = stage > 0 or number > 0 or any(parameter.requires_grad for parameter in first)
                 hidden = torch.empty(*shape, width, dtype=dtype, device="meta", requires_grad=trained)
-                kind = (trained, *_kind(layer))
+                # Equal for layers that keep and compute the same.
+                own_parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()]
+                attend = getattr(getattr(layer, "self_attn", None), "attend", None)
+                kind = (trained, repr(layer), tuple(own_parameters), repr(getattr(attend, "keywords", None)))
                 if kind not in watched:
                     with _watching(layer, kernels) as watched[kind]:
                         trunk.run_layers(hidden, torch.Size((rows, length)), None, None, layers=[number])
                 found.append(_cost(f"model.layers.{number}", stage, hidden.nbytes, watched[kind]))
     return found
-
-
-def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Equal for layers that keep and compute the same."""
-    parameters = [(name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters()]
-    attend = getattr(getattr(layer, "self_attn", None), "attend", None)
-    return repr(layer), tuple(parameters), repr(getattr(attend, "keywords", None))
 
 
 def _cost(name: str, stage: int, inputs: int, watched: _Watched) -> LayerCost:

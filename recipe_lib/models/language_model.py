@@ -143,15 +143,10 @@ def all_runs(model: nn.Module) -> dict[str, Runs]:
     return dict(model.runs) if isinstance(model, LanguageModel) else {}
 
 
-def runs_of(model: nn.Module, name: str) -> Runs | None:
-    """The dimension and the runs of a parameter that is not in the file's order; None for all others."""
-    return all_runs(model).get(name)
-
-
 def own_parts(model: nn.Module, name: str, parameter: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
     """This rank's part of a parameter in pieces, which share memory with it, and where each begins in the file."""
     local, offset = local_part(parameter)
-    found = runs_of(model, name)
+    found = all_runs(model).get(name)
     if found is None:
         return [(local, offset)]
     dim, runs = found

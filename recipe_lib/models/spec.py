@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError, ConfigError
-from recipe_lib.reading import read_json
+from recipe_lib.reading import describe_fault, read_json
 from recipe_lib.units import name_first
 
 if TYPE_CHECKING:
@@ -294,10 +294,10 @@ def read_config(path: Path) -> dict[str, Any]:
         config = read_json(file, MAX_BYTES)
     except FileNotFoundError:
         raise CheckpointError(_no_config(file)) from None
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror}); download the file again") from None
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not a readable JSON file ({error}); download the file again") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file}: not a readable JSON file ({describe_fault(error)}); download the file again"
+        ) from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{file}: found a JSON {type(config).__name__}, expected an object with model_type")
     return config

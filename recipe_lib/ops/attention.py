@@ -123,7 +123,9 @@ def prepare_attention(
         return replace(info, flattened=True)
     masks: dict[int | None, Tensor | None] = dict.fromkeys(windows)
     for window in (window for window, needed in needs_mask.items() if needed):
-        masks[window] = _additive(visible(reaches(info.documents, queries, keys, window, device), keys), dtype)
+        seen = visible(reaches(info.documents, queries, keys, window, device), keys)
+        # What kernels would otherwise make of a bool mask again in every layer.
+        masks[window] = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, float("-inf"))
     return replace(info, masks=masks)
 
 
@@ -188,11 +190,6 @@ def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
     if q.shape[2] == 1:  # a branch: torch.compile makes no bool, which SDPA wants, of a comparison of dynamic lengths
         causal = False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where visible, -inf elsewhere: what kernels would otherwise make of a bool mask again in every layer."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))
 
 
 # Attention with sinks: each head has a score of its own that takes part in the softmax, and attends
