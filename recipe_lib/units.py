@@ -99,7 +99,7 @@ def choose_lines(*lines: tuple[object, str]) -> list[str]:
     return [line for count, line in lines if count]
 
 
-def number_ranges(numbers: Iterable[int], between: str = ",") -> str:
+def number_ranges(numbers: Iterable[int]) -> str:
     """`[0, 1, 2, 5]` -> `0-2,5`."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
@@ -107,7 +107,7 @@ def number_ranges(numbers: Iterable[int], between: str = ",") -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return between.join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def choose_unit(largest: int) -> Unit:

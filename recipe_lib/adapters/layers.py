@@ -7,8 +7,8 @@ names that PEFT gives them, after the name of the module: `lora_A.weight`, `lora
 `lora_embedding_A`, `lora_embedding_B`; the frozen ones keep theirs.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -42,7 +42,7 @@ class AdapterSettings:
     dtype: torch.dtype
 
 
-class AdaptedModule(nn.Module, ABC):
+class AdaptedModule(nn.Module):
     """A module in the place of another, whose weight it has as it is, frozen, with an adapter next to it.
 
     A class derived from it and from that of the other computes the frozen part by the forward of the latter. Adapters
@@ -60,6 +60,7 @@ class AdaptedModule(nn.Module, ABC):
     is_off: bool = False
     transposed: bool = False  # the frozen weight is `[in, out]`
     lora_magnitude_vector: nn.Parameter | None
+    weight_norms: Callable[[], Tensor]  # lengths of the adapted matrix, in the order and type of that; no gradient
 
     def __init__(self, base: nn.Module, settings: AdapterSettings) -> None:
         """base: is not to be used any more."""
@@ -67,10 +68,6 @@ class AdaptedModule(nn.Module, ABC):
         members = {name: dict(base.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")}
         self.__dict__.update(base.__dict__ | members)
         self.settings = settings
-
-    @abstractmethod
-    def weight_norms(self) -> Tensor:
-        """Lengths of the adapted matrix, in the order and type of `lora_magnitude_vector`. No gradient."""
 
     def relative_lengths(self) -> Tensor | None:
         """What DoRA multiplies each output channel by: its trained length over the adapted matrix's own; None: LoRA."""
@@ -144,7 +141,12 @@ class AdaptedMatrix(AdaptedModule):
         scaling, rate = self.settings.scaling, self.settings.dropout
         frozen = frozen or self.frozen_forward
         plain = frozen(hidden)
-        dropped = _dropped(hidden, rate) if rate and self.training else hidden
+        dropped = hidden
+        if rate and self.training:
+            # An inferred plan does not count it: its calls are those of a forward without dropout.
+            is_counted = torch.compiler.is_dynamo_compiling() or not has_torch_function((hidden,))
+            with nullcontext() if is_counted else torch._C.DisableTorchFunction():
+                dropped = F.dropout(hidden, rate)
         # Scaled while it is `[..., r]`: neither a product with `[..., out]` numbers, nor one in backward.
         update = F.linear(cast_linear(dropped, first) * scaling, second)
         if lengths is None:
@@ -157,14 +159,6 @@ class AdaptedMatrix(AdaptedModule):
         product = frozen(dropped)
         product = product if self.bias is None else product - self.bias
         return (plain + (lengths - 1) * product + lengths * update).to(plain.dtype)
-
-
-def _dropped(hidden: Tensor, rate: float) -> Tensor:
-    """`F.dropout`, which an inferred plan does not count: its calls are those of a forward without dropout."""
-    if torch.compiler.is_dynamo_compiling() or not has_torch_function((hidden,)):
-        return F.dropout(hidden, rate)
-    with torch._C.DisableTorchFunction():
-        return F.dropout(hidden, rate)
 
 
 def add_scaled(tensor: Tensor, update: Tensor, scaling: float) -> Tensor:
@@ -417,10 +411,6 @@ class AdaptedExpertModule(AdaptedModule):
         with torch.device("meta"):
             self.lora_A = ExpertLinear(base.num_experts, base.in_features, settings.rank, False).to(settings.dtype)
             self.lora_B = ExpertLinear(base.num_experts, settings.rank, outputs, False).to(settings.dtype)
-
-    def weight_norms(self) -> Tensor:
-        """Of DoRA, which experts have not."""
-        raise ValueError("adapters of experts have no lengths")
 
     def forward(self, rows: Tensor, groups: Groups, *, of_tokens: bool = False) -> Tensor:
         plain = super().forward(rows, groups, of_tokens=of_tokens)

@@ -21,16 +21,15 @@ from torch.distributed.tensor import DTensor
 from recipe_lib.adapters.layers import (
     AdaptedModule,
     AdapterSettings,
-    QuantizedExperts,
     adapt,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.config.schema import MIXTURE_TARGETS, LoraConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import Decoder
-from recipe_lib.models.language_model import LanguageModel, is_external, layer_names, own_parts
+from recipe_lib.models.language_model import LanguageModel, is_external, layer_names, modules_elsewhere, own_parts
 from recipe_lib.models.meta_init import fill_random
-from recipe_lib.models.mixture import ExpertLinear, Mixture
+from recipe_lib.models.mixture import Mixture
 from recipe_lib.models.spec import ExternalSpec
 from recipe_lib.ops.dtensor_shards import local_part
 from recipe_lib.units import format_bytes
@@ -47,9 +46,13 @@ LINEARS = {
     "down": ("mlp", "down_proj"),
 }
 
-WORDS = {f"{owner}.{child}": word for word, (owner, child) in LINEARS.items()}
-WORDS |= {"mlp.router": "router", "experts.gate_up_proj": "experts", "experts.down_proj": "experts"}
-WORDS |= {"model.embed_tokens": "embedding", "lm_head": "head"}
+WORDS = {f"{owner}.{child}": word for word, (owner, child) in LINEARS.items()} | {
+    "mlp.router": "router",
+    "experts.gate_up_proj": "experts",
+    "experts.down_proj": "experts",
+    "model.embed_tokens": "embedding",
+    "lm_head": "head",
+}
 
 
 def add_adapters(model: Decoder, cfg: LoraConfig, dtype: torch.dtype) -> None:
@@ -234,21 +237,20 @@ def describe_adapters(model: nn.Module, cfg: LoraConfig) -> str:
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    found, external = cover(model), is_external(model)
-    targets = describe_targets(found, {} if external else WORDS)
-    here = ""
-    if isinstance(model, LanguageModel) and model.modules_elsewhere:
-        here = f" in this rank's {found.layers} of {len(model.stage_parts().layers)} layers"
-    line = (
+    found = cover(model)
+    targets = describe_targets(found, {} if is_external(model) else WORDS)
+    here = " in this rank's layers" if modules_elsewhere(model) else ""
+    parts = [
         f"adapters: {'DoRA' if cfg.dora else 'LoRA'} of rank {cfg.rank} on {targets}{here}: "
         f"{sum(parameter.numel() for parameter in trained):,} parameters trained, {_size(trained)} on top of "
         f"{_size(frozen)} frozen"
-    )
-    parts = [line]
+    ]
     if "all-linear" in cfg.target_modules and _matters(found.bare, found.numbers):
         parts.append(f"none on {_share(found.bare, found.numbers)}")
     if cfg.quantize_base != "none":
-        parts.append(describe_quantized(found, cfg.quantize_base, model))
+        left = f", but not {_share(found.wide, found.numbers)}, which stay in {_type(model)}"
+        left = left if _matters(found.wide, found.numbers) else ""
+        parts.append(f"{found.quantized} linears of the layers in {cfg.quantize_base}{left}")
     return "; ".join(parts)
 
 
@@ -265,24 +267,18 @@ _SMALL = 0.005  # share of the layers' weights below which what is left out is n
 
 @dataclass(frozen=True)
 class Coverage:
-    """The frozen matrices of a model's layers. layers: how many there are. adapted: kind of module -> in how many of
-    them, and how many the lists have in which it is.
-
-    outside: adapted modules outside of the layers. numbers: of all matrices of the layers; quantized: those kept in
-    fewer bits, of linears many modules, and of the experts of so many layers. bare, wide: kind -> numbers without an
-    adapter, and in their own type; kinds are names without the numbers of layers. shapes: kind -> dimensions.
+    """The frozen matrices of a model's layers. adapted: kind of module -> in how many layers it is, and how many the
+    lists have in which these are. outside: adapted modules outside of the layers. quantized: modules that are kept in
+    fewer bits. numbers: of all matrices of the layers. bare, wide: kind -> numbers without an adapter, and in their own
+    type; kinds are names without the numbers of layers.
     """
 
-    layers: int
     adapted: Mapping[str, tuple[int, int]]
     outside: tuple[str, ...]
-    numbers: int
-    linears: int
-    experts: int
     quantized: int
+    numbers: int
     bare: Mapping[str, int]
     wide: Mapping[str, int]
-    shapes: Mapping[str, int]
 
 
 def cover(model: nn.Module) -> Coverage:
@@ -292,103 +288,60 @@ def cover(model: nn.Module) -> Coverage:
     adapted: dict[str, set[str]] = {}
     bare: Counter[str] = Counter()
     wide: Counter[str] = Counter()
-    shapes: dict[str, int] = {}
-    linears = quantized = 0
-    experts: set[str] = set()
+    quantized: list[int] = []
     lists = Counter(map(_name_list, names))  # a model may have others beside that of its layers
     for layer in names:
         for name, module in model.get_submodule(layer).named_modules():
             name = name or _name_list(layer).rpartition(".")[2]  # an element that is a linear itself
             matrices: dict[str, int] = {}
             if isinstance(module, QuantizedLinear):
-                matrices[kind_of(name)] = module.in_features * module.out_features
-                quantized += module.in_features * module.out_features
-                if isinstance(module, QuantizedExperts):
-                    experts.add(layer)
-                else:
-                    linears += 1
+                quantized.append(module.in_features * module.out_features)
+                matrices[kind_of(name)] = quantized[-1]
             else:
                 for parameter_name, parameter in module.named_parameters(recurse=False):
-                    if parameter.dim() < 2 or "lora_" in f"{name}.{parameter_name}":
-                        continue
-                    kind = kind_of(name if parameter_name == "weight" else f"{name}.{parameter_name}")
-                    matrices[kind] = parameter.numel()
-                    shapes[kind] = parameter.dim()
+                    full = name if parameter_name == "weight" else f"{name}.{parameter_name}"
+                    if parameter.dim() > 1 and "lora_" not in f"{name}.{parameter_name}":
+                        matrices[kind_of(full)] = parameter.numel()
                 wide.update(matrices)
             if isinstance(module, AdaptedModule):
                 adapted.setdefault(kind_of(name), set()).add(layer)
             else:
                 bare.update(matrices)
     inside = tuple(f"{name}." for name in names)
-    outside = tuple(
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, AdaptedModule) and not name.startswith(inside)
-    )
-    found = {
-        kind: (len(layers), sum(lists[name] for name in set(map(_name_list, layers))))
-        for kind, layers in adapted.items()
-    }
+    modules = [name for name, module in model.named_modules() if isinstance(module, AdaptedModule)]
     return Coverage(
-        layers=len(names),
-        adapted=found,
-        outside=outside,
-        numbers=quantized + wide.total(),
-        linears=linears,
-        experts=len(experts),
-        quantized=quantized,
+        adapted={
+            kind: (len(layers), sum(lists[name] for name in set(map(_name_list, layers))))
+            for kind, layers in adapted.items()
+        },
+        outside=tuple(name for name in modules if not name.startswith(inside)),
+        quantized=len(quantized),
+        numbers=sum(quantized) + wide.total(),
         bare=bare,
         wide=wide,
-        shapes=shapes,
     )
 
 
 def refuse_unquantized(model: nn.Module, kind: str) -> None:
     """Raises ConfigError where most of the layers' weights would stay as they are in a run that asked for `kind`."""
-    if kind == "none":
-        return
     found = cover(model)
-    left = found.numbers - found.quantized
-    if found.numbers and left > found.numbers / 2:
-        fused = any(found.shapes[name] > 2 for name in _largest(found.wide))
-        why = (
-            "parameters of 3 dimensions, as a mixture's experts are, are not quantized"
-            if fused
-            else "only torch's own linears are quantized"
-        )
-        if kind == "nf4" and _undivided(model):
-            why = "their matrices are not divisible into blocks of 64"
+    if kind != "none" and sum(found.wide.values()) > found.numbers / 2:
         raise ConfigError(
-            f"lora.quantize_base={kind}: {_share(found.wide, found.numbers)} would stay in {_type(model)}: {why}; set "
-            "lora.quantize_base=none, and shard the base over more ranks (FSDP) or memory.cpu_offload=true"
+            f"lora.quantize_base={kind}: {_share(found.wide, found.numbers)} would stay in {_type(model)}: torch's own "
+            "linears are quantized, with nf4 those of blocks of 64, and no parameters of 3 dimensions, as experts of "
+            "other classes are; set lora.quantize_base=none, and shard the base over more ranks (FSDP) or "
+            "memory.cpu_offload=true"
         )
-
-
-def _undivided(model: nn.Module) -> bool:
-    """Whether a plain linear, or an expert, was left because of its size."""
-    inside = (module for name in layer_names(model) for module in model.get_submodule(name).modules())
-    kinds = (nn.Linear, ExpertLinear)
-    return any(isinstance(module, kinds) and module.in_features * module.out_features % 64 for module in inside)
 
 
 def describe_targets(found: Coverage, words: Mapping[str, str]) -> str:
     """The modules with an adapter, `q_proj, v_proj, up_proj (in 1 of 4 layers)`. words: kind -> shorter name."""
     leaves = [kind.rpartition(".")[2] for kind in found.adapted]
     named = []
-    for kind, (layers, whole) in found.adapted.items():
+    for (kind, (layers, whole)), leaf in zip(found.adapted.items(), leaves, strict=True):
         part = "" if layers == whole else f" (in {layers} of {whole} layers)"
-        leaf = kind.rpartition(".")[2]
         named.append(words.get(kind, leaf if leaves.count(leaf) == 1 and not leaf.isdigit() else kind) + part)
     return ", ".join(dict.fromkeys([*named, *(words.get(name, name) for name in found.outside)]))
-
-
-def describe_quantized(found: Coverage, kind: str, model: nn.Module) -> str:
-    """How many linears are kept in fewer bits, and what of the layers is not."""
-    experts = f" and the experts of {found.experts}" if found.experts else ""
-    said = f"{found.linears} linears of the layers{experts} in {kind}"
-    if not _matters(found.wide, found.numbers):
-        return said
-    return f"{said}, but not {_share(found.wide, found.numbers)}, which stay in {_type(model)}"
 
 
 def kind_of(name: str) -> str:
@@ -406,15 +359,12 @@ def _matters(numbers: Mapping[str, int], total: int) -> bool:
     return sum(numbers.values()) > _SMALL * total
 
 
-def _largest(numbers: Mapping[str, int]) -> list[str]:
-    return sorted(numbers, key=lambda kind: (-numbers[kind], kind))[:_NAMED]
-
-
 def _share(numbers: Mapping[str, int], total: int) -> str:
     """`experts.gate_up_proj, experts.down_proj and 2 more (96.1 % of the layers' weights)`."""
     more = len(numbers) - _NAMED
     others = f" and {more} more" if more > 0 else ""
-    return f"{', '.join(_largest(numbers))}{others} ({sum(numbers.values()) / total:.1%} of the layers' weights)"
+    largest = sorted(numbers, key=lambda kind: (-numbers[kind], kind))[:_NAMED]
+    return f"{', '.join(largest)}{others} ({sum(numbers.values()) / total:.1%} of the layers' weights)"
 
 
 def _type(model: nn.Module) -> str:

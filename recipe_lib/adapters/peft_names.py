@@ -215,11 +215,6 @@ def spellings(module: str) -> list[str]:
     return [module, *others]
 
 
-def tensor_name(module: str, suffix: str, multimodal: bool = False) -> str:
-    """The name of an adapter's tensor in a file. multimodal: it is loaded in a model of which the decoder is a part."""
-    return f"{PREFIX}{file_name(module, multimodal)}.{suffix}"
-
-
 def file_name(name: str, multimodal: bool) -> str:
     """The name that a module or parameter of ours has in the model that an adapter is loaded in."""
     return f"model.language_model.{name.removeprefix('model.')}" if multimodal and name[:6] == "model." else name

@@ -5,7 +5,6 @@ chat templates, which has bounded time and memory.
 """
 
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 
 from recipe_lib.tokenizers.template_process import MEMORY, match_patterns
@@ -20,17 +19,13 @@ class PatternError(ValueError):
     """A pattern that cannot be matched. str() says why, as the end of a sentence about it."""
 
 
-def first_matches(patterns: Sequence[str], names: Sequence[str], *, whole: bool = False) -> list[int | None]:
+@lru_cache(maxsize=256)  # a command reads an adapter's config several times
+def first_matches(patterns: tuple[str, ...], names: tuple[str, ...], *, whole: bool = False) -> tuple[int | None, ...]:
     """Return for each name the number of the first pattern that matches it, None without one.
 
     A pattern of `rank_pattern` matches the end of a name, after a dot; whole: one of `target_modules`, all of the name.
     Raises PatternError for a pattern that is no regular expression, is too long or does not end.
     """
-    return list(_first_matches(tuple(patterns), tuple(names), whole))
-
-
-@lru_cache(maxsize=256)  # a command reads an adapter's config several times
-def _first_matches(patterns: tuple[str, ...], names: tuple[str, ...], whole: bool) -> tuple[int | None, ...]:
     for pattern in patterns:
         if len(pattern) > MAX_CHARACTERS:
             raise PatternError(f"has {len(pattern)} characters, expected {MAX_CHARACTERS} at most")

@@ -162,12 +162,12 @@ class QuantizedLinear(nn.Module):
             return [begin, blocks, blocks, blocks]
         return [begin, (last - first) // nf4.BLOCK, self.in_features // nf4.BLOCK, blocks]
 
-    def full_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The dequantized weight `[out, in]` of `dtype` (None: the one it was quantized from).
+    def full_weight(self) -> Tensor:
+        """The dequantized weight `[out, in]`, in the type that it was quantized from.
 
         The module is gathered, if it is sharded at all.
         """
-        return self.weight_rows(0, self.out_features, dtype)
+        return self.weight_rows(0, self.out_features)
 
     @torch.no_grad()
     def part_weight(self) -> Tensor:
@@ -176,11 +176,10 @@ class QuantizedLinear(nn.Module):
         return dequantize(*self._part(), last - first, self.dtype, self._place())
 
     @torch.no_grad()
-    def weight_rows(self, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
+    def weight_rows(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` (exclusive) of `full_weight`, without the others `[stop - start, in]`."""
         storage = (self.weight_codes, self.weight_scales, self.weight_factors)
-        rows = dequantize(*storage, self.in_features, self.dtype, (), start, stop)
-        return rows if dtype is None else rows.to(dtype)
+        return dequantize(*storage, self.in_features, self.dtype, (), start, stop)
 
     @torch.no_grad()
     def fill_weight(self, read_rows: Callable[[int, int, slice], Tensor]) -> None:
@@ -250,13 +249,12 @@ class QuantizedLinear(nn.Module):
             if not cut:
                 quantize(start, stop, values)
         if cut:
-            _largest_of_all(largest, self.weight_codes)
+            parameter = self.weight_codes
+            for dim, placement in enumerate(parameter.placements if isinstance(parameter, DTensor) else ()):
+                if placement.is_shard(1):
+                    dist.all_reduce(largest, dist.ReduceOp.MAX, group=parameter.device_mesh.get_group(dim))
             for start, stop in pieces:
                 quantize(start, stop, read(start, stop))
-
-    def extra_repr(self) -> str:
-        bias = self.bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, kind={self.kind}"
 
 
 @torch.no_grad()
@@ -272,14 +270,6 @@ def dequantized(weight: Tensor, kind: str) -> Tensor:
 def frozen(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """A parameter that wants no gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-def _largest_of_all(largest: Tensor, parameter: Tensor) -> None:
-    """The largest of each row's numbers, in place, over the ranks that have other columns of it. A collective."""
-    if isinstance(parameter, DTensor):
-        for dim, placement in enumerate(parameter.placements):
-            if placement.is_shard(1):
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group=parameter.device_mesh.get_group(dim))
 
 
 def _keep_part(parameter: Tensor, whole: Tensor) -> None:

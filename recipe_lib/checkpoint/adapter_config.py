@@ -122,7 +122,7 @@ class AdapterConfig:
         for key in ("rank_pattern", "alpha_pattern"):
             unmatched = [name for name in names if (key, name) not in self._matches]
             try:
-                pattern_numbers = first_matches(list(getattr(self, key)), unmatched)
+                pattern_numbers = first_matches(tuple(getattr(self, key)), tuple(unmatched))
             except PatternError as fault:
                 raise CheckpointError(f"{self.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
             self._matches.update(zip([(key, name) for name in unmatched], pattern_numbers, strict=True))

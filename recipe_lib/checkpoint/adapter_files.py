@@ -419,7 +419,7 @@ def _match(config: AdapterConfig, key: str, names: Sequence[str]) -> list[bool]:
         return [not name.endswith(_NO_LINEARS) for name in names]
     if isinstance(chosen, str) and chosen:
         try:
-            return [number is not None for number in first_matches([chosen], names, whole=True)]
+            return [number is not None for number in first_matches((chosen,), tuple(names), whole=True)]
         except PatternError as fault:
             raise CheckpointError(f"{config.path}: {key}: {fault}; {PATTERN_REMEDY}") from None
     return [any(f".{name}".endswith(f".{end}") for end in chosen or ()) for name in names]

@@ -25,7 +25,6 @@ from recipe_lib.adapters.peft_names import (
     file_name,
     is_target,
     stacked_factors,
-    tensor_name,
 )
 from recipe_lib.adapters.quantized import QuantizedLinear
 from recipe_lib.checkpoint.adapter_config import CONFIG_FILE, TENSOR_FILE, write_fields
@@ -52,7 +51,7 @@ from recipe_lib.checkpoint.weights_out import (
 from recipe_lib.config.schema import LoraConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.families import has_score_head
-from recipe_lib.models.language_model import in_file_order
+from recipe_lib.models.language_model import all_runs, ordered
 from recipe_lib.models.meta_init import extra_modules, saved_whole, stored_weights
 from recipe_lib.models.spec import SCORE, DecoderSpec, ExternalSpec, ModelSpec
 
@@ -91,7 +90,7 @@ def export_adapter(
     adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     dtype = next(iter(plan_tensors(adapters, holders, world).values())).dtype  # a rank of a pipeline may have none
     plan = [
-        PlannedTensor(tensor_name(module.name, suffix, multimodal), dtype, shape)
+        PlannedTensor(f"{PREFIX}{file_name(module.name, multimodal)}.{suffix}", dtype, shape)
         for module in modules
         for suffix, shape in module.shapes(ranks[module.name], cfg.dora).items()
     ]
@@ -197,16 +196,16 @@ def _own_pieces(model: nn.Module, module: FileModule, cfg: LoraConfig) -> Iterat
     adapted = [owner for _, owner in held if isinstance(owner, AdaptedModule)]
     if module.experts:
         ((part, owner),) = held
-        factors = [
-            in_file_order(model, f"{part.module}.{name}", whole(owner.get_parameter(name).detach())) for name in names
-        ]
-        yield from stacked_factors(*factors)
+        runs = [all_runs(model).get(f"{part.module}.{name}") for name in names]
+        parameters = [whole(owner.get_parameter(name).detach()) for name in names]
+        yield from stacked_factors(*map(ordered, parameters, runs))
         return
     for owner in adapted:
         yield whole(owner.get_parameter(names[0]).detach())
     for part, owner in held:  # B of a fused module: a block for each of its parts, zeros elsewhere
         if len(held) == 1:
-            yield in_file_order(model, f"{part.module}.{names[1]}", whole(owner.get_parameter(names[1]).detach()))
+            second = whole(owner.get_parameter(names[1]).detach())
+            yield ordered(second, all_runs(model).get(f"{part.module}.{names[1]}"))
             continue
         dtype = adapted[0].settings.dtype
         second = torch.zeros(part.rows, cfg.rank * len(adapted), dtype=dtype)

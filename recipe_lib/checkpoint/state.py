@@ -71,7 +71,7 @@ from recipe_lib.config.local_files import no_whole_state
 from recipe_lib.errors import CheckpointError
 from recipe_lib.files import FileRecord
 from recipe_lib.logs import get_logger
-from recipe_lib.models.language_model import all_runs, ordered, own_parts, runs_of
+from recipe_lib.models.language_model import all_runs, ordered, own_parts
 from recipe_lib.reading import parse_json
 from recipe_lib.report.phases import phase
 from recipe_lib.units import MIB
@@ -386,7 +386,7 @@ def _put_in_order(targets: dict[str, torch.Tensor], saved: dict[str, Any], model
         name = name_of(full_name)
         dim, runs = saved.get(name, (0, ()))
         before = (dim, tuple((start, stop) for start, stop in runs)) if runs else None
-        now = runs_of(model, name)
+        now = all_runs(model).get(name)
         if not tensor.dim() or before == now:
             continue
         dim = dim if now is None else now[0]

@@ -295,11 +295,11 @@ def _open_adapter(model: Any, adapter: AdapterFile, device: torch.device) -> Any
 
 def _check_patterns(config: AdapterConfig, model: nn.Module) -> None:
     """Raise CheckpointError for a pattern that does not come to an end with a name of the model's."""
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    names = (*dict(model.named_modules()), *dict(model.named_parameters()))
     whole = [config.selection.get(key) for key in ("target_modules", "exclude_modules")]
     try:
-        first_matches([pattern for pattern in whole if isinstance(pattern, str)], names, whole=True)
-        first_matches([*config.rank_pattern, *config.alpha_pattern], names)
+        first_matches(tuple(pattern for pattern in whole if isinstance(pattern, str)), names, whole=True)
+        first_matches((*config.rank_pattern, *config.alpha_pattern), names)
     except PatternError as fault:
         raise CheckpointError(f"{config.path}: a pattern {fault}; {PATTERN_REMEDY}") from None
 

@@ -17,7 +17,7 @@ from recipe_lib.checkpoint.weight_accounts import find_shape_fault, made_for, ma
 from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.language_model import LanguageModel, modules_elsewhere, own_parts
 from recipe_lib.models.meta_init import init_weight, persistent_buffers, reset_extra, saved_whole, stored_weights
-from recipe_lib.models.spec import SCORE, Conversion, DecoderSpec, ModelSpec
+from recipe_lib.models.spec import SCORE, DecoderSpec, FileConversion, ModelSpec
 from recipe_lib.models.weight_names import WeightEntry, parameter_shapes, weight_map
 from recipe_lib.ops.device import holds_values
 from recipe_lib.report.phases import phase
@@ -130,9 +130,9 @@ def _load_converted(
                             _place(local, offset, value, start)
 
 
-def _by_conversion(entries: Sequence[WeightEntry]) -> list[tuple[Conversion, list[str]]]:
+def _by_conversion(entries: Sequence[WeightEntry]) -> list[tuple[FileConversion, list[str]]]:
     """Each conversion with the parameters that it makes."""
-    found: dict[int, tuple[Conversion, list[str]]] = {}
+    found: dict[int, tuple[FileConversion, list[str]]] = {}
     for entry in entries:
         if entry.made is not None:
             found.setdefault(id(entry.made), (entry.made, []))[1].append(entry.our_name)

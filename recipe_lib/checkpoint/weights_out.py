@@ -23,7 +23,7 @@ from recipe_lib.checkpoint.weight_files import INDEX, SINGLE
 from recipe_lib.config.schema import CheckpointConfig
 from recipe_lib.errors import CheckpointError
 from recipe_lib.models.families import FAMILIES, has_score_head, score_architecture, spell_native, text_config
-from recipe_lib.models.language_model import in_file_order
+from recipe_lib.models.language_model import all_runs, ordered
 from recipe_lib.models.meta_init import persistent_buffers
 from recipe_lib.models.spec import Conversion, ExternalSpec, ModelSpec
 from recipe_lib.models.weight_names import weight_map, written_layout
@@ -197,8 +197,7 @@ class TensorPieces:
             found = {taken: self._whole(taken) for taken in conversion.names()}
             parameters = {taken: parameter for taken, parameter in found.items() if parameter is not None}
             if parameters:
-                made = conversion.convert(parameters.__getitem__)
-                self._made = {conversion.written[own]: tensor for own, tensor in made.items()}
+                self._made = conversion.convert(parameters.__getitem__)
         if name in self._made:
             tensor = self._made.pop(name)
             yield from tensor.split(1) if tensor.dim() == 3 else (tensor,)  # experts are made contiguous one by one
@@ -281,7 +280,7 @@ def relay_whole(
     """Return an iterator of a tensor in the file's order, on rank 0, as `Holders.relay` has it."""
 
     def gather() -> Iterator[torch.Tensor]:
-        yield in_file_order(model, name, whole(tensors[name].detach()))
+        yield ordered(whole(tensors[name].detach()), all_runs(model).get(name))
 
     return holders.relay(name, gather)
 

@@ -14,20 +14,18 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     BYTES,
     ShardingPlan,
     boundary_counts,
+    collectives,
     cut_share,
-    exchanges,
     held_elements,
-    layers_of,
     parameter_groups,
     pattern_of,
-    sent_bytes,
     step_bytes,
     why_not,
 )
 from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize, shrink
 from recipe_lib.report import terminal
 from recipe_lib.report.view import Table, show_table
-from recipe_lib.units import Bytes, Count, counted, number_ranges
+from recipe_lib.units import Bytes, Count, counted
 
 _MOST_SIZES = 12  # legal ones that are named
 WIDTH = 160  # columns where there is no terminal to ask
@@ -85,14 +83,11 @@ def certificates(config: Any, plans: dict[int, ShardingPlan]) -> list[dict[str, 
         ranks = max((legal for legal in copied.legal_sizes if legal <= size), default=0)
         if not ranks:
             failures.append(f"no {size} ranks or fewer can share the small copy")
-        same = next((each for each in found if each["ranks"] == ranks and each["plan"] == copied.hash()), None)
-        checked = same["checked"] if same else 0
-        if not failures and same is None:
+        checked = 0
+        if not failures:
             certificate = certify(model, copied, ranks, inputs)
             failures, checked = list(certificate.failures), certificate.checked
-        failures = failures or (same["failures"] if same else [])
-        proof = {"size": size, "ranks": ranks, "plan": copied.hash(), "checked": checked, "failures": failures}
-        found.append(proof)
+        found.append({"size": size, "ranks": ranks, "plan": copied.hash(), "checked": checked, "failures": failures})
     return found
 
 
@@ -174,7 +169,6 @@ def _parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
     """Return what is cut; what every rank has, and why. partial: gradients are summed over ranks once a step."""
     cut, whole = [], []
     groups = parameter_groups(plan)
-    shared = [each.name for each in groups if each.dim >= 0]
     for each, names in groups.items():
         shape = " x ".join(map(str, each.shape))
         if each.dim < 0:
@@ -183,9 +177,7 @@ def _parameter_tables(plan: ShardingPlan) -> tuple[Table, Table]:
             continue
         lengths = [f"({size})" if at in each.whole else str(size) for at, size in enumerate(each.segments)]
         segments = " + ".join(lengths) if len(lengths) > 1 else ""
-        is_shared = shared.count(each.name) > 1
-        layers = f" (layers {number_ranges(layers_of(names), between=', ')})" if is_shared else ""
-        cut.append([each.name + layers, len(names), shape, each.role, each.dim, segments, each.unit])
+        cut.append([each.name, len(names), shape, each.role, each.dim, segments, each.unit])
     return (
         _table("cut", ["parameters", "count", "shape", "role", "dim", "segments", "unit"], cut),
         _table("whole on every rank", ["parameters", "count", "shape", "gradient", "why"], whole),
@@ -203,22 +195,16 @@ def _boundaries(plan: ShardingPlan) -> Table:
 
 
 def _collectives(plan: ShardingPlan, sizes: list[int], tokens: int) -> Table:
-    """Return bytes that a rank sends: by part of the model, and for a step of one micro-batch."""
+    """Return bytes that a rank sends for a step of one micro-batch, by what they are for."""
     rows: list[list[Any]] = []
-    for each in exchanges(plan):
-        where = f"each of {len(each.layers)} {each.place}" if each.layers else "outside the layers"
-        for phase, counts, width, halves in zip(
-            ("forward", "backward"), each.counts, each.widths, each.halves, strict=True
-        ):
-            if counts:
-                sent = [Bytes(sent_bytes(BYTES * tokens * halves, size) // 2) for size in sizes]
-                rows.append([where, phase, ", ".join(counted(count, name) for name, count in counts), width, *sent])
+    counts = Counter((phase, name) for phase, name, _ in collectives(plan))
     totals = {size: step_bytes(plan, size, tokens) for size in sizes}
-    for what, phase in _PHASES.items():
-        if any(total[what] for total in totals.values()):
-            rows.append(["all of it", phase, "", "", *(Bytes(total[what]) for total in totals.values())])
-    header = ["where", "when", "what", "numbers a token", *(f"t={size}" for size in sizes)]
-    return _table(f"sent by each rank, {tokens} tokens", header, rows, len(sizes) + 1, FORMULA)
+    for phase, title in _PHASES.items():
+        if any(total[phase] for total in totals.values()):
+            what = ", ".join(counted(count, name) for (of, name), count in sorted(counts.items()) if of == phase)
+            rows.append([title, what, *(Bytes(total[phase]) for total in totals.values())])
+    header = ["when", "what", *(f"t={size}" for size in sizes)]
+    return _table(f"sent by each rank, {tokens} tokens", header, rows, len(sizes), FORMULA)
 
 
 _PHASES = {

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,8 +31,7 @@ from recipe_lib.models.language_model import LanguageModel
 from recipe_lib.models.meta_init import build_meta
 from recipe_lib.models.spec import ExternalSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo
-from recipe_lib.ops.chunked_heads import IGNORED, cross_entropy
-from recipe_lib.ops.head_losses import CrossEntropy, HeadLoss, OutputAdapter, TokenLogProbs, TokenScores
+from recipe_lib.ops.head_losses import HeadLoss, OutputAdapter, run_head_loss
 
 # An external model called as ours is: tokens and labels in, logits, log-probabilities or the summed
 # loss out.
@@ -93,7 +91,8 @@ class ExternalModel(LanguageModel):
         if found is None:
             raise SetupError(f"{type(model).__name__}: found no embedding and output projection")
         head = found[1]
-        owner, name = _place(model, head)
+        path, _, name = next(path for path, module in model.named_modules() if module is head).rpartition(".")
+        owner = model.get_submodule(path)
         accepted = frozenset(inspect.signature(model.forward).parameters)
         plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         class_forward, own = model.forward, type(model)
@@ -207,13 +206,15 @@ class ExternalModel(LanguageModel):
 
     @property
     def reads_padding(self) -> bool:
-        """Whether its class takes a mask of tokens that are padding."""
+        """Whether prompts of different lengths can be read together: its class takes a mask of what is padding."""
         return "attention_mask" in self._division.accepted
 
     def token_reader(self, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """See `ExternalSpec.token_reader`.
+        """For generating: a function of tokens `[b, s]` that follow one another, to the logits `[b, v]` after them.
 
         Keys and values are kept in the cache that the class makes; a class that returns none reads everything again.
+        padding: int64 `[b]`, how many tokens each row begins with that are none; None: no row. Raises SetupError for a
+        class that takes no mask of them.
         """
         accepted = self._division.accepted
         if padding is not None and "attention_mask" not in accepted:
@@ -225,8 +226,11 @@ class ExternalModel(LanguageModel):
             seen = unread if seen is None else torch.cat([seen, unread], dim=1)
             inputs: dict[str, Any] = {"input_ids": seen if cache is None else unread}
             if padding is not None:
-                count = inputs["input_ids"].shape[1]
-                inputs |= _padded_inputs(padding, seen, count, accepted, self.spec.max_positions)
+                places = torch.arange(seen.shape[1], device=seen.device)
+                inputs["attention_mask"] = (places >= padding[:, None]).long()
+                if "position_ids" in accepted:  # they count from a row's first real token
+                    places = places[-inputs["input_ids"].shape[1] :] - padding[:, None]
+                    inputs["position_ids"] = places.clamp(0, self.spec.max_positions - 1)
             if {"use_cache", "past_key_values"} <= accepted:
                 inputs |= {"use_cache": True, "past_key_values": cache}
             elif "use_cache" in accepted:
@@ -267,16 +271,11 @@ class ExternalModel(LanguageModel):
                 return division.head(hidden, labels=labels, head_loss=head_loss, after=after)
             division.whole = True
             _say_whole(self, "what follows its output projection is not done to each logit by itself")
-        return _loss_of_logits(logits_of(self.class_forward(**inputs)), labels, head_loss)
-
-
-def _place(model: nn.Module, wanted: nn.Module) -> tuple[nn.Module, str]:
-    """The module that owns another one, and its name there."""
-    for module in model.modules():
-        for name, child in module.named_children():
-            if child is wanted:
-                return module, name
-    raise SetupError(f"{type(model).__name__}: its output projection is no module of it")
+        logits = logits_of(self.class_forward(**inputs))
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # To the chunked head all logits are hidden states, of which the projection is done.
+        projected = OutputAdapter(lambda rows, frozen=None: rows.clone(), (), lambda rows: rows)
+        return run_head_loss(head_loss, wide, wide, labels, adapter=projected)
 
 
 def _has_windows(config: dict[str, Any]) -> bool:
@@ -291,25 +290,6 @@ def _dtype(model: ExternalModel) -> torch.dtype:
     return model._division.dtype or next(
         parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
     )
-
-
-def _loss_of_logits(logits: Tensor, labels: Tensor, head_loss: HeadLoss | None) -> Tensor:
-    """The loss, or log-probabilities of the labels, of all logits at once. SetupError for a function of another kind:
-    there is no weight to give it."""
-    wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    if isinstance(head_loss, TokenLogProbs):
-        found = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
-        return -found.view_as(labels)
-    if isinstance(head_loss, TokenScores):
-        made = OutputAdapter(lambda rows: rows.clone(), (), lambda rows: rows)  # which are logits already
-        return TokenScores()(wide, wide, labels, adapter=made)
-    if head_loss is not None and not isinstance(head_loss, CrossEntropy):
-        raise SetupError(
-            "head_loss: found a function of hidden states and weight for a model whose forward cannot be divided "
-            "there, expected CrossEntropy, with loss=fn for a loss of logits, or TokenLogProbs"
-        )
-    loss = (head_loss.loss if head_loss is not None else None) or cross_entropy
-    return loss(wide.flatten(0, -2), labels.flatten())
 
 
 def _say_whole(model: nn.Module, reason: str) -> None:
@@ -394,16 +374,13 @@ class _Steps(TorchDispatchMode):
             return LogitsAfter()
         names = [operator.name().partition(".")[0] for operator, _, _ in self.steps]
         numbers = [[value for value in args if value is not _HERE] for _, args, _ in self.steps]
-        if names == ["aten::div", "aten::tanh", "aten::mul"] and numbers[0] == numbers[2] and _is_number(numbers[0]):
-            return LogitsAfter(softcap=float(numbers[0][0]))
+        cap = numbers[0][0] if len(numbers[0]) == 1 else None
+        if names == ["aten::div", "aten::tanh", "aten::mul"] and numbers[2] == [cap] and isinstance(cap, int | float):
+            return LogitsAfter(softcap=float(cap))
         return LogitsAfter(finish=partial(_repeat, self.steps))
 
 
 _HERE = object()  # where the tensor stood among an operator's arguments
-
-
-def _is_number(values: list[Any]) -> bool:
-    return len(values) == 1 and isinstance(values[0], (int, float))
 
 
 def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) -> Tensor:
@@ -413,17 +390,6 @@ def _repeat(steps: list[tuple[Any, list[Any], dict[str, Any]]], logits: Tensor) 
     for operator, args, kwargs in steps:
         logits = operator(*(logits if value is _HERE else value for value in args), **kwargs)
     return logits
-
-
-def _padded_inputs(
-    padding: Tensor, seen: Tensor, unread: int, accepted: frozenset[str], most: int
-) -> dict[str, Tensor]:
-    """The mask of all tokens seen `[b, t]`, and positions `[b, unread]` that count from a row's first real token."""
-    places = torch.arange(seen.shape[1], device=seen.device)
-    inputs = {"attention_mask": (places >= padding[:, None]).long()}
-    if "position_ids" in accepted:
-        inputs["position_ids"] = (places[-unread:] - padding[:, None]).clamp(0, most - 1)
-    return inputs
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ What one of them does to its tensors is then what another one does to its own, s
 alone. Only what compares equal counts: settings that are objects of a layer's own make it one of a kind.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import FunctionType
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from recipe_lib.errors import SetupError, UserError
 from recipe_lib.external.tensor_plan.exchanges import Ranks
 from recipe_lib.external.tensor_plan.sharding_plan import ShardingPlan
-from recipe_lib.external.tensor_plan.sourced_integers import Entry, replaced_entries
+from recipe_lib.models.language_model import Entry, replaced_entries
 from recipe_lib.ops.dtensor_shards import local
 
 _Alone = Callable[[Tensor, Any], AbstractContextManager[None]]
@@ -133,10 +132,22 @@ class CompiledLayers:
         return pytree.tree_unflatten(made, call.outputs_spec)
 
     def _run(self, key: str, given: list[Tensor], held: list[Tensor]) -> list[Tensor]:
+        """Raises SetupError for a layer that cannot be traced, with what is wrong with it."""
         path = self.calls[key].path
-        with _faults(path):
+        try:
             found: list[Tensor] = self.compiled[path](key, self._rank_on(given[0].device), *held, *given)
-        return found
+            return found
+        except torch._dynamo.exc.TorchDynamoException as error:
+            chain: list[BaseException] = [error]
+            while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
+                chain.append(before)
+            if (own := next((each for each in chain if isinstance(each, UserError)), None)) is not None:
+                raise own from None
+            said = f"{type(chain[-1]).__name__}: {' '.join(str(chain[-1]).split())[:200]}"
+            raise SetupError(
+                f"compile: {path} cannot be traced as its tensor-parallel plan runs it ({said}); set compile=false or "
+                "parallel.tensor=1"
+            ) from error
 
     def _key_of(self, path: str, layer: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, first: Tensor) -> str:
         """Of a call with other arguments, rows of another kind or adapters switched off, which is another graph."""
@@ -193,24 +204,6 @@ class _NoNumber:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = __float__ = _read
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __floordiv__ = _read
     __truediv__ = __rtruediv__ = __neg__ = __str__ = __repr__ = __format__ = __hash__ = __getattr__ = _read
-
-
-@contextlib.contextmanager
-def _faults(path: str) -> Iterator[None]:
-    """Raises SetupError for a layer that cannot be traced, with what is wrong with it."""
-    try:
-        yield
-    except torch._dynamo.exc.TorchDynamoException as error:
-        chain: list[BaseException] = [error]
-        while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
-            chain.append(before)
-        if (own := next((each for each in chain if isinstance(each, UserError)), None)) is not None:
-            raise own from None
-        said = f"{type(chain[-1]).__name__}: {' '.join(str(chain[-1]).split())[:200]}"
-        raise SetupError(
-            f"compile: {path} cannot be traced as its tensor-parallel plan runs it ({said}); set compile=false or "
-            "parallel.tensor=1"
-        ) from error
 
 
 def _with_own_code(forward: Callable[..., Any], path: str) -> Callable[..., Any]:

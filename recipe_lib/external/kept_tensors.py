@@ -9,6 +9,7 @@ again, by the same functions of the same tensors: to the bit what was let go.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,13 +55,13 @@ class _View:
         return made.as_strided(*self.geometry)
 
 
+@dataclass(eq=False)
 class _SavedTensor:
     """What stands for a tensor that autograd keeps: the tensor, or how to make it."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-        self.view: _View | None = None
-        self.cone: list[_Node] = []
+    tensor: Tensor | None
+    view: _View | None = None
+    cone: list[_Node] = field(default_factory=list)
 
 
 class KeptTensors:
@@ -122,17 +123,13 @@ class KeptTensors:
         """An argument, a tensor as a view of its node, which is noted among the parents."""
         if not isinstance(value, Tensor):
             return value
-        if value.untyped_storage()._cdata in self._free:
+        storage = value.untyped_storage()._cdata
+        if storage in self._free:
             return value.detach()
-        node = self._node_of(value)
-        parents.append(node)
-        return _View(node, value)
-
-    def _node_of(self, tensor: Tensor) -> _Node:
-        storage = tensor.untyped_storage()._cdata
         if storage not in self._nodes:
-            self._nodes[storage] = _Node(tensor.detach(), None, [])
-        return self._nodes[storage]
+            self._nodes[storage] = _Node(value.detach(), None, [])
+        parents.append(self._nodes[storage])
+        return _View(self._nodes[storage], value)
 
     def _pack(self, tensor: Tensor) -> Any:
         if not self._recording or tensor.untyped_storage()._cdata in self._free:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +51,6 @@ class ModuleSpec(ExternalSpec):
     """A model of another library; see the class that this is derived from."""
 
     source: ModuleSource
-
-    @property
-    def implementation(self) -> str:
-        return self.source.implementation
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """The model on meta, with parameters of `dtype`, and with our call signature.
@@ -161,12 +157,6 @@ class ModuleSpec(ExternalSpec):
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: torch.dtype) -> None:
         add_adapters(model, cfg, adapter_settings(cfg, dtype))
 
-    def token_reader(self, model: Any, padding: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        return cast(ExternalModel, model).token_reader(padding)
-
-    def reads_padding(self, model: Any) -> bool:
-        return cast(ExternalModel, model).reads_padding
-
     def shard_tensors(self, model: Any, parallel: ParallelConfig, world: World) -> dict[str, str]:
         return shard_module(model, parallel, world)
 
@@ -213,6 +203,7 @@ def read_spec(config: Mapping[str, Any], where: str, implementation: str = TRANS
         init_std=float(next(filter(None, map(number, _STD_KEYS)), 0.02)),
         tied=embedding.weight is head.weight,
         num_layers=len(layer_names(model)),
+        implementation=implementation,
         source=source,
     )
 
@@ -261,7 +252,7 @@ class TensorConversion:
     """Tensors that one of transformers' operations makes of others.
 
     first: the name that it is known by. sources: pattern of the converter -> names of the tensors that it takes, in
-    their order. written: what it makes -> that tensor's name in a file, where it has another one there.
+    their order. written: what it makes -> that tensor's name in the file that it is made for, where it has another one.
     """
 
     def __init__(self, first: str, converter: Any, module: Any, config: Any) -> None:
@@ -285,7 +276,8 @@ class TensorConversion:
             for name in taken:
                 converter.add_tensor(self.first, name, pattern, read(name))
         made = converter.convert(self.first, model=self._module, config=self._config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        values = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {self.written.get(name, name): value for name, value in values.items()}
 
     def shapes(self, shape_of: Callable[[str], tuple[int, ...]]) -> dict[str, tuple[int, ...]] | None:
         """The shapes of what is made; None where the tensors do not go together."""

@@ -187,21 +187,14 @@ def adapter_targets(linears: Collection[str], targets: Collection[str], left: Ma
 
 def without_adapter(linears: Collection[str], uncalled: Mapping[str, str], family: str) -> dict[str, str]:
     """Linears, and parameters that stand for some, that get no adapter: name -> why."""
-    kind = _fused_as(family)
-    taken = _FUSED.get(kind or "", frozenset())
+    kinds: dict[str, str] = {}  # family -> the kind of mixture for whose fused experts PEFT takes names of linears
+    if find_spec("transformers") is not None:
+        from transformers import conversion_mapping
+
+        kinds = {"mixtral": "mixtral"} | getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
+    taken = _FUSED.get(kinds.get(family, ""), frozenset())
     why = f"PEFT takes the name for the experts of {family}, and would not open the adapter"
     return dict(uncalled) | {name: why for name in linears if leaf_of(name) in taken}
-
-
-def _fused_as(family: str) -> str | None:
-    """The kind of mixture for whose fused experts PEFT takes names of linears; None: it does not."""
-    if find_spec("transformers") is None:
-        return None
-    from transformers import conversion_mapping
-
-    same = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
-    kind = same.get(family) or (family if family == "mixtral" else None)
-    return kind if kind in _FUSED else None
 
 
 def leaf_of(name: str) -> str:

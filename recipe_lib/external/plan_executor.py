@@ -18,7 +18,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +39,7 @@ from recipe_lib.external.tensor_plan.exchanges import (
     rewritten,
     trained_length,
 )
-from recipe_lib.external.tensor_plan.sharding_plan import ParameterPlan, ShardingPlan, pattern_of, tensors_in
+from recipe_lib.external.tensor_plan.sharding_plan import Boundary, ParameterPlan, ShardingPlan, pattern_of, tensors_in
 from recipe_lib.models.language_model import layer_names
 from recipe_lib.ops.dtensor_shards import local
 from recipe_lib.ops.gathered import Group, all_reduce, start_gather, start_scatter, wait
@@ -115,8 +114,10 @@ class _Execution(TorchFunctionMode):
             note=self.kept.note,
         )
         self.compiled = CompiledLayers(model, plan, ranks, lambda: self.length, self.alone, self.outside, gathers_again)
-        numbered = tuple(each for each in plan.boundaries if each.kind != "assemble")
-        self.boundaries = replace(plan, boundaries=numbered).boundaries_by_call()
+        self.boundaries: dict[tuple[str, int], list[Boundary]] = {}  # by their module, and the number of a call there
+        for each in plan.boundaries:
+            if each.kind != "assemble":
+                self.boundaries.setdefault((each.module, each.call), []).append(each)
         self.expected = Counter(module for module, _ in self.boundaries)
         layers = layer_names(model)
         self.must_run = {
@@ -245,7 +246,9 @@ class _Execution(TorchFunctionMode):
         name = getattr(function, "__name__", str(function))
         name = _SAME_CALL.get(name, name)
         reads = name in ("__get__", "size")
-        held = [value for value in tensors_in((args, kwargs)) if self._may_be_a_parameter(value)]
+        # What compiled code reads are plain tensors, of which one may have to be assembled.
+        compiled = self.running.alone is not None and bool(self.assembled)
+        held = [value for value in tensors_in((args, kwargs)) if compiled or isinstance(value, (DTensor, nn.Parameter))]
         if held:
             if self.running.alone is None:
                 self.kept.note_parameters([local(value) for value in held])
@@ -268,10 +271,6 @@ class _Execution(TorchFunctionMode):
         if next(tensors_in(result), None) is not None:
             frame.calls += 1
         return result
-
-    def _may_be_a_parameter(self, value: Tensor) -> bool:
-        """Whether it is a parameter, or may be one to assemble: what compiled code reads are plain tensors."""
-        return isinstance(value, (DTensor, nn.Parameter)) or (self.running.alone is not None and bool(self.assembled))
 
     def _other_way(self, path: str, found: str) -> SetupError:
         compiled = "compile=false or " if self.running.alone is not None else ""

@@ -21,10 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.errors import ConfigError, SetupError
 from recipe_lib.external.modules import embedding_and_head, other_parts
-from recipe_lib.external.tensor_plan.sourced_integers import replaced_entries
 from recipe_lib.external.tensor_plan.transformers_models import SMALL_MODEL, randomize
 from recipe_lib.external.transformers_config import TRANSFORMERS, one_line, transformers_config
-from recipe_lib.models.language_model import layer_names
+from recipe_lib.models.language_model import hold_tied_weight, layer_names, replaced_entries
 from recipe_lib.models.meta_init import allocate, build_meta
 from recipe_lib.models.spec import StageParts
 
@@ -145,7 +144,7 @@ def keep_parts(
     absent += [*(parts.first if not first else ()), *(parts.last if not last else ())]
     placeholders = {name: nn.Module() for name in absent}
     if tied and last and not first:
-        placeholders[parts.embedding] = _holder(embedding)
+        placeholders[parts.embedding] = hold_tied_weight(embedding)
     elsewhere = {}
     for name, module in placeholders.items():
         held, child = _owner_and_child(model, name)
@@ -154,13 +153,6 @@ def keep_parts(
     empty = {name for name in absent if next(model.get_submodule(name).parameters(), None) is None}
     here = {name for name, _ in model.named_modules()} - empty
     return elsewhere, frozenset(whole - here)
-
-
-def _holder(embedding: Any) -> nn.Embedding:
-    """What holds the head's matrix under the embedding's name on a rank that embeds nothing."""
-    holder = nn.Embedding(*embedding.weight.shape, device="meta")
-    holder.weight = embedding.weight
-    return holder
 
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Every rank traces one forward of the model without memory (`recipe_lib.external.tensor_plan`). Before its weights are
 read, a small model of the same class has to pass the certificate of its own plan, which must treat every parameter as
-the large one's does. The proof is kept in the cache folder, by the hash of what was proven.
+the large one's does.
 
 With DoRA the plan is that of LoRA. What DoRA adds is a number for each output: the trained length over the matrix's
 own, which is computed beside the calls that the plan counts. A rank has the outputs of its rows, or of a matrix that is
@@ -49,7 +49,12 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     """
     group = world.tensor
     assert group is not None
-    plan = _of_this_rank(model, proven_plan(model, parallel, world))
+    plan = proven_plan(model, parallel, world)
+    # Without what other ranks of a pipeline have. Exchanges stay: those in other ranks' modules are not come to.
+    elsewhere = model.modules_elsewhere
+    parameters = tuple(each for each in plan.parameters if each.name.rpartition(".")[0] not in elsewhere)
+    rewrites = tuple(each for each in plan.rewrites if each.module not in elsewhere)
+    plan = replace(plan, parameters=parameters, rewrites=rewrites)
     head, columns = model.output_head(), 0
     if head is not None:
         plan, columns = with_loss_of_parts(plan, model, head)
@@ -67,17 +72,6 @@ def shard_module(model: Any, parallel: ParallelConfig, world: World) -> dict[str
     own = {name for name, _ in model.named_parameters()}
     gradients = {each.name: each.gradient for each in plan.parameters if each.name in own}
     return gradients | {name: "full" if lies.is_replicate() else "sharded" for name, lies in stored.items()}
-
-
-def _of_this_rank(model: Any, plan: ShardingPlan) -> ShardingPlan:
-    """The plan without parameters and attributes of modules that other ranks of a pipeline have.
-
-    Exchanges stay: those in other ranks' modules are not come to.
-    """
-    elsewhere = model.modules_elsewhere
-    parameters = tuple(each for each in plan.parameters if each.name.rpartition(".")[0] not in elsewhere)
-    rewrites = tuple(each for each in plan.rewrites if each.module not in elsewhere)
-    return replace(plan, parameters=parameters, rewrites=rewrites)
 
 
 def _take_parts(model: nn.Module, plan: ShardingPlan, group: Group) -> dict[str, Placement]:

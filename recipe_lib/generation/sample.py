@@ -9,7 +9,7 @@ prompt's first token.
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ def prompt_reader(
     padding = torch.tensor([longest - length for length in lengths], device=device)
     padded = min(lengths) < longest
     if not isinstance(spec, DecoderSpec):
-        return spec.token_reader(model, padding if padded else None)
+        return cast(Any, model).token_reader(padding if padded else None)
     cache = KVCache(spec, len(lengths), room, weight.dtype, device)
     # The first document of a row is its padding.
     documents = [[longest - length, length] if length < longest else [length] for length in lengths]
@@ -180,7 +180,7 @@ def generate_batch(
         raise ValueError("generate_batch needs at least one token in each prompt to begin from")
     device = device or next(model.parameters()).device
     groups = [list(range(len(prompts)))]
-    if not isinstance(spec, DecoderSpec) and any_rank is None and not spec.reads_padding(model):
+    if not isinstance(spec, DecoderSpec) and any_rank is None and not cast(Any, model).reads_padding:
         groups = [[number] for number in groups[0]]
     answers = [Generated() for _ in prompts]
     for numbers in groups:

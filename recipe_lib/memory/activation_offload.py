@@ -67,7 +67,10 @@ def offload_activations(
 def _sent(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]:
     """The layer's forward, of which the window keeps what autograd would."""
     forward = layer.forward
-    owned = _find_owned(layer)
+    owned: list[tuple[dict[str, Any], str]] = []  # `module._parameters` or `module._buffers`, and a name there
+    for module in layer.modules():
+        for tensors in (module._parameters, module._buffers):
+            owned += [(tensors, name) for name, tensor in tensors.items() if tensor is not None]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -77,7 +80,10 @@ def _sent(layer: nn.Module, number: int, window: "Window") -> Callable[..., Any]
             shared.update(_addresses(tensor))
 
         def is_staying(address: int) -> bool:
-            return address in shared or _is_owned(address, owned)
+            # Parameters and buffers as they are at the moment: FSDP gathers them, and compiled layers see their own
+            # parts of them, between the begin of a forward and what is saved in it.
+            held = (tensors.get(name) for tensors, name in owned)
+            return address in shared or any(address in _addresses(tensor) for tensor in held if tensor is not None)
 
         tokens = args[0].shape[:-1].numel() if args and isinstance(args[0], Tensor) else 0
         with window.keeping(number, is_staying, tokens):
@@ -132,15 +138,6 @@ class Call:
     def alive(self) -> list[Kept]:
         """What of it autograd still holds."""
         return [kept for reference in self.kept if (kept := reference()) is not None]
-
-    def before(self, count: int) -> "Iterator[Call]":
-        """It and the `count` before it, last first."""
-        call: Call | None = self
-        for _ in range(count + 1):
-            if call is None:
-                return
-            yield call
-            call = call.previous
 
 
 @dataclass(slots=True)
@@ -223,12 +220,16 @@ class Window:
     def _begin_backward(self, call: Call) -> None:
         """Fetches what this layer and the next ones in backward need, and lets go of everything else."""
         self._present = call
-        wanted = list(call.before(self.ahead))
+        wanted: list[Call] = []
+        one: Call | None = call
+        while one is not None and len(wanted) <= self.ahead:
+            wanted.append(one)
+            one = one.previous
         for other in self._leaving:
-            if not any(other is one for one in wanted):
+            if other not in wanted:
                 self._let_go(other)
-        for one in wanted:
-            self._fetch(one)
+        for needed in wanted:
+            self._fetch(needed)
 
     def _send(self, call: Call, tokens: int) -> None:
         """Copies what a call keeps to the host, once; the copies begin when all of the layer's work so far is done."""
@@ -272,28 +273,6 @@ class Window:
     def _let_go(self, call: Call) -> None:
         for kept in call.alive():
             kept.let_go()
-
-
-Owned = list[tuple[dict[str, Any], str]]  # `module._parameters` or `module._buffers`, and a name there
-
-
-def _find_owned(layer: nn.Module) -> Owned:
-    """Return where a layer has its parameters and buffers."""
-    owned: Owned = []
-    for module in layer.modules():
-        for tensors in (module._parameters, module._buffers):
-            owned += [(tensors, name) for name, tensor in tensors.items() if tensor is not None]
-    return owned
-
-
-def _is_owned(address: int, owned: Owned) -> bool:
-    """Whether a storage is that of a parameter or buffer, as they are at the moment: FSDP gathers them, and compiled
-    layers see their own parts of them, between the begin of a forward and what is saved in it."""
-    for tensors, name in owned:
-        tensor = tensors.get(name)
-        if tensor is not None and address in _addresses(tensor):
-            return True
-    return False
 
 
 def _addresses(tensor: Tensor) -> list[int]:

@@ -142,8 +142,6 @@ def use_low_precision(model: nn.Module, matmul_dtype: str | None, device: torch.
     """
     if matmul_dtype is None:
         return
-    if matmul_dtype not in KINDS:
-        raise ConfigError(f"matmul_dtype: found {matmul_dtype}, expected one of {', '.join(KINDS)}")
     if matmul_dtype == "fp8":
         _check_fp8(device)
     mixtures = "most of whose matmuls are grouped ones in dtype"
@@ -241,7 +239,9 @@ def scaled_product(left: Tensor, right: Tensor, kind: str, counted: Tensor | Non
     left_codes, left_scales = quantize_rows(left, kind)
     right_codes, right_scales = quantize_rows(right, kind, counted)
     if kind == "int8":
-        return _scale_sums(_whole_sums(left_codes, right_codes), left_scales, right_scales, left.dtype)
+        scale_sums = _scale_whole if torch.compiler.is_compiling() else _SCALE
+        sums = _whole_sums(left_codes, right_codes)
+        return cast(Tensor, scale_sums(sums, left_scales, right_scales, left.dtype))
     # Scales of rows that only fill up are never looked at, and must be there.
     left_scales, right_scales = (
         F.pad(scales, (0, len(codes) - len(scales)), value=1.0)
@@ -313,14 +313,8 @@ def _quantize(matrix: Tensor, kind: str, counted: Tensor | None = None) -> tuple
     return codes, scales
 
 
-def _scale_sums(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sums `[m', n']` times the scales of rows `[m]` and columns `[n]`: `[m, n]` of dtype."""
-    if torch.compiler.is_compiling():
-        return _scale_whole(sums, left, right, dtype)
-    return cast(Tensor, _SCALE(sums, left, right, dtype))
-
-
 def _scale_whole(sums: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums `[m', n']` times the scales of rows `[m]` and columns `[n]`: `[m, n]` of dtype."""
     return (sums[: len(left), : len(right)] * right * left.unsqueeze(1)).to(dtype)
 
 

@@ -118,7 +118,7 @@ def choose(layers: Sequence[LayerCost], budget: float, moments: Moments) -> Budg
             again = sum(one.seconds for one in layer.operators if (one.kind, one.number) not in taken[layer.name])
             choice.kept[layer.name] = None
             choice.seconds -= layer.other + again
-    choice.bytes = room.used()
+    choice.bytes = room.after({})
     return choice
 
 
@@ -153,10 +153,6 @@ class _Room:
         for stage, size in more.items():
             self._bytes[stage] += size
         return True
-
-    def used(self) -> int:
-        """The most bytes at once."""
-        return self.after({})
 
 
 # The operators that checkpointing tells apart, by their name: which of them exist depends on
@@ -263,19 +259,15 @@ def layer_costs(
                 layer = trunk.layers.get_submodule(str(number))
                 trained = stage > 0 or number > 0 or any(parameter.requires_grad for parameter in first)
                 hidden = torch.empty(*shape, width, dtype=dtype, device="meta", requires_grad=trained)
-                kind = (trained, *_kind(layer))
+                # Equal for layers that keep and compute the same.
+                own_parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()]
+                attend = getattr(getattr(layer, "self_attn", None), "attend", None)
+                kind = (trained, repr(layer), tuple(own_parameters), repr(getattr(attend, "keywords", None)))
                 if kind not in watched:
                     with _watching(layer, kernels) as watched[kind]:
                         trunk.run_layers(hidden, torch.Size((rows, length)), None, None, layers=[number])
                 found.append(_cost(f"model.layers.{number}", stage, hidden.nbytes, watched[kind]))
     return found
-
-
-def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Equal for layers that keep and compute the same."""
-    parameters = [(name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters()]
-    attend = getattr(getattr(layer, "self_attn", None), "attend", None)
-    return repr(layer), tuple(parameters), repr(getattr(attend, "keywords", None))
 
 
 def _cost(name: str, stage: int, inputs: int, watched: _Watched) -> LayerCost:

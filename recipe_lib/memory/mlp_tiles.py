@@ -19,6 +19,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from recipe_lib.errors import ConfigError
 from recipe_lib.models.decoder import MLP
+from recipe_lib.models.language_model import replaced_entries
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.ops import deferred
 from recipe_lib.ops.chunked_heads import row_pieces
@@ -84,13 +85,8 @@ def find_parameters(modules: Iterable[nn.Module], is_wanted: Callable[[Tensor], 
 def exchange_parameters(places: Sequence[Place], replace: Callable[[Any], Tensor]) -> Iterator[list[Tensor]]:
     """Inside, modules have in these places what `replace` makes of their parameters."""
     replacements = [replace(parameter) for _, _, parameter in places]
-    try:
-        for (own, name, _), replacement in zip(places, replacements, strict=True):
-            own[name] = replacement
+    with replaced_entries((own, name, one) for (own, name, _), one in zip(places, replacements, strict=True)):
         yield replacements
-    finally:
-        for own, name, parameter in places:
-            own[name] = parameter
 
 
 def _is_trained(parameter: Tensor) -> bool:

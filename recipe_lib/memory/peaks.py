@@ -4,7 +4,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypedDict
 
@@ -39,7 +39,6 @@ class PeakMemory:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.resettable = False
         self.reset()
 
     def reset(self) -> None:
@@ -47,11 +46,10 @@ class PeakMemory:
         if self.device.type != "cpu":
             torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
             return
-        try:
+        self.resettable = False
+        with suppress(OSError):  # no such file (macOS), or not allowed: the peak since the start is all there is
             _CLEAR.write_text(_RESET_PEAK)
             self.resettable = True
-        except OSError:  # no such file (macOS), or not allowed: the peak since the start is all there is
-            self.resettable = False
 
     def read(self) -> Peaks:
         """The peaks, in bytes."""
@@ -61,15 +59,10 @@ class PeakMemory:
                 int(stats.get(f"{kind}_bytes.all.peak", 0)) for kind in ("active", "allocated", "reserved")
             )
             return Peaks(active=active, allocated=allocated, reserved=reserved, kind="device")
-        peak = _resident_peak()
+        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
+        peak = _read_kib(_STATUS, "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         kind = "resident set" if self.resettable else "resident set since start"
         return Peaks(active=peak, allocated=peak, reserved=peak, kind=kind)
-
-
-def _resident_peak() -> int:
-    """Bytes of the process's peak resident set."""
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
-    return _read_kib(_STATUS, "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _read_kib(path: Path, name: str) -> int | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipe_lib.errors import CheckpointError
+from recipe_lib.errors import CheckpointError, raise_faults
 from recipe_lib.models.spec import FileCodes, RopeSpec
 
 # What files of most families leave out.
@@ -314,27 +314,18 @@ _SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": 
 
 MAX_WIDTH, MAX_POSITIONS = 2**20, 2**40
 MAX_LAYERS = 4096
-_WIDTHS = (
-    "hidden_size", "n_embd", "d_model", "dim", "hidden_dim", "head_dim", "kv_lora_rank", "q_lora_rank",
-    "embedding_size", "word_embed_proj_dim",
-)  # fmt: skip
-_INNER = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "moe_intermediate_size", "shared_expert_intermediate_size")
-_HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
-_POSITIONS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window", "max_window_layers")
-
-# Key of config.json -> the most it may say.
-MAX_SIZES: dict[str, int] = {
-    **dict.fromkeys(_WIDTHS, MAX_WIDTH),
-    **dict.fromkeys(_INNER, 2**24),
-    **dict.fromkeys(_HEADS, 2**16),
-    **dict.fromkeys(_EXPERTS, 2**16),
-    **dict.fromkeys(_POSITIONS, MAX_POSITIONS),
-    **dict.fromkeys(("n_positions", "n_ctx"), 2**27),  # a learned embedding has a row for each
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), MAX_LAYERS),
-    **dict.fromkeys(("vocab_size", "type_vocab_size"), 2**27),
+_SIZES = {
+    MAX_WIDTH: "hidden_size n_embd d_model dim hidden_dim head_dim kv_lora_rank q_lora_rank embedding_size "
+    "word_embed_proj_dim",
+    2**24: "intermediate_size ffn_dim n_inner d_ff moe_intermediate_size shared_expert_intermediate_size",
+    2**16: "num_attention_heads num_key_value_heads n_head n_heads num_heads "
+    "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok",
+    MAX_POSITIONS: "max_position_embeddings original_max_position_embeddings sliding_window max_window_layers",
+    2**27: "n_positions n_ctx vocab_size type_vocab_size",  # an embedding has a row for each
+    MAX_LAYERS: "num_hidden_layers n_layer n_layers num_layers",
 }
-_NESTED = ("text_config", "vision_config", "audio_config")
+# Key of config.json -> the most it may say.
+MAX_SIZES: dict[str, int] = {key: most for most, keys in _SIZES.items() for key in keys.split()}
 
 
 def check_sizes(config: Mapping[str, Any], where: str) -> None:
@@ -342,9 +333,7 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
 
     where: the file or preset, named in errors. What a size must be besides is for the reader of the family to say.
     """
-    faults = list(_faults(config, where, ""))
-    if faults:
-        raise CheckpointError(*faults)
+    raise_faults(CheckpointError, _faults(config, where, ""))
 
 
 def _faults(config: Mapping[str, Any], where: str, prefix: str) -> Iterator[str]:
@@ -352,9 +341,9 @@ def _faults(config: Mapping[str, Any], where: str, prefix: str) -> Iterator[str]
         value = config.get(key)
         if isinstance(value, (int, float)) and value > most:
             yield f"{where}: config.json: {prefix}{key}: found {str(value)[:40]}, expected at most {most}"
-    for part in _NESTED:
+    for part in ("text_config", "vision_config", "audio_config") if not prefix else ():
         inner = config.get(part)
-        if isinstance(inner, Mapping) and not prefix:
+        if isinstance(inner, Mapping):
             yield from _faults(inner, where, f"{part}.")
 
 

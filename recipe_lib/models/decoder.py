@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipe_lib.models.language_model import LanguageModel
+from recipe_lib.models.language_model import LanguageModel, hold_tied_weight
 from recipe_lib.models.mixture import Mixture
 from recipe_lib.models.spec import DecoderSpec, RopeSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo, attention, prepare_attention
@@ -366,16 +366,11 @@ class Decoder(LanguageModel):
         for name in [name for name in self.model.layers._modules if int(name) not in layers]:
             del self.model.layers._modules[name]
         if not first:
-            self.model.embed_tokens = self._holder_of_tied_weight() if last and self.spec.tied else None  # type: ignore[assignment]
+            tied = last and self.spec.tied
+            self.model.embed_tokens = hold_tied_weight(self.model.embed_tokens) if tied else None  # type: ignore[assignment]
         if not last:
             self.model.norm = self.lm_head = self.score = None  # type: ignore[assignment]
         self.modules_elsewhere = frozenset(whole - {name for name, _ in self.named_modules()})
-
-    def _holder_of_tied_weight(self) -> nn.Embedding:
-        """What holds the head's matrix under the embedding's name on a rank that embeds nothing."""
-        holder = nn.Embedding(self.spec.vocab_size, self.spec.width, device="meta")
-        holder.weight = self.model.embed_tokens.weight
-        return holder
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
         """Conversions such as `to_empty` make new parameters module by module, which would untie tied ones."""

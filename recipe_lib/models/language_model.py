@@ -1,19 +1,19 @@
 """What the library knows of a model's tensors besides their values, whoever wrote its forward."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from recipe_lib.errors import SetupError
 from recipe_lib.models.spec import ExternalSpec, StageParts
 from recipe_lib.ops.attention import AttentionInfo
 from recipe_lib.ops.device import holds_values
-from recipe_lib.ops.dtensor_shards import Runs, local_part
+from recipe_lib.ops.dtensor_shards import Runs, local_of, local_part
 from recipe_lib.ops.head_losses import HeadLoss
 
 
@@ -90,6 +90,13 @@ class LanguageModel(nn.Module):
         self.own_tensors = frozenset(names)
 
 
+def hold_tied_weight(embedding: nn.Embedding) -> nn.Embedding:
+    """Return what has the head's matrix under the embedding's name on a rank of a pipeline that embeds nothing."""
+    holder = nn.Embedding(*embedding.weight.shape, device="meta")
+    holder.weight = embedding.weight
+    return holder
+
+
 def own_tensors(model: nn.Module) -> frozenset[str] | None:
     """The names of what a model was built with; None for one that `build_meta` did not make."""
     return model.own_tensors if isinstance(model, LanguageModel) else None
@@ -136,15 +143,10 @@ def all_runs(model: nn.Module) -> dict[str, Runs]:
     return dict(model.runs) if isinstance(model, LanguageModel) else {}
 
 
-def runs_of(model: nn.Module, name: str) -> Runs | None:
-    """The dimension and the runs of a parameter that is not in the file's order; None for all others."""
-    return all_runs(model).get(name)
-
-
 def own_parts(model: nn.Module, name: str, parameter: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
     """This rank's part of a parameter in pieces, which share memory with it, and where each begins in the file."""
     local, offset = local_part(parameter)
-    found = runs_of(model, name)
+    found = all_runs(model).get(name)
     if found is None:
         return [(local, offset)]
     dim, runs = found
@@ -158,13 +160,9 @@ def own_parts(model: nn.Module, name: str, parameter: Tensor) -> list[tuple[Tens
     return pieces
 
 
-def in_file_order(model: nn.Module, name: str, whole: Tensor) -> Tensor:
-    """A whole parameter, gathered from the ranks, as the file has it."""
-    return ordered(whole, runs_of(model, name))
-
-
 def ordered(whole: Tensor, found: Runs | None) -> Tensor:
-    """A whole tensor whose runs follow one another, in the order of the file."""
+    """A whole tensor, gathered from the ranks, whose runs follow one another (None: it is as the file has it), in the
+    order of the file."""
     if found is None:
         return whole
     dim, runs = found
@@ -205,13 +203,28 @@ def check_written(model: nn.Module) -> None:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, _own(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
-
-
-@torch.no_grad()
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return [(name, local_of(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
 
 
 def _mark(tensor: Tensor) -> WriteMark:
     return WriteMark(tensor.data_ptr(), tensor._version)
+
+
+# What modules hold, exchanged for a while.
+
+
+Entry = tuple[dict[str, Any], str, Any]  # a dict, a key of it, and a value
+
+
+@contextmanager
+def replaced_entries(entries: Iterable[Entry]) -> Iterator[None]:
+    """While it is entered, dicts (attributes, parameters or modules of a module) have these values for these keys."""
+    changed = list(entries)
+    before = [held[name] for held, name, _ in changed]
+    try:
+        for held, name, value in changed:
+            held[name] = value
+        yield
+    finally:
+        for (held, name, _), value in zip(changed, before, strict=True):
+            held[name] = value

@@ -51,9 +51,6 @@ class ExpertLinear(nn.Module):
         """Rows `[m, i]` to `[m, o]`, without the bias; see `grouped_linear`."""
         return grouped_linear(rows, self.weight, groups, of_tokens=of_tokens)
 
-    def extra_repr(self) -> str:
-        return f"experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
-
 
 class Experts(nn.Module):
     """All experts of a layer."""

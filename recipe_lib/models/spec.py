@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from recipe_lib.config.schema import LoraConfig, ParallelConfig
 from recipe_lib.errors import CheckpointError, ConfigError
-from recipe_lib.reading import read_json
+from recipe_lib.reading import describe_fault, read_json
 from recipe_lib.units import name_first
 
 if TYPE_CHECKING:
@@ -41,14 +41,12 @@ class WeightEntry:
     file_name: str
     start: int = 0
     length: int | None = None
-    made: "Conversion | None" = None
+    made: "FileConversion | None" = None
     view: "FileView | None" = None
 
 
 class Conversion(Protocol):
-    """Tensors that are made of others. written: what is made -> that tensor's name in a file, if it has another."""
-
-    written: dict[str, str]
+    """Tensors that are made of others."""
 
     def names(self) -> list[str]:
         """The names of all tensors that it takes."""
@@ -56,7 +54,14 @@ class Conversion(Protocol):
     def convert(
         self, read: "Callable[[str], Tensor]", names: Mapping[str, list[str]] | None = None
     ) -> "dict[str, Tensor]":
-        """What is made of the tensors, by name. read: a tensor by its name. names: those to take, as `pieces` has."""
+        """What is made of the tensors, by name, of the file's where it is written.
+
+        read: a tensor by its name. names: those to take, as `FileConversion.pieces` has; None: all.
+        """
+
+
+class FileConversion(Conversion, Protocol):
+    """Parameters that are made of a file's tensors."""
 
     def shapes(self, shape_of: Callable[[str], tuple[int, ...]]) -> dict[str, tuple[int, ...]] | None:
         """The shapes of what is made; None where the tensors do not go together."""
@@ -136,11 +141,7 @@ class ExternalSpec(ABC):
     init_std: float  # standard deviation of random weights
     tied: bool  # the output projection is the embedding
     num_layers: int
-
-    @property
-    @abstractmethod
-    def implementation(self) -> str:
-        """What `model.implementation` says for it."""
+    implementation: str  # what `model.implementation` says for it
 
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config.json of the model with both names of what a release of its library renamed."""
@@ -181,17 +182,6 @@ class ExternalSpec(ABC):
     @abstractmethod
     def add_adapters(self, model: Any, cfg: LoraConfig, dtype: "torch.dtype") -> None:
         """Puts adapters on them, in place; see `recipe_lib.adapters.add_adapters`, which calls this."""
-
-    @abstractmethod
-    def token_reader(self, model: Any, padding: "Tensor | None" = None) -> "Callable[[Tensor], Tensor]":
-        """For generating: a function of tokens `[b, s]` that follow one another, to the logits `[b, v]` after them.
-
-        padding: int64 `[b]`, how many tokens each row begins with that are none; None: no row. SetupError for a class
-        that takes no mask of them."""
-
-    @abstractmethod
-    def reads_padding(self, model: Any) -> bool:
-        """Whether prompts of different lengths can be read together: its class takes a mask of what is padding."""
 
     @abstractmethod
     def stage_parts(self) -> StageParts:
@@ -304,10 +294,10 @@ def read_config(path: Path) -> dict[str, Any]:
         config = read_json(file, MAX_BYTES)
     except FileNotFoundError:
         raise CheckpointError(_no_config(file)) from None
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror}); download the file again") from None
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not a readable JSON file ({error}); download the file again") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file}: not a readable JSON file ({describe_fault(error)}); download the file again"
+        ) from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{file}: found a JSON {type(config).__name__}, expected an object with model_type")
     return config

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -120,17 +120,21 @@ class Swapped:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """One below the other: tensors that differ in their first dimension alone."""
+class _Several:
+    """Made of others, which lie in the same files."""
 
     parts: tuple[FileView, ...]
+
+    def tensors(self) -> dict[str, FileForm]:
+        return {name: form for part in self.parts for name, form in part.tensors().items()}
+
+
+class Rows(_Several):
+    """One below the other: tensors that differ in their first dimension alone."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
-
-    def tensors(self) -> dict[str, FileForm]:
-        return {name: form for part in self.parts for name, form in part.tensors().items()}
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
         (start, stop), *others = bounds
@@ -143,18 +147,12 @@ class Rows:
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
-@dataclass(frozen=True)
-class Stack:
+class Stack(_Several):
     """One after the other in a new first dimension: the same of each expert."""
-
-    parts: tuple[FileView, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (len(self.parts), *self.parts[0].shape)
-
-    def tensors(self) -> dict[str, FileForm]:
-        return {name: form for part in self.parts for name, form in part.tensors().items()}
 
     def read(self, slice_of: Callable[[str], Any], bounds: Bounds, dtype: torch.dtype) -> Tensor:
         (start, stop), *others = bounds
@@ -308,7 +306,8 @@ def written_layout(spec: ModelSpec) -> WrittenLayout | None:
             files[names[name]] = shape
             renamed[names[name]] = name
             continue
-        files |= experts.shapes(lambda _, shape=shape: shape) or {}  # type: ignore[misc]
+        parts = experts.convert({name: torch.empty(shape, device="meta")}.__getitem__)
+        files |= {file_name: tuple(part.shape) for file_name, part in parts.items()}
         made |= dict.fromkeys(experts.tensors, experts)
     return WrittenLayout(files, renamed, made)
 
@@ -398,7 +397,6 @@ _APART = {
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "olmoe": ("mlp", "gate_proj", "up_proj", "down_proj"),
 }
-_ROUTERS = {"gpt_oss": "router"}  # else `gate`
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
@@ -416,7 +414,9 @@ def mixture_view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_name
     shape: of the parameter. file_names: of the files that are read; empty: as files are written.
     """
     if ".mlp.router." in name:
-        return fp8_view(spec, _router_place(spec, name, file_names), shape, file_names)
+        block = _APART[spec.family][0] if spec.family in _APART else "mlp"
+        fused, written = (name.replace(".mlp.router.", f".{owner}.{router_name(spec)}.") for owner in ("mlp", block))
+        return fp8_view(spec, fused if fused in file_names else written, shape, file_names)
     for part in (GATE_UP, DOWN):
         if f".{part}." in name:
             return _experts(spec, name, part, shape, file_names)
@@ -425,15 +425,7 @@ def mixture_view(spec: DecoderSpec, name: str, shape: tuple[int, ...], file_name
 
 def router_name(spec: DecoderSpec) -> str:
     """What transformers calls the router of a layer's block."""
-    return _ROUTERS.get(spec.family, "gate")
-
-
-def _router_place(spec: DecoderSpec, name: str, file_names: Set[str]) -> str:
-    block = _APART[spec.family][0] if spec.family in _APART else "mlp"
-    router = router_name(spec)
-    written = name.replace(".mlp.router.", f".{block}.{router}.")
-    fused = name.replace(".mlp.router.", f".mlp.{router}.")
-    return fused if fused in file_names else written
+    return "router" if spec.family == "gpt_oss" else "gate"
 
 
 def _experts(spec: DecoderSpec, name: str, part: str, shape: tuple[int, ...], file_names: Set[str]) -> FileView:
@@ -448,11 +440,8 @@ def _experts(spec: DecoderSpec, name: str, part: str, shape: tuple[int, ...], fi
         return fp8_view(spec, fused, shape, file_names)
     experts = []
     for expert in range(shape[0]):
-        own: list[FileView] = [
-            fp8_view(spec, other, (shape[1] // len(names), shape[2]), file_names)
-            for names in [expert_names(spec, name, part, expert)]
-            for other in names
-        ]
+        names = expert_names(spec, name, part, expert)
+        own = [fp8_view(spec, other, (shape[1] // len(names), shape[2]), file_names) for other in names]
         experts.append(own[0] if len(own) == 1 else Rows(tuple(own)))
     return Stack(tuple(experts))
 
@@ -464,16 +453,12 @@ def expert_names(spec: DecoderSpec, name: str, part: str, expert: int) -> list[s
     return [f"{before}.{block}.experts.{expert}.{each}.weight" for each in ([gate, up] if part == GATE_UP else [down])]
 
 
-@dataclass
+@dataclass(frozen=True)
 class WrittenExperts:
     """What of files is made of one parameter of ours, the experts' matrices of a layer; see `Conversion`."""
 
     parameter: str
     tensors: dict[str, tuple[int | None, int, int]]  # name in the file -> (expert, rows from, to); None: transposed
-    written: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.written = {name: name for name in self.tensors}
 
     def names(self) -> list[str]:
         return [self.parameter]
@@ -485,16 +470,6 @@ class WrittenExperts:
             name: whole.transpose(1, 2) if expert is None else whole[expert, first:last]
             for name, (expert, first, last) in self.tensors.items()
         }
-
-    def shapes(self, shape_of: Callable[[str], tuple[int, ...]]) -> dict[str, tuple[int, ...]] | None:
-        experts, rows, columns = shape_of(self.parameter)
-        return {
-            name: (experts, columns, rows) if expert is None else (last - first, columns)
-            for name, (expert, first, last) in self.tensors.items()
-        }
-
-    def pieces(self) -> Any:
-        yield 0, None, {self.parameter: [self.parameter]}
 
 
 def written_experts(spec: DecoderSpec, name: str, shape: tuple[int, ...]) -> WrittenExperts | None:

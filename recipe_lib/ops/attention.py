@@ -123,7 +123,9 @@ def prepare_attention(
         return replace(info, flattened=True)
     masks: dict[int | None, Tensor | None] = dict.fromkeys(windows)
     for window in (window for window, needed in needs_mask.items() if needed):
-        masks[window] = _additive(visible(reaches(info.documents, queries, keys, window, device), keys), dtype)
+        seen = visible(reaches(info.documents, queries, keys, window, device), keys)
+        # What kernels would otherwise make of a bool mask again in every layer.
+        masks[window] = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, float("-inf"))
     return replace(info, masks=masks)
 
 
@@ -164,8 +166,12 @@ def attention(
         ends = info.boundaries if info.flattened else None
         settings = (ends, info.longest, mask, info.documents, window, scale)
         return cast(Tensor, _SinkAttention.apply(q, k, v, sinks, *settings))
-    if info.flattened:
-        return _flattened_attention(q, k, v, info, window, scale)
+    if info.flattened:  # all rows as one list of documents: no mask, nothing of size s x s
+        grouped: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _VARLEN_OPTIONS else {}
+        ends = (info.boundaries, info.boundaries, info.longest, info.longest)
+        window_size = (_left(window), 0)
+        out = varlen_attn(_flat(q), _flat(k), _flat(v), *ends, scale=scale, window_size=window_size, **grouped)
+        return _rows(out, q)
     return scaled_dot_product(q, k, v, info.masks[window], scale)
 
 
@@ -184,32 +190,6 @@ def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
     if q.shape[2] == 1:  # a branch: torch.compile makes no bool, which SDPA wants, of a comparison of dynamic lengths
         causal = False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-
-
-def _flattened_attention(
-    q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, window: int | None, scale: float
-) -> Tensor:
-    """All rows as one list of documents through the varlen flash kernel: no mask, nothing of size s x s."""
-    options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _VARLEN_OPTIONS else {}
-    ends, longest = info.boundaries, info.longest
-    out = varlen_attn(
-        _flat(q),
-        _flat(k),
-        _flat(v),
-        ends,
-        ends,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(_left(window), 0),
-        **options,
-    )
-    return _rows(out, q)
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where visible, -inf elsewhere: what kernels would otherwise make of a bool mask again in every layer."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))
 
 
 # Attention with sinks: each head has a score of its own that takes part in the softmax, and attends

@@ -163,9 +163,8 @@ def sum_in_chunks(
     `[v / t, d]`, bias its `[v / t]`. adapter: in place of weight and bias.
     """
     tensors = (hidden, weight, bias) if adapter is None else (hidden, *adapter.trained)
-    make_head: Callable[..., Head] = partial(ChunkedHead, group=group)
-    if adapter is not None:
-        make_head = partial(ChunkedAdaptedHead, project=adapter.project)
+    plain: Callable[..., Head] = partial(ChunkedHead, group=group)
+    make_head = plain if adapter is None else partial(ChunkedAdaptedHead, project=adapter.project)
     trained = [tensor is not None and tensor.requires_grad for tensor in tensors]
     if not (torch.is_grad_enabled() and any(trained)):
         return sum_loss(make_head(tensors, [False] * len(tensors)))

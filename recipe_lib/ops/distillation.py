@@ -93,31 +93,20 @@ class Distillation:
         def sum_loss(head: Head) -> Tensor:
             found = torch.zeros(2, dtype=widen_dtype(hidden.dtype), device=hidden.device)
 
-            def run(**of_head: Any) -> None:
-                target = TeacherHead(self.divergence, **of_head)
+            def run(hidden: Tensor, weight: Tensor, labels_of_teacher: Tensor, **of_head: Any) -> Tensor:
+                target = TeacherHead(self.divergence, hidden=hidden, weight=weight, **of_head)
                 _run_chunks(self, head, target, labels, softcap, found)
+                return found
 
-            with_teacher_head(self.target, run)
+            # FSDP gathers the teacher's weight once for all chunks: of one chunk alone it would be whole too, so that
+            # gathering it chunk by chunk would send more and hold as much.
+            with torch.no_grad():
+                self.target.head(self.target.hidden, labels=self.target.labels, head_loss=run)
             if self.sums is not None:
                 self.sums.add_(found)
             return self.weight * found[0] + (1 - self.weight) * found[1]
 
         return sum_in_chunks(sum_loss, hidden, weight, bias=bias, group=group, adapter=adapter)
-
-
-def with_teacher_head(states: TeacherStates, run: Callable[..., None]) -> None:
-    """Calls `run(hidden=, weight=, softcap=, group=, bias=)` while the teacher's head has its weight on the device.
-
-    FSDP gathers the weight once for all chunks: of one chunk alone it would be whole too, so that gathering it chunk by
-    chunk would send more and hold as much.
-    """
-
-    def inside(hidden: Tensor, weight: Tensor, labels: Tensor, **head: Any) -> Tensor:
-        run(hidden=hidden, weight=weight, **head)
-        return hidden.new_zeros(())
-
-    with torch.no_grad():
-        states.head(states.hidden, labels=states.labels, head_loss=inside)
 
 
 def _run_chunks(

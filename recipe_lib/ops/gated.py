@@ -94,10 +94,6 @@ def _parts(inner: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return inner[:, :half], inner[:, half:]
 
 
-def _together(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
-    return torch.stack((gate, up), dim=-1).flatten(1) if interleaved else torch.cat((gate, up), dim=1)
-
-
 def _activated(gate: Tensor, up: Tensor, activation: str, alpha: float, limit: float) -> tuple[Tensor, Tensor]:
     """(what the gate gives, what it is multiplied by)."""
     if activation != CLAMPED:
@@ -139,4 +135,5 @@ def scored_gradients(
     else:
         of_gate = ACTIVATIONS[activation][1](scored * second, gate)
         of_up = scored * first
-    return _together(of_gate, of_up, interleaved), of_scores
+    of_inner = torch.stack((of_gate, of_up), -1).flatten(1) if interleaved else torch.cat((of_gate, of_up), 1)
+    return of_inner, of_scores

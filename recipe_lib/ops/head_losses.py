@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from recipe_lib.errors import SetupError
 from recipe_lib.ops.chunked_heads import (
     IGNORED,
-    ChunkedAdaptedHead,
     ChunkedHead,
     CrossEntropy,
     Finish,
@@ -38,6 +37,7 @@ from recipe_lib.ops.chunked_heads import (
     largest_of,
     own_columns,
     row_pieces,
+    sum_in_chunks,
     walk_chunks,
     widen_dtype,
 )
@@ -170,21 +170,22 @@ class TokenScores:
 
         fp32 (fp64 for fp64), without gradients. The arguments are those of `CrossEntropy`.
         """
-        head: Head = ChunkedHead((hidden, weight, bias), (False, False, False), group=group)
-        if adapter is not None:
-            nothing = [False] * (1 + len(adapter.trained))
-            head = ChunkedAdaptedHead((hidden, *adapter.trained), nothing, project=adapter.project)
-        wide = widen_dtype(hidden.dtype)
-        scores = torch.empty((head.ranks, labels.numel() // head.ranks, 2), dtype=wide, device=hidden.device)
 
-        def score_chunk(part: slice, targets: Tensor) -> None:
-            logits = finish_and_cap(head.logits(part).to(wide), softcap, finish)
-            chosen, largest, log_sums = label_logits(logits, targets, group)
-            found = torch.stack([chosen, largest], dim=1).sub_(log_sums.unsqueeze(1))
-            scores[:, part] = found.masked_fill_((targets == IGNORED).unsqueeze(1), 0).unflatten(0, (head.ranks, -1))
+        def score(head: Head) -> Tensor:
+            wide = widen_dtype(hidden.dtype)
+            scores = torch.empty((head.ranks, labels.numel() // head.ranks, 2), dtype=wide, device=hidden.device)
 
-        walk_chunks(head, labels, self.chunks, score_chunk)
-        return scores.view(*labels.shape, 2)
+            def score_chunk(part: slice, targets: Tensor) -> None:
+                logits = finish_and_cap(head.logits(part).to(wide), softcap, finish)
+                chosen, largest, log_sums = label_logits(logits, targets, group)
+                found = torch.stack([chosen, largest], dim=1).sub_(log_sums.unsqueeze(1))
+                found.masked_fill_((targets == IGNORED).unsqueeze(1), 0)
+                scores[:, part] = found.unflatten(0, (head.ranks, -1))
+
+            walk_chunks(head, labels, self.chunks, score_chunk)
+            return scores.view(*labels.shape, 2)
+
+        return sum_in_chunks(score, hidden, weight, bias=bias, group=group, adapter=adapter)
 
 
 def _checkpointed_log_probs(

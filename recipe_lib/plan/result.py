@@ -285,7 +285,7 @@ class PipelinePlan:
     """A step of a pipeline. schedule: the order of its micro-batches. stages_per_rank: as it says. micro_batches: of a
     step. micro_batch_size: sequences of each. places: first to last. seconds: from the first forward to the last
     backward; bubble: share of all ranks' time in it in which they do not compute; spans: what they do; None, None and
-    empty where places or times were left out. ideal: the bubble of equal stages whose tensors arrive at once,."""
+    empty where places or times were left out. ideal: the bubble of equal stages whose tensors arrive at once."""
 
     schedule: str
     stages_per_rank: int

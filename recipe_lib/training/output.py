@@ -337,8 +337,7 @@ def keep_earlier(root: Path) -> None:
     has_states = any(chain((root / STATE_FOLDER).glob("step_*"), (root / STATE_FOLDER / BEST_FOLDER).glob("step_*")))
     record.earlier = there
     if has_states or (there and not record.kept):
-        names = chain([root / EARLIER_FOLDER], free_names(root / EARLIER_FOLDER))
-        folder = next(path for path in names if not path.exists() and not path.is_symlink())
+        folder = find_free(root / EARLIER_FOLDER)
         record.kept.append(folder.name)
         write_record(root, record)
         _copy_records(root, folder)

@@ -65,8 +65,8 @@ def test_layers_without_a_target_are_counted_in_their_own_list(kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["native", "gemma3"])
-def test_a_rank_of_a_pipeline_says_how_many_layers_it_has(kind: str) -> None:
+def test_a_rank_of_a_pipeline_says_that_it_counts_its_own_layers(kind: str) -> None:
     cfg = LoraConfig(rank=2, target_modules=["q"] if kind == "native" else ["q_proj"])
     model = with_adapters(kind, cfg)
     model.keep_stages([1], first=False, last=False)
-    assert f" in this rank's 1 of {LAYERS} layers: " in describe_adapters(model, cfg)
+    assert " in this rank's layers: " in describe_adapters(model, cfg)

@@ -313,4 +313,4 @@ def test_quantized_linears_are_counted_and_a_base_that_stays_as_it_is_refused() 
     with pytest.raises(ConfigError) as caught:
         add_adapters(wide, cfg, torch.bfloat16)
     assert str(caught.value).startswith("lora.quantize_base=nf4: mlp.down_proj, mlp.gate_proj, mlp.up_proj (")
-    assert "their matrices are not divisible into blocks of 64; set lora.quantize_base=none" in str(caught.value)
+    assert "torch's own linears are quantized, with nf4 those of blocks of 64" in str(caught.value)

@@ -47,7 +47,7 @@ def test_each_pattern_matches_what_peft_matches() -> None:
 
     for pattern in PATTERNS:
         expected = [get_pattern_key([pattern], name) == pattern for name in MODULES]
-        assert [match == 0 for match in first_matches([pattern], MODULES)] == expected, pattern
+        assert [match == 0 for match in first_matches((pattern,), tuple(MODULES))] == expected, pattern
 
 
 def test_the_first_pattern_that_matches_counts() -> None:
@@ -55,7 +55,7 @@ def test_the_first_pattern_that_matches_counts() -> None:
 
     for order in (PATTERNS, PATTERNS[::-1], sorted(PATTERNS, key=len)):
         used = [pattern for pattern in order if pattern not in ("", ".*")]
-        found = [None if match is None else used[match] for match in first_matches(used, MODULES)]
+        found = [None if match is None else used[match] for match in first_matches(tuple(used), tuple(MODULES))]
         keys = [get_pattern_key(used, name) for name in MODULES]
         assert found == [key if key in used and key != name or key == "lm_head" else None
                          for key, name in zip(keys, MODULES, strict=True)]  # fmt: skip

@@ -14,7 +14,7 @@ from recipe_lib.checkpoint.rank_agreement import RankGroup
 from recipe_lib.checkpoint.weights_out import whole
 from recipe_lib.config.schema import FullFinetuneConfig, LoraConfig, MemoryConfig, ParallelConfig
 from recipe_lib.models import Decoder, DecoderSpec, build_meta, init_weights, spec_from_config
-from recipe_lib.models.language_model import in_file_order, own_parts
+from recipe_lib.models.language_model import all_runs, ordered, own_parts
 from recipe_lib.models.meta_init import fill_random
 from recipe_lib.parallel import World, materialize, shard_model, shard_tensors, split_pipeline, start_world
 
@@ -126,7 +126,7 @@ def held(model: Decoder, optimizer: torch.optim.Optimizer | None, world: RankGro
         states = {} if optimizer is None else optimizer.state.get(parameter, {})
         for key, value in [("", parameter.detach()), *sorted(states.items())]:
             found = whole(value)
-            found = in_file_order(model, name, found) if found.dim() else found
+            found = ordered(found, all_runs(model).get(name)) if found.dim() else found
             content = found.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             own[f"{key}/{name}"] = hashlib.sha256(f"{found.dtype} {tuple(found.shape)}".encode() + content).hexdigest()
     merged: dict[str, str] = {}

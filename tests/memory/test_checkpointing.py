@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recipe_lib.errors import ConfigError
 from recipe_lib.memory import apply_activation_checkpointing
 from recipe_lib.models import DecoderSpec, build_meta, init_weights
 from recipe_lib.ops.head_losses import CrossEntropy
@@ -144,11 +143,3 @@ def test_two_backward_passes_in_a_row_accumulate() -> None:
         loss_of(model).backward()
     expected, found = gradients(plain), gradients(checkpointed)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-
-def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        apply_activation_checkpointing(nn.Linear(1, 1), "some")
-    assert str(caught.value) == (
-        "memory.activation_checkpointing: found some, expected one of none, full, selective, budget"
-    )

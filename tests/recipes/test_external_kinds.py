@@ -146,9 +146,8 @@ REFUSED = {
         "qwen3_moe",
         "lora.quantize_base=nf4",
         "lora.quantize_base=nf4: experts.gate_up_proj, experts.down_proj, mlp.gate (67.1% of the layers' weights) "
-        "would "
-        "stay in fp32: parameters of 3 dimensions, as a mixture's experts are, are not quantized; set "
-        "lora.quantize_base=none",
+        "would stay in fp32: torch's own linears are quantized, with nf4 those of blocks of 64, and no parameters of 3 "
+        "dimensions, as experts of other classes are; set lora.quantize_base=none",
     ),
 }
 

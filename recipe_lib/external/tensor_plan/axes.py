@@ -151,8 +151,7 @@ def unify(left: AxisNode, right: AxisNode, reason: str) -> None:
     left, right = find(left), find(right)
     if left is right or left.size == 1:
         return
-    if left.size != right.size:
-        raise AssertionError(f"dimensions of {left.size} and {right.size} elements cannot be one")
+    assert left.size == right.size, f"dimensions of {left.size} and {right.size} elements cannot be one"
     if left.kind == "leaf":
         _link(left, right)
     elif right.kind == "leaf":

@@ -18,7 +18,8 @@ from recipe_lib.external.tensor_plan.sharding_plan import (
     places_in,
     replaced,
 )
-from recipe_lib.external.tensor_plan.sourced_integers import Division, Entry, replaced_entries
+from recipe_lib.external.tensor_plan.sourced_integers import Division
+from recipe_lib.models.language_model import Entry, replaced_entries
 from recipe_lib.ops.fused_kernels import GradientNode
 
 Change = Callable[[Tensor], Tensor]

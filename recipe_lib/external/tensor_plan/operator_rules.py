@@ -489,7 +489,6 @@ def index(step: OperatorCall) -> list[Dims]:
         start = dims[at].size + element
         dims[at] = cut(dims[at], [start, 1, -element - 1], step.reason)[1 if start else 0]
         return [dims]
-    spent: Dims = []
     used = []  # numbers of the dimensions that are picked from
     number = 0
     shapes = []

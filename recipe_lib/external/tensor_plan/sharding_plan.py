@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -145,13 +145,6 @@ class ShardingPlan:
                 return found
         raise ConfigError(f"tensor plan: no parameter {name}, expected one of the model's; make the plan anew")
 
-    def boundaries_by_call(self) -> dict[tuple[str, int], list[Boundary]]:
-        """The boundaries of each call, by its `tracing.CallKey`."""
-        found: dict[tuple[str, int], list[Boundary]] = {}
-        for boundary in self.boundaries:
-            found.setdefault((boundary.module, boundary.call), []).append(boundary)
-        return found
-
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain dicts, lists, strings, integers and booleans, for YAML or JSON."""
         found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
@@ -235,22 +228,6 @@ LOSS_NUMBERS = 3
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[.\s,;)]|$)")
 
 
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """What ranks exchange in one part of the model, in one forward and backward.
-
-    place: a layer's pattern, or empty for what is in no layer. layers: their numbers. counts: collectives of one such
-    part by name, forward and backward. widths: numbers a token that they have together. halves: the same, those of an
-    all-reduce twice, which sends as much as a reduce-scatter and an all-gather.
-    """
-
-    place: str
-    layers: tuple[int, ...]
-    counts: tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]
-    widths: tuple[int, int]
-    halves: tuple[int, int]
-
-
 def pattern_of(name: str) -> str:
     """A path or a sentence with `*` for each number in a path: `layers.3.mlp` becomes `layers.*.mlp`."""
     return _NUMBER.sub("*", name)
@@ -274,63 +251,39 @@ def boundary_counts(plan: ShardingPlan) -> dict[Boundary, int]:
     )
 
 
-def layers_of(names: Iterable[str]) -> tuple[int, ...]:
-    """The first number in each of the paths, in order and once each."""
-    found = (_NUMBER.search(name) for name in names)
-    return tuple(sorted({int(each[0]) for each in found if each}))
-
-
-def exchanges(plan: ShardingPlan) -> list[Exchange]:
-    """What ranks exchange in one forward and backward: layers that exchange alike as one entry, the rest before them.
+def collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
+    """What ranks exchange in one forward and backward: the phase, the collective's name, and its numbers a token.
 
     An activation that enters, or is gathered, in several places does so once. A boundary counts as one run of its
     module.
     """
-    parts: dict[tuple[str, int], tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]] = {}
+    found: list[tuple[str, str, int]] = []
     seen: set[tuple[str, int]] = set()
     places: dict[tuple[str, int, str], list[Boundary]] = {}
     for each in plan.boundaries:
         places.setdefault((each.module, each.call, each.place), []).append(each)
-    for (module, _, _), here in places.items():
+    for here in places.values():
         first = next((each for each in here if each.kind in ("gather", "slice")), here[0])
         way = (" ".join(sorted(each.kind for each in here)), first.activation)
         if not any(each.width for each in here) or (first.activation >= 0 and way in seen):
             continue
         seen.add(way)
-        number = _NUMBER.search(module)
-        place = (f"{module[: number.start()]}*", int(number[0])) if number else ("", -1)
-        counts = parts.setdefault(place, (Counter(), Counter()))
-        for phase, name in _collectives({each.kind for each in here if each.width}):
-            counts[phase][name, first.width or max(each.width for each in here)] += 1
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for (pattern, layer), found in sorted(parts.items(), key=lambda item: item[0][1]):
-        named = tuple(tuple(sorted(phase.items())) for phase in found)
-        alike.setdefault((pattern, named), []).append(layer)
-    return [_exchange(pattern, layers, phases) for (pattern, phases), layers in alike.items()]
+        width = first.width or max(each.width for each in here)
+        found += [(phase, name, width) for phase, name in _phases({each.kind for each in here if each.width})]
+    return found
 
 
-def _exchange(pattern: str, layers: list[int], phases: Any) -> Exchange:
-    counts, widths, halves = [], [], []
-    for phase in phases:
-        names: Counter[str] = Counter()
-        for (name, _), count in phase:
-            names[name] += count
-        counts.append(tuple(names.items()))
-        widths.append(sum(width * count for (_, width), count in phase))
-        halves.append(sum(width * count * (1 + (name == "all-reduce")) for (name, width), count in phase))
-    numbers = tuple(layer for layer in layers if layer >= 0)
-    return Exchange(pattern, numbers, (counts[0], counts[1]), (widths[0], widths[1]), (halves[0], halves[1]))
-
-
-def _collectives(kinds: set[str]) -> list[tuple[int, str]]:
-    """What one place exchanges: 0 forward, 1 backward, where tokens that entered are gathered again."""
-    summed, entering = bool(kinds & {"leave", "lookup"}), bool(kinds & {"enter", "cut"})
-    if summed:
-        found = [(0, "reduce-scatter"), (1, "all-gather")] if "slice" in kinds else [(0, "all-reduce")]
-        return found + ([(1, "all-reduce")] if entering else [])
+def _phases(kinds: set[str]) -> list[tuple[str, str]]:
+    """What one place exchanges, forward and backward, where tokens that entered are gathered again."""
+    entering = bool(kinds & {"enter", "cut"})
+    if kinds & {"leave", "lookup"}:
+        scattered = [("forward", "reduce-scatter"), ("backward", "all-gather")]
+        found = scattered if "slice" in kinds else [("forward", "all-reduce")]
+        return found + ([("backward", "all-reduce")] if entering else [])
     if "gather" in kinds:
-        return [(0, "all-gather"), *([(1, "reduce-scatter"), (1, "all-gather")] if entering else [])]
-    return [(1, "all-gather")] if "slice" in kinds else [(1, "all-reduce")]
+        again = [("backward", "reduce-scatter"), ("backward", "all-gather")]
+        return [("forward", "all-gather"), *(again if entering else [])]
+    return [("backward", "all-gather" if "slice" in kinds else "all-reduce")]
 
 
 def sent_bytes(payload: int, size: int) -> int:
@@ -346,9 +299,8 @@ def step_bytes(plan: ShardingPlan, size: int, tokens: int) -> dict[str, int]:
     gradients: of parameters that ranks have whole and use in part, once a step. The last two in fp32.
     """
     found = {"forward": 0, "backward": 0}
-    for each in exchanges(plan):
-        for phase, halves in zip(found, each.halves, strict=True):
-            found[phase] += max(len(each.layers), 1) * sent_bytes(BYTES * tokens * halves, size) // 2
+    for phase, name, width in collectives(plan):  # an all-reduce sends as much as a reduce-scatter and an all-gather
+        found[phase] += sent_bytes(BYTES * tokens * width, size) // (1 if name == "all-reduce" else 2)
     gathered = sum(whole_elements(each) for each in plan.parameters)
     found["forward"] += sent_bytes(BYTES * gathered, size) // 2
     found["backward"] += sent_bytes(BYTES * gathered, size)

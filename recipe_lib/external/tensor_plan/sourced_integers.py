@@ -7,10 +7,12 @@ a call gets as a size can then be computed anew for a rank, with an attribute di
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+
+from recipe_lib.models.language_model import Entry, replaced_entries
 
 
 class Attribute(NamedTuple):
@@ -142,23 +144,6 @@ def attributes_of(value: int) -> list[Attribute]:
     if isinstance(source, Arithmetic):
         return attributes_of(source.left) + attributes_of(source.right)
     return []
-
-
-Entry = tuple[dict[str, Any], str, Any]  # a dict, a key of it, and a value
-
-
-@contextlib.contextmanager
-def replaced_entries(entries: Iterable[Entry]) -> Iterator[None]:
-    """While it is entered, dicts (attributes, parameters or modules of a module) have these values for these keys."""
-    changed = list(entries)
-    before = [held[name] for held, name, _ in changed]
-    try:
-        for held, name, value in changed:
-            held[name] = value
-        yield
-    finally:
-        for (held, name, _), value in zip(changed, before, strict=True):
-            held[name] = value
 
 
 def sourced_attributes(

@@ -153,11 +153,6 @@ def _place_of(nodes: list[AxisNode], tokens: AxisNode) -> TokenDim | None:
     return TokenDim(number, True) if within and within[0] is root else None
 
 
-def elements(tensor: Traced) -> int:
-    """How many numbers a tensor has."""
-    return prod(shape_of(tensor))
-
-
 Place = tuple[int, str]  # number of a call, and an argument, `output` or `output.1`
 
 
@@ -332,19 +327,15 @@ class TokenFlow:
             return
         layout = self.slices[uses[0]][1]
         call = self.trace.calls[number]
-        if number in self.cut:
-            if number not in self.leaving and number not in self.looking:
-                return
-        elif not self._made_of_tokens(number, call, output, layout):
-            if len(uses) < 2:
-                return
-        else:
-            for place in uses:
-                self.slices.pop(place)
+        is_cut = number in self.cut
+        is_made = not is_cut and self._made_of_tokens(number, call, output, layout)
+        is_given = (number in self.leaving or number in self.looking) if is_cut else len(uses) > 1
+        if not is_made and not is_given:
             return
         for place in uses:
             self.slices.pop(place)
-        self._give(number, call, output, layout)
+        if not is_made:
+            self._give(number, call, output, layout)
 
     def _made_of_tokens(self, number: int, call: FunctionCall, output: Traced, layout: TokenDim) -> bool:
         if number in self.stopped or number in self.local or len(call.outputs) != 1:
@@ -380,24 +371,16 @@ class TokenFlow:
         """True for a dimension of which the forward reads the size of a rank's tokens."""
         return self.is_local(tensor) and self.made[tensor].dim == dimension
 
-    def arrives_local(self, number: int, tensor: Traced) -> bool:
-        """True where a call gets, or makes, a rank's tokens of a tensor."""
+    def layout_at(self, number: int, tensor: Traced) -> TokenDim | None:
+        """Where a call's tensor has a rank's tokens, as the call gets or makes it; None where it is whole there."""
         call = self.trace.calls[number]
         if tensor in call.outputs:
-            return tensor in self.made and (number, output_of(call, tensor)) not in self.slices
-        places = [place for place, each, _ in call.arguments if each is tensor]
-        if any((number, place) in self.slices for place in places):
-            return True
-        return self.is_local(tensor) and not any((number, place) in self.gathers for place in places)
-
-    def layout_at(self, number: int, tensor: Traced) -> TokenDim | None:
-        """Where a call's tensor has a rank's tokens; None where it is whole there."""
-        if not self.arrives_local(number, tensor):
-            return None
-        if tensor in self.made:
-            return self.made[tensor]
-        places = [place for place, each, _ in self.trace.calls[number].arguments if each is tensor]
-        return next(self.slices[number, place][1] for place in places if (number, place) in self.slices)
+            return None if (number, output_of(call, tensor)) in self.slices else self.made.get(tensor)
+        places = [(number, place) for place, each, _ in call.arguments if each is tensor]
+        sliced = [self.slices[place][1] for place in places if place in self.slices]
+        if sliced:
+            return self.made.get(tensor, sliced[0])
+        return self.made[tensor] if self.is_local(tensor) and self.gathers.keys().isdisjoint(places) else None
 
 
 def hands_on(call: FunctionCall) -> bool:
@@ -464,8 +447,10 @@ def _correct(flow: TokenFlow) -> bool:
             flow.stopped.add(number)
     for number, call in enumerate(flow.trace.calls):
         sizes.at = number
-        for value in call.numbers.values():
-            _check_unseen(flow, call, value)
+        for value in call.numbers.values() if call.function not in _CHECKED else ():
+            # A size of a rank's tokens that goes where nothing says what it has to be.
+            seen = [each for each in _sizes_in(value) if flow.is_seen_cut(each.tensor, each.dimension)]
+            flow.whole.update(each.tensor for each in seen)
         for demand in demands_of(call, sizes):
             right = evaluate(demand.value, sizes.size, sizes.divisions)
             if right != demand.expected:
@@ -476,13 +461,6 @@ def _correct(flow: TokenFlow) -> bool:
             flow.whole.update(each.tensor for each in sides if flow.is_seen_cut(each.tensor, each.dimension))
     _alike(flow)
     return (len(flow.whole), len(flow.stopped)) != before
-
-
-def _check_unseen(flow: TokenFlow, call: FunctionCall, value: object) -> None:
-    """A size of a rank's tokens that goes where nothing says what it has to be."""
-    sources = [each for each in _sizes_in(value) if flow.is_seen_cut(each.tensor, each.dimension)]
-    if sources and call.function not in _CHECKED:
-        flow.whole.update(each.tensor for each in sources)
 
 
 def _repair(flow: TokenFlow, number: int, call: FunctionCall, value: int) -> None:
@@ -526,9 +504,8 @@ def _found(flow: TokenFlow) -> SharedTokens:
         if point.bias and (number, "output") in flow.slices:
             uses.add((number, point.bias))
     outputs = {each for call in flow.trace.calls for each in call.outputs if each.activation}
-    plain = [each for each in outputs if each not in flow.sharded]
-    shared = sum(elements(each) for each in plain if each in flow.made)
-    share = shared / max(sum(map(elements, plain)), 1)
+    sizes = {each: prod(shape_of(each)) for each in outputs if each not in flow.sharded}
+    share = sum(size for each, size in sizes.items() if each in flow.made) / max(sum(sizes.values()), 1)
     local = tuple(path for path, tensor in flow.trace.given.items() if flow.is_local(tensor))
     return SharedTokens(flow.gathers, flow.slices, uses, share if flow.gathers or flow.slices else 0.0, local)
 

@@ -59,7 +59,7 @@ def test_means_and_sums_over_a_cut_axis_are_put_together(size):
     reduced = [(each.kind, each.function, each.mean, each.width) for each in plan.boundaries if each.width == 1]
     assert [each for each in reduced if each[0] == "leave"] == [("leave", "mean", True, 1), ("leave", "sum", False, 1)]
     certificate = certify(model, plan, size, inputs)
-    assert certificate.passed, certificate.failures
+    assert certificate.checked and not certificate.failures, certificate.failures
     assert max(rank_errors(model, plan, size, inputs).values()) < 1e-12
 
 
@@ -72,7 +72,7 @@ def left_out(plan, kind, function):
 @pytest.mark.parametrize("function", ["mean", "sum"])
 def test_a_mean_of_a_rank_s_part_alone_is_caught(function):
     model, plan, inputs = norm_of_heads()
-    assert not certify(model, left_out(plan, "leave", function), 2, inputs).passed
+    assert certify(model, left_out(plan, "leave", function), 2, inputs).failures
 
 
 def test_a_mean_taken_for_a_sum_is_caught():
@@ -89,7 +89,7 @@ def test_a_gradient_of_a_mean_that_is_not_summed_is_caught():
     wrong = left_out(plan, "enter", "rsqrt")
     errors = rank_errors(model, wrong, 2, inputs)
     assert errors["output 0"] < 1e-12 and max(errors.values()) > 1e-2
-    assert not certify(model, wrong, 2, inputs).passed
+    assert certify(model, wrong, 2, inputs).failures
 
 
 @pytest.mark.parametrize(("way", "operator"), [("variance", "var"), ("largest", "amax")])
@@ -120,8 +120,8 @@ def test_mamba_2_with_one_group_shares_its_heads_and_keeps_what_all_of_them_use(
     randomize(model)
     for size in (2, 4):
         certificate = certify(model, plan, size, inputs)
-        assert certificate.passed, certificate.failures
+        assert certificate.checked and not certificate.failures, certificate.failures
     assert max(rank_errors(model, plan, 2, inputs).values()) < 1e-4  # in float32, as the scan and the norm are
     whole = dataclasses.replace(divided, kept=0)
     wrong = dataclasses.replace(plan, rewrites=tuple(whole if each is divided else each for each in plan.rewrites))
-    assert not certify(model, wrong, 2, inputs).passed
+    assert certify(model, wrong, 2, inputs).failures

@@ -72,7 +72,7 @@ def test_a_plan_is_proven_and_misses_nothing_of_transformers_own(name):
     inputs = example_inputs(config, device="cpu", mask=mask)
     for size in {2, 4} & set(plan.legal_sizes):
         certificate = certify(model, plan, size, inputs)
-        assert certificate.passed, certificate.failures
+        assert certificate.checked and not certificate.failures, certificate.failures
     assert 2 in plan.legal_sizes
     cut = sum(torch.Size(each.shape).numel() for each in plan.parameters if each.dim >= 0)
     assert cut / sum(parameter.numel() for parameter in model.parameters()) > MODELS[name] - 0.05
@@ -91,7 +91,7 @@ def test_gate_and_up_that_alternate_share_an_axis():
     assert (found.role, found.dim, found.unit) == ("column", 2, 2)
     assert found.segments == (2 * config.intermediate_size,)
     certificate = certify(random_model(config), plan, 2, example_inputs(config, device="cpu"))
-    assert certificate.passed, certificate.failures
+    assert certificate.checked and not certificate.failures, certificate.failures
 
 
 def test_the_plan_of_fused_attention_cuts_the_same_parameters():
@@ -157,7 +157,7 @@ def test_an_axis_forced_through_a_norm_over_all_heads_is_caught():
     assert plan.parameter("model.layers.0.self_attn.q_proj.weight").role == "column"
     certificate = certify(random_model(config), plan, 2, example_inputs(config, device="cpu"))
     rows = {each.name for each in plan.parameters if each.name.endswith("o_proj.weight")}
-    assert rows and not certificate.passed
+    assert rows and certificate.failures
 
 
 def test_a_missing_rewrite_is_caught():
@@ -166,7 +166,7 @@ def test_a_missing_rewrite_is_caught():
     assert plan.rewrites
     held = {**plan.to_dict(), "rewrites": []}
     inputs = example_inputs(config, device="cpu")
-    assert not certify(random_model(config), plan_from(held), 2, inputs).passed
+    assert certify(random_model(config), plan_from(held), 2, inputs).failures
 
 
 def test_fewer_heads_of_keys_than_ranks_cut_the_groups_instead():
@@ -178,7 +178,7 @@ def test_fewer_heads_of_keys_than_ranks_cut_the_groups_instead():
     assert plan.parameter("model.layers.0.self_attn.q_proj.weight").role == "column"
     model, inputs = random_model(config), example_inputs(config, device="cpu")
     certificate = certify(model, plan, 4, inputs)
-    assert certificate.passed, certificate.failures
+    assert certificate.checked and not certificate.failures, certificate.failures
     assert max(rank_errors(model.double(), plan, 4, inputs).values()) < 1e-6
 
 
@@ -191,7 +191,7 @@ def test_another_way_after_the_last_exchange_is_taken(keys):
     assert size in plan.legal_sizes
     model, inputs = random_model(config), example_inputs(config, device="cpu")
     certificate = certify(model, plan, size, inputs)
-    assert certificate.passed, certificate.failures
+    assert certificate.checked and not certificate.failures, certificate.failures
     assert max(rank_errors(model.double(), plan, size, inputs).values()) < 1e-12
 
 
@@ -232,7 +232,7 @@ def test_of_a_fused_matrix_the_queries_are_cut_and_the_key_head_is_whole(name):
     model, inputs = random_model(config), example_inputs(config, device="cpu")
     for size in (2, 4):
         certificate = certify(model, plan, size, inputs)
-        assert certificate.passed, certificate.failures
+        assert certificate.checked and not certificate.failures, certificate.failures
         assert max(rank_errors(copy.deepcopy(model).double(), plan, size, inputs).values()) < 1e-12
 
 
@@ -243,7 +243,7 @@ def test_a_key_head_of_which_a_rank_has_its_part_alone_is_caught():
     for each in held["parameters"]:
         each["whole"] = []
     certificate = certify(random_model(config), plan_from(held), 2, example_inputs(config, device="cpu"))
-    assert not certificate.passed
+    assert certificate.failures
 
 
 def test_rows_that_all_ranks_use_and_whose_gradient_is_not_summed_are_caught(monkeypatch):
@@ -278,9 +278,10 @@ def test_a_hostile_model_is_planned_by_its_structure(size):
     randomize(real)
     inputs = {"numbers": torch.randint(0, 101, (2, 8), generator=torch.Generator().manual_seed(0))}
     certificate = certify(real, plan, size, inputs)
-    assert certificate.passed, certificate.failures
+    assert certificate.checked and not certificate.failures, certificate.failures
     assert max(rank_errors(real.double(), plan, size, inputs).values()) < 1e-12
-    assert certify(real, plan, size, inputs).passed  # in float64
+    certificate = certify(real, plan, size, inputs)  # in float64
+    assert certificate.checked and not certificate.failures
 
 
 class Constant(nn.Module):
@@ -350,16 +351,6 @@ def test_a_plan_survives_being_written_and_its_hash_tells_plans_apart():
         plan_from(broken)
     with pytest.raises(ConfigError, match=r"no parameter nobody, expected one of the model's"):
         plan.parameter("nobody")
-
-
-def test_a_size_that_is_not_legal_and_weights_without_values_are_told():
-    config = small_config("llama")
-    plan = plan_for_config(config)
-    inputs = example_inputs(config, device="cpu")
-    with pytest.raises(SetupError, match=r"3 ranks cannot share this plan's axes, expected one of \[2, 4, 8\]"):
-        certify(transformers_model(config), plan, 3, inputs)
-    with pytest.raises(SetupError, match="found weights on the meta device"):
-        certify(transformers_model(config), plan, 2, inputs)
 
 
 def test_a_forward_that_fails_is_told_with_its_place():
