@@ -26,6 +26,7 @@ from recipe_lib.checkpoint.run_files import (
     RECORD,
     OutputRecord,
     describe,
+    find_free,
     is_as_listed,
     read_record,
     unrecorded_file,
