@@ -7,7 +7,7 @@ from tests.house.files import ROOT, functions, place, python_files, tree
 
 FILE_LINES = 600
 LIBRARY_FILES = 400
-LIBRARY_STATEMENTS = 45_000  # the goal is 43,500; what adds a mechanism finds one that it replaces
+LIBRARY_STATEMENTS = 43_500  # what adds a mechanism finds one that it replaces
 RECIPE_LINES = 350
 FUNCTION_LINES = 60  # the rule, which one function in a hundred may break
 FUNCTION_LIMIT = 80  # and none may break this
