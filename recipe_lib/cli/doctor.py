@@ -89,8 +89,9 @@ def gather(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     with phase("measuring this machine's device"):
         device = run_isolated(doctor_probes.device_steps, seconds=STEP_SECONDS)[0]
-    facts: dict[str, Any] = {"machine": doctor_probes.machine(folders), "links": None}
-    facts |= {"steps": device.values, "failed": device.failed}
+    facts: dict[str, Any] = {
+        "machine": doctor_probes.machine(folders), "steps": device.values, "failed": device.failed, "links": None,
+    }  # fmt: skip
     gpus = len(facts["steps"].get("torch", {}).get("gpus", []))
     ranks = arguments.nproc_per_node or max(1, gpus)
     most = gpus or RANKS_PER_CORE * cores()

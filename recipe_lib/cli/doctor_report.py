@@ -136,7 +136,6 @@ def _judge_host(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 _LOW_MATMULS = [f"{name} matmuls" for name in LOW_PRECISION]
 WIDTH = 160  # columns without a terminal
-Row = tuple[str, str]
 
 
 def report(facts: dict[str, Any], findings: list[Finding]) -> str:
@@ -163,7 +162,7 @@ def per_second(rate: float) -> str:
     return f"{rate / 1e9:.2f} GB/s"
 
 
-def _list_software(facts: dict[str, Any]) -> list[Row]:
+def _list_software(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Versions."""
     machine = facts["machine"]
     packages = machine["packages"]
@@ -177,7 +176,7 @@ def _list_software(facts: dict[str, Any]) -> list[Row]:
     ]
 
 
-def _describe_gpus(facts: dict[str, Any]) -> list[Row]:
+def _describe_gpus(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Return a line for each GPU, then what plans take: matrix products, memory, operators."""
     steps = facts["steps"]
     rows = []
@@ -233,7 +232,7 @@ def _tabulate_collectives(measured: dict[str, Any]) -> Table:
     return Table("collectives", header, rows, (), notes=(note,))
 
 
-def _describe_host(facts: dict[str, Any]) -> list[Row]:
+def _describe_host(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Memory, cores and folders."""
     memory = facts["steps"].get("host memory")
     rows = [("cores", str(facts["machine"]["cores"]))]

@@ -86,12 +86,10 @@ def quiet_libraries() -> Iterator[None]:
 
 def text_of(plan: Plan, other: Plan | None, arguments: argparse.Namespace) -> str:
     """The report; with another plan, what is different here."""
-    from recipe_lib.plan.report import render
+    from recipe_lib.plan.report import render, render_diff
     from recipe_lib.report.terminal import wants_color
 
     if other is not None:
-        from recipe_lib.plan.report import render_diff
-
         return render_diff(other, plan)
     return render(plan, full=arguments.full, depth=arguments.depth, color=wants_color(sys.stdout))
 

@@ -37,7 +37,7 @@ NOT_READ: dict[str, str] = {
     "plan --nnodes": _OURS, "plan --device": _OURS, "plan --fit": _OURS, "plan --sequence": _OURS,
     "plan --rank": _OURS, "plan --json": _WRITTEN, "plan --html": _WRITTEN, "plan --snapshot": _WRITTEN,
     "plan --calibrate": _WRITTEN, "tp-plan --tensor": _OURS, "tp-plan --json": _WRITTEN,
-    "doctor --nproc_per_node": _OURS, "doctor --output_dir": _WRITTEN, "doctor --write": _WRITTEN,
+    "doctor --output_dir": _WRITTEN, "doctor --write": _WRITTEN,
     "eval what": "as generate checkpoint",
     "eval overrides": _OURS, "eval --data": "as data.source", "eval --format": _OURS,
     "eval --base": "as generate checkpoint", "eval --metric": _OURS, "eval --lm-eval": _OURS,
