@@ -378,20 +378,17 @@ def evaluated_in_parts(model: Decoder, *, head: bool = False) -> Iterator[None]:
     was gathered is freed at its end, as it is after a forward. head: where the head's weight is in the root's unit, it
     is gathered first."""
     root = model if isinstance(model, FSDPModule) else None
-    if root is not None and head and not _gathers_itself(model):
-        root.unshard()
+    if root is not None and head:
+        output, embedding = model.lm_head, model.model.embed_tokens
+        is_second_use = isinstance(embedding, FSDPModule) and output.weight is embedding.weight
+        if not (isinstance(output, FSDPModule) or is_second_use):  # else its call gathers it
+            root.unshard()
     try:
         yield
     finally:
         if root is not None:
             _free_after_evaluation(model, (), None)
             _forget_order(model, (), None)
-
-
-def _gathers_itself(model: Decoder) -> bool:
-    """Whether a call of the output head gathers its weight: as a unit, or as the embedding's second use."""
-    head, embedding = model.lm_head, model.model.embed_tokens
-    return isinstance(head, FSDPModule) or (isinstance(embedding, FSDPModule) and head.weight is embedding.weight)
 
 
 def _forget_order(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -34,6 +34,9 @@ def check_tensor(spec: DecoderSpec, parallel: ParallelConfig, quantize: str = "n
         for what, count in counts.items()
         if count % size
     ]
+    helps_to_copy = not copies and not spec.width_norms and _copied(spec, True, size)
+    if helps_to_copy and spec.num_kv_heads % size and spec.num_heads % size == 0:
+        faults[-1] += "; parallel.tensor_replicate_kv_heads=true gives every rank their weights"
     uncuttable = [] if faults else _uncuttable(spec, quantize, size, copies)
     if uncuttable:
         faults.append(

@@ -116,7 +116,6 @@ class BestStep:
             return
         record = saved.get(BEST_RECORD)
         if record is None:
-            get_logger().info("resume: %s knows of no best step; validations count from here on", state)
             return
         for key, was, now in (
             ("best_metric", record["metric"], self.metric),
@@ -134,12 +133,6 @@ class BestStep:
             self.step, self.value = record["step"], record["value"]
             self.folder = decide(world, lambda: bring_best(state, self._root, record["folder"]))
             decide(world, lambda: prune_best(self._root, self.folder))
-        elif record["step"] is not None:
-            get_logger().info(
-                "resume: %s has no weights of step %d, the best until then; the best from here on is kept",
-                state,
-                record["step"],
-            )
 
     def keep(self, step: int, model: nn.Module, world: World) -> None:
         """Saves the weights of this best step, and then removes those of others that no state needs. Collective."""

@@ -213,6 +213,9 @@ def plan_of(cfg: FullFinetuneConfig, lines: list[dict[str, Any]]) -> dict[str, s
     return found
 
 
+_KNOWN = ("validation_loss", "validation_tokens")
+
+
 def results_of(lines: list[dict[str, Any]]) -> dict[str, str]:
     """What the run has come to, in words; empty without its metrics. lines: of metrics.jsonl."""
     steps = [line for line in lines if "loss" in line]
@@ -221,6 +224,8 @@ def results_of(lines: list[dict[str, Any]]) -> dict[str, str]:
     losses = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None]
     # Of devices only: the resident memory of a CPU process differs from run to run and tells another machine nothing.
     peaks = [line["peak_memory_reserved_gib"] for line in steps if line.get("memory_kind") == "device"]
+    last: Mapping[str, Any] = next((line for line in reversed(lines) if "validation_loss" in line), {})
+    checked = [name for name in last if name.startswith("validation_") and name not in _KNOWN]
     found = {
         "optimizer steps": f"{steps[-1]['step']:,}",
         "label tokens": f"{sum(line.get('label_tokens') or 0 for line in steps):,}",
@@ -228,16 +233,8 @@ def results_of(lines: list[dict[str, Any]]) -> dict[str, str]:
         "loss of the last step": _number(steps[-1].get("loss")),
         "validation loss at the end": _number(losses[-1] if losses else None),
         "peak memory of a rank, measured": f"{max(peaks):.2f} GiB" if peaks else "",
-        **_own_metrics(lines),
-    }
+    } | {name.replace("_", " "): _number(last[name]) for name in checked}
     return {name: text for name, text in found.items() if text}
-
-
-def _own_metrics(lines: list[dict[str, Any]]) -> Mapping[str, str]:
-    """What else the last validation says, such as how often the chosen answer was preferred."""
-    last: Mapping[str, Any] = next((line for line in reversed(lines) if "validation_loss" in line), {})
-    return {name.replace("_", " "): _number(value) for name, value in last.items() if name.startswith("validation_")
-            and name not in ("validation_loss", "validation_tokens")}  # fmt: skip
 
 
 def _number(value: Any) -> str:

@@ -375,10 +375,9 @@ def resume_run(
     check_same_data(saved, data.identity(), found)
     data.best.restore(saved, found, world)
     get_logger().info("resume: %s, %d of %d steps done", found, saved["step"], data.total_steps)
-    if saved["step"] == data.total_steps and data.best.folder is not None:
-        get_logger().info("resume: no step is left to train; the best step is exported")
-    elif saved["step"] == data.total_steps:
-        get_logger().info("resume: no step is left to train; the model of that state is exported as it is")
+    if saved["step"] == data.total_steps:
+        what = "the model of that state" if data.best.folder is None else "the best step"
+        get_logger().info("resume: no step is left to train; %s is exported", what)
     return saved["step"]
 
 
@@ -471,16 +470,12 @@ def spans_of(events: Iterable[Any], device: torch.device) -> tuple[Spans, Spans]
             event.device_type() != torch.autograd.DeviceType.CUDA or event.device_index() != device.index
         ):
             continue
-        if name.startswith(_COMMUNICATION):
-            into = communication
-        elif on_cpu:
-            if not name.startswith(_OPERATORS):
-                continue
-            into = computation
-        elif name.startswith(_COPIES) or event.is_user_annotation():
+        is_computed = name.startswith(_OPERATORS)
+        if not on_cpu:
+            is_computed = not (name.startswith(_COPIES) or event.is_user_annotation())
+        if not (is_computed or name.startswith(_COMMUNICATION)):
             continue
-        else:
-            into = computation
+        into = communication if name.startswith(_COMMUNICATION) else computation
         into.append((event.start_ns(), event.start_ns() + event.duration_ns()))
     return communication, computation
 

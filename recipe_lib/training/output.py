@@ -51,8 +51,8 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.logs import get_logger
-from recipe_lib.reading import find_object, open_regular, parse_json
-from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE
+from recipe_lib.reading import find_object, open_regular
+from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
 from recipe_lib.training.report_page import REPORT_FILE
 
 TRACKERS_FOLDER = "trackers"
@@ -157,22 +157,18 @@ def open_output(cfg: FullFinetuneConfig) -> None:
 
 def check_same_data(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     """CheckpointError unless a step means the same sequences now as in the run that saved the state at `path`."""
-    if saved["seed"] != now["seed"]:
-        raise CheckpointError(
-            f"{path}: was saved with seed={saved['seed']}, found seed={now['seed']}; the order of the sequences "
-            f"follows from it: set seed={saved['seed']}"
-        )
     if saved["global_batch_size"] != now["global_batch_size"]:
         raise CheckpointError(
             f"{path}: was saved with a global batch of {saved['global_batch_size']} sequences, found "
             f"{now['global_batch_size']}; make batch_size x gradient_accumulation_steps x ranks "
             f"{saved['global_batch_size']} again"
         )
-    for key, was in saved["order"].items():
-        if was != now["order"][key]:
+    found = now["order"] | {"seed": now["seed"]}
+    for key, was in ({"seed": saved["seed"]} | saved["order"]).items():
+        if was != found[key]:
             raise CheckpointError(
-                f"{path}: was saved with {key}={json.dumps(was)}, found {key}={json.dumps(now['order'][key])}; the "
-                f"order of the sequences follows from it: set {key} as it was"
+                f"{path}: was saved with {key}={json.dumps(was)}, found {key}={json.dumps(found[key])}; the order of "
+                f"the sequences follows from it: set {key}={json.dumps(was)}"
             )
     if saved["data"] != now["data"]:
         raise CheckpointError(
@@ -272,22 +268,13 @@ def is_record(path: Path) -> bool:
     if path.name == CONFIG_FILE:  # every key, and no comment: it was not written by hand
         return _CONFIG_KEYS <= set(re.findall(r"^(\w+):", begin, re.MULTILINE)) and "\n#" not in f"\n{begin}"
     if path.name == METRICS_FILE:
-        line = _table(begin.partition("\n")[0])
-        torn = "\n" not in begin and begin.startswith('{"step": ')
-        return not begin or torn or {"step", "tokens_per_second"} <= line.keys()
+        is_torn = "\n" not in begin and begin.startswith('{"step": ')
+        return not begin or is_torn or any("tokens_per_second" in line for line in read_metrics(path)[:1])
     if path.name == SUMMARY_FILE:
         summary = find_object(path)
         return {"status", "settings", "versions"} <= summary.keys() and "tune-recipes" in summary["versions"]
     marks = ('content="tune-recipes: run"', "--c0:")  # the second: of pages that earlier versions wrote
     return begin.startswith("<!DOCTYPE html>") and any(mark in begin for mark in marks)
-
-
-def _table(text: str) -> dict[str, Any]:
-    try:
-        found = parse_json(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _unrecorded_tracked(root: Path, folder: Path) -> Path | None:

@@ -235,14 +235,10 @@ def _numbers(line: Mapping[str, Any], own: Sequence[str]) -> list[str]:
 def _fitting(numbers: list[str], room: int) -> list[str]:
     """Those that fit into so many columns; the loss always."""
     kept = list(numbers)
-
-    def too_long() -> bool:
-        return len(kept) > 1 and len("  ".join(kept)) > room
-
     for name in _LEFT_OUT:
-        if too_long():
+        if len("  ".join(kept)) > room:
             kept = [number for number in kept if not (number.startswith(name) or number.endswith(name))]
-    while too_long():
+    while len(kept) > 1 and len("  ".join(kept)) > room:
         kept.pop()
     return kept
 

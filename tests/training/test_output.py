@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
             "order",
             {"data.packing": True},
             "p: was saved with data.packing=false, found data.packing=true; the order of the sequences follows "
-            "from it: set data.packing as it was",
+            "from it: set data.packing=false",
         ),
     ],
 )
