@@ -92,10 +92,12 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
     line = Line(model, method, cards, None)
     config, on = f"{MODELS[model]}_{method}", f"{cards}x24GB"
     found = [searched(config, on)]
-    if method == "full" and not any(result and OFFLOADED not in result.found[0].changes for result in found):
+    if method == "full" and not any(result.found and OFFLOADED not in result.found[0].changes for result in found):
         found.append(searched(config, on, IN_BACKWARD))
     line.tried, line.skipped = (sum(getattr(result, name) for result in found) for name in ("tried", "skipped"))
-    fitting = [(result.found[0], begun) for result, begun in zip(found, ((), IN_BACKWARD), strict=False) if result]
+    fitting = [
+        (result.found[0], begun) for result, begun in zip(found, ((), IN_BACKWARD), strict=False) if result.found
+    ]
     if not fitting:
         return line
     best, begun = max(fitting, key=lambda pair: pair[0].speed)

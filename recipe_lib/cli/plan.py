@@ -27,7 +27,6 @@ from recipe_lib.files import replace_text
 from recipe_lib.plan.result import DOES_NOT_FIT, Plan, read_plan
 
 if TYPE_CHECKING:
-    from recipe_lib.plan.search.fastest_settings import Search
     from recipe_lib.plan.trace import Trace
 
 
@@ -59,9 +58,9 @@ def run(words: list[str]) -> int:
         recipe, cfg = read_config(arguments)
         arguments.notes += check_start(cfg, ranks=known_ranks(arguments), plans=True)
         if arguments.search:
-            found = search(recipe, cfg, arguments)
-            print(str(found).rstrip(), file=output)
-            return DONE if found else NO_ROOM
+            said, fits = search(recipe, cfg, arguments)
+            print(said, file=output)
+            return DONE if fits else NO_ROOM
         if arguments.check_streams:
             said, is_clean = stream_check(recipe, cfg, arguments)
             print(said, end="", file=output)
@@ -151,14 +150,16 @@ def stream_check(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) ->
     return render_check(check), check.is_clean
 
 
-def search(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> "Search":
-    """Return the fastest settings that fit; false if none does."""
+def search(recipe: RecipeFile, cfg: Any, arguments: argparse.Namespace) -> tuple[str, bool]:
+    """Return the fastest settings that fit as a table, and whether there are any."""
     planned, shaped, settings = prepare(recipe, cfg, arguments)
+    from recipe_lib.plan.search.fastest_settings import render_search
     from recipe_lib.plan.search.fastest_settings import search as find_settings
 
     keys = {word.partition("=")[0].removeprefix("~") for word in arguments.overrides}  # what was asked for stays
     with explained(recipe, cfg):
-        return find_settings(planned, shaped, settings, fixed=keys, splits=not cfg.compile)
+        result = find_settings(planned, shaped, settings, fixed=keys, splits=not cfg.compile)
+    return render_search(result), bool(result.found)
 
 
 def write(plan: Plan, trace: "Trace", arguments: argparse.Namespace) -> None:

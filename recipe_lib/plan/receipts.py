@@ -169,15 +169,16 @@ def find_nearest(receipts: list[Receipt], planned: ReceiptRun) -> Receipt | None
     receipts: oldest first. None if there is none of that card and recipe.
     """
 
-    def is_alike(run: ReceiptRun) -> bool:
-        has_card = run.card == planned.card and abs(run.card_memory / planned.card_memory - 1) <= _SAME_MEMORY
-        return has_card and run.recipe == planned.recipe
-
     def count_differences(receipt: Receipt) -> int:
         before, now = receipt.run.settings, planned.settings
         return sum(before.get(name) != now.get(name) for name in before | now)
 
-    alike = [receipt for receipt in reversed(receipts) if is_alike(receipt.run)]
+    alike = [
+        receipt
+        for receipt in reversed(receipts)
+        if (receipt.run.card, receipt.run.recipe) == (planned.card, planned.recipe)
+        and abs(receipt.run.card_memory / planned.card_memory - 1) <= _SAME_MEMORY
+    ]
     return min(alike, key=count_differences, default=None)
 
 

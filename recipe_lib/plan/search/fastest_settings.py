@@ -52,11 +52,8 @@ MAX_PLANS = 10
 @dataclass(frozen=True)
 class Search:
     """found: what fits, confirmed, fastest first. closest: where nothing does, what lacks least. device, ranks: to fit.
-    global_batch_size: sequences of a step, all ranks. tried: settings that were estimated; planned: in full; took:
-    seconds.
-
-    True if something was found; as text, the table of `render_search`.
-    """
+    global_batch_size: sequences of a step, all ranks. tried: settings that were estimated; planned: in full; skipped:
+    settings, each for more of its kind, that no simulation was needed for; took: seconds."""
 
     found: list[Candidate]
     closest: Candidate | None
@@ -65,13 +62,8 @@ class Search:
     global_batch_size: int
     tried: int
     planned: int
+    skipped: int
     took: float
-
-    def __bool__(self) -> bool:
-        return bool(self.found)
-
-    def __str__(self) -> str:
-        return render_search(self)
 
 
 def search(
@@ -119,6 +111,7 @@ def search(
         global_batch_size=batch_per_step(cfg) * data_ranks(cfg, settings.ranks),
         tried=len(trials.tried),
         planned=len(trials.plans),
+        skipped=len(trials.skipped),
         took=time.monotonic() - began,
     )
 

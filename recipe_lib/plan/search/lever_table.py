@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from recipe_lib.config.mesh import same_batch_ranks
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.rank_plans import mixture_of
@@ -44,7 +42,6 @@ _OF_BATCH = ("activations", "logits", "temporary", "batch")
 _GATHERED = ("gathered", "communication")
 _SAME_SEQUENCES = "the same sequences a step"
 _EXPERTS = "experts"
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -200,7 +197,11 @@ def list_contexts(cfg: Any, ranks: int) -> list[int]:
 
 def _list_adapter_levers(cfg: Any) -> list[Lever]:
     """Return the levers of adapters, and of the frozen weights under them."""
-    adapters, targets = cfg.trained_adapters, _choose_other_targets(cfg)
+    adapters = cfg.trained_adapters
+    has_experts = _EXPERTS in adapters.target_modules
+    targets = [name for name in adapters.target_modules if name != _EXPERTS]
+    if not has_experts:
+        targets.append(_EXPERTS)
     rounded = "frozen weights are rounded"
     kinds = {"nf4": rounded, "int8": rounded, "none": "frozen weights are not rounded"}
     return [
@@ -212,8 +213,8 @@ def _list_adapter_levers(cfg: Any) -> list[Lever]:
         ),
         Lever(
             {TARGETS_KEY: targets},
-            f"adapters {'with' if _EXPERTS in (targets or ()) else 'without'} those of all experts",
-            when=targets is not None,
+            f"adapters {'without' if has_experts else 'with'} those of all experts",
+            when=bool(targets) and adapters.adapter_path is None and mixture_of(cfg) is not None,
             weighed=True,
         ),
     ]
@@ -298,16 +299,3 @@ def _say_not_done_in_backward(cfg: Any) -> str:
     """Return what a step loses where parameters are stepped in backward."""
     accumulates = cfg.gradient_accumulation_steps > 1
     return "gradients are not clipped" + (", and a step has fewer sequences" if accumulates else "")
-
-
-def _choose_other_targets(cfg: Any) -> list[str] | None:
-    """Return `lora.target_modules` with the experts of a plannable config's model, or without them where it has them.
-
-    None where it trains no new adapters, its model has no experts, or nothing else is adapted.
-    """
-    adapters = cfg.trained_adapters
-    if adapters.adapter_path is not None or mixture_of(cfg) is None:
-        return None
-    if _EXPERTS not in adapters.target_modules:
-        return [*adapters.target_modules, _EXPERTS]
-    return [name for name in adapters.target_modules if name != _EXPERTS] or None

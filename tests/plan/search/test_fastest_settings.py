@@ -10,7 +10,7 @@ import pytest
 
 from recipe_lib.plan.result import DOES_NOT_FIT
 from recipe_lib.plan.search import trials as trials_module
-from recipe_lib.plan.search.fastest_settings import Search
+from recipe_lib.plan.search.fastest_settings import Search, render_search
 from recipe_lib.plan.search.trial_order import Trials, key_of, leanest, run_ways, sizes, variant_key, way
 from recipe_lib.plan.search.trials import Candidate, Changes, Estimate
 from tests.plan.apart import apart, settings
@@ -51,7 +51,7 @@ def test_what_is_found_is_confirmed_by_its_plan():
         rows = one.changes.get("batch_size", 32) * one.changes.get("gradient_accumulation_steps", 2)
         assert rows * 2 // one.changes.get("parallel.pipeline", 1) == 128
         assert one.quick.active <= 36 * MIB
-    text = str(result)
+    text = render_search(result)
     assert text.startswith("FOUND  settings that fit 2 x 24GB, 128 sequences a step")
     assert f"batch_size={result.found[0].changes['batch_size']} " in text
 
@@ -59,14 +59,14 @@ def test_what_is_found_is_confirmed_by_its_plan():
 @pytest.mark.slow
 def test_nothing_fits():
     result, _ = apart(found, 4 * MIB)
-    assert not result
+    assert not result.found
     assert result.closest is not None
     assert result.closest.verdict == DOES_NOT_FIT
     assert result.closest.short > 0
     assert result.closest.changes["batch_size"] == 1
-    assert "DOES NOT FIT" in str(result)
-    assert "batch_size=1" in str(result)
-    assert "short of" in str(result)
+    assert "DOES NOT FIT" in render_search(result)
+    assert "batch_size=1" in render_search(result)
+    assert "short of" in render_search(result)
 
 
 def trials_of(*overrides: str, fixed: Collection[str] = ()) -> tuple[Trials, list[Changes]]:
