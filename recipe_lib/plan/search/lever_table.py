@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from recipe_lib.config.mesh import same_batch_ranks
 from recipe_lib.plan.build_plan import PlanSettings
 from recipe_lib.plan.rank_plans import mixture_of
@@ -44,7 +42,6 @@ _OF_BATCH = ("activations", "logits", "temporary", "batch")
 _GATHERED = ("gathered", "communication")
 _SAME_SEQUENCES = "the same sequences a step"
 _EXPERTS = "experts"
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A way to share the model between ranks is gone through kind by kind of checkpointing, from the one that computes least
 again, with micro-batches from the smallest on. Of all ways the trial that could be the fastest is next, pipelines
-last. None is made for what cannot fit or cannot be faster than the best so far, by `lower_bounds`; each such decision
+last. None is made for what cannot fit or cannot be faster than the best so far, by `least_bytes`; each such decision
 is said.
 """
 
@@ -79,9 +79,9 @@ def least_bytes(cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: An
     if not (cfg.parallel.reshard_after_forward or cfg.memory.stream_layers):  # of streamed layers, adapters alone are
         gathered = known.parameters / mesh["pipeline"] - known.parameters / parts
     gradients = 0.0
-    if not cfg.memory.optimizer_in_backward:
-        once = reduces_once(cfg.parallel)
-        gradients = known.trained / mesh["pipeline"] if once else 0.0 if is_offloaded else known.trained / parts
+    once = reduces_once(cfg.parallel)
+    if not cfg.memory.optimizer_in_backward and (once or not is_offloaded):
+        gradients = known.trained / (mesh["pipeline"] if once else parts)
     kept = 0.0 if like is None else like.kept * cfg.batch_size / (cfg.parallel.context * cfg.parallel.pipeline)
     accumulates = cfg.gradient_accumulation_steps > 1
     return int(held + max(gathered + kept + (gradients if accumulates else 0), gradients))
@@ -242,9 +242,10 @@ def _why_not(trials: Trials, changes: Changes) -> str:
 
 def why_too_large(trials: Trials, changes: Changes) -> str:
     """Return why the settings cannot fit; nothing where they might."""
-    cfg, known = trials.config(changes), trials.leanest.get(variant_key(changes))
+    cfg = trials.config(changes)
     if cfg is None:
         return "these do not go together"
+    known = trials.leanest.get(variant_key(changes))
     if known is None:
         return ""
     try:

@@ -84,20 +84,19 @@ def quick(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | Non
     """
     planned = plan_ranks(recipe_class, cfg, replace(settings, phases=()), list_short_steps(cfg), limit)
     rank = planned.heaviest
-    peak = rank.peak
     simulation = planned.simulated[rank.rank]
     trace = simulation.trace
     held, kept = _list_alive(trace)
     activations = sum(one.bytes for one in kept if one.kind == "activations" and IN_LAYERS in one.label + one.module)
     # However they are divided into micro-batches, and among the ranks, the operations are the same.
-    flops = [op for op in trace.phase_ops(STEADY) if op.flops and op.part in _IN_MODEL]
-    least = sum(op.repeats * least_op_seconds(op, settings.hardware, settings.calibration) for op in flops)
+    computing = [op for op in trace.phase_ops(STEADY) if op.flops and op.part in _IN_MODEL]
+    least_seconds = sum(op.repeats * least_op_seconds(op, settings.hardware, settings.calibration) for op in computing)
     is_whole = cfg.parallel.pipeline == 1
     sent, copied = traffic(trace)
     places = {found.coordinates.get("pipeline", 0): found.modules for found in planned.simulated.values()}
     modules = [row for rows in places.values() for row in outermost(rows)]
     return Estimate(
-        active=peak.active,
+        active=rank.peak.active,
         reserved=rank.reserved,
         reserved_expandable=rank.reserved_expandable,
         host=max(plan.host for plan in planned.plans),
@@ -107,9 +106,9 @@ def quick(recipe_class: type, cfg: Any, settings: PlanSettings, limit: int | Non
         parameters=sum(row.bytes for row in modules),
         # Roughly, where some of a module's weights are packed.
         trained=sum(row.bytes * row.trained // max(row.parameters, 1) for row in modules),
-        module=peak.module,
+        module=rank.peak.module,
         kept=activations * cfg.parallel.context / micro_batches(cfg)[0] if is_whole else 0.0,
-        least_seconds=least if is_whole else 0.0,
+        least_seconds=least_seconds if is_whole else 0.0,
         sent=sent,
         copied=copied,
         usable=usable_bytes(cfg, settings),
