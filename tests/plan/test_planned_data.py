@@ -8,7 +8,7 @@ import torch
 from recipe_lib.config.recipes.dpo_distributed import DpoFinetuneConfig
 from recipe_lib.config.schema import DataConfig, FullFinetuneConfig, SourceConfig
 from recipe_lib.plan.trace import OP, PHASE, Op, Trace
-from recipe_lib.plan.tracing.simulate import STEADY, stand_for_all
+from recipe_lib.plan.tracing.simulated_micro_batches import Passes, last_stand_for_all
 from recipe_lib.plan.world.planned_batches import PlannedData
 
 WORLD = SimpleNamespace(device=torch.device("cpu"), data_ranks=2)
@@ -33,21 +33,17 @@ def test_pairs_have_two_rows(schema: type[FullFinetuneConfig], data: DataConfig,
     assert (step.items, step.total_tokens) == (6, 2 * rows * 8)
 
 
-def made_step(parts: list[str]) -> Trace:
-    trace = Trace(ops=[Op("aten::mm", part=part) for part in parts], phases=["first step", STEADY])
-    trace.events = [(PHASE, 0), (PHASE, 1), *((OP, number) for number in range(len(parts)))]
-    return trace
-
-
 @pytest.mark.parametrize(
-    ("parts", "repeats"),
+    ("marks", "unlike", "repeats"),
     [
-        (["forward", "backward", "forward", "backward", "optimizer"], [1, 1, 3, 3, 1]),
-        (["forward", "optimizer"], [1, 1]),
-        (["forward", "backward", "optimizer"], [1, 1, 1]),
+        ([0, 2, 4], 0, [1, 1, 3, 3, 1]),  # two of four micro-batches were gone through
+        ([0, 2], 0, [1, 1, 1, 1, 1]),  # nobody asked for an end
+        ([0, 1, 3, 4], 1, [1, 2, 2, 1, 1]),  # the last of three reduces the gradients
     ],
 )
-def test_the_last_micro_batch_stands_for_all_later_ones(parts: list[str], repeats: list[int]):
-    trace = made_step(parts)
-    stand_for_all(trace, 4)
+def test_the_last_micro_batch_stands_for_all_later_ones(marks: list[int], unlike: int, repeats: list[int]):
+    trace = Trace(ops=[Op("aten::mm") for _ in range(5)], phases=["step"])
+    trace.events = [(PHASE, 0), *((OP, number) for number in range(5))]
+    passes = Passes(lambda: (0, 0), [[(1 + mark, 0) for mark in marks]])
+    last_stand_for_all(trace, passes, 4, 2 + unlike, unlike)
     assert [op.repeats for op in trace.ops] == repeats

@@ -29,7 +29,6 @@ from recipe_lib.plan.streams.stream_checker import StreamChecker
 from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Op, Storage, Trace
 from recipe_lib.plan.tracing.operator_costs import plain_parts
 from recipe_lib.plan.tracing.pipeline_actions import (
-    ALIKE_FROM,
     follow_actions,
     name_parts,
     repeat_actions,
@@ -227,8 +226,16 @@ def _run(
             model.train()
     if "save" in phases and cfg.checkpoint.save_model:
         _try_phase("save", lambda: [_gather_trained(model) for model in list(models.values())[-1:]], tracer, notes)
-    _interpret(tracer.trace, cfg, stage if world.pipeline is not None else None, None if alone else traced)
-    last_stand_for_all(tracer.trace, others, micro_batches(cfg)[1], 0 if alone else traced or 0)
+    name_parts(tracer.trace)
+    classify(tracer.trace)
+    give_to_children(tracer.trace)
+    count = micro_batches(cfg)[1]
+    if traced and not alone:
+        if piped:
+            repeat_actions(tracer.trace, cfg.parallel, stage, traced, count)
+        else:
+            last_stand_for_all(tracer.trace, passes, count, traced, unlike)
+        last_stand_for_all(tracer.trace, others, count, traced)
     mesh = with_context(cfg.parallel, dict(zip(dims, world.mesh.shape, strict=True)))
     place = place_with_context(cfg.parallel, dict(zip(dims, world.mesh.get_coordinate() or (), strict=True)))
     modules = [facts for name, model in models.items() for facts in module_facts(name, model)]
@@ -238,18 +245,6 @@ def _run(
     return Simulated(
         tracer.trace, modules, place, mesh, tokens, grows == 0, stages, notes, max(0, grows), traced or 0, alike
     )
-
-
-def _interpret(trace: Trace, cfg: FullFinetuneConfig, stage: int | None, traced: int | None) -> None:
-    """Says what is what in a whole trace, and what counts how often. stage: place in a pipeline, if there is one.
-    traced: micro-batches of a step that stand for all; None: each stands for itself."""
-    name_parts(trace)
-    classify(trace)
-    give_to_children(trace)
-    if traced is not None and stage is not None:
-        repeat_actions(trace, cfg.parallel, stage, traced, micro_batches(cfg)[1])
-    elif traced is not None:
-        stand_for_all(trace, cfg.gradient_accumulation_steps, traced, int(reduces_once(cfg.parallel)))
 
 
 def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
@@ -324,35 +319,6 @@ def classify(trace: Trace) -> None:
             waiting.clear()
         elif kind == PHASE:
             waiting.clear()
-
-
-def stand_for_all(trace: Trace, count: int, traced: int = ALIKE_FROM, unlike: int = 0) -> None:
-    """The operators of one of a step's traced micro-batches count for all that were not traced too, `count` in all.
-
-    It is the last of them but for those at the end that are `unlike` the others.
-    """
-    if count <= traced:
-        return
-    for phase in {FIRST, STEADY} & set(trace.phases):
-        ops = list(trace.phase_ops(phase))
-        parts = [op.part for op in ops]
-        backwards = [index for index, part in enumerate(parts) if part == "backward"]
-        if not backwards:
-            continue  # a step of the user's own, that has none
-        begins = _begins(parts) + [backwards[-1] + 1]
-        if len(begins) > 1 + unlike:
-            for op in ops[begins[-2 - unlike] : begins[-1 - unlike]]:
-                op.repeats *= count - traced + 1
-
-
-def _begins(parts: list[str]) -> list[int]:
-    """Where a micro-batch after the first begins: at a forward after a backward."""
-    found, behind = [], False
-    for index, part in enumerate(parts):
-        if part == "forward" and behind:
-            found.append(index)
-        behind = part == "backward" or (behind and part != "forward")
-    return found
 
 
 @contextmanager

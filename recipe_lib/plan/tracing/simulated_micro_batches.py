@@ -105,15 +105,15 @@ def _done(trace: Trace, begin: int, end: int) -> list[tuple[Any, ...]]:
     return found
 
 
-def last_stand_for_all(trace: Trace, passes: Passes, count: int, traced: int) -> None:
-    """Of passes that are no part of a micro-batch's, such as those over mismatched answers, the operators of the last
-    one that was gone through count for all that were not too, `count` in all. traced: 0: each stands for itself."""
-    if not traced or count <= traced:
-        return
+def last_stand_for_all(trace: Trace, passes: Passes, count: int, traced: int, unlike: int = 0) -> None:
+    """The operators of the last micro-batch that was gone through count for all that were not too, `count` in all.
+
+    traced: of a step. unlike: so many at the end are unlike the others; the one before them stands for those.
+    """
     last: set[int] = set()  # two models may go through them side by side
     for marks in passes.found:
         if len(marks) == traced + 1:
-            events = trace.events[marks[-2][0] : marks[-1][0]]
+            events = trace.events[marks[-2 - unlike][0] : marks[-1 - unlike][0]]
             last |= {number for kind, number in events if kind == OP}
     for number in last:
         trace.ops[number].repeats *= count - traced + 1
