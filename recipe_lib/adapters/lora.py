@@ -147,7 +147,10 @@ def init_adapters(model: nn.Module, seed: int) -> None:
                 bound = 1 / math.sqrt(parameter.shape[-1])
                 fill_random(local, offset, parameter.shape, f"{seed}/{name}", _uniform(bound))
             elif name.endswith("lora_embedding_B"):
-                fill_random(local, offset, parameter.shape, f"{seed}/{name}", _normal)
+                key = f"{seed}/{name}"
+                fill_random(
+                    local, offset, parameter.shape, key, lambda values, generator: values.normal_(generator=generator)
+                )
             else:
                 local.zero_()
     init_lengths(model)
@@ -155,10 +158,6 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 
 def _uniform(bound: float) -> Callable[[Tensor, torch.Generator], Tensor]:
     return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
-
-
-def _normal(values: Tensor, generator: torch.Generator) -> Tensor:
-    return values.normal_(generator=generator)
 
 
 @torch.no_grad()

@@ -86,8 +86,7 @@ class FileModule:
 
 def expert_factors(first: Tensor, second: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """A `[E, r, i]` and B `[E, o, r]` of PEFT's `[E r, i]` and `[o, r E]`, in the second of which experts are inner."""
-    a = first.unflatten(0, (experts, -1))
-    return a, second.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    return first.unflatten(0, (experts, -1)), second.unflatten(1, (-1, experts)).permute(2, 0, 1)
 
 
 def stacked_factors(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -134,8 +134,11 @@ class CompiledLayers:
     def _run(self, key: str, given: list[Tensor], held: list[Tensor]) -> list[Tensor]:
         """Raises SetupError for a layer that cannot be traced, with what is wrong with it."""
         path = self.calls[key].path
+        device = given[0].device
+        if device not in self.ranks:
+            self.ranks[device] = torch.tensor(self.rank, device=device)
         try:
-            found: list[Tensor] = self.compiled[path](key, self._rank_on(given[0].device), *held, *given)
+            found: list[Tensor] = self.compiled[path](key, self.ranks[device], *held, *given)
             return found
         except torch._dynamo.exc.TorchDynamoException as error:
             chain: list[BaseException] = [error]
@@ -184,11 +187,6 @@ class CompiledLayers:
             found, call.outputs_spec = pytree.tree_flatten(self.forwards[call.path](*args, **kwargs))
         call.outputs = [_TENSOR if isinstance(each, Tensor) else each for each in found]
         return [each for each in found if isinstance(each, Tensor)]
-
-    def _rank_on(self, device: torch.device) -> Tensor:
-        if device not in self.ranks:
-            self.ranks[device] = torch.tensor(self.rank, device=device)
-        return self.ranks[device]
 
 
 class _LayerNumberIsReadError(UserError):

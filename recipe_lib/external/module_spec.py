@@ -146,7 +146,7 @@ class ModuleSpec(ExternalSpec):
 
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         if self.source.implementation != TRANSFORMERS:
-            return super().spell_config(config)
+            return dict(config)
         return spell_config(config, self.family)
 
     def adapted_linears(self, cfg: LoraConfig) -> list[str]:

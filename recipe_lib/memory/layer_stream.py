@@ -36,7 +36,7 @@ from recipe_lib.ops.device import has_host
 from recipe_lib.ops.dtensor_shards import local_of
 from recipe_lib.ops.head_losses import makes_gradients_in_forward
 from recipe_lib.ops.host_copies import HostCopies, Pair, Prefetch
-from recipe_lib.units import format_bytes
+from recipe_lib.units import counted, format_bytes
 
 EXPERTS = "experts"  # value of the key that streams these alone
 
@@ -125,13 +125,11 @@ class LayerStream:
     def describe(self) -> str:
         """For the log, after the units of FSDP."""
         others = [unit.name for unit in self.units if not unit.is_layer]
-        count = len(self.units) - len(others)
-        layers = f"{count} layer{'' if count == 1 else 's'}"
+        layers = counted(len(self.units) - len(others), "layer")
         *first, last = [f"{self._what} of {layers}" if self._what else layers, *others]
         what = f"{', '.join(first)} and {last}" if first else last
         stepped = ", each stepped there in backward" if self.trains() else ""
-        size = format_bytes(self.num_bytes())
-        return f"; {what} in host memory ({size}), copied to the device one ahead{stepped}"
+        return f"; {what} in host memory ({format_bytes(self.num_bytes())}), copied to the device one ahead{stepped}"
 
     def step_with(self, step: Step) -> None:
         """What steps a trained parameter when its gradient is there, on the device. Call it once, when parameters have

@@ -60,7 +60,8 @@ def _chunked(forward: Any, chunks: int) -> Any:
         flat = hidden.flatten(0, -2)
         pieces = min(chunks, flat.shape[0])
         modules = [module for each in (mlp, *others) if isinstance(each, nn.Module) for module in each.modules()]
-        trained = [parameter for _, _, parameter in find_parameters(modules, _is_trained)]
+        places = find_parameters(modules, lambda parameter: parameter.requires_grad)
+        trained = [parameter for _, _, parameter in places]
         whole = (forward, (mlp, *others), modules, pieces)
         if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
             return _all_pieces(flat, *whole).view(*hidden.shape[:-1], -1)
@@ -87,10 +88,6 @@ def exchange_parameters(places: Sequence[Place], replace: Callable[[Any], Tensor
     replacements = [replace(parameter) for _, _, parameter in places]
     with replaced_entries((own, name, one) for (own, name, _), one in zip(places, replacements, strict=True)):
         yield replacements
-
-
-def _is_trained(parameter: Tensor) -> bool:
-    return parameter.requires_grad
 
 
 def _all_pieces(
@@ -148,7 +145,8 @@ class _Pieces(torch.autograd.Function):
             # Leaves of the same memory, whose gradients nobody else watches: the parameters' own would get each piece's
             # gradient, and step or reduce what is a part of the sum.
             exchange_parameters(
-                find_parameters(modules, _is_trained), lambda parameter: parameter.detach().requires_grad_()
+                find_parameters(modules, lambda parameter: parameter.requires_grad),
+                lambda parameter: parameter.detach().requires_grad_(),
             ) as leaves,
             _random_again(hidden, ctx.random),
             deferred.weight_gradients_at_once(),

@@ -210,18 +210,14 @@ def rounded_weight(parts: Sequence[Tensor], scaling: float, kind: str, group_siz
 
 def rounded_again(parts: Sequence[Tensor], scaling: float, kind: str, group_size: int) -> tuple[Tensor, Tensor]:
     """The same, and a mask `[o, i]` of what was not clipped; empty for fp8, which clips nothing."""
-    if torch.compiler.is_compiling():
-        return cast(tuple[Tensor, Tensor], _AGAIN(list(parts), scaling, kind, group_size))
-    return _rounded_again(parts, scaling, kind, group_size)
+    again = _AGAIN if torch.compiler.is_compiling() else _rounded_again
+    return cast(tuple[Tensor, Tensor], again(list(parts), scaling, kind, group_size))
 
 
 def rounded_inputs(hidden: Tensor, kind: str) -> Tensor:
     """Hidden `[.., i]`, each row on its grid for fp8; else as it came."""
-    if kind != "fp8":
-        return hidden
-    if torch.compiler.is_compiling():
-        return cast(Tensor, _INPUTS(hidden, kind))
-    return _rounded_inputs(hidden, kind)
+    rounded = _INPUTS if torch.compiler.is_compiling() else _rounded_inputs
+    return cast(Tensor, rounded(hidden, kind)) if kind == "fp8" else hidden
 
 
 def _merged(scaling: float, weight: Tensor, *adapter: Tensor) -> Tensor:

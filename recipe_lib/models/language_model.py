@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,8 @@ from recipe_lib.ops.device import holds_values
 from recipe_lib.ops.dtensor_shards import Runs, local_of, local_part
 from recipe_lib.ops.head_losses import HeadLoss
 
-
-class WriteMark(NamedTuple):
-    """Where this rank's part of a tensor lies, and how often it was written to in place."""
-
-    address: int
-    writes: int
+# Where this rank's part of a tensor lies, and how often it was written to in place.
+WriteMark = tuple[int, int]
 
 
 class LanguageModel(nn.Module):
@@ -207,7 +203,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _mark(tensor: Tensor) -> WriteMark:
-    return WriteMark(tensor.data_ptr(), tensor._version)
+    return tensor.data_ptr(), tensor._version
 
 
 # What modules hold, exchanged for a while.

@@ -143,9 +143,9 @@ class ExternalSpec(ABC):
     num_layers: int
     implementation: str  # what `model.implementation` says for it
 
+    @abstractmethod
     def spell_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config.json of the model with both names of what a release of its library renamed."""
-        return dict(config)
 
     @abstractmethod
     def build(self, dtype: "torch.dtype") -> "nn.Module":

@@ -11,9 +11,7 @@ refused for such a head, rather than computing with a part of it. `CrossEntropy(
 """
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -193,24 +191,17 @@ def _checkpointed_log_probs(
 ) -> Tensor:
     """Those of a projection with parts of its own, whose gradients autograd makes."""
     rows, targets = hidden.flatten(0, -2), labels.flatten()
-    project = partial(_project_alone, adapter)
     sizes = [part.stop - part.start for part in row_pieces(rows.shape[0], chunks)]
     parts = [
-        checkpoint(_label_log_probs, project, piece, target, softcap, use_reentrant=False)
+        checkpoint(_label_log_probs, adapter, piece, target, softcap, use_reentrant=False)
         for piece, target in zip(rows.split(sizes), targets.split(sizes), strict=True)
     ]
     return torch.cat(parts).reshape(labels.shape).clone()  # a module of FSDP should return no view
 
 
-def _project_alone(adapter: OutputAdapter, tokens: Tensor) -> Tensor:
-    return adapter.project(tokens, *adapter.trained, frozen=adapter.frozen)
-
-
-def _label_log_probs(
-    project: Callable[[Tensor], Tensor], rows: Tensor, labels: Tensor, softcap: float | None
-) -> Tensor:
+def _label_log_probs(adapter: OutputAdapter, rows: Tensor, labels: Tensor, softcap: float | None) -> Tensor:
     """Of one chunk: rows `[m, d]`, labels `[m]`, to `[m]`."""
-    logits = project(rows).to(widen_dtype(rows.dtype))
+    logits = adapter.project(rows, *adapter.trained, frozen=adapter.frozen).to(widen_dtype(rows.dtype))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return -F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")

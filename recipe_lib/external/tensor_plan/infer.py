@@ -137,7 +137,11 @@ def _assemble(
     points += [
         (number, point) for number, course in enumerate(chosen) for point in course.joins if point.parameters & mixed
     ]
-    points += [(-1, point) for point in _mixed_uses(found, shared.uses, mixed)]
+    # Where a parameter whose gradient is the whole one elsewhere meets a rank's tokens it enters.
+    for number, argument in sorted(shared.uses):
+        for at, tensor, _ in found.calls[number].arguments:
+            if at == argument and tensor.parameters & mixed:
+                points.append((-1, PendingBoundary("enter", number, argument, tensor, tensor.parameters)))
     late = {name for _, point in points for name in point.bias_parameters}
     multiplied = {name for record in found.records for each in record.contractions for name in _names(each[1:])}
     used = {name for call in found.calls for _, tensor, _ in call.arguments for name in tensor.parameters}
@@ -182,8 +186,8 @@ def _assemble(
     other = [size for size in sizes if size not in legal]
     refused = [f"{size} ranks: a comparison of sizes would send the forward another way" for size in other]
     refused += dict.fromkeys(_refusals(found, reasons, whole))
-    tokens = (round(shared.share, 4), shared.local)
-    return ShardingPlan(axes, tuple(parameters), boundaries, rewrites, tuple(refused), legal, *tokens)
+    held = (axes, tuple(parameters), boundaries, rewrites, tuple(refused), legal)
+    return ShardingPlan(*held, shared_tokens=round(shared.share, 4), local_outputs=shared.local)
 
 
 def _names(tensors: Iterable[Any]) -> set[str]:
@@ -213,14 +217,6 @@ def _partial(found: ForwardTrace, chosen: list[Course], tokens: set[Place]) -> t
     return partial - elsewhere, partial & elsewhere
 
 
-def _mixed_uses(found: ForwardTrace, tokens: set[Place], mixed: set[str]) -> Iterable[PendingBoundary]:
-    """Where a parameter whose gradient is the whole one elsewhere meets a rank's tokens: it enters there."""
-    for number, place in sorted(tokens):
-        for at, tensor, _ in found.calls[number].arguments:
-            if at == place and tensor.parameters & mixed:
-                yield PendingBoundary("enter", number, place, tensor, tensor.parameters)
-
-
 def _token_boundaries(found: ForwardTrace, shared: SharedTokens) -> tuple[Boundary, ...]:
     """Where tokens are gathered and cut, in the order of the forward."""
     numbers: dict[Traced, int] = {}
@@ -228,7 +224,6 @@ def _token_boundaries(found: ForwardTrace, shared: SharedTokens) -> tuple[Bounda
     places = [("slice", each) for each in shared.slices.items()] + [("gather", each) for each in shared.gathers.items()]
     for kind, ((number, place), (tensor, where)) in sorted(places, key=lambda item: item[1][0]):
         call = found.calls[number]
-        width = math.prod(node.size for node in tensor.dims) // found.tokens
         made_of.setdefault(
             (kind, call.key.module, call.key.number, place),
             Boundary(
@@ -238,7 +233,7 @@ def _token_boundaries(found: ForwardTrace, shared: SharedTokens) -> tuple[Bounda
                 tokens_first=where.first,
                 function=call.function,
                 source=call.source,
-                width=width,
+                width=math.prod(node.size for node in tensor.dims) // found.tokens,
             ),
         )
     return tuple(made_of.values())
@@ -287,6 +282,11 @@ def _boundaries(
     made_of = []
     for (kind, number, place), (axes, parameters, point) in sorted(merged.items(), key=lambda item: item[0][1]):
         call = found.calls[number]
+        # A tensor that is cut is summed over if it needs a gradient.
+        is_summed = kind != "assemble" and (
+            kind != "cut" or any(needs for at, _, needs in call.arguments if at == place)
+        )
+        numbers_of_token = math.prod(node.size for node in point.tensor.dims) // max(found.tokens, 1)
         made_of.append(
             Boundary(
                 *(kind, call.key.module, call.key.number, place, tuple(sorted(axes)), tuple(sorted(parameters))),
@@ -299,21 +299,11 @@ def _boundaries(
                 mean=point.mean,
                 function=call.function,
                 source=call.source,
-                width=_width(found, point),
+                width=numbers_of_token if is_summed and found.tokens else 0,
             )
         )
     unique = {(each.kind, each.module, each.call, each.place): each for each in made_of}  # of modules that run twice
     return tuple(unique.values())
-
-
-def _width(found: ForwardTrace, point: PendingBoundary) -> int:
-    """Numbers a token that ranks sum at a boundary; a tensor that is cut is summed over if it needs a gradient."""
-    if point.kind == "assemble":
-        return 0
-    needed = point.kind != "cut" or any(
-        gradient for place, _, gradient in found.calls[point.call].arguments if place == point.place
-    )
-    return math.prod(node.size for node in point.tensor.dims) // found.tokens if needed and found.tokens else 0
 
 
 Uses = dict[Traced, set[tuple[int, str]]]

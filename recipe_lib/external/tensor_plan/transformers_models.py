@@ -22,35 +22,35 @@ _SMALL = 2**28
 SMALL_MODEL = 2**20  # elements of a model that needs no smaller copy to be proven
 _WIDTH, _HEADS = 64, 8
 # What a size becomes, by the names that configs give it.
-_SIZES = """
-64: hidden_size n_embd d_model n_embed embed_dim word_embed_proj_dim dim model_dim mamba_hidden_size embed_size
-64: attention_hidden_size recurrent_dim embedding_size hidden_dim
-8: num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads
-8: linear_num_value_heads index_n_heads num_encoder_attention_heads num_lightning_heads swa_num_attention_heads
-8: head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim attention_head_dim linear_key_head_dim
-8: linear_value_head_dim mamba_head_dim mamba_d_head index_head_dim swa_head_dim global_head_dim d_kv
-8: hidden_size_per_layer_input per_head_dim head_size
-96: intermediate_size ffn_dim n_inner ffn_hidden_size inner_dim decoder_ffn_dim encoder_ffn_dim ffn_embed_dim d_ff
-96: dense_intermediate_size intermediate_size_mlp dim_ff mlp_hidden_size mlp_dim
-48: moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size
-48: moe_shared_expert_intermediate_size expert_dim
-4: num_experts num_local_experts n_routed_experts moe_num_experts linear_num_key_heads mamba_d_conv conv_kernel
-4: num_memory_blocks linear_conv_kernel_dim
-2: num_experts_per_tok num_experts_per_token moe_top_k moe_topk num_experts_per_topk moe_k expand mamba_expand
-1: n_group topk_group num_expert_group num_nextn_predict_layers n_shared_experts mamba_n_groups mamba_ngroups
-1: num_shared_experts moe_layer_start_index first_k_dense_replace
-16: kv_lora_rank state_size mamba_d_state d_state time_step_rank mamba_dt_rank ssm_state_size index_topk
-16: mlp_bias_rank lora_rank_decay sliding_window attention_window_size window_size local_window_size
-16: sliding_window_size attention_chunk_size lru_width_min
-8: rotary_dim
-16: mamba_n_heads mamba_num_heads n_mamba_heads mamba_head_count
-16: qk_head_dim
-32: q_lora_rank chunk_size mamba_chunk_size altup_lora_rank laurel_rank_max o_lora_rank
-128: mamba_d_ssm max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length seq_length max_position
-160: vocab_size vocab_size_per_layer_input padded_vocab_size text_vocab_size
-"""
-_LINES = (line.partition(":") for line in _SIZES.strip().splitlines())
-_SIZE_OF = {name: int(size) for size, _, names in _LINES for name in names.split()}
+_SIZES = {
+    64: "hidden_size n_embd d_model n_embed embed_dim word_embed_proj_dim dim model_dim mamba_hidden_size embed_size "
+    "attention_hidden_size recurrent_dim embedding_size hidden_dim",
+    8: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+    "linear_num_value_heads index_n_heads num_encoder_attention_heads num_lightning_heads swa_num_attention_heads "
+    "head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim attention_head_dim linear_key_head_dim "
+    "linear_value_head_dim mamba_head_dim mamba_d_head index_head_dim swa_head_dim global_head_dim d_kv "
+    "hidden_size_per_layer_input per_head_dim head_size "
+    "rotary_dim",
+    96: "intermediate_size ffn_dim n_inner ffn_hidden_size inner_dim decoder_ffn_dim encoder_ffn_dim ffn_embed_dim "
+    "d_ff dense_intermediate_size intermediate_size_mlp dim_ff mlp_hidden_size mlp_dim",
+    48: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size "
+    "moe_shared_expert_intermediate_size expert_dim",
+    4: "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_key_heads mamba_d_conv conv_kernel "
+    "num_memory_blocks linear_conv_kernel_dim",
+    2: "num_experts_per_tok num_experts_per_token moe_top_k moe_topk num_experts_per_topk moe_k expand mamba_expand",
+    1: "n_group topk_group num_expert_group num_nextn_predict_layers n_shared_experts mamba_n_groups mamba_ngroups "
+    "num_shared_experts moe_layer_start_index first_k_dense_replace",
+    16: "kv_lora_rank state_size mamba_d_state d_state time_step_rank mamba_dt_rank ssm_state_size index_topk "
+    "mlp_bias_rank lora_rank_decay sliding_window attention_window_size window_size local_window_size "
+    "sliding_window_size attention_chunk_size lru_width_min "
+    "mamba_n_heads mamba_num_heads n_mamba_heads mamba_head_count "
+    "qk_head_dim",
+    32: "q_lora_rank chunk_size mamba_chunk_size altup_lora_rank laurel_rank_max o_lora_rank",
+    128: "mamba_d_ssm max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length seq_length "
+    "max_position",
+    160: "vocab_size vocab_size_per_layer_input padded_vocab_size text_vocab_size",
+}
+_SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split()}
 _LAYERS = "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers".split()
 # Sizes that some configs leave open, though their models cannot be built without.
 _NEEDED = frozenset(
