@@ -138,7 +138,11 @@ def _write_settings(
     if template is not None:
         config["chat_template"] = template
     if tokenizer is not None and config != read:
-        config = {**_special_tokens(temporary, tokenizer), **config}
+        # BOS and EOS as they are written, where the tokenizer's own files do not name them.
+        named = find_object(temporary / TOKENS_MAP)
+        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        unnamed = {role: number for role, number in ids.items() if number is not None and role not in named}
+        config = {**{role: tokenizer.token_bytes(number).decode() for role, number in unnamed.items()}, **config}
     is_written = before is not None or config != read
     if is_written and tokenizer is not None and pad_id is not None and pad_id != tokenizer.pad_id:
         config["pad_token"] = tokenizer.token_bytes(pad_id).decode("utf-8", errors="replace")
@@ -146,13 +150,6 @@ def _write_settings(
         files.write_json(temporary / TOKENIZER_CONFIG, config)
     elif before is not None:
         files.copy_file(before, temporary / TOKENIZER_CONFIG)
-
-
-def _special_tokens(temporary: Path, tokenizer: Tokenizer) -> dict[str, str]:
-    """BOS and EOS as they are written, where the tokenizer's own files do not name them."""
-    named = find_object(temporary / TOKENS_MAP)
-    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    return {role: tokenizer.token_bytes(i).decode() for role, i in ids.items() if i is not None and role not in named}
 
 
 # A sentencepiece model as a tokenizer.json, which transformers reads without the packages that

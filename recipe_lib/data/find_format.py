@@ -202,10 +202,15 @@ def no_format(sample: Mapping[str, Any], columns: Mapping[str, str], section: st
 def _remedy(sample: Mapping[str, Any], section: str, samples: str) -> str:
     """Return the overrides that name the sample's columns, where they are known by other names."""
     for name in _order(samples):
-        required = find_columns(name).required
-        file_names = {column: called(column, sample, OTHER_NAMES.get(column, ())) for column in required}
-        if all(file_names.values()) and len(set(file_names.values())) == len(required):
-            renamed = {column: str(file_name) for column, file_name in file_names.items() if file_name != column}
+        read = find_columns(name)
+        file_names = dict[str, str]()
+        for column in read.known:
+            others = [other for other in OTHER_NAMES.get(column, ()) if other not in file_names.values()]
+            file_name = called(column, sample, others)
+            if file_name and file_name not in file_names.values():
+                file_names[column] = file_name
+        if file_names.keys() >= set(read.required):
+            renamed = {column: file_name for column, file_name in file_names.items() if file_name != column}
             words = [f"{section}.format={name}", *overrides(section, renamed)]
             return f"set {' '.join(words)}, if that is what they are"
     return ""

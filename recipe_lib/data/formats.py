@@ -27,6 +27,7 @@ from recipe_lib.data.messages import (
     text_turn,
 )
 from recipe_lib.data.samples import (
+    OTHER_NAMES,
     SAME_AS,
     Classified,
     Columns,
@@ -42,9 +43,11 @@ from recipe_lib.data.samples import (
     Sample,
     SampleFault,
     SamplePlaces,
+    called,
     found_in,
     kind_of,
     open_json_list,
+    overrides,
     parse_column,
     path_of,
     read_truth,
@@ -323,7 +326,7 @@ def read_preference(sample: RawSample) -> Preference:
         raise SampleFault("equal answers", "found chosen equal to rejected, expected two different answers")
     pairs = zip(chosen.messages, rejected.messages, strict=False)
     shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    no_prompt = _why_no_prompt(chosen, rejected, shared)
+    no_prompt = _why_no_prompt(sample, chosen, rejected, shared)
     both_texts = isinstance(sample["chosen"], str) and isinstance(sample["rejected"], str)
     if no_prompt and not (both_texts and sample["chosen"][:1] == sample["rejected"][:1]):
         raise no_prompt  # of texts that begin alike the encoder raises it: it knows what a rendered prompt looks like
@@ -475,17 +478,19 @@ def _read_class(sample: RawSample) -> str:
     return text.lower() if isinstance(value, bool) else text
 
 
-def _why_no_prompt(chosen: Turns, rejected: Turns, shared: int) -> SampleFault | None:
+def _why_no_prompt(sample: RawSample, chosen: Turns, rejected: Turns, shared: int) -> SampleFault | None:
     """Return what is wrong with two answers that follow nothing, or a message of the system alone; None: they do
     not."""
     answers = [turns.messages[shared:] for turns in (chosen, rejected)]
     has_prompt = any(message["role"] != "system" for message in chosen.messages[:shared])
     if has_prompt or not all(messages and messages[0]["role"] == "assistant" for messages in answers):
         return None
+    column = called("prompt", sample, OTHER_NAMES["prompt"])
+    section = sample.section if isinstance(sample, Renamed) else "data"
+    remedy = f"; if {column} is the prompt, set {overrides(section, {'prompt': column})[0]}" if column else ""
     return SampleFault(
         "no prompt",
-        "found answers without a prompt, expected prompt (data.columns.prompt names yours), or conversations that "
-        "begin alike",
+        f"found answers without a prompt, expected prompt, or conversations that begin alike{remedy}",
     )
 
 

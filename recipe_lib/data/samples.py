@@ -182,11 +182,13 @@ _WORD = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
 # Columns by other names, for the remedy.
 OTHER_NAMES = {
     "instruction": ("question", "query", "problem", "input", "prompt", "inputs"),
+    "input": ("context", "query"),
     "output": ("response", "answer", "completion", "target", "solution", "targets", "answers"),
     "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
     "prompt": ("question", "instruction", "query", "problem", "input"),
     "chosen": ("preferred", "accepted", "response_chosen", "win"),
     "rejected": ("dispreferred", "response_rejected", "lose"),
+    "system": ("system_prompt",),
     "text": ("content", "document", "body"),
     "completion": ("response", "answer", "output"),
     "label": ("kto_tag", "class", "labels", "category", "target"),

@@ -134,7 +134,6 @@ def test_check_of_good_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     code, out, err = tune(capsys, "check", *arguments(write(tmp_path / "rows.jsonl", ROWS)))
     assert (code, err) == (0, "")
     assert "faults: none" in out and "data: 3 sequences of 3 samples read" in out
-    assert "#" in out
 
 
 def planted(tmp_path: Path) -> list[str]:

@@ -96,11 +96,12 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     [
         (
             {"instruction": "a", "context": "b", "response": "c", "category": "d"},
-            "set data.format=alpaca data.columns.output=response, if",
+            "set data.format=alpaca data.columns.output=response data.columns.input=context, if",
         ),
         (
             {"system_prompt": "s", "question": "a", "response": "c"},
-            "set data.format=alpaca data.columns.instruction=question data.columns.output=response, if",
+            "set data.format=alpaca data.columns.instruction=question data.columns.output=response "
+            "data.columns.system=system_prompt, if",
         ),
         ({"instruction": "a", "input": "b", "answer": "c"}, "set data.format=alpaca data.columns.output=answer, if"),
         ({"input": "a", "output": "b"}, "set data.format=alpaca data.columns.instruction=input, if"),
@@ -108,7 +109,7 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
         ({"question": None, "answer": "a"}, "say which column is which with data.format and data.columns"),
     ],
 )
-def test_the_remedy_names_the_columns_that_a_format_needs(row: dict[str, Any], remedy: str, tmp_path: Path) -> None:
+def test_the_remedy_names_all_columns(row: dict[str, Any], remedy: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         found(write(tmp_path / "rows.jsonl", row))
     assert f"; {remedy}" in str(caught.value)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from recipe_lib.config.registry import registered
-from recipe_lib.data.samples import Preference, SampleFault
+from recipe_lib.data.samples import Preference, Renamed, SampleFault
 
 
 def read(**row):
@@ -87,23 +87,28 @@ def test_answers_that_call_tools():
     assert sample.tools == [{"type": "function", "function": {"name": "f"}}]
 
 
-NO_PROMPT = "found answers without a prompt, expected prompt (data.columns.prompt names yours), or "
-
-
 @pytest.mark.parametrize(
-    "row",
+    ("row", "remedy"),
     [
-        {"system": "s", "question": "q", "chosen": "a", "rejected": "b"},
-        {"question": "q", "chosen": "a", "rejected": "b"},
-        {"system": "s", "chosen": "a", "rejected": "b"},
-        {"system": "s", "question": None, "chosen": [answer("a")], "rejected": [answer("b")]},
+        ({"system": "s", "question": "q", "chosen": "a", "rejected": "b"}, "; if question is the prompt, set data.col"
+         "umns.prompt=question"),
+        ({"question": "q", "chosen": "a", "rejected": "b"}, "; if question is the prompt, set data.columns.prompt=que"
+         "stion"),
+        ({"system": "s", "chosen": "a", "rejected": "b"}, ""),
+        ({"system": "s", "question": None, "chosen": [answer("a")], "rejected": [answer("b")]}, ""),
     ],
-)
-def test_answers_to_nothing(row):
+)  # fmt: skip
+def test_answers_to_nothing(row, remedy):
     """A system message is no prompt."""
     with pytest.raises(SampleFault) as caught:
         read(**row)
-    assert str(caught.value).startswith(NO_PROMPT)
+    wanted = "found answers without a prompt, expected prompt, or conversations that begin alike"
+    assert str(caught.value) == wanted + remedy
+    with pytest.raises(SampleFault) as caught:
+        registered("data.format", "preference")(Renamed(row, {}, "data.sources[1]"))
+    assert str(caught.value) == wanted + remedy.replace(
+        "data.columns.prompt=question", "data.sources[1].columns={prompt: question}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +127,7 @@ def test_answers_to_nothing(row):
         ),
         (
             {"chosen": "a", "rejected": "b"},
-            NO_PROMPT,
+            "found answers without a prompt, expected prompt, or conversations that begin",
         ),
         (
             {"prompt": "q", "conversations": [user("q")], "chosen": "a", "rejected": "b"},

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,11 @@ class Imported:
     """Our keys that differ from the defaults."""
     notes: list[str]
     """What to know of the config."""
+
+    def counts(self) -> dict[str, int]:
+        """Count the keys of the file that were carried, that have another effect, and that were dropped."""
+        kinds = Counter(fate.kind for fate in self.fates.values())
+        return {kind: kinds[kind] for kind in (CARRIED, CHANGED, DROPPED)}
 
     def yaml(self, name: str) -> str:
         """Return the config as text. name: of its file, for the command in its header."""
