@@ -31,7 +31,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "recipe_lib/cli/doctor_probes.py": {"read_text": _PIPE},
     "recipe_lib/checkpoint/quantized_out.py": {"open": "flushes what the function has written"},
     "recipe_lib/cli/ls.py": {"read_text": _PACKAGE},
-    "recipe_lib/cli/plan.py": {"read_text": _SYSTEM},
     "recipe_lib/config/optimizer_facts.py": {"read_text": _PACKAGE},
     "recipe_lib/config/paths.py": {"read_text": _PACKAGE},
     "recipe_lib/data/tokenize_dataset.py": {"read_text": _SYSTEM},
