@@ -364,6 +364,7 @@ class StateChunk:
     start: tuple[int, ...]
     whole: tuple[int, ...]
     chance: tuple[int, int, str] | None
+    dtype: torch.dtype  # that is computed in
 
     def take(self, rows: slice, name: str = "", code: Code | None = None) -> Numbers:
         """Return rows of a state, or without a name of the weights, in the type that is computed in."""
@@ -374,7 +375,7 @@ class StateChunk:
             return Numbers(code.decode(codes, scales), codes, scales, code, round_to)
         stored = (self.state[name] if name else self.weights)[rows]
         master = None if name else self.state.get(MASTER)
-        values = stored.to(wide(self.weights.dtype)) if master is None else master[rows]
+        values = stored.to(self.dtype) if master is None else master[rows]
         return Numbers(values, stored, None, None, round_to)
 
     def _round_to(self, rows: slice, name: str, values: Tensor, stored: Tensor) -> None:
@@ -449,7 +450,7 @@ class ChunkedOptimizer(Optimizer):
         signed = self.find_code(parameter, part.weights.device, signed=True)
         unsigned = self.find_code(parameter, part.weights.device, signed=False)
         for rows in pieces(part.weights):
-            gradient = part.gradient[rows].to(wide(parameter.dtype))
+            gradient = part.gradient[rows].to(part.dtype)
             mean = part.take(rows, "exp_avg", signed)
             mean.values.lerp_(gradient, 1 - beta1)
             mean.keep()
@@ -496,6 +497,7 @@ class ChunkedOptimizer(Optimizer):
             start=start or (0,),
             whole=tuple(parameter.shape) or (1,),
             chance=chance,
+            dtype=wide(parameter.dtype),
         )
 
 

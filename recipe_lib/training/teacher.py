@@ -74,16 +74,15 @@ def first_difference(ours: Tokenizer, theirs: Tokenizer) -> str | None:
     for token in range(max(ours.vocab_size, theirs.vocab_size)):
         mine, other = _text(ours, token), _text(theirs, token)
         if mine != other:
-            first, second = (f"{text!r}" if text is not None else "no token" for text in (other, mine))
-            return f"the id {token} is {first} in the first and {second} in the second"
+            return f"the id {token} is {other} in the first and {mine} in the second"
     return None
 
 
-def _text(tokenizer: Tokenizer, token: int) -> str | None:
+def _text(tokenizer: Tokenizer, token: int) -> str:
     try:
-        return tokenizer.token_bytes(token).decode("utf-8", errors="backslashreplace")
+        return repr(tokenizer.token_bytes(token).decode("utf-8", errors="backslashreplace"))
     except (DataError, IndexError, KeyError):
-        return None
+        return "no token"
 
 
 def place_teacher(source: ResolvedModel, cfg: DistillFinetuneConfig, world: World) -> tuple[Decoder, Parallel]:

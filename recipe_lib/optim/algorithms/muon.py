@@ -20,7 +20,7 @@ from recipe_lib.config.optimizer_facts import OptimizerFacts
 from recipe_lib.config.registry import register
 from recipe_lib.config.schema import OptimizerConfig
 from recipe_lib.errors import ConfigError
-from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, StateChunk, Trained, is_layer_matrix, pieces, wide
+from recipe_lib.optim.low_bit_adamw import ChunkedOptimizer, StateChunk, Trained, is_layer_matrix, pieces
 
 FACTS = OptimizerFacts(
     keys=("betas", "eps", "momentum", "state_bits", "master_weights", "stochastic_rounding"),
@@ -107,7 +107,7 @@ class Muon(ChunkedOptimizer):
         momentum = group["momentum"]
         code = self.find_code(matrix, part.weights.device, signed=True)
         for rows in pieces(part.weights):
-            gradient = part.gradient[rows].to(wide(matrix.dtype))
+            gradient = part.gradient[rows].to(part.dtype)
             mean = part.take(rows, "momentum_buffer", code)
             mean.values.lerp_(gradient, 1 - momentum)
             mean.keep()

@@ -152,7 +152,6 @@ class Pipeline:
         self.layers = layers
         self._model, self._parallel, self._world = model, cfg.parallel, world
         self._place, self._stages = world.pipeline.rank, stage_count(cfg.parallel)
-        self._ranks = world.pipeline.ranks
         self._splits = SCHEDULES[cfg.parallel.pipeline_schedule].splits
         self._transport: Transport | None = None
         self._trains: list[bool] = []  # by stage; nothing is known before the first training step

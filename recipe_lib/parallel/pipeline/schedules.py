@@ -63,7 +63,12 @@ def compute_orders(parallel: ParallelConfig, micro_batches: int) -> Orders:
         return {rank: _one_forward_one_backward(name, rank, ranks, micro_batches) for rank in range(ranks)}
     from torch.distributed.pipelining import schedules  # 834 modules, a second; few runs have such a schedule
 
-    whole = _orderly(name, ranks, micro_batches)
+    # For any other number torch's interleaved classes, which have rounds of one size, leave out backwards or count on
+    # after the last micro-batch, without a word. What is too many is left out of the larger order, which stays a legal
+    # one: micro-batches do not wait for each other.
+    whole = micro_batches
+    while name != "zbv" and whole % max(1, whole // ranks):
+        whole += 1
     rounds = max(1, whole // ranks)
     settings = SimpleNamespace(  # what the methods read of themselves; the classes want stages with memory to be made
         pp_group_size=ranks,
@@ -114,17 +119,6 @@ def _sooner(order: list[Action], most: int) -> list[Action]:
             waiting.remove(action)
             found.append(action)
     return found
-
-
-def _orderly(name: str, ranks: int, micro_batches: int) -> int:
-    """The next number of micro-batches, this one or a larger, that torch's class has a whole order for.
-
-    With any other it leaves out backwards or counts on after the last micro-batch, without a word. What is too many
-    is left out of the larger order, which stays a legal one: micro-batches do not wait for each other.
-    """
-    while name != "zbv" and micro_batches % max(1, micro_batches // ranks):  # the interleaved ones: rounds of one size
-        micro_batches += 1
-    return micro_batches
 
 
 def _check_complete(orders: Orders, stages: int, micro_batches: int) -> None:
