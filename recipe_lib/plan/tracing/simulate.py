@@ -218,8 +218,14 @@ def _run(
         del batches
         label_models(tracer, models)
         left.append(tracer.alive())
-    piped, unlike = world.pipeline is not None, int(reduces_once(cfg.parallel))
-    alike = likeness(tracer.trace, passes, traced or 0, len(steps), piped=piped, unlike=unlike)
+    alike = likeness(
+        tracer.trace,
+        passes,
+        traced or 0,
+        len(steps),
+        piped=world.pipeline is not None,
+        unlike=int(reduces_once(cfg.parallel)),
+    )
     if "validation" in phases and cfg.validation.source is not None:
         _try_phase("validation", recipe.validate, tracer, notes)
         for model in models.values():
@@ -229,13 +235,8 @@ def _run(
     name_parts(tracer.trace)
     classify(tracer.trace)
     give_to_children(tracer.trace)
-    count = micro_batches(cfg)[1]
     if traced and not alone:
-        if piped:
-            repeat_actions(tracer.trace, cfg.parallel, stage, traced, count)
-        else:
-            last_stand_for_all(tracer.trace, passes, count, traced, unlike)
-        last_stand_for_all(tracer.trace, others, count, traced)
+        _stand_for_all(tracer.trace, cfg, stage, traced, passes, others)
     mesh = with_context(cfg.parallel, dict(zip(dims, world.mesh.shape, strict=True)))
     place = place_with_context(cfg.parallel, dict(zip(dims, world.mesh.get_coordinate() or (), strict=True)))
     modules = [facts for name, model in models.items() for facts in module_facts(name, model)]
@@ -245,6 +246,16 @@ def _run(
     return Simulated(
         tracer.trace, modules, place, mesh, tokens, grows == 0, stages, notes, max(0, grows), traced or 0, alike
     )
+
+
+def _stand_for_all(trace: Trace, cfg: Any, stage: int, traced: int, passes: Passes, others: Passes) -> None:
+    """Lets what was traced of a step count as often as a step has it. stage: place in a pipeline."""
+    count = micro_batches(cfg)[1]
+    if cfg.parallel.pipeline > 1:
+        repeat_actions(trace, cfg.parallel, stage, traced, count)
+    else:
+        last_stand_for_all(trace, passes, count, traced, int(reduces_once(cfg.parallel)))
+    last_stand_for_all(trace, others, count, traced)
 
 
 def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
