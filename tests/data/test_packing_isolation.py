@@ -69,12 +69,13 @@ def lost_border(monkeypatch) -> None:
 
 def no_causality(monkeypatch) -> None:
     """Documents are apart, but tokens see what comes after them: no leak between documents, yet not as alone."""
-    additive = attention._additive
+    visible = attention.visible
 
-    def both_ways(visible, dtype):
-        return additive(visible | visible.transpose(-1, -2), dtype)
+    def both_ways(reach, keys):
+        seen = visible(reach, keys)
+        return seen | seen.transpose(-1, -2)
 
-    monkeypatch.setattr(attention, "_additive", both_ways)
+    monkeypatch.setattr(attention, "visible", both_ways)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

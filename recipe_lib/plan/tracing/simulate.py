@@ -179,19 +179,7 @@ def _run(
         tracer.groups[world.context.name] = "context"
     tracer.begin_phase("setup")
     recipe = cast(Any, recipe_class(cfg, world))
-    recipe.setup_model()
-    models = models_of(recipe)
-    for name, model in models.items():
-        tracer.name_modules(model, name)
-        fault = refused_extra(cfg.checkpoint, extra_tensors(model))
-        if fault is not None:
-            notes.append(f"a run would be refused: {fault}")
-    if "load" in phases:
-        _try_phase("load", recipe.load_weights, tracer, notes)
-    recipe.setup_optimizer()
-    if FIRST not in steps:
-        tracer.begin_phase(MAKING_STATES)
-        _make_states(recipe)
+    models = _set_up(recipe, cfg, tracer, phases, steps, notes)
     stage = world.pipeline.rank if world.pipeline else 0
     traced = None if tracer.fast is None else wanted or traced_micro_batches(cfg, stage)
 
@@ -256,6 +244,31 @@ def _stand_for_all(trace: Trace, cfg: Any, stage: int, traced: int, passes: Pass
     else:
         last_stand_for_all(trace, passes, count, traced, int(reduces_once(cfg.parallel)))
     last_stand_for_all(trace, others, count, traced)
+
+
+def _set_up(
+    recipe: Any,
+    cfg: FullFinetuneConfig,
+    tracer: Tracer,
+    phases: Sequence[str],
+    steps: Sequence[str],
+    notes: list[str],
+) -> dict[str, nn.Module]:
+    """Make the recipe's models and its optimizer, with states where no first step makes them; return the models."""
+    recipe.setup_model()
+    models = models_of(recipe)
+    for name, model in models.items():
+        tracer.name_modules(model, name)
+        fault = refused_extra(cfg.checkpoint, extra_tensors(model))
+        if fault is not None:
+            notes.append(f"a run would be refused: {fault}")
+    if "load" in phases:
+        _try_phase("load", recipe.load_weights, tracer, notes)
+    recipe.setup_optimizer()
+    if FIRST not in steps:
+        tracer.begin_phase(MAKING_STATES)
+        _make_states(recipe)
+    return models
 
 
 def _try_phase(name: str, run: Callable[[], Any], tracer: Tracer, notes: list[str]) -> None:
