@@ -49,7 +49,7 @@ def model_card(
         library_name="peft" if is_adapter else "transformers",
         license=_license_of(base_folder),
         pipeline_tag="text-generation",
-        tags=["tune-recipes", *([] if lora is None else ["dora" if lora.dora else "lora"])],
+        tags=["tune-recipes", *_kind_tags(cfg, lora)],
     )
     parts = [f"---\n{data.to_yaml()}\n---", *_sections(cfg, base, base_folder, lora, is_adapter)]
     parts += [f"## {title}\n\n{_table(rows)}" for title, rows in (("Plan", plan), ("Results", results)) if rows]
@@ -71,6 +71,14 @@ def _license_of(folder: Path | None) -> str | None:
     except (OSError, ValueError, AttributeError):  # a stranger's file
         return None
     return found if isinstance(found, str) else None
+
+
+def _kind_tags(cfg: FullFinetuneConfig | None, lora: LoraConfig | None) -> list[str]:
+    kinds = [] if lora is None else ["dora" if lora.dora else "lora"]
+    if cfg is None:
+        return kinds
+    prefers = any(one.format == "preference" for one in resolved_sources(cfg.data))
+    return [cfg.recipe.partition("_")[0] if prefers else "sft", *kinds]
 
 
 def _sections(

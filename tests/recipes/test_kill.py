@@ -13,7 +13,7 @@ import pytest
 from tests.recipes.runs import arguments, recipe_module
 from tests.selection import slow_except
 
-KILLS, FEW_KILLS = 25, 4
+KILLS, FEW_KILLS = 25, 2
 STEPS = 12
 
 
