@@ -103,7 +103,7 @@ def refused(writer: Writer, material: Material, folder: Path, out: Path, **limit
     return said
 
 
-@pytest.mark.parametrize("trouble", slow_except(TROUBLES, ("folder", "FIFO")))
+@pytest.mark.parametrize("trouble", slow_except(TROUBLES, ("folder",)))
 @pytest.mark.parametrize("writer", parameters(slow=False))
 def test_what_is_no_file_stays_in_its_place(writer: Writer, trouble: str, material: Material, out_folder: Path) -> None:
     out = out_folder / f"out{writer.ending}"
@@ -155,7 +155,7 @@ def test_files_of_the_users_in_a_folder_stay(writer: Writer, material: Material,
         assert refused(writer, material, out_folder, out), name
 
 
-@pytest.mark.parametrize("way", ["the same", "relative", "link", "hard link"])
+@pytest.mark.parametrize("way", slow_except(["the same", "relative", "link", "hard link"], ["link"]))
 @pytest.mark.parametrize("writer", parameters([row for row in WRITERS if row.reads], slow=False))
 def test_no_output_is_an_input(writer: Writer, way: str, material: Material, out_folder: Path) -> None:
     for name in writer.reads:

@@ -73,6 +73,7 @@ def check_whole(path: Path, imported: Imported, tmp_path: Path) -> None:
     assert max(map(len, ours.read_text(encoding="utf-8").splitlines()[:3])) <= 120
 
 
+@pytest.mark.slow
 @needs_wheel
 def test_all_of_the_wheel_are_imported_or_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert WHEEL is not None

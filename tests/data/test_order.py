@@ -155,7 +155,7 @@ def trained(items: Items, plan: DataPlan, step: int, ranks: int) -> Counter[int]
     return found
 
 
-@pytest.mark.parametrize("kind", slow_except(KINDS, ["rows", "packed weights"]))
+@pytest.mark.parametrize("kind", slow_except(KINDS, ["packed weights"]))
 def test_500_resumes_with_1_to_4_ranks_lose_no_row_and_repeat_none(kind):
     """A run stops before some step, and goes on there with another number of ranks, in another process."""
     weights = (1.0, 2.0, 0.5) if "weights" in kind else (1.0,)

@@ -119,7 +119,7 @@ def write_texts(case: Case) -> list[str]:
     return list(dict.fromkeys(text.format(token) for text in PLACES.values() for token in case.tokens))
 
 
-@pytest.mark.parametrize("name", slow_except(NAMES, ["smollm2", "llama3_1", "own"]))
+@pytest.mark.parametrize("name", slow_except(NAMES, ["llama3_1"]))
 def test_a_text_is_what_transformers_reads(case_of, rows_file, name):
     case = case_of(name)
     texts = write_texts(case)

@@ -63,7 +63,7 @@ def answers(encoder: Encoder, sample) -> list[str]:
     return trained_texts(encoder, encoder.encode(sample))
 
 
-@pytest.mark.parametrize("name", slow_but(REAL, 3))
+@pytest.mark.parametrize("name", slow_but(REAL, 1))
 def test_real_templates_train_the_answers_and_their_end(name, encoder_of, realdata):
     encoder, (_, _, end, space) = encoder_of(name), REAL[name]
     assert answers(encoder, FOUR_TURNS) == [space + "Hello, 你好 😀" + end, space + "user\n\nassistant" + end]
@@ -201,6 +201,7 @@ CONTENT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size
 ANSWER = CONTENT.filter(lambda text: text.strip())
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     turns=st.lists(st.tuples(CONTENT, ANSWER), min_size=1, max_size=4), system=st.none() | CONTENT, chat=st.booleans()

@@ -29,7 +29,6 @@ from recipe_lib.parallel import (
 from recipe_lib.training import backward_each
 from tests.distributed.ranks import run_ranks
 from tests.parallel.small_models import ROWS, gradient_difference, plain_gradients, small_batch, small_spec
-from tests.selection import slow_except
 
 PARTS = 4  # micro-batches of a data rank, at most
 STEP = {"reduce_gradients": "step"}
@@ -176,7 +175,8 @@ def counted(cases: list[dict[str, Any]], tied: bool) -> list[tuple[dict[str, int
     return found
 
 
-@pytest.mark.parametrize("replicas", slow_except([1, 2], [1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_one_reduction_for_each_unit_and_step(replicas: int):
     """And where weights stay gathered one gather. An embedding needs none in backward, nor does a head whose gradients
     are made in forward; the root keeps its weights from forward to backward."""

@@ -18,7 +18,6 @@ from recipe_lib.parallel.heartbeat import find_stopped_ranks
 from recipe_lib.parallel.world import meet_ranks
 from tests.distributed.launched import ROOT, START, Ended, Ranks, start_ranks
 from tests.recipes.runs import arguments, latest
-from tests.selection import slow_except
 
 TIMEOUT = 2  # seconds, of the key
 KEY = f"parallel.heartbeat_timeout_seconds={TIMEOUT}"
@@ -91,7 +90,8 @@ def check_is_told(ended: Ended, stopped: int) -> None:
     assert all(TIMEOUT <= int(seconds) < 2.5 * TIMEOUT for seconds in matched.groups()), lines
 
 
-@pytest.mark.parametrize("at", slow_except(STOPPED, ["recording step 1"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("at", STOPPED)
 def test_a_rank_that_is_stopped_in_training_is_told(at: str, ranks: Ranks, tmp_path: Path) -> None:
     check_is_told(train(ranks, tmp_path, 1, at), 1)
 

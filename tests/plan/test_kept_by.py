@@ -97,6 +97,7 @@ def test_without_tensor_parallel(layers: dict[str, dict[str, LayerRow]], name: s
     assert kept(rows, 1, "mlp") == SIZE * (gate + 2 * MLP) * tokens
 
 
+@pytest.mark.slow
 def test_a_checkpointed_layer_keeps_its_input_alone(layers: dict[str, dict[str, LayerRow]]):
     rows = layers["checkpointed"]
     assert kept(rows, 0, "") == SIZE * WIDTH * ROWS * TOKENS // TENSOR

@@ -65,6 +65,7 @@ def test_a_plan_says_what_the_router_changes(device: str, more: tuple[str, ...],
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).time == time
 
 
+@pytest.mark.slow
 def test_weights_of_experts_without_rows_are_not_read(tmp_path: Path) -> None:
     """Of many large experts and few tokens, reading the weights is what takes time; gradients of all are written."""
     large = {"num_experts": 64, "moe_intermediate_size": 16384}

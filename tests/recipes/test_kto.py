@@ -10,7 +10,7 @@ import torch
 from tests.distributed.ranks import run_ranks
 from tests.recipes.labeled_runs import arguments, metrics_of, train_all, write, write_answers, write_margins
 from tests.recipes.runs import DPO, run_here
-from tests.selection import selected, slow_except
+from tests.selection import selected
 
 KTO = ("dpo.loss=kto", "dpo.beta=0.5", "dpo.desirable_weight=1.3", "dpo.undesirable_weight=0.8")
 ALL = (*KTO, "dpo.trainable=all")
@@ -24,9 +24,6 @@ TWO = [
     (*ALL, "parallel.context=2"),
     (*APO, "parallel.pipeline=2", "gradient_accumulation_steps=2"),
 ]
-
-
-QUICK = TWO[:1]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +40,8 @@ def basis(case: tuple[str, ...]) -> tuple[str, ...]:
     return max((one for one in ONE if set(one) <= set(case)), key=len)
 
 
-@pytest.mark.parametrize("case", slow_except(TWO, QUICK), ids=" ".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TWO, ids=" ".join)
 def test_two_ranks_record_what_one_records(results: Any, case: tuple[str, ...]) -> None:
     expected, found = results[0][basis(case)], results[1][case]
     assert len(found) == len(expected)

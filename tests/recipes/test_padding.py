@@ -32,7 +32,7 @@ CASES = [
     Case("reward", "tiny", 2, ("parallel.tensor=2",)),
     Case("dpo", "tiny", 2, ("parallel.pipeline=2", ACCUMULATED)),
 ]
-QUICK = CASES[:3]
+QUICK = CASES[:1]
 
 
 @pytest.fixture(scope="module")

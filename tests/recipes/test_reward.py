@@ -13,7 +13,7 @@ from recipe_lib.training.scores import sequence_scores
 from tests.distributed.ranks import run_ranks
 from tests.recipes.labeled_runs import arguments, metrics_of, train_all, validated, write, write_classes, write_margins
 from tests.recipes.runs import LORA, PLAIN, REWARD, run_here
-from tests.selection import selected, slow_except
+from tests.selection import selected
 
 PAIRS = ("reward.center_rewards_coefficient=0.1", "lora.rank=4")
 ALL = ("reward.trainable=all",)
@@ -32,7 +32,6 @@ TWO = {
     ],
 }
 CASES = [(kind, case) for kind, cases in TWO.items() for case in cases]
-QUICK = CASES[:1]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return found
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=lambda case: " ".join(case[1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[1]))
 def test_two_ranks_record_what_one_records(results: Any, case: tuple[str, tuple[str, ...]]) -> None:
     kind, overrides = case
     basis = next(one for one in ONE[kind] if set(one) <= set(overrides))
