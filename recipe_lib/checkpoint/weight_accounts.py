@@ -265,6 +265,16 @@ def made_for(made: Mapping[str, Made], name: str) -> Made:
     return made[name] if name in made else next(iter(made.values()))
 
 
+def _find_single(names: list[str]) -> str | None:
+    """Return the first name whose numbers are not those of a name of each kind: an expert that has not all matrices."""
+    numbers = {name: tuple(re.findall(r"\d+", name)) for name in names}
+    kinds: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+    for name in names:
+        kinds[re.sub(r"\d+", "*", name)].add(numbers[name])
+    common = set.intersection(*kinds.values()) if kinds else set()
+    return min((name for name in names if numbers[name] not in common), default=None)
+
+
 def _find_conversion_fault(
     folder: Path, entries: list[WeightEntry], shapes: dict[str, tuple[int, ...]], tensors: dict[str, FileTensor]
 ) -> str | None:
@@ -280,6 +290,8 @@ def _find_conversion_fault(
         return None
     entry, names, shape = misfits[0]
     result = "which do not go together" if shape is None else f"which make {list(shape)}"
+    single = _find_single(names)
+    result += f", {single} having no counterpart" if single else ""
     more = f" (and {len(misfits) - 1} more of another shape)" if len(misfits) > 1 else ""
     return (
         f"{folder}: {entry.our_name} is made of {len(names)} tensors ({entry.file_name} and others), {result}; "
