@@ -142,11 +142,12 @@ def test_a_missing_key_has_peft_s_default_or_is_one_line(
     base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     fields = json.loads((adapter / "adapter_config.json").read_text())
-    for key in fields:
+    keys = ("peft_type", "r", "lora_alpha")  # which are needed, and of the others every third
+    for key in (*keys, *list(fields)[::3]):
         left = {name: value for name, value in fields.items() if name != key}
         (adapter / "adapter_config.json").write_text(json.dumps(left))
         code, err = merge(base, adapter, tmp_path / key, capsys)
-        needed = key in ("peft_type", "r", "lora_alpha")
+        needed = key in keys
         assert (code, err.count("\n")) == ((2, 1) if needed else (0, 0)), (key, err)
         if not needed:
             logits, _ = ask_peft(base, adapter)

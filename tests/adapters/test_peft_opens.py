@@ -54,7 +54,7 @@ DENSE_AMONG_EXPERTS = [base for base in NATIVE if base.startswith("qwen3_moe, ")
 
 
 def list_cases() -> list[str]:
-    """Return `base: kind` for two kinds of each base, in turn, so that each kind is with several bases."""
+    """Return `base: kind` for a kind of each base, in turn, so that each kind is with some base."""
     cases = [f"{base}: {EXTERNAL_KINDS[number % len(EXTERNAL_KINDS)]}" for number, base in enumerate(EVERYWHERE)]
     for number, base in enumerate((*NATIVE, MULTIMODAL)):
         kinds = set(KINDS)
@@ -65,7 +65,7 @@ def list_cases() -> list[str]:
         if base in DENSE_AMONG_EXPERTS:
             kinds -= {"DoRA"}  # is refused, see below
         left = [kind for kind in KINDS if kind in kinds]
-        cases += [f"{base}: {left[place % len(left)]}" for place in (number, number + len(left) // 2)]
+        cases.append(f"{base}: {left[number % len(left)]}")
     cases += [f"mixtral: {kind}" for kind in sorted(OF_MIXTURES)]
     return list(dict.fromkeys([*cases, *QUICK]))
 

@@ -93,7 +93,7 @@ def test_merged_as_peft_does(case: str, tmp_path: Path, capsys: pytest.CaptureFi
             assert relative(own_tensors[name], tensor) < 1e-5, name
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, QUICK[::4]))
+@pytest.mark.parametrize("case", slow_except(QUICK, QUICK[::4]))
 def test_generated_with_as_peft_does(case: str, tmp_path: Path) -> None:
     base, adapter, vocabulary = make_case(case, tmp_path)
     logits, _ = ask_peft(base, adapter, vocabulary)

@@ -107,9 +107,7 @@ def losses(folder: Path, cfg: LoraFinetuneConfig, text: Tensor) -> list[float]:
 SETTINGS = {
     "nf4": config(),
     "int8-full": config("int8", activation_checkpointing="full"),
-    "selective-kept": config(activation_checkpointing="selective", reshard=False),
     "dora-full": config(activation_checkpointing="full", dora=True),
-    "offload-full": config(cpu_offload=True, activation_checkpointing="full"),
     "compiled-full": config(compile=True, activation_checkpointing="full"),
 }
 

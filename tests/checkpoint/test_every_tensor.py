@@ -225,8 +225,12 @@ LISTED: dict[str, tuple[str, Fault]] = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("name", slow_but(LISTED, 10))
+IMPLEMENTATIONS = ["native", "transformers"]
+# Each fault with one of the two, in turn.
+IN_TURN = [(name, IMPLEMENTATIONS[at % 2]) for at, name in enumerate(LISTED)]
+
+
+@pytest.mark.parametrize(("name", "implementation"), slow_but(IN_TURN, 20))
 def test_what_files_may_hold_besides(
     name: str, implementation: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -341,8 +345,9 @@ def test_the_head_of_a_multimodal_model(case: str, implementation: str, multimod
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("case", NATIVE)
+@pytest.mark.parametrize(
+    ("case", "implementation"), [(case, IMPLEMENTATIONS[at % 2]) for at, case in enumerate(NATIVE)]
+)
 def test_each_tensor_of_every_family(
     case: str, implementation: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -63,7 +63,9 @@ def test_a_state_from_before_the_first_step(tmp_path: Path) -> None:
 WORLDS = [(1, 1), (2, 1), (4, 1), (4, 2)]  # ranks, copies (HSDP)
 
 
-@pytest.mark.parametrize("worlds", slow_except([WORLDS[:2], WORLDS], [WORLDS[:2]]), ids=["two", "four"])
+@pytest.mark.parametrize(
+    "worlds", slow_except([WORLDS[:2], WORLDS[1:]], [WORLDS[:2]]), ids=["one and two", "two and four"]
+)
 def test_every_world_size_reads_every_other(tmp_path: Path, worlds: list[tuple[int, int]]) -> None:
     roots = {world: tmp_path / f"{world[0]}-{world[1]}" for world in worlds}
     saved = {world: run_ranks(save_after, world[0], roots[world], 2, "adamw", world[1]) for world in worlds}
