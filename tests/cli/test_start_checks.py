@@ -287,7 +287,8 @@ PACKED = (
 
 
 def planned(folder: Path, *overrides: str) -> tuple[int, str, str]:
-    words = ["--config", "demo/full", "--device", "24GB", f"output_dir={folder}/new", "data.cache=false", *overrides]
+    words = ["--config", "demo/full", "--device", "24GB", f"output_dir={folder}/new", *overrides]
+    words += [] if any(word.startswith("data.cache=") for word in overrides) else ["data.cache=false"]
     return apart(captured, ["plan", "--nproc_per_node", "2", RECIPE, *words])
 
 

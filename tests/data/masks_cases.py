@@ -229,7 +229,7 @@ after it, and one with reasoning after the prompt that the template has for thin
 Some templates mark with `{% generation %}` what an answer is. The labels are then what is marked, as in transformers'
 `return_assistant_tokens_mask`. The log and `tune data check` say in how many answers it differs from what the
 generation prompt asks for (`generation-marks`: the mark begins before the end of the prompt, or does not contain the
-end of the turn), with the first of them, and in how many it only has white space after the end.
+end of the turn), with the first of them.
 
 ## What is refused
 
