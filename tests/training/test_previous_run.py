@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from recipe_lib import files
-from recipe_lib.checkpoint.run_files import describe, publish, read_record, write_manifest
+from recipe_lib.checkpoint.run_files import describe, publish, read_record, write_manifest, write_record
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.schema_data import SourceConfig
 from recipe_lib.errors import ConfigError
@@ -174,6 +174,17 @@ def test_metrics_that_begin_otherwise_are_no_run_s(first_line: str, tmp_path: Pa
     assert not is_record(path)
     path.write_text(f"{line}{first_line}")
     assert is_record(path)
+
+
+def test_a_folder_that_an_interrupted_start_meant_to_keep_is_recorded_once(tmp_path: Path) -> None:
+    earlier_run(tmp_path)
+    record = read_record(tmp_path)
+    assert record is not None
+    record.kept = ["earlier"]
+    write_record(tmp_path, record)
+    open_output(config(tmp_path, overwrite_output_dir=True))
+    record = read_record(tmp_path)
+    assert record is not None and record.kept == ["earlier"]
 
 
 @pytest.mark.parametrize("name", EDITS)
