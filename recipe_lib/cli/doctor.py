@@ -49,16 +49,17 @@ def run(words: list[str]) -> int:
     """Prints what was found; writes the measured rates where asked to."""
     arguments = read(words)
     facts = gather(arguments)
-    from recipe_lib.cli.doctor_report import judge, report
+    from recipe_lib.cli.doctor_report import ADVICE, judge, report
 
     findings = judge(facts)
+    is_healthy = all(finding["name"] in ADVICE for finding in findings)
     if arguments.json:
-        print(json.dumps({"version": VERSION, "healthy": not findings, "findings": findings, **facts}, indent=2))
+        print(json.dumps({"version": VERSION, "healthy": is_healthy, "findings": findings, **facts}, indent=2))
     else:
         print(report(facts, findings), end="")
     if arguments.write:
         print(write(arguments.write, facts), file=sys.stderr)
-    return FOUND if findings else DONE
+    return DONE if is_healthy else FOUND
 
 
 def parser() -> Parser:
@@ -110,9 +111,13 @@ def measure_links(ranks: int, on_gpu: bool) -> dict[str, Any]:
     Return backend, ranks, points (operation, bytes, seconds of the slowest rank), failed (what hung, broke or gave
     wrong numbers: "rank 1: all_reduce of 1.00 MiB: why").
     """
+    import torch
+
     from recipe_lib.plan.timing.calibrate import CPU_SIZES, GPU_SIZES, collective_steps
 
     def steps(rank: int, folder: Path) -> Iterable[Step]:
+        if not on_gpu:
+            torch.set_num_threads(max(1, cores() // ranks))  # of this rank's process, among the others
         sizes = GPU_SIZES if on_gpu else CPU_SIZES
         return collective_steps(rank, ranks, folder, on_gpu=on_gpu, sizes=sizes, seconds=2 * STEP_SECONDS)
 

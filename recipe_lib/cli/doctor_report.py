@@ -29,8 +29,8 @@ REMEDIES = {
     "gpu-broken": "of `no kernel image` install a torch built for the card; else look for its errors in `dmesg`, and "
     "leave it out with CUDA_VISIBLE_DEVICES",
     "gpu-in-use": "end the programs that `nvidia-smi` shows, or plan with `tune plan --reserve-gib`",
-    "gpu-slow": "look at its clocks, temperature and power limit (`nvidia-smi -q -d PERFORMANCE`); leave out "
-    "a weaker card with CUDA_VISIBLE_DEVICES",
+    "gpu-slow": "look at its clocks, temperature and power limit (`nvidia-smi -q -d PERFORMANCE`)",
+    "gpus-unlike": "leave out a weaker card with CUDA_VISIBLE_DEVICES",
     "peer-copies-wrong": _NO_P2P,
     "peer-copies-hang": f"{_NO_P2P}; switch the IOMMU off in the BIOS where the machine is your own",
     "collectives-fail": "of gloo see that the machine's name leads to one of its addresses (/etc/hosts), or set "
@@ -43,6 +43,7 @@ REMEDIES = {
     "not-measured": "try again; if it stays, what else is found here may be why",
     "not-fused": "install Triton (`pip install triton`) and gcc or clang; CC names another compiler",
 }
+ADVICE = ("not-fused", "gpus-unlike")  # worth knowing, and no reason for an exit code: all works as it should
 # How the name of a step begins -> what it is called when it failed; other steps were not measured.
 _BROKEN = {
     "torchao": "torchao",
@@ -96,12 +97,15 @@ def _judge_gpus(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         used = gpu["memory"] - gpu["free"]
         if used > IN_USE:  # without what this process holds of it, some hundred MiB
             yield "gpu-in-use", f"GPU {number}: {format_bytes(used)} of {format_bytes(gpu['memory'])} are in use"
-    rates = {name: value["bf16"] for name, value in facts["steps"].items() if name.startswith("rates of GPU")}
-    for name, rate in rates.items():
+    steps = facts["steps"]
+    rates = {number: steps[name]["bf16"] for number in range(len(gpus)) if (name := f"rates of GPU {number}") in steps}
+    for number, rate in rates.items():
         best = max(rates.values())
+        best_alike = max(rates[other] for other in rates if gpus[other]["name"] == gpus[number]["name"])
         if rate < SLOW_GPU * best:
             line = f"bf16 matmuls at {rate / 1e12:.0f} TFLOP/s, another one at {best / 1e12:.0f}"
-            yield "gpu-slow", f"{name.removeprefix('rates of ')}: {line}; all ranks wait for the slowest"
+            name = "gpu-slow" if rate < SLOW_GPU * best_alike else "gpus-unlike"
+            yield name, f"GPU {number}: {line}; all ranks wait for the slowest"
 
 
 def _judge_links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

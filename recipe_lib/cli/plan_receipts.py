@@ -45,8 +45,10 @@ def keep_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any]) -> None
     path = receipts_file()
     try:
         receipt = make_receipt(figures, summary, read_metrics(Path(figures["output_dir"])))
+        if "reserved" not in receipt.errors:  # by which receipts are compared
+            return
         is_new = append_receipt(path, receipt)
-    except (OSError, ValueError, ConfigError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
         get_logger().warning(f"warning: {path}: {error}; the run has no receipt, and with {VARIABLE}=off none is tried")
         return
     if is_new:

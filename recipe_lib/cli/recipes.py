@@ -1,6 +1,7 @@
 """A recipe on the command line: its file, the class its config is checked against, and running it in this process."""
 
 import argparse
+import ast
 import importlib.util
 import re
 import sys
@@ -45,8 +46,6 @@ _ELSEWHERE = {
     "knowledge_distillation_distributed": "did you mean distill_distributed?",
     "ppo_full_finetune_single_device": "there is none for reinforcement learning; dpo_distributed trains on pairs",
 }
-# With this the `main` of our recipes reads its words, and that of a copy of one.
-_READS_AS_OURS = "parse_arguments(argv, Config)"
 
 
 @dataclass(frozen=True)
@@ -68,18 +67,16 @@ class RecipeFile:
 
     def reads_as_ours(self) -> bool:
         """Whether its words are those of ours. Another file may be any program, and is imported only to be run."""
-        try:
-            return self.shipped or _READS_AS_OURS in read_text(self.path)
-        except (OSError, ValueError):  # importing says it
-            return False
+        return self.shipped or _find_parsed_class(self.path) is not None
 
     def schema(self) -> type:
         """The dataclass that a config of this recipe is checked against; a recipe of the user's own is imported."""
         if self.shipped:
             return RECIPE_CONFIGS[self.name]
-        schema = getattr(load_module(self.path), "Config", None)
+        name = _find_parsed_class(self.path) or "Config"
+        schema = getattr(load_module(self.path), name, None)
         if not isinstance(schema, type):
-            raise ConfigError(f"{show(str(self.path))}: has no class `Config`; expected one, like the shipped recipes")
+            raise ConfigError(f"{show(str(self.path))}: has no class `{name}`; expected one, like the shipped recipes")
         return schema
 
 
@@ -135,6 +132,31 @@ def open_config(configs: Sequence[str], arguments: argparse.Namespace) -> tuple[
         load_plugin(plugin)
     recipe = recipe_for(configs, arguments.recipe)
     return recipe, load(configs, arguments.overrides, recipe.schema())
+
+
+def _find_parsed_class(path: Path) -> str | None:
+    """Return the name of the class that a recipe's `main(argv)` reads its words with, as they are, like ours do.
+
+    That is by `run_recipe(..., parse_arguments(argv, Config))`. None for any other program.
+    """
+    try:
+        module = ast.parse(read_bytes(path, TEXT_LIMIT))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # importing says it
+        return None
+    mains = [line for line in module.body if isinstance(line, ast.FunctionDef) and line.name == "main"]
+    if len(mains) != 1 or not mains[0].args.args:
+        return None
+    nodes = list(ast.walk(mains[0]))
+    changed = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    changed |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    for node in nodes:
+        match node:
+            case ast.Call(
+                func=ast.Name("run_recipe") | ast.Attribute(attr="run_recipe"),
+                args=[_, ast.Call(func=ast.Name("parse_arguments"), args=[ast.Name(words), ast.Name(config)])],
+            ) if words == mains[0].args.args[0].arg and not changed & {words, config}:
+                return config
+    return None
 
 
 def _is_shipped(path: Path) -> bool:

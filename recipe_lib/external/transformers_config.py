@@ -23,7 +23,6 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
     Raises SetupError if transformers is not installed, CheckpointError for a model_type that it does not have.
     """
     require_transformers()
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     kind = config.get("model_type")
@@ -42,7 +41,7 @@ def transformers_config(config: Mapping[str, Any], where: str) -> Any:
         else:
             remedy = f"install a release of transformers that has it, or give it by --plugin ({one_line(error)})"
         raise CheckpointError(f"{where}: model_type {kind!r} is not one of transformers'; {remedy}") from None
-    except (TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except Exception as error:  # noqa: BLE001  (its class computes with it: no heads are a division by zero)
         raise CheckpointError(f"{where}: the config of {kind!r} does not take it ({one_line(error)})") from None
     if type(made) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(

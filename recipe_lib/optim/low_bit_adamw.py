@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from recipe_lib.config.optimizer_facts import kept_bits
 from recipe_lib.config.schema import OptimizerConfig
@@ -111,8 +110,10 @@ def _dynamic_levels(bits: int, signed: bool) -> np.ndarray:
     exponents = _EXPONENTS[bits]
     for exponent in range(exponents):
         parts = 2 ** (exponent + bits - 1 - exponents + (0 if signed else 1))
-        with _disable_current_modes():  # numbers, in a simulation too
-            ends = torch.linspace(0.1, 1, parts + 1, device="cpu").numpy()
+        step = np.float64((np.float32(1) - np.float32(0.1)) / np.float32(parts))
+        at = np.arange(parts + 1)  # rounded once, from the nearer end: torch.linspace differs by CPU in the last bit
+        ends = np.where(at < (parts + 1) // 2, np.float64(np.float32(0.1)) + step * at, 1 - step * (parts - at))
+        ends = ends.astype(np.float32)
         middles = np.float32(10.0 ** (exponent - exponents + 1)) * ((ends[1:] + ends[:-1]) / np.float32(2))
         found += [middles, -middles] if signed else [middles]
     return np.sort(np.concatenate(found))

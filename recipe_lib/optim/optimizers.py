@@ -475,7 +475,8 @@ class OffloadedStates:
         moved = {key: with_local(hosts[key], value) for key, value in on_device.items()}
         counts = {key: value for key, value in hosts.items() if key not in on_device}
         if self._optimizer.defaults.get("fused"):  # wants a count on the device, where one that was read is not
-            counts = {key: value.to(self._copies.device) for key, value in counts.items()}
+            device = self._copies.device
+            counts = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in counts.items()}
         if hosts:
             states[stepped] = counts | moved
         if stepped is not parameter and isinstance(self._optimizer, ChunkedOptimizer):

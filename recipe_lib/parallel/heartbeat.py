@@ -27,10 +27,11 @@ from itertools import count
 from pathlib import Path
 from typing import Self
 
+import torch
 import torch.distributed as dist
 
 from recipe_lib import errors
-from recipe_lib.errors import PEER_FAILED, StoppedAndSaved, UserError
+from recipe_lib.errors import OUT_OF_MEMORY, PEER_FAILED, StoppedAndSaved, UserError
 from recipe_lib.parallel.thread_stacks import StackLine, describe_place, is_compiling, stack_of, this_thread
 from recipe_lib.redaction import redact
 from recipe_lib.report.phases import Phase
@@ -50,6 +51,7 @@ OWN_STALL_SECONDS = 2.0  # seconds by which this process must be late to have be
 FAILURE_GRACE_SECONDS = 2.5  # seconds that a rank which fails waits for the others to have seen it, before it ends
 REPORT_SECONDS = 2.0  # seconds that the others wait while it writes that: a launcher ends all when the first one ends
 SHUTDOWN_SECONDS = 60.0  # seconds for a rank that is on its way out itself, to write what it leaves
+PRINTING_SECONDS = 0.5  # seconds that a rank which says nothing waits for the one that does, on its machine
 LINE_SECONDS = 2.0  # seconds that the last line may take to be written
 PEER_LOST_SECONDS = 3.0  # seconds without a beat by which a rank is gone, after an exchange with it has failed
 
@@ -189,6 +191,9 @@ class Heartbeat:
             self.is_ending = False
             self._wake.set()
             self._wait(lambda: self._has_parted, float("inf"))
+            if self._failure is not None:  # of a rank that came to its end later
+                time.sleep(REPORT_SECONDS)
+                self._end(self._failure)
         elif isinstance(error, Exception):
             self._fail(error)
         self._closed.set()
@@ -334,19 +339,21 @@ class Heartbeat:
         store.set(f"beat/{self._rank}", json.dumps(asdict(self._make_beat())))
         if self._own_failure is not None:
             store.compare_set("failed", "", json.dumps(asdict(self._own_failure)))  # unless another one was first
-        if self._failure is None and store.check(["failed"]):
-            self._failure = Failure(**json.loads(store.get("failed")))
         resting = time.monotonic() - self._moved
         is_ending = self.is_ending or self._left or self._own_failure is not None
-        if not (is_ending or resting >= min(2 * BEAT_SECONDS, self._timeout / 4)):
+        if is_ending or resting >= min(2 * BEAT_SECONDS, self._timeout / 4):
+            for rank in range(self._size):
+                key = f"beat/{rank}"
+                beat = Beat(**json.loads(store.get(key))) if store.check([key]) else Beat()
+                if rank not in self._seen or self._seen[rank][0] != beat:
+                    self._seen[rank] = beat, time.monotonic()
+        else:
             self._seen.clear()  # it would be old when it is wanted again
-            return
-        for rank in range(self._size):
-            key = f"beat/{rank}"
-            beat = Beat(**json.loads(store.get(key))) if store.check([key]) else Beat()
-            if rank not in self._seen or self._seen[rank][0] != beat:
-                self._seen[rank] = beat, time.monotonic()
-        self._has_parted = all(beat.left for beat, _ in list(self._seen.values()))
+        # After the beats: a rank whose beat says that it has left because of a failure has told this before.
+        if self._failure is None and store.check(["failed"]):
+            self._failure = Failure(**json.loads(store.get("failed")))
+        beats = [beat for beat, _ in list(self._seen.values())]
+        self._has_parted = len(beats) == self._size and all(beat.left for beat in beats)
 
     def _read_others(self, now: float) -> dict[int, Beat]:
         """Return what is known of the ranks, this one too, without those that have left in order."""
@@ -379,13 +386,16 @@ class Heartbeat:
             # Not through Python's shutdown, in which threads of gloo may abort.
             sys.excepthook = lambda *caught: (hook(*caught), errors.end_process(1))[1]
         self._wait(lambda: self._has_parted, FAILURE_GRACE_SECONDS)
+        if isinstance(error, UserError) and not error.faults:
+            time.sleep(PRINTING_SECONDS)  # a launcher that sees a rank end ends the others
 
     def _describe_error(self, error: Exception) -> Failure:
         """Return this rank's own failure."""
         if isinstance(error, UserError):
             return Failure(self._rank, list(error.faults), nodes=[self._node], code=error.exit_code)
         line = f"rank {self._rank} failed in {self._phase}: {type(error).__name__}: {errors.first_line(error)}"
-        return Failure(self._rank, [line], nodes=[self._node] if self._folder else [])
+        code = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else PEER_FAILED
+        return Failure(self._rank, [line], nodes=[self._node] if self._folder else [], code=code)
 
     def _describe_lost(self, error: Exception) -> Failure:
         """Return that another rank is gone without a word. A launcher tells of those on its own machine."""

@@ -26,8 +26,6 @@ from recipe_lib.parallel.heartbeat import LONG_SECONDS, Heartbeat, PeerFailedErr
 # meet, how they end.
 
 
-_STORE_SECONDS = 5
-_PRINTING_SECONDS = 0.5
 _LONGEST_LIMIT = 30 * 86400.0  # seconds
 
 

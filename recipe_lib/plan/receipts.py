@@ -88,7 +88,8 @@ def make_receipt(figures: Mapping[str, Any], summary: Mapping[str, Any], steps: 
     figures: of the plan, as `tune run` has them written. summary: of summary.json. steps: of metrics.jsonl.
     """
     figures = {**figures, **(figures.get("first") or {})}
-    measured: dict[str, float] = {kind: round(summary[f"peak_memory_{kind}_gib"] * GIB) for kind in KINDS}
+    peaks = {kind: summary.get(f"peak_memory_{kind}_gib") for kind in KINDS}
+    measured: dict[str, float] = {kind: round(peak * GIB) for kind, peak in peaks.items() if peak}
     # The first step makes optimizer states and compiles kernels.
     later_steps = [line for line in steps if "loss" in line][1:]
     for name in _TIMES:

@@ -346,7 +346,7 @@ class Plan:
     empty: on none. tried_ranks: numbers of ranks that were planned to find the fewest that fit. fewest_ranks: of this
     device; None: not looked for (without `--advice`), or none of those. receipt: of the runs on this machine that were
     planned and measured, the one that is most like this, in a line; empty: there is none of this device and recipe.
-    seconds: from the start of the process to the plan; in no file, so that a plan is the same bytes every time.
+    seconds: from the import of the planner to the plan; in no file, so that a plan is the same bytes every time.
     """
 
     recipe: str

@@ -51,8 +51,8 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.config.suggest import show
 from recipe_lib.errors import CheckpointError, ConfigError
 from recipe_lib.logs import get_logger
-from recipe_lib.reading import find_object, open_regular
-from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
+from recipe_lib.reading import find_object, open_regular, parse_json
+from recipe_lib.training.metrics import METRICS_FILE, SUMMARY_FILE
 from recipe_lib.training.report_page import REPORT_FILE
 
 TRACKERS_FOLDER = "trackers"
@@ -269,12 +269,21 @@ def is_record(path: Path) -> bool:
         return _CONFIG_KEYS <= set(re.findall(r"^(\w+):", begin, re.MULTILINE)) and "\n#" not in f"\n{begin}"
     if path.name == METRICS_FILE:
         is_torn = "\n" not in begin and begin.startswith('{"step": ')
-        return not begin or is_torn or any("tokens_per_second" in line for line in read_metrics(path)[:1])
+        return not begin or is_torn or {"step", "tokens_per_second"} <= _parse_object(begin.partition("\n")[0]).keys()
     if path.name == SUMMARY_FILE:
         summary = find_object(path)
         return {"status", "settings", "versions"} <= summary.keys() and "tune-recipes" in summary["versions"]
     marks = ('content="tune-recipes: run"', "--c0:")  # the second: of pages that earlier versions wrote
     return begin.startswith("<!DOCTYPE html>") and any(mark in begin for mark in marks)
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    """Return the object of a JSON text; empty for whatever else."""
+    try:
+        value = parse_json(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _unrecorded_tracked(root: Path, folder: Path) -> Path | None:
@@ -326,7 +335,7 @@ def keep_earlier(root: Path) -> None:
     record.earlier = there
     if has_states or (there and not record.kept):
         folder = find_free(root / EARLIER_FOLDER)
-        record.kept.append(folder.name)
+        record.kept = [*(name for name in record.kept if name != folder.name), folder.name]
         write_record(root, record)
         _copy_records(root, folder)
         for name in (TRACKERS_FOLDER, STATE_FOLDER):

@@ -99,6 +99,8 @@ def warn_of_slow_dtype(cfg: FullFinetuneConfig, world: World) -> None:
     """
     if world.device.type != "cpu" or not world.is_main or cfg.dtype not in ("bf16", "fp16"):
         return
+    if not torch.backends.mkldnn.is_available():  # a torch that cannot say it
+        return
     if not getattr(torch.ops.mkldnn, f"_is_mkldnn_{cfg.dtype}_supported")():
         get_logger().warning(
             "warning: dtype=%s on this CPU, which has no instructions for it: matrices are multiplied many times as "

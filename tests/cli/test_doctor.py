@@ -94,7 +94,7 @@ def test_every_finding_is_explained() -> None:
     """Each name that the code gives stands in the document's table, and has a machine above."""
     table = (ROOT / "docs" / "doctor.md").read_text().split("## Findings")[1].split("## ")[0]
     faults = set(re.findall(r"`([\w-]+)`", "".join(line.split("|")[1] for line in table.splitlines() if "| `" in line)))
-    assert faults == {row[2] for row in PLANTED} | {"gpu-unseen"}
+    assert faults == {row[2] for row in PLANTED} | {"gpu-unseen", "gpus-unlike"}
     assert set(doctor_report.REMEDIES) == faults
 
 
@@ -142,6 +142,20 @@ def test_what_two_cards_give_is_told_and_written(monkeypatch: pytest.MonkeyPatch
     assert read.matmul["fp8"][0][1] == 2.7e14 and read.copy_to_host == 2.5e10
     assert main(["doctor", "--nproc_per_node", "3"]) == 2
     assert "found 3, expected at most 2, the GPUs that torch sees" in capsys.readouterr().err
+
+
+def test_advice_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Of cards that are not alike, and of a machine without a compiler."""
+    facts = put(healthy(), "machine/compiler", None)
+    steps = facts["steps"]
+    steps["torch"]["gpus"][1]["name"] = "NVIDIA GeForce RTX 3090"
+    steps["rates of GPU 1"]["bf16"] = 1.0e14
+    monkeypatch.setattr(doctor_probes, "machine", lambda folders: facts["machine"])
+    monkeypatch.setattr(doctor_probes, "device_steps", faked(steps))
+    monkeypatch.setattr(doctor, "measure_links", lambda ranks, on_gpu: collectives())
+    assert main(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["healthy"] and [finding["name"] for finding in told["findings"]] == ["not-fused", "gpus-unlike"]
 
 
 def test_more_ranks_than_cores_can_bear_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

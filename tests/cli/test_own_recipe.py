@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from recipe_lib.cli.recipes import RecipeFile, check_arguments
 from tests.cli.commands import ROOT, environment
 
@@ -13,6 +15,36 @@ def test_a_recipe_that_reads_its_words_itself_is_not_imported_before_it_runs(tmp
     file = tmp_path / "program.py"
     file.write_text("raise ValueError\n", encoding="utf-8")
     assert check_arguments(RecipeFile.find(str(file)), ["anything", "--else"]) is None
+
+
+LORA = (ROOT / "recipes" / "lora_finetune_distributed.py").read_text(encoding="utf-8")
+CALL = "parse_arguments(argv, Config)"
+PROGRAMS = {
+    "a word in a comment": f"raise ValueError  # run_recipe(Recipe, {CALL})\n",
+    "words of its own": LORA.replace(
+        "    training.run", '    argv = ["--config", "demo/lora", *argv]\n    training.run'
+    ),
+    "another way": LORA.replace(CALL, "load_config('demo/lora', argv, Config)"),
+    "no Python": f"{CALL} (\n",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_that_reads_its_words_otherwise_needs_no_config(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAMS[name], encoding="utf-8")
+    assert not RecipeFile.find(str(file)).reads_as_ours()
+    assert check_arguments(RecipeFile.find(str(file)), ["anything"]) is None
+
+
+def test_a_copy_s_class_may_have_another_name(tmp_path: Path) -> None:
+    file = tmp_path / "named.py"
+    own_class = "@dataclass\nclass MyConfig(Config):\n    sparkle: int = 1\n\n\ndef main("
+    text = LORA.replace(CALL, CALL.replace("Config", "MyConfig")).replace("def main(", own_class)
+    file.write_text(f"from dataclasses import dataclass\n{text}", encoding="utf-8")
+    recipe = RecipeFile.find(str(file))
+    assert recipe.reads_as_ours() and recipe.schema().__name__ == "MyConfig"
+    assert check_arguments(recipe, ["--config", "demo/lora", "sparkle=3"]).sparkle == 3
 
 
 def test_what_is_missing_of_a_copy_is_told_before_it_starts(tmp_path: Path) -> None:

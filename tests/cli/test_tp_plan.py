@@ -233,6 +233,12 @@ def test_a_kind_of_model_that_transformers_does_not_have_is_told(tmp_path, capsy
     )
 
 
+def test_a_config_that_its_class_cannot_compute_with_is_told(tmp_path, capsys):
+    assert main(["tp-plan", model(tmp_path, LLAMA | {"num_attention_heads": 0})]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "config.json: the config of 'llama' does not take it (" in line
+
+
 def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["tp-plan", model(tmp_path, LLAMA)]) == 2

@@ -75,7 +75,6 @@ LATE = {
     ("recipe_lib/plan/world/compiled_code.py", "torch"): "inductor: 1 s, which plans of compiled layers alone need",
     ("recipe_lib/external/compiled_layers.py", "recipe_lib"): "torch's partitioner: 0.7 s, 590 modules; few compile",
     ("recipe_lib/external/kept_tensors.py", "networkx"): "0.2 s; inferred plans alone need it",
-    ("recipe_lib/external/transformers_config.py", "huggingface_hub"): "0.3 s of `tune tp-plan --help`",
     ("recipe_lib/report/chart.py", "jinja2"): "30 ms of `tune plan` on a terminal, with the next",
     ("recipe_lib/tokenizers/template_process.py", "jinja2"): "its own process renders chat templates",
     ("recipe_lib/memory/qat.py", "torchao"): "1.3 s, which only runs with qat need",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_lib.cli.plan_receipts import render_receipts
+from recipe_lib.cli.plan_receipts import keep_receipt, render_receipts
 from recipe_lib.plan.receipts import append_receipt, make_receipt, read_receipts, receipts_file
 from recipe_lib.units import GIB
 from tests.plan.made_receipts import left_by_a_run, made_receipt
@@ -159,6 +159,26 @@ def test_the_receipt_of_a_run():
     assert receipt.errors["tokens_per_second"] == pytest.approx(0.024)
     assert receipt.versions == {"torch": "2.13.0"}
     assert vars(receipt.run) == figures["run"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "is_kept"),
+    [("peak_memory_active_gib", True), ("peak_memory_reserved_gib", False), ("versions", False)],
+)
+@pytest.mark.parametrize("is_absent", [True, False])
+def test_a_figure_that_a_summary_lacks(
+    lost: str, is_kept: bool, is_absent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is no traceback after a run that went well, and without reserved memory there is nothing to compare."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("TUNE_RECEIPTS", raising=False)
+    (tmp_path / "metrics.jsonl").touch()
+    figures, summary, _ = left_by_a_run(output_dir=str(tmp_path))
+    summary[lost] = None
+    if is_absent:
+        del summary[lost]
+    keep_receipt(figures, summary)
+    assert receipts_file().exists() == is_kept
 
 
 def test_of_one_step_no_time_is_known():

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from recipe_lib.errors import DataError
+from recipe_lib.config.schema import FullFinetuneConfig
+from recipe_lib.errors import DataError, StorageError, end_process, exit_code_of
 from recipe_lib.parallel import heartbeat
+from recipe_lib.parallel.world import meet_ranks
 from tests.distributed import ranks as ranks_of_tests
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.recipes.runs import FULL, arguments, recipe_class, recipe_module, run_here
@@ -170,6 +172,41 @@ def test_a_defect_of_one_rank_has_one_traceback(tmp_path: Path) -> None:
     assert found[0].startswith("exit code 7") and "Traceback" not in found[0]
     assert errors_of(found) == ["error: rank 1 failed in step 2: ZeroDivisionError: a bug of ours"]
     assert found[1].count("ZeroDivisionError: a bug of ours") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds", "ends", "told"),
+    [
+        (StorageError("disk full"), 1.0, ["exit code 6", "exit code 6"], "disk full"),
+        (
+            torch.OutOfMemoryError("CUDA out"),
+            0.0,
+            ["Traceback (most recent call last):", "exit code 5"],
+            "rank 0 failed in starting: OutOfMemoryError: CUDA out",
+        ),
+    ],
+    ids=["after the other one left", "out of memory"],
+)
+def test_what_fails_on_one_machine_is_told_on_the_other(
+    error: Exception, seconds: float, ends: list[str], told: str
+) -> None:
+    """With the exit code, although the rank there has nothing left to do."""
+
+    def main() -> None:
+        with meet_ranks(FullFinetuneConfig(device="cpu")) as ranks:
+            if ranks.rank == 0:
+                time.sleep(seconds)
+                raise error
+
+    def end() -> None:
+        os.environ["GROUP_RANK"] = os.environ["RANK"]
+        end_process(exit_code_of(main))
+
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(end, 2, timeout=60)
+    found = [text[3:].splitlines() for text in str(caught.value).split("--- rank ")[1:]]
+    assert [lines[0] for lines in found] == ends
+    assert [line for line in found[1] if line.startswith("error: ")] == [f"error: {told}"]
 
 
 def test_out_of_memory_of_one_rank_while_loading(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from recipe_lib import files
-from recipe_lib.checkpoint.run_files import describe, publish, read_record, write_manifest
+from recipe_lib.checkpoint.run_files import describe, publish, read_record, write_manifest, write_record
 from recipe_lib.config import FullFinetuneConfig, LoraFinetuneConfig
 from recipe_lib.config.schema_data import SourceConfig
 from recipe_lib.errors import ConfigError
 from recipe_lib.training.metrics import MetricsFile, write_summary
-from recipe_lib.training.output import check_output, drop_earlier, note_written, open_output
+from recipe_lib.training.output import check_output, drop_earlier, is_record, note_written, open_output
 from recipe_lib.training.report_page import write_report
 from tests.checkpoint.conftest import memory_path, memory_root  # noqa: F401
 from tests.checkpoint.test_faults import end_process, in_child, operations_of, stop_at
@@ -163,6 +163,28 @@ EDITS = {
     "summary.json": ('"total_steps": 1', '"total_steps": 2'),
     "report.html": ("</html>", "<!-- my note --></html>"),
 }
+
+
+@pytest.mark.parametrize("first_line", ["hello", "[1]", '{"step": 1, "tokens_per_second": 2'])
+def test_metrics_that_begin_otherwise_are_no_run_s(first_line: str, tmp_path: Path) -> None:
+    """However they go on."""
+    path = tmp_path / "metrics.jsonl"
+    line = '{"step": 1, "tokens_per_second": 2}\n'
+    path.write_text(f"{first_line}\n{line}")
+    assert not is_record(path)
+    path.write_text(f"{line}{first_line}")
+    assert is_record(path)
+
+
+def test_a_folder_that_an_interrupted_start_meant_to_keep_is_recorded_once(tmp_path: Path) -> None:
+    earlier_run(tmp_path)
+    record = read_record(tmp_path)
+    assert record is not None
+    record.kept = ["earlier"]
+    write_record(tmp_path, record)
+    open_output(config(tmp_path, overwrite_output_dir=True))
+    record = read_record(tmp_path)
+    assert record is not None and record.kept == ["earlier"]
 
 
 @pytest.mark.parametrize("name", EDITS)

@@ -42,6 +42,13 @@ def test_who_is_warned(
     assert [(record.levelno, record.getMessage()) for record in said] == [(logging.WARNING, LINE)] * warned
 
 
+def test_a_torch_without_onednn_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)
+    world = cast(Any, SimpleNamespace(device=torch.device("cpu"), is_main=True))
+    run_module.warn_of_slow_dtype(FullFinetuneConfig(dtype="bf16"), world)
+
+
 PROBE = """
 import time
 import torch
