@@ -360,6 +360,11 @@ def meant_by(name: str, schema: Schema) -> list[str]:
         return [alias]
     if plain in NOTHING_LIKE_IT or ours is None:
         return []
+    if section.endswith("]"):  # of a list of sections, whose keys are mostly those of the section around it
+        alias = KEY_ALIASES.get(f"{section.partition('.')[0]}.{plain}", "")
+        inside = f"{section}.{alias.rpartition('.')[2]}"
+        if inside in valid:
+            return [inside]
     scopes = [(f"{ours}.{plain}", schema.children(ours))] if ours else []
     if not section or plain not in GENERIC:
         scopes.append((plain, valid))
