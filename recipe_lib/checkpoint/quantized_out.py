@@ -67,6 +67,7 @@ def write_quantized(folder: Path, out: Path, kind: str, group_size: int) -> Quan
     tokenizer_files(folder)  # transformers reads some of them too, whatever they are
     needed = sum(tensor.entry.end - tensor.entry.start for tensor in read_headers(folder).values())
     with files.storage_faults(), quiet_transformers():
+        files.remove_leftovers(out.absolute().parent, out.name)  # first: they take the space
         files.require_space(out.absolute().parent, needed + 64 * MIB, "the quantized model")
         with phase("quantizing"):
             expected = _logits(_opened(folder))

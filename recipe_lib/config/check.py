@@ -201,16 +201,20 @@ def fill_pending(checked: Checked) -> None:
         return
     schema, pending = checked.schema, dict(checked.pending)
     names = {key: names_in(one.node.texts(), key) for key, one in pending.items()}
-    try:
-        order = order_keys(names)
-    except CycleError as error:
-        last = max(error.args[1], key=list(names).index)
-        node = pending[last].node
-        text = next(text for text in node.texts() if "${" in text)
-        _refuse_pending(checked, last, pending[last], f"found {quote(text)}{IN_A_CIRCLE}", node.line)
-        for key in pending:
-            checked.doubt(key)
-        return
+    order: list[str] | None = None
+    while order is None:
+        try:
+            order = order_keys(names)
+        except CycleError as error:
+            circle = set(error.args[1])
+            last = [key for key in names if key in circle][-1]
+            text = next(text for text in pending[last].node.texts() if "${" in text)
+            what = f"found {quote(text)}{IN_A_CIRCLE}"
+            _refuse_pending(checked, last, pending[last], what, pending[last].node.line)
+            for key in circle:  # the faults of all other keys are told as well
+                checked.doubt(key)
+                checked.pending.pop(key)
+                names.pop(key)
     values = {name: key.default for name, key in schema.keys.items() if name not in pending}
     values |= {name: setting.value for name, setting in checked.settings.items() if name in values}
     named = NamedValues(values, lambda name: f": there is no key {show(name)}{hint_for(name, schema)[0]}")
@@ -356,6 +360,11 @@ def meant_by(name: str, schema: Schema) -> list[str]:
         return [alias]
     if plain in NOTHING_LIKE_IT or ours is None:
         return []
+    if section.endswith("]"):  # of a list of sections, whose keys are mostly those of the section around it
+        alias = KEY_ALIASES.get(f"{section.partition('.')[0]}.{plain}", "")
+        inside = f"{section}.{alias.rpartition('.')[2]}"
+        if inside in valid:
+            return [inside]
     scopes = [(f"{ours}.{plain}", schema.children(ours))] if ours else []
     if not section or plain not in GENERIC:
         scopes.append((plain, valid))

@@ -35,7 +35,9 @@ def describe_stalled_means(cfg: Any) -> list[str]:
         return ["optimizer.state_bits=4: a gradient far below its block's largest hardly moves its weight; set 8 or 32"]
     if bits > 16 or (bits == 16 and optimizer.stochastic_rounding):
         return []
-    remedy = "set optimizer.state_bits=32, or 16 with optimizer.stochastic_rounding=true"
+    remedy = "set optimizer.state_bits=32"
+    if trained_dtype(cfg) == "bf16" and not optimizer.master_weights:
+        remedy += ", or 16 with optimizer.stochastic_rounding=true"  # which rounds weights of bf16, too
     if "state_bits" not in facts.keys:
         remedy = f"set it to 0.98 or less, or {'dtype' if cfg.trained_adapters is None else 'lora.dtype'}=fp32"
     decays = {"betas[0]": optimizer.betas[0], "betas[1]": optimizer.betas[1], "momentum": optimizer.momentum}
@@ -47,6 +49,7 @@ def describe_stalled_means(cfg: Any) -> list[str]:
         decay = float(decays[setting] or 0)
         off = (lost_in_8_bits if bits == 8 else 1 / 256) / (1 - decay)
         if off >= 1 - 1 / FARTHEST:
-            what = f"{name} in {bits} bits may rest at {1 / (1 + off):.2g} of its value, and not come down again"
+            above = "and not come down again" if off >= 1 else f"or stay at {1 / (1 - off):.2g} times it"
+            what = f"{name} in {bits} bits may rest at {1 / (1 + off):.2g} of its value, {above}"
             lines.append(f"optimizer.{setting}={decay:g}: {what}; {remedy}")
     return lines

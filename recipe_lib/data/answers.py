@@ -477,7 +477,8 @@ def find_marked_answers(chat: RenderedChat, numbers: Sequence[int]) -> Marked:
 
 def _list_differences(chat: RenderedChat, marked: Answer) -> list[str]:
     """Return a line where the marks are not what generation is asked for."""
-    line = f"{chat.places.at(marked.number)}: the template marks {marked.text[marked.spans[0].start :]!r:.70}"
+    marks = " and ".join(_quote_ends(marked.text[one.start : one.end]) for one in marked.spans)
+    line = f"{chat.places.at(marked.number)}: the template marks {marks}"
     try:
         found = find_answer(chat, marked.number)
     except (SampleFault, DataError) as fault:
@@ -485,7 +486,12 @@ def _list_differences(chat: RenderedChat, marked: Answer) -> list[str]:
     (span,) = found.spans
     if marked.text.rstrip() == found.text.rstrip() and [one.start for one in marked.spans] == [span.start]:
         return []
-    return [f"{line}, and what is generated is {found.text[span.start :]!r:.70}"]
+    return [f"{line}, and what is generated is {_quote_ends(found.text[span.start : span.end])}"]
+
+
+def _quote_ends(text: str) -> str:
+    """Return a text in quotes, of a long one both ends: most marks differ in where they end."""
+    return repr(text if len(text) <= 60 else f"{text[:28]} ... {text[-28:]}")
 
 
 def _read(rendered: str | DataError, letters: Sequence[str]) -> tuple[str, list[Span]]:

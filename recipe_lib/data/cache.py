@@ -30,7 +30,7 @@ from recipe_lib.data.dataset_report import DataReport
 from recipe_lib.data.encoding import Chunk, SourceEncoder
 from recipe_lib.data.sample_files import hash_of
 from recipe_lib.data.sources import SampleFile
-from recipe_lib.errors import DataError, UserError
+from recipe_lib.errors import UserError
 from recipe_lib.files import flush_folder, sha256_of, write_bytes
 from recipe_lib.logs import get_logger, warn_on_first_rank
 from recipe_lib.reading import parse_json, read_object
@@ -107,7 +107,7 @@ def map_arrays(folder: Path) -> dict[str, np.ndarray]:
 
 
 MANIFEST = "manifest.json"
-LATER_RANKS_SECONDS = 0.5  # that the other ranks let the first one go ahead: it is the one that shows progress
+FIRST_RANK_SECONDS = 2.0  # how long the other ranks let the first one go ahead: it is the one that shows progress
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,7 @@ def _locked(root: Path, key: str) -> Iterator[TextIO]:
         file = open(path, "a+", encoding="utf-8")
     with file:
         try:
-            if os.environ.get("LOCAL_RANK", "0") != "0":
-                time.sleep(LATER_RANKS_SECONDS)
+            _let_the_first_rank_go_ahead(file, root / key)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise _Unusable(f"no file locks: {error.strerror or error}") from None
@@ -248,6 +247,20 @@ def _locked(root: Path, key: str) -> Iterator[TextIO]:
             yield file
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)  # workers have inherited the file, and may outlive the block
+
+
+def _let_the_first_rank_go_ahead(lock: TextIO, folder: Path) -> None:
+    """Wait until another process holds the lock or is done, FIRST_RANK_SECONDS at most; the first rank does not."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        return
+    deadline = time.monotonic() + FIRST_RANK_SECONDS
+    while time.monotonic() < deadline and not folder.exists() and _find_noted(lock) is None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        time.sleep(0.02)
 
 
 def _launch() -> str | None:
@@ -265,8 +278,14 @@ def _note_failure(lock: TextIO, error: UserError | _Unusable) -> None:
         with suppress(OSError):  # a full disk: the others will find out by themselves
             lock.truncate(0)
             faults = error.faults if isinstance(error, UserError) else error.args
-            json.dump({"launch": launch, "faults": faults, "is_of_disk": isinstance(error, _Unusable)}, lock)
+            json.dump({"launch": launch, "error": type(error).__name__, "faults": faults}, lock)
             lock.flush()
+
+
+# The kinds of failures that are noted. All ranks raise the same one: exit codes go by the kind.
+_NOTED_KINDS: dict[str, type[UserError | _Unusable]] = {_Unusable.__name__: _Unusable} | {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, UserError)
+}
 
 
 def _find_noted(lock: TextIO) -> UserError | _Unusable | None:
@@ -275,7 +294,7 @@ def _find_noted(lock: TextIO) -> UserError | _Unusable | None:
     try:
         noted = parse_json(lock.read(2**20))
         if noted["launch"] == _launch() is not None:
-            return (_Unusable if noted["is_of_disk"] else DataError)(*map(str, noted["faults"]))
+            return _NOTED_KINDS[noted["error"]](*map(str, noted["faults"]))
     except (OSError, ValueError, TypeError, KeyError):
         pass
     return None

@@ -7,12 +7,13 @@ from itertools import islice
 from typing import Any
 
 from recipe_lib.config.local_files import cache_root
-from recipe_lib.config.registry import BUILT_IN, names
+from recipe_lib.config.registry import BUILT_IN, names, registered
 from recipe_lib.config.schema import SAMPLES, FullFinetuneConfig, SourceConfig
 from recipe_lib.config.schema_data import resolved_sources, validation_source
 from recipe_lib.config.suggest import did_you_mean
 from recipe_lib.data.samples import (
     OTHER_NAMES,
+    Renamed,
     SampleFault,
     called,
     columns_section,
@@ -209,8 +210,17 @@ def _remedy(sample: Mapping[str, Any], section: str, samples: str) -> str:
             file_name = called(column, sample, others)
             if file_name and file_name not in file_names.values():
                 file_names[column] = file_name
-        if file_names.keys() >= set(read.required):
-            renamed = {column: file_name for column, file_name in file_names.items() if file_name != column}
+        renamed = {column: file_name for column, file_name in file_names.items() if file_name != column}
+        if file_names.keys() >= set(read.required) and _can_read(name, sample, renamed, section):
             words = [f"{section}.format={name}", *overrides(section, renamed)]
             return f"set {' '.join(words)}, if that is what they are"
     return ""
+
+
+def _can_read(name: str, sample: Mapping[str, Any], renamed: Mapping[str, str], section: str) -> bool:
+    """Return whether a format reads a sample under these names; one with an empty text is of the right kind."""
+    try:
+        registered("data.format", name)(Renamed(sample, renamed, section, find_columns(name).required))
+    except SampleFault as fault:
+        return fault.cause.startswith("empty")
+    return True

@@ -91,7 +91,10 @@ class ExternalModel(LanguageModel):
         if found is None:
             raise SetupError(f"{type(model).__name__}: found no embedding and output projection")
         head = found[1]
-        path, _, name = next(path for path, module in model.named_modules() if module is head).rpartition(".")
+        place = next((path for path, module in model.named_modules() if module is head), None)
+        if place is None:
+            raise SetupError(f"{type(model).__name__}: its output projection is no module of it")
+        path, _, name = place.rpartition(".")
         owner = model.get_submodule(path)
         accepted = frozenset(inspect.signature(model.forward).parameters)
         plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward

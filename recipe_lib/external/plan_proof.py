@@ -136,8 +136,9 @@ def proof(model: Any, plan: ShardingPlan, size: int) -> str:
         if ranks and not differences[-1]:
             break
     else:
+        reason = next(filter(None, reversed(differences)), "no number of ranks can share the small one")
         raise SetupError(
-            f"parallel.tensor={size}: the plan of {family} could not be proven on a small model: {differences[0]}; "
+            f"parallel.tensor={size}: the plan of {family} could not be proven on a small model: {reason}; "
             "set parallel.tensor=1"
         )
     materialize(small, MemoryConfig(), torch.device("cpu"))
@@ -229,9 +230,13 @@ class Certificate:
 def certify(model: nn.Module, plan: ShardingPlan, size: int, inputs: dict[str, Any]) -> Certificate:
     """Runs a small model on the CPU as each of `size` ranks would, in float64, or in float32 if it takes no other.
 
-    model: with real weights, on the CPU, which are not changed. plan: of this very model, for such a size. inputs: of
-    one forward.
+    model: with real weights, on the CPU, which are not changed. plan: of this very model. inputs: of one forward.
+    Raises SetupError for a size that the plan does not allow.
     """
+    if not all(axis.vocabulary or axis.size % size == 0 for axis in plan.axes):
+        raise SetupError(
+            f"certificate: {size} ranks cannot share this plan's axes, expected one of {list(plan.legal_sizes)}"
+        )
     try:
         errors = rank_errors(copy.deepcopy(model).double(), plan, size, inputs)
     except (RuntimeError, ValueError, TypeError):

@@ -1,5 +1,6 @@
 """`tune export --quantize`: folders that transformers opens, with the weights that torchao's formula gives."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 import transformers
 
+from recipe_lib import files
 from recipe_lib.cli import main
+from recipe_lib.errors import StorageError
 from tests.checkpoint.gguf.made_models import SMALL, save_model
 from tests.cli.adapter_runs import adapter_run
 from tests.cli.export_calls import call, refused
@@ -90,10 +93,6 @@ def test_what_is_not_quantized(tmp_path: Path, capsys: pytest.CaptureFixture):
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    import errno
-
-    from recipe_lib import files
-
     save_model("qwen2", tmp_path / "model", num_hidden_layers=1)
 
     def fail(what: str, path: Path) -> None:
@@ -105,3 +104,18 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         code, out, err = call(capsys, tmp_path / "model", "--quantize", "int8")
     assert code == 6 and out == "" and "No space left on device" in err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_a_killed_export_left_takes_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    save_model("qwen2", tmp_path / "model", num_hidden_layers=1)
+    (tmp_path / ".model-int8.01234567.tmp").mkdir()
+
+    def refuse(folder: Path, needed: int, purpose: str) -> None:
+        raise StorageError(f"{purpose} has no room beside {sorted(path.name for path in folder.iterdir())}")
+
+    monkeypatch.setattr(files, "require_space", refuse)
+    assert call(capsys, tmp_path / "model", "--quantize", "int8") == (
+        6, "", "error: the quantized model has no room beside ['model']\n"
+    )  # fmt: skip

@@ -73,6 +73,15 @@ def test_a_circle_and_a_fault_elsewhere(faults):
     assert found[0] == (
         "c.yaml:2: epochs: found '${max_steps}': the keys name each other in a circle; write one value itself"
     )
+    circles = (
+        "max_steps: ${epochs}\nepochs: ${max_steps}\nbatch_size: ${epochs}\ngradient_accumulation_steps: ${dtype}\n"
+    )
+    assert sorted(faults(f"{circles}seed: ${{seed}}\noutput_dir: ${{nope}}\n")) == [
+        found[0],
+        "c.yaml:4: gradient_accumulation_steps: found '${dtype}', which is 'bf16', expected an integer >= 1",
+        "c.yaml:5: seed: found '${seed}': the keys name each other in a circle; write one value itself",
+        "c.yaml:6: output_dir: found '${nope}': there is no key nope; `tune cat CONFIG --describe` lists all keys",
+    ]
     assert faults("max_steps: ${epochs}\nepochs: many\n") == [
         "c.yaml:2: epochs: found 'many', expected an integer >= 1"
     ]

@@ -20,7 +20,7 @@ from recipe_lib.data import build_dataset, build_datasets
 from recipe_lib.data.cache import ArrayWriter
 from recipe_lib.data.encoding import SourceEncoder
 from recipe_lib.data.samples import Completion
-from recipe_lib.errors import DataError
+from recipe_lib.errors import DataError, StorageError
 from recipe_lib.tokenizers import load_tokenizer
 from recipe_lib.training import training_data
 from recipe_lib.training.training_data import TrainingData
@@ -272,7 +272,7 @@ def test_one_rank_of_a_machine_tokenizes_and_the_first_one_at_that(chatml, root,
     source = rows_file(*ROWS)
 
     def start():
-        time.sleep(0.2 if os.environ["RANK"] == "0" else 0.0)
+        time.sleep(0.8 if os.environ["RANK"] == "0" else 0.0)
         dataset = build(chatml, root, source, format="counting")
         return [dataset.fingerprint, str(isinstance(dataset.ids.base, np.memmap))]
 
@@ -299,6 +299,22 @@ def test_a_fault_is_found_once_and_told_to_all_ranks_of_the_launch(chatml, root,
     assert folders(root) == []
     run_ranks(start, 1, process_group=False)  # the next launch looks again
     assert len((tmp_path / "log").read_text().split()) == 12
+
+
+def test_a_fault_is_of_the_same_kind_on_all_ranks(chatml, root, rows_file, monkeypatch):
+    source = rows_file(*ROWS)
+
+    def refuse(writer):
+        raise StorageError(f"rank {os.environ['RANK']}: no space")
+
+    monkeypatch.setattr(ArrayWriter, "sync", refuse)
+
+    def start():
+        with pytest.raises(StorageError) as caught:
+            build(chatml, root, source)
+        return str(caught.value)
+
+    assert run_ranks(start, 2, process_group=False) == ["rank 0: no space", "rank 0: no space"]
 
 
 def test_ranks_do_not_try_one_by_one_when_the_disk_is_full(chatml, root, rows_file, tmp_path, monkeypatch):

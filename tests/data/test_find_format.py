@@ -107,6 +107,12 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
         ({"input": "a", "output": "b"}, "set data.format=alpaca data.columns.instruction=input, if"),
         ({"text": None, "content": "a"}, "set data.format=text data.columns.text=content, if"),
         ({"question": None, "answer": "a"}, "say which column is which with data.format and data.columns"),
+        (
+            {"context": "a", "question": "b", "answers": {"text": ["c"], "answer_start": [0]}},
+            "say which column is which with data.format and data.columns",
+        ),
+        ({"question": "a", "answers": ["b", "c"]}, "say which column is which with data.format and data.columns"),
+        ({"dialog": [{"speaker": "a", "text": "b"}]}, "say which column is which with data.format and data.columns"),
     ],
 )
 def test_the_remedy_names_all_columns(row: dict[str, Any], remedy: str, tmp_path: Path) -> None:

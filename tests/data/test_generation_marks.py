@@ -124,3 +124,14 @@ def test_what_is_set_between_marks_stays_there(tmp_path: Path):
     """As in transformers, whose marks are a scope of their own."""
     source = "{% set x = 'a' %}{% generation %}{% set x = 'b' %}{{ x }}{% endgeneration %}{{ x + '<|im_end|>' }}"
     assert render(load_tokenizer(write_json(tmp_path, template=source)).render_chats, [], False) == "ba<|im_end|>"
+
+
+def test_of_long_answers_the_ends_are_quoted(tmp_path: Path) -> None:
+    """Most marks end before the end of turn: a quotation of the beginning would be the same for both."""
+    short = MARKED.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}")
+    talk = [TALK[0], TALK[1] | {"content": f"Yes{', yes' * 40}."}]
+    (line,) = encoder_of(tmp_path, short).encode_sample(Conversation(talk)).marked.differing
+    assert line.endswith(
+        "the template marks 'Yes, yes, yes, yes, yes, yes ... es, yes, yes, yes, yes, yes.', and what is generated is "
+        "'Yes, yes, yes, yes, yes, yes ... es, yes, yes, yes.<|im_end|>'"
+    )

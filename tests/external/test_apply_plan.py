@@ -144,6 +144,8 @@ def test_a_plan_is_certified_and_a_wrong_one_is_not() -> None:
         wrong = replace(plan, sharding=replace(plan.sharding, parameters=mistaken))
         with pytest.raises(SetupError, match="tensor plan of Qwen3ForCausalLM.*(q_norm|k_norm)"):
             wrong.certify(model, 2)
+    with pytest.raises(SetupError, match=r"3 ranks cannot share this plan's axes, expected one of \[2\]"):
+        infer_tensor_plan(small, batch(), 2).certify(small, 3)
     mesh: Any = SimpleNamespace(ndim=1, shape=(3,), size=lambda: 3)
     with pytest.raises(ConfigError, match=r"found a mesh of \(3,\), expected one dimension of 2 ranks"):
         plan.apply(small, mesh)

@@ -292,6 +292,28 @@ class Own(nn.Module):
         return logits - logits.mean(-1, keepdim=True) if self.wide else logits * 2 + 1
 
 
+class HeadElsewhere(Own):
+    """Its projection is not among its modules."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.heads = [self.out]
+        del self.out
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.heads[0]
+
+
+def test_a_projection_that_is_no_module_of_the_model_is_refused() -> None:
+    register("model", "head_elsewhere")(HeadElsewhere)
+    spec = read_spec({"vocab_size": 61, "layers": 2}, "here", "head_elsewhere")
+    with pytest.raises(SetupError, match="HeadElsewhere: its output projection is no module of it"):
+        build_meta(spec, torch.float32)
+
+
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_module_of_a_users_own(wide: bool, caplog: pytest.LogCaptureFixture):
     """Its loss is that of its logits, in chunks where the rest is done to each logit by itself, else of all."""

@@ -281,6 +281,23 @@ def test_a_wrong_plan_is_not_run(
         plan_proof.proof(model, mistake(plan), 2)
 
 
+@pytest.mark.parametrize(
+    ("differences", "said"),
+    [(("", "norm has a"), "norm has a"), (("norm has a", ""), "norm has a"), (("", ""), "no number of ranks can")],
+)
+def test_why_a_plan_is_not_proven(differences: tuple[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model that no ranks can share may be planned as the large one is."""
+    left = list(differences)
+    shared_by_none = SimpleNamespace(legal_sizes=())
+    monkeypatch.setattr(plan_proof, "_small_model", lambda model, keys: model)
+    monkeypatch.setattr(plan_proof, "plan_of_model", lambda *asked: shared_by_none)
+    monkeypatch.setattr(plan_proof, "plan_differences", lambda large, small: left.pop(0))
+    large: Any = SimpleNamespace(shared_tokens=0)
+    model: Any = SimpleNamespace(spec=SimpleNamespace(family="llama"))
+    with pytest.raises(SetupError, match=f"could not be proven on a small model: {said}"):
+        plan_proof.proof(model, large, 2)
+
+
 @pytest.mark.slow
 def test_fewer_key_heads_than_ranks_are_proven_on_a_model_that_has_fewer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
