@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from recipe_lib.plan.build_plan import PlanSettings
 
 VARIABLE = "TUNE_RECEIPTS"  # `off`: none is written, and no plan quotes one
-FORMAT = 2  # of a line; raised when a key changes its meaning
+FORMAT = 3  # of a line; raised when a key changes its meaning or goes away
 _SOFTWARE = ("tune-recipes", "torch", "cuda")
 _TIMES = ("seconds", "tokens_per_second")  # of a step
 _NEWEST_BYTES = 2**23  # that are read of the file: some 3,000 runs
@@ -116,7 +116,9 @@ def append_receipt(path: Path, receipt: Receipt) -> bool:
         is_new = os.fstat(file.fileno()).st_size == 0
         # One write, so that runs which end at the same time do not mix their lines. The empty line before it ends one
         # that a full disk has cut off.
-        os.write(file.fileno(), f"\n{line}\n".encode())
+        data = f"\n{line}\n".encode()
+        if os.write(file.fileno(), data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     return is_new
 
 
@@ -127,17 +129,23 @@ def read_receipts(path: Path) -> tuple[list[Receipt], int]:
     read.
     """
     try:
-        lines = read_end(path, _NEWEST_BYTES).split(b"\n")
+        content = read_end(path, _NEWEST_BYTES)
     except FileNotFoundError:
         return [], 0
+    lines = content.split(b"\n")
+    if len(content) == _NEWEST_BYTES:  # begins inside of a line
+        del lines[0]
     lines = [line for line in lines if line.strip()]
-    receipts = []
+    timed: list[tuple[float, Receipt]] = []
     for line in lines:
-        with suppress(ConfigError, ValueError):
+        with suppress(ConfigError, ValueError, OverflowError):
             receipt = read_typed(Receipt, parse_json(line), "receipt")
+            # By the moment, not by the clock on the wall of two time zones.
+            moment = datetime.fromisoformat(receipt.time).timestamp()
             if receipt.format == FORMAT and "reserved" in receipt.errors:
-                receipts.append(receipt)
-    return receipts, len(lines) - len(receipts)
+                timed.append((moment, receipt))
+    timed.sort(key=lambda pair: pair[0])
+    return [receipt for _, receipt in timed], len(lines) - len(timed)
 
 
 def describe_run(cfg: Any, shaped: Any, settings: "PlanSettings") -> ReceiptRun:

@@ -80,6 +80,12 @@ def alike(recipe: Any, batches: Any) -> None:
         recipe.summed_loss(batch).backward()
 
 
+def lists_them(recipe: Any, batches: Any) -> None:
+    """As the shipped recipe has it, of a list of its own."""
+    for batch in list(batches.micro_batches):
+        recipe.summed_loss(batch).backward()
+
+
 def doubles(recipe: Any, batches: Any) -> None:
     """A later micro-batch leaves more than the one before it, so that no two are alike."""
     kept = []

@@ -33,6 +33,13 @@ def test_pairs_have_two_rows(schema: type[FullFinetuneConfig], data: DataConfig,
     assert (step.items, step.total_tokens) == (6, 2 * rows * 8)
 
 
+def test_what_no_data_was_read_for_is_none():
+    """As docs/plan.md says to authors of recipes."""
+    data = PlannedData(FullFinetuneConfig(data=DataConfig(source="x.jsonl")), WORLD, SHAPE)
+    assert data.tokenizer is data.chat_template is data.tokenizer_path is data.plan is None
+    assert (data.total_steps, data.report(), data.identity()) == (1, [], {})
+
+
 @pytest.mark.parametrize(
     ("marks", "unlike", "repeats"),
     [

@@ -27,6 +27,14 @@ def test_a_line_is_read_back_and_is_for_this_user_alone(file: Path):
     assert read_receipts(file.with_name("none")) == ([], 0)
 
 
+def test_the_newest_is_last_in_whatever_order_they_were_written(file: Path):
+    """By the moment, not by the clock on the wall."""
+    times = ["2026-11-20T09:00:00+01:00", "2026-11-20T08:30:00+00:00", "2026-11-20T03:10:00-05:00"]
+    for time in times:
+        append_receipt(file, made_receipt(time=time))
+    assert [receipt.time for receipt in read_receipts(file)[0]] == [times[0], times[2], times[1]]
+
+
 def append_many(file: Path, config: str) -> None:
     for number in range(50):
         append_receipt(file, made_receipt(config=config, settings={"text": f"{number} " * 1000}))
@@ -55,10 +63,19 @@ def test_a_line_is_one_write(file: Path, monkeypatch: pytest.MonkeyPatch):
     assert written == [file.read_bytes()]
 
 
+def test_a_line_that_a_full_disk_cuts_off_is_an_error(file: Path, monkeypatch: pytest.MonkeyPatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:20]))
+    with pytest.raises(OSError, match="No space left on device"):
+        append_receipt(file, made_receipt())
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda line: line.update(format=1),
+        lambda line: line.update(format=2),
+        lambda line: line.update(time="yesterday"),
+        lambda line: line.update(time="0001-01-01"),
         lambda line: line.pop("format"),
         lambda line: line.pop("run"),
         lambda line: line["run"].update(ranks="many"),
@@ -224,4 +241,5 @@ def test_a_whole_file_is_read_to_its_first_line(file: Path, monkeypatch: pytest.
     monkeypatch.setattr("recipe_lib.plan.receipts._NEWEST_BYTES", file.stat().st_size + 1)
     assert [receipt.run.config for receipt in read_receipts(file)[0]] == ["a", "b"]
     monkeypatch.setattr("recipe_lib.plan.receipts._NEWEST_BYTES", file.stat().st_size - 2)
-    assert [receipt.run.config for receipt in read_receipts(file)[0]] == ["b"]
+    receipts, unreadable = read_receipts(file)
+    assert [receipt.run.config for receipt in receipts] == ["b"] and unreadable == 0

@@ -83,8 +83,10 @@ def least_bytes(cfg: Any, settings: PlanSettings, known: Estimate, known_cfg: An
     if not cfg.memory.optimizer_in_backward and (once or not is_offloaded):
         gradients = known.trained / (mesh["pipeline"] if once else parts)
     kept = 0.0 if like is None else like.kept * cfg.batch_size / (cfg.parallel.context * cfg.parallel.pipeline)
-    accumulates = cfg.gradient_accumulation_steps > 1
-    return int(held + max(gathered + kept + (gradients if accumulates else 0), gradients))
+    # A backward finds the gradients of the one before it, but for a schedule that may defer those of all weights.
+    defers = cfg.parallel.pipeline > 1 and SCHEDULES[cfg.parallel.pipeline_schedule].splits
+    earlier_gradients = gradients if cfg.gradient_accumulation_steps > 1 and not defers else 0.0
+    return int(held + max(gathered + kept + earlier_gradients, gradients))
 
 
 # Gives settings to try, takes what came of each: None for those that are left out.

@@ -175,7 +175,10 @@ class Candidate:
     @property
     def short(self) -> int:
         """Bytes that they lack; negative: to spare."""
-        return self.quick.reserved_expandable - self.quick.usable
+        reserved = self.quick.reserved_expandable
+        if self.verdict:  # which says that they fit where they do in either of the allocator's ways
+            reserved = min(reserved, self.quick.reserved)
+        return reserved - self.quick.usable
 
     @property
     def speed(self) -> float:

@@ -12,6 +12,7 @@ any operator; an asynchronous one runs on its communicator's, holds its tensors 
 waited for through its work or `wait_tensor` (torch 2.8 and later).
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,6 +77,7 @@ class VectorClocks:
 
 _COMMUNICATORS = 10_000  # numbers of their streams begin here
 _NUMBER = torch.ops.aten._local_scalar_dense.default
+_INDEX_PUTS = ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class StreamChecker:
         self.unrecorded: dict[Line, None] = {}
         self.counts = False  # waits
         self.calls: list[CollectiveCall] = []
-        self._issued: list[tuple[int, int]] = []  # of each call its stream and its work
+        self._issued: dict[int, list[tuple[int, int]]] = {}  # by stream, of each call its work and its place in `calls`
         self._clocks = VectorClocks()
         self._memory: dict[int, _Memory] = {}
         self._freed: dict[int, dict[int, Access]] = {}  # by pool and stream, what may still use memory free in it
@@ -288,8 +290,15 @@ class StreamChecker:
                 self._last_work = None
         if func is _NUMBER and on_device:
             self._wait(".item()", self._clocks.snapshot(stream))
+        elif op.name in _INDEX_PUTS and self._has_mask(args[1]):
+            self._wait("indexing by a mask", self._clocks.snapshot(stream))
         elif op.transfer and (why := self._why_copy_waits(args, kwargs, op, [*read, *written])):
             self._wait(why, self._clocks.snapshot(stream))
+
+    def _has_mask(self, indices: Sequence[Tensor | None]) -> bool:
+        """Return whether one of them is a mask on the device, whose elements CUDA counts (`nonzero`) for the host."""
+        masks = [index for index in tensors_in(indices) if index.dtype in (torch.bool, torch.uint8)]
+        return any(mask.device.type == self.device for mask in masks)
 
     def _why_copy_waits(self, args: Sequence[Any], kwargs: Mapping[str, Any], op: Op, numbers: Sequence[int]) -> str:
         """Why the host waits in a copy between it and the device, in words; "": it does not.
@@ -365,14 +374,17 @@ class StreamChecker:
             self._done_calls(stream),
             self._done_calls(HOST),
         )
-        self._issued.append((stream, work))
+        self._issued.setdefault(stream, []).append((work, len(self.calls)))
         self.calls.append(call)
 
     def _done_calls(self, stream: int) -> tuple[int, ...]:
         """Of each stream the last call that is done before what `stream` does next."""
-        calls = enumerate(self._issued)
-        done = {other: call for call, (other, work) in calls if self._clocks.is_before(other, work, stream)}
-        return tuple(done.values())
+        done = []
+        for other, calls in self._issued.items():
+            count = bisect_right(calls, self._clocks.done(other, stream), key=lambda call: call[0])
+            if count:
+                done.append(calls[count - 1][1])
+        return tuple(done)
 
     def started(self, work: Any) -> None:
         """A call has returned the work of the last asynchronous collective."""

@@ -24,7 +24,7 @@ from recipe_lib.plan.tracing.tracer import Tracer
 from recipe_lib.plan.world.patches import Patch
 
 # Without a pipeline the first micro-batch finds no gradients and the second does; all later ones are like the second,
-# but for the last where that reduces the gradients of all.
+# but for the last one (`last_is_unlike`).
 ALIKE_FROM = 2
 # Where so many micro-batches for each stage are not enough to see every state of memory, all of them are traced.
 _MOST_FOR_A_STAGE = 8
@@ -60,8 +60,14 @@ def traced_micro_batches(cfg: Any, place: int = 0) -> int:
     """
     count = micro_batches(cfg)[1]
     if cfg.parallel.pipeline == 1:
-        return min(ALIKE_FROM + reduces_once(cfg.parallel), count)
+        return min(ALIKE_FROM + last_is_unlike(cfg), count)
     return enough_micro_batches(cfg.parallel, place, count, evaluates=cfg.runs_reference)
+
+
+def last_is_unlike(cfg: Any) -> bool:
+    """Return whether the last micro-batch of a step does more than the others: it reduces the gradients of all, or
+    sends to the host, behind the gradients, the numbers that are logged (`backward_each`)."""
+    return reduces_once(cfg.parallel) or bool(cfg.memory.cpu_offload)
 
 
 def enough_micro_batches(parallel: ParallelConfig, place: int, count: int, *, evaluates: bool = False) -> int:

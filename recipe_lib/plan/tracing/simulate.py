@@ -22,7 +22,7 @@ from recipe_lib.config.schema import FullFinetuneConfig
 from recipe_lib.errors import ConfigError, lines_in
 from recipe_lib.models.meta_init import extra_tensors, stored_weights
 from recipe_lib.parallel import World
-from recipe_lib.parallel.gradient_accumulation import entries_of, reduces_once
+from recipe_lib.parallel.gradient_accumulation import entries_of
 from recipe_lib.parallel.parallelize import Parallel
 from recipe_lib.plan.result import LayerRow
 from recipe_lib.plan.streams.stream_checker import StreamChecker
@@ -30,6 +30,7 @@ from recipe_lib.plan.trace import ALLOC, FREE, OP, PHASE, Op, Storage, Trace
 from recipe_lib.plan.tracing.operator_costs import plain_parts
 from recipe_lib.plan.tracing.pipeline_actions import (
     follow_actions,
+    last_is_unlike,
     name_parts,
     repeat_actions,
     traced_micro_batches,
@@ -41,6 +42,8 @@ from recipe_lib.plan.tracing.simulated_micro_batches import (
     Passes,
     affordable,
     estimate_text,
+    goes_backward,
+    last_stand_by_parts,
     last_stand_for_all,
     likeness,
     treats_all_alike,
@@ -212,7 +215,7 @@ def _run(
         traced or 0,
         len(steps),
         piped=world.pipeline is not None,
-        unlike=int(reduces_once(cfg.parallel)),
+        unlike=int(last_is_unlike(cfg)),
     )
     if "validation" in phases and cfg.validation.source is not None:
         _try_phase("validation", recipe.validate, tracer, notes)
@@ -241,8 +244,10 @@ def _stand_for_all(trace: Trace, cfg: Any, stage: int, traced: int, passes: Pass
     count = micro_batches(cfg)[1]
     if cfg.parallel.pipeline > 1:
         repeat_actions(trace, cfg.parallel, stage, traced, count)
+    elif goes_backward(trace, passes, traced):
+        last_stand_for_all(trace, passes, count, traced, int(last_is_unlike(cfg)))
     else:
-        last_stand_for_all(trace, passes, count, traced, int(reduces_once(cfg.parallel)))
+        last_stand_by_parts(trace, count, traced, int(last_is_unlike(cfg)))
     last_stand_for_all(trace, others, count, traced)
 
 

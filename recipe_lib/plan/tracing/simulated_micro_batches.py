@@ -2,8 +2,8 @@
 
 A recipe that says so (`treats_all_alike`, as the shipped ones do) does the same for every micro-batch: what is alive
 after the second is what was alive after the first, which is checked, and so two are enough without a pipeline; three
-where the last one reduces the gradients of all. Another one may do anything at any of them: all are simulated. Where
-that would take too long, as many as there is time for, and the plan is called an estimate.
+where the last one does more than the others (`last_is_unlike`). Another one may do anything at any of them: all are
+simulated. Where that would take too long, as many as there is time for, and the plan is called an estimate.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,10 +72,10 @@ def likeness(
     """Of the micro-batches that were gone through. traced: of a step. steps: that were simulated. unlike: so many at
     the end are known to be unlike the others, and are left out.
 
-    Where a recipe takes them in another way than one after the other, they count as unlike; piped: a pipeline does,
-    whose schedule says which of them are alike.
+    Where a recipe takes them in another way than one after the other, or lists them before, they count as unlike;
+    piped: a pipeline does, whose schedule says which of them are alike.
     """
-    if piped or not passes.found:
+    if piped or not goes_backward(trace, passes, traced):
         return Likeness(alike=piped, events=len(trace.events) // max(1, traced))
     whole = [marks for marks in passes.found if len(marks) == traced + 1]
     # One that makes its result when it is asked for, as a reference's forwards do, is not asked for an end.
@@ -105,6 +105,19 @@ def _done(trace: Trace, begin: int, end: int) -> list[tuple[Any, ...]]:
     return found
 
 
+def goes_backward(trace: Trace, passes: Passes, traced: int) -> bool:
+    """Return whether the marks enclose a backward.
+
+    They do not where a recipe lists, sorts or numbers its micro-batches: those marks are all set before the first
+    operator, and say nothing of where a micro-batch begins.
+    """
+    for marks in passes.found:
+        for kind, number in trace.events[marks[0][0] : marks[-1][0]] if len(marks) == traced + 1 else []:
+            if kind == OP and trace.ops[number].part == "backward":
+                return True
+    return False
+
+
 def last_stand_for_all(trace: Trace, passes: Passes, count: int, traced: int, unlike: int = 0) -> None:
     """The operators of the last micro-batch that was gone through count for all that were not too, `count` in all.
 
@@ -117,6 +130,27 @@ def last_stand_for_all(trace: Trace, passes: Passes, count: int, traced: int, un
             last |= {number for kind, number in events if kind == OP}
     for number in last:
         trace.ops[number].repeats *= count - traced + 1
+
+
+def last_stand_by_parts(trace: Trace, count: int, traced: int, unlike: int = 0) -> None:
+    """Do the same by the operators' parts, where marks do not tell: a micro-batch begins with a forward after a
+    backward, and the last one ends with the last backward."""
+    for phase in trace.phases:
+        ops = list(trace.phase_ops(phase))
+        begins: list[int] = []
+        end = 0
+        is_behind = False
+        for index, op in enumerate(ops):
+            if op.part == "forward" and is_behind:
+                begins.append(index)
+                is_behind = False
+            if op.part == "backward":
+                is_behind = True
+                end = index + 1
+        begins.append(end)
+        if len(begins) > 1 + unlike:
+            for op in ops[begins[-2 - unlike] : begins[-1 - unlike]]:
+                op.repeats *= count - traced + 1
 
 
 def affordable(found: Likeness, count: int, fewest: int) -> int:

@@ -23,9 +23,13 @@ from recipe_lib.plan.world.sequence_lengths import Sequence
 class PlannedData:
     """What a recipe finds as `self.data` in place of what its `setup_data` would have made.
 
-    dataset, validation_dataset: a dataset of one item. `batches` yields one step, `validation_batches` one micro-batch,
-    both on the device.
+    dataset, validation_dataset: a dataset of one item. plan, tokenizer: None. total_steps: 1. `batches` yields one
+    step, `validation_batches` one micro-batch, both on the device.
     """
+
+    # Recipes of users' own may ask for them in any method that is planned.
+    tokenizer = chat_template = tokenizer_path = plan = None
+    total_steps = 1
 
     def __init__(
         self,
@@ -51,6 +55,14 @@ class PlannedData:
     def validation_batches(self) -> Iterator[StepBatches]:
         """One validation batch of this rank."""
         yield self._step(self._cfg.validation.batch_size or self._cfg.batch_size, 1)
+
+    def report(self) -> list[str]:
+        """Return no lines: nothing was read."""
+        return []
+
+    def identity(self) -> dict[str, Any]:
+        """Return nothing that a checkpoint could be compared by."""
+        return {}
 
     def _step(self, batch_size: int, accumulation: int) -> StepBatches:
         packed, ranks = self._cfg.data.packing, self._world.data_ranks

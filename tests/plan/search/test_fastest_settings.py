@@ -91,6 +91,12 @@ def candidate(changes: Changes, active: int, room: int, seconds: float = 1.0, **
     return Candidate(changes, quick, active <= room)
 
 
+@pytest.mark.parametrize(("verdict", "short"), [("", 3), (DOES_NOT_FIT, 2)])
+def test_a_whole_plan_lacks_what_it_lacks_in_the_better_way_of_the_allocator(verdict: str, short: int):
+    quick = dataclasses.replace(candidate({}, active=10, room=8).quick, reserved=10, reserved_expandable=11)
+    assert Candidate({}, quick, may_fit=False, verdict=verdict).short == short
+
+
 @pytest.mark.slow
 def test_what_was_typed_stays():
     """Neither the micro-batch nor what is tried outside of the layers replaces a key that is fixed."""

@@ -15,6 +15,7 @@ WAYS = (
     "batch_size=4 gradient_accumulation_steps=1 parallel.data_replicate=2",
     "batch_size=2 gradient_accumulation_steps=4 parallel.pipeline=2",
     "batch_size=1 gradient_accumulation_steps=8 parallel.pipeline=2 parallel.pipeline_schedule=zbv",
+    "batch_size=4 gradient_accumulation_steps=2 parallel.pipeline=2 parallel.pipeline_schedule=zbv",
 )
 KEPT = ("none", "full")
 STATES = "optimizer.implementation=single"
@@ -38,6 +39,20 @@ def bounds(name: str, kind: str) -> list[tuple[str, str, float, float]]:
         held = least_bytes(cfg, wanted, other, known_cfg, other) / quickly.active
         rows.append((way, known, held, other.least_seconds / quickly.seconds))
     return rows
+
+
+def test_a_backward_need_not_find_gradients_where_all_may_be_deferred():
+    from recipe_lib.plan.search.trial_order import least_bytes
+    from recipe_lib.plan.search.trials import Estimate
+
+    known = Estimate(0, 0, 0, 0, 1.0, 1000, held=2**30, parameters=2**29, trained=2**29, module="", kept=2**28)
+    _, alone, _ = settings("demo/full", 2)
+    least = {}
+    for schedule in ("1f1b", "zbv"):
+        more = ("parallel.pipeline=2", f"parallel.pipeline_schedule={schedule}", "gradient_accumulation_steps=4")
+        _, cfg, wanted = settings("demo/full", 2, *more)
+        least[schedule] = least_bytes(cfg, wanted, known, alone, known) - 2**30
+    assert least == {"1f1b": 2**28 + 2**27 * cfg.batch_size, "zbv": max(2**28, 2**27 * cfg.batch_size)}
 
 
 @pytest.mark.slow
