@@ -13,7 +13,7 @@ from tests.house.files import ROOT
 DOCS = ROOT / "docs"
 # Row of the table -> what the report's line has.
 TENSOR_ROWS = {
-    "kept for backward by the layers": r"model\.layers\.0-31 [\d.]+ B [\d.]+ GiB ([\d.]+ GiB)",
+    "kept for backward by the layers": r"model\.layers\.0-31 [\d.]+ B [\d.]+ GiB [\d.]+ GiB ([\d.]+ GiB)",
     "peak reserved": r"peak reserved ([\d.]+)",
     "sent per step": r"one rank \d+ [\d.]+ GiB ([\d.]+ GiB)",
     "tokens a second, all ranks (data sheet, for ranking)": r"a step, ([\d.]+ K) a second",
