@@ -71,7 +71,7 @@ def wait(tensor: Tensor) -> Tensor:
 
 def gather(shard: Tensor, group: Group) -> Tensor:
     """`[n, ...]` of each rank to `[N, ...]` on all; its backward sums, and gives each rank its part. Keeps nothing."""
-    return cast(Tensor, GradientNode.apply(_gather, _scatter, (1,), shard, group))
+    return cast(Tensor, _Gather.apply(shard, group))
 
 
 def scatter(partial: Tensor, group: Group) -> Tensor:
@@ -79,7 +79,7 @@ def scatter(partial: Tensor, group: Group) -> Tensor:
 
     A separate autograd node, so that a checkpointed layer's second forward can end before it.
     """
-    return cast(Tensor, GradientNode.apply(_scatter, _gather, (1,), partial, group))
+    return cast(Tensor, _Scatter.apply(partial, group))
 
 
 def gather_linears(
@@ -119,6 +119,30 @@ def _gather(shard: Tensor, group: Group) -> Tensor:
 
 def _scatter(partial: Tensor, group: Group) -> Tensor:
     return wait(start_scatter(partial, group))
+
+
+# Not a `GradientNode`: compiled, with selective checkpointing, that one makes another view in the second forward than
+# in the first one (torch 2.13).
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _gather(shard, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _scatter(gradients[0], ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _scatter(partial, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _gather(gradients[0], ctx.group), None
 
 
 class _GatherLinears(torch.autograd.Function):
