@@ -96,7 +96,8 @@ def few_layers(recipe_class: type, cfg: FullFinetuneConfig) -> tuple[int, int] |
     layers = layer_count(cfg)
     lead, period = find_layer_pattern(cfg)
     ahead = 2 * cfg.memory.activation_offload_prefetch_layers + 1 if cfg.memory.activation_offload else 0
-    short = lead + _TURNS * period + _ENDS + ahead + cfg.compile  # what a compiled layer made lives a layer longer
+    turns = _TURNS + (period > 1)  # of several layers one is lost where those at an end are unlike the others
+    short = lead + turns * period + _ENDS + ahead + cfg.compile  # what a compiled layer made lives a layer longer
     short += (layers - short) % period
     return (short, short + period) if _WORTHWHILE * (2 * short + period) <= layers else None
 

@@ -37,7 +37,7 @@ WHOLE = [(FULL, "optimizer.name=muon"), (LORA, "parallel.strategy=ddp")]
 # Shapes that no preset has: layers that are not repeated, and more of them until they are.
 PATTERNS = {
     "dense layers first": ("qwen3_moe/30B", {"mlp_only_layers": [0, 1, 2]}),
-    "a period of four": ("gemma3/1B", {"sliding_window_pattern": 4, "num_hidden_layers": 52}),
+    "a period of four": ("gemma3/1B", {"sliding_window_pattern": 4, "num_hidden_layers": 64}),
 }
 CASES = {" ".join(case): case for case in (*DEEPER, *WHOLE)}
 
