@@ -96,7 +96,7 @@ class Distillation:
             def run(hidden: Tensor, weight: Tensor, labels_of_teacher: Tensor, **of_head: Any) -> Tensor:
                 target = TeacherHead(self.divergence, hidden=hidden, weight=weight, **of_head)
                 _run_chunks(self, head, target, labels, softcap, found)
-                return found
+                return hidden.new_zeros(())  # ranks that share sequences add it up
 
             # FSDP gathers the teacher's weight once for all chunks: of one chunk alone it would be whole too, so that
             # gathering it chunk by chunk would send more and hold as much.

@@ -56,8 +56,8 @@ def test_two_ranks_train_on_it_four_go_on_and_others_open_the_model(realdata: Pa
     (tmp_path / "tiny.json").write_text(json.dumps(shape))
     text = (realdata / "datasets" / "text" / "tinyshakespeare.txt").read_text()
     (tmp_path / "text.txt").write_text(text)
-    ids = load_tokenizer(realdata / "stories260K-hf").encode(text)
-    documents = [ids[at * (TOKENS + 1) : (at + 1) * (TOKENS + 1)] for at in range(2)]
+    ids = load_tokenizer(realdata / "stories260K-hf").encode(text, add_bos=True)
+    documents = [ids[at * TOKENS : (at + 1) * TOKENS + 1] for at in range(2)]  # a target more than there are inputs
     assert len(documents[1]) == TOKENS + 1
     saving = ("checkpoint.save_every_n_steps=1", "checkpoint.save_model=true")
     (first,) = run_ranks(
