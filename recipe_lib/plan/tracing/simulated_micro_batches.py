@@ -75,21 +75,22 @@ def likeness(
     Where a recipe takes them in another way than one after the other, or lists them before, they count as unlike;
     piped: a pipeline does, whose schedule says which of them are alike.
     """
-    if piped or not goes_backward(trace, passes, traced):
-        return Likeness(alike=piped, events=len(trace.events) // max(1, traced))
+    if piped:
+        return Likeness(alike=True, events=len(trace.events) // max(1, traced))
+    in_turn = goes_backward(trace, passes, traced)
     whole = [marks for marks in passes.found if len(marks) == traced + 1]
     # One that makes its result when it is asked for, as a reference's forwards do, is not asked for an end.
     if len(whole) < steps or any(len(marks) < traced for marks in passes.found):
         return Likeness(alike=False, events=len(trace.events) // max(1, traced))
     whole = [marks[: len(marks) - unlike] for marks in whole]
     left = [[alive for _, alive in marks[1:]] for marks in whole]
-    alike = all(len(set(alive)) <= 1 for alive in left)
+    alike = in_turn and all(len(set(alive)) <= 1 for alive in left)
     for marks in whole:
         done = [_done(trace, begin[0], end[0]) for begin, end in zip(marks[1:], marks[2:], strict=False)]
         alike = alike and all(other == done[0] for other in done[1:])
     growth = max((alive[-1] - alive[-2] for alive in left if len(alive) > 1), default=0)
     spans = [[end[0] - begin[0] for begin, end in zip(marks, marks[1:], strict=False)] for marks in passes.found]
-    events = sum(max(span, default=0) for span in spans)
+    events = sum(max(span, default=0) for span in spans) if in_turn else len(trace.events) // max(1, traced)
     return Likeness(alike, max(0, growth), events)
 
 
