@@ -334,7 +334,6 @@ def wide_spec(width: int, mlp_width: int) -> Any:
         ("none", torch.float32, 3072, 2048),
         ("none", torch.bfloat16, 4096, 4096),
         ("int8", torch.bfloat16, 4096, 12288),
-        ("nf4", torch.bfloat16, 8192, 6144),
     ],
 )
 def test_frozen_layers_above_200_mib_give_the_same_bits(
