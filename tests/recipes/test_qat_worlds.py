@@ -31,7 +31,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "adapters, streamed": (2, LORA_INT4, ("memory.stream_layers=true", ON_ANY_DEVICE)),
     "adapters, pipeline, late": (2, (*LORA_INT4, "qat_start_step=1"), ("parallel.pipeline=2",)),
 }
-QUICK = ["int4, FSDP", "adapters, streamed"]
+QUICK = ["adapters, streamed"]
 
 
 def train(folder: Path, rounding: tuple[str, ...], others: tuple[str, ...], ranks: int) -> dict[str, Any]:
