@@ -202,6 +202,7 @@ def test_a_name_that_the_system_refuses_is_one_line(writer: Writer, material: Ma
     check_remedy(writer, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "writer", parameters([row for row in FILES if row.verb not in ("import", "export") and row.note != "--force"])
 )
@@ -218,6 +219,7 @@ def test_a_link_stays_and_is_written_through(writer: Writer, material: Material,
 
 
 # The answers of `generate` are added to their file, a batch at a time.
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", parameters([row for row in FILES if row.verb != "generate"]))
 def test_what_a_killed_start_left_goes(writer: Writer, material: Material, out_folder: Path) -> None:
     """Unless somebody may still be writing it."""
@@ -230,6 +232,7 @@ def test_what_a_killed_start_left_goes(writer: Writer, material: Material, out_f
     assert not left[0].exists() and out.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", parameters([row for row in FILES if row.verb not in ("cp", "import", "export")]))
 def test_what_an_earlier_start_wrote_is_whole_when_the_disk_is_full(
     writer: Writer, material: Material, out_folder: Path
