@@ -102,7 +102,9 @@ def plan_line(cell: tuple[str, str, int]) -> Line:
         return line
     best, begun = max(fitting, key=lambda pair: pair[0].speed)
     line.settings, line.verdict = [*begun, *override_text(best.changes).split()], best.verdict
-    line.active, line.reserved, line.host = best.quick.active, best.quick.reserved, best.quick.host
+    line.active = best.quick.active
+    line.reserved = best.quick.reserved
+    line.host = best.quick.host
     line.tokens_per_second = best.speed
     return line
 

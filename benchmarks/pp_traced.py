@@ -197,11 +197,13 @@ def expected_held(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: 
 
 def expected_most(cfg: FullFinetuneConfig, spec: DecoderSpec, rank: int, count: int) -> int:
     """The most bytes that are alive at once, during an action or after it."""
-    work, before, most = work_bytes(cfg, spec), 0, 0
+    work = work_bytes(cfg, spec)
+    before = most = 0
     lives = expected(cfg, spec, rank, count)
     for live, (_, held) in zip(lives, expected_held(cfg, spec, rank, count), strict=True):
         needs = work[live.action.stage].get(live.action.kind, 0)
-        most, before = max(most, before + needs, total_of(live)), held
+        most = max(most, before + needs, total_of(live))
+        before = held
     return most
 
 

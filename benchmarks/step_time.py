@@ -91,7 +91,8 @@ def rows_of(method: str, tokens: int) -> tuple[list[str], list[str], list[str]]:
             idle = timing.step - timing.compute - timing.exposed - timing.copies_exposed
             cells = [f"{times[kind]:.3f}" for kind in KINDS if kind != "copies"]
             cells += [f"{timing.exposed + timing.copies_exposed:.3f}", f"{max(0.0, idle):.3f}", f"{timing.step:.3f}"]
-            kernels, useful = sum(times[kind] for kind in KINDS[:3]), times[MATMULS] + times[ATTENTION]
+            kernels = sum(times[kind] for kind in KINDS[:3])
+            useful = times[MATMULS] + times[ATTENTION]
             cells += [f"{operators_launched(trace, STEADY):,}", f"{kernels / useful:.2f}"]
             kinds.append(f"| {method} | {tokens} | {card} | {name} | {' | '.join(cells)} |")
         if kernels / useful > AIM:

@@ -105,7 +105,7 @@ def merge_rows(read_rows: Callable[[int, int], Tensor], count: int, update: Upda
 
 
 def _column_factors(read_rows: Callable[[int, int], Tensor], count: int, update: Update) -> Tensor:
-    """What each column `[m]` is multiplied by: its trained length over the one it has with the update."""
+    """Return what each column `[m]` is multiplied by: its trained length over the one it has with the update."""
     squares = sum(
         update.add_to(_wide(read_rows(start, stop)), start).square_().sum(dim=0)
         for start, stop in _pieces(read_rows, count)

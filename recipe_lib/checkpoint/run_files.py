@@ -281,7 +281,8 @@ def publish(temporary: Path, final: Path) -> None:
     for path in temporary.glob("*.safetensors"):
         read_header(path)  # what ranks have written elsewhere is seen, whole, from here
     files.flush_folder(temporary)
-    root, name = final.parent, final.name
+    root = final.parent
+    name = final.name
     new = {path.name: describe(path) for path in sorted(temporary.iterdir())}
     files.restore_replaced(root, name)
     files.remove_leftovers(root, RECORD)

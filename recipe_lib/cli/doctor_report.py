@@ -210,7 +210,8 @@ def _describe_gpus(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _describe_links(facts: dict[str, Any]) -> Section:
     """Copies between GPUs; a table of the collectives, unless one of them failed."""
     section = Section("links")
-    copies, links = _list_copies(facts).values(), facts["links"]
+    copies = _list_copies(facts).values()
+    links = facts["links"]
     if copies:
         rates = [way["rate"] for way in copies]
         whole = f"{sum(not way['wrong'] for way in copies)} of {len(copies)} arrive whole"
@@ -241,7 +242,8 @@ def _describe_host(facts: dict[str, Any]) -> list[tuple[str, str]]:
     memory = facts["steps"].get("host memory")
     rows = [("cores", str(facts["machine"]["cores"]))]
     if memory:
-        total, free = format_bytes(memory["total"]), format_bytes(memory["free"])
+        total = format_bytes(memory["total"])
+        free = format_bytes(memory["free"])
         rows.append(("memory", f"{total}, {free} {memory['what']}"))
     shared = {"use": "/dev/shm", **facts["machine"]["shared_memory"]}
     for folder in (shared, *facts["machine"]["folders"]):

@@ -66,7 +66,7 @@ class RecipeFile:
         return cls(path.stem, path, shipped)
 
     def reads_as_ours(self) -> bool:
-        """Whether its words are those of ours. Another file may be any program, and is imported only to be run."""
+        """Return whether its words are ours. Another file may be any program, and is imported only to be run."""
         return self.shipped or _find_parsed_class(self.path) is not None
 
     def schema(self) -> type:

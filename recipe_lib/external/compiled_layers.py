@@ -175,7 +175,8 @@ class CompiledLayers:
         """The forward of a layer. tensors: what it holds, and what it is called with."""
         call = self.calls[key]
         places = self.places[call.path]
-        own, given = tensors[: len(places)], iter(tensors[len(places) :])
+        own = tensors[: len(places)]
+        given = iter(tensors[len(places) :])
         leaves = [next(given) if each is _TENSOR else each for each in call.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, call.spec)
         length = call.times * tensors[len(places)].shape[1] if call.times else call.length

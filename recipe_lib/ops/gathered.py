@@ -71,7 +71,7 @@ def wait(tensor: Tensor) -> Tensor:
 
 def gather(shard: Tensor, group: Group) -> Tensor:
     """`[n, ...]` of each rank to `[N, ...]` on all; its backward sums, and gives each rank its part. Keeps nothing."""
-    return cast(Tensor, _Gather.apply(shard, group))
+    return cast(Tensor, _Exchange.apply(shard, group, True))
 
 
 def scatter(partial: Tensor, group: Group) -> Tensor:
@@ -79,7 +79,7 @@ def scatter(partial: Tensor, group: Group) -> Tensor:
 
     A separate autograd node, so that a checkpointed layer's second forward can end before it.
     """
-    return cast(Tensor, _Scatter.apply(partial, group))
+    return cast(Tensor, _Exchange.apply(partial, group, False))
 
 
 def gather_linears(
@@ -123,26 +123,19 @@ def _scatter(partial: Tensor, group: Group) -> Tensor:
 
 # Not a `GradientNode`: compiled, with selective checkpointing, that one makes another view in the second forward than
 # in the first one (torch 2.13).
-class _Gather(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """A gather whose backward scatters, or a scatter whose backward gathers."""
+
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: Group, gathers: bool) -> Tensor:
         ctx.group = group
-        return _gather(shard, group)
+        ctx.gathers = gathers
+        return _gather(tensor, group) if gathers else _scatter(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _scatter(gradients[0], ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _scatter(partial, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _gather(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        back = _scatter if ctx.gathers else _gather
+        return back(gradients[0], ctx.group), None, None
 
 
 class _GatherLinears(torch.autograd.Function):

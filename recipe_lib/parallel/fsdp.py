@@ -336,7 +336,8 @@ def materialize(model: nn.Module, memory: MemoryConfig, device: torch.device) ->
 
 def _shard_module(module: nn.Module, reshard_after_forward: bool, options: dict[str, Any]) -> None:
     """Makes one module a unit; the embedding and the output projection get what their size deserves."""
-    is_head, is_embedding = type(module) in _HEADS, type(module) in _EMBEDDINGS
+    is_head = type(module) in _HEADS
+    is_embedding = type(module) in _EMBEDDINGS
     fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
     if is_head:
         module.register_forward_pre_hook(_plan_backward_gather, with_kwargs=True)
@@ -379,7 +380,8 @@ def evaluated_in_parts(model: Decoder, *, head: bool = False) -> Iterator[None]:
     is gathered first."""
     root = model if isinstance(model, FSDPModule) else None
     if root is not None and head:
-        output, embedding = model.lm_head, model.model.embed_tokens
+        output = model.lm_head
+        embedding = model.model.embed_tokens
         is_second_use = isinstance(embedding, FSDPModule) and output.weight is embedding.weight
         if not (isinstance(output, FSDPModule) or is_second_use):  # else its call gathers it
             root.unshard()

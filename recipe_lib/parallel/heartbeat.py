@@ -155,7 +155,9 @@ class Heartbeat:
         self._store: dist.Store | None = None  # a separate connection
         if store is not None and size > 1:
             self._store = dist.PrefixStore(f"heartbeat {next(_heartbeat_numbers)}", store.clone())
-        self._rank, self._size, self._timeout = rank, size, timeout
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
         self._node = name_node()
         self._folder = os.environ.get(errors.FOLDER_VARIABLE)
         self._main = this_thread()

@@ -154,7 +154,9 @@ def make_plan(
     """The plan, and the trace of the heaviest rank. cfg: plannable. Raises UserErrors of recipe and config."""
     hardware = settings.hardware
     planned = plan_ranks(recipe_class, cfg, settings, steps)
-    simulated, pipeline, heaviest = planned.simulated, planned.step.pipeline, planned.heaviest
+    simulated = planned.simulated
+    pipeline = planned.step.pipeline
+    heaviest = planned.heaviest
     outside = settings.outside or max(
         (outside_torch(hardware, group_sizes(found.trace)) for found in simulated.values()),
         key=lambda one: one.total,
@@ -285,7 +287,9 @@ def _communication(trace: Trace, settings: PlanSettings) -> list[CommunicationRo
 def _time(planned: PlannedRanks, settings: PlanSettings, dtype: str) -> TimePlan | None:
     """Of the heaviest rank, or in a pipeline of the one that computes the longest. None where no time is wanted, or the
     places of a pipeline are not all known."""
-    sums, trace, seconds = planned.step.sums, planned.step.trace, planned.step.seconds
+    sums = planned.step.sums
+    trace = planned.step.trace
+    seconds = planned.step.seconds
     if sums is None or trace is None or seconds is None:
         return None
     steps = settings.steps or settings.sequence.steps

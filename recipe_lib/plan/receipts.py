@@ -179,7 +179,8 @@ def find_nearest(receipts: list[Receipt], planned: ReceiptRun) -> Receipt | None
     """
 
     def count_differences(receipt: Receipt) -> int:
-        before, now = receipt.run.settings, planned.settings
+        before = receipt.run.settings
+        now = planned.settings
         return sum(before.get(name) != now.get(name) for name in before | now)
 
     alike = [

@@ -10,7 +10,9 @@ from recipe_lib.report.view import Figure, Section
 WIDTH, HEIGHT = 400, 230  # of a line chart: as wide as its column of the page, so that its letters are as large
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 38
 _MOST_POINTS = 600
-_DECADE, _LARGEST_SPAN = 10.0, 1e100  # of values between which an axis is logarithmic, where that is preferred
+# Spans of values between which an axis is logarithmic, where that is preferred.
+_DECADE = 10.0
+_LARGEST_SPAN = 1e100
 _LETTER = 6.6  # width of one, about
 COLORS = 10  # classes k0 to k9 of the page
 
@@ -182,7 +184,8 @@ def _value_axis(name: str, values: list[float], from_zero: bool) -> Scale:
 def _log_axis(name: str, values: list[float]) -> Scale:
     """An axis with powers of ten; every so many where they are more than seven."""
     margin = (max(values) / min(values)) ** 0.06
-    low, high = min(values) / margin, max(values) * margin
+    low = min(values) / margin
+    high = max(values) * margin
     powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
     marks = [10.0**power for power in powers[:: math.ceil(len(powers) / 7)]]
     return Scale(name, low, high, _different(marks if len(marks) > 1 else ticks(low, high, 5)), is_log=True)

@@ -362,7 +362,8 @@ def resume_run(
     found = find_state(root, cfg.resume, world) if cfg.resume else None
     if found is None:
         return 0
-    done, total = read_manifest(found).step, data.total_steps
+    done = read_manifest(found).step
+    total = data.total_steps
     # A run that is as long as what is done trains nothing and exports; a shorter one would pass the later weights off
     # as those of its own last step.
     if done > total:

@@ -245,7 +245,9 @@ def _take(trace: ForwardTrace, course: Course, record: OperatorCall, point: Pend
         segments = segments_of(each.dims[numbers[0]], course.axis) if len(numbers) == 1 else None
         if segments is None or any(whole for _, whole in segments):
             raise Refusal(f"the axis cannot be separated in what goes into {_where(trace, record)}")
-        point.taken, point.dim, point.segments = place, numbers[0], period([length for length, _ in segments])
+        point.taken = place
+        point.dim = numbers[0]
+        point.segments = period([length for length, _ in segments])
 
 
 def _carry(dims: Iterable[AxisNode], axis: AxisNode) -> bool:

@@ -252,7 +252,7 @@ def boundary_counts(plan: ShardingPlan) -> dict[Boundary, int]:
 
 
 def collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
-    """What ranks exchange in one forward and backward: the phase, the collective's name, and its numbers a token.
+    """List what ranks exchange in one forward and backward: the phase, the collective's name, and its numbers a token.
 
     An activation that enters, or is gathered, in several places does so once. A boundary counts as one run of its
     module.
@@ -274,7 +274,7 @@ def collectives(plan: ShardingPlan) -> list[tuple[str, str, int]]:
 
 
 def _phases(kinds: set[str]) -> list[tuple[str, str]]:
-    """What one place exchanges, forward and backward, where tokens that entered are gathered again."""
+    """Return what one place exchanges, forward and backward, where tokens that entered are gathered again."""
     entering = bool(kinds & {"enter", "cut"})
     if kinds & {"leave", "lookup"}:
         scattered = [("forward", "reduce-scatter"), ("backward", "all-gather")]

@@ -102,7 +102,8 @@ def advise(plan: Plan, base: Estimate | None, tried: list[Tried]) -> list[Advice
         ranked.append(((not fits, True, gained), row))
     for lever, one in tried if base is not None else []:
         assert base is not None
-        gained, seconds = one.active - base.active, one.seconds - base.seconds
+        gained = one.active - base.active
+        seconds = one.seconds - base.seconds
         fits = _fits(plan, base, one)
         timed = not {LENGTH_KEY, PACKING_KEY} & set(lever.changes)
         is_faster = timed and fits and plan.verdict != DOES_NOT_FIT and seconds < -MIN_CHANGE * base.seconds

@@ -148,7 +148,7 @@ class StreamChecker:
         self.counts = True
 
     def end_step(self) -> None:
-        """What a step leaves is read as for a saved state: on the host by the host, on the device by the stream that
+        """Read what a step leaves as for a saved state: on the host by the host, on the device by the stream that
         computes, whose copies the host waits for."""
         self.counts = False
         for number, memory in list(self._memory.items()):
@@ -334,7 +334,8 @@ class StreamChecker:
         """Two uses of the same memory with no wait between them are a race."""
         if self._clocks.is_before(earlier.stream, earlier.work, access.stream):
             return
-        first, second = self._describe(earlier), self._describe(access)
+        first = self._describe(earlier)
+        second = self._describe(access)
         key: tuple[Any, ...] = (earlier.op.name, earlier.place, access.op.name, access.place, reused)
         words = f"{memory.storage.label or memory.storage.kind} ({'device' if memory.storage.device else 'host'}): "
         words += f"{second} {access.does} what {first} {earlier.does}, with no wait between them"

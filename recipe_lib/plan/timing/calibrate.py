@@ -255,13 +255,16 @@ def measure_collective(operation: str, size: int, rank: int, ranks: int, device:
     own = slice(rank * part, (rank + 1) * part)
     given = pattern + rank
     if operation == "all_gather":
-        result, expected = torch.full_like(pattern, -1.0), pattern
+        result = torch.full_like(pattern, -1.0)
+        expected = pattern
         call = partial(dist.all_gather_into_tensor, result, pattern[own].clone())
     elif operation == "all_reduce":
-        result, expected = given, summed
+        result = given
+        expected = summed
         call = partial(dist.all_reduce, given)
     else:
-        result, expected = torch.full_like(pattern[own], -1.0), summed[own]
+        result = torch.full_like(pattern[own], -1.0)
+        expected = summed[own]
         call = partial(dist.reduce_scatter_tensor, result, given)
     call()
     synchronize()
