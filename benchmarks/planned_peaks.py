@@ -7,8 +7,8 @@
 
 The plans are kept in benchmarks/planned_peaks.json: bytes of the heaviest rank, sequences as long as max_seq_len
 allows. A header says the fastest settings, too, as fastest_settings.py has found them. A config is meant for the fewest
-GPUs of 24 GB that its plan fits with a margin (see `fits`), 8 at most; else of 48 GB, else of 80 GB; else for several
-machines with 8 of 80 GB, or of 141 GB. A test holds the headers to the file, and plans some anew.
+GPUs of 24 GB, at most 8, that its plan fits with a margin (see `fits`); else of 48 GB, of 80 GB or of 141 GB. A test
+holds the headers to the file, and plans some anew.
 """
 
 import argparse
@@ -34,10 +34,9 @@ DEVICE = "rtx4090"
 PLANS = Path(__file__).with_suffix(".json")
 FASTEST = Path(__file__).with_name("fastest_settings.json")  # by the program of that name
 SIZES = (16, 24, 48, 80, 141)  # GB, as cards are sold
-FIRST = (24, 48, 80)  # in which order a config is meant for them, on one machine
-SEVERAL = (80, 141)  # on several machines
-MACHINE = 8  # GPUs
-RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
+FIRST = (24, 48, 80, 141)  # in which order a config is meant for them
+ALSO = (16, 24, 48, 80)  # which a header names beside them
+RANKS = (1, 2, 4, 8)  # of one machine
 MARGIN = 0.03  # of a card; what a plan may be wrong by, as in the verdict of `tune plan`
 DDP = "ddp"
 PEAK = re.compile(
@@ -77,8 +76,7 @@ def fewest(plans: Plans) -> dict[int, int]:
 def meant_for(plans: Plans) -> tuple[int, int]:
     """(card size in GB, ranks) that a config is meant for."""
     found = fewest(plans)
-    on_one = [size for size in FIRST if found.get(size, MACHINE + 1) <= MACHINE]
-    size = next(size for size in (*on_one, *SEVERAL) if size in found)
+    size = next(size for size in FIRST if size in found)
     return size, found[size]
 
 
@@ -104,11 +102,11 @@ def plan_config(name: str) -> tuple[str, Plans]:
     plans: Plans = {}
     total = total_bytes(text_of(name))
     for ranks in RANKS:
-        if total / ranks > (FIRST if ranks <= MACHINE else SEVERAL)[-1] * 10**9:
+        if total / ranks > SIZES[-1] * 10**9:
             continue
         plan = apart(plan_ranks, name, ranks, *(["parallel.strategy=fsdp"] if ranks > 1 else []))
         plans[str(ranks)] = plan
-        if fits(plan, ranks, SIZES[0]) or (ranks >= MACHINE and fits(plan, ranks, FIRST[-1])):
+        if fits(plan, ranks, SIZES[0]):
             break
     if not name.endswith(("full", "qat")) and meant_for(plans) == (24, 1):
         plans[DDP] = apart(plan_ranks, name, 2, "parallel.strategy=ddp")
@@ -131,21 +129,19 @@ def header(text: str, plans: Plans, fastest: dict[str, Any] | None = None) -> st
     if old is None:
         return PEAK.sub(lambda _: f"{_peak(plans['1'], 1)}\n", text)
     size, ranks = meant_for(plans)
-    found = {other: count for other, count in fewest(plans).items() if other != size and other in FIRST + SIZES[:1]}
-    others = {other: count for other, count in found.items() if count <= MACHINE and (other < size or count < ranks)}
+    found = {other: count for other, count in fewest(plans).items() if other != size and other in ALSO}
+    others = {other: count for other, count in found.items() if other < size or count < ranks}
     also = ", ".join(f"{count} of {other} GB" for other, count in others.items())
     also = f", or {also}" if also else ""
-    nodes = ranks // MACHINE if ranks > MACHINE else 1
-    on = f" on {nodes} nodes" if nodes > 1 else ""
     joined = " ".join(line.strip("# ") for line in old[0].splitlines())
-    sentences = [f"Meant for {ranks} {'GPUs' if ranks > 1 else 'GPU'} of {size} GB{on}{also}: {_total(joined, ranks)}"]
+    sentences = [f"Meant for {ranks} {'GPUs' if ranks > 1 else 'GPU'} of {size} GB{also}: {_total(joined, ranks)}"]
     sentences += [_VISION] if "vision part" in joined else []
     sentences += re.findall(r"The frozen teacher takes \S+ GiB\.", joined)
-    sentences += ["The same command on each node; HOST is the first one."] if nodes > 1 else []
     lines = [f"# {line}" for line in textwrap.wrap(" ".join(sentences), 117, break_on_hyphens=False)]
     lines += [_peak(plans[str(ranks)], ranks), *(_fastest(fastest, size, ranks) if fastest else []), "#", ""]
     text = text[: old.start()] + "\n".join(lines) + text[old.end() :]
-    return _RUN.sub(lambda _: f"#   tune run {_flags(ranks, nodes)}", text, count=1)
+    flags = f"--nproc_per_node {ranks} " if ranks > 1 else ""
+    return _RUN.sub(lambda _: f"#   tune run {flags}", text, count=1)
 
 
 def _peak(plan: dict[str, int], ranks: int) -> str:
@@ -162,12 +158,6 @@ def _fastest(found: dict[str, Any], size: int, ranks: int) -> list[str]:
     if not found["settings"]:
         text = f"Planned speed: {best}; no settings that fit are faster."
     return [f"# {line}" for line in textwrap.wrap(text, 117, break_on_hyphens=False, break_long_words=False)]
-
-
-def _flags(ranks: int, nodes: int) -> str:
-    if nodes > 1:
-        return f"--nnodes {nodes} --nproc_per_node {MACHINE} --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\\n#     "
-    return f"--nproc_per_node {ranks} " if ranks > 1 else ""
 
 
 def _total(joined: str, ranks: int) -> str:
