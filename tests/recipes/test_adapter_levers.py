@@ -102,11 +102,12 @@ LEVERS = [
     Lever(EIGHT_BITS, basis=EIGHT_BITS, tolerance=1e-4),
     Lever(INT8, basis=INT8, tolerance=1e-2, plain_base="rounding them a second time would lose more"),
 ]
-# Each lever with one kind, in turn with each.
-CASES = [(KINDS[number % len(KINDS)], lever) for number, lever in enumerate(LEVERS)] + [(SGD, LEVERS[0])]
+# Each lever with one kind, in turn with each; the last one, which some refuse, with one that does not too.
+CASES = [(KINDS[number % len(KINDS)], lever) for number, lever in enumerate(LEVERS)]
+CASES += [(SGD, LEVERS[0]), (KINDS[0], LEVERS[-1])]
 BASES = [(kind, ()) for kind in KINDS] + [(kind, lever.basis) for kind, lever in CASES if not lever.refuses(kind)]
-BASES = list(dict.fromkeys([*BASES, *((KINDS[0], changed) for changed in (EIGHT_BITS, INT8))]))
-QUICK = [CASES[0], CASES[4], CASES[7]]
+BASES = list(dict.fromkeys(BASES))
+QUICK = [CASES[4], CASES[7]]
 QUICK_BASES = [(kind, lever.basis) for kind, lever in QUICK] + [(kind, ()) for kind in KINDS]
 QUICK_BASES = [base for base in BASES if base in QUICK_BASES]
 NOT_LEVERS = {
@@ -224,7 +225,7 @@ def test_kinds_differ(results: dict[Any, Any]):
     assert len({round(loss, 6) for loss in last.values()}) == len(KINDS), last
 
 
-@pytest.mark.parametrize("changed", [EIGHT_BITS, INT8], ids=lambda changed: changed[0])
+@pytest.mark.parametrize("changed", [EIGHT_BITS], ids=lambda changed: changed[0])
 def test_what_changes_results_does(results: dict[Any, Any], changed: tuple[str, ...]):
     kind = KINDS[0]
     losses = [[line["loss"] for line in results[kind, one]["lines"]] for one in (changed, ())]

@@ -74,8 +74,8 @@ def full(*overrides: str) -> Case:
 
 CASES = [
     lora(NF4, *VALIDATION),
-    Case(DPO, ("dpo.trainable=all", *STEPPING)),
     full("optimizer.state_bits=8", *VALIDATION),
+    Case(DPO, ("dpo.trainable=all", *STEPPING)),
     lora("parallel.tensor=2", INT8, RECOMPUTE, ranks=2),
     lora("parallel.fsdp_wrap_policy=memory_efficient", "gradient_accumulation_steps=2", ranks=2),
     lora(*PIPELINE, "parallel.pipeline_schedule=zbv", RECOMPUTE, ranks=2, model="deep"),
@@ -92,7 +92,7 @@ CASES = [
     experts(NF4, RECOMPUTE, "lora.target_modules=[q, experts]"),
     experts(*STEPPING, "optimizer.state_bits=8", recipe=FULL),
 ]
-QUICK = CASES[:3]
+QUICK = CASES[:2]
 
 
 def command(case: Case, folder: Path, name: str, *more: str) -> list[str]:

@@ -20,7 +20,7 @@ from tests.selection import selected, slow_except
 MICRO_BATCHES, ROWS = 4, 8  # of a step, over all data ranks
 STEPS, SAVED = 4, 2  # steps of a run, and the step of the state that others go on from
 PIPELINE = "parallel.pipeline=2"
-QUICK = {"full 2", "preference"}  # of tests' names and kinds; the runs of others are slow
+QUICK = {"full 2"}  # of tests' names and kinds; the runs of others are slow
 ZBV, ZERO_BUBBLE = "parallel.pipeline_schedule=zbv", "parallel.pipeline_schedule=interleaved_zero_bubble"
 
 
@@ -86,8 +86,8 @@ class Runs:
 
 
 def alone(runs: Runs) -> torch.Tensor:
-    runs.preference("preference 1")
     if runs.slow:
+        runs.preference("preference 1")
         runs.packed("packed 1")
         runs.quantized("nf4 1")
         runs.preference("preference full 1", "dpo.trainable=all")
@@ -98,8 +98,8 @@ def alone(runs: Runs) -> torch.Tensor:
 
 def pipeline_of_two(runs: Runs) -> None:
     runs.full("full 2", 1, PIPELINE, ZBV)
-    runs.preference("preference 2", PIPELINE, ZBV, "parallel.pipeline_microbatches=4")
     if runs.slow:
+        runs.preference("preference 2", PIPELINE, ZBV, "parallel.pipeline_microbatches=4")
         runs.packed("packed 2", PIPELINE, ZERO_BUBBLE, "parallel.pipeline_microbatches=2")
         runs.quantized("nf4 2", PIPELINE, ZBV)
         runs.preference("preference full 2", PIPELINE, "dpo.trainable=all", "parallel.pipeline_microbatches=2")
@@ -183,7 +183,8 @@ def test_packed_rows_go_through_a_pipeline(found: tuple[Path, Any]) -> None:
     assert furthest([loss for _, loss, _ in divided], [loss for _, loss, _ in alone]) <= 1e-5
 
 
-@pytest.mark.parametrize("kind", slow_except(["preference", "preference full"], ["preference"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["preference", "preference full"])
 def test_a_pipeline_prefers_what_one_process_does(found: tuple[Path, Any], kind: str) -> None:
     """With the reference in the pipeline too: the model without its adapters, or a copy."""
     folder, _ = found

@@ -185,8 +185,6 @@ REFUSED = {
         "was saved with a global batch of 12 sequences, found 8; make batch_size x gradient_accumulation_steps x "
         "ranks 12 again",
     ),
-    "fewer rows": (["data.max_samples=23"], "was saved with other data (fingerprint "),
-    "other file": (["data.source=examples/demo/heldout.jsonl"], "was saved with other data (fingerprint "),
     "shorter rows": (["max_seq_len=20"], "was saved with other data (fingerprint "),
     "dtype": (["dtype=bf16"], "this run's model has bfloat16"),
     "optimizer": (["optimizer.name=sgd"], "was saved by another optimizer (it has betas); resume with the run's own"),
