@@ -35,7 +35,6 @@ class Kind:
 
 KINDS = {
     "messages": Kind(FULL, "messages"),
-    "text": Kind(FULL, "text", ("data.format=text",)),
     "packed": Kind(FULL, "messages", ("data.packing=true",)),
     "lora": Kind(LORA, "messages"),
     "dpo": Kind(DPO, "pairs", ("data.format=preference", "dpo.beta=0.5")),
@@ -74,20 +73,16 @@ def write_presets(folder: Path) -> None:
     long_rope |= {"original_max_position_embeddings": 112, "tie_word_embeddings": False, "sliding_window": None}
     (folder / "tiny.json").write_text(json.dumps(tiny))
     (folder / f"{LONG_ROPE}.json").write_text(json.dumps(tiny | long_rope))
-    for write in (write_answers, write_classes, write_margins, write_texts):
+    for write in (write_answers, write_classes, write_margins, write_messages):
         write(folder)
 
 
-def write_texts(folder: Path) -> None:
-    """Conversations and texts of unlike lengths."""
+def write_messages(folder: Path) -> None:
+    """Conversations of unlike lengths."""
     words = [" ".join(["cat", "dog", "sees", "it", "a tree"][at % 5] for at in range(1 + 7 * number % 23))
              for number in range(24)]  # fmt: skip
     turns = [[{"role": "user", "content": "Say"}, {"role": "assistant", "content": text}] for text in words]
-    for name, rows in (
-        ("messages", [{"messages": turn} for turn in turns]),
-        ("text", [{"text": text} for text in words]),
-    ):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "messages.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
 
 
 def arguments(case: Case, folder: Path, output: Path) -> list[str]:

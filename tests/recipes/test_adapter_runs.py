@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import LORA, furthest, losses, run_here, steps
+from tests.recipes.runs import LORA, losses, run_here, steps
 
 STEPS = 4
 
@@ -82,20 +81,6 @@ def test_an_adapter_of_another_rank_is_refused(realdata: Path, tmp_path: Path):
     assert run.code == 2
     assert len(run.said) == 1 and "lora.rank" in run.said[0]
     assert not (tmp_path / "second").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["nf4", "int8"])
-def test_two_ranks_on_a_quantized_base_are_one(realdata: Path, tmp_path: Path, quantize: str):
-    def train(ranks: int) -> int:
-        own = (f"lora.quantize_base={quantize}", f"batch_size={4 // ranks}", "lora.dropout=0")
-        return run_here(arguments(realdata, tmp_path / f"{ranks}", *own), recipe=LORA).code
-
-    assert run_ranks(train, 1, 1) == [0]
-    assert run_ranks(train, 2, 2) == [0, 0]
-    (one, two) = (steps(tmp_path / name) for name in ("1", "2"))
-    assert furthest([loss for _, loss, _ in two], [loss for _, loss, _ in one]) <= 1e-5
-    assert furthest([norm for *_, norm in two], [norm for *_, norm in one]) <= 1e-4
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Two nodes, as network namespaces of this machine: the commands of docs/clusters.md, and the file for Slurm."""
+"""Nodes, as network namespaces of this machine: two with a command of docs/clusters.md, one with the file for Slurm."""
 
 import os
 import re
@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from recipe_lib.cli.main import main as tune
 from recipe_lib.training.metrics import read_metrics
 from tests.cli.commands import ROOT, environment
+from tests.distributed.ranks import run_ranks
 
 ADDRESSES = ("10.213.8.1", "10.213.8.2")
 RUN = ["max_steps=3", "checkpoint.save_model=false", "validation.source=null", "batch_size=4"]
@@ -73,16 +75,16 @@ def programs(tmp_path: Path) -> dict[str, str]:
 
 
 def trains(folder: Path, steps: int) -> None:
-    """Two ranks have trained so many steps."""
+    """A run has trained so many steps."""
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert all(line["loss"] < 10 for line in lines)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beginning", ["tune run --nnodes 2", "torchrun --nnodes 2"])
-def test_the_same_command_on_each(beginning: str, nodes: tuple[str, str], programs: dict[str, str], tmp_path: Path):
-    words = [*typed(beginning), *RUN, f"output_dir={tmp_path / 'out'}"]
+def test_the_same_command_on_each(nodes: tuple[str, str], programs: dict[str, str], tmp_path: Path):
+    """By torchrun; test_outputs has two nodes of `tune run`."""
+    words = [*typed("torchrun --nnodes 2"), *RUN, f"output_dir={tmp_path / 'out'}"]
     running = [
         subprocess.Popen([*on_node(*node), *words], cwd=ROOT, env=programs, stderr=subprocess.PIPE, text=True)
         for node in zip(nodes, ADDRESSES, strict=True)
@@ -97,24 +99,26 @@ def test_the_same_command_on_each(beginning: str, nodes: tuple[str, str], progra
 def test_slurm_stops_with_a_state_queues_again_and_goes_on(
     nodes: tuple[str, str], programs: dict[str, str], tmp_path: Path
 ) -> None:
-    """`srun` starts the command on both nodes; in the first job the scheduler asks it to stop after some steps."""
+    """`srun` starts the command on the node; in the first job the scheduler asks it to stop after some steps."""
     folder, out = tmp_path / "bin", tmp_path / "out"
-    starts = [f'{shlex.join(on_node(*node))} "$@" & pids="$pids $!"' for node in zip(nodes, ADDRESSES, strict=True)]
+    begin = f'{shlex.join(on_node(nodes[0], ADDRESSES[0]))} "$@" & pid=$!'
     begun = f'while [ "$(cat {out}/metrics.jsonl 2>/dev/null | wc -l)" -lt 3 ]; do sleep 0.2; done'
-    stop = f"[ -e {out}/state ] || ({begun}; kill -TERM $pids) &"
-    end = "code=0; for pid in $pids; do wait $pid || code=$?; done; exit $code"
-    (folder / "srun").write_text("\n".join(["#!/bin/bash", *starts, stop, end, ""]))
+    stop = f"[ -e {out}/state ] || ({begun}; kill -TERM $pid) &"
+    record = f'printf "%s\\n" "$@" > {tmp_path}/started'
+    (folder / "srun").write_text("\n".join(["#!/bin/bash", record, begin, stop, "wait $pid", ""]))
     (folder / "scontrol").write_text(
         f'#!/bin/bash\nif [ "$1" = requeue ]; then echo $2 > {tmp_path}/queued; else echo {ADDRESSES[0]}; fi\n'
     )
     for name in ("srun", "scontrol"):
         (folder / name).chmod(0o755)
-    job = {"SLURM_JOB_NODELIST": "a[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "7"}
+    job = {"SLURM_JOB_NODELIST": "a1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "7"}
     words = ["bash", "examples/slurm/train.sbatch", "demo/full", *RUN[1:], "max_steps=60", f"output_dir={out}"]
-    first = subprocess.run(words, cwd=ROOT, env=programs | job, capture_output=True, text=True, timeout=300)
-    assert first.returncode == 3, first.stderr
+    done = subprocess.run(words, cwd=ROOT, env=programs | job, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 3, done.stderr
     assert (tmp_path / "queued").read_text() == "7\n"
-    second = subprocess.run(words, cwd=ROOT, env=programs | job, capture_output=True, text=True, timeout=300)
-    assert second.returncode == 0, second.stderr
-    assert "resume: " in second.stderr
+    before = read_metrics(out)
+    started = (tmp_path / "started").read_text().splitlines()
+    again = ["run", *started[started.index("demo/full") :]]  # what the next job starts, without a launcher
+    assert run_ranks(lambda: tune(again), 1, process_group=False) == [0]
     trains(out, 60)
+    assert read_metrics(out)[: len(before)] == before

@@ -19,7 +19,6 @@ from tests.recipes.test_mixture_runs import (
     PIPELINE,
     RECOMPUTE,
     TENSOR,
-    ZERO_BUBBLE,
     Case,
     train,
     train_in_two,
@@ -39,22 +38,16 @@ DENSE: dict[str, dict[str, Any]] = {
                "rope_local_base_freq": 10000.0, **_GEMMA},
 }  # fmt: skip
 TWO, FOUR = ("parallel.context=2",), ("parallel.context=4",)
-SHARDED, COPIED, DDP = ((f"parallel.{key}",) for key in ("data_shard=2", "data_replicate=2", "strategy=ddp"))
-ONCE = ("gradient_accumulation_steps=4", "parallel.reduce_gradients=step")
-SIXTEENTHS = ("memory.activation_checkpointing=budget", "memory.activation_budget_gib=0.01")
-FULL_ONES = [(family, "full") for family in DENSE]
 
 # What two ranks, four ranks and other ways to divide a model do; levers alone are test_levers' subject.
 CASES = [
     Case("llama", "full", 2, TWO),
     Case("gemma3", "packed", 2, TWO),
-    Case("gemma2", "lora of all", 2, (*TWO, *RECOMPUTE)),
     Case("gpt_oss", "balanced", 2, TWO),
     Case("llama", "qlora", 2, (*TWO, "memory.stream_layers=true")),
     Case("qwen3", "packed", 4, FOUR),
-    Case("gemma2", "full", 4, (*TWO, *SHARDED)),
-    Case("llama", "dpo of all", 4, (*TWO, *TENSOR, *RECOMPUTE)),
-    Case("llama", "packed", 4, (*TWO, *ZERO_BUBBLE)),
+    Case("gemma2", "lora of all", 4, (*TWO, *TENSOR)),
+    Case("llama", "dpo of all", 2, (*TWO, *RECOMPUTE)),
 ]
 QUICK = CASES[:1]
 
@@ -94,13 +87,13 @@ def go_on(folder: Path, case: Case) -> list[tuple[float, ...]]:
 
 @pytest.mark.slow
 def test_a_state_is_gone_on_from_at_any_size(tmp_path: Path) -> None:
-    """Two ranks that share sequences go on bit for bit; one process, four ranks, and ranks of other kinds within
-    what sums in another order make."""
+    """Two ranks that share sequences go on bit for bit; one process, and four ranks, within what sums in another order
+    make."""
     write_models(tmp_path)
     case = Case("llama", "packed", 2, TWO)
     whole, resumed = run_ranks(train_in_two, 2, tmp_path, case, timeout=200)[0]
     assert [line[0] for line in resumed] == [2, 3] and resumed == whole[1:]
-    for ranks, levers in ((1, ()), (4, (*TWO, *PIPELINE)), (2, ())):
+    for ranks, levers in ((1, ()), (4, (*TWO, *PIPELINE))):
         found = run_ranks(go_on, ranks, tmp_path, Case("llama", "packed", ranks, levers), timeout=200)[0]
         for column in (1, 2):
             mine, wanted = ([line[column] for line in lines] for lines in (found, whole[1:]))
@@ -109,7 +102,7 @@ def test_a_state_is_gone_on_from_at_any_size(tmp_path: Path) -> None:
 
 def written(folder: Path, cases: list[Case]) -> None:
     for case in cases:
-        train(case, folder, f"{case.kind} {case.ranks}", "checkpoint.save_model=true", "dtype=fp32")
+        train(case, folder, f"{case.kind} {case.ranks}", "checkpoint.save_model=true", "dtype=fp32", "max_steps=1")
         dist.barrier()
 
 

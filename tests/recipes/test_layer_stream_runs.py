@@ -74,23 +74,25 @@ def full(*overrides: str) -> Case:
 
 CASES = [
     lora(NF4, *VALIDATION),
-    Case(DPO, ("dpo.trainable=all", *STEPPING)),
     full("optimizer.state_bits=8", *VALIDATION),
+    Case(DPO, ("dpo.trainable=all", *STEPPING)),
     lora("parallel.tensor=2", INT8, RECOMPUTE, ranks=2),
-    lora("dtype=bf16", KEPT_HALF, "data.packing=true"),
-    lora(NF4, RECOMPUTE, "memory.mlp_tiles=3"),
-    lora(NF4, "lora.dora=true", "lora.dropout=0.1"),
-    lora("lora.target_modules=[q, embedding, head]", "lora.dora=true"),
-    lora(EXTERNAL, NF4, RECOMPUTE),
-    lora(NF4, "compile=true"),
-    full("optimizer.state_bits=4", RECOMPUTE, "dtype=bf16", "optimizer.stochastic_rounding=true"),
-    full("memory.activation_offload=true", "data.packing=true"),
-    lora(RECOMPUTE, "parallel.fsdp_wrap_policy=memory_efficient", "gradient_accumulation_steps=2", ranks=2),
+    lora("parallel.fsdp_wrap_policy=memory_efficient", "gradient_accumulation_steps=2", ranks=2),
     lora(*PIPELINE, "parallel.pipeline_schedule=zbv", RECOMPUTE, ranks=2, model="deep"),
+    lora("dtype=bf16", KEPT_HALF, "data.packing=true"),
+    lora(
+        *(NF4, RECOMPUTE, "memory.mlp_tiles=3"),
+        *("lora.dora=true", "lora.dropout=0.1", "lora.target_modules=[q, down, embedding, head]"),
+    ),
+    lora(EXTERNAL, NF4, RECOMPUTE),
+    full(
+        *("optimizer.state_bits=4", "dtype=bf16", "optimizer.stochastic_rounding=true"),
+        *("memory.activation_offload=true", "data.packing=true"),
+    ),
     experts(NF4, RECOMPUTE, "lora.target_modules=[q, experts]"),
     experts(*STEPPING, "optimizer.state_bits=8", recipe=FULL),
 ]
-QUICK = CASES[:3]
+QUICK = CASES[:2]
 
 
 def command(case: Case, folder: Path, name: str, *more: str) -> list[str]:
@@ -197,7 +199,7 @@ def test_what_is_trained_is_bitwise_that_of_the_resident_run(results: dict[Case,
     assert ("experts of 2 layers in host memory" in found["said"][0]) == (case.lever == EXPERTS)
 
 
-RESUMED = [lora(NF4, RECOMPUTE), full("optimizer.state_bits=8"), full("optimizer.implementation=fused")]
+RESUMED = [lora(NF4, RECOMPUTE), full("optimizer.state_bits=8")]
 
 
 def in_two_parts(folder: Path, case: Case) -> list[Any]:
@@ -212,7 +214,7 @@ def in_two_parts(folder: Path, case: Case) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("case", slow_except(RESUMED, RESUMED[:2]), ids=str)
+@pytest.mark.parametrize("case", slow_except(RESUMED, RESUMED[1:]), ids=str)
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, case: Case) -> None:
     expected, *resumed = run_ranks(in_two_parts, 1, tmp_path, case, timeout=300)[0]
     for found in resumed:

@@ -3,9 +3,8 @@ users start it: a copied recipe, several processes, several nodes."""
 
 import json
 import math
+import os
 import re
-import socket
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from recipe_lib.cli.main import main as tune_here
 from recipe_lib.config import load_config
 from recipe_lib.data import build_validation_dataset
 from recipe_lib.tokenizers import load_tokenizer
-from tests.cli.commands import TUNE, environment
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import free_port, run_ranks
 from tests.recipes.runs import ROOT, arguments, furthest, losses, metrics, parameters, run_here, steps, stories, whole
 
 STEP_KEYS = {
@@ -132,7 +130,7 @@ def test_the_summary_adds_up(runs: dict[str, Any]):
 
 @pytest.mark.slow
 def test_every_epoch_takes_each_row_once_in_an_order_of_its_own(tmp_path: Path):
-    def train(*overrides: str) -> list[list[int]]:
+    def train(shuffle: bool) -> list[list[int]]:
         """The rows, as one number each, that this rank takes in each step."""
         taken: list[list[int]] = []
 
@@ -148,12 +146,13 @@ def test_every_epoch_takes_each_row_once_in_an_order_of_its_own(tmp_path: Path):
 
             recipe.train_step = train_step
 
-        argv = [*arguments(tmp_path / "run"), "batch_size=1", "gradient_accumulation_steps=4", "epochs=3"]
-        assert run_here([*argv, "data.max_samples=23", "checkpoint.save_model=false", *overrides], watch).code == 0
+        argv = [*arguments(tmp_path / f"run {shuffle}"), "batch_size=1", "gradient_accumulation_steps=4", "epochs=3"]
+        argv += ["data.max_samples=23", "checkpoint.save_model=false", f"data.shuffle={str(shuffle).lower()}"]
+        assert run_here(argv, watch).code == 0
         return taken
 
-    for shuffle in (True, False):
-        ranks = run_ranks(train, RANKS, "overwrite_output_dir=true", f"data.shuffle={str(shuffle).lower()}")
+    both = run_ranks(lambda: [train(shuffle) for shuffle in (True, False)], RANKS)
+    for shuffle, *ranks in zip((True, False), *both, strict=True):
         rows = [first + second for first, second in zip(*ranks, strict=True)]  # of each step
         epochs = [[row for step in rows[at : at + 2] for row in step] for at in range(0, 6, 2)]
         assert len(rows) == 6
@@ -247,7 +246,7 @@ def real_runs(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
                     realdata,
                     folder / name,
                     f"data.source={rows / 'alpaca_en_demo.json'}",
-                    "data.max_samples=40",
+                    "data.max_samples=24",
                     f"validation.source={rows / 'identity.json'}",
                     "validation.max_samples=13",
                     "validation.batch_size=3",
@@ -362,42 +361,29 @@ def test_a_copied_recipe_with_a_key_of_its_own(runs: dict[str, Any], own_recipe:
 
 
 @pytest.mark.slow
-def test_two_processes_run_a_copied_recipe_from_anywhere(runs: dict[str, Any], own_recipe: Path, tmp_path: Path):
-    words = ["run", "--nproc_per_node", "2", "mine.py", "--config", "mine.yaml", "loss_scale=1"]
-    ended = subprocess.run(
-        [*TUNE, *words, *absolute(tmp_path / "out")],
-        cwd=own_recipe,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == ""
-    assert "devices: 2 cpu" in ended.stderr and "step 3/3" in ended.stderr
-    assert "Warning" not in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
-    assert ended.stderr.count("global batch: 8 sequences") == 1  # one rank speaks
+def test_two_nodes_run_a_copied_recipe_from_anywhere(runs: dict[str, Any], own_recipe: Path, tmp_path: Path):
+    flags = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv-backend", "c10d"]
+    flags += [f"--rdzv-endpoint=localhost:{free_port()}"]
+    words = ["run", *flags, "mine.py", "--config", "mine.yaml", "loss_scale=1", *absolute(tmp_path / "out")]
+
+    def launch_node() -> int:
+        """Do as `tune` in a process of its own, which nothing tells yet that it is a rank."""
+        number = os.environ["RANK"]
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+        os.environ["PYTHONPATH"] = str(ROOT)
+        os.chdir(own_recipe)
+        for stream in (1, 2):
+            os.dup2(os.open(tmp_path / f"{number} {stream}", os.O_WRONLY | os.O_CREAT), stream)
+        return tune_here(words)
+
+    codes = run_ranks(launch_node, 2, timeout=150, process_group=False)
+    said = [[(tmp_path / f"{node} {stream}").read_text() for stream in (1, 2)] for node in (0, 1)]
+    assert codes == [0, 0], said
+    (quiet, main) = sorted((errors for _, errors in said), key=lambda errors: "step 3/3" in errors)
+    assert [output for output, _ in said] == ["", ""]
+    assert "devices: 2 cpu" in main and "step 3/3" in main and "step 3/3" not in quiet
+    assert not any(word in errors for errors in (quiet, main) for word in ("Warning", "Traceback")), said
+    assert main.count("global batch: 8 sequences") == 1 and "global batch" not in quiet  # one rank speaks
     assert steps(tmp_path / "out") == steps(runs["folder"] / "fp32")
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_two_nodes_meet_at_an_endpoint(runs: dict[str, Any], tmp_path: Path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv-backend", "c10d", f"--rdzv-endpoint=localhost:{port}"]
-    words = ["run", *flags, "full_finetune_distributed", "--config", "demo/full", *arguments(tmp_path / "out")[2:]]
-    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    nodes = [
-        subprocess.Popen([*TUNE, *words, "max_steps=3"], cwd=ROOT, env=environment(), text=True, **piped)
-        for _ in range(2)
-    ]
-    try:
-        said = [node.communicate(timeout=150) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], said
-    assert sorted("step 3/3" in errors for _, errors in said) == [False, True]
-    assert steps(tmp_path / "out") == steps(runs["folder"] / "fp32")

@@ -39,11 +39,11 @@ GLOBAL_BATCH = 8
 STEPS, SAVED = 4, 2  # steps of a run, and the step of the state that others go on from
 SHARED = "parallel.tensor=2"
 QUICK = {"full 2"}  # of tests' names and kinds; the runs of others are slow
-FULL_RUNS = ("full 2", "full 4", "1 to 2", "2 to 4", "2 to 1")
+FULL_RUNS = ("full 2", "2 to 4", "2 to 1")
 
 
 class Runs:
-    """The runs of this file: each kind by one process, by two in a group, and by two such groups. slow: all."""
+    """The runs of this file: each kind by one process and by two in a group; two such groups go on. slow: all."""
 
     def __init__(self, realdata: Path, folder: Path, slow: bool = False) -> None:
         self.realdata, self.folder, self.slow = realdata, folder, slow
@@ -51,7 +51,7 @@ class Runs:
         wide = preset | {"hidden_size": 128, "intermediate_size": 256}  # each rank's columns are whole blocks of 64
         (folder / "wide.json").write_text(json.dumps(wide))
         text = (realdata / "datasets" / "text" / "tinyshakespeare.txt").read_text()
-        for name, part in {"text": text[:15_000], "validation": text[-3_000:]}.items():
+        for name, part in {"text": text[:15_000], "validation": text[-1_000:]}.items():
             (folder / f"{name}.txt").write_text(part)
         self.pairs = write_pairs(folder)
 
@@ -61,6 +61,7 @@ class Runs:
             "data.format=text",
             f"batch_size={GLOBAL_BATCH // data_ranks}",
             f"max_steps={STEPS}",
+            "max_seq_len=64",
             "lr_scheduler.type=constant",
             f"checkpoint.save_every_n_steps={SAVED}",
             "checkpoint.keep_last_n=2",
@@ -96,7 +97,6 @@ def logits_of(run: Any) -> torch.Tensor:
 
 def alone(runs: Runs) -> dict[str, torch.Tensor]:
     if runs.slow:
-        runs.adapters("lora 1", 1)
         runs.quantized("nf4 1", 1)
         runs.preference("preference 1")
     return {"full 1": logits_of(runs.full("full 1", 1))}
@@ -104,17 +104,13 @@ def alone(runs: Runs) -> dict[str, torch.Tensor]:
 
 def group_of_two(runs: Runs) -> dict[str, torch.Tensor]:
     if runs.slow:
-        runs.full("1 to 2", 1, SHARED, runs.state("full 1"))
-        runs.adapters("lora 2", 1, SHARED)
         runs.quantized("nf4 2", 1, SHARED)
         runs.preference("preference 2", SHARED)
     return {"full 2": logits_of(runs.full("full 2", 1, SHARED))}
 
 
 def two_groups(runs: Runs) -> dict[str, torch.Tensor]:
-    runs.full("2 to 4", 2, SHARED, runs.state("full 2"))
-    runs.quantized("nf4 2 to 4", 2, SHARED, runs.state("nf4 2"))
-    return {"full 4": logits_of(runs.full("full 4", 2, SHARED))}
+    return {"2 to 4": logits_of(runs.full("2 to 4", 2, SHARED, runs.state("full 2")))}
 
 
 def alone_again(runs: Runs) -> dict[str, torch.Tensor]:
@@ -160,7 +156,7 @@ def validated(output: Path) -> list[float]:
     return [line["validation_loss"] for line in metrics(output) if "validation_loss" in line]
 
 
-@pytest.mark.parametrize("name", slow_except(["full 2", "full 4"], ["full 2"]))
+@pytest.mark.parametrize("name", slow_except(["full 2", "2 to 4"], ["full 2"]))
 def test_transformers_opens_what_a_group_exports(found: tuple[Path, Any], name: str) -> None:
     folder, logits = found
     model, report = transformers.AutoModelForCausalLM.from_pretrained(folder / name / "model", output_loading_info=True)
@@ -172,7 +168,7 @@ def test_transformers_opens_what_a_group_exports(found: tuple[Path, Any], name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lora", "nf4"])
+@pytest.mark.parametrize("kind", ["nf4"])
 def test_a_group_trains_the_adapters_of_one_process(found: tuple[Path, Any], kind: str) -> None:
     folder, _ = found
     alone, shared = steps(folder / f"{kind} 1"), steps(folder / f"{kind} 2")
@@ -186,7 +182,7 @@ def test_a_group_trains_the_adapters_of_one_process(found: tuple[Path, Any], kin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nf4 2 to 4", "nf4 2 to 1"])
+@pytest.mark.parametrize("name", ["nf4 2 to 1"])
 def test_quantized_weights_are_the_same_for_any_group(found: tuple[Path, Any], name: str) -> None:
     """A state names its frozen weights by their bits: it would not be taken with others."""
     folder, _ = found
@@ -219,7 +215,7 @@ def test_dropout_differs_by_rank_and_replicas_stay_alike(realdata: Path, tmp_pat
             return dropped
 
         F.dropout = watched
-        run = runs.quantized("dropout", 2, SHARED, "lora.dropout=0.5", "checkpoint.save_model=false", "max_steps=3")
+        run = runs.quantized("dropout", 2, SHARED, "lora.dropout=0.5", "checkpoint.save_model=false", "max_steps=2")
         F.dropout = dropout
         run.recipe.model.state_dict()  # FSDP frees what is gathered
         replicas = [
@@ -232,7 +228,7 @@ def test_dropout_differs_by_rank_and_replicas_stay_alike(realdata: Path, tmp_pat
     results = run_ranks(train, 4)
     for calls in zip(*(masks for masks, _, _ in results), strict=True):
         assert len(set(calls)) == 4
-    assert len(results[0][0]) == 7 * 2 * 3  # the linears of two layers, in three steps
+    assert len(results[0][0]) == 7 * 2 * 2  # the linears of two layers, in two steps
     by_group = [{tuple(replicas) for _, replicas, group in results if group == number} for number in (0, 1)]
     assert [len(alike) for alike in by_group] == [1, 1] and len(results[0][1]) == 7 * 2
 
