@@ -19,6 +19,8 @@ TENSOR_ROWS = {
     "tokens a second, all ranks (data sheet, for ranking)": r"a step, ([\d.]+ K) a second",
 }
 
+PEAK = r" step ([\d.]+) GiB [\d.]+ GiB ([\d.]+) GiB"  # active and reserved
+
 
 def read_plans(page: str) -> list[list[str]]:
     """Return the words behind `tune` of the page's commands that plan."""
@@ -59,17 +61,18 @@ def test_plans_with_and_without_tensor_parallel() -> None:
 
 @pytest.mark.slow
 def test_ways_to_have_room_for_long_sequences() -> None:
-    (words,) = [words for words in read_plans("long_sequences.md") if "--advice" in words]
+    """Without `--advice`, which plans many: the run as it is, and with the change that takes the least time."""
+    (words,) = [words[:-1] for words in read_plans("long_sequences.md") if words[-1:] == ["--advice"]]
     rows = read_rows("long_sequences.md")
-    text = print_plan(words)
-    active, reserved = re.findall(r" step ([\d.]+ GiB) [\d.]+ GiB ([\d.]+ GiB)", text)[-1]  # behind the first step
-    page = (DOCS / "long_sequences.md").read_text(encoding="utf-8")
-    assert f"takes {reserved} reserved on each card, {active} of them active at the peak" in page
-    assert rows["none"][0] == active and f" step {rows['none'][1]}, " in text
     changes = [change for change in rows if change.startswith(("parallel.", "memory."))]
     assert len(changes) == 5
-    for change in changes:
-        peak, step, sent, host, verdict = rows[change]
-        line = re.escape(f"{change} {peak} {step} {verdict} ") + "(?:(?!sends ).)*"
-        line += re.escape(f"sends {sent} a step") + r" \([^)]*\), " + re.escape(f"to and from the host {host}")
-        assert re.search(line, text), f"{change}: none like {line}"
+    text = print_plan(words)
+    active, reserved = re.findall(PEAK, text)[-1]  # behind the first step
+    page = (DOCS / "long_sequences.md").read_text(encoding="utf-8")
+    assert f"takes {reserved} GiB reserved on each card, {active} GiB of them active at the peak" in page
+    assert rows["none"][0] == f"{active} GiB" and f" step {rows['none'][1]}, " in text and "exceeds by" in text
+    lowered, *_, verdict = rows["memory.activation_offload=true"]
+    text = print_plan([*words, "memory.activation_offload=true"])
+    peak = float(re.findall(PEAK, text)[-1][0])
+    assert peak - float(active) == pytest.approx(float(lowered.removesuffix(" GiB")), abs=0.011)
+    assert (verdict == "does not fit") == ("exceeds by" in text)

@@ -17,16 +17,15 @@ from tests.selection import selected
 
 TWO = "batch_size=2"
 STEPPING = ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "device=auto")
+STREAMED = ("memory.stream_layers=true", "device=auto")
 OFFLOADED = ("memory.stream_layers=true", "memory.optimizer_offload=true")
+STAGES = ("parallel.pipeline=2", "batch_size=1", "gradient_accumulation_steps=4")
 # Recipe, ranks and overrides.
 FORMS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "fsdp": (FULL, 2, (TWO,)),
-    "pipeline": (FULL, 2, ("parallel.pipeline=2", "batch_size=1", "gradient_accumulation_steps=4")),
-    "streamed": (FULL, 1, (*STEPPING, *OFFLOADED)),
-    "master weights": (FULL, 1, ("dtype=bf16", "optimizer.master_weights=true")),
-    "of transformers": (FULL, 2, (TWO, "model.implementation=transformers")),
-    "adapters": (LORA, 2, (TWO, "lora.dora=true")),
-    "adapters on nf4": (LORA, 1, ("lora.quantize_base=nf4", "memory.stream_layers=true", "device=auto")),
+    "stages of transformers": (FULL, 2, (*STAGES, "model.implementation=transformers")),
+    "streamed": (FULL, 1, (*STEPPING, *OFFLOADED, "dtype=bf16", "optimizer.master_weights=true")),
+    "adapters on nf4": (LORA, 1, ("lora.quantize_base=nf4", "lora.dora=true", *STREAMED)),
     "pairs": (DPO, 2, ("dpo.trainable=all", TWO, "checkpoint.best_metric=validation_reward_accuracy")),
 }
 STEPS = 6

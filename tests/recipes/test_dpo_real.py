@@ -23,6 +23,7 @@ def train(realdata: Path, output: Path, kind: str) -> Run:
         f"data.source={pairs}",
         f"validation.source={pairs}",
         "validation.every_n_steps=4",
+        "validation.max_samples=16",
         "data.truncation=drop",
         "data.cache=false",
         "max_seq_len=256",

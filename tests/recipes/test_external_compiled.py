@@ -10,6 +10,7 @@ import torch
 
 from recipe_lib.memory import apply_levers
 from tests.distributed.ranks import import_compiler, run_ranks
+from tests.recipes.external_kinds import import_models
 from tests.recipes.runs import DPO, FULL, LORA, arguments, done, latest, metrics, offload_on_a_cpu, run_here
 from tests.recipes.test_dpo import write_pairs
 
@@ -29,7 +30,6 @@ ON_FOUR: dict[str, Case] = {
     "stages": (FULL, "qwen3", (), ("parallel.pipeline=2",)),
 }
 SINGLE = ("dora nf4",)  # what is quantized is computed with in float32
-PADDED = {"stages": 2}  # to a multiple of: of these, sequences are of many lengths, which are compiled apart
 
 
 def train(folder: Path, case: str, settings: Case, *more: str) -> None:
@@ -44,7 +44,7 @@ def train(folder: Path, case: str, settings: Case, *more: str) -> None:
     words += [f"model.preset={folder / kind}.json", "tokenizer.path=examples/demo/tokenizer",
               "model.implementation=transformers", f"dtype={'fp32' if case in SINGLE else 'fp64'}", "device=cpu",
               "max_steps=3", f"batch_size={4 // data_ranks}", "log.every_n_steps=1000", "data.packing=false",
-              "gradient_accumulation_steps=2", f"data.pad_to_multiple_of={PADDED.get(case, 64)}",
+              "gradient_accumulation_steps=2", "data.pad_to_multiple_of=64",
               "optimizer.lr=1e-2", "optimizer.eps=1e-4",
               *(("lora.rank=4",) if recipe != FULL else ()), *(data if recipe == DPO else ())]  # fmt: skip
     done(run_here(latest(*words, *both, *(of_ranks if more else ()), *more), recipe=recipe))
@@ -58,13 +58,14 @@ def alone(folder: Path, cases: dict[str, Case]) -> None:
 
 def compiled(folder: Path, cases: dict[str, Case]) -> None:
     offload_on_a_cpu()
-    apply_levers.compile_layers = functools.partial(apply_levers.compile_layers, backend="aot_eager")
+    apply_levers.compile_layers = functools.partial(apply_levers.compile_layers, backend="eager")
     for name, case in cases.items():
         train(folder, name, case, "parallel.tensor=2", "compile=true")
 
 
 def check(folder: Path, cases: dict[str, Case], ranks: int) -> None:
     import_compiler()
+    import_models(*{case[1] for case in cases.values()})
     for kind, config in MODELS.items():
         (folder / f"{kind}.json").write_text(json.dumps(COMMON | config | {"model_type": kind}))
     write_pairs(folder)

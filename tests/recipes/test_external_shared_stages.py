@@ -9,14 +9,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.distributed.ranks import run_ranks
+from tests.recipes.external_kinds import import_models
 from tests.recipes.runs import FULL, LORA, arguments, done, furthest, latest, run_here, steps
 
 COMMON = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.1}
-WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4}
+WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": WIDE | {"num_key_value_heads": 2, "tie_word_embeddings": False},
     # Another embedding, tied, and linears that are transposed.
-    "gpt2": {"n_embd": 32, "n_layer": 5, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
              "attn_pdrop": 0.0},
 }  # fmt: skip
 STEPS, SAVED = 3, 2
@@ -67,6 +68,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shared-stages")
+    import_models(*CONFIGS)
     run_ranks(alone, 1, folder, timeout=300)
     run_ranks(four, 4, folder, timeout=300)
     run_ranks(alone_again, 1, folder)

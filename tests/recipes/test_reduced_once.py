@@ -21,7 +21,7 @@ KEPT = next(setting for setting in LEVERS if "parallel.reshard_after_forward=fal
 EXACT = 1e-12
 FP64 = "dtype=fp64"
 # Of each lever that has a say in when gradients are reduced, one value; test_levers has the others in company.
-SAYS_WHEN = ("wrapping", "replicas", "tensor", "pipeline", "reduction", "checkpointing", "offload", "gradient sums")
+SAYS_WHEN = ("wrapping", "replicas", "pipeline", "gradient sums")
 FIRST = {setting.lever: setting for setting in reversed(LEVERS) if setting.lever in SAYS_WHEN}
 CASES = [setting for setting in FIRST.values() if not refusal((ONCE, setting))]
 
@@ -42,9 +42,9 @@ def overrides_of(settings: Settings, exact: bool) -> tuple[str, ...]:
 
 
 def runs_of(setting: Setting) -> list[tuple[str, ...]]:
-    """Once a step with the lever; and with weights that are kept as long."""
+    """Once a step with the lever; and, for one, with weights that are kept as long."""
     found = [(ONCE, setting)]
-    if setting.lever in ("wrapping", "pipeline"):
+    if setting.lever == "wrapping":
         found.append((ONCE, KEPT, setting))
     return [overrides_of(settings, is_exact(setting)) for settings in found]
 

@@ -22,13 +22,17 @@ PACKED = "data.packing=true"
 ONE = {"pairs": [PAIRS, ALL], "classes": [CLASSES]}
 TWO = {
     "pairs": [
-        (*PAIRS, "gradient_accumulation_steps=2", "memory.activation_checkpointing=full"),
-        (*ALL, "parallel.fsdp_wrap_policy=memory_efficient", "memory.activation_checkpointing=selective"),
         (*PAIRS, "parallel.tensor=2"),
         (*ALL, "parallel.pipeline=2", "gradient_accumulation_steps=2"),
     ],
     "classes": [
-        (*CLASSES, "checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3"),
+        (
+            *CLASSES,
+            "parallel.fsdp_wrap_policy=memory_efficient",
+            "memory.activation_checkpointing=selective",
+            "checkpoint.save_every_n_steps=1",
+            "checkpoint.keep_last_n=3",
+        ),
     ],
 }
 CASES = [(kind, case) for kind, cases in TWO.items() for case in cases]
