@@ -44,7 +44,7 @@ LEVERS: dict[str, tuple[str, ...]] = {
         "distill.quantize_teacher=nf4",
         "dtype=fp32",
     ),
-    "compiled": ("compile=true",),
+    "compiled": ("compile=true", "data.pad_to_multiple_of=96"),
 }
 # What also changes the numbers of one rank.
 ALIKE = ("data.packing", "distill.teacher", "distill.quantize_teacher", "dtype", "validation")

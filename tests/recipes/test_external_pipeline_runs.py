@@ -115,7 +115,7 @@ WIDE = {
 
 
 def quantized(folder: Path, name: str, *more: str) -> None:
-    packed = ("data.packing=true", "data.max_samples=64", "lora.quantize_base=nf4", "lora.rank=4", *more)
+    packed = ("data.packing=true", "data.max_samples=120", "lora.quantize_base=nf4", "lora.rank=4", *more)
     packed += ("tokenizer.path=examples/demo/tokenizer",)
     done(run_here([*words(folder, name, "demo/lora", *packed), "~model.path"], recipe=LORA))
 

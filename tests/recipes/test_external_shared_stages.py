@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.distributed.ranks import run_ranks
 from tests.recipes.external_kinds import import_models
-from tests.recipes.runs import FULL, LORA, arguments, done, furthest, latest, run_here, steps
+from tests.recipes.runs import FULL, arguments, done, furthest, latest, run_here, steps
 
 COMMON = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.1}
 WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -24,36 +24,29 @@ STEPS, SAVED = 3, 2
 SHARED = ("parallel.pipeline=2", "parallel.tensor=2")
 RUNS: dict[str, tuple[str, ...]] = {
     "llama zbv": ("parallel.pipeline_schedule=zbv", "memory.activation_checkpointing=full"),
-    "gpt2": (),
-    "llama lora": ("parallel.pipeline_schedule=interleaved_1f1b",),
+    "gpt2": ("parallel.pipeline_schedule=interleaved_1f1b",),
 }
-ADAPTERS = ("optimizer.lr=1e-2", "lora.rank=4")
 
 
-def train(folder: Path, name: str, output: str, *more: str) -> None:
-    """name: of a model, and whether adapters of it are trained."""
-    kind, adapters = name.split()[0], "lora" in name
+def train(folder: Path, kind: str, output: str, *more: str) -> None:
     words = latest(
-        *arguments(folder / output, "demo/lora" if adapters else "demo/full"), "~model.path",
-        f"model.preset={folder}/{kind}.json", "model.implementation=transformers", "dtype=fp64", "device=cpu",
-        "tokenizer.path=examples/demo/tokenizer", f"max_steps={STEPS}", "batch_size=2", "gradient_accumulation_steps=4",
+        *arguments(folder / output), f"model.preset={folder}/{kind}.json", "model.implementation=transformers",
+        "dtype=fp64", "device=cpu", f"max_steps={STEPS}", "batch_size=2", "gradient_accumulation_steps=4",
         "log.every_n_steps=1000", "data.packing=false", "epochs=2", f"checkpoint.save_every_n_steps={SAVED}",
-        "optimizer.eps=1e-4", *(ADAPTERS if adapters else ()), *more,
+        "optimizer.eps=1e-4", *more,
     )  # fmt: skip
-    words = [word for word in words if adapters or word != "~model.path"]
-    done(run_here(words, recipe=LORA if adapters else FULL))
+    done(run_here(words, recipe=FULL))
 
 
 def alone(folder: Path) -> None:
     for kind, config in CONFIGS.items():
         (folder / f"{kind}.json").write_text(json.dumps(COMMON | config | {"model_type": kind}))
         train(folder, kind, f"{kind} alone")
-    train(folder, "llama lora", "llama lora alone")
 
 
 def four(folder: Path) -> None:
     for name, more in RUNS.items():
-        train(folder, name, name, *SHARED, *more)
+        train(folder, name.split()[0], name, *SHARED, *more)
 
 
 def alone_again(folder: Path) -> None:
@@ -78,15 +71,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*RUNS, "llama on"])
 def test_steps_and_weights_are_those_of_one_process(found: Path, name: str) -> None:
-    kind = "llama lora" if "lora" in name else name.split()[0]
+    kind = name.split()[0]
     one, several = steps(found / f"{kind} alone"), steps(found / name)
     assert len(one) == STEPS and all(norm > 0.05 for _, _, norm in one)
     one = one[SAVED:] if name.endswith("on") else one
     assert [step for step, _, _ in several] == [step for step, _, _ in one]
     for column in (1, 2):
         assert furthest([each[column] for each in several], [each[column] for each in one]) <= 1e-9
-    written = "adapter" if "lora" in name else "model"
-    right, ours = tensors(found / f"{kind} alone" / written), tensors(found / name / written)
+    right, ours = tensors(found / f"{kind} alone" / "model"), tensors(found / name / "model")
     assert right.keys() == ours.keys() and right
     for tensor in right:
         assert (right[tensor] - ours[tensor]).abs().max() <= 1e-9 * right[tensor].abs().max(), tensor
