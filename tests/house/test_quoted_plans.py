@@ -1,14 +1,15 @@
 """Tables of guides that quote plans have what the commands above them print."""
 
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 
+from recipe_lib.cli.main import main
+from recipe_lib.cli.plan import NO_ROOM
 from tests.house.documents import blocks
 from tests.house.files import ROOT
+from tests.plan.apart import apart
 
 DOCS = ROOT / "docs"
 # Row of the table -> what the report's line has.
@@ -35,18 +36,23 @@ def read_rows(page: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
-def print_plan(words: list[str]) -> str:
-    """Return a plan's report in one line; whether the run fits does not matter."""
-    environment = os.environ | {"COLUMNS": "100"}
-    done = subprocess.run(
-        [sys.executable, "-m", "recipe_lib", *words], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode in (0, 3), done.stderr
-    return " ".join(done.stdout.split())
+@pytest.fixture
+def print_plan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[[list[str]], str]:
+    """A plan's report in one line; whether the run fits does not matter."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def plan(words: list[str]) -> str:
+        capfd.readouterr()
+        code = apart(main, words)
+        report, said = capfd.readouterr()
+        assert code in (0, NO_ROOM), said
+        return " ".join(report.split())
+
+    return plan
 
 
 @pytest.mark.slow
-def test_plans_with_and_without_tensor_parallel() -> None:
+def test_plans_with_and_without_tensor_parallel(print_plan: Callable[[list[str]], str]) -> None:
     rows = read_rows("tensor_parallel.md")
     plans = read_plans("tensor_parallel.md")[:2]
     assert ["parallel.tensor=8" in words for words in plans] == [False, True]
@@ -60,7 +66,7 @@ def test_plans_with_and_without_tensor_parallel() -> None:
 
 
 @pytest.mark.slow
-def test_ways_to_have_room_for_long_sequences() -> None:
+def test_ways_to_have_room_for_long_sequences(print_plan: Callable[[list[str]], str]) -> None:
     """Without `--advice`, which plans many: the run as it is, and with the change that takes the least time."""
     (words,) = [words[:-1] for words in read_plans("long_sequences.md") if words[-1:] == ["--advice"]]
     rows = read_rows("long_sequences.md")
