@@ -13,7 +13,7 @@ from tests.recipes.runs import LORA, arguments, furthest, latest, run_here, step
 from tests.selection import slow_except
 
 COMMON = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.1}
-WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": WIDE | {"num_key_value_heads": 2, "head_dim": 32},
     "phi3": WIDE | {"num_key_value_heads": 2},  # gate and up in one

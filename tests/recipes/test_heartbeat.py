@@ -221,11 +221,9 @@ def test_out_of_memory_of_one_rank_while_loading(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["load_weights", "validate"])
+@pytest.mark.parametrize("where", ["validate"])
 def test_what_may_take_long_is_waited_for(tmp_path: Path, where: str) -> None:
-    overrides = []
-    if where == "validate":
-        overrides = ["validation.source=examples/demo/heldout.jsonl", "validation.max_samples=4"]
+    overrides = ["validation.source=examples/demo/heldout.jsonl", "validation.max_samples=4"]
     assert run_ranks(run, 2, tmp_path, lambda: time.sleep(2.5 * TIMEOUT), where, 0, *overrides, timeout=60) == [0, 0]
     assert (tmp_path / "run" / "summary.json").exists()
 
