@@ -246,7 +246,7 @@ MUTATIONS = [
         old="return (world.all_reduce_sum(total) / max(1, items)).clamp(min=0)",
         new="return (total / max(1, items)).clamp(min=0)",
         harm="several: KTO compares with the point of reference of one rank's samples",
-        tests=("tests/recipes/test_kto.py", "-m", "not slow", "-k", "two_ranks and accumulation"),
+        tests=("tests/recipes/test_kto.py", "-k", "two_ranks and accumulation"),
     ),
     Mutation(
         name="dropout_stays_off",

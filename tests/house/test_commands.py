@@ -148,7 +148,7 @@ def check_tune(words: list[str]) -> None:
     elif verb == "data":
         arguments = data_verb.read(rest)
         if arguments.config.startswith("demo/full"):
-            assert tune(words) == 0, line
+            assert tune([*words, "data.max_samples=200"]) == 0, line
         else:
             assert tune(["validate", arguments.config, *arguments.overrides]) == 0, line
     elif verb == "export":
@@ -157,7 +157,7 @@ def check_tune(words: list[str]) -> None:
         _, own = torchrun_flags.take_flags(rest, verb)
         arguments = eval.parser().parse(own)
         if Path(arguments.what).is_dir():
-            assert tune(words) == 0, line
+            assert tune([*words, "--max-samples", "2", "--max-new-tokens", "4"]) == 0, line
     elif verb == "upload":
         upload_verb.parser().parse(rest)
     elif verb == "plan":

@@ -11,7 +11,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
+from recipe_lib.cli.main import main
+from recipe_lib.config.registry import load_plugin
+from recipe_lib.config.schema import OptimizerConfig
+from recipe_lib.optim.optimizers import build_optimizer, optimizer_state_bytes
 from tests.house.files import ROOT
 
 PAGE = ROOT / "docs" / "extending.md"
@@ -64,8 +69,11 @@ def python(root: Path, *words: str) -> str:
     return done.stdout
 
 
-def tune(root: Path, *words: str) -> str:
-    return python(root, "-m", "recipe_lib.cli.main", *words)
+def tune(root: Path, *commands: list[str]) -> str:
+    """What commands of the copy print, which one process runs in their order."""
+    work = "import json, sys\nfrom recipe_lib.cli.main import main\n"
+    work += "for words in json.loads(sys.argv[1]):\n    assert main(words) == 0, words"
+    return python(root, "-c", work, json.dumps(commands))
 
 
 @pytest.mark.parametrize("name", ["A family in the library's decoder", "A recipe", "An optimizer"])
@@ -96,7 +104,9 @@ import sys, torch
 from pathlib import Path
 from transformers import Olmo2Config, Olmo2ForCausalLM
 from recipe_lib.checkpoint.huggingface import load_weights
+from recipe_lib.errors import ConfigError
 from recipe_lib.models import build_meta, read_config, spec_from_config
+from recipe_lib.parallel.tensor import refuse_for_tensor
 
 shape = dict(vocab_size=96, hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4)
 torch.manual_seed(0)
@@ -112,89 +122,78 @@ load_weights(ours, spec, Path("tiny"), 0)
 tokens = torch.randint(0, 96, (2, 17))
 with torch.no_grad():
     print(float((ours(tokens) - theirs(tokens).logits).abs().max()), float(theirs(tokens).logits.std()))
-"""
-
-
-@pytest.mark.slow
-def test_the_family_has_the_logits_of_transformers(copy: Path) -> None:
-    follow(sections()["A family in the library's decoder"][1], copy)
-    difference, spread = map(float, python(copy, "-c", LOGITS).split())
-    assert difference < 1e-5 * spread  # transformers computes its norms in fp32
-
-
-@pytest.mark.slow
-def test_the_family_is_refused_by_tensor_parallel(copy: Path) -> None:
-    """Rather than trained by the forward of another layer."""
-    follow(sections()["A family in the library's decoder"][1], copy)
-    work = """
-from recipe_lib.errors import ConfigError
-from recipe_lib.models import build_meta, spec_from_config
-from recipe_lib.parallel.tensor import refuse_for_tensor
-import torch
-shape = dict(vocab_size=96, hidden_size=64, intermediate_size=112, num_hidden_layers=1, num_attention_heads=4)
-spec = spec_from_config(dict(shape, model_type="olmo2"), "tiny")
 try:
     refuse_for_tensor(build_meta(spec, torch.float32))
 except ConfigError as error:
     print(error)
 """
-    assert "parallel.tensor: found another forward of model.layers.0" in python(copy, "-c", work)
+
+
+@pytest.mark.slow
+def test_the_family_has_the_logits_of_transformers(copy: Path) -> None:
+    """And is refused by tensor parallel, rather than trained by the forward of another layer."""
+    follow(sections()["A family in the library's decoder"][1], copy)
+    said, refusal = python(copy, "-c", LOGITS).splitlines()
+    difference, spread = map(float, said.split())
+    assert difference < 1e-5 * spread  # transformers computes its norms in fp32
+    assert "parallel.tensor: found another forward of model.layers.0" in refusal
 
 
 @pytest.mark.slow
 def test_the_recipe_runs(copy: Path) -> None:
     """Its loss is cross-entropy with anchor.weight 0, and at its first step nothing with 1."""
     follow(sections()["A recipe"][1], copy)
-    assert "anchored_finetune: Anchored fine-tuning: every parameter is trained" in tune(
-        copy, "ls", "anchored_finetune"
-    )
-    tune(copy, "validate", "demo/anchored")
     short = ["data.max_samples=64", "batch_size=4", "optimizer.lr=1e-3"]
     plain = ["full_finetune_distributed", "--config", "demo/full", "~validation.source", "lr_scheduler.warmup_steps=0"]
-    tune(copy, "run", "--no-plan", *plain, *short, "max_steps=1", "output_dir=outputs/demo")
     start = [*short, "max_steps=2", "model.path=outputs/demo/model"]
-    tune(copy, "run", "--no-plan", *plain, "~model.preset", *start, "output_dir=outputs/plain")
-    losses = {}
+    commands = [
+        ["ls", "anchored_finetune"],
+        ["validate", "demo/anchored"],
+        ["run", "--no-plan", *plain, *short, "max_steps=1", "output_dir=outputs/demo"],
+        ["run", "--no-plan", *plain, "~model.preset", *start, "output_dir=outputs/plain"],
+    ]
     for share in (0, 0.5, 1):
         options = [*start, f"anchor.weight={share}", f"output_dir=outputs/share_{share}"]
-        tune(copy, "run", "--no-plan", "anchored_finetune", "--config", "demo/anchored", *options)
-        lines = (copy / f"outputs/share_{share}/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        losses[share] = [json.loads(line)["loss"] for line in lines]
-    lines = (copy / "outputs/plain/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert losses[0] == pytest.approx([json.loads(line)["loss"] for line in lines], rel=1e-4)
-    assert losses[1][0] == pytest.approx(0, abs=1e-5)  # the anchor is what the model begins with
-    assert losses[0.5][0] == pytest.approx(losses[0][0] / 2, rel=1e-4)
+        commands.append(["run", "--no-plan", "anchored_finetune", "--config", "demo/anchored", *options])
+    assert "anchored_finetune: Anchored fine-tuning: every parameter is trained" in tune(copy, *commands)
+
+    def losses(name: str) -> list[float]:
+        lines = (copy / "outputs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    assert losses("share_0") == pytest.approx(losses("plain"), rel=1e-4)
+    assert losses("share_1")[0] == pytest.approx(0, abs=1e-5)  # the anchor is what the model begins with
+    assert losses("share_0.5")[0] == pytest.approx(losses("plain")[0] / 2, rel=1e-4)
 
 
-STEPS = """
-import json, torch
-from torch import nn
-from recipe_lib.config.schema import OptimizerConfig
-from recipe_lib.optim.optimizers import build_optimizer, optimizer_state_bytes
-torch.manual_seed(0)
-cfg = OptimizerConfig(name="lion", lr=0.1, betas=[0.9, 0.99], weight_decay=0.5)
-weight = nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
-found = [weight.tolist()]
-optimizer = build_optimizer(cfg, [weight], torch.device("cpu"))
-gradients = [torch.randn_like(weight) for _ in range(4)]
-for gradient in gradients:
-    weight.grad = gradient.clone()
-    optimizer.step()
-    found.append(weight.tolist())
-print(json.dumps([found, [each.tolist() for each in gradients], optimizer_state_bytes(cfg, [weight])]))
-"""
+def write_lion(folder: Path) -> Path:
+    """Write the page's optimizer into a file outside of the library."""
+    ((_, _, _, block),) = EDIT.findall(sections()["An optimizer"][1])
+    (folder / "lion.py").write_text(block, encoding="utf-8")
+    return folder / "lion.py"
 
 
 @pytest.mark.slow
-def test_the_optimizer_steps_by_its_formula(copy: Path) -> None:
-    follow(sections()["An optimizer"][1], copy)
-    weights, gradients, stored = json.loads(python(copy, "-c", STEPS))
+def test_the_optimizer_steps_by_its_formula(tmp_path: Path) -> None:
+    """Its file read as a plugin: it registers itself in both."""
+    load_plugin(write_lion(tmp_path))
+    torch.manual_seed(0)
+    cfg = OptimizerConfig(name="lion", lr=0.1, betas=[0.9, 0.99], weight_decay=0.5)
+    weight = torch.nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
+    weights = [weight.tolist()]
+    optimizer = build_optimizer(cfg, [weight], torch.device("cpu"))
+    gradients = [torch.randn_like(weight) for _ in range(4)]
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+        weights.append(weight.tolist())
+    stored = optimizer_state_bytes(cfg, [weight])
     assert stored == 15 * 8
     for row in range(3):
         for column in range(5):
             value, mean = weights[0][row][column], 0.0
             for step, gradient in enumerate(gradients):
-                given = gradient[row][column]
+                given = float(gradient[row][column])
                 mixed = 0.9 * mean + 0.1 * given
                 value = value * (1 - 0.1 * 0.5) - 0.1 * ((mixed > 0) - (mixed < 0))
                 mean = 0.99 * mean + 0.01 * given
@@ -202,12 +201,10 @@ def test_the_optimizer_steps_by_its_formula(copy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_file_is_a_plugin(tmp_path: Path) -> None:
-    ((_, _, _, block),) = EDIT.findall(sections()["An optimizer"][1])
-    (tmp_path / "lion.py").write_text(block, encoding="utf-8")
-    plugin = ["--plugin", str(tmp_path / "lion.py"), "optimizer.name=lion", "optimizer.eps=1e-6"]
-    said = tune(ROOT, "validate", "demo/full", f"output_dir={tmp_path / 'new'}", *plugin)
-    assert "optimizer.eps has no effect: optimizer.name is lion" in said
+def test_the_same_file_is_a_plugin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plugin = ["--plugin", str(write_lion(tmp_path)), "optimizer.name=lion", "optimizer.eps=1e-6"]
+    assert main(["validate", "demo/full", f"output_dir={tmp_path / 'new'}", *plugin]) == 0
+    assert "optimizer.eps has no effect: optimizer.name is lion" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -215,11 +212,14 @@ def test_the_optimizer_is_planned_and_trained(copy: Path) -> None:
     """Its keys are checked, its states are in the plan to the byte, and a run of two steps ends."""
     follow(sections()["An optimizer"][1], copy)
     words = ["full_finetune_distributed", "--config", "demo/full", "optimizer.name=lion"]
-    said = tune(copy, "validate", "demo/full", "optimizer.name=lion", "optimizer.eps=1e-6")
+    said = tune(
+        copy,
+        ["validate", "demo/full", "optimizer.name=lion", "optimizer.eps=1e-6"],
+        ["run", "--no-plan", *words, "max_steps=2", "data.max_samples=64", "~validation.source"],
+        ["plan", *words, "--json", "plan.json"],  # the last: its simulated device stays in a process
+    )
     assert "optimizer.eps has no effect: optimizer.name is lion" in said
-    said = tune(copy, "plan", *words, "--json", "plan.json")
     alive = json.loads((copy / "plan.json").read_text(encoding="utf-8"))["rank_plans"][0]["alive"]
     held = {kind: sum(one["bytes"] for one in alive if one["kind"] == kind) for kind in ("parameters", "optimizer")}
     assert held["optimizer"] == held["parameters"] > 10**6  # one state of each parameter's type
     assert re.search(r"^ +optimizer +1\.74 MiB .* 38 tensors$", said, re.MULTILINE)
-    tune(copy, "run", "--no-plan", *words, "max_steps=2", "data.max_samples=64", "~validation.source")

@@ -2,8 +2,8 @@
 
 import ast
 import json
-import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -15,8 +15,9 @@ import pytest
 
 from benchmarks import five_systems
 from benchmarks.five_systems import KEPT, PAGE, read_cell, run_command, write_page
-from benchmarks.five_systems_rows import LONG, NEEDS, SYSTEMS, ZERO_1, Row
+from benchmarks.five_systems_rows import FOUR_CARDS, LONG, NEEDS, SYSTEMS, ZERO_1, Row
 from tests.house.files import ROOT, python_files, tree
+from tests.house.test_commands import check_python
 from tests.selection import slow_except
 
 ROWS = [row for system in SYSTEMS for row in system.rows]
@@ -77,22 +78,15 @@ def test_it_runs_as_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     five_systems.main()
     assert (tmp_path / "page.md").read_bytes() == PAGE.read_bytes()
     assert (tmp_path / "kept.json").read_bytes() == KEPT.read_bytes()
-    started = run_alone(["benchmarks/five_systems.py", "--help"], ROOT)
+    words = [sys.executable, "benchmarks/five_systems.py", "--help"]
+    started = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert started.returncode == 0 and "--only" in started.stdout
-
-
-def run_alone(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python in a fresh process, without REALDATA_DIR."""
-    environment = {name: value for name, value in os.environ.items() if name != "REALDATA_DIR"}
-    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in SCRIPTS if "docs/upstream" not in command])
 def test_scripts_start(command: str):
-    words = shlex.split(command)[1:]
-    done = run_alone([*words[: 2 if words[0] == "-m" else 1], "--help"], ROOT)
-    assert done.returncode == 0 and all(word in done.stdout for word in words if word.startswith("--")), done.stderr
+    check_python(shlex.split(command)[1:], ROOT)
 
 
 # Every benchmark whose first lines name REALDATA_DIR, and their command.
@@ -104,14 +98,18 @@ REAL = {
 
 
 @pytest.mark.parametrize("name", slow_except(sorted(REAL), ["tp_losses"]))
-def test_a_benchmark_without_its_real_data_says_so(name: str, tmp_path: Path):
+def test_a_benchmark_without_its_real_data_says_so(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     command = REAL[name]
     assert command is not None and command[1].endswith(f".{name}")
-    done = run_alone([*command[1].split(), "--output", str(tmp_path / "page.md")], ROOT)
+    monkeypatch.delenv("REALDATA_DIR", raising=False)
+    monkeypatch.setattr(sys, "argv", [name, "--output", str(tmp_path / "page.md")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     needed = [re.escape(need) for words, need in NEEDS.items() if f".{name} " in words] or [r"\S+"]
-    line = rf"error: REALDATA_DIR: not set, expected a folder with {needed[0]}; see \S+"
-    said = [each for each in done.stderr.splitlines() if not re.match(r"W\d{4} ", each)]  # of torch's imports
-    assert done.returncode == 2 and len(said) == 1 and re.fullmatch(line, said[0]), done.stderr
+    line = rf"error: REALDATA_DIR: not set, expected a folder with {needed[0]}; see \S+\n"
+    assert ended.value.code == 2 and re.fullmatch(line, capsys.readouterr().err)
     assert not (tmp_path / "page.md").exists()
 
 
@@ -121,7 +119,11 @@ def test_all_that_need_real_data_are_known():
     assert {Path(command.split()[2].replace(".", "/")).name for command in NEEDS} <= REAL.keys()
 
 
+# Of the commands that print what is kept, one of each verb; all plans are of one, and this one the quickest.
+PRINTED = ["tune cat llama3/8B_full --resolved", "tune tp-plan llama3/8B --tensor 2,4,8", f"{FOUR_CARDS} --full"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in TUNE if command in kept()])  # the others write a page
+@pytest.mark.parametrize("command", PRINTED)
 def test_commands_print_what_is_kept(command: str):
     assert run_command(command) == kept()[command], f"run it again: --only {command!r}"

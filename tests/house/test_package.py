@@ -85,20 +85,21 @@ def test_wheel_has_nothing_else(wheel: list[str]):
 
 @pytest.mark.slow
 def test_the_commands_of_all_pages_run_from_the_wheel(tmp_path: Path):
-    """Outside of a clone, with what the wheel holds; those of a clone's own tools are left out."""
+    """Outside of a clone, with what the wheel holds, those of pages that take little time; not of a clone's own
+    tools."""
     build_wheel(ROOT, tmp_path / "out")
     (built,) = (tmp_path / "out").glob("*.whl")
     zipfile.ZipFile(built).extractall(tmp_path / "site")
     (tmp_path / "empty").mkdir()
     variables = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "TUNE_TEST_WHEEL": str(tmp_path / "site")}
     commands = ROOT / "tests" / "house" / "test_commands.py"
-    words = ["-q", "-p", "no:cacheprovider", "-o", "pythonpath=", f"{commands}::test_commands"]
+    words = ["-q", "-p", "no:cacheprovider", "-o", "pythonpath=", "-m", "not slow", f"{commands}::test_commands"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
         cwd=tmp_path / "empty", env=variables, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.search(r"\b\d\d passed", done.stdout)
+    assert re.search(r"\b\d passed", done.stdout)
 
 
 def test_pins_are_in_range():

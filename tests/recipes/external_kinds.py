@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import transformers
+
 COMMON: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 32,
@@ -45,3 +47,9 @@ def settings_of(kind: str) -> dict[str, Any]:
     if "text_config" in own:
         return own
     return {key: value for key, value in (COMMON | own).items() if value is not None}
+
+
+def import_models(*kinds: str) -> None:
+    """Import transformers' classes of these architectures, so that ranks, which are forks, need not."""
+    for kind in kinds:
+        assert transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(transformers.AutoConfig.for_model(kind))]

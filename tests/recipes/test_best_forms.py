@@ -8,26 +8,22 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
-from tests.recipes.runs import DPO, FULL, LORA, ROOT, latest, offload_on_a_cpu, run_here
+from tests.recipes.runs import FULL, LORA, ROOT, offload_on_a_cpu, run_here
 from tests.recipes.test_best_runs import command, equal, validations, weights
-from tests.recipes.test_dpo import arguments as preference_arguments
-from tests.recipes.test_dpo import write_pairs
 from tests.recipes.test_resume import stop_after
 from tests.selection import selected
 
 TWO = "batch_size=2"
 STEPPING = ("memory.optimizer_in_backward=true", "clip_grad_norm=null", "device=auto")
+STREAMED = ("memory.stream_layers=true", "device=auto")
 OFFLOADED = ("memory.stream_layers=true", "memory.optimizer_offload=true")
+STAGES = ("parallel.pipeline=2", "batch_size=1", "gradient_accumulation_steps=4")
 # Recipe, ranks and overrides.
 FORMS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "fsdp": (FULL, 2, (TWO,)),
-    "pipeline": (FULL, 2, ("parallel.pipeline=2", "batch_size=1", "gradient_accumulation_steps=4")),
-    "streamed": (FULL, 1, (*STEPPING, *OFFLOADED)),
-    "master weights": (FULL, 1, ("dtype=bf16", "optimizer.master_weights=true")),
-    "of transformers": (FULL, 2, (TWO, "model.implementation=transformers")),
-    "adapters": (LORA, 2, (TWO, "lora.dora=true")),
-    "adapters on nf4": (LORA, 1, ("lora.quantize_base=nf4", "memory.stream_layers=true", "device=auto")),
-    "pairs": (DPO, 2, ("dpo.trainable=all", TWO, "checkpoint.best_metric=validation_reward_accuracy")),
+    "stages of transformers": (FULL, 2, (*STAGES, "model.implementation=transformers")),
+    "streamed": (FULL, 1, (*STEPPING, *OFFLOADED, "dtype=bf16", "optimizer.master_weights=true")),
+    "adapters on nf4": (LORA, 1, ("lora.quantize_base=nf4", "lora.dora=true", *STREAMED)),
 }
 STEPS = 6
 
@@ -35,11 +31,6 @@ STEPS = 6
 def argv_of(form: str, folder: Path, name: str, *more: str) -> list[str]:
     recipe, _, overrides = FORMS[form]
     output = folder / form.replace(" ", "_").replace(",", "") / name
-    if recipe == DPO:
-        pairs = folder / "pairs.jsonl"
-        validation = (f"validation.source={pairs}", "validation.every_n_steps=1", "validation.max_samples=9")
-        words = preference_arguments(pairs, output, "batch_size=4", "optimizer.lr=3e-2", *validation)
-        return latest(*words, "checkpoint.save_model=true", *overrides, *more)
     if recipe == FULL:
         return command(output, *overrides, *more)
     data = ("data.source=examples/demo/train.jsonl", "data.format=alpaca", "tokenizer.path=examples/demo/tokenizer")
@@ -61,22 +52,15 @@ def train(form: str, folder: Path) -> dict[str, Any]:
         return output, weights(next(each for each in (output / "adapter", output / "model") if each.is_dir()))
 
     output, kept = run("kept", "checkpoint.keep_best=true", f"max_steps={STEPS}")
-    numbers = validations(output, metric_of(form))
-    step = numbers[[one for one, _ in numbers].index((max if recipe == DPO else min)(numbers)[0])][1]
+    step = min(validations(output))[1]
     short = run("short", f"max_steps={step}")[1]
     return {"step": step, "is_best": equal(kept, short), "exported": kept}
-
-
-def metric_of(form: str) -> str:
-    chosen = [word.partition("=")[2] for word in FORMS[form][2] if word.startswith("checkpoint.best_metric=")]
-    return next(iter(chosen), "validation_loss")
 
 
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By form; all of as many ranks in one go."""
     folder, wanted = tmp_path_factory.mktemp("forms"), selected(request, "form")
-    write_pairs(folder)
 
     def together(ranks: int) -> dict[str, dict[str, Any]]:
         offload_on_a_cpu()

@@ -19,7 +19,7 @@ from tests.recipes import labeled_runs
 from tests.recipes.runs import DPO, ROOT, metrics, run_here
 from tests.selection import selected, slow_except
 
-STEPS = 3
+STEPS = 2
 PAIRS = 4  # of a step, over all ranks
 RECORDED = ("loss", "grad_norm", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
 
@@ -39,12 +39,17 @@ KINDS = {
 LEVERS: list[tuple[str, ...]] = [
     ("parallel.fsdp_wrap_policy=memory_efficient", "memory.activation_checkpointing=full", "memory.loss_chunks=5"),
     ("parallel.data_replicate=2", "gradient_accumulation_steps=2"),
-    ("data.packing=true", "memory.activation_checkpointing=selective", "parallel.reshard_after_forward=false"),
-    ("checkpoint.save_every_n_steps=1", "checkpoint.keep_last_n=3"),
+    (
+        "data.packing=true",
+        "memory.activation_checkpointing=selective",
+        "checkpoint.save_every_n_steps=1",
+        "checkpoint.keep_last_n=3",
+    ),
 ]
 
-COMPILED = ("lora", ("compile=true",))  # costly
-CASES = list(zip(KINDS, LEVERS, strict=True))  # each kind and each lever once
+COMPILED = ("lora", ("compile=true", "data.pad_to_multiple_of=128"))  # lengths are compiled apart
+CASES = list(zip(("lora", "dora ipo on nf4", "full simpo"), LEVERS, strict=True))
+ALONE = [(kind, lever) for kind in KINDS for lever in ((), ("data.packing=true",))]
 QUICK = CASES[:1]
 
 
@@ -89,7 +94,7 @@ def train(folder: Path, kind: str, overrides: tuple[str, ...], ranks: int) -> li
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Any, list[dict[str, Any]]]:
-    """By (kind, lever, ranks): every kind plain and packed on one rank, the selected ones with a lever on two."""
+    """By (kind, lever, ranks): on one rank those that are asked for, the selected ones with a lever on two."""
     folder = tmp_path_factory.mktemp("pairs")
     write_pairs(folder)
 
@@ -97,9 +102,9 @@ def results(
         apply_levers.compile_layers = functools.partial(apply_levers.compile_layers, backend="eager")
         return [train(folder, kind, lever, ranks) for kind, lever in cases]
 
-    alone = [(kind, lever) for kind in KINDS for lever in ((), ("data.packing=true",))]
-    alone += selected(request, "compiled")
-    together = selected(request, "case")
+    together, compiled = selected(request, "case"), selected(request, "compiled")
+    alone = [*sum(selected(request, "alone"), []), *map(basis, together)]
+    alone = list(dict.fromkeys([*alone, *compiled, *(("lora", ()) for _ in compiled)]))
     if COMPILED in alone:
         import_compiler()
     found: dict[Any, list[dict[str, Any]]] = {}
@@ -117,11 +122,15 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]], ki
             assert mine[name] == pytest.approx(wanted[name], rel=1e-4 if single else 1e-8, abs=1e-5 * single), name
 
 
+def basis(case: tuple[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
+    """The run of one rank that is the same."""
+    kind, lever = case
+    return kind, ("data.packing=true",) if "data.packing=true" in lever else ()
+
+
 @pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=lambda case: f"{case[0]}-{' '.join(case[1])}")
 def test_two_ranks_record_what_one_records(results: dict[Any, Any], case: tuple[str, tuple[str, ...]]) -> None:
-    kind, lever = case
-    plain = ("data.packing=true",) if "data.packing=true" in lever else ()
-    assert_alike(results[kind, lever, 2], results[kind, plain, 1], kind)
+    assert_alike(results[*case, 2], results[*basis(case), 1], case[0])
 
 
 @pytest.mark.slow
@@ -130,15 +139,17 @@ def test_compiled_layers_know_when_adapters_are_off(results: dict[Any, Any], com
     assert_alike(results[*compiled, 1], results["lora", (), 1], "lora")
 
 
-def test_a_run_begins_where_model_and_reference_are_alike(results: dict[Any, Any]) -> None:
+@pytest.mark.parametrize("alone", [ALONE], ids=["each"])
+def test_a_run_begins_where_model_and_reference_are_alike(results: dict[Any, Any], alone: Any) -> None:
     first = results["lora", (), 1][0]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-12)
     assert first["reward_chosen"] == first["reward_rejected"] == first["reward_accuracy"] == 0
     assert results["full cdpo", (), 1][0]["reward_margin"] == 0
 
 
-def test_kinds_and_packing_differ(results: dict[Any, Any]) -> None:
-    last = {case: lines[-1]["loss"] for case, lines in results.items() if case[2] == 1 and case[:2] != COMPILED}
+@pytest.mark.parametrize("alone", [ALONE], ids=["each"])
+def test_kinds_and_packing_differ(results: dict[Any, Any], alone: list[tuple[str, tuple[str, ...]]]) -> None:
+    last = {case: results[*case, 1][-1]["loss"] for case in alone}
     assert len(last) == len({round(loss, 9) for loss in last.values()}) == 2 * len(KINDS), last
 
 

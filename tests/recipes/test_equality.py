@@ -39,19 +39,9 @@ class Division:
 
 
 WHOLE = Division(1, 8, 1)
-DIVISIONS = [
-    WHOLE,
-    Division(1, 1, 8),
-    Division(1, 2, 4),
-    Division(2, 4, 1),
-    Division(2, 1, 4),
-    Division(2, 2, 2, replicate=2),
-    Division(4, 2, 1),
-    Division(4, 1, 2, replicate=2),
-]
 LENGTHS = [3, 60, 7, 41, 64, 1, 18, 33]
-# Rows 2 and 3 train nothing: with 1 row at a time a whole micro-batch, with 2 ranks x 1 a rank's one, with
-# 4 ranks x 2 all that rank 1 has. The others have 1 to 60 trained tokens.
+# Rows 2 and 3 train nothing: with 1 row at a time a whole micro-batch, with ranks a rank's one. The others have 1 to 60
+# trained tokens.
 TRAINED = [1, 60, 0, 0, 5, 1, 18, 2]
 
 
@@ -99,26 +89,25 @@ def train(
 
 Key = tuple[Division, str, str]
 # Clipping is by the norm, which is compared in both.
-KINDS = [("fp64", "sgd"), ("fp64", "clipped"), ("fp32", "sgd")]
+QUICK: list[Key] = [(Division(2, 4, 1), "fp64", "sgd"), (Division(1, 2, 4), "fp64", "clipped")]
+CASES: list[Key] = [*QUICK, (Division(2, 2, 2, replicate=2), "fp32", "sgd"),
+                    (Division(4, 1, 2, replicate=2), "fp64", "clipped")]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Key, dict[str, Any]]:
-    """Every selected division and kind; as many processes as the division has ranks, once a world size."""
-    folder = tmp_path_factory.mktemp("equality")
-    divisions = [WHOLE, *selected(request, "division")]
-    kinds = [kind for kind in KINDS if kind[0] in ("fp64", *selected(request, "dtype"))]
+    """Every selected case and the undivided runs; as many processes as the division has ranks, once a world size."""
+    folder, cases = tmp_path_factory.mktemp("equality"), selected(request, "case")
+    kinds = dict.fromkeys([("fp64", "sgd"), ("fp64", "clipped"), *(case[1:] for case in cases)])
+    keys: list[Key] = [*((WHOLE, *kind) for kind in kinds), *cases]
 
-    def train_all(ranks: int) -> list[dict[str, Any]]:
-        return [train(folder, *key) for key in keys(ranks)]
-
-    def keys(ranks: int) -> list[Key]:
-        mine = [division for division in divisions if division.ranks == ranks]
-        return [(division, *kind) for division in mine for kind in kinds]
+    def train_all(keys: list[Key]) -> list[dict[str, Any]]:
+        return [train(folder, *key) for key in keys]
 
     found = {}
-    for ranks in sorted({division.ranks for division in divisions}):
-        found |= dict(zip(keys(ranks), run_ranks(train_all, ranks, ranks)[0], strict=True))
+    for ranks in sorted({division.ranks for division, _, _ in keys}):
+        mine = [key for key in keys if key[0].ranks == ranks]
+        found |= dict(zip(mine, run_ranks(train_all, ranks, mine)[0], strict=True))
     return found
 
 
@@ -136,10 +125,9 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return max(*numbers, *tensors)
 
 
-@pytest.mark.parametrize(("dtype", "optimizer"), [*KINDS[:2], pytest.param(*KINDS[2], marks=pytest.mark.slow)])
-@pytest.mark.parametrize("division", slow_except(DIVISIONS[1:], DIVISIONS[2:4]), ids=str)
-def test_a_step_is_the_same(results: dict[Key, dict[str, Any]], division: Division, dtype: str, optimizer: str):
-    found, expected = results[division, dtype, optimizer], results[WHOLE, dtype, optimizer]
+@pytest.mark.parametrize("case", slow_except(CASES, QUICK), ids=lambda case: ", ".join(map(str, case)))
+def test_a_step_is_the_same(results: dict[Key, dict[str, Any]], case: Key):
+    found, expected, dtype = results[case], results[WHOLE, *case[1:]], case[1]
     assert found["parameters"].keys() == expected["parameters"].keys()
     assert all(tensor.dtype == getattr(torch, f"float{dtype[2:]}") for tensor in found["parameters"].values())
     assert difference(found, expected) <= TOLERANCE[dtype]

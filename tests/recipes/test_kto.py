@@ -19,9 +19,7 @@ PACKED = "data.packing=true"
 ONE = [KTO, ALL, APO, (*KTO, PACKED)]
 TWO = [
     (*KTO, "gradient_accumulation_steps=2", "memory.activation_checkpointing=full"),
-    (*ALL, "parallel.fsdp_wrap_policy=memory_efficient"),
-    (*KTO, PACKED, "parallel.data_replicate=2"),
-    (*ALL, "parallel.context=2"),
+    (*KTO, PACKED, "parallel.context=2", "parallel.fsdp_wrap_policy=memory_efficient"),
     (*APO, "parallel.pipeline=2", "gradient_accumulation_steps=2"),
 ]
 

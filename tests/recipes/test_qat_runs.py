@@ -14,7 +14,7 @@ from tests.recipes.runs import DPO, LORA, arguments, done, metrics, probe, run_h
 from tests.recipes.test_dpo import write_pairs
 from tests.recipes.test_resume import everything, stop_after
 
-GROUP, START, STEPS = 4, 3, 6  # the MLPs of the real model have 172 channels
+GROUP, START, STEPS = 4, 2, 4  # the MLPs of the real model have 172 channels
 # Recipe's file by name, and what its run sets besides.
 RUNS: dict[str, tuple[str, ...]] = {
     "int4": ("qat=int4", f"qat_group_size={GROUP}"),
@@ -56,7 +56,7 @@ def test_what_transformers_loads_quantized_computes_what_training_computed(reald
 
 
 def command(output: Path, *overrides: str) -> list[str]:
-    """Six steps that are validated each, of a small model."""
+    """Four steps that are validated each, of a small model."""
     own = ("validation.source=examples/demo/heldout.jsonl", "validation.format=alpaca", "validation.every_n_steps=1",
            "validation.max_samples=4", f"max_steps={STEPS}", "log.every_n_steps=1000", "optimizer.lr=1e-2")  # fmt: skip
     return [word for word in arguments(output) if word != "~validation"] + [*own, *overrides]
@@ -90,21 +90,24 @@ def test_rounding_begins_at_its_step_and_a_run_goes_on_bitwise_across_it(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int4", "int4, adapters"])
 def test_an_evaluation_of_a_run_rounds_as_its_validations_did(
-    realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture, name: str
+    realdata: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """And its base is measured as it was before training."""
-    recipe = LORA if "adapters" in name else "full_finetune_distributed"
     text = ("data.source=examples/demo/train.jsonl", "validation.source=examples/demo/heldout.jsonl")
-    text += ("validation.every_n_steps=1", "validation.max_samples=4", "max_steps=3", "optimizer.lr=1e-2")
-    run = done(run_here(stories(realdata, tmp_path / "run", *text, *RUNS[name]), recipe=recipe))
+    text += (
+        "validation.every_n_steps=1",
+        "validation.max_samples=4",
+        "max_steps=3",
+        "optimizer.lr=1e-2",
+        "data.max_samples=16",
+    )
+    run = done(run_here(stories(realdata, tmp_path / "run", *text, *RUNS["int4"])))
     evaluated, exported = (
         f"next: tune {words}" for words in (f"eval {tmp_path}/run", f"export {tmp_path}/run --quantize int4")
     )
     assert evaluated in run.said and exported in run.said
-    still = ("optimizer.lr=1e-12", *(word for word in RUNS[name] if word.startswith("recipe")))
-    done(run_here(stories(realdata, tmp_path / "still", *text, *still), recipe=recipe))
+    done(run_here(stories(realdata, tmp_path / "still", *text, "optimizer.lr=1e-12")))
     capsys.readouterr()
     found = {}
     for words in ((), ("qat=null",)):
@@ -113,9 +116,8 @@ def test_an_evaluation_of_a_run_rounds_as_its_validations_did(
     rounded, unrounded = (numbers["tuned"]["loss"] for numbers in found.values())
     assert main(exported.split()[2:]) == 0  # by the run's group size, which is not the default
     assert "rounded as in training (qat=int4)" in capsys.readouterr().out
-    if recipe != LORA:  # merging would ask for --recipe
-        with (tmp_path / "run" / "config.yaml").open("a") as config:  # of a recipe with keys of its own
-            config.write("shift: 2.0\n")
+    with (tmp_path / "run" / "config.yaml").open("a") as config:  # of a recipe with keys of its own
+        config.write("shift: 2.0\n")
     other = ["--quantize", "int4", "--group-size", "2", "--out", str(tmp_path / "other")]
     assert main(["export", str(tmp_path / "run"), *other]) == 0
     assert "not rounded as in training, which was with qat=int4 qat_group_size=4" in " ".join(
@@ -128,7 +130,7 @@ def test_an_evaluation_of_a_run_rounds_as_its_validations_did(
 
 def test_a_start_that_never_comes_is_refused(tmp_path: Path):
     run = run_here(command(tmp_path / "run", "qat=int8", f"qat_start_step={STEPS}"))
-    assert run.code == 2 and run.said[-1].startswith("error: qat_start_step: found 6 for a run of 6 steps, none of")
+    assert run.code == 2 and run.said[-1].startswith("error: qat_start_step: found 4 for a run of 4 steps, none of")
     assert not (tmp_path / "run" / "model").exists() and not metrics_of(tmp_path / "run")
 
 

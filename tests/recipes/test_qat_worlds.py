@@ -20,16 +20,16 @@ ON_ANY_DEVICE = "device=auto"  # said to be a CPU, offloading has no effect
 LORA_INT4 = ("qat=int4", "qat_group_size=16", f"recipe={LORA}")
 # What is rounded, and what is done with it on how many ranks.
 CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
-    "int4, FSDP": (2, ("qat=int4",), ()),
     "int8, whole layers offloaded": (2, ("qat=int8",), ("memory.cpu_offload=true", ON_ANY_DEVICE)),
-    "fp8, FSDP, checkpointed": (2, ("qat=fp8",), ("memory.activation_checkpointing=selective",)),
-    "int8, DDP": (2, ("qat=int8",), ("parallel.strategy=ddp",)),
+    "fp8, DDP, checkpointed": (
+        2,
+        ("qat=fp8",),
+        ("parallel.strategy=ddp", "memory.activation_checkpointing=selective"),
+    ),
     "int4, shared sequences": (2, ("qat=int4",), ("parallel.context=2",)),
     "int4, pipeline": (2, ("qat=int4",), ("parallel.pipeline=2", "parallel.pipeline_microbatches=2")),
     "int4, compiled": (2, ("qat=int4", "qat_start_step=1"), ("compile=true", "data.pad_to_multiple_of=64")),
-    "adapters, FSDP": (2, LORA_INT4, ()),
     "adapters, streamed": (2, LORA_INT4, ("memory.stream_layers=true", ON_ANY_DEVICE)),
-    "adapters, pipeline, late": (2, (*LORA_INT4, "qat_start_step=1"), ("parallel.pipeline=2",)),
 }
 QUICK = ["adapters, streamed"]
 

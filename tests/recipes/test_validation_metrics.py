@@ -21,8 +21,6 @@ SCORED = "validation.metrics=[token_accuracy, exact_match]"
 # How the model is divided over two ranks, and what else the run has.
 DIVISIONS = {
     "fsdp": ["validation.metrics=[token_accuracy, exact_match, letters]"],
-    "tensor": [SCORED, "parallel.tensor=2"],
-    "context": [SCORED, "parallel.context=2", "data.packing=true", "batch_size=2", "optimizer.lr=3e-3"],
     "pipeline": [SCORED, "parallel.pipeline=2", "batch_size=10", "parallel.pipeline_microbatches=2"],
 }
 
