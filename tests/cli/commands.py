@@ -1,9 +1,18 @@
 """`tune` as a process of its own."""
 
+import logging
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import traceback
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NoReturn
+
+from recipe_lib.cli.main import main
 
 ROOT = Path(__file__).parent.parent.parent
 TUNE = [sys.executable, "-m", "recipe_lib.cli.main"]
@@ -25,3 +34,40 @@ def tune(*words: object, cwd: Path = ROOT, timeout: float = 120, **changes: str 
         text=True,
         timeout=timeout,
     )
+
+
+def become_tune(*words: object, cwd: Path = ROOT, **changes: str | None) -> NoReturn:
+    """Be `tune` in a fork of the test process, which has imported torch already, and end with its exit code."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        errors = getattr(sys, f"__{name}__").errors
+        setattr(sys, name, open(number, "w" if number else "r", errors=errors, closefd=False))
+    code = 1
+    try:
+        os.chdir(cwd)
+        variables = environment(**changes)
+        os.environ.clear()
+        os.environ.update(variables)
+        tempfile.tempdir = None  # by TMPDIR, anew
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        logging.getLogger("tune").handlers.clear()
+        code = main([str(word) for word in words])
+    except BaseException:  # noqa: BLE001  (told, as Python tells it)
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def fork_tune(*words: object, stdout: int, stderr: int, cwd: Path = ROOT, **changes: str | None) -> BaseProcess:
+    """Start `tune` in a fork that writes to these descriptors; it reads nothing."""
+
+    def begin() -> None:
+        with open(os.devnull) as nothing:
+            for number, descriptor in enumerate((nothing.fileno(), stdout, stderr)):
+                os.dup2(descriptor, number)
+        become_tune(*words, cwd=cwd, **changes)
+
+    process = get_context("fork").Process(target=begin)
+    process.start()
+    return process
