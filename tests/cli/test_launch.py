@@ -18,7 +18,7 @@ import torch
 from recipe_lib.cli.launch import PARENT_VARIABLE, Rank, judge
 from recipe_lib.cli.main import main
 from recipe_lib.errors import FOLDER_VARIABLE
-from tests.cli.commands import ROOT, TUNE, environment, fork_tune, tune
+from tests.cli.commands import ROOT, TUNE, environment, start_forked, tune
 
 # Does what its last argument says. Only `stopped` imports torch, which takes seconds.
 RECIPE = '''
@@ -182,7 +182,7 @@ def start(recipe: Path, folder: Path, *words: str) -> BaseProcess:
     with open(folder / "out", "w") as out:
         words = ("run", *words, "mine.py", "wait")
         files = {"stdout": out.fileno(), "stderr": out.fileno()}
-        return fork_tune(*words, **files, cwd=recipe.parent, TMPDIR=str(folder / "tmp"))
+        return start_forked(*words, **files, cwd=recipe.parent, TMPDIR=str(folder / "tmp"))
 
 
 def end(process: BaseProcess, number: int) -> int | None:
