@@ -1,5 +1,5 @@
-"""The README's own-JSONL block, typed as written by a new user: eight conversations, a tiny model in the place of the one
-that it names, on a hub of this machine, and at the end a conversation."""
+"""The README's own-JSONL block, typed as written by a new user: eight conversations, a tiny model in the place of the
+one that it names, on a hub of this machine, and at the end a conversation."""
 
 import json
 import shlex
