@@ -67,9 +67,8 @@ def test_the_adapter_of_a_state(which: str, base: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
-def test_the_merged_model_of_a_run(quantize: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    lora = LoraConfig(rank=4, alpha=8.0, target_modules=["q", "v"], quantize_base=quantize)
+def test_the_merged_model_of_a_run(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    lora = LoraConfig(rank=4, alpha=8.0, target_modules=["q", "v"], quantize_base="nf4")
     model = make_run(tmp_path / "run", base, lora, finished=True)
     code, out, err = call(capsys, tmp_path / "run", "--merge")
     assert (code, err) == (0, "")
@@ -92,11 +91,10 @@ def test_an_adapter_that_peft_made(base: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_an_adapter_of_some_layers_is_checked_and_merged(
-    dora: bool, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    peft = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "use_dora": dora}
+    peft = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
     model = save_with_peft(base, tmp_path / "a", layers_to_transform=[1, 3], **peft)
     code, out, err = call(capsys, tmp_path / "a", "--adapter", "--base", base)
     assert (code, err) == (0, "")
