@@ -23,7 +23,7 @@ from tests.selection import slow_except
 MIXED = "qwen3_moe, one dense layer"
 READ = "read with PEFT "
 # Each kind with PEFT's numbers is in tests/adapters/test_peft_saved.py.
-SAVED = ["both of more tokens", "rows of new tokens", "adapted with DoRA, more tokens", "all biases"]
+SAVED = ["both of more tokens", "rows of new tokens", "adapted with DoRA, more tokens"]
 CPU = torch.device("cpu")
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.commands import ROOT, TUNE, become_tune, environment
-from tests.evaluation.models import write_model
 
 pytestmark = pytest.mark.slow
 
@@ -80,14 +79,11 @@ WORK = {
     "plan --search": ["plan", "demo/full", "--search", "--fit", "2x24GB"],
     "data check": ["data", "check", "demo/full"],
     "doctor": ["doctor", "--output_dir", "{tmp}/outputs"],
-    "generate": ["generate", "{tmp}/model", "--prompt", "Write 12 in words.", "--max-new-tokens", "9"],
 }
 
 
 @pytest.mark.parametrize("name", WORK)
 def test_a_line_within_a_second_of_work(name: str, tmp_path: Path):
-    if name == "generate":
-        write_model("llama", tmp_path / "model")
     heard = listen([word.format(tmp=tmp_path) for word in WORK[name]])
     assert heard.code == 0, heard.text
     assert heard.gaps[0] < SILENT, heard.text[:200]

@@ -139,7 +139,7 @@ def test_a_place_under_a_file_or_without_permission(writer: Writer, material: Ma
 
 # With --force `cp` replaces what is there, as it is told.
 @pytest.mark.slow
-@pytest.mark.parametrize("writer", parameters([row for row in FILES if row.note != "--force"], slow=False))
+@pytest.mark.parametrize("writer", parameters([row for row in FILES if row.note != "--force"][::2], slow=False))
 def test_a_file_of_the_users_stays_as_it_is(writer: Writer, material: Material, out_folder: Path) -> None:
     out = out_folder / f"out{writer.ending}"
     for name, content in FOREIGN.items():

@@ -70,8 +70,9 @@ def register_anew(kind: str) -> list[str]:
     """Return the names that a kind has once its owner is imported anew, and no other owner."""
     module, built_in = registry.BUILT_IN[kind]
     fused_kernels.fused = lambda *settings: lambda function: function  # torch defines an operator once in a process
+    modules = {component.__module__ for component in registry._components[kind].values()}  # where imported already
     registry._components[kind].clear()
-    for name in [name for name in sys.modules if name.startswith(module)]:  # with its submodules
+    for name in [name for name in sys.modules if name in modules or name.startswith(module)]:
         del sys.modules[name]
     assert all(callable(registered(kind, name)) for name in built_in)
     return sorted(registry._components[kind])

@@ -355,20 +355,18 @@ def planned(*words: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full"])
-def test_what_is_imported_can_be_planned(kind: str, tmp_path: Path):
+def test_what_is_imported_can_be_planned(tmp_path: Path):
     ours = tmp_path / "ours.yaml"
-    ours.write_text(read(PLANNED[kind], tmp_path).yaml("ours.yaml"), encoding="utf-8")
+    ours.write_text(read(PLANNED["qlora"], tmp_path).yaml("ours.yaml"), encoding="utf-8")
     words = ["~model.path", "model.preset=demo/0.5M", "tokenizer.path=examples/demo/tokenizer", "--device", "24GB"]
     assert "FITS" in apart(planned, str(ours), *words)
 
 
 @needs_wheel
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3_2/1B_qlora_single_device", "llama3_1/8B_lora_dpo"])
-def test_configs_of_the_wheel_can_be_planned(name: str, tmp_path: Path):
+def test_a_config_of_the_wheel_can_be_planned(tmp_path: Path):
     """With a small model in place of theirs."""
     ours = tmp_path / "ours.yaml"
-    assert main(["import", f"{WHEEL}/{name}.yaml", "--out", str(ours)]) == 0
+    assert main(["import", f"{WHEEL}/llama3_1/8B_lora_dpo.yaml", "--out", str(ours)]) == 0
     words = ["~model.path", "model.preset=demo/0.5M", "tokenizer.path=examples/demo/tokenizer", "--device", "80GB"]
     assert "FITS" in apart(planned, str(ours), *words)
